@@ -1,0 +1,143 @@
+"""EngineConfig (what the user says) and ModelConfig (what the checkpoint says). Frozen; measured sizes live elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from manylora.errors import ConfigError
+
+__all__ = ["EngineConfig", "LoraCacheConfig", "ModelConfig"]
+
+GIB = 2**30
+POLICIES = ("guaranteed_no_evict", "max_utilization")
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class LoraCacheConfig:
+    """The two-level adapter cache. Sizes follow TensorRT-LLM's PeftCacheConfig and Triton parameters."""
+
+    optimal_adapter_size: int = 8  # rank for which one adapter fills about one page
+    max_adapter_size: int = 64  # a page must hold at least one module's row of this rank
+    gpu_memory_fraction: float = 0.05  # device level, of the memory left after weights and KV cache
+    gpu_memory_bytes: int | None = None  # device level in bytes; overrides the fraction
+    host_memory_bytes: int = GIB
+    num_device_module_layer: int = 0  # > 0: device level in (layer, module) rows of rank 1, overrides bytes
+    num_host_module_layer: int = 0
+    max_lora_rank: int | None = None  # larger ranks are refused; None: max_adapter_size
+    target_modules: tuple[str, ...] = ()  # names as attn_q; empty: every module the model has
+    prefetch_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        _at_least(1, optimal_adapter_size=self.optimal_adapter_size, max_adapter_size=self.max_adapter_size)
+        _at_least(
+            0,
+            host_memory_bytes=self.host_memory_bytes,
+            num_device_module_layer=self.num_device_module_layer,
+            num_host_module_layer=self.num_host_module_layer,
+        )
+        _fraction(lora_cache_gpu_memory_fraction=self.gpu_memory_fraction)
+        if self.gpu_memory_bytes is not None:
+            _at_least(0, gpu_memory_bytes=self.gpu_memory_bytes)
+        if self.max_lora_rank is not None:
+            _at_least(1, max_lora_rank=self.max_lora_rank)
+
+    @property
+    def rank_limit(self) -> int:
+        """The largest rank an adapter may have."""
+        return self.max_adapter_size if self.max_lora_rank is None else self.max_lora_rank
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything a user may choose about one engine. Raises ConfigError when a value cannot work."""
+
+    model_dir: Path
+    device: str = "auto"  # auto, cpu, cuda, cuda:N
+    dtype: str = "auto"  # auto: as the checkpoint says on a GPU; on a CPU float32 for float16 checkpoints
+    max_batch_size: int = 64  # sequences in one step
+    max_num_tokens: int = 2048  # token rows in one step
+    max_seq_len: int | None = None  # prompt + output; None: what the model allows
+    tokens_per_block: int = 32
+    kv_cache_free_gpu_mem_fraction: float = 0.9
+    max_tokens_in_paged_kv_cache: int | None = None
+    enable_kv_cache_reuse: bool = True
+    enable_chunked_context: bool = True
+    batch_scheduler_policy: str = "guaranteed_no_evict"
+    max_queue_size: int = 0  # waiting requests; 0: no limit
+    lora: LoraCacheConfig = field(default_factory=LoraCacheConfig)
+
+    def __post_init__(self) -> None:
+        _at_least(
+            1,
+            max_batch_size=self.max_batch_size,
+            max_num_tokens=self.max_num_tokens,
+            tokens_per_block=self.tokens_per_block,
+        )
+        _at_least(0, max_queue_size=self.max_queue_size)
+        for name in ("max_seq_len", "max_tokens_in_paged_kv_cache"):
+            if getattr(self, name) is not None:
+                _at_least(1, **{name: getattr(self, name)})
+        _fraction(kv_cache_free_gpu_mem_fraction=self.kv_cache_free_gpu_mem_fraction)
+        _one_of(POLICIES, batch_scheduler_policy=self.batch_scheduler_policy)
+        _one_of(DTYPES, dtype=self.dtype)
+        if self.max_num_tokens < self.max_batch_size:
+            raise ConfigError(
+                f"max_num_tokens must be at least max_batch_size ({self.max_batch_size}), got {self.max_num_tokens}"
+            )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder, as its checkpoint's config.json says. Sizes in elements, global (not per rank)."""
+
+    architecture: str  # e.g. LlamaForCausalLM
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    dtype: str  # of the checkpoint: float32, float16, bfloat16
+    rope_scaling: Mapping[str, Any] | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False  # on q, k, v
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over head_dim of q and k before rotary
+    sliding_windows: tuple[int | None, ...] = ()  # per layer; empty: full attention everywhere
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+def _at_least(least: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < least:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
+def _fraction(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 < value <= 1:
+            raise ConfigError(f"{name} must be in (0, 1], got {value}")
+
+
+def _one_of(choices: tuple[str, ...], **values: str) -> None:
+    for name, value in values.items():
+        if value not in choices:
+            raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

@@ -1,0 +1,82 @@
+"""The exceptions of manylora.
+
+    ManyloraError
+    ├── ConfigError                 a setting, checkpoint or repository the service cannot start with
+    ├── EngineDeadError             the engine thread ended; nothing more will be answered
+    └── RequestError                this one request cannot be served as asked
+        ├── QueueFullError          too many requests wait already
+        ├── DrainingError           the service is about to stop and takes nothing new
+        └── AdapterError            the request's adapter is the reason
+            ├── AdapterInvalidError     its tensors or files are not a usable adapter for this model
+            ├── AdapterNotCachedError   only an id came, and the adapter is not (or no longer) here
+            └── AdapterCacheFullError   there is no room for it in the cache
+
+The text of a RequestError goes to the client as it is: one sentence, no path of the server, no stack trace.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AdapterCacheFullError",
+    "AdapterError",
+    "AdapterInvalidError",
+    "AdapterNotCachedError",
+    "ConfigError",
+    "DrainingError",
+    "EngineDeadError",
+    "ManyloraError",
+    "QueueFullError",
+    "RequestError",
+]
+
+
+class ManyloraError(Exception):
+    """Base of everything raised on purpose."""
+
+
+class ConfigError(ManyloraError):
+    """A setting, checkpoint or repository the service cannot start with."""
+
+
+class EngineDeadError(ManyloraError):
+    """The engine thread ended; nothing more will be answered."""
+
+
+class RequestError(ManyloraError):
+    """This one request cannot be served as asked."""
+
+
+class QueueFullError(RequestError):
+    """Too many requests wait already."""
+
+    def __init__(self, max_queue_size: int) -> None:
+        super().__init__(f"Maximum queue size of {max_queue_size} has been reached, please try again later")
+
+
+class DrainingError(RequestError):
+    """The service is about to stop and takes nothing new."""
+
+    def __init__(self) -> None:
+        super().__init__("Server is stopping: no new requests are taken, please send this one elsewhere")
+
+
+class AdapterError(RequestError):
+    """The request's adapter is the reason it cannot be served."""
+
+
+class AdapterInvalidError(AdapterError):
+    """Tensors or files that are not a usable adapter for this model."""
+
+
+class AdapterNotCachedError(AdapterError):
+    """Only a task id came, and its adapter is not (or no longer) here.
+
+    Clients match the words "Please send LoRA weights with request" to send the tensors again.
+    """
+
+    def __init__(self, task_id: int) -> None:
+        super().__init__(f"LoRA task {task_id} not found in cache. Please send LoRA weights with request")
+
+
+class AdapterCacheFullError(AdapterError):
+    """There is no room in the cache: every adapter in it is in use, or this one is larger than the cache."""

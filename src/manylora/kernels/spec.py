@@ -1,0 +1,130 @@
+"""The operations a device must provide, and the batch tables they read.
+
+Each op is described by a *Semantics* line in plain PyTorch and the shapes of its arguments.
+`reference.py` implements them in exactly that way and is what every faster version is tested against.
+
+T: token rows of the batch, packed over all sequences (prefill chunks and decode tokens together).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+__all__ = ["AttentionBatch", "LoraBatch", "LoraRow", "LoraSegment", "LoraTarget", "Ops"]
+
+
+@dataclass(frozen=True)
+class LoraRow:
+    """Where one (layer, module) of one adapter lies in the flat pool. Filled by `lora.pool`.
+
+    pool[offset:] holds A [rank, in_dim], then B [out_dim, rank] with the scaling in it, then, when `dora`,
+    the normalised magnitude [out_dim]; all row-major and adjacent.
+    """
+
+    offset: int
+    rank: int
+    dora: bool = False
+
+
+@dataclass(frozen=True)
+class LoraSegment:
+    """Token rows [start, stop) of the batch run under one adapter."""
+
+    start: int
+    stop: int
+    rows: Mapping[tuple[int, int], LoraRow]  # (layer, module id) -> place; absent: no delta there
+
+
+@dataclass(frozen=True)
+class LoraBatch:
+    """All adapters of one forward pass. Rows outside every segment belong to the base model.
+
+    pool: flat, [elements], compute dtype, on the device.
+    segments: ascending, disjoint, at most one for each adapter (the runner orders sequences by adapter).
+    """
+
+    pool: Tensor
+    segments: tuple[LoraSegment, ...]
+
+
+@dataclass(frozen=True)
+class LoraTarget:
+    """A LoRA module id and the output columns [start, start + width) of the linear layer it adds to."""
+
+    module_id: int
+    start: int
+    width: int
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """How the T packed query rows map to sequences and their pages. Filled by the runner.
+
+    query_starts: S + 1 host ints; rows query_starts[s]:query_starts[s+1] belong to sequence s.
+    kv_lens:      S host ints; tokens of s in the cache including this step's.
+    block_table:  [S, max_blocks] int32 on the device; entries past a sequence's last block are 0.
+    slots:        [T] int64 on the device; block * tokens_per_block + offset where each row's k and v go.
+    """
+
+    query_starts: Sequence[int]
+    kv_lens: Sequence[int]
+    block_table: Tensor
+    slots: Tensor
+
+
+class Ops(Protocol):
+    """The table of operations of one device."""
+
+    def lora_add(
+        self,
+        y: Tensor,
+        x: Tensor,
+        batch: LoraBatch,
+        layer: int,
+        targets: Sequence[LoraTarget],
+        bias: Tensor | None = None,
+    ) -> None:
+        """Add every adapter's delta to its own rows of y, in place.
+
+        Semantics, for each segment and target with a row (A, B[, m]) and columns c:
+            y[rows, c] += (x[rows] @ A.T) @ B.T
+            y[rows, c] = m * (y[rows, c] - bias[c]) + bias[c]        (only with a DoRA magnitude m)
+        y [T, N], x [T, in_dim], bias [N] or None (already part of y).
+        """
+        ...
+
+    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
+        """Semantics: k_cache.view(-1, H, D)[slots] = k; the same for v.
+
+        k, v [T, H, D]; caches [blocks, tokens_per_block, H, D], one layer's.
+        """
+        ...
+
+    def attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """Causal attention of each row over its own sequence's pages.
+
+        Semantics, for query i (absolute position p) of sequence s, over keys j of s:
+            softmax_j(scale * q_i . k_j) v_j  with  j <= p  and, with a window w,  j > p - w
+        q [T, Hq, D], caches [blocks, tokens_per_block, Hkv, D], Hq a multiple of Hkv -> [T, Hq, D].
+        """
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Semantics: weight * (x.float() * rsqrt(mean(x.float() ** 2, -1) + eps)).to(x.dtype)."""
+        ...
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Semantics: x * cos + cat(-x2, x1) * sin, halves of the last dim; x [T, H, D], cos and sin [T, D]."""
+        ...

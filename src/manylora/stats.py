@@ -1,0 +1,55 @@
+"""EngineStats: one snapshot type that every door exports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["AdapterStats", "EngineStats"]
+
+
+@dataclass(frozen=True)
+class AdapterStats:
+    """The adapter cache. Pages of the geometry; counters since the start."""
+
+    host_pages: int = 0
+    host_pages_free: int = 0
+    device_pages: int = 0
+    device_pages_free: int = 0
+    page_bytes: int = 0
+    host_adapters: int = 0
+    device_adapters: int = 0
+    host_pinned: int = 0  # adapters that a request holds
+    device_pinned: int = 0
+    host_stores: int = 0  # adapters written to the host level
+    host_evictions: int = 0
+    device_loads: int = 0  # host -> device copies
+    device_evictions: int = 0
+    source_loads: int = 0  # read again from the prefetch directory after an eviction
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """The engine between two steps. Counts of sequences, tokens, pages; counters since the start."""
+
+    waiting: int = 0
+    running: int = 0
+    max_batch_size: int = 0
+    steps: int = 0
+    kv_blocks: int = 0
+    kv_blocks_free: int = 0  # free or reusable
+    tokens_per_block: int = 0
+    kv_tokens_reused: int = 0  # prompt tokens that prefix reuse saved
+    kv_bytes: int = 0
+    weight_bytes: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0  # computed
+    generated_tokens: int = 0
+    requests_finished: int = 0
+    requests_failed: int = 0
+    requests_cancelled: int = 0
+    scheduled: int = 0  # sequences of the last step
+    context_requests: int = 0  # of these, in prefill
+    generation_requests: int = 0
+    context_tokens: int = 0  # prompt tokens of the last step
+    max_adapters_in_step: int = 0  # most distinct adapters that one step has mixed so far
+    adapters: AdapterStats = field(default_factory=AdapterStats)

@@ -1,8 +1,7 @@
-"""EngineConfig (what the user says) and ModelConfig (what the checkpoint says). Frozen; measured sizes live elsewhere."""
+"""EngineConfig (what the user says) and ModelConfig (what the checkpoint says). Frozen."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,13 +86,14 @@ class EngineConfig:
         _one_of(DTYPES, dtype=self.dtype)
         if self.max_num_tokens < self.max_batch_size:
             raise ConfigError(
-                f"max_num_tokens must be at least max_batch_size ({self.max_batch_size}), got {self.max_num_tokens}"
+                f"max_num_tokens must be at least max_batch_size ({self.max_batch_size}), "
+                f"got {self.max_num_tokens}"
             )
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder, as its checkpoint's config.json says. Sizes in elements, global (not per rank)."""
+    """The shape of a decoder, as its config.json says. Sizes in elements, global (not per rank)."""
 
     architecture: str  # e.g. LlamaForCausalLM
     vocab_size: int

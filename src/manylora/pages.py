@@ -1,4 +1,4 @@
-"""PageAllocator: fixed-size pages handed out by number, with reference counts. Serves the KV cache and adapters."""
+"""PageAllocator: fixed-size pages handed out by number, with reference counts; for KV cache and adapters."""
 
 from __future__ import annotations
 

@@ -126,5 +126,5 @@ class Ops(Protocol):
         ...
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Semantics: x * cos + cat(-x2, x1) * sin, halves of the last dim; x [T, H, D], cos and sin [T, D]."""
+        """Semantics: x * cos + cat(-x2, x1) * sin, halves of the last dim; x [T, H, D]; cos, sin [T, D]."""
         ...

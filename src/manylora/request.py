@@ -130,8 +130,8 @@ class Event:
     """News of one sequence of a request.
 
     token_ids: new since the last event of this sequence (all of them when not streaming); the prompt never.
-    log_probs: natural-log probabilities of `token_ids` after penalties and temperature, same length; empty
-               unless asked for.
+    log_probs: natural-log probabilities of `token_ids`, same length; empty unless asked for. Taken after
+               penalties and, when sampling, temperature; before the top-k and top-p cuts.
     finish_reason: None while the sequence goes on.
     last: True on exactly one event, the final one of the request.
     error: set exactly when finish_reason is ERROR.

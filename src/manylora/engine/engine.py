@@ -1,0 +1,268 @@
+"""Engine: submit, cancel, step, close. Synchronous, one thread; `loop.EngineLoop` gives it that thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from manylora.config import EngineConfig
+from manylora.device import open_device
+from manylora.engine.kv_cache import KvCache
+from manylora.engine.memory import allocate_kv, plan_kv
+from manylora.engine.runner import Runner, Sampled
+from manylora.engine.sampler import NOT_FINITE
+from manylora.engine.scheduler import Scheduler, Step
+from manylora.engine.sequence import Sequence
+from manylora.errors import AdapterNotCachedError, QueueFullError, RequestError
+from manylora.lora.store import AdapterLease, AdapterStore
+from manylora.lora.tensors import Adapter
+from manylora.model.checkpoint import read_model_config
+from manylora.model.weights import compute_dtype, load_decoder
+from manylora.request import Event, FinishReason, Request
+from manylora.stats import EngineStats
+
+__all__ = ["Engine", "Prepared"]
+
+logger = logging.getLogger("manylora")
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A request that was checked, with its adapter's tensors when they came along or were read from disk."""
+
+    request: Request
+    adapter: Adapter | None
+
+
+@dataclass
+class _Counters:
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+
+
+class Engine:
+    """One model, its KV cache and its adapters. Every method but `prepare` belongs to one thread.
+
+    Raises ConfigError when the configuration, the checkpoint or the memory cannot serve.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        started = time.perf_counter()
+        self.config = config
+        self.model = read_model_config(config.model_dir)
+        device = open_device(config.device)
+        dtype = compute_dtype(config.dtype, self.model, device)
+        self._decoder = load_decoder(config.model_dir, self.model, dtype, device)
+        plan = plan_kv(config, self.model, dtype, device.torch, device.free_bytes())
+        kv_tensor = allocate_kv(plan, config, self.model, dtype, device.torch)
+        # On a CPU the cache's pages are not touched yet, so the system still counts them as free.
+        untouched = plan.num_bytes if device.torch.type == "cpu" else 0
+        left = max(0, device.free_bytes() - untouched)
+        self.adapters = AdapterStore.open(self.model, config.lora, device.torch, dtype, left)
+        self.max_seq_len = plan.max_seq_len
+        self._plan = plan
+        self._kv = KvCache(plan.num_blocks, config.tokens_per_block, config.enable_kv_cache_reuse)
+        self._scheduler = Scheduler(
+            self._kv,
+            self.adapters,
+            max_batch_size=config.max_batch_size,
+            max_num_tokens=config.max_num_tokens,
+            reserve_all=config.batch_scheduler_policy == "guaranteed_no_evict",
+            chunked=config.enable_chunked_context,
+        )
+        self._runner = Runner(self._decoder, kv_tensor, device, self.adapters, config.tokens_per_block)
+        self._requests: dict[int, list[Sequence]] = {}  # handle -> its sequences that have not ended
+        self._next_handle = 0
+        self._count = _Counters()
+        self._last_step = Step(())
+        logger.info(
+            "engine ready in %.1f s: %s on %s, %s, %d KV blocks of %d tokens",
+            time.perf_counter() - started,
+            self.model.architecture,
+            device.name,
+            str(dtype).removeprefix("torch."),
+            plan.num_blocks,
+            config.tokens_per_block,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def prepare(self, request: Request) -> Prepared:
+        """Check a request and read its adapter. Any thread. Raises RequestError."""
+        self._check_prompt(request)
+        adapter = self.adapters.prepare(request.lora) if request.lora else None
+        return Prepared(request, adapter)
+
+    def submit(self, prepared: Prepared) -> int:
+        """Take a request; its events come out of `step` under the returned handle. Raises RequestError."""
+        request = prepared.request
+        limit = self.config.max_queue_size
+        if limit and len(self._scheduler.waiting) >= limit:
+            raise QueueFullError(limit)
+        handle = self._next_handle
+        self._next_handle += 1
+        max_len = min(len(request.prompt) + request.params.max_tokens, self.max_seq_len)
+        sequences: list[Sequence] = []
+        try:
+            for index in range(request.params.num_return_sequences):
+                lease = self._acquire(prepared)
+                sequences.append(Sequence(handle, request, index, max_len, lease))
+        except RequestError:
+            self._release(sequences)
+            raise
+        self._requests[handle] = sequences
+        for sequence in sequences:
+            self._scheduler.add(sequence)
+        return handle
+
+    def cancel(self, handle: int) -> list[tuple[int, Event]]:
+        """End a request now and free all it holds. An ended or unknown handle has no events."""
+        sequences = list(self._requests.get(handle, ()))
+        for sequence in sequences:
+            sequence.finish_reason = FinishReason.CANCELLED
+        self._count.cancelled += bool(sequences)
+        return self._retire(sequences)
+
+    def step(self) -> list[tuple[int, Event]]:
+        """Schedule, run, update. Returns the events of this step, each with its request's handle."""
+        step = self._scheduler.schedule()
+        self._last_step = step
+        if not step.chunks:
+            return []
+        try:
+            sampled = self._runner.run(step)
+        except Exception as error:
+            logger.exception("a step of %d sequences failed", len(step.chunks))
+            return self._fail(step, error)
+        return self._update(step, sampled)
+
+    def close(self) -> None:
+        """Let go of every request without a word; for the end of the process and of tests."""
+        everyone = [sequence for group in self._requests.values() for sequence in group]
+        self._scheduler.remove(everyone)
+        self._release(everyone)
+        self._requests.clear()
+
+    def check(self) -> None:
+        """Assert that pages add up: what is not free belongs to a live sequence."""
+        live = [sequence for group in self._requests.values() for sequence in group]
+        self._kv.check(live)
+        self.adapters.check()
+
+    def stats(self) -> EngineStats:
+        count, last = self._count, self._last_step
+        num_context = sum(chunk.in_context for chunk in last.chunks)
+        return EngineStats(
+            waiting=len(self._scheduler.waiting),
+            running=len(self._scheduler.running),
+            max_batch_size=self.config.max_batch_size,
+            steps=count.steps,
+            kv_blocks=self._kv.num_blocks,
+            kv_blocks_free=self._kv.num_available,
+            tokens_per_block=self._kv.tokens_per_block,
+            kv_tokens_reused=self._scheduler.num_tokens_reused,
+            kv_bytes=self._plan.num_bytes,
+            weight_bytes=self._decoder.weight_bytes,
+            preemptions=self._scheduler.num_preemptions,
+            prompt_tokens=count.prompt_tokens,
+            generated_tokens=count.generated_tokens,
+            requests_finished=count.finished,
+            requests_failed=count.failed,
+            requests_cancelled=count.cancelled,
+            scheduled=len(last.chunks),
+            context_requests=num_context,
+            generation_requests=len(last.chunks) - num_context,
+            context_tokens=last.num_context_tokens,
+            max_adapters_in_step=self._runner.max_adapters_in_step,
+            adapters=self.adapters.stats(),
+        )
+
+    def _check_prompt(self, request: Request) -> None:
+        length, vocab = len(request.prompt), self.model.vocab_size
+        if length == 0:
+            raise RequestError("A value is required for input_ids: the prompt has no tokens")
+        limit = self.max_seq_len - 1
+        if not self.config.enable_chunked_context:
+            limit = min(limit, self.config.max_num_tokens)
+        if length > limit:
+            raise RequestError(
+                f"Prompt length ({length}) exceeds maximum input length ({limit}). Shorten the prompt or "
+                "serve with a larger max_seq_len"
+            )
+        if not 0 <= min(request.prompt) <= max(request.prompt) < vocab:
+            raise RequestError(
+                f"input_ids must be in [0, {vocab}), got {min(request.prompt)} to {max(request.prompt)}"
+            )
+
+    def _acquire(self, prepared: Prepared) -> AdapterLease | None:
+        lora = prepared.request.lora
+        if lora is None:
+            return None
+        try:
+            return self.adapters.acquire(lora, prepared.adapter)
+        except AdapterNotCachedError:
+            # Evicted since it was prepared: read it from its source once more, or give up for good.
+            return self.adapters.acquire(lora, self.adapters.prepare(lora))
+
+    def _update(self, step: Step, sampled: Sampled) -> list[tuple[int, Event]]:
+        self._scheduler.advance(step)
+        self._count.steps += 1
+        self._count.generated_tokens += len(sampled)
+        self._count.prompt_tokens += step.num_context_tokens
+        events: list[tuple[int, Event]] = []
+        ended: list[Sequence] = []
+        for chunk, (token, log_prob) in sampled.items():
+            sequence = chunk.sequence
+            if token == NOT_FINITE:
+                _set_error(sequence, RequestError(_NOT_FINITE_TEXT))
+            else:
+                sequence.append(token, log_prob)
+            if sequence.finished:
+                ended.append(sequence)
+            elif sequence.request.streaming:
+                events.append((sequence.handle, sequence.take_event(last=False)))
+        return events + self._retire(ended)
+
+    def _fail(self, step: Step, error: Exception) -> list[tuple[int, Event]]:
+        sequences = [chunk.sequence for chunk in step.chunks]
+        text = f"Encountered an error in forwardAsync function: {type(error).__name__}"
+        for sequence in sequences:
+            _set_error(sequence, RequestError(text))
+        return self._retire(sequences)
+
+    def _retire(self, sequences: list[Sequence]) -> list[tuple[int, Event]]:
+        """Free what ended sequences hold, and tell."""
+        self._scheduler.remove(sequences)
+        self._release(sequences)
+        events = []
+        for sequence in sequences:
+            group = self._requests[sequence.handle]
+            group.remove(sequence)
+            if not group:
+                del self._requests[sequence.handle]
+                self._count.finished += 1
+                self._count.failed += sequence.finish_reason is FinishReason.ERROR
+            events.append((sequence.handle, sequence.take_event(last=not group)))
+        return events
+
+    def _release(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if isinstance(sequence.lease, AdapterLease):
+                self.adapters.release(sequence.lease)
+
+
+_NOT_FINITE_TEXT = (
+    "The model's logits are not finite numbers for this request: its adapter does not suit this model, "
+    "or the compute dtype overflowed; try a wider dtype"
+)
+
+
+def _set_error(sequence: Sequence, error: Exception) -> None:
+    sequence.finish_reason, sequence.error = FinishReason.ERROR, error

@@ -1,0 +1,86 @@
+"""How much memory the KV cache takes. The adapter cache is sized from what it leaves."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manylora.config import EngineConfig, ModelConfig
+from manylora.errors import ConfigError
+
+__all__ = ["KvPlan", "allocate_kv", "plan_kv"]
+
+logger = logging.getLogger("manylora")
+
+
+@dataclass(frozen=True)
+class KvPlan:
+    """Measured sizes of one engine's KV cache."""
+
+    num_blocks: int
+    max_seq_len: int  # tokens, prompt + output
+    block_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+
+def plan_kv(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, free_bytes: int
+) -> KvPlan:
+    """Size the cache: a fraction of the free bytes, at most what the user or a full batch can use.
+
+    Bytes of a block = layers * 2 (keys, values) * tokens_per_block * kv_heads * head_dim * bytes of dtype.
+    On a CPU the cache is never larger than max_batch_size sequences of max_seq_len need: host memory is
+    shared with everything else on the machine.
+    """
+    size = config.tokens_per_block
+    block_bytes = model.num_layers * 2 * size * model.kv_size * dtype.itemsize
+    max_seq_len = min(config.max_seq_len or model.max_position_embeddings, model.max_position_embeddings)
+    num_blocks = int(config.kv_cache_free_gpu_mem_fraction * free_bytes) // block_bytes
+    if config.max_tokens_in_paged_kv_cache is not None:
+        num_blocks = min(num_blocks, -(-config.max_tokens_in_paged_kv_cache // size))
+    if device.type == "cpu":
+        num_blocks = min(num_blocks, config.max_batch_size * -(-max_seq_len // size))
+    if num_blocks < 1:
+        raise ConfigError(
+            f"no room for a KV cache: one block of {size} tokens takes {block_bytes} bytes, "
+            f"{free_bytes} bytes are free; lower tokens_per_block or use a larger device"
+        )
+    if num_blocks * size < max_seq_len:
+        logger.warning(
+            "the KV cache holds %d tokens: max_seq_len is lowered from %d", num_blocks * size, max_seq_len
+        )
+        max_seq_len = num_blocks * size
+    if max_seq_len < 2:
+        raise ConfigError("max_seq_len must be at least 2: one prompt token and one output token")
+    return KvPlan(num_blocks, max_seq_len, block_bytes)
+
+
+def allocate_kv(
+    plan: KvPlan, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The cache itself: [layers, 2, blocks, tokens_per_block, kv_heads, head_dim], zeros.
+
+    Zeros matter: masked positions are multiplied by a probability of 0, which must not meet a NaN. On Linux
+    fresh zero pages cost no memory until they are written.
+    """
+    shape = (
+        model.num_layers,
+        2,
+        plan.num_blocks,
+        config.tokens_per_block,
+        model.num_kv_heads,
+        model.head_dim,
+    )
+    try:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the KV cache of {plan.num_bytes} bytes cannot be allocated; "
+            "lower kv_cache_free_gpu_mem_fraction"
+        ) from error

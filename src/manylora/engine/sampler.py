@@ -1,0 +1,116 @@
+"""Logits to tokens. A token depends on its own sequence and seed only, never on the rest of the batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+
+import torch
+from torch import Tensor
+
+from manylora.engine.sequence import Sequence
+from manylora.request import SamplingParams
+
+__all__ = ["NOT_FINITE", "sample", "uniform"]
+
+NOT_FINITE = -1  # in place of a token: the row's logits hold a NaN or an infinity
+MASK64 = 2**64 - 1
+
+
+def sample(logits: Tensor, sequences: Rows[Sequence]) -> tuple[list[int], list[float | None]]:
+    """One token for each row, and its log probability where asked for.
+
+    logits [L, vocab] float32, changed in place; row i belongs to sequences[i].
+    """
+    broken = (~torch.isfinite(logits).all(dim=-1)).tolist()
+    for row, sequence in enumerate(sequences):
+        if not broken[row] and _has_rules(sequence.request.params):
+            _apply_rules(logits[row], sequence)
+    tokens = torch.argmax(logits, dim=-1).tolist()
+    drawn = [i for i, s in enumerate(sequences) if not s.request.params.greedy and not broken[i]]
+    if drawn:
+        _scale(logits, drawn, sequences)
+        for row, token in zip(drawn, _draw(logits[drawn], [sequences[i] for i in drawn]), strict=True):
+            tokens[row] = token
+    log_probs: list[float | None] = [None] * len(tokens)
+    for row, sequence in enumerate(sequences):
+        if sequence.request.params.return_log_probs and not broken[row]:
+            log_probs[row] = float(torch.log_softmax(logits[row], dim=-1)[tokens[row]])
+    return [NOT_FINITE if bad else token for bad, token in zip(broken, tokens, strict=True)], log_probs
+
+
+def uniform(seed: int, index: int, position: int) -> float:
+    """A number in [0, 1) from (seed, return sequence, position): splitmix64, the same on every device."""
+    state = seed
+    for word in (index, position):
+        state = (state + 0x9E3779B97F4A7C15 * (word + 1)) & MASK64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK64
+        state ^= state >> 31
+    return (state >> 11) / 2**53
+
+
+def _has_rules(params: SamplingParams) -> bool:
+    return bool(
+        params.bad_words
+        or params.min_tokens
+        or params.repetition_penalty != 1
+        or params.presence_penalty
+        or params.frequency_penalty
+    )
+
+
+def _apply_rules(row: Tensor, sequence: Sequence) -> None:
+    params, vocab = sequence.request.params, row.shape[-1]
+    output = sequence.tokens[sequence.num_prompt :]
+    if params.repetition_penalty != 1:
+        seen = _index(set(sequence.tokens), row)
+        scores = row[seen]
+        row[seen] = torch.where(
+            scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty
+        )
+    if output and (params.presence_penalty or params.frequency_penalty):
+        counts = Counter(output)
+        weights = [params.presence_penalty + params.frequency_penalty * n for n in counts.values()]
+        row[_index(counts, row)] -= torch.tensor(weights, dtype=row.dtype, device=row.device)
+    banned = {word[-1] for word in params.bad_words if _is_next(word, sequence.tokens)}
+    if params.end_id is not None and len(output) < params.min_tokens:
+        banned.add(params.end_id)
+    banned = {token for token in banned if 0 <= token < vocab}
+    if banned and len(banned) < vocab:
+        row[_index(banned, row)] = -torch.inf
+
+
+def _is_next(word: tuple[int, ...], tokens: list[int]) -> bool:
+    head = word[:-1]
+    return not head or tuple(tokens[-len(head) :]) == head
+
+
+def _index(tokens: Iterable[int], row: Tensor) -> Tensor:
+    return torch.tensor(list(tokens), dtype=torch.long, device=row.device)
+
+
+def _scale(logits: Tensor, rows: list[int], sequences: Rows[Sequence]) -> None:
+    temperatures = [sequences[row].request.params.temperature for row in rows]
+    if any(temperature != 1 for temperature in temperatures):
+        logits[rows] /= torch.tensor(temperatures, dtype=logits.dtype, device=logits.device).unsqueeze(1)
+
+
+def _draw(logits: Tensor, sequences: Rows[Sequence]) -> list[int]:
+    """Inverse-CDF sampling over the sorted distribution, cut by top-k, then by top-p. logits [R, vocab]."""
+    vocab = logits.shape[-1]
+    params = [sequence.request.params for sequence in sequences]
+    top_k = torch.tensor([[p.top_k or vocab] for p in params], device=logits.device)
+    top_p = torch.tensor([[p.top_p or 1.0] for p in params], device=logits.device)
+    draws = [uniform(s.request.params.seed or 0, s.index, len(s.tokens)) for s in sequences]
+    ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
+    ordered = ordered.masked_fill(torch.arange(vocab, device=logits.device) >= top_k, -torch.inf)
+    probs = torch.softmax(ordered, dim=-1)
+    before = torch.cumsum(probs, dim=-1) - probs
+    probs = probs.masked_fill(before >= top_p, 0.0)
+    cumulative = torch.cumsum(probs.double(), dim=-1)
+    target = torch.tensor([draws], dtype=torch.float64, device=logits.device).T * cumulative[:, -1:]
+    rank = torch.searchsorted(cumulative, target, right=True)
+    rank = torch.minimum(rank, (probs > 0).sum(dim=-1, keepdim=True) - 1)
+    return torch.gather(order, 1, rank).squeeze(1).tolist()

@@ -1,0 +1,193 @@
+"""Scheduler: decides which tokens of which sequences the next step computes. Pure Python over counters."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from manylora.engine.kv_cache import KvCache
+from manylora.engine.sequence import Sequence
+
+__all__ = ["AdapterRoom", "Chunk", "Scheduler", "Step"]
+
+# A sequence that waits for adapter room lets this many later ones pass before it holds the door.
+MAX_OVERTAKES = 64
+
+
+class AdapterRoom(Protocol):
+    """What the scheduler asks of the adapter cache."""
+
+    def admit(self, lease: Any) -> bool:
+        """Make the adapter resident on the device and pin it; False when there is no room now."""
+        ...
+
+    def suspend(self, lease: Any) -> None:
+        """Drop the device pin."""
+        ...
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, start + count) of a sequence; `samples`: the next token is due after them."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool
+
+    @property
+    def in_context(self) -> bool:
+        """Whether it computes prompt tokens (again, after a preemption) rather than decodes."""
+        return self.start < self.sequence.num_prompt
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward pass."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_context_tokens(self) -> int:
+        return sum(chunk.count for chunk in self.chunks if chunk.in_context)
+
+
+@dataclass
+class _Round:
+    """The arithmetic of one scheduling round: how many token rows are left, and what was taken."""
+
+    budget: int
+    chunks: list[Chunk] = field(default_factory=list)
+
+    def take(self, sequence: Sequence) -> None:
+        """Schedule as much of a sequence as fits."""
+        count = min(sequence.num_due, self.budget)
+        if count:
+            self.budget -= count
+            samples = count == sequence.num_due
+            self.chunks.append(Chunk(sequence, sequence.num_computed, count, samples))
+
+    def give_back(self, sequence: Sequence) -> None:
+        self.budget += sum(chunk.count for chunk in self.chunks if chunk.sequence is sequence)
+        self.chunks = [chunk for chunk in self.chunks if chunk.sequence is not sequence]
+
+
+class Scheduler:
+    """First come, first served, with one exception: who waits only for adapter room may be overtaken by other
+    adapters a bounded number of times, and by the base model, which takes no adapter room, at any time.
+
+    guaranteed_no_evict: a sequence is admitted when its longest possible length fits, so it never stops.
+    max_utilization: it is admitted when its present tokens fit; when room runs out, the one admitted last
+    gives its blocks back and is computed again later.
+    """
+
+    def __init__(
+        self,
+        kv: KvCache,
+        adapters: AdapterRoom,
+        *,
+        max_batch_size: int,
+        max_num_tokens: int,
+        reserve_all: bool,
+        chunked: bool,
+    ) -> None:
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of admission
+        self.num_preemptions = 0
+        self.num_tokens_reused = 0
+        self._kv = kv
+        self._adapters = adapters
+        self._max_batch_size = max_batch_size
+        self._max_num_tokens = max_num_tokens
+        self._reserve_all = reserve_all
+        self._whole = not chunked
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def schedule(self) -> Step:
+        """Decode tokens first, then prompts that are under way, then new sequences."""
+        this = _Round(self._max_num_tokens)
+        for sequence in sorted(self.running, key=lambda s: s.in_prefill):
+            if sequence.blocks and self._make_room(sequence, this):
+                this.take(sequence)
+        self._admit(this)
+        return Step(tuple(this.chunks))
+
+    def advance(self, step: Step) -> None:
+        """The step was computed: count it, and offer its full blocks for reuse."""
+        for chunk in step.chunks:
+            chunk.sequence.num_computed += chunk.count
+            self._kv.commit(chunk.sequence)
+
+    def remove(self, sequences: Iterable[Sequence]) -> None:
+        """Forget sequences, wherever they are, and free their blocks. Their leases are the caller's."""
+        gone = set(sequences)
+        for sequence in gone:
+            self._kv.free(sequence)
+        self.running = [s for s in self.running if s not in gone]
+        if any(s in gone for s in self.waiting):
+            self.waiting = deque(s for s in self.waiting if s not in gone)
+
+    def _make_room(self, sequence: Sequence, this: _Round) -> bool:
+        """Blocks for what the sequence may compute now, taken from the one admitted last if need be."""
+        target = sequence.num_computed + min(sequence.num_due, this.budget)
+        while not self._kv.grow(sequence, target):
+            victim = self.running[-1]
+            self._preempt(victim, this)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, victim: Sequence, this: _Round) -> None:
+        this.give_back(victim)
+        self.running.remove(victim)
+        self._kv.free(victim)
+        if victim.lease:
+            self._adapters.suspend(victim.lease)
+        self.waiting.appendleft(victim)
+        self.num_preemptions += 1
+
+    def _admit(self, this: _Round) -> None:
+        """Oldest first. Who finds no adapter room is passed by, but not by other adapters for ever."""
+        passed: list[Sequence] = []
+        no_room: set[str] = set()
+        held = False
+        while self.waiting and len(self.running) < self._max_batch_size and this.budget > 0:
+            sequence = self.waiting.popleft()
+            if sequence.lease and (held or not self._try_adapter(sequence, no_room)):
+                passed.append(sequence)
+                held = held or sequence.num_overtaken >= MAX_OVERTAKES
+                continue
+            if not self._try_blocks(sequence, this):
+                if sequence.lease:
+                    self._adapters.suspend(sequence.lease)
+                self.waiting.appendleft(sequence)
+                break
+            self.running.append(sequence)
+            self.num_tokens_reused += sequence.num_computed
+            this.take(sequence)
+            if sequence.lease:
+                for earlier in passed:
+                    earlier.num_overtaken += 1
+        self.waiting.extendleft(reversed(passed))
+
+    def _try_adapter(self, sequence: Sequence, no_room: set[str]) -> bool:
+        if sequence.root in no_room:
+            return False
+        if self._adapters.admit(sequence.lease):
+            return True
+        no_room.add(sequence.root)
+        return False
+
+    def _try_blocks(self, sequence: Sequence, this: _Round) -> bool:
+        if self._whole and this.chunks and sequence.num_due > this.budget:
+            return False
+        wanted = sequence.max_len if self._reserve_all else min(len(sequence.tokens) + 1, sequence.max_len)
+        return self._kv.begin(sequence, wanted)

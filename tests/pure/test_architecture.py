@@ -1,0 +1,142 @@
+"""Protects the shape of the house: imports point one way, and heavy or foreign modules stay in their rooms."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "manylora"
+
+# Lower levels first; inside a level, earlier names may be imported by later ones.
+ORDER = [
+    ["errors", "request", "config", "stats", "pages", "lifeline"],
+    ["wire", "text", "kernels", "device"],
+    ["lora"],
+    ["model"],
+    ["engine"],
+    ["loop"],
+    ["launcher", "testing"],
+]
+RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
+INSIDE = {
+    "lora": ["modules", "geometry", "tensors", "formats", "cache", "pool", "catalog", "store", "convert"],
+    "model": ["checkpoint", "batch", "rope", "layers", "decoder", "weights"],
+    "engine": ["sequence", "kv_cache", "scheduler", "memory", "sampler", "runner", "engine"],
+}
+NO_TORCH = [
+    "errors", "request", "config", "stats", "pages", "lifeline", "wire", "text", "launcher",
+    "lora.modules", "lora.geometry", "lora.tensors", "lora.cache",
+    "engine.sequence", "engine.kv_cache", "engine.scheduler",
+]  # fmt: skip
+CUDA_ROOMS = ("device", "kernels.cuda")
+
+
+def modules() -> list[str]:
+    return sorted(
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+        for path in PACKAGE.rglob("*.py")
+        if path != PACKAGE / "__init__.py"
+    )
+
+
+def tree(module: str) -> ast.Module:
+    path = PACKAGE / Path(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(file.read_text())
+
+
+def imports(module: str) -> set[str]:
+    """Names imported at module level, those only for type checkers left out."""
+    found: set[str] = set()
+    for node in tree(module).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def own(names: set[str]) -> set[str]:
+    return {name.removeprefix("manylora.") for name in names if name.startswith("manylora.")}
+
+
+def in_room(module: str, rooms: list[str] | tuple[str, ...]) -> bool:
+    return any(module == room or module.startswith(room + ".") for room in rooms)
+
+
+@pytest.mark.parametrize("module", modules())
+def test_every_module_has_a_place_and_imports_only_from_below(module: str) -> None:
+    room = module.split(".")[0]
+    assert room in RANK, f"{room} has no level in ORDER"
+    for target in own(imports(module)):
+        other = target.split(".")[0]
+        if other != room:
+            assert RANK[other] < RANK[room], f"{module} imports {target} from above"
+
+
+@pytest.mark.parametrize("room", sorted(INSIDE))
+def test_inside_a_package_imports_follow_the_order_written(room: str) -> None:
+    order = INSIDE[room]
+    for module in modules():
+        if not module.startswith(room + "."):
+            continue
+        place = module.split(".")[1]
+        assert place in order, f"{module} has no place in INSIDE[{room!r}]"
+        for target in own(imports(module)):
+            parts = target.split(".")
+            if parts[0] == room and len(parts) > 1 and parts[1] in order and parts[1] != place:
+                assert order.index(parts[1]) < order.index(place), f"{module} imports {target}"
+
+
+@pytest.mark.parametrize("module", [m for m in modules() if in_room(m, NO_TORCH)])
+def test_torch_stays_out(module: str) -> None:
+    for node in ast.walk(tree(module)):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+        assert not any(name.split(".")[0] == "torch" for name in names), f"{module} imports torch"
+
+
+@pytest.mark.parametrize("module", modules())
+def test_cuda_is_named_only_where_devices_are(module: str) -> None:
+    if in_room(module, CUDA_ROOMS):
+        return
+    for node in ast.walk(tree(module)):
+        named = isinstance(node, ast.Attribute) and node.attr == "cuda" and ast.unparse(node.value) == "torch"
+        assert not named, f"{module} names torch.cuda"
+
+
+def test_the_server_module_is_imported_only_by_the_model_repository() -> None:
+    files = [p for p in ROOT.rglob("*.py") if not {".venv", "build", ".git"} & set(p.parts)]
+    users = {
+        p.relative_to(ROOT).parts[0]
+        for p in files
+        if any(
+            "triton_python_backend_utils" in ast.unparse(node)
+            for node in ast.walk(ast.parse(p.read_text()))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        )
+    }
+    assert users <= {"model_repo"}
+
+
+@pytest.mark.parametrize("module", modules())
+def test_public_names_are_exact(module: str) -> None:
+    body = tree(module).body
+    if not any(isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign) for node in body):
+        return
+    loaded = importlib.import_module(f"manylora.{module}")
+    assert hasattr(loaded, "__all__"), f"{module} has no __all__"
+    assert list(loaded.__all__) == sorted(set(loaded.__all__)), "__all__ is not sorted"
+    defined = {
+        node.name
+        for node in body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+    }
+    assert defined <= set(loaded.__all__), f"{module}: {sorted(defined - set(loaded.__all__))} not in __all__"
+    assert all(hasattr(loaded, name) for name in loaded.__all__)

@@ -1,0 +1,186 @@
+"""Protects the scheduler and the KV blocks: nothing leaks, nobody starves, budgets hold, reuse is exact."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from manylora.engine.kv_cache import KvCache
+from manylora.engine.scheduler import MAX_OVERTAKES, Scheduler
+from manylora.engine.sequence import Sequence
+from manylora.request import FinishReason, Request, SamplingParams
+
+
+@dataclass(eq=False)
+class FakeLease:
+    digest: str
+
+
+@dataclass
+class FakeAdapters:
+    """Room for `capacity` distinct adapters at a time."""
+
+    capacity: int = 2
+    pins: dict[str, int] = field(default_factory=dict)
+
+    def admit(self, lease: FakeLease) -> bool:
+        if lease.digest not in self.pins and len(self.pins) == self.capacity:
+            return False
+        self.pins[lease.digest] = self.pins.get(lease.digest, 0) + 1
+        return True
+
+    def suspend(self, lease: FakeLease) -> None:
+        self.pins[lease.digest] -= 1
+        if not self.pins[lease.digest]:
+            del self.pins[lease.digest]
+
+
+class Bench:
+    """A scheduler whose steps are 'computed' by appending token 7."""
+
+    def __init__(self, blocks: int = 64, size: int = 4, adapters: int = 2, **options: object) -> None:
+        settings = {"max_batch_size": 8, "max_num_tokens": 32, "reserve_all": True, "chunked": True} | options
+        self.kv = KvCache(blocks, size)
+        self.adapters = FakeAdapters(adapters)
+        self.scheduler = Scheduler(self.kv, self.adapters, **settings)  # type: ignore[arg-type]
+        self.live: list[Sequence] = []
+        self.done: list[Sequence] = []
+
+    def add(self, prompt: list[int], new: int, adapter: str | None = None) -> Sequence:
+        lease = FakeLease(adapter) if adapter else None
+        request = Request(tuple(prompt), SamplingParams(max_tokens=new))
+        sequence = Sequence(0, request, 0, len(prompt) + new, lease)
+        self.live.append(sequence)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> list[tuple[Sequence, int, int]]:
+        step = self.scheduler.schedule()
+        self.scheduler.advance(step)
+        for chunk in step.chunks:
+            if chunk.samples:
+                chunk.sequence.append(7, None)
+        ended = [s for s in self.live if s.finished]
+        self.scheduler.remove(ended)
+        for sequence in ended:
+            if sequence.lease:
+                self.adapters.suspend(sequence.lease)  # type: ignore[arg-type]
+        self.done += ended
+        self.live = [s for s in self.live if not s.finished]
+        self.kv.check(self.live)
+        return [(c.sequence, c.start, c.count) for c in step.chunks]
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_decoding() -> None:
+    bench = Bench(max_num_tokens=10)
+    short = bench.add([1, 2], 20)
+    bench.step()
+    long = bench.add(list(range(25)), 1)
+    seen = [bench.step() for _ in range(3)]
+    assert [(s is short, start, n) for s, start, n in seen[0]] == [(True, 2, 1), (False, 0, 9)]
+    assert [n for s, _, n in seen[1] if s is long] == [9]
+    assert [n for s, _, n in seen[2] if s is long] == [7]
+    assert long.finish_reason is FinishReason.LENGTH
+
+
+def test_without_chunking_a_prompt_waits_until_it_fits_whole() -> None:
+    bench = Bench(max_num_tokens=10, chunked=False)
+    bench.add([1] * 6, 5)
+    waits = bench.add([2] * 9, 5)
+    assert [n for _, _, n in bench.step()] == [6]
+    assert [n for _, _, n in bench.step()] == [1, 9]
+    assert waits.num_computed == 9
+
+
+def test_a_prefix_is_reused_under_the_same_adapter_only() -> None:
+    bench = Bench()
+    prompt = list(range(10))
+    for adapter, expected in [(None, 0), (None, 8), ("a", 0), ("a", 8), ("b", 0)]:
+        sequence = bench.add(prompt, 1, adapter)
+        [(_, start, _)] = bench.step()
+        assert start == expected, adapter
+        assert sequence.finished
+    assert bench.scheduler.num_tokens_reused == 16
+
+
+def test_reuse_leaves_at_least_one_token_to_compute() -> None:
+    bench = Bench()
+    bench.add(list(range(8)), 1)
+    bench.step()
+    bench.add(list(range(8)), 1)
+    [(_, start, count)] = bench.step()
+    assert (start, count) == (4, 4)
+
+
+def test_who_waits_for_adapter_room_is_overtaken_but_not_for_ever() -> None:
+    bench = Bench(adapters=1, blocks=512, max_batch_size=4)
+    bench.add([1], 3, "hot")
+    bench.step()
+    cold = bench.add([1], 1, "cold")
+    overtaken = 0
+    while not cold.finished:
+        bench.add([1], 3, "hot")
+        bench.add([1], 1)
+        bench.step()
+        overtaken += 1
+        assert overtaken < 3 * MAX_OVERTAKES, "the cold adapter starves"
+    assert cold.num_overtaken >= MAX_OVERTAKES
+    base = [s for s in bench.done if s.lease is None]
+    assert len(base) > MAX_OVERTAKES, "the base model was held up by adapters"
+
+
+def test_max_utilization_preempts_the_last_admitted_and_recomputes_it() -> None:
+    bench = Bench(blocks=6, reserve_all=False)
+    first, second = bench.add([1] * 8, 12, "a"), bench.add([2] * 8, 12, "b")
+    while bench.live:
+        bench.step()
+    assert bench.scheduler.num_preemptions > 0
+    assert [first.num_output, second.num_output] == [12, 12]
+    assert bench.done[0] is first
+    assert bench.adapters.pins == {}
+
+
+@pytest.mark.parametrize("reserve_all", [True, False])
+@pytest.mark.parametrize("chunked", [True, False])
+def test_random_traffic_ends_and_adds_up(reserve_all: bool, chunked: bool) -> None:
+    random.seed(1)
+    bench = Bench(blocks=24, max_batch_size=6, max_num_tokens=24, reserve_all=reserve_all, chunked=chunked)
+    for _ in range(800):
+        if random.random() < 0.3:
+            adapter = random.choice([None, "a", "b", "c", "d"])
+            start = random.randint(0, 3)
+            bench.add(list(range(start, start + random.randint(1, 22))), random.randint(1, 20), adapter)
+        if bench.live and random.random() < 0.05:
+            victim = random.choice(bench.live)
+            running = victim in bench.scheduler.running
+            bench.scheduler.remove([victim])
+            bench.live.remove(victim)
+            if victim.lease and running:
+                bench.adapters.suspend(victim.lease)  # type: ignore[arg-type]
+        chunks = bench.step()
+        assert sum(n for _, _, n in chunks) <= 24
+        assert len(chunks) <= 6
+    for _ in range(5000):
+        if not bench.live:
+            break
+        bench.step()
+    assert not bench.live
+    assert bench.kv.num_available == 24
+    assert bench.adapters.pins == {}
+
+
+def test_stop_words_and_the_end_id() -> None:
+    params = SamplingParams(max_tokens=9, end_id=2, stop_words=((5, 6),))
+    sequence = Sequence(0, Request((5,), params), 0, 10)
+    sequence.append(6, None)
+    assert not sequence.finished, "a stop word does not begin in the prompt"
+    sequence.append(5, None)
+    sequence.append(6, None)
+    assert sequence.finish_reason is FinishReason.STOP
+    assert sequence.take_event(True).token_ids == (6, 5, 6)
+    other = Sequence(0, Request((5,), params), 0, 10)
+    other.append(2, None)
+    assert other.finish_reason is FinishReason.STOP
+    assert other.take_event(True).token_ids == ()

@@ -1,4 +1,4 @@
-"""Protects sampling: each rule against its definition, reproducible by seed, blind to the rest of the batch."""
+"""Protects sampling: each rule against its definition, reproducible by seed, blind to its company."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Protects the shape of the house: imports point one way, and heavy or foreign modules stay in their rooms."""
+"""Protects the shape of the house: imports point one way, heavy and foreign modules stay in their rooms."""
 
 from __future__ import annotations
 

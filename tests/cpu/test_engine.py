@@ -1,0 +1,245 @@
+"""Protects the engine as a whole: greedy tokens equal transformers + PEFT whatever a request's company, through
+chunking, prefix reuse, preemption, eviction and cancellation; and nothing leaks."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from manylora.lora.convert import convert_peft
+from manylora.testing import make_adapter, make_model, reference_generate
+
+from manylora.config import EngineConfig, LoraCacheConfig
+from manylora.engine.engine import Engine
+from manylora.errors import (
+    AdapterCacheFullError,
+    AdapterError,
+    AdapterNotCachedError,
+    QueueFullError,
+    RequestError,
+)
+from manylora.request import Event, FinishReason, LoraInput, Request, SamplingParams
+
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+NEW = 12
+
+
+class World:
+    """One tiny model, a few adapters of mixed ranks and modules, and the reference answers."""
+
+    def __init__(self, path: Path) -> None:
+        picks = random.Random(3)
+        self.model = make_model(path / "model", "llama", seed=1)
+        self.adapters: dict[int, Path] = {}
+        self.inputs: dict[int, LoraInput] = {}
+        for task_id in range(1, 13):
+            modules = tuple(m for m in MODULES if picks.random() < 0.6) or ("q_proj",)
+            rank = picks.choice([1, 2, 4, 8, 16, 64])
+            self.adapters[task_id] = make_adapter(
+                path / f"adapter{task_id}", self.model, seed=task_id, rank=rank, modules=modules
+            )
+            weights, config = convert_peft(self.adapters[task_id], "float32")
+            self.inputs[task_id] = LoraInput(task_id, weights, config)
+        self._answers: dict[tuple, list[int]] = {}
+
+    def answer(self, task_id: int | None, prompt: tuple[int, ...]) -> list[int]:
+        key = (task_id, prompt)
+        if key not in self._answers:
+            adapter = self.adapters[task_id] if task_id else None
+            self._answers[key] = reference_generate(self.model, adapter, list(prompt), NEW)
+        return self._answers[key]
+
+    def request(self, task_id: int | None, prompt: tuple[int, ...], **options: object) -> Request:
+        lora = self.inputs[task_id] if task_id else None
+        return Request(prompt, SamplingParams(max_tokens=NEW), lora=lora, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("world"))
+
+
+def engine(world: World, **options: object) -> Engine:
+    lora = {"gpu_memory_bytes": 2**22, "host_memory_bytes": 2**24, **options.pop("lora", {})}  # type: ignore[dict-item]
+    settings = {"device": "cpu", "max_seq_len": 128, "tokens_per_block": 4, **options}
+    return Engine(EngineConfig(world.model, lora=LoraCacheConfig(**lora), **settings))  # type: ignore[arg-type]
+
+
+def prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
+    picks = random.Random(seed)
+    return [tuple(picks.randrange(0, 250) for _ in range(picks.randint(1, 40))) for _ in range(count)]
+
+
+def run(made: Engine) -> dict[int, list[Event]]:
+    events: dict[int, list[Event]] = defaultdict(list)
+    for _ in range(5000):
+        if not made.has_work:
+            break
+        for handle, event in made.step():
+            events[handle].append(event)
+    assert not made.has_work
+    made.check()
+    return events
+
+
+def tokens(events: list[Event]) -> list[int]:
+    assert [e.last for e in events] == [False] * (len(events) - 1) + [True]
+    assert events[-1].error is None
+    return [t for e in events for t in e.token_ids]
+
+
+def submit(made: Engine, request: Request) -> int:
+    return made.submit(made.prepare(request))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_tokens": 16, "max_batch_size": 8},
+        {"enable_kv_cache_reuse": False, "max_batch_size": 3},
+        {"batch_scheduler_policy": "max_utilization", "max_tokens_in_paged_kv_cache": 160},
+        {"lora": {"gpu_memory_bytes": None, "num_device_module_layer": 1500}},
+    ],
+    ids=["default", "chunked", "no-reuse", "preempted", "evicted"],
+)
+def test_a_mixed_batch_answers_as_the_reference(world: World, options: dict) -> None:
+    made = engine(world, **options)
+    wanted = {}
+    for i, prompt in enumerate(prompts(30)):
+        task_id = i % 13 or None
+        wanted[submit(made, world.request(task_id, prompt, streaming=i % 2 == 0))] = (task_id, prompt)
+    events = run(made)
+    for handle, (task_id, prompt) in wanted.items():
+        assert tokens(events[handle]) == world.answer(task_id, prompt), (task_id, prompt)
+    stats = made.stats()
+    assert stats.max_adapters_in_step > 1
+    if "batch_scheduler_policy" in options:
+        assert stats.preemptions > 0
+    if "lora" in options:
+        assert stats.adapters.device_evictions > 0
+    assert stats.adapters.device_pinned == stats.adapters.host_pinned == 0
+    assert stats.kv_blocks_free == stats.kv_blocks
+
+
+def test_an_id_alone_is_enough_afterwards_and_unknown_without(world: World) -> None:
+    made = engine(world)
+    [prompt] = prompts(1)
+    request = Request(prompt, SamplingParams(max_tokens=NEW), lora=LoraInput(5))
+    with pytest.raises(
+        AdapterNotCachedError, match=r"LoRA task 5 not found in cache\. Please send LoRA weights"
+    ):
+        submit(made, request)
+    submit(made, world.request(5, prompt))
+    run(made)
+    handle = submit(made, request)
+    assert tokens(run(made)[handle]) == world.answer(5, prompt)
+    assert made.stats().adapters.host_stores == 1
+
+
+def test_other_tensors_under_a_known_id_replace_it_and_leave_running_requests_alone(world: World) -> None:
+    made = engine(world)
+    [prompt] = prompts(1)
+    first = submit(made, world.request(1, prompt))
+    early = made.step()
+    changed = LoraInput(1, world.inputs[2].weights, world.inputs[2].config)
+    second = submit(made, Request(prompt, SamplingParams(max_tokens=NEW), lora=changed))
+    third = submit(made, Request(prompt, SamplingParams(max_tokens=NEW), lora=LoraInput(1)))
+    events = run(made)
+    for handle, event in early:
+        events[handle].insert(0, event)
+    assert tokens(events[first]) == world.answer(1, prompt)
+    assert tokens(events[second]) == tokens(events[third]) == world.answer(2, prompt)
+
+
+def test_equal_tensors_under_two_ids_are_stored_once(world: World) -> None:
+    made = engine(world)
+    [prompt] = prompts(1)
+    for task_id in (1, 77):
+        lora = LoraInput(task_id, world.inputs[1].weights, world.inputs[1].config)
+        submit(made, Request(prompt, SamplingParams(max_tokens=NEW), lora=lora))
+    run(made)
+    assert made.stats().adapters.host_adapters == 1
+
+
+def test_cancelling_frees_everything_at_once(world: World) -> None:
+    made = engine(world)
+    handles = [
+        submit(made, world.request(i % 4 or None, p, streaming=True)) for i, p in enumerate(prompts(12))
+    ]
+    made.step()
+    for handle in handles:
+        [(told, event)] = made.cancel(handle)
+        assert (told, event.last, event.finish_reason) == (handle, True, FinishReason.CANCELLED)
+    made.check()
+    assert not made.has_work
+    assert made.cancel(handles[0]) == []
+    stats = made.stats()
+    assert stats.kv_blocks_free == stats.kv_blocks
+    assert stats.adapters.host_pinned == 0
+
+
+def test_an_adapter_that_can_never_fit_is_refused_and_harms_nobody(world: World) -> None:
+    made = engine(
+        world, lora={"gpu_memory_bytes": None, "num_device_module_layer": 1000, "optimal_adapter_size": 1}
+    )
+    [prompt] = prompts(1)
+    fine = submit(made, world.request(None, prompt))
+    rows = world.inputs[1].config
+    assert rows is not None
+    with pytest.raises(AdapterError):
+        bad = LoraInput(9, np.full_like(world.inputs[1].weights, np.nan), rows)
+        submit(made, Request(prompt, SamplingParams(max_tokens=NEW), lora=bad))
+    assert tokens(run(made)[fine]) == world.answer(None, prompt)
+    assert issubclass(AdapterCacheFullError, RequestError)
+
+
+def test_bad_requests_are_refused_by_name(world: World) -> None:
+    made = engine(world, max_queue_size=1)
+    for prompt, words in [
+        ((), "input_ids"),
+        ((0,) * 200, "Prompt length"),
+        ((10**6,), "input_ids must be in"),
+    ]:
+        with pytest.raises(RequestError, match=words):
+            submit(made, Request(prompt))
+    submit(made, Request((1,)))
+    with pytest.raises(QueueFullError, match="Maximum queue size of 1"):
+        submit(made, Request((1,)))
+    made.close()
+    made.check()
+
+
+def test_return_sequences_and_log_probs(world: World) -> None:
+    made = engine(world)
+    [prompt] = prompts(1)
+    params = SamplingParams(
+        max_tokens=NEW, top_p=0.9, temperature=2.0, seed=4, num_return_sequences=3, return_log_probs=True
+    )
+    results = []
+    for _ in range(2):
+        handle = submit(made, Request(prompt, params))
+        events = run(made)[handle]
+        assert [e.last for e in events] == [False, False, True]
+        assert sorted(e.sequence_index for e in events) == [0, 1, 2]
+        assert all(len(e.log_probs) == len(e.token_ids) == NEW and max(e.log_probs) <= 0 for e in events)
+        results.append({e.sequence_index: e.token_ids for e in events})
+    assert results[0] == results[1]
+    assert len(set(results[0].values())) == 3
+
+
+def test_a_failing_step_fails_its_requests_only(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine(world)
+    [prompt] = prompts(1)
+    handle = submit(made, world.request(3, prompt))
+    with monkeypatch.context() as patch:
+        patch.setattr(made._runner, "run", lambda step: 1 / 0)
+        [(told, event)] = made.step()
+    assert told == handle
+    assert event.finish_reason is FinishReason.ERROR
+    assert "forwardAsync" in str(event.error)
+    after = submit(made, world.request(3, prompt))
+    assert tokens(run(made)[after]) == world.answer(3, prompt)

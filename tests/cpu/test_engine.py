@@ -1,4 +1,4 @@
-"""Protects the engine as a whole: greedy tokens equal transformers + PEFT whatever a request's company, through
+"""Protects the engine as a whole: greedy tokens equal transformers + PEFT in any company, through
 chunking, prefix reuse, preemption, eviction and cancellation; and nothing leaks."""
 
 from __future__ import annotations

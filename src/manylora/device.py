@@ -1,0 +1,74 @@
+"""The one place that chooses a device and what runs its operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from manylora.errors import ConfigError
+from manylora.kernels.cpu import CpuOps
+from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.spec import Ops
+
+__all__ = ["Device", "open_device"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """A torch device with its table of operations."""
+
+    torch: torch.device
+    ops: Ops
+    name: str
+
+    def free_bytes(self) -> int:
+        """Memory that could still be allocated: of the GPU, or of the machine within its cgroup's limit."""
+        if self.torch.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.torch)
+            cached = torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch)
+            return free + cached
+        return min(_meminfo_available(), _cgroup_available())
+
+
+def open_device(name: str) -> Device:
+    """name: auto (a GPU if there is one), cpu, cuda, cuda:N. Raises ConfigError when it is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type == "cpu":
+        return Device(device, CpuOps(), f"CPU ({torch.get_num_threads()} threads)")
+    if device.type != "cuda":
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for, but no CUDA GPU is available; use device cpu")
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r} does not exist: there are {torch.cuda.device_count()} GPUs")
+    return Device(device, ReferenceOps(), torch.cuda.get_device_name(device))
+
+
+def _meminfo_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ConfigError("/proc/meminfo does not tell how much memory is available")
+
+
+def _cgroup_available() -> int:
+    """Bytes left under the container's memory limit; a very large number without one."""
+    unlimited = 2**62
+    root = Path("/sys/fs/cgroup")
+    for limit, usage in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            total = (root / limit).read_text().strip()
+            return unlimited if total == "max" else max(0, int(total) - int((root / usage).read_text()))
+        except (OSError, ValueError):
+            continue
+    return unlimited

@@ -1,0 +1,27 @@
+"""ForwardBatch: the input of one forward pass. Filled by the runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from manylora.kernels.spec import AttentionBatch, LoraBatch
+
+__all__ = ["ForwardBatch"]
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """T token rows, packed over all sequences.
+
+    input_ids, positions: [T] int64.
+    logits_rows: [L] int64, the rows whose next token is due.
+    lora: None when no row has an adapter; then not one LoRA instruction runs.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    attention: AttentionBatch
+    lora: LoraBatch | None
+    logits_rows: Tensor

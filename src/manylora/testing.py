@@ -1,0 +1,160 @@
+"""For tests and benchmarks: tiny models and adapters by seed, and answers of transformers + PEFT to compare with.
+
+Needs transformers and peft, imported where they are used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["FAMILIES", "make_adapter", "make_model", "reference_generate", "reference_logits"]
+
+BYTES = 256
+SPECIALS = ("<s>", "</s>", "<pad>")
+VOCAB = 272
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-mha-tied": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("llama", {"head_dim": 24}),
+    "llama-linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "llama-dynamic": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+    "llama3": ("llama", {"rope_scaling": LLAMA3, "rope_theta": 500000.0}),
+    "llama-yarn": ("llama", {"rope_scaling": YARN}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-sliding": ("mistral", {"sliding_window": 9}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+}
+
+
+def make_model(
+    path: Path, family: str = "llama", seed: int = 0, sharded: bool = False, **overrides: Any
+) -> Path:
+    """A random two-layer model of one of FAMILIES in a Hugging Face directory, with a byte tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, variant = FAMILIES[family]
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "bos_token_id": BYTES,
+        "eos_token_id": BYTES + 1,
+        "pad_token_id": BYTES + 2,
+        "initializer_range": 0.2,
+    }
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(kind, **{**settings, **variant, **overrides})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "norm.weight")):
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(path, max_shard_size="40KB" if sharded else "5GB")
+    _save_tokenizer(Path(path))
+    return Path(path)
+
+
+def make_adapter(
+    path: Path,
+    model_dir: Path,
+    seed: int = 0,
+    rank: int = 8,
+    modules: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
+    alpha: float | None = None,
+    **options: Any,
+) -> Path:
+    """A random adapter, written by PEFT, strong enough to change greedy answers."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    options = {"target_modules": list(modules), "lora_alpha": alpha or 2 * rank, **options}
+    adapted = get_peft_model(_load(Path(model_dir)), LoraConfig(r=rank, **options))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) * (0.3 / rank**0.25))
+    adapted.save_pretrained(path)
+    return Path(path)
+
+
+def reference_generate(
+    model_dir: Path, adapter_dir: Path | None, prompt_ids: Sequence[int], max_new_tokens: int
+) -> list[int]:
+    """Greedy continuation by transformers (+ PEFT) in float32, never stopping early."""
+    model = _reference(Path(model_dir), Path(adapter_dir) if adapter_dir else None)
+    ids = torch.tensor([list(prompt_ids)])
+    with torch.inference_mode():
+        for _ in range(max_new_tokens):
+            ids = torch.cat((ids, model(input_ids=ids).logits[:, -1:].argmax(-1)), dim=1)
+    return ids[0, len(prompt_ids) :].tolist()
+
+
+def reference_logits(
+    model_dir: Path, adapter_dir: Path | None, ids: Sequence[int], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Logits [len(ids), vocab] by transformers (+ PEFT) in `dtype`, returned as float32."""
+    model = _reference(Path(model_dir), Path(adapter_dir) if adapter_dir else None, dtype)
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([list(ids)])).logits[0].float()
+
+
+@lru_cache(maxsize=64)
+def _reference(model_dir: Path, adapter_dir: Path | None, dtype: torch.dtype = torch.float32) -> Any:
+    model = _load(model_dir)
+    if adapter_dir is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, str(adapter_dir))
+    return model.to(dtype).eval()
+
+
+def _load(model_dir: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+
+
+def _save_tokenizer(path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIALS))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BYTES)])
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "chat_template": TEMPLATE,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))

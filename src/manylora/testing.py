@@ -1,4 +1,4 @@
-"""For tests and benchmarks: tiny models and adapters by seed, and answers of transformers + PEFT to compare with.
+"""Tiny models and adapters by seed, and the answers of transformers + PEFT to compare with.
 
 Needs transformers and peft, imported where they are used.
 """
@@ -99,7 +99,7 @@ def make_adapter(
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.randn_like(parameter) * (0.3 / rank**0.25))
-    adapted.save_pretrained(path)
+    adapted.save_pretrained(str(path))
     return Path(path)
 
 

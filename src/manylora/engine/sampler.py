@@ -18,6 +18,7 @@ NOT_FINITE = -1  # in place of a token: the row's logits hold a NaN or an infini
 MASK64 = 2**64 - 1
 
 
+@torch.inference_mode()
 def sample(logits: Tensor, sequences: Rows[Sequence]) -> tuple[list[int], list[float | None]]:
     """One token for each row, and its log probability where asked for.
 

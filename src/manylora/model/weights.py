@@ -121,8 +121,8 @@ def _check_names(files: dict[str, Any], plan: dict[str, _Part], config: ModelCon
         unknown.discard("lm_head.weight")
     if unknown:
         raise ConfigError(
-            f"the checkpoint holds {min(unknown)}, which {config.architecture} with this config.json does not "
-            f"use ({len(unknown)} such tensors)"
+            f"the checkpoint holds {min(unknown)}, which {config.architecture} with this config.json does "
+            f"not use ({len(unknown)} such tensors)"
         )
 
 

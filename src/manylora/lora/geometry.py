@@ -1,0 +1,106 @@
+"""Page geometry of the adapter cache, and how an adapter lies in its pages, as TensorRT-LLM computes it.
+
+A slot is `page_width` elements, a page is `slots_per_page` slots. A row (layer, module) of an adapter takes
+whole slots of one page; a page belongs to one adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from manylora.errors import AdapterInvalidError, ConfigError
+from manylora.lora.modules import LoraModule
+
+__all__ = ["CacheGeometry", "Placement", "cache_geometry", "place_rows"]
+
+
+@dataclass(frozen=True)
+class CacheGeometry:
+    """page_width in elements; min_total_slots hold one adapter of the largest rank."""
+
+    page_width: int
+    slots_per_page: int
+    min_total_slots: int
+    widest: int  # slots of one rank-1 row of the widest module
+
+    @property
+    def page_elements(self) -> int:
+        return self.page_width * self.slots_per_page
+
+    def slots_for(self, num_bytes: int, element_bytes: int, module_layers: int = 0) -> int:
+        """Slots of a cache level: of rank-1 rows when `module_layers` > 0, else of bytes."""
+        if module_layers > 0:
+            return module_layers * self.widest
+        return num_bytes // (self.page_width * element_bytes)
+
+    def pages_for(self, level: str, num_slots: int) -> int:
+        """Slots rounded up to pages. Raises ConfigError when not even one largest adapter fits."""
+        if num_slots < self.min_total_slots:
+            raise ConfigError(
+                f"Not enough space allocated to {level} LoRA cache to hold 1 max sized LoRA "
+                f"{num_slots} < {self.min_total_slots}"
+            )
+        return _ceil(num_slots, self.slots_per_page)
+
+
+def cache_geometry(
+    modules: Iterable[LoraModule], num_layers: int, optimal_rank: int, max_rank: int, tp: int = 1
+) -> CacheGeometry:
+    """Geometry from the modules of one rank; `num_layers` on this pipeline rank.
+
+    page_width = min over modules of in + out; slots_per_page = the slots of an adapter of the optimal rank,
+    at least those of one row of the largest rank.
+    """
+    sizes = [m.local_in(tp) + m.local_out(tp) for m in modules if m.counted]
+    width = min(sizes)
+    total = num_layers * sum(optimal_rank * _ceil(size, width) for size in sizes)
+    least = _ceil(max_rank * max(sizes), width)
+    return CacheGeometry(
+        page_width=width,
+        slots_per_page=max(total, least),
+        min_total_slots=_ceil(max_rank * num_layers * sum(sizes), width),
+        widest=_ceil(max(sizes), width),
+    )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one row lies: page (counted within the adapter), slot, and its sizes in elements and slots."""
+
+    page: int
+    slot: int
+    in_size: int
+    out_size: int
+    module_id: int
+    layer: int
+    rank: int
+    num_slots: int
+
+
+def place_rows(
+    rows: Iterable[tuple[LoraModule, int, int, bool]], geometry: CacheGeometry, tp: int = 1
+) -> tuple[tuple[Placement, ...], int]:
+    """Placements of (module, layer, rank, dora) rows in order, and the pages they take (at least 1).
+
+    Raises AdapterInvalidError for a row larger than a page.
+    """
+    page = slot = 0
+    placed: list[Placement] = []
+    for module, layer, rank, dora in rows:
+        count = _ceil(module.row_elements(rank, dora, tp), geometry.page_width)
+        if count > geometry.slots_per_page:
+            raise AdapterInvalidError(
+                f"Invalid low_rank ({rank}): a row of {module.name} takes {count} slots, a page of the LoRA "
+                f"cache has {geometry.slots_per_page}; serve with a larger lora_cache_max_adapter_size"
+            )
+        if slot + count > geometry.slots_per_page:
+            page, slot = page + 1, 0
+        sizes = rank * module.local_in(tp), rank * module.local_out(tp)
+        placed.append(Placement(page, slot, *sizes, module.module_id, layer, rank, count))
+        slot += count
+    return tuple(placed), page + 1
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)

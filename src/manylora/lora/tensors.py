@@ -1,0 +1,162 @@
+"""Adapter: the canonical form of an adapter's tensors, checked, with a digest of their content."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from manylora.errors import AdapterInvalidError
+from manylora.lora.modules import MODULE_NAMES, LoraModule
+from manylora.request import LoraInput
+
+__all__ = ["BFLOAT16", "Adapter", "AdapterRow", "adapter_from_tensors", "is_bfloat16", "pack_rows"]
+
+BFLOAT16 = np.dtype("V2")
+"""How NumPy arrays hold bfloat16: two bytes without a meaning, the bits of the number."""
+FLOAT16_MAX = 65504.0
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterRow:
+    """One (layer, module): payload [elements] holds A [rank, in], B [out, rank], and with DoRA m [out]."""
+
+    module_id: int
+    layer: int
+    rank: int
+    dora: bool
+    payload: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """Immutable; rows ascend by layer, then module. Equal content has an equal digest, however it came."""
+
+    digest: str
+    rows: tuple[AdapterRow, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return sum(row.payload.size for row in self.rows)
+
+
+def is_bfloat16(dtype: np.dtype) -> bool:
+    return dtype.kind == "V" and dtype.itemsize == 2
+
+
+def adapter_from_tensors(
+    lora: LoraInput, modules: Mapping[int, LoraModule], num_layers: int, rank_limit: int, half: bool = False
+) -> Adapter:
+    """Check tensors as they came, and make them canonical.
+
+    half: the compute dtype is float16, so values beyond its range are refused. Raises AdapterInvalidError,
+    with TensorRT-LLM's texts where it has one.
+    """
+    weights, config = _check_shapes(lora)
+    rows = [_check_row(weights[i], config[i], modules, num_layers, rank_limit) for i in range(len(config))]
+    rows.sort(key=lambda row: (row.layer, row.module_id))
+    for row, following in pairwise(rows):
+        if (row.layer, row.module_id) == (following.layer, following.module_id):
+            raise AdapterInvalidError(
+                f"lora_config names module {MODULE_NAMES[row.module_id]} of layer {row.layer} more than once"
+            )
+    for row in rows:
+        _check_values(row, half)
+    return Adapter(_digest(rows), tuple(rows))
+
+
+def pack_rows(rows: Iterable[AdapterRow]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows to the tensors of the wire: weights [1, rows, W] padded with zeros, config [1, rows, 4] int32."""
+    rows = list(rows)
+    width = max(row.payload.size for row in rows)
+    weights = np.zeros((1, len(rows), width), dtype=rows[0].payload.dtype)
+    for i, row in enumerate(rows):
+        weights[0, i, : row.payload.size] = row.payload
+    config = np.array([[[r.module_id, r.layer, r.rank, int(r.dora)] for r in rows]], dtype=np.int32)
+    return weights, config
+
+
+def _check_shapes(lora: LoraInput) -> tuple[np.ndarray, np.ndarray]:
+    weights, config = lora.weights, lora.config
+    _require(lora.task_id is not None, "lora_task_id must be set for LoRA inference")
+    if weights is None or config is None:
+        raise AdapterInvalidError("Request for LoRA inference must have both lora_weights and lora_keys")
+    _require(weights.ndim == 3, "Invalid shape for lora_weights tensor: expected [1, rows, width]")
+    _require(config.ndim == 3, "Invalid shape for lora_keys tensor: expected [1, rows, 3 or 4]")
+    _require(
+        weights.shape[0] == config.shape[0] == 1, "Expected batch dimension to be 1 for each lora request"
+    )
+    _require(config.dtype == np.int32, f"Expected  lora keys to have TYPE_INT32 but was {config.dtype}")
+    _require(
+        weights.shape[1] == config.shape[1],
+        "Expected dim1 lora_weights and lora_keys to have the same size, "
+        f"got {weights.shape[1]} and {config.shape[1]}",
+    )
+    _require(
+        config.shape[2] in (3, 4),
+        f"Expected dim2 of lora_keys to have a size in [3, 4], got {config.shape[2]}",
+    )
+    _require(config.shape[1] > 0, "lora_config has no rows: an adapter needs at least one")
+    _require(
+        weights.dtype in (np.float32, np.float16) or is_bfloat16(weights.dtype),
+        "Expected lora weights to be the same data type as base model, or float32, float16 or bfloat16, "
+        f"but was {weights.dtype}",
+    )
+    return weights[0], config[0]
+
+
+def _check_row(
+    weights: np.ndarray, config: np.ndarray, modules: Mapping[int, LoraModule], num_layers: int, limit: int
+) -> AdapterRow:
+    module_id, layer, rank = (int(value) for value in config[:3])
+    dora = int(config[3]) if len(config) == 4 else 0
+    _require(
+        0 <= layer < num_layers,
+        f"Expected layerId to be in the range [0, numModelLayers): got {layer}, the model has {num_layers}",
+    )
+    _require(rank > 0, f"Expected adapterSize to be > 0, got {rank}")
+    known = 0 <= module_id < len(MODULE_NAMES)
+    name = MODULE_NAMES[module_id] if known else f"INVALID ({module_id})"
+    _require(module_id in modules, f"lora module {name} not enabled for this model")
+    _require(dora in (0, 1), f"lora_config's is_dora column must be 0 or 1, got {dora}")
+    size = modules[module_id].row_elements(rank, bool(dora))
+    _require(
+        size <= len(weights),
+        f"lora_weights has to few values for {name}: rank {rank} needs {size}, the row has {len(weights)}",
+    )
+    _require(
+        rank <= limit,
+        f"Invalid low_rank ({rank}). low_rank must be smaller than mMaxLowRank ({limit})",
+    )
+    return AdapterRow(module_id, layer, rank, bool(dora), weights[:size])
+
+
+def _check_values(row: AdapterRow, half: bool) -> None:
+    where = f"{MODULE_NAMES[row.module_id]} of layer {row.layer}"
+    if is_bfloat16(row.payload.dtype):
+        bits = np.ascontiguousarray(row.payload).view(np.uint16).astype(np.uint32) << 16
+        values = bits.view(np.float32)
+    else:
+        values = row.payload
+    _require(bool(np.isfinite(values).all()), f"lora_weights holds a NaN or an infinity in {where}")
+    if half and values.dtype != np.float16:
+        too_large = bool((np.abs(values) > FLOAT16_MAX).any())
+        _require(not too_large, f"lora_weights holds a value beyond float16's range in {where}")
+
+
+def _digest(rows: list[AdapterRow]) -> str:
+    """Over the rows in canonical order: what they are, their type, and every payload byte; no padding."""
+    digest = hashlib.blake2b(digest_size=20)
+    for row in rows:
+        head = (row.module_id, row.layer, row.rank, int(row.dora), row.payload.dtype.str)
+        digest.update(repr(head).encode())
+        digest.update(np.ascontiguousarray(row.payload).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _require(ok: bool, text: str) -> None:
+    if not ok:
+        raise AdapterInvalidError(text)

@@ -1,0 +1,11 @@
+#!/usr/bin/env python3
+"""Convert a PEFT LoRA adapter to the tensors that requests carry."""
+
+from __future__ import annotations
+
+import sys
+
+from manylora.lora.convert import main
+
+if __name__ == "__main__":
+    sys.exit(main())

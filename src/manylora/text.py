@@ -1,0 +1,162 @@
+"""Tokenizer: text to ids and back, without transformers; and the exact text of a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as Library
+
+from manylora.errors import ConfigError, RequestError
+
+__all__ = ["WINDOW", "Tokenizer"]
+
+WINDOW = 128
+"""Ids before a chunk that its text may depend on. More only for a run of byte tokens longer than this."""
+CONTEXT = 8  # ids that settle any seam which is not inside a run of byte tokens
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable character that byte-level BPE writes for each byte (GPT-2's table)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    table = {chr(byte): byte for byte in plain}
+    rest = [byte for byte in range(256) if byte not in plain]
+    return table | {chr(256 + i): byte for i, byte in enumerate(rest)}
+
+
+ALPHABET = _byte_alphabet()
+
+
+class Tokenizer:
+    """tokenizer.json and tokenizer_config.json of a Hugging Face directory. Raises ConfigError."""
+
+    def __init__(self, directory: Path) -> None:
+        path = Path(directory) / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"tokenizer_dir: {path} does not exist")
+        try:
+            self._library = Library.from_file(str(path))
+            decoder = json.dumps(json.loads(path.read_text()).get("decoder"))
+        except Exception as error:
+            raise ConfigError(f"tokenizer_dir: {path} is not a tokenizer: {error}") from error
+        self._settings = self._read_settings(Path(directory) / "tokenizer_config.json")
+        self._byte_level = '"ByteLevel"' in decoder
+        added = self._library.get_added_tokens_decoder()
+        self._special = {i for i, token in added.items() if token.special}
+        fallback = '"ByteFallback"' in decoder
+        names = [f"<0x{byte:02X}>" for byte in range(256)] if fallback else []
+        self._byte_tokens = {i for i in map(self._library.token_to_id, names) if i is not None}
+        self._bytes: dict[int, bytes] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        return self._library.get_vocab_size()
+
+    @property
+    def eos_id(self) -> int | None:
+        return self._named_id("eos_token")
+
+    @property
+    def pad_id(self) -> int | None:
+        """The padding token, or the end token where there is none."""
+        pad = self._named_id("pad_token")
+        return self.eos_id if pad is None else pad
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._library.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._library.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def delta(
+        self, window: Sequence[int], new: Sequence[int], final: bool, skip_special_tokens: bool = True
+    ) -> str:
+        """The text that `new` ids add to a stream whose last ids before them were `window`.
+
+        What may still change is held back until it is settled, or `final`: an unfinished character of
+        byte-level tokens, and a run of byte-fallback tokens, decoded as a whole. The concatenation of
+        all deltas is the decoded text of all ids.
+        """
+        if skip_special_tokens:
+            window = [i for i in window if i not in self._special]
+            new = [i for i in new if i not in self._special]
+        window = self._suffix(window)
+        ids = [*window, *new]
+        before = self._stable(window, skip_special_tokens)
+        after = self.decode(ids, skip_special_tokens) if final else self._stable(ids, skip_special_tokens)
+        return after[len(before) :]
+
+    def chat(self, messages: list[dict[str, str]]) -> str:
+        """Messages through the chat template, ready for the assistant's answer."""
+        template = self._settings.get("chat_template")
+        if not template:
+            raise RequestError("this model has no chat template: send a plain prompt")
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        names = {key: self._content(key) for key in ("bos_token", "eos_token")}
+        try:
+            return environment.from_string(template).render(
+                messages=messages, add_generation_prompt=True, **names
+            )
+        except TemplateError as error:
+            raise RequestError(f"the chat template cannot render these messages: {error}") from error
+
+    def _suffix(self, window: Sequence[int]) -> Sequence[int]:
+        start = max(0, len(window) - CONTEXT)
+        while start > 0 and window[start] in self._byte_tokens:
+            start -= 1
+        return window[start:]
+
+    def _stable(self, ids: Sequence[int], skip: bool) -> str:
+        end = len(ids)
+        while end > 0 and ids[end - 1] in self._byte_tokens:
+            end -= 1
+        text = self.decode(ids[:end], skip)
+        if self._byte_level and self._ends_inside_character(ids[:end]):
+            text = text.removesuffix("\ufffd")
+        return text
+
+    def _ends_inside_character(self, ids: Sequence[int]) -> bool:
+        tail = b"".join(self._bytes_of(i) for i in ids[-4:])[-4:]
+        for length in range(1, min(3, len(tail)) + 1):
+            lead = tail[-length]
+            if lead & 0xC0 == 0x80:
+                continue
+            return _is_unfinished(tail[-length:])
+        return False
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if token_id not in self._bytes:
+            token = self._library.id_to_token(token_id) or ""
+            known = all(c in ALPHABET for c in token)
+            self._bytes[token_id] = bytes(ALPHABET[c] for c in token) if known else token.encode()
+        return self._bytes[token_id]
+
+    def _named_id(self, key: str) -> int | None:
+        content = self._content(key)
+        return self._library.token_to_id(content) if content else None
+
+    def _content(self, key: str) -> str | None:
+        value = self._settings.get(key)
+        return value.get("content") if isinstance(value, dict) else value
+
+    @staticmethod
+    def _read_settings(path: Path) -> dict[str, Any]:
+        if not path.is_file():
+            return {}
+        try:
+            return json.loads(path.read_text())
+        except ValueError as error:
+            raise ConfigError(f"tokenizer_dir: {path} is not valid JSON: {error}") from error
+
+
+def _is_unfinished(tail: bytes) -> bool:
+    """Whether more bytes could make one character of these; decided by the decoder's own rules."""
+    try:
+        tail.decode()
+    except UnicodeDecodeError as error:
+        return error.reason == "unexpected end of data"
+    return False

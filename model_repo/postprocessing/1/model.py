@@ -1,0 +1,47 @@
+"""Token ids to text; in a stream, exactly the text the new ids add."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from manylora.errors import ConfigError
+from manylora.lifeline import Lifeline
+from manylora.text import Tokenizer
+from manylora.wire.parameters import flag, value_of
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        config = json.loads(args["model_config"])
+        parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
+        directory = value_of(parameters, "tokenizer_dir")
+        try:
+            if directory is None:
+                raise ConfigError("parameter tokenizer_dir must name the tokenizer's directory")
+            self._tokenizer = Tokenizer(Path(directory))
+            self._skip = flag(parameters, "skip_special_tokens", True)
+        except ConfigError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+        self._lifeline = Lifeline.start()
+
+    def execute(self, requests):
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request):
+        arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        tokens, lengths = arrays["TOKENS_BATCH"], arrays["SEQUENCE_LENGTH"]
+        windows, reason = arrays.get("PREVIOUS_IDS"), arrays.get("FINISH_REASON")
+        final = reason is None or bool(reason.reshape(-1)[0])
+        texts = []
+        for item in np.ndindex(lengths.shape):
+            ids = tokens[item][: lengths[item]].tolist()
+            if windows is None:
+                texts.append(self._tokenizer.decode(ids, self._skip))
+            else:
+                texts.append(self._tokenizer.delta(windows[item].tolist(), ids, final, self._skip))
+        output = np.array([text.encode() for text in texts], np.object_)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", output)])

@@ -1,0 +1,95 @@
+"""Text to token ids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from manylora.errors import ConfigError, ManyloraError, RequestError
+from manylora.lifeline import Lifeline
+from manylora.text import Tokenizer
+from manylora.wire.parameters import flag, value_of
+
+REFUSED = ("DECODER_QUERY", "IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES", "PROMPT_TABLE_EXTRA_ID")
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        config = json.loads(args["model_config"])
+        parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
+        directory = value_of(parameters, "tokenizer_dir")
+        try:
+            if directory is None:
+                raise ConfigError("parameter tokenizer_dir must name the tokenizer's directory")
+            self._tokenizer = Tokenizer(Path(directory))
+            self._add_special_tokens = flag(parameters, "add_special_tokens", True)
+        except ConfigError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+        self._lifeline = Lifeline.start()
+
+    def execute(self, requests):
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request):
+        try:
+            arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+            outputs = [pb_utils.Tensor(name, value) for name, value in self._outputs(arrays).items()]
+            return pb_utils.InferenceResponse(outputs)
+        except ManyloraError as error:
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error)))
+
+    def _outputs(self, arrays):
+        for name in REFUSED:
+            if name in arrays:
+                raise RequestError(f"input {name} is not supported by this server: leave it out")
+        prompts = [self._encode(row, self._add_special_tokens) for row in arrays["QUERY"].reshape(-1)]
+        count, pad = len(prompts), self._tokenizer.pad_id or 0
+        end = self._tokenizer.eos_id
+        ids = np.full((count, max(map(len, prompts))), pad, np.int32)
+        for row, prompt in zip(ids, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        ones = np.ones((count, 1), np.int32)
+        outputs = {
+            "INPUT_ID": ids,
+            "REQUEST_INPUT_LEN": np.array([[len(prompt)] for prompt in prompts], np.int32),
+            "DECODER_INPUT_ID": ones * pad,
+            "REQUEST_DECODER_INPUT_LEN": ones,
+            "BAD_WORDS_IDS": self._words(arrays.get("BAD_WORDS_DICT"), count),
+            "STOP_WORDS_IDS": self._words(arrays.get("STOP_WORDS_DICT"), count),
+            "EMBEDDING_BIAS": np.empty((count, 0), np.float32),
+            "REQUEST_OUTPUT_LEN": arrays["REQUEST_OUTPUT_LEN"],
+            "OUT_END_ID": arrays.get("END_ID", ones * (-1 if end is None else end)),
+            "OUT_PAD_ID": arrays.get("PAD_ID", ones * pad),
+        }
+        if any(
+            name in arrays and arrays[name].size
+            for name in ("EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS")
+        ):
+            raise RequestError("embedding_bias_words is not supported by this server: leave it out")
+        return outputs
+
+    def _words(self, array, count):
+        """[count, 2, L]: ids of all words, and their running ends; padded with 0 and -1."""
+        if array is None:
+            return np.empty((count, 2, 0), np.int32)
+        rows = []
+        for words in array.reshape(count, -1):
+            encoded = [self._encode(word, False) for word in words if word]
+            encoded = [ids for ids in encoded if ids]
+            rows.append(([i for ids in encoded for i in ids], np.cumsum([len(ids) for ids in encoded])))
+        width = max(1, *(len(ids) for ids, _ in rows))
+        table = np.zeros((count, 2, width), np.int32)
+        table[:, 1] = -1
+        for row, (ids, ends) in zip(table, rows, strict=True):
+            row[0, : len(ids)] = ids
+            row[1, : len(ends)] = ends
+        return table
+
+    def _encode(self, text, special):
+        try:
+            return self._tokenizer.encode(text.decode() if isinstance(text, bytes) else text, special)
+        except UnicodeDecodeError:
+            raise RequestError("text must be valid UTF-8") from None

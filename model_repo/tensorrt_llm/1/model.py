@@ -1,0 +1,197 @@
+"""Tensors to requests, events to responses. The engine has its own thread, and so has the sending."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+import torch
+import triton_python_backend_utils as pb_utils
+
+from manylora.errors import ConfigError, DrainingError, ManyloraError, RequestError
+from manylora.lifeline import Lifeline
+from manylora.loop import EngineLoop
+from manylora.wire.decode import decode_requests, is_stop
+from manylora.wire.encode import Reply, merge
+from manylora.wire.parameters import engine_config, flag, value_of
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+@dataclass(eq=False)
+class Call:
+    """One Triton request: its sender (None when not decoupled), and how many engine requests are open."""
+
+    request_id: str
+    sender: object
+    open: int
+    tickets: list
+    done: threading.Event
+    response: object = None
+    started: bool = False
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
+        config = json.loads(args["model_config"])
+        parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
+        self._decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
+        self._calls: dict[str, set[Call]] = {}  # request id -> open calls
+        self._live: set[Call] = set()
+        self._lock = threading.Lock()
+        self._outbox: queue.SimpleQueue = queue.SimpleQueue()
+        try:
+            self._exclude_input = flag(parameters, "exclude_input_in_output", False)
+            self._period = int(value_of(parameters, "cancellation_check_period_ms") or 100) / 1000
+            self._loop = EngineLoop.start(engine_config(parameters))
+        except (ConfigError, ValueError) as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+        self._lifeline = Lifeline.start(lambda: len(self._live))
+        self._sender = threading.Thread(target=self._send_all, name="manylora-send", daemon=True)
+        self._sender.start()
+
+    def execute(self, requests):
+        calls = [self._take(request) for request in requests]
+        if self._decoupled:
+            return None
+        for call in calls:
+            call.done.wait()
+        return [call.response for call in calls]
+
+    def finalize(self):
+        self._loop.close()
+        self._outbox.put(None)
+        self._sender.join()
+
+    def _take(self, request):
+        sender = request.get_response_sender() if self._decoupled else None
+        call = Call(request.request_id(), sender, 0, [], threading.Event())
+        try:
+            arrays = {tensor.name(): _array(tensor) for tensor in request.inputs()}
+            if is_stop(arrays):
+                self._stop(call.request_id)
+                self._outbox.put((call, None, None))
+                return call
+            if self._lifeline.draining:
+                raise DrainingError()
+            decoded = decode_requests(arrays, call.request_id, self._decoupled)
+            exclude = arrays.get("exclude_input_in_output")
+            exclude = self._exclude_input if exclude is None else bool(exclude.reshape(-1)[0])
+            call.open = len(decoded)
+            with self._lock:
+                self._live.add(call)
+                self._calls.setdefault(call.request_id, set()).add(call)
+            for index, one in enumerate(decoded):
+                reply = Reply(one, index if len(decoded) > 1 else None, exclude)
+                call.tickets.append(self._loop.submit(one, lambda e, r=reply: self._outbox.put((call, r, e))))
+        except ManyloraError as error:
+            self._outbox.put((call, None, error))
+        return call
+
+    def _stop(self, request_id):
+        if not request_id:
+            raise RequestError("Trying to stop a request but request ID is not provided")
+        with self._lock:
+            calls = list(self._calls.get(request_id, ()))
+        for call in calls:
+            for ticket in call.tickets:
+                self._loop.cancel(ticket)
+
+    def _send_all(self):
+        """The one thread that answers. Events of a stream that wait together leave as one response."""
+        checked = time.monotonic()
+        while True:
+            try:
+                batch = [self._outbox.get(timeout=self._period)]
+            except queue.Empty:
+                batch = []
+            while not self._outbox.empty():
+                batch.append(self._outbox.get())
+            for item in _merged(batch):
+                if item is None:
+                    return
+                try:
+                    self._send(*item)
+                except Exception:
+                    logging.getLogger("manylora").exception("a response could not be sent")
+                    self._forget(item[0])
+            if time.monotonic() - checked >= self._period:
+                self._cancel_abandoned()
+                checked = time.monotonic()
+
+    def _send(self, call, reply, event):
+        failure = event if reply is None else event.error
+        if failure is not None and not call.started:
+            for ticket in call.tickets:  # the other items of a failed batch
+                self._loop.cancel(ticket)
+            self._finish(call, pb_utils.InferenceResponse(error=pb_utils.TritonError(str(failure))))
+            return
+        if reply is None:
+            self._finish(call, pb_utils.InferenceResponse([]))
+            return
+        if call.done.is_set():
+            return
+        response = pb_utils.InferenceResponse([pb_utils.Tensor(*pair) for pair in reply.encode(event)])
+        call.open -= event.last
+        if call.open == 0:
+            self._finish(call, response)
+        else:
+            call.started = True
+            call.sender.send(response)
+
+    def _finish(self, call, response):
+        if call.done.is_set():
+            return
+        self._forget(call)
+        call.response = response
+        if call.sender is not None:
+            call.sender.send(response, flags=FINAL)
+        call.done.set()
+
+    def _forget(self, call):
+        with self._lock:
+            self._live.discard(call)
+            same = self._calls.get(call.request_id, set())
+            same.discard(call)
+            if not same:
+                self._calls.pop(call.request_id, None)
+
+    def _cancel_abandoned(self):
+        with self._lock:
+            calls = [call for call in self._live if call.sender is not None]
+        for call in calls:
+            if call.sender.is_cancelled():
+                for ticket in call.tickets:
+                    self._loop.cancel(ticket)
+
+
+def _merged(batch):
+    """Neighbouring events of one streaming sequence become one; the order of everything else stays."""
+    result = []
+    groups = {}
+    for item in batch:
+        if item is None or item[1] is None or not item[1].request.streaming:
+            result.append(item)
+            continue
+        key = (id(item[1]), item[2].sequence_index)
+        if key in groups:
+            call, reply, event = result[groups[key]]
+            result[groups[key]] = (call, reply, merge([event, item[2]]))
+        else:
+            groups[key] = len(result)
+            result.append(item)
+    return result
+
+
+def _array(tensor):
+    """NumPy has no bfloat16: its bits come as two-byte voids."""
+    try:
+        return tensor.as_numpy()
+    except Exception:
+        return torch.from_dlpack(tensor.to_dlpack()).view(torch.int16).numpy().view("V2")

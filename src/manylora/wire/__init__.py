@@ -1,0 +1,1 @@
+"""The Triton contract: the models' tensors and parameters, and how they become requests and responses."""

@@ -1,0 +1,159 @@
+"""Input tensors of `tensorrt_llm` to Requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from manylora.errors import RequestError
+from manylora.request import LoraInput, Request, SamplingParams
+from manylora.wire.table import REFUSED_INPUTS
+
+__all__ = ["Arrays", "decode_requests", "is_stop", "word_list"]
+
+Arrays = Mapping[str, np.ndarray]
+"""Tensors by name, each with its leading batch dimension."""
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One item of the batch: scalars and rows by name, None when absent."""
+
+    arrays: Arrays
+    index: int
+
+    def scalar(self, name: str, default: Any = None) -> Any:
+        if name not in self.arrays:
+            return default
+        value = self.arrays[name].reshape(len(self.arrays[name]), -1)[self.index]
+        if value.size != 1:
+            raise RequestError(f"Expected a scalar tensor for tensor {name}, got {value.size} values")
+        return value[0].item()
+
+    def row(self, name: str) -> np.ndarray | None:
+        return self.arrays[name][self.index] if name in self.arrays else None
+
+
+def is_stop(arrays: Arrays) -> bool:
+    """Whether this is a stop request; looked at before anything else."""
+    return "stop" in arrays and bool(np.any(arrays["stop"]))
+
+
+def decode_requests(arrays: Arrays, request_id: str, decoupled: bool) -> list[Request]:
+    """One Request for each item of the batch. Raises RequestError."""
+    sizes = {name: len(array) for name, array in arrays.items()}
+    batch = sizes.get("input_lengths", 1)
+    for name, size in sizes.items():
+        if size != batch:
+            raise RequestError(
+                f"Expected batch size doesn't match batch size for tensor {name}. Expected {batch} got {size}"
+            )
+    for name in REFUSED_INPUTS:
+        if name in arrays and arrays[name].size:
+            raise RequestError(f"input {name} is not supported by this server: leave it out")
+    if batch > 1 and not decoupled:
+        raise RequestError(
+            "Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction policy"
+        )
+    return [_decode(_Item(arrays, index), request_id, decoupled) for index in range(batch)]
+
+
+def word_list(array: np.ndarray | None) -> tuple[tuple[int, ...], ...]:
+    """Words of a [2, L] tensor: ids in row 0, running ends in row 1, padded with -1."""
+    if array is None or array.size == 0:
+        return ()
+    if array.ndim != 2 or len(array) != 2:
+        raise RequestError("Invalid format for word list.")
+    ids, ends = array.tolist()
+    stops = [end for end in ends if end != -1]
+    if ends[: len(stops)] != stops or any(b <= a for a, b in zip([0, *stops], stops, strict=False)):
+        raise RequestError("Invalid format for word list.")
+    if stops and stops[-1] > len(ids):
+        raise RequestError("Invalid format for word list.")
+    return tuple(tuple(ids[start:stop]) for start, stop in zip([0, *stops], stops, strict=False))
+
+
+def _decode(item: _Item, request_id: str, decoupled: bool) -> Request:
+    streaming = bool(item.scalar("streaming", False))
+    sequences = item.scalar("num_return_sequences", 1)
+    if streaming and not decoupled:
+        raise RequestError("Streaming is only supported in decoupled mode.")
+    if sequences > 1 and not decoupled:
+        raise RequestError("num_return_sequences > 1 is only supported in decoupled mode.")
+    _refuse_values(item)
+    return Request(
+        prompt=_prompt(item),
+        params=_params(item, sequences),
+        lora=_lora(item),
+        streaming=streaming,
+        request_id=request_id,
+    )
+
+
+def _prompt(item: _Item) -> tuple[int, ...]:
+    ids = item.row("input_ids")
+    if ids is None:
+        raise RequestError("A value is required for input_ids")
+    if ids.ndim != 1:
+        raise RequestError("Invalid format for input_ids")
+    length = item.scalar("input_lengths", ids.size)
+    if not 0 <= length <= ids.size:
+        raise RequestError(
+            f"Invalid input_ids length. Expected length {length} (input_lengths), got length {ids.size}"
+        )
+    return tuple(ids[:length].tolist())
+
+
+def _params(item: _Item, sequences: int) -> SamplingParams:
+    end_id = item.scalar("end_id")
+    top_p = item.scalar("runtime_top_p")
+    if item.scalar("request_output_len") is None:
+        raise RequestError("A value is required for request_output_len")
+    return SamplingParams(
+        max_tokens=item.scalar("request_output_len"),
+        end_id=None if end_id is None or end_id < 0 else end_id,
+        temperature=item.scalar("temperature", 1.0),
+        top_k=item.scalar("runtime_top_k"),
+        top_p=None if top_p is None or top_p <= 0 else top_p,
+        seed=item.scalar("random_seed"),
+        repetition_penalty=item.scalar("repetition_penalty", 1.0),
+        presence_penalty=item.scalar("presence_penalty", 0.0),
+        frequency_penalty=item.scalar("frequency_penalty", 0.0),
+        min_tokens=item.scalar("min_length", 0),
+        stop_words=word_list(item.row("stop_words_list")),
+        bad_words=word_list(item.row("bad_words_list")),
+        num_return_sequences=sequences,
+        return_log_probs=bool(item.scalar("return_log_probs", False)),
+    )
+
+
+def _lora(item: _Item) -> LoraInput | None:
+    names = ("lora_task_id", "lora_weights", "lora_config")
+    if not any(name in item.arrays for name in names):
+        return None
+    weights, config = item.row("lora_weights"), item.row("lora_config")
+    task_id = item.scalar("lora_task_id")
+    if task_id is None:
+        raise RequestError("lora_task_id must be set for LoRA inference")
+    return LoraInput(
+        task_id,
+        None if weights is None else weights[np.newaxis],
+        None if config is None else config[np.newaxis],
+    )
+
+
+def _refuse_values(item: _Item) -> None:
+    if item.scalar("beam_width", 1) > 1:
+        raise RequestError(f"beam_width must be 1 on this server, got {item.scalar('beam_width')}")
+    for name in ("return_context_logits", "return_generation_logits"):
+        if item.scalar(name, False):
+            raise RequestError(f"{name} is not supported by this server: send false")
+    for name in ("return_perf_metrics", "return_kv_cache_reuse_stats"):
+        if item.scalar(name, False):
+            raise RequestError(f"{name} is not supported by this server: send false")
+    bias = item.row("embedding_bias")
+    if bias is not None and bias.size:
+        raise RequestError("embedding_bias is not supported by this server: leave the words and weights out")

@@ -1,0 +1,109 @@
+"""Model parameters of config.pbtxt to an EngineConfig. Empty and unfilled `${…}` mean: the default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from manylora.config import EngineConfig, LoraCacheConfig
+from manylora.errors import ConfigError
+
+__all__ = ["engine_config", "flag", "value_of"]
+
+TYPES = ("v1", "V1", "inflight_batching", "inflight_fused_batching")
+TRUE, FALSE = ("true", "1", "t", "y", "yes"), ("false", "0", "f", "n", "no")
+# Parameters that would change answers; only these values mean what the engine does anyway.
+HARMLESS = {
+    "max_beam_width": ("1",),
+    "sink_token_length": ("0",),
+    "decoding_mode": ("top_k", "top_p", "top_k_top_p", "auto"),
+    "encoder_model_path": (),
+    "guided_decoding_backend": (),
+    "max_attention_window_size": (),
+}
+
+
+def value_of(parameters: Mapping[str, str], name: str) -> str | None:
+    """The parameter's text, or None when it is unset."""
+    text = parameters.get(name, "").strip()
+    return None if not text or text.startswith("${") else text
+
+
+def flag(parameters: Mapping[str, str], name: str, default: bool) -> bool:
+    text = value_of(parameters, name)
+    if text is None:
+        return default
+    if text.lower() not in TRUE + FALSE:
+        raise ConfigError(f"parameter {name} must be true or false, got {text!r}")
+    return text.lower() in TRUE
+
+
+def engine_config(parameters: Mapping[str, str]) -> EngineConfig:
+    """Raises ConfigError naming the parameter that is missing, unparsable or asks for what is not there."""
+    kind = value_of(parameters, "gpt_model_type")
+    if kind not in TYPES:
+        raise ConfigError(
+            "Invalid gpt_model_type. Must be v1/inflight_batching/inflight_fused_batching. "
+            f"Got {kind!r} (template variable batching_strategy)"
+        )
+    for name, allowed in HARMLESS.items():
+        text = value_of(parameters, name)
+        if text is not None and text not in allowed:
+            raise ConfigError(
+                f"parameter {name} value of '{text}' is not supported; leave it empty"
+                + (f" or use {' or '.join(allowed)}" if allowed else "")
+            )
+    path = value_of(parameters, "gpt_model_path")
+    if path is None:
+        raise ConfigError(
+            "parameter gpt_model_path (template variable engine_dir) must name the model directory"
+        )
+    options: dict[str, Any] = {}
+    _take(parameters, options, int, "max_num_tokens", "max_seq_len", "tokens_per_block")
+    _take(parameters, options, int, "max_tokens_in_paged_kv_cache", "max_queue_size")
+    _take(parameters, options, float, "kv_cache_free_gpu_mem_fraction")
+    _take(parameters, options, str, "batch_scheduler_policy", "device", "dtype")
+    sequences = value_of(parameters, "max_num_sequences")
+    if sequences is not None:
+        options["max_batch_size"] = _parse("max_num_sequences", sequences, int)
+    return EngineConfig(
+        model_dir=Path(path),
+        enable_kv_cache_reuse=flag(parameters, "enable_kv_cache_reuse", True),
+        enable_chunked_context=flag(parameters, "enable_chunked_context", True),
+        lora=_lora_config(parameters),
+        **options,
+    )
+
+
+def _lora_config(parameters: Mapping[str, str]) -> LoraCacheConfig:
+    found: dict[str, Any] = {}
+    _take(parameters, found, int, "lora_cache_optimal_adapter_size", "lora_cache_max_adapter_size")
+    _take(parameters, found, int, "lora_cache_host_memory_bytes", "lora_cache_gpu_memory_bytes")
+    _take(parameters, found, float, "lora_cache_gpu_memory_fraction")
+    options = {name.removeprefix("lora_cache_"): value for name, value in found.items()}
+    _take(parameters, options, int, "max_lora_rank")
+    prefetch = value_of(parameters, "lora_prefetch_dir")
+    targets = value_of(parameters, "lora_target_modules") or ""
+    return LoraCacheConfig(
+        prefetch_dir=Path(prefetch) if prefetch else None,
+        target_modules=tuple(name.strip() for name in targets.split(",") if name.strip()),
+        **options,
+    )
+
+
+def _take(
+    parameters: Mapping[str, str], into: dict[str, Any], kind: Callable[[str], Any], *names: str
+) -> None:
+    for name in names:
+        text = value_of(parameters, name)
+        if text is not None:
+            into[name] = _parse(name, text, kind)
+
+
+def _parse(name: str, text: str, kind: Callable[[str], Any]) -> Any:
+    try:
+        return kind(text)
+    except ValueError as error:
+        wanted = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"parameter {name} must be {wanted}, got {text!r}") from error

@@ -1,0 +1,195 @@
+"""Every tensor of the four models as one table: tensorrtllm_backend v0.19, and ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["MODELS", "REFUSED_INPUTS", "Model", "Tensor"]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """dims without the batch dimension; scalar: dims [1] reshaped away, so the model sees [batch]."""
+
+    name: str
+    dtype: str
+    dims: tuple[int, ...] = (1,)
+    optional: bool = True
+    scalar: bool = False
+    ragged: bool = False
+
+
+@dataclass(frozen=True)
+class Model:
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+def _many(dtype: str, names: str, dims: tuple[int, ...] = (1,), **flags: bool) -> list[Tensor]:
+    return [Tensor(name, dtype, dims, **flags) for name in names.split()]
+
+
+LOGITS = "${logits_datatype}"
+STATISTICS = [
+    *_many("INT32", "kv_cache_alloc_new_blocks kv_cache_reused_blocks kv_cache_alloc_total_blocks"),
+    *_many("INT64", "arrival_time_ns first_scheduled_time_ns first_token_time_ns last_token_time_ns"),
+    *_many("FP32", "acceptance_rate"),
+    *_many("INT32", "total_accepted_draft_tokens total_draft_tokens"),
+]
+LORA = [
+    Tensor("lora_weights", "${lora_weights_data_type}", (-1, -1), ragged=True),
+    Tensor("lora_config", "INT32", (-1, -1), ragged=True),
+]
+GUIDES = _many("STRING", "guided_decoding_guide_type guided_decoding_guide", ragged=True)
+RESULTS = [
+    Tensor("cum_log_probs", "FP32", (-1,)),
+    Tensor("output_log_probs", "FP32", (-1, -1)),
+    Tensor("context_logits", LOGITS, (-1, -1)),
+    Tensor("generation_logits", LOGITS, (-1, -1, -1)),
+    Tensor("batch_index", "INT32"),
+    Tensor("sequence_index", "INT32"),
+]
+
+PREPROCESSING = Model(
+    inputs=(
+        Tensor("QUERY", "STRING", optional=False),
+        Tensor("DECODER_QUERY", "STRING"),
+        *_many("UINT8", "IMAGE_BYTES", (-1, -1, -1, -1)),
+        Tensor("IMAGE_URL", "STRING"),
+        *_many("UINT8", "VIDEO_BYTES", (-1, -1, -1, -1)),
+        Tensor("REQUEST_OUTPUT_LEN", "INT32", optional=False),
+        *_many("STRING", "BAD_WORDS_DICT STOP_WORDS_DICT EMBEDDING_BIAS_WORDS", (-1,)),
+        Tensor("EMBEDDING_BIAS_WEIGHTS", "FP32", (-1,)),
+        *_many("INT32", "END_ID PAD_ID"),
+        Tensor("PROMPT_TABLE_EXTRA_ID", "UINT64"),
+    ),
+    outputs=(
+        Tensor("INPUT_ID", "INT32", (-1,)),
+        Tensor("REQUEST_INPUT_LEN", "INT32"),
+        Tensor("DECODER_INPUT_ID", "INT32", (-1,)),
+        Tensor("REQUEST_DECODER_INPUT_LEN", "INT32"),
+        *_many("INT32", "BAD_WORDS_IDS STOP_WORDS_IDS", (2, -1)),
+        Tensor("EMBEDDING_BIAS", "FP32", (-1,)),
+        Tensor("REQUEST_OUTPUT_LEN", "INT32", (-1,)),
+        *_many("INT32", "OUT_END_ID OUT_PAD_ID"),
+        Tensor("OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", (-1,)),
+    ),
+)
+
+TENSORRT_LLM = Model(
+    inputs=(
+        Tensor("input_ids", "INT32", (-1,), ragged=True),
+        Tensor("encoder_input_features", "${encoder_input_features_data_type}", (-1, -1), ragged=True),
+        Tensor("encoder_output_lengths", "INT32", scalar=True),
+        *_many("INT32", "input_lengths request_output_len", optional=False, scalar=True),
+        Tensor("num_return_sequences", "INT32", scalar=True),
+        *_many("INT32", "draft_input_ids decoder_input_ids", (-1,), ragged=True),
+        Tensor("decoder_input_lengths", "INT32", scalar=True),
+        Tensor("draft_logits", LOGITS, (-1, -1), ragged=True),
+        Tensor("draft_acceptance_threshold", "FP32", scalar=True),
+        *_many("INT32", "end_id pad_id", scalar=True),
+        *_many("INT32", "stop_words_list bad_words_list", (2, -1), ragged=True),
+        Tensor("embedding_bias", "FP32", (-1,), ragged=True),
+        Tensor("beam_width", "INT32", scalar=True),
+        Tensor("temperature", "FP32", scalar=True),
+        Tensor("runtime_top_k", "INT32", scalar=True),
+        *_many("FP32", "runtime_top_p runtime_top_p_min runtime_top_p_decay", scalar=True),
+        Tensor("runtime_top_p_reset_ids", "INT32", scalar=True),
+        Tensor("len_penalty", "FP32", scalar=True),
+        Tensor("early_stopping", "BOOL", scalar=True),
+        Tensor("repetition_penalty", "FP32", scalar=True),
+        Tensor("min_length", "INT32", scalar=True),
+        *_many("FP32", "beam_search_diversity_rate presence_penalty frequency_penalty", scalar=True),
+        Tensor("random_seed", "UINT64", scalar=True),
+        *_many("BOOL", "return_log_probs return_context_logits return_generation_logits", scalar=True),
+        *_many("BOOL", "return_perf_metrics return_kv_cache_reuse_stats", scalar=True),
+        *_many("BOOL", "exclude_input_in_output stop streaming", scalar=True),
+        Tensor("prompt_embedding_table", "FP16", (-1, -1), ragged=True),
+        Tensor("prompt_table_extra_ids", "UINT64", (-1,), ragged=True),
+        Tensor("prompt_vocab_size", "INT32", scalar=True),
+        Tensor("cross_attention_mask", "BOOL", (-1, -1), ragged=True),
+        Tensor("mrope_rotary_cos_sin", "FP32", (-1,)),
+        Tensor("mrope_position_deltas", "INT64"),
+        Tensor("lora_task_id", "UINT64", scalar=True),
+        *LORA,
+        Tensor("context_phase_params", "UINT8", (-1,), ragged=True),
+        Tensor("skip_cross_attn_blocks", "BOOL", ragged=True),
+        *_many(
+            "INT32",
+            "retention_token_range_starts retention_token_range_ends retention_token_range_priorities "
+            "retention_token_range_durations_ms",
+            (-1,),
+            ragged=True,
+        ),
+        *_many("INT32", "retention_decode_priority retention_decode_duration_ms", ragged=True),
+        *GUIDES,
+        *_many(
+            "INT32", "lookahead_window_size lookahead_ngram_size lookahead_verification_set_size", ragged=True
+        ),
+    ),
+    outputs=(
+        Tensor("output_ids", "INT32", (-1, -1)),
+        Tensor("sequence_length", "INT32", (-1,)),
+        *RESULTS,
+        Tensor("context_phase_params", "UINT8", (-1,)),
+        *STATISTICS,
+        # Ours: what stateless postprocessing needs to stream exact text.
+        Tensor("previous_ids", "INT32", (-1, -1)),
+        Tensor("finish_reason", "STRING"),
+    ),
+)
+
+POSTPROCESSING = Model(
+    inputs=(
+        Tensor("TOKENS_BATCH", "INT32", (-1, -1), optional=False, ragged=True),
+        Tensor("SEQUENCE_LENGTH", "INT32", (-1,), optional=False, ragged=True),
+        Tensor("PREVIOUS_IDS", "INT32", (-1, -1), ragged=True),
+        Tensor("FINISH_REASON", "STRING"),
+    ),
+    outputs=(Tensor("OUTPUT", "STRING", (-1,)),),
+)
+
+ENSEMBLE = Model(
+    inputs=(
+        Tensor("text_input", "STRING", optional=False),
+        Tensor("decoder_text_input", "STRING"),
+        Tensor("max_tokens", "INT32", optional=False),
+        Tensor("num_return_sequences", "INT32"),
+        *_many("STRING", "bad_words stop_words", (-1,)),
+        Tensor("exclude_input_in_output", "BOOL"),
+        *_many("INT32", "end_id pad_id top_k"),
+        *_many("FP32", "top_p temperature length_penalty repetition_penalty"),
+        Tensor("min_length", "INT32"),
+        *_many("FP32", "presence_penalty frequency_penalty"),
+        Tensor("random_seed", "UINT64"),
+        *_many("BOOL", "return_log_probs return_context_logits return_generation_logits"),
+        *_many("BOOL", "return_perf_metrics return_kv_cache_reuse_stats"),
+        Tensor("beam_width", "INT32"),
+        Tensor("stream", "BOOL"),
+        Tensor("prompt_embedding_table", "FP16", (-1, -1)),
+        Tensor("prompt_table_extra_id", "UINT64"),
+        Tensor("prompt_vocab_size", "INT32"),
+        Tensor("embedding_bias_words", "STRING", (-1,)),
+        Tensor("embedding_bias_weights", "FP32", (-1,)),
+        Tensor("lora_task_id", "UINT64"),
+        *LORA,
+        *GUIDES,
+    ),
+    outputs=(Tensor("text_output", "STRING", (-1,)), *RESULTS, *STATISTICS),
+)
+
+MODELS = {
+    "preprocessing": PREPROCESSING,
+    "tensorrt_llm": TENSORRT_LLM,
+    "postprocessing": POSTPROCESSING,
+    "ensemble": ENSEMBLE,
+}
+
+REFUSED_INPUTS = (
+    "encoder_input_features", "draft_input_ids", "draft_logits", "prompt_embedding_table",
+    "prompt_table_extra_ids", "cross_attention_mask", "mrope_rotary_cos_sin", "mrope_position_deltas",
+    "context_phase_params", "skip_cross_attn_blocks", "retention_token_range_starts",
+    "retention_decode_priority", "guided_decoding_guide_type", "guided_decoding_guide",
+    "lookahead_window_size", "runtime_top_p_min", "runtime_top_p_decay", "runtime_top_p_reset_ids",
+)  # fmt: skip
+"""Inputs of `tensorrt_llm` that ask for what the engine does not do; sending one is an error by name."""

@@ -57,12 +57,12 @@ def main() -> int:
     options = parser.parse_args()
     path = Path(options.file_path)
     try:
-        filled = fill(path.read_text(), options.substitutions, options.file_path)
+        filled = fill(path.read_text(encoding="utf-8"), options.substitutions, options.file_path)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     if options.in_place:
-        path.write_text(filled)
+        path.write_text(filled, encoding="utf-8")
     else:
         print(filled)
     return 0

@@ -52,7 +52,7 @@ def open_device(name: str) -> Device:
 
 
 def _meminfo_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise ConfigError("/proc/meminfo does not tell how much memory is available")
@@ -67,8 +67,12 @@ def _cgroup_available() -> int:
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         try:
-            total = (root / limit).read_text().strip()
-            return unlimited if total == "max" else max(0, int(total) - int((root / usage).read_text()))
+            total = (root / limit).read_text(encoding="utf-8").strip()
+            return (
+                unlimited
+                if total == "max"
+                else max(0, int(total) - int((root / usage).read_text(encoding="utf-8")))
+            )
         except (OSError, ValueError):
             continue
     return unlimited

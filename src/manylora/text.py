@@ -40,7 +40,7 @@ class Tokenizer:
             raise ConfigError(f"tokenizer_dir: {path} does not exist")
         try:
             self._library = Library.from_file(str(path))
-            decoder = json.dumps(json.loads(path.read_text()).get("decoder"))
+            decoder = json.dumps(json.loads(path.read_text(encoding="utf-8")).get("decoder"))
         except Exception as error:
             raise ConfigError(f"tokenizer_dir: {path} is not a tokenizer: {error}") from error
         self._settings = self._read_settings(Path(directory) / "tokenizer_config.json")
@@ -148,7 +148,7 @@ class Tokenizer:
         if not path.is_file():
             return {}
         try:
-            return json.loads(path.read_text())
+            return json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ConfigError(f"tokenizer_dir: {path} is not valid JSON: {error}") from error
 

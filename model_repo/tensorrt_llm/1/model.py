@@ -172,19 +172,19 @@ class TritonPythonModel:
 
 
 def _merged(batch):
-    """Neighbouring events of one streaming sequence become one; the order of everything else stays."""
+    """Neighbouring events of one streaming sequence become one; the order within each reply stays."""
     result = []
-    groups = {}
+    latest = {}  # reply -> where its latest event stands
     for item in batch:
         if item is None or item[1] is None or not item[1].request.streaming:
             result.append(item)
             continue
-        key = (id(item[1]), item[2].sequence_index)
-        if key in groups:
-            call, reply, event = result[groups[key]]
-            result[groups[key]] = (call, reply, merge([event, item[2]]))
+        call, reply, event = item
+        place = latest.get(id(reply))
+        if place is not None and result[place][2].sequence_index == event.sequence_index:
+            result[place] = (call, reply, merge([result[place][2], event]))
         else:
-            groups[key] = len(result)
+            latest[id(reply)] = len(result)
             result.append(item)
     return result
 

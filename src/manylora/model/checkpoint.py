@@ -119,6 +119,6 @@ def _read_json(path: Path, required: bool = False) -> dict[str, Any]:
             raise ConfigError(f"{path} does not exist: a Hugging Face model directory is needed")
         return {}
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error

@@ -93,7 +93,7 @@ def _open_files(model_dir: Path, stack: ExitStack) -> dict[str, Any]:
     index = model_dir / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, AttributeError) as error:
             raise ConfigError(f"{index} is not a safetensors index: {error}") from error
     else:

@@ -62,7 +62,7 @@ def read_peft(folder: Path, partial: list[str] | None = None) -> list[AdapterRow
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        config = json.loads((folder / "adapter_config.json").read_text())
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise AdapterInvalidError("adapter_config.json is missing or not valid JSON") from error
     if not isinstance(config, dict) or not isinstance(config.get("lora_alpha"), int | float):

@@ -1,0 +1,11 @@
+#!/usr/bin/env python3
+"""Start the Triton server with a filled model repository; see --help."""
+
+from __future__ import annotations
+
+import sys
+
+from manylora.launcher.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Finds tritonserver: the one asked for, one on PATH, or the one inside the nvidia-pytriton wheel."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from manylora.errors import ConfigError
+
+__all__ = ["Installation", "find_tritonserver"]
+
+CONTAINER = Path("/opt/tritonserver/bin/tritonserver")
+
+
+@dataclass(frozen=True)
+class Installation:
+    """The binary, further arguments it needs, and its environment."""
+
+    binary: Path
+    arguments: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def find_tritonserver(wanted: str | None, run_dir: Path) -> Installation:
+    """run_dir takes the wheel's backend directory. Raises ConfigError saying what to install."""
+    if wanted is not None:
+        if not Path(wanted).is_file():
+            raise ConfigError(f"--tritonserver {wanted} does not exist")
+        return Installation(Path(wanted), environment=dict(os.environ))
+    found = CONTAINER if CONTAINER.is_file() else shutil.which("tritonserver")
+    if found:
+        return Installation(Path(found), environment=dict(os.environ))
+    return _from_wheel(run_dir)
+
+
+def _from_wheel(run_dir: Path) -> Installation:
+    spec = importlib.util.find_spec("pytriton")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            "tritonserver was not found: pip install nvidia-pytriton==0.7.0, or use its container"
+        )
+    package = Path(spec.submodule_search_locations[0])
+    server, libraries = package / "tritonserver", package.parent / "nvidia_pytriton.libs"
+    backend = run_dir / "backends" / "python"
+    backend.mkdir(parents=True, exist_ok=True)
+    for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
+        link = backend / name
+        if not link.exists():
+            link.symlink_to(server / "backends" / "python" / name)
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    stub = backend / "triton_python_backend_stub"
+    source = server / "python_backend_stubs" / version / stub.name
+    if not source.is_file():
+        raise ConfigError(f"the tritonserver wheel has no stub for Python {version}: use 3.10, 3.11 or 3.12")
+    stub.unlink(missing_ok=True)
+    shutil.copy(source, stub)  # a copy: a stub that fails to start makes its own file unreadable
+    paths = (sysconfig.get_config_var("LIBDIR"), str(libraries), os.environ.get("LD_LIBRARY_PATH"))
+    environment = dict(os.environ)
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', '')}"
+    environment["LD_LIBRARY_PATH"] = ":".join(path for path in paths if path)
+    _check_stub(stub, environment)
+    return Installation(
+        server / "bin" / "tritonserver", ("--backend-directory", str(backend.parent)), environment
+    )
+
+
+def _check_stub(stub: Path, environment: dict[str, str]) -> None:
+    """A stub whose libraries are missing would make the server hang without a word."""
+    result = subprocess.run(["ldd", str(stub)], env=environment, capture_output=True, text=True, check=False)
+    missing = [line.split()[0] for line in result.stdout.splitlines() if "not found" in line]
+    if missing:
+        raise ConfigError(
+            f"the Python backend cannot load {missing[0]}: this Python needs its shared library "
+            "(apt install libpython3-dev, or a Python built with --enable-shared)"
+        )

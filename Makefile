@@ -1,16 +1,12 @@
-# make demo    the main job: convert two adapters, start the server, ask, print the answers, stop
-# make serve   the same, but leave the server up and print the client commands
-# make test    every test;  make check   lint, format, types
+# make test    every test, the real server included
+# make check   lint, format, types
 PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.10,$(shell command -v python$(v))) $(shell command -v python3))
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo serve test check clean
-
-demo serve: $(STAMP)
-	$(BIN)/python examples/demo/run.py $@
+.PHONY: test check clean
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

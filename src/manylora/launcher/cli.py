@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,7 +15,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from manylora.errors import ConfigError
-from manylora.launcher.server import Options, port_is_free
+from manylora.launcher.server import Options, is_alive, port_is_free
 from manylora.launcher.supervisor import STATE, Supervisor
 
 __all__ = ["main"]
@@ -108,8 +107,7 @@ def _check(options: Namespace) -> None:
         port = getattr(options, f"{kind}_port")
         if not port_is_free(port, options.address):
             raise ConfigError(f"--{kind}_port {port} is in use: stop what listens there or choose another")
-    others = subprocess.run(["pgrep", "-r", "R", "tritonserver"], capture_output=True, text=True, check=False)
-    if pids := others.stdout.split():
+    if pids := _busy_servers():
         text = (
             f"tritonserver process(es) already found with PID(s): {', '.join(pids)}.\n"
             f"\tUse `kill {' '.join(pids)}` to stop them."
@@ -119,6 +117,19 @@ def _check(options: Namespace) -> None:
         print(text, file=sys.stderr)
 
 
+def _busy_servers() -> list[str]:
+    """Like `pgrep -r R tritonserver`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, rest = path.read_text(encoding="utf-8", errors="replace").rsplit(")", 1)
+        except OSError:
+            continue
+        if name.endswith("(tritonserver") and rest.split()[0] == "R":
+            found.append(path.parent.name)
+    return found
+
+
 def _run_dir(options: Namespace) -> Path:
     return Path(tempfile.gettempdir()) / f"manylora-{os.getuid()}-{options.http_port}"
 
@@ -126,7 +137,7 @@ def _run_dir(options: Namespace) -> Path:
 def _take_over(run_dir: Path) -> None:
     """Clear what a supervisor left that is no more."""
     state = _state(run_dir)
-    if state and _alive(state["supervisor"]):
+    if state and is_alive(state["supervisor"]):
         raise ConfigError(
             f"a launcher runs already for this port (process {state['supervisor']}): use --stop"
         )
@@ -205,12 +216,12 @@ def _report_failure(run_dir: Path) -> None:
 def _stop(options: Namespace) -> int:
     run_dir = _run_dir(options)
     state = _state(run_dir)
-    if not state or not _alive(state["supervisor"]):
+    if not state or not is_alive(state["supervisor"]):
         print(f"no server was launched on http port {options.http_port}")
         return 0
     os.kill(state["supervisor"], signal.SIGTERM)
     deadline = time.monotonic() + options.drain_timeout + 30
-    while _alive(state["supervisor"]):
+    while is_alive(state["supervisor"]):
         if time.monotonic() > deadline:
             raise ConfigError(f"the launcher's process {state['supervisor']} does not end")
         time.sleep(0.1)
@@ -221,7 +232,7 @@ def _stop(options: Namespace) -> int:
 def _status(options: Namespace) -> int:
     run_dir = _run_dir(options)
     state = _state(run_dir)
-    if not state or not _alive(state["supervisor"]):
+    if not state or not is_alive(state["supervisor"]):
         print(f"no server was launched on http port {options.http_port}")
         return 1
     print(json.dumps(state | {"log": str(run_dir / "server.log")}))
@@ -233,14 +244,3 @@ def _state(run_dir: Path) -> dict | None:
         return json.loads((run_dir / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-
-
-def _alive(pid: int) -> bool:
-    """Running, and not a zombie that nobody has waited for."""
-    try:
-        return (
-            pid > 0
-            and Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] != "Z"
-        )
-    except OSError:
-        return False

@@ -21,7 +21,7 @@ from manylora.errors import ConfigError
 from manylora.launcher.find import Installation
 from manylora.lifeline import DRAIN_FILE, INFLIGHT_FILE, RUN_DIR
 
-__all__ = ["Options", "Server"]
+__all__ = ["Options", "Server", "is_alive", "port_is_free"]
 
 PR_SET_PDEATHSIG = 1
 EXIT_TIMEOUT_S = 5
@@ -95,7 +95,7 @@ class Server:
         """Which part of the process tree is gone, if any."""
         if self._process.poll() is not None:
             return f"tritonserver ended with status {self._process.returncode}"
-        lost = self._stubs - set(self._children())
+        lost = {pid for pid in self._stubs if not is_alive(pid)}  # the server never reaps them
         return f"the process {min(lost)} of a model is gone" if lost else None
 
     def drain(self) -> None:
@@ -171,7 +171,16 @@ class Server:
         found = re.findall(r"(?:UNAVAILABLE|Internal|Invalid argument): ([^|\n]+)", text) or re.findall(
             r"^E\d{4} [^\]]+\] \"?([^\n\"]+)", text, re.MULTILINE
         )
-        return found[0].strip() if found else None
+        return found[0].strip(' "') if found else None
+
+
+def is_alive(pid: int) -> bool:
+    """Running, and not a zombie that nobody has waited for."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        return pid > 0 and stat.rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def port_is_free(port: int, address: str) -> bool:
@@ -182,6 +191,3 @@ def port_is_free(port: int, address: str) -> bool:
         except OSError:
             return False
     return True
-
-
-__all__ += ["port_is_free"]

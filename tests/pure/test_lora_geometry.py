@@ -1,0 +1,147 @@
+"""Protects the page arithmetic: the golden figures of TensorRT-LLM's own cache tests."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from manylora.errors import AdapterCacheFullError, ConfigError
+from manylora.lora.cache import AdapterCache
+from manylora.lora.geometry import CacheGeometry, cache_geometry, place_rows
+from manylora.lora.modules import LoraModule, Split
+
+B, A = Split.B_ROWS, Split.A_COLS
+# id: (in, out, split) of hidden 16, mlp 32
+DIMS = {
+    0: (16, 48, B), 1: (16, 16, B), 2: (16, 16, B), 3: (16, 16, B), 4: (16, 16, A), 5: (16, 32, B),
+    6: (32, 16, A), 7: (16, 32, B), 8: (16, 48, B), 9: (16, 16, B), 10: (16, 16, B), 11: (16, 16, B),
+    12: (16, 16, A),
+}  # fmt: skip
+MODULES = {i: LoraModule(i, *dims) for i, dims in DIMS.items()}
+LAYOUT = """(0,0,128,192,0,0,8,5) (0,5,128,192,0,1,8,5) (0,10,64,32,1,0,4,2) (0,12,64,32,1,1,4,2)
+(0,14,64,32,2,0,4,2) (0,16,64,32,2,1,4,2) (0,18,64,32,3,0,4,2) (0,20,64,32,3,1,4,2)
+(0,22,64,128,4,0,8,3) (0,25,64,128,4,1,8,3) (0,28,128,128,5,0,8,4) (0,32,128,128,5,1,8,4)
+(0,36,128,128,6,0,8,4) (0,40,128,128,6,1,8,4) (0,44,128,128,7,0,8,4) (0,48,128,128,7,1,8,4)
+(0,52,128,192,8,0,8,5) (0,57,128,192,8,1,8,5) (0,62,64,32,9,0,4,2) (1,0,64,32,9,1,4,2)
+(1,2,64,32,10,0,4,2) (1,4,64,32,10,1,4,2) (1,6,64,32,11,0,4,2) (1,8,64,32,11,1,4,2)
+(1,10,64,128,12,0,8,3) (1,13,64,128,12,1,8,3)"""
+
+
+def rows(dora: bool = False) -> list[tuple[LoraModule, int, int, bool]]:
+    small = {1, 2, 3, 9, 10, 11}
+    return [(MODULES[m], layer, 4 if m in small else 8, dora) for m in MODULES for layer in (0, 1)]
+
+
+def test_the_layout_of_an_adapter() -> None:
+    expected = [tuple(map(int, entry.strip("()").split(","))) for entry in LAYOUT.split()]
+    placed, pages = place_rows(rows(), CacheGeometry(64, 64, 0, 0), tp=2)
+    found = [
+        (p.page, p.slot, p.in_size, p.out_size, p.module_id, p.layer, p.rank, p.num_slots) for p in placed
+    ]
+    assert found == expected
+    assert pages == 2
+    last = place_rows(rows(dora=True), CacheGeometry(64, 64, 0, 0), tp=2)[0][-1]
+    assert (last.page, last.slot, last.num_slots) == (1, 28, 4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "pages"),
+    [
+        ([64, 64], 2),
+        ([32, 32, 64], 2),
+        ([32, 32, 64, 24], 3),
+        ([60, 1, 1, 1, 1], 2),
+        ([60, 1, 1, 1, 64, 1], 4),
+    ],
+)
+def test_page_counts(ranks: list[int], pages: int) -> None:
+    module = LoraModule(0, 8, 12, B)
+    geometry = CacheGeometry(16, 80, 0, 0)
+    assert place_rows([(module, 0, rank, False) for rank in ranks], geometry)[1] == pages
+
+
+def test_geometry_from_the_model() -> None:
+    geometry = cache_geometry(MODULES.values(), 2, optimal_rank=8, max_rank=64, tp=2)
+    assert (geometry.page_width, geometry.slots_per_page) == (24, 288)
+    host = geometry.slots_for(0, 4, 65536)
+    device = geometry.slots_for(0, 4, 16584)
+    assert (geometry.pages_for("host", host), geometry.pages_for("device", device)) == (456, 116)
+    small = cache_geometry(MODULES.values(), 2, 8, 8, tp=2)
+    assert small.pages_for("host", small.slots_for(100_000_000, 4)) == 3617
+    with pytest.raises(
+        ConfigError, match="Not enough space allocated to host LoRA cache to hold 1 max sized"
+    ):
+        geometry.pages_for("host", 10)
+
+
+@pytest.mark.parametrize(
+    ("kv", "tp", "rank", "loras", "expected"),
+    [
+        (4096, 1, 8, 2, (8192, 768, 1536, 2, 768)),
+        (1024, 1, 8, 2, (5120, 1024, 3072, 3, 922)),
+        (1024, 1, 16, 4, (5120, 1024, 12288, 12, 1844)),
+        (1024, 1, 64, 4, (5120, 1024, 49152, 48, 7373)),
+        (4096, 1, 64, 4, (8192, 768, 24576, 32, 6144)),
+        (1024, 2, 8, 2, (4608, 1024, 3072, 3, 854)),
+    ],
+)
+def test_capacity_in_adapters(kv: int, tp: int, rank: int, loras: int, expected: tuple) -> None:
+    modules = [LoraModule(1, 4096, 4096, B), LoraModule(2, 4096, kv, B), LoraModule(3, 4096, kv, B)]
+    geometry = cache_geometry(modules, 32, min(8, rank), min(64, rank), tp)
+    slots = geometry.slots_for(0, 2, rank * 96 * loras)
+    pages = geometry.pages_for("device", slots)
+    assert (geometry.page_width, geometry.slots_per_page, slots, pages, geometry.min_total_slots) == expected
+
+
+def test_the_levels_fill_and_refuse() -> None:
+    cache = AdapterCache(15, 11)
+    for i in range(15):
+        cache.store(str(i), 1)
+        cache.host.pin(str(i))
+    with pytest.raises(AdapterCacheFullError, match="There are no done tasks to evict"):
+        cache.store("15", 1)
+    for i in range(11):
+        cache.load(str(i))
+        cache.device.pin(str(i))
+    with pytest.raises(AdapterCacheFullError):
+        cache.load("11")
+    cache.check()
+
+
+def test_the_one_released_longest_ago_goes_first() -> None:
+    cache = AdapterCache(2, 2)
+    for name in "ab":
+        cache.store(name, 1)
+        cache.host.pin(name)
+    cache.host.unpin("b")
+    cache.host.unpin("a")
+    cache.store("c", 1)
+    assert cache.on_host("a")
+    assert not cache.on_host("b")
+
+
+def test_random_traffic_adds_up() -> None:
+    random.seed(0)
+    cache, pins = AdapterCache(20, 9), {}
+    sizes = {str(i): 1 + i % 4 for i in range(12)}
+    for _ in range(4000):
+        name = random.choice(list(sizes))
+        if name in pins:
+            cache.device.unpin(name)
+            cache.host.unpin(name)
+            del pins[name]
+        else:
+            try:
+                if not cache.on_host(name):
+                    cache.store(name, sizes[name])
+                if not cache.on_device(name):
+                    cache.load(name)
+            except AdapterCacheFullError:
+                assert pins, "an empty cache refused"
+                continue
+            cache.host.pin(name)
+            cache.device.pin(name)
+            pins[name] = True
+        cache.check()
+        assert all(cache.on_device(pinned) for pinned in pins)

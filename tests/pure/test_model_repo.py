@@ -1,0 +1,92 @@
+"""Protects the Triton contract: the table of tensors and every config.pbtxt say the same."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from manylora.errors import ConfigError
+from manylora.wire.parameters import engine_config
+from manylora.wire.table import MODELS
+
+ROOT = Path(__file__).resolve().parents[2]
+VALUES = {
+    "triton_max_batch_size": "8", "logits_datatype": "TYPE_FP32", "lora_weights_data_type": "TYPE_FP16",
+    "encoder_input_features_data_type": "TYPE_FP16", "triton_backend": "python", "decoupled_mode": "True",
+    "max_queue_size": "0", "max_queue_delay_microseconds": "0", "preprocessing_instance_count": "1",
+    "postprocessing_instance_count": "1",
+}  # fmt: skip
+
+
+def fill(text: str) -> str:
+    for name, value in VALUES.items():
+        text = text.replace(f"${{{name}}}", value)
+    return text
+
+
+def config(model: str) -> model_config_pb2.ModelConfig:
+    text = fill((ROOT / "model_repo" / model / "config.pbtxt").read_text())
+    return text_format.Parse(text, model_config_pb2.ModelConfig())
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_table_and_config_say_the_same(model: str) -> None:
+    found, table = config(model), MODELS[model]
+    ragged = model != "ensemble"  # an ensemble does not batch
+    assert [
+        (t.name, model_config_pb2.DataType.Name(t.data_type), tuple(t.dims), t.optional,
+         t.HasField("reshape"), t.allow_ragged_batch)
+        for t in found.input
+    ] == [
+        (t.name, _type(t.dtype), t.dims, t.optional, t.scalar, t.ragged and ragged) for t in table.inputs
+    ]  # fmt: skip
+    assert [(t.name, model_config_pb2.DataType.Name(t.data_type), tuple(t.dims)) for t in found.output] == [
+        (t.name, _type(t.dtype), t.dims) for t in table.outputs
+    ]
+
+
+def _type(dtype: str) -> str:
+    return fill(dtype) if dtype.startswith("${") else f"TYPE_{dtype}"
+
+
+def test_every_parameter_of_the_engine_is_in_the_template() -> None:
+    text = (ROOT / "model_repo/tensorrt_llm/config.pbtxt").read_text()
+    source = (ROOT / "src/manylora/wire/parameters.py").read_text()
+    names = set(re.findall(r'"([a-z_]+)"', source)) & set(re.findall(r'key: "(\w+)"', text))
+    assert {"lora_prefetch_dir", "max_lora_rank", "gpt_model_path", "device", "max_num_tokens"} <= names
+
+
+def test_parameters_become_a_config_or_name_what_is_wrong() -> None:
+    good = {"gpt_model_type": "inflight_fused_batching", "gpt_model_path": "/m"}
+    made = engine_config(
+        good | {"lora_cache_max_adapter_size": "128", "lora_prefetch_dir": "${lora_prefetch_dir}"}
+    )
+    assert made.lora.rank_limit == 128
+    assert made.lora.prefetch_dir is None
+    assert made.lora.gpu_memory_fraction == 0.05
+    assert made.lora.host_memory_bytes == 2**30
+    for extra, words in [
+        ({"gpt_model_type": "static"}, "Invalid gpt_model_type. Must be v1/inflight_batching"),
+        ({"gpt_model_path": ""}, "gpt_model_path"),
+        ({"lora_cache_gpu_memory_fraction": "lots"}, "lora_cache_gpu_memory_fraction must be a number"),
+        ({"lora_cache_gpu_memory_fraction": "7"}, "lora_cache_gpu_memory_fraction must be in"),
+        ({"enable_kv_cache_reuse": "maybe"}, "enable_kv_cache_reuse must be true or false"),
+        ({"decoding_mode": "medusa"}, "decoding_mode value of 'medusa' is not supported"),
+        ({"batch_scheduler_policy": "fifo"}, "batch_scheduler_policy must be one of"),
+    ]:
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            engine_config(good | extra)
+
+
+def test_pre_and_postprocessing_load_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; sys.modules.update(torch=None, transformers=None)\n"
+        "import manylora.text, manylora.wire.parameters, manylora.lifeline, manylora.errors"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

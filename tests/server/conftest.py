@@ -1,0 +1,123 @@
+"""A real tritonserver with a tiny model, started once through the launcher; nothing may be left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from manylora.lora.convert import convert_peft
+from manylora.lora.formats.npy import write_npy
+from manylora.testing import make_adapter, make_model
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def fill_repo(path: Path, model: Path, **values: str) -> Path:
+    """A filled copy of model_repo/."""
+    shutil.copytree(ROOT / "model_repo", path)
+    common = "triton_max_batch_size:8"
+    weights = values.setdefault("lora_weights_data_type", "TYPE_FP16")
+    fills = {
+        "ensemble": f"{common},logits_datatype:TYPE_FP32,lora_weights_data_type:{weights}",
+        "preprocessing": f"{common},tokenizer_dir:{model},preprocessing_instance_count:1",
+        "postprocessing": f"{common},tokenizer_dir:{model},postprocessing_instance_count:1",
+        "tensorrt_llm": ",".join(
+            [
+                f"{common},triton_backend:python,decoupled_mode:{values.pop('decoupled_mode', 'True')}",
+                f"engine_dir:{model},batching_strategy:inflight_fused_batching,logits_datatype:TYPE_FP32",
+                "encoder_input_features_data_type:TYPE_FP16,device:cpu",
+                *(f"{name}:{value}" for name, value in values.items()),
+            ]
+        ),
+    }
+    for name, substitutions in fills.items():
+        command = [sys.executable, ROOT / "tools/fill_template.py", "-i", path / name / "config.pbtxt"]
+        subprocess.run([*command, substitutions], check=True)
+    return path
+
+
+@dataclass
+class Running:
+    repo: Path
+    http: int
+    grpc: int
+    metrics: int
+
+    def launch(self, *flags: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, ROOT / "launch_triton_server.py", f"--model_repo={self.repo}"]
+        ports = [f"--http_port={self.http}", f"--grpc_port={self.grpc}", f"--metrics_port={self.metrics}"]
+        return subprocess.run(
+            [*command, *ports, "--address=127.0.0.1", "--force", *flags],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    def state(self) -> dict:
+        return json.loads(self.launch("--status").stdout)
+
+
+def new_server(repo: Path) -> Running:
+    return Running(repo, *free_ports(3))
+
+
+@dataclass
+class World:
+    model: Path
+    adapters: dict[int, Path]  # task id -> PEFT directory
+    converted: Path  # <task id>/ with the .npy pair
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    path = tmp_path_factory.mktemp("served")
+    model = make_model(path / "model", "llama", seed=11)
+    adapters = {}
+    for task_id, rank in ((1, 8), (2, 16), (3, 1), (4, 64)):
+        adapters[task_id] = make_adapter(path / f"a{task_id}", model, task_id, rank, MODULES[: task_id + 2])
+        weights, config = convert_peft(adapters[task_id], "float32")
+        write_npy(path / "converted" / str(task_id), weights, config)
+    return World(model, adapters, path / "converted")
+
+
+@pytest.fixture(scope="session")
+def server(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    path = tmp_path_factory.mktemp("repo")
+    prefetch = path / "prefetch"
+    shutil.copytree(world.converted / "4", prefetch / "4")
+    (prefetch / "5").mkdir()
+    (prefetch / "5" / "model.lora_weights.npy").write_bytes(b"\x93NUMPY rubbish")
+    repo = fill_repo(
+        path / "models", world.model, lora_prefetch_dir=str(prefetch), lora_weights_data_type="TYPE_FP32"
+    )
+    running = new_server(repo)
+    started = running.launch()
+    assert started.returncode == 0, started.stderr
+    yield running
+    log = Path(running.state()["log"]).read_text()
+    assert "lora task 5 is skipped: model.lora_weights.npy is not a readable .npy array" in log
+    stopped = running.launch("--stop")
+    assert stopped.returncode == 0, stopped.stderr
+    assert not list(Path("/dev/shm").glob(f"manylora_*_{running.http}_*"))
+    for port in (running.http, running.grpc, running.metrics):
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0, f"port {port} still listens"

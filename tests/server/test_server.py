@@ -1,0 +1,170 @@
+"""Protects the main job: the real server answers like the reference, over gRPC and HTTP, streamed and not."""
+
+from __future__ import annotations
+
+import json
+import queue
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpc
+from conftest import Running, World
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+from manylora.lora.formats.npy import read_npy
+from manylora.testing import reference_generate
+from manylora.text import Tokenizer
+
+PROMPT = [72, 101, 108, 108, 111, 33]
+NEW = 10
+
+
+def tensor(name: str, value: np.ndarray) -> grpc.InferInput:
+    made = grpc.InferInput(name, value.shape, np_to_triton_dtype(value.dtype))
+    made.set_data_from_numpy(value)
+    return made
+
+
+def inputs(prompt: list[int] = PROMPT, new: int = NEW, **extra: np.ndarray) -> list[grpc.InferInput]:
+    made = {
+        "input_ids": np.array([prompt], np.int32),
+        "input_lengths": np.array([[len(prompt)]], np.int32),
+        "request_output_len": np.array([[new]], np.int32),
+        **extra,
+    }
+    return [tensor(name, value) for name, value in made.items()]
+
+
+def lora(task_id: int, world: World | None = None) -> dict[str, np.ndarray]:
+    made = {"lora_task_id": np.array([[task_id]], np.uint64)}
+    if world is not None:
+        made["lora_weights"], made["lora_config"] = read_npy(world.converted / str(task_id))
+    return made
+
+
+def ask(server: Running, request: list[grpc.InferInput], request_id: str = "") -> list[grpc.InferResult]:
+    """All responses of one request over a gRPC stream."""
+    answers: queue.Queue = queue.Queue()
+    with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer(
+            "tensorrt_llm", request, request_id=request_id, enable_empty_final_response=True
+        )
+        results = []
+        while True:
+            result, error = answers.get(timeout=60)
+            if error is not None:
+                raise error
+            response = result.get_response()
+            if response.outputs:
+                results.append(result)
+            if response.parameters["triton_final_response"].bool_param:
+                return results
+
+
+def new_ids(results: list[grpc.InferResult]) -> list[int]:
+    return [int(i) for r in results for i in r.as_numpy("output_ids")[0, 0]]
+
+
+def generate(server: Running, path: str = "generate", **body: object) -> bytes:
+    url = f"http://127.0.0.1:{server.http}/v2/models/ensemble/{path}"
+    try:
+        with urllib.request.urlopen(url, json.dumps(body).encode(), 60) as answer:
+            return answer.read()
+    except urllib.error.HTTPError as error:
+        return error.read()
+
+
+def test_adapters_and_base_in_company_answer_as_the_reference(server: Running, world: World) -> None:
+    for task_id in (1, 2, 3):
+        ask(server, inputs([9], 1, **lora(task_id, world)))
+    cases = []
+    for i in range(40):
+        prompt = [(7 * i + j) % 250 for j in range(1 + i % 17)]
+        cases.append(((None, 1, 2, 3, 4)[i % 5], prompt, i % 2 == 0))
+
+    def one(case: tuple) -> list[int]:
+        task_id, prompt, streaming = case
+        extra = lora(task_id) if task_id else {}
+        flags = {"streaming": np.array([[streaming]]), "exclude_input_in_output": np.array([[True]])}
+        return new_ids(ask(server, inputs(prompt, **extra, **flags)))
+
+    with ThreadPoolExecutor(20) as pool:
+        found = list(pool.map(one, cases))
+    for (task_id, prompt, _), ids in zip(cases, found, strict=True):
+        adapter = world.adapters[task_id] if task_id else None
+        assert ids == reference_generate(world.model, adapter, prompt, NEW), (task_id, prompt)
+
+
+def test_the_prompt_is_echoed_unless_excluded_and_output_ids_come_first(server: Running) -> None:
+    [result] = ask(server, inputs())
+    assert result.get_response().outputs[0].name == "output_ids"
+    assert new_ids([result])[: len(PROMPT)] == PROMPT
+    assert result.as_numpy("sequence_length").tolist() == [[len(PROMPT) + NEW]]
+
+
+def test_streamed_text_is_the_whole_text_through_the_ensemble(server: Running, world: World) -> None:
+    for text in ("Hello", "美国的首都在哪里?", "👩‍👩‍👧"):
+        body = {"text_input": text, "max_tokens": 24, "end_id": -1}
+        raw = generate(server, **body, exclude_input_in_output=True)
+        whole = json.loads(raw.decode())["text_output"]
+        lines = generate(server, "generate_stream", **body, stream=True).decode().split("\n\n")
+        deltas = [json.loads(line.removeprefix("data: "))["text_output"] for line in lines if line.strip()]
+        assert "".join(deltas) == whole
+        prompt = Tokenizer(world.model).encode(text)
+        expected = reference_generate(world.model, None, prompt, 24)
+        assert whole == Tokenizer(world.model).decode(expected)
+
+
+def test_a_batch_is_answered_item_by_item(server: Running) -> None:
+    made = {
+        "input_ids": np.array([PROMPT, PROMPT], np.int32),
+        "input_lengths": np.array([[6], [3]], np.int32),
+        "request_output_len": np.array([[2], [3]], np.int32),
+    }
+    results = ask(server, [tensor(name, value) for name, value in made.items()])
+    found = {int(r.as_numpy("batch_index")[0, 0]): len(new_ids([r])) for r in results}
+    assert found == {0: 8, 1: 6}
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (lora(99), "LoRA task 99 not found in cache. Please send LoRA weights with request"),
+        ({"lora_task_id": np.array([[7]], np.uint64), "lora_weights": np.zeros((1, 1, 9), np.float32)},
+         "must have both lora_weights and lora_keys"),
+        ({**lora(7), "lora_weights": np.full((1, 1, 2048), np.nan, np.float32),
+          "lora_config": np.array([[[1, 0, 1]]], np.int32)}, "NaN"),
+        ({**lora(7), "lora_weights": np.zeros((1, 1, 9), np.float32),
+          "lora_config": np.array([[[1, 0, 1]]], np.int32)}, "lora_weights has to few values for attn_q"),
+        ({**lora(7), "lora_weights": np.zeros((1, 1, 9), np.float32),
+          "lora_config": np.array([[[1, 9, 1]]], np.int32)}, "Expected layerId to be in the range"),
+        ({"beam_width": np.array([[2]], np.int32)}, "beam_width must be 1"),
+        ({"temperature": np.array([[-1]], np.float32)}, "temperature must be >= 0"),
+        ({"stop_words_list": np.array([[[1, 2], [3, -1]]], np.int32)}, "Invalid format for word list."),
+        ({"draft_input_ids": np.array([[1]], np.int32)}, "input draft_input_ids is not supported"),
+    ],
+)  # fmt: skip
+def test_bad_input_gets_one_sentence_and_harms_nobody(server: Running, extra: dict, words: str) -> None:
+    with pytest.raises(InferenceServerException) as caught:
+        ask(server, inputs(**extra))
+    assert words in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+    assert "/" not in str(caught.value).replace("and/or", "")
+    assert len(new_ids(ask(server, inputs()))) == len(PROMPT) + NEW
+
+
+def test_a_stop_request_ends_a_stream_and_is_answered_empty(server: Running) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        flags = {"streaming": np.array([[True]])}
+        running = pool.submit(ask, server, inputs(new=200, **flags), "to-stop")
+        stopper = inputs([0], 0, stop=np.array([[True]]))
+        for _ in range(100):
+            assert ask(server, stopper, "to-stop") == []
+            if running.done():
+                break
+        last = running.result(timeout=30)[-1]
+        assert last.as_numpy("finish_reason")[0, 0] in (b"cancelled", b"length")

@@ -1,0 +1,66 @@
+"""Protects the client program: the seed's flow, tensors once, then the id alone; exit codes tell failure."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import ROOT, Running, World
+
+from manylora.testing import reference_generate
+from manylora.text import Tokenizer
+
+
+def run(server: Running, world: World, *flags: str) -> subprocess.CompletedProcess:
+    command = [
+        sys.executable,
+        ROOT / "client/inflight_batcher_llm_client.py",
+        "-u",
+        f"127.0.0.1:{server.grpc}",
+    ]
+    return subprocess.run(
+        [*command, "--tokenizer-dir", world.model, *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_tensors_once_then_the_id_alone(server: Running, world: World, tmp_path: Path) -> None:
+    text = "dummy"
+    first = run(
+        server, world, "--text", text, "--lora-path", str(world.converted / "2"), "--lora-task-id", "0"
+    )
+    assert first.returncode == 0, first.stdout
+    prompt = Tokenizer(world.model).encode(text)
+    expected = reference_generate(world.model, world.adapters[2], prompt, 10)
+    if 257 in expected:
+        expected = expected[: expected.index(257)]
+    wanted = tmp_path / "expected.csv"
+    wanted.write_text(",".join(map(str, expected)))
+    flags = ["--text", text, "--lora-task-id", "0", "--request-output-len", "10"]
+    for extra in ([], ["-S"]):
+        answer = run(server, world, *flags, "--check-output", "--output-tokens-csv", str(wanted), *extra)
+        assert answer.returncode == 0, answer.stdout
+        assert f"Input sequence:  {prompt}" in answer.stdout
+        assert f"Output sequence:  {prompt + expected}" in answer.stdout
+        assert "PASS!" in answer.stdout
+        assert ("Got completed request" in answer.stdout) == (not extra)
+
+
+def test_errors_are_printed_and_end_with_status_1(server: Running, world: World) -> None:
+    unknown = run(server, world, "--lora-task-id", "4711")
+    assert unknown.returncode == 1
+    assert "Encountered error: " in unknown.stdout
+    assert "LoRA task 4711 not found in cache. Please send LoRA weights with request" in unknown.stdout
+    assert run(server, world, "-u", "127.0.0.1:1").returncode == 1
+
+
+def test_both_ways_of_stopping(server: Running, world: World) -> None:
+    common = ["-S", "--request-output-len", "200", "--request-id", "halt", "--stop-after-ms", "20"]
+    by_request = run(server, world, *common)
+    assert by_request.returncode == 0, by_request.stdout
+    by_cancel = run(server, world, *common, "--stop-via-request-cancel")
+    assert by_cancel.returncode == 0, by_cancel.stdout

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from manylora.lora.convert import convert_peft
-from manylora.testing import make_adapter, make_model, reference_generate
 
 from manylora.config import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -21,7 +19,9 @@ from manylora.errors import (
     QueueFullError,
     RequestError,
 )
+from manylora.lora.convert import convert_peft
 from manylora.request import Event, FinishReason, LoraInput, Request, SamplingParams
+from manylora.testing import make_adapter, make_model, reference_generate
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NEW = 12

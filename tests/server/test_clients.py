@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,11 @@ from conftest import ROOT, Running, World
 
 from manylora.testing import reference_generate
 from manylora.text import Tokenizer
+
+
+def end_to_end(server: Running, *flags: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, ROOT / "client/end_to_end_grpc_client.py", "-u", f"127.0.0.1:{server.grpc}"]
+    return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60, check=False)
 
 
 def run(server: Running, world: World, *flags: str) -> subprocess.CompletedProcess:
@@ -64,3 +70,21 @@ def test_both_ways_of_stopping(server: Running, world: World) -> None:
     assert by_request.returncode == 0, by_request.stdout
     by_cancel = run(server, world, *common, "--stop-via-request-cancel")
     assert by_cancel.returncode == 0, by_cancel.stdout
+
+
+def test_text_in_and_text_out_whole_streamed_and_batched(server: Running, world: World) -> None:
+    prompts = ["Hello", "美国"]
+    tokenizer, wanted = Tokenizer(world.model), []
+    for prompt in prompts:
+        ids = reference_generate(world.model, world.adapters[4], tokenizer.encode(prompt), 9)
+        wanted.append(tokenizer.decode(ids))
+    flags = ["-p", json.dumps(prompts), "-o", "9", "--end-id", "-1", "--lora-task-id", "4"]
+    flags += ["--check-outputs", "--expected-outputs", json.dumps(wanted)]
+    for extra in (["--exclude-input-in-output"], ["-S"], ["--batch-inputs", "--exclude-input-in-output"]):
+        answer = end_to_end(server, *flags, *extra)
+        assert answer.returncode == 0, answer.stdout
+    weights = ["--lora-path", str(world.converted / "3"), "--lora-task-id", "33"]
+    assert end_to_end(server, "-p", "a", "-o", "2", *weights).returncode == 0
+    refused = end_to_end(server, "-p", "a", "-b", "2")
+    assert refused.returncode == 1
+    assert "beam_width must be 1" in refused.stdout

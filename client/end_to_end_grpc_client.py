@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Asks the `ensemble` over gRPC, text in and text out. Flags and printed lines as tensorrtllm_backend has them.
+"""Asks the `ensemble` over gRPC, text in and text out. Flags and lines as tensorrtllm_backend has them.
 
 Exit status 0 when every request was answered (as expected), 1 otherwise.
 """

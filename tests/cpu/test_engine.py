@@ -243,3 +243,38 @@ def test_a_failing_step_fails_its_requests_only(world: World, monkeypatch: pytes
     assert "forwardAsync" in str(event.error)
     after = submit(made, world.request(3, prompt))
     assert tokens(run(made)[after]) == world.answer(3, prompt)
+
+
+def test_32_adapters_over_a_device_cache_of_4(world: World) -> None:
+    """200 requests at once: each answered as when alone, everything given back."""
+    picks = np.random.default_rng(0)
+    hidden, rank = 64, 8
+    config = np.array([[[1, layer, rank, 0] for layer in (0, 1)]], np.int32)
+    adapters = {
+        task_id: LoraInput(
+            task_id, picks.normal(0, 0.2, (1, 2, rank * 2 * hidden)).astype(np.float32), config
+        )
+        for task_id in range(100, 132)
+    }
+    made = engine(
+        world, lora={"gpu_memory_bytes": None, "num_device_module_layer": 320, "max_adapter_size": 8}
+    )
+    capacity = made.stats().adapters.device_pages
+    assert capacity == 4
+    prompt_of = prompts(200, seed=9)
+    cases = [(100 + i % 32 if i % 5 else None, prompt_of[i]) for i in range(200)]
+    alone = {}
+    for i, (task_id, prompt) in enumerate(cases):
+        lora = adapters[task_id] if task_id else None
+        handle = submit(made, Request(prompt, SamplingParams(max_tokens=6), lora=lora))
+        alone[i] = tokens(run(made)[handle])
+    together = {}
+    for i, (task_id, prompt) in enumerate(cases):
+        lora = LoraInput(task_id) if task_id else None
+        together[submit(made, Request(prompt, SamplingParams(max_tokens=6), lora=lora, streaming=True))] = i
+    events = run(made)
+    assert all(tokens(events[handle]) == alone[i] for handle, i in together.items())
+    stats = made.stats()
+    assert stats.adapters.device_evictions > 32
+    assert stats.adapters.host_pinned == stats.adapters.device_pinned == 0
+    assert stats.kv_blocks_free == stats.kv_blocks

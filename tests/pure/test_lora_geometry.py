@@ -94,31 +94,48 @@ def test_capacity_in_adapters(kv: int, tp: int, rank: int, loras: int, expected:
     assert (geometry.page_width, geometry.slots_per_page, slots, pages, geometry.min_total_slots) == expected
 
 
+def store(cache: AdapterCache, digest: str, num_pages: int) -> None:
+    victims = cache.host_victims(num_pages, (), force=False)
+    if victims is None:
+        raise AdapterCacheFullError("host")
+    for victim in victims:
+        cache.evict(victim)
+    cache.host.put(digest, num_pages, None)
+
+
 def test_the_levels_fill_and_refuse() -> None:
     cache = AdapterCache(15, 11)
     for i in range(15):
-        cache.store(str(i), 1)
+        store(cache, str(i), 1)
         cache.host.pin(str(i))
-    with pytest.raises(AdapterCacheFullError, match="There are no done tasks to evict"):
-        cache.store("15", 1)
+    assert cache.host_victims(1, (), force=True) is None
     for i in range(11):
-        cache.load(str(i))
+        cache.load(str(i), None)
         cache.device.pin(str(i))
-    with pytest.raises(AdapterCacheFullError):
-        cache.load("11")
+    with pytest.raises(AdapterCacheFullError, match="There are no done tasks to evict"):
+        cache.load("11", None)
     cache.check()
 
 
 def test_the_one_released_longest_ago_goes_first() -> None:
     cache = AdapterCache(2, 2)
     for name in "ab":
-        cache.store(name, 1)
+        store(cache, name, 1)
         cache.host.pin(name)
     cache.host.unpin("b")
     cache.host.unpin("a")
-    cache.store("c", 1)
+    store(cache, "c", 1)
     assert cache.on_host("a")
     assert not cache.on_host("b")
+
+
+def test_what_others_wait_for_leaves_the_host_only_by_force() -> None:
+    cache = AdapterCache(2, 2)
+    store(cache, "a", 1)
+    store(cache, "b", 1)
+    assert cache.host_victims(1, {"a"}, force=False) == ["b"]
+    assert cache.host_victims(1, {"a", "b"}, force=False) is None
+    assert cache.host_victims(1, {"a", "b"}, force=True) == ["a"]
 
 
 def test_random_traffic_adds_up() -> None:
@@ -134,9 +151,9 @@ def test_random_traffic_adds_up() -> None:
         else:
             try:
                 if not cache.on_host(name):
-                    cache.store(name, sizes[name])
+                    store(cache, name, sizes[name])
                 if not cache.on_device(name):
-                    cache.load(name)
+                    cache.load(name, None)
             except AdapterCacheFullError:
                 assert pins, "an empty cache refused"
                 continue

@@ -1,7 +1,8 @@
 """AdapterCache: which adapters are where, on which pages, and who holds them. Numbers only, no tensors.
 
 Two levels, each an ordered map from digest to its pages and pins. What is on the device is on the host too.
-An adapter without pins may be evicted; the one released longest ago goes first.
+An adapter without pins may be evicted; the one released longest ago goes first. On the host, adapters that
+requests wait for go last, and only when the caller says so.
 
     absent ── store ──▶ on the host ── load ──▶ on the device
       ◀── evicted ───────────┘  ◀── evicted ─────────┘
@@ -10,17 +11,22 @@ An adapter without pins may be evicted; the one released longest ago goes first.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Container
 from dataclasses import dataclass
+from typing import Any
 
 from manylora.errors import AdapterCacheFullError
 from manylora.pages import PageAllocator
 
-__all__ = ["AdapterCache"]
+__all__ = ["AdapterCache", "Entry"]
 
 
 @dataclass
-class _Entry:
+class Entry:
+    """An adapter on one level. content: what the caller keeps about it for as long as it is here."""
+
     pages: list[int]
+    content: Any
     pins: int = 0
 
 
@@ -29,7 +35,7 @@ class _Level:
 
     def __init__(self, num_pages: int) -> None:
         self.pages = PageAllocator(num_pages)
-        self.entries: OrderedDict[str, _Entry] = OrderedDict()
+        self.entries: OrderedDict[str, Entry] = OrderedDict()
         self.num_evictions = 0
 
     def pin(self, digest: str) -> None:
@@ -42,17 +48,23 @@ class _Level:
         if entry.pins == 0:
             self.entries.move_to_end(digest)
 
-    def victims(self, num_pages: int) -> list[str] | None:
+    def victims(self, num_pages: int, spare: Container[str] = ()) -> list[str] | None:
         """Unpinned entries to evict for `num_pages` free pages; None when even all of them do not suffice."""
         missing = num_pages - self.pages.num_free
         chosen: list[str] = []
         for digest, entry in self.entries.items():
             if missing <= 0:
                 break
-            if entry.pins == 0:
+            if entry.pins == 0 and digest not in spare:
                 chosen.append(digest)
                 missing -= len(entry.pages)
         return chosen if missing <= 0 else None
+
+    def put(self, digest: str, num_pages: int, content: Any) -> Entry:
+        pages = self.pages.claim(num_pages)
+        assert pages is not None
+        entry = self.entries[digest] = Entry(pages, content)
+        return entry
 
     def evict(self, digest: str) -> None:
         self.pages.release(self.entries.pop(digest).pages)
@@ -80,41 +92,29 @@ class AdapterCache:
     def on_device(self, digest: str) -> bool:
         return digest in self.device.entries
 
-    def host_pages(self, digest: str) -> list[int]:
-        return self.host.entries[digest].pages
+    def host_victims(self, num_pages: int, waited_for: Container[str], *, force: bool) -> list[str] | None:
+        """What must leave the host for `num_pages`; None: no room. force: if need be, what is waited for."""
+        victims = self.host.victims(num_pages, waited_for)
+        return self.host.victims(num_pages) if victims is None and force else victims
 
-    def device_pages(self, digest: str) -> list[int]:
-        return self.device.entries[digest].pages
+    def evict(self, digest: str) -> None:
+        """Drop an unpinned adapter from both levels."""
+        if self.on_device(digest):
+            self.device.evict(digest)
+        self.host.evict(digest)
 
-    def store(self, digest: str, num_pages: int) -> list[int]:
-        """Pages on the host for a new adapter, not pinned yet. Evicts as needed, on both levels.
+    def load(self, digest: str, content: Any) -> Entry:
+        """Pages on the device for an adapter of the host, not pinned yet; evicts as needed.
 
         Raises AdapterCacheFullError, and changes nothing, when all that could make room is in use.
         """
-        victims = self.host.victims(num_pages)
-        if victims is None:
-            raise AdapterCacheFullError("Cache is full. There are no done tasks to evict")
-        for victim in victims:
-            if self.on_device(victim):
-                self.device.evict(victim)
-            self.host.evict(victim)
-        pages = self.host.pages.claim(num_pages)
-        assert pages is not None
-        self.host.entries[digest] = _Entry(pages)
-        return pages
-
-    def load(self, digest: str) -> list[int]:
-        """Pages on the device for an adapter of the host, not pinned yet. Raises like `store`."""
-        num_pages = len(self.host_pages(digest))
+        num_pages = len(self.host.entries[digest].pages)
         victims = self.device.victims(num_pages)
         if victims is None:
             raise AdapterCacheFullError("Cache is full. There are no done tasks to evict")
         for victim in victims:
             self.device.evict(victim)
-        pages = self.device.pages.claim(num_pages)
-        assert pages is not None
-        self.device.entries[digest] = _Entry(pages)
-        return pages
+        return self.device.put(digest, num_pages, content)
 
     def check(self) -> None:
         """Assert that pages add up, and that the device holds nothing the host does not."""

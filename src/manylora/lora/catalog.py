@@ -19,6 +19,7 @@ __all__ = ["Catalog", "read_adapter_folder"]
 logger = logging.getLogger("manylora")
 
 Check = Callable[[LoraInput], Adapter]
+PRUNE = 4096  # task ids, of about 200 bytes each
 
 
 class Catalog:
@@ -27,44 +28,73 @@ class Catalog:
     def __init__(self, check: Check) -> None:
         self._check = check
         self._digests: dict[int, str] = {}
-        self._sources: dict[int, tuple[str, Path]] = {}  # task id -> digest read, and folder
+        self._sources: dict[str, tuple[int, Path]] = {}  # digest -> task id that names the folder, and folder
+        self._prune_at = PRUNE
 
-    def bind(self, task_id: int, digest: str) -> None:
+    def bind(self, task_id: int, digest: str, keep: Callable[[str], bool]) -> None:
+        """Point a task id at a digest. keep: whether a digest can still be served; others are forgotten in
+        time, so that ids that never come back cost nothing for ever."""
         self._digests[task_id] = digest
+        if len(self._digests) >= self._prune_at:
+            for other, old in list(self._digests.items()):
+                if not (keep(old) or old in self._sources or other == task_id):
+                    del self._digests[other]
+            self._prune_at = 2 * len(self._digests) + PRUNE
 
     def digest(self, task_id: int) -> str | None:
         return self._digests.get(task_id)
 
     def reload(self, task_id: int) -> Adapter | None:
-        """Read an adapter again from its folder. None when it came over the wire, or was replaced by that."""
-        source = self._sources.get(task_id)
-        if source is None or source[0] != self._digests.get(task_id):
+        """Read an evicted adapter again from its folder. None when there is none, or it cannot be read.
+
+        A folder that changed since gives its new content to the id that it is named by, and to no other.
+        """
+        digest = self._digests.get(task_id)
+        source = self._sources.get(digest) if digest else None
+        if digest is None or source is None:
             return None
-        adapter = self._read(task_id, source[1])
-        self._sources[task_id] = (adapter.digest, source[1])
+        owner, folder = source
+        try:
+            adapter = self._read(task_id, folder)
+        except AdapterError as error:
+            logger.warning("lora task %d cannot be read again from %s: %s", task_id, folder, error)
+            return None
+        if adapter.digest != digest:
+            if owner != task_id:
+                return None
+            logger.warning("lora task %d: %s has changed; its new content is served", task_id, folder)
+            del self._sources[digest]
+            self._sources[adapter.digest] = (owner, folder)
         return adapter
 
     def prefetch(self, folder: Path) -> Iterator[tuple[int, Adapter]]:
         """The adapters of <folder>/<task id>/. A bad one is skipped with a warning that says why."""
-        if not folder.is_dir():
-            logger.warning("lora_prefetch_dir %s does not exist: nothing is prefetched", folder)
+        try:
+            entries = sorted(folder.iterdir(), key=lambda path: (len(path.name), path.name))
+        except OSError as error:
+            logger.warning(
+                "lora_prefetch_dir %s cannot be read, nothing is prefetched: %s", folder, error.strerror
+            )
             return
-        for entry in sorted(folder.iterdir(), key=lambda path: (len(path.name), path.name)):
+        for entry in entries:
             if not entry.is_dir():
                 continue
-            if not (entry.name.isascii() and entry.name.isdigit() and int(entry.name) < 2**64):
+            name = entry.name
+            if not (name.isascii() and name.isdigit() and int(name) < 2**64):
                 logger.warning(
-                    "lora task name %s is invalid, skipping to load lora weight from this folder.", entry.name
+                    "lora task name %s is invalid, skipping to load lora weight from this folder.", name
                 )
                 continue
-            task_id = int(entry.name)
+            task_id = int(name)
+            if task_id in self._digests:
+                logger.warning("lora task %s is skipped: another folder has id %d already", name, task_id)
+                continue
             try:
                 adapter = self._read(task_id, entry)
             except AdapterError as error:
-                logger.warning("lora task %s is skipped: %s", entry.name, error)
+                logger.warning("lora task %s is skipped: %s", name, error)
                 continue
-            self._sources[task_id] = (adapter.digest, entry)
-            self.bind(task_id, adapter.digest)
+            self._sources.setdefault(adapter.digest, (task_id, entry))
             yield task_id, adapter
 
     def _read(self, task_id: int, folder: Path) -> Adapter:

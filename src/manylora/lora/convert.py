@@ -13,7 +13,7 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.peft import read_peft
 from manylora.lora.modules import MODULE_NAMES
-from manylora.lora.tensors import BFLOAT16, AdapterRow, pack_rows
+from manylora.lora.tensors import AdapterRow, narrow_to_bfloat16, pack_rows, widen_bfloat16
 
 __all__ = ["convert_peft", "main"]
 
@@ -53,25 +53,21 @@ def main(arguments: list[str] | None = None) -> int:
     if options.verbose:
         for module_id, layer, rank, _ in config[0]:
             print(f"layer {layer} {MODULE_NAMES[module_id]} rank {rank}")
-    write_npy(options.out_dir, weights, config)
+    try:
+        write_npy(options.out_dir, weights, config)
+    except OSError as error:
+        print(f"{options.out_dir} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
     return 0
 
 
 def _store(row: AdapterRow, storage_type: str) -> AdapterRow:
     values = row.payload
-    if storage_type == "bfloat16":
-        return replace(row, payload=_to_bfloat16(values))
     with np.errstate(over="ignore"):
-        stored = values.astype(storage_type)
-    if not np.isfinite(stored).all():
+        stored = narrow_to_bfloat16(values) if storage_type == "bfloat16" else values.astype(storage_type)
+    read = widen_bfloat16(stored) if storage_type == "bfloat16" else stored
+    if not np.isfinite(read).all():
         raise AdapterInvalidError(
             f"{MODULE_NAMES[row.module_id]} of layer {row.layer} is not finite in {storage_type}"
         )
     return replace(row, payload=stored)
-
-
-def _to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Round to nearest, ties to even."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return rounded.astype(np.uint16).view(BFLOAT16)

@@ -9,10 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from manylora.config import LoraCacheConfig
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.lora.modules import LoraModule
 
-__all__ = ["CacheGeometry", "Placement", "cache_geometry", "place_rows"]
+__all__ = ["CacheGeometry", "CachePlan", "Layout", "Placement", "cache_geometry", "place_rows", "plan_cache"]
+
+REMEDIES = {
+    "host": "raise lora_cache_host_memory_bytes",
+    "device": "raise lora_cache_gpu_memory_fraction",
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,8 @@ class CacheGeometry:
         if num_slots < self.min_total_slots:
             raise ConfigError(
                 f"Not enough space allocated to {level} LoRA cache to hold 1 max sized LoRA "
-                f"{num_slots} < {self.min_total_slots}"
+                f"{num_slots} < {self.min_total_slots} slots of {self.page_width} elements; "
+                f"{REMEDIES[level]} or lower lora_cache_max_adapter_size"
             )
         return _ceil(num_slots, self.slots_per_page)
 
@@ -49,13 +56,14 @@ def cache_geometry(
 ) -> CacheGeometry:
     """Geometry from the modules of one rank; `num_layers` on this pipeline rank.
 
-    page_width = min over modules of in + out; slots_per_page = the slots of an adapter of the optimal rank,
-    at least those of one row of the largest rank.
+    page_width = min over counted modules of in + out; slots_per_page = the slots of an adapter of the optimal
+    rank, at least those of one row of the largest rank, be it of a module that is not counted.
     """
+    modules = tuple(modules)
     sizes = [m.local_in(tp) + m.local_out(tp) for m in modules if m.counted]
     width = min(sizes)
     total = num_layers * sum(optimal_rank * _ceil(size, width) for size in sizes)
-    least = _ceil(max_rank * max(sizes), width)
+    least = max(_ceil(m.row_elements(max_rank, tp=tp), width) for m in modules)
     return CacheGeometry(
         page_width=width,
         slots_per_page=max(total, least),
@@ -65,6 +73,44 @@ def cache_geometry(
 
 
 @dataclass(frozen=True)
+class CachePlan:
+    """Geometry and size of both levels."""
+
+    geometry: CacheGeometry
+    host_pages: int
+    device_pages: int
+
+    def adapters_of_rank(self, modules: Iterable[LoraModule], num_layers: int, rank: int) -> tuple[int, int]:
+        """How many adapters of this rank, with every counted module, fit host and device."""
+        rows = [(m, layer, rank, False) for m in modules if m.counted for layer in range(num_layers)]
+        _, pages = place_rows(rows, self.geometry)
+        return self.host_pages // pages, self.device_pages // pages
+
+
+def plan_cache(
+    modules: Iterable[LoraModule],
+    num_layers: int,
+    config: LoraCacheConfig,
+    element_bytes: int,
+    free_bytes: int,
+) -> CachePlan:
+    """Size both levels for one configuration.
+
+    free_bytes: of the device, after weights and KV cache; the device level takes its fraction of these.
+    Raises ConfigError when a level cannot hold one adapter of the largest rank.
+    """
+    limit = config.rank_limit
+    optimal, largest = min(config.optimal_adapter_size, limit), min(config.max_adapter_size, limit)
+    geometry = cache_geometry(modules, num_layers, optimal, largest)
+    device_bytes = config.gpu_memory_bytes
+    if device_bytes is None:
+        device_bytes = int(config.gpu_memory_fraction * free_bytes)
+    host = geometry.slots_for(config.host_memory_bytes, element_bytes, config.num_host_module_layer)
+    device = geometry.slots_for(device_bytes, element_bytes, config.num_device_module_layer)
+    return CachePlan(geometry, geometry.pages_for("host", host), geometry.pages_for("device", device))
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """Where one row lies: page (counted within the adapter), slot, and its sizes in elements and slots."""
 
@@ -76,6 +122,28 @@ class Placement:
     layer: int
     rank: int
     num_slots: int
+    dora: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one adapter lies in its pages: its placements, and for each page how many slots are in use."""
+
+    placements: tuple[Placement, ...]
+    used_slots: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[LoraModule, int, int, bool]], geometry: CacheGeometry) -> Layout:
+        """Lay out (module, layer, rank, dora) rows. Raises AdapterInvalidError as `place_rows` does."""
+        placements, num_pages = place_rows(rows, geometry)
+        used = [0] * num_pages
+        for place in placements:
+            used[place.page] = place.slot + place.num_slots
+        return cls(placements, tuple(used))
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.used_slots)
 
 
 def place_rows(
@@ -97,7 +165,7 @@ def place_rows(
         if slot + count > geometry.slots_per_page:
             page, slot = page + 1, 0
         sizes = rank * module.local_in(tp), rank * module.local_out(tp)
-        placed.append(Placement(page, slot, *sizes, module.module_id, layer, rank, count))
+        placed.append(Placement(page, slot, *sizes, module.module_id, layer, rank, count, dora))
         slot += count
     return tuple(placed), page + 1
 

@@ -19,6 +19,7 @@ MODULE_NAMES = (
 )  # fmt: skip
 """Name of each module id, 0 to 25."""
 
+QKV = {"attn_q", "attn_k", "attn_v"}  # one group: naming one enables all three
 # A fused module is available when all the modules it fuses are.
 FUSED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "mlp_gate_up": ("mlp_gate", "mlp_h_to_4h")}
 
@@ -64,6 +65,7 @@ class LoraModule:
 def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, LoraModule]:
     """The modules an adapter may use on this model, by id. Empty names: every module the model has.
 
+    attn_dense reads the attention's output, so its in_dim is heads * head_dim, which need not be hidden_size.
     Raises ConfigError for a name the model has no module for.
     """
     hidden, inner = model.hidden_size, model.intermediate_size
@@ -83,6 +85,8 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
         if name not in dims:
             raise ConfigError(f"Invalid LoRA module {name}: this model has {', '.join(dims)}")
     wanted = set(names or dims)
+    if wanted & QKV:
+        wanted |= QKV
     found: dict[int, LoraModule] = {}
     for name, (in_dim, out_dim, split) in dims.items():
         parts = FUSED.get(name, ())

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from manylora.errors import ConfigError
 from manylora.kernels.spec import LoraRow
-from manylora.lora.geometry import CacheGeometry, Placement
-from manylora.lora.tensors import Adapter, is_bfloat16
+from manylora.lora.geometry import CacheGeometry, Layout, Placement
+from manylora.lora.tensors import BFLOAT16, Adapter, AdapterRow, is_bfloat16
 
 __all__ = ["AdapterPool"]
 
@@ -42,35 +42,51 @@ class AdapterPool:
                 "lora_cache_gpu_memory_fraction"
             ) from error
         self._device_pages = self.flat.view(device_pages, size)
+        # Copies to a GPU are still under way when `load` returns: their source must not change before this.
+        self._copied = torch.Event(device) if device.type == "cuda" else None
 
     @property
     def page_bytes(self) -> int:
         return self._geometry.page_elements * self.flat.dtype.itemsize
 
-    def write_host(self, adapter: Adapter, placements: Sequence[Placement], pages: Sequence[int]) -> None:
+    def write_host(self, adapter: Adapter, layout: Layout, pages: Sequence[int]) -> None:
         """Convert an adapter to the compute dtype, into its pages on the host."""
-        for row, place in zip(adapter.rows, placements, strict=True):
-            start = place.slot * self._geometry.page_width
-            self._host[pages[place.page], start : start + row.payload.size].copy_(_tensor(row.payload))
+        if self._copied is not None:
+            self._copied.synchronize()
+        for row, place in zip(adapter.rows, layout.placements, strict=True):
+            self._slots(pages, place)[: row.payload.size].copy_(_tensor(row.payload))
 
-    def load(self, host_pages: Sequence[int], device_pages: Sequence[int]) -> None:
-        """Copy pages host to device."""
-        for source, target in zip(host_pages, device_pages, strict=True):
-            self._device_pages[target].copy_(self._host[source], non_blocking=True)
+    def read_host(self, digest: str, layout: Layout, pages: Sequence[int]) -> Adapter:
+        """The adapter in these pages, in the compute dtype; a copy."""
+        rows = []
+        for place in layout.placements:
+            size = place.in_size + place.out_size + (place.out_size // place.rank if place.dora else 0)
+            payload = _array(self._slots(pages, place)[:size])
+            rows.append(AdapterRow(place.module_id, place.layer, place.rank, place.dora, payload))
+        return Adapter(digest, tuple(rows))
 
-    def rows(
-        self, adapter_rows: Sequence[tuple[Placement, bool]], pages: Sequence[int]
-    ) -> dict[tuple[int, int], LoraRow]:
+    def load(self, layout: Layout, host_pages: Sequence[int], device_pages: Sequence[int]) -> None:
+        """Copy an adapter host to device: the slots in use, not whole pages."""
+        for source, target, slots in zip(host_pages, device_pages, layout.used_slots, strict=True):
+            used = slots * self._geometry.page_width
+            self._device_pages[target, :used].copy_(self._host[source, :used], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def rows(self, layout: Layout, pages: Sequence[int]) -> dict[tuple[int, int], LoraRow]:
         """Where each (layer, module id) of an adapter on these device pages lies in `flat`."""
         geometry = self._geometry
         return {
             (place.layer, place.module_id): LoraRow(
                 pages[place.page] * geometry.page_elements + place.slot * geometry.page_width,
                 place.rank,
-                dora,
+                place.dora,
             )
-            for place, dora in adapter_rows
+            for place in layout.placements
         }
+
+    def _slots(self, pages: Sequence[int], place: Placement) -> Tensor:
+        return self._host[pages[place.page], place.slot * self._geometry.page_width :]
 
 
 def _tensor(payload: np.ndarray) -> Tensor:
@@ -78,3 +94,9 @@ def _tensor(payload: np.ndarray) -> Tensor:
     if is_bfloat16(payload.dtype):
         return torch.from_numpy(payload.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(payload if payload.flags.writeable else payload.copy())
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().copy().view(BFLOAT16)
+    return tensor.numpy().copy()

@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from weakref import WeakValueDictionary
 
 import torch
 
 from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterCacheFullError, AdapterInvalidError, AdapterNotCachedError
-from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment
+from manylora.kernels.spec import LoraBatch, LoraSegment
 from manylora.lora.cache import AdapterCache
 from manylora.lora.catalog import Catalog
-from manylora.lora.geometry import CacheGeometry, Placement, cache_geometry, place_rows
+from manylora.lora.geometry import CachePlan, Layout, plan_cache
 from manylora.lora.modules import LoraModule, lora_modules
 from manylora.lora.pool import AdapterPool
 from manylora.lora.tensors import Adapter, adapter_from_tensors
@@ -30,22 +31,15 @@ logger = logging.getLogger("manylora")
 class AdapterLease:
     """One sequence's claim on one adapter.
 
-    carried: the adapter itself, while the host has no room for it. The flags say which pins are held.
+    Until it is admitted the adapter is on the host, or, while there is no room for it, carried here.
+    Admitted, it is pinned on both levels.
     """
 
     digest: str
     task_id: int
+    layout: Layout
     carried: Adapter | None = None
-    on_host: bool = False
-    on_device: bool = False
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """How an adapter lies in its pages."""
-
-    rows: tuple[tuple[Placement, bool], ...]  # with the DoRA flag
-    num_pages: int
+    admitted: bool = False
 
 
 class AdapterStore:
@@ -54,23 +48,21 @@ class AdapterStore:
     def __init__(
         self,
         modules: dict[int, LoraModule],
-        num_layers: int,
+        model: ModelConfig,
         rank_limit: int,
-        geometry: CacheGeometry,
-        cache: AdapterCache,
+        plan: CachePlan,
         pool: AdapterPool,
     ) -> None:
         self._modules = modules
-        self._num_layers = num_layers
+        self._num_layers = model.num_layers
         self._rank_limit = rank_limit
-        self._geometry = geometry
-        self._cache = cache
+        self._geometry = plan.geometry
+        self._cache = AdapterCache(plan.host_pages, plan.device_pages)
         self._pool = pool
         self._catalog = Catalog(self._check)
-        self._layouts: dict[str, _Layout] = {}
-        self._waiting: WeakValueDictionary[str, Adapter] = WeakValueDictionary()
+        self._in_hand: WeakValueDictionary[str, Adapter] = WeakValueDictionary()  # read, not on the host yet
+        self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
         self._loads: list[str] = []
-        self._rows: dict[str, dict[tuple[int, int], LoraRow]] = {}  # of adapters on the device
         self._num_stores = self._num_loads = self._num_source_loads = 0
 
     @classmethod
@@ -87,22 +79,20 @@ class AdapterStore:
         free_bytes: of the device, after weights and KV cache; the device level takes its fraction of these.
         """
         modules = lora_modules(model, config.target_modules)
-        limit = config.rank_limit
-        optimal, largest = min(config.optimal_adapter_size, limit), min(config.max_adapter_size, limit)
-        geometry = cache_geometry(modules.values(), model.num_layers, optimal, largest)
-        size = dtype.itemsize
-        device_bytes = config.gpu_memory_bytes
-        if device_bytes is None:
-            device_bytes = int(config.gpu_memory_fraction * free_bytes)
-        host_slots = geometry.slots_for(config.host_memory_bytes, size, config.num_host_module_layer)
-        device_slots = geometry.slots_for(device_bytes, size, config.num_device_module_layer)
-        host_pages = geometry.pages_for("host", host_slots)
-        device_pages = geometry.pages_for("device", device_slots)
-        pool = AdapterPool(geometry, host_pages, device_pages, dtype, device)
-        cache = AdapterCache(host_pages, device_pages)
-        store = cls(modules, model.num_layers, limit, geometry, cache, pool)
+        plan = plan_cache(modules.values(), model.num_layers, config, dtype.itemsize, free_bytes)
+        pool = AdapterPool(plan.geometry, plan.host_pages, plan.device_pages, dtype, device)
+        store = cls(modules, model, config.rank_limit, plan, pool)
+        logger.info(
+            "LoRA cache: host %d pages, device %d pages of %d bytes; adapters of rank %d with every module: "
+            "%d on the host, %d on the device",
+            plan.host_pages,
+            plan.device_pages,
+            pool.page_bytes,
+            config.rank_limit,
+            *(plan.adapters_of_rank(modules.values(), model.num_layers, config.rank_limit)),
+        )
         if config.prefetch_dir is not None:
-            store._prefetch(config)
+            store._prefetch(config.prefetch_dir)
         return store
 
     def resident(self, task_id: int) -> bool:
@@ -116,7 +106,8 @@ class AdapterStore:
         Raises AdapterInvalidError, AdapterNotCachedError.
         """
         if lora.has_tensors:
-            return self._check(lora)
+            adapter = self._check(lora)
+            return self._in_hand.setdefault(adapter.digest, adapter)
         if lora.task_id is None:
             raise AdapterInvalidError("lora_task_id must be set for LoRA inference")
         digest = self._catalog.digest(lora.task_id)
@@ -124,68 +115,78 @@ class AdapterStore:
             raise AdapterNotCachedError(lora.task_id)
         if self._cache.on_host(digest):
             return None
-        waiting = self._waiting.get(digest)
-        if waiting is not None:
-            return waiting
-        adapter = self._catalog.reload(lora.task_id)
-        if adapter is None:
+        found = self._in_hand.get(digest)
+        if found is not None:
+            return found
+        again = self._catalog.reload(lora.task_id)
+        if again is None:
             raise AdapterNotCachedError(lora.task_id)
         self._num_source_loads += 1
-        return adapter
+        return self._in_hand.setdefault(again.digest, again)
 
     def acquire(self, lora: LoraInput, adapter: Adapter | None) -> AdapterLease:
-        """A lease on what `prepare` returned. Pinned on the host, or carried until there is room.
+        """A lease on what `prepare` returned. On the host, or carried until there is room.
 
         Tensors for a known id replace it; leases in flight keep what they have. Raises AdapterNotCachedError
         when it was evicted meanwhile, AdapterCacheFullError when it could never fit.
         """
         assert lora.task_id is not None
         digest = adapter.digest if adapter else self._catalog.digest(lora.task_id)
-        if digest is None or (adapter is None and not self._cache.on_host(digest)):
+        if digest is None:
+            raise AdapterNotCachedError(lora.task_id)
+        if self._cache.on_host(digest):
+            layout = self._cache.host.entries[digest].content
+        elif adapter is not None:
+            layout = self._lay_out(adapter, lora.task_id)
+        else:
             raise AdapterNotCachedError(lora.task_id)
         if adapter is not None:
-            self._lay_out(adapter, lora.task_id)
-            adapter = self._waiting.setdefault(digest, adapter)
-            self._catalog.bind(lora.task_id, digest)
-        lease = AdapterLease(digest, lora.task_id, adapter)
-        self._settle(lease)
+            self._catalog.bind(lora.task_id, digest, self._servable)
+        lease = AdapterLease(digest, lora.task_id, layout, adapter)
+        if self._settle(lease, force=False):
+            self._waiting.setdefault(digest, set()).add(lease)
         return lease
 
     def admit(self, lease: AdapterLease) -> bool:
-        """Bring the adapter to the device and pin it there; False when there is no room."""
-        if not self._settle(lease):
+        """Bring the adapter to the device and pin it there; False when there is no room.
+
+        Only what admitted leases hold can be in the way: where adapters that others wait for fill the host,
+        those give way and are carried by who waits for them.
+        """
+        digest, device = lease.digest, self._cache.device
+        if not self._cache.on_device(digest) and device.victims(lease.layout.num_pages) is None:
             return False
-        digest = lease.digest
+        if not self._settle(lease, force=True):
+            return False
         if not self._cache.on_device(digest):
-            try:
-                pages = self._cache.load(digest)
-            except AdapterCacheFullError:
-                return False
-            self._rows[digest] = self._pool.rows(self._layouts[digest].rows, pages)
+            entry = self._cache.load(digest, {})
+            entry.content = self._pool.rows(lease.layout, entry.pages)
             self._loads.append(digest)
-        self._cache.device.pin(digest)
-        lease.on_device = True
+        self._forget_waiting(lease)
+        self._cache.host.pin(digest)
+        device.pin(digest)
+        lease.admitted = True
         return True
 
     def suspend(self, lease: AdapterLease) -> None:
-        """Drop the device pin of a preempted sequence."""
-        if lease.on_device:
-            self._cache.device.unpin(lease.digest)
-            lease.on_device = False
+        """Let a preempted sequence wait again."""
+        if lease.admitted:
+            self._unpin(lease)
+            self._waiting.setdefault(lease.digest, set()).add(lease)
 
     def release(self, lease: AdapterLease) -> None:
         """Drop everything; calling it twice does no harm."""
-        self.suspend(lease)
-        if lease.on_host:
-            self._cache.host.unpin(lease.digest)
-            lease.on_host = False
+        if lease.admitted:
+            self._unpin(lease)
+        self._forget_waiting(lease)
         lease.carried = None
 
     def flush_loads(self) -> None:
         """Do the host to device copies that admissions asked for. Before the forward pass that needs them."""
         for digest in self._loads:
             if self._cache.on_device(digest):
-                self._pool.load(self._cache.host_pages(digest), self._cache.device_pages(digest))
+                host, device = self._cache.host.entries[digest], self._cache.device.entries[digest]
+                self._pool.load(host.content, host.pages, device.pages)
                 self._num_loads += 1
         self._loads.clear()
 
@@ -193,9 +194,10 @@ class AdapterStore:
         """The adapters of one forward pass: token rows [start, stop) and the lease they run under."""
         if not segments:
             return None
-        rows = self._rows
+        entries = self._cache.device.entries
         return LoraBatch(
-            self._pool.flat, tuple(LoraSegment(start, stop, rows[x.digest]) for start, stop, x in segments)
+            self._pool.flat,
+            tuple(LoraSegment(start, stop, entries[lease.digest].content) for start, stop, lease in segments),
         )
 
     def stats(self) -> AdapterStats:
@@ -218,48 +220,73 @@ class AdapterStore:
         )
 
     def check(self) -> None:
-        """Assert that both levels add up."""
+        """Assert that both levels add up, and that what is waited for is here or carried."""
         self._cache.check()
+        for digest, leases in self._waiting.items():
+            assert self._cache.on_host(digest)
+            assert leases
+            assert not any(lease.admitted or lease.carried for lease in leases)
 
     def _check(self, lora: LoraInput) -> Adapter:
         half = self._pool.flat.dtype == torch.float16
         return adapter_from_tensors(lora, self._modules, self._num_layers, self._rank_limit, half)
 
-    def _lay_out(self, adapter: Adapter, task_id: int) -> None:
-        if adapter.digest in self._layouts:
-            return
+    def _servable(self, digest: str) -> bool:
+        return self._cache.on_host(digest) or digest in self._in_hand
+
+    def _lay_out(self, adapter: Adapter, task_id: int) -> Layout:
         rows = [(self._modules[r.module_id], r.layer, r.rank, r.dora) for r in adapter.rows]
-        placements, num_pages = place_rows(rows, self._geometry)
-        if not self._cache.can_ever_hold(num_pages):
+        layout = Layout.of(rows, self._geometry)
+        if not self._cache.can_ever_hold(layout.num_pages):
             host, device = self._cache.host.pages.num_pages, self._cache.device.pages.num_pages
             raise AdapterCacheFullError(
-                f"PEFT Cache is full. Could not store taskId={task_id}: it needs {num_pages} pages, the host "
-                f"level has {host} and the device level {device}"
+                f"PEFT Cache is full. Could not store taskId={task_id}: it needs {layout.num_pages} pages, "
+                f"the host level has {host} and the device level {device}"
             )
-        flags = [row.dora for row in adapter.rows]
-        self._layouts[adapter.digest] = _Layout(tuple(zip(placements, flags, strict=True)), num_pages)
+        return layout
 
-    def _settle(self, lease: AdapterLease) -> bool:
-        """Pin the adapter on the host, storing it first if the lease carries it; False: no room yet."""
-        if lease.on_host:
-            return True
+    def _settle(self, lease: AdapterLease, *, force: bool) -> bool:
+        """Have the adapter on the host, storing it first if the lease carries it; False: no room."""
         if not self._cache.on_host(lease.digest):
             assert lease.carried is not None
-            layout = self._layouts[lease.digest]
-            try:
-                pages = self._cache.store(lease.digest, layout.num_pages)
-            except AdapterCacheFullError:
+            layout = lease.layout
+            victims = self._cache.host_victims(layout.num_pages, self._waiting, force=force)
+            if victims is None:
                 return False
-            self._pool.write_host(lease.carried, [place for place, _ in layout.rows], pages)
+            for victim in victims:
+                self._give_way(victim)
+                self._cache.evict(victim)
+            entry = self._cache.host.put(lease.digest, layout.num_pages, layout)
+            self._pool.write_host(lease.carried, layout, entry.pages)
             self._num_stores += 1
-        self._cache.host.pin(lease.digest)
-        lease.on_host, lease.carried = True, None
+        lease.carried = None
         return True
 
-    def _prefetch(self, config: LoraCacheConfig) -> None:
-        assert config.prefetch_dir is not None
+    def _give_way(self, digest: str) -> None:
+        """Hand an adapter that must leave the host to the leases that wait for it."""
+        leases = self._waiting.pop(digest, None)
+        if leases:
+            entry = self._cache.host.entries[digest]
+            adapter = self._pool.read_host(digest, entry.content, entry.pages)
+            adapter = self._in_hand.setdefault(digest, adapter)
+            for lease in leases:
+                lease.carried = adapter
+
+    def _forget_waiting(self, lease: AdapterLease) -> None:
+        leases = self._waiting.get(lease.digest)
+        if leases is not None:
+            leases.discard(lease)
+            if not leases:
+                del self._waiting[lease.digest]
+
+    def _unpin(self, lease: AdapterLease) -> None:
+        self._cache.device.unpin(lease.digest)
+        self._cache.host.unpin(lease.digest)
+        lease.admitted = False
+
+    def _prefetch(self, folder: Path) -> None:
         count = 0
-        for task_id, adapter in self._catalog.prefetch(config.prefetch_dir):
+        for task_id, adapter in self._catalog.prefetch(folder):
             try:
                 lease = self.acquire(LoraInput(task_id), adapter)
             except AdapterCacheFullError as error:

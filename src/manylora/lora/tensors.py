@@ -13,7 +13,16 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.modules import MODULE_NAMES, LoraModule
 from manylora.request import LoraInput
 
-__all__ = ["BFLOAT16", "Adapter", "AdapterRow", "adapter_from_tensors", "is_bfloat16", "pack_rows"]
+__all__ = [
+    "BFLOAT16",
+    "Adapter",
+    "AdapterRow",
+    "adapter_from_tensors",
+    "is_bfloat16",
+    "narrow_to_bfloat16",
+    "pack_rows",
+    "widen_bfloat16",
+]
 
 BFLOAT16 = np.dtype("V2")
 """How NumPy arrays hold bfloat16: two bytes without a meaning, the bits of the number."""
@@ -42,18 +51,35 @@ class Adapter:
     def num_elements(self) -> int:
         return sum(row.payload.size for row in self.rows)
 
+    @property
+    def nbytes(self) -> int:
+        return sum(row.payload.nbytes for row in self.rows)
+
 
 def is_bfloat16(dtype: np.dtype) -> bool:
     return dtype.kind == "V" and dtype.itemsize == 2
 
 
+def widen_bfloat16(values: np.ndarray) -> np.ndarray:
+    """bfloat16 bits to float32, exactly; same shape."""
+    bits = np.ascontiguousarray(values).view(np.uint16).astype(np.uint32) << 16
+    return bits.view(np.float32)
+
+
+def narrow_to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """float32 to bfloat16 bits, to the nearest, ties to even; same shape. NaN is not expected."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).view(BFLOAT16)
+
+
 def adapter_from_tensors(
     lora: LoraInput, modules: Mapping[int, LoraModule], num_layers: int, rank_limit: int, half: bool = False
 ) -> Adapter:
-    """Check tensors as they came, and make them canonical.
+    """Check tensors as they came, and make them canonical. Payloads are views of the tensors, not copies.
 
-    half: the compute dtype is float16, so values beyond its range are refused. Raises AdapterInvalidError,
-    with TensorRT-LLM's texts where it has one.
+    half: the compute dtype is float16, so values beyond its range are refused. Padding is not read, except
+    where it is wider than any row needs: values there mean a larger model. Raises AdapterInvalidError, with
+    TensorRT-LLM's texts where it has one.
     """
     weights, config = _check_shapes(lora)
     rows = [_check_row(weights[i], config[i], modules, num_layers, rank_limit) for i in range(len(config))]
@@ -65,6 +91,7 @@ def adapter_from_tensors(
             )
     for row in rows:
         _check_values(row, half)
+    _check_surplus(weights, max(row.payload.size for row in rows))
     return Adapter(_digest(rows), tuple(rows))
 
 
@@ -105,7 +132,7 @@ def _check_shapes(lora: LoraInput) -> tuple[np.ndarray, np.ndarray]:
         "Expected lora weights to be the same data type as base model, or float32, float16 or bfloat16, "
         f"but was {weights.dtype}",
     )
-    return weights[0], config[0]
+    return np.ascontiguousarray(weights[0]), config[0]
 
 
 def _check_row(
@@ -136,24 +163,31 @@ def _check_row(
 
 def _check_values(row: AdapterRow, half: bool) -> None:
     where = f"{MODULE_NAMES[row.module_id]} of layer {row.layer}"
-    if is_bfloat16(row.payload.dtype):
-        bits = np.ascontiguousarray(row.payload).view(np.uint16).astype(np.uint32) << 16
-        values = bits.view(np.float32)
-    else:
-        values = row.payload
+    values = widen_bfloat16(row.payload) if is_bfloat16(row.payload.dtype) else row.payload
     _require(bool(np.isfinite(values).all()), f"lora_weights holds a NaN or an infinity in {where}")
     if half and values.dtype != np.float16:
         too_large = bool((np.abs(values) > FLOAT16_MAX).any())
         _require(not too_large, f"lora_weights holds a value beyond float16's range in {where}")
 
 
+def _check_surplus(weights: np.ndarray, needed: int) -> None:
+    surplus = np.ascontiguousarray(weights[:, needed:])
+    if is_bfloat16(surplus.dtype):
+        surplus = surplus.view(np.uint16)
+    _require(
+        not surplus.any(),
+        f"lora_weights has too many values: this model's rows need at most {needed}, and there are values "
+        f"up to {weights.shape[1]}; the adapter was made for another model",
+    )
+
+
 def _digest(rows: list[AdapterRow]) -> str:
     """Over the rows in canonical order: what they are, their type, and every payload byte; no padding."""
     digest = hashlib.blake2b(digest_size=20)
     for row in rows:
-        head = (row.module_id, row.layer, row.rank, int(row.dora), row.payload.dtype.str)
-        digest.update(repr(head).encode())
-        digest.update(np.ascontiguousarray(row.payload).view(np.uint8).data)
+        kind = "bfloat16" if is_bfloat16(row.payload.dtype) else row.payload.dtype.name
+        digest.update(repr((row.module_id, row.layer, row.rank, row.dora, kind)).encode())
+        digest.update(row.payload.view(np.uint8).data)
     return digest.hexdigest()
 
 

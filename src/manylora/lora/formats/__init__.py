@@ -1,1 +1,12 @@
-"""Readers of adapters on disk."""
+"""Readers of adapters on disk. Files are untrusted: nothing is unpickled, every header is checked first."""
+
+from __future__ import annotations
+
+__all__ = ["one_line"]
+
+
+def one_line(error: Exception) -> str:
+    """What a foreign error says, in one line and without a path of this machine."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""The pair of .npy files that TensorRT-LLM's converters write. Files are untrusted: nothing is unpickled."""
+"""The pair of .npy files that TensorRT-LLM's converters write."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.formats import one_line
 
 __all__ = ["WEIGHTS", "has_npy", "read_npy", "write_npy"]
 
@@ -21,7 +22,7 @@ def has_npy(folder: Path) -> bool:
 
 def read_npy(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] and config [1, rows, 3 or 4]. Raises AdapterInvalidError naming the file."""
-    config = CONFIG if (folder / CONFIG).is_file() else OLD_CONFIG
+    config = CONFIG if (folder / CONFIG).is_file() or not (folder / OLD_CONFIG).is_file() else OLD_CONFIG
     return _read(folder / WEIGHTS), _read(folder / config)
 
 
@@ -32,13 +33,13 @@ def write_npy(folder: Path, weights: np.ndarray, config: np.ndarray) -> None:
 
 
 def _read(path: Path) -> np.ndarray:
-    """Mapped first: a header that promises more than the file holds fails before any memory is taken."""
+    """The array, in memory: a mapped file could change or shrink under the reader."""
+    if not path.is_file():
+        raise AdapterInvalidError(f"{path.name} is missing")
     try:
-        mapped = np.load(path, mmap_mode="r", allow_pickle=False)
-        return np.array(mapped)
-    except FileNotFoundError as error:
-        raise AdapterInvalidError(f"{path.name} is missing") from error
-    except (ValueError, OSError, EOFError, OverflowError, TypeError) as error:
-        raise AdapterInvalidError(
-            f"{path.name} is not a readable .npy array: {str(error).splitlines()[0]}"
-        ) from error
+        # Mapping takes no memory, and fails when the header promises more than the file holds.
+        np.lib.format.open_memmap(path, mode="r")
+        with path.open("rb") as file:
+            return np.lib.format.read_array(file, allow_pickle=False)
+    except Exception as error:  # the header is parsed as Python source: a hostile one may raise anything
+        raise AdapterInvalidError(f"{path.name} is not a readable .npy array: {one_line(error)}") from error

@@ -1,0 +1,192 @@
+"""Protects the adapters' bytes on their way between request, host and device, whoever waits for whom."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from manylora.config import LoraCacheConfig, ModelConfig
+from manylora.errors import AdapterNotCachedError
+from manylora.lora.formats.npy import write_npy
+from manylora.lora.store import AdapterLease, AdapterStore
+from manylora.lora.tensors import BFLOAT16, narrow_to_bfloat16
+from manylora.model.checkpoint import read_model_config
+from manylora.request import LoraInput
+from manylora.testing import make_model
+
+HIDDEN, RANK, LAYERS = 64, 8, 2
+CONFIG = np.array([[[1, layer, RANK, 0] for layer in range(LAYERS)]], np.int32)
+ROW = RANK * 2 * HIDDEN
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    return read_model_config(make_model(tmp_path_factory.mktemp("store") / "model"))
+
+
+def adapter(task_id: int, seed: int | None = None) -> LoraInput:
+    values = np.random.default_rng(task_id if seed is None else seed).normal(size=(1, LAYERS, ROW))
+    return LoraInput(task_id, values.astype(np.float32), CONFIG)
+
+
+def open_store(
+    model: ModelConfig, host: int, device: int, dtype: torch.dtype = torch.float32, **options: object
+):
+    """A store with room for so many of `adapter`'s on each level: one page each."""
+    slot_bytes = dtype.itemsize * (HIDDEN + HIDDEN // 2)  # k and v have half the heads
+    page_bytes = slot_bytes * RANK * LAYERS * (2 + 1 + 1)  # q takes two slots
+    cache = LoraCacheConfig(
+        max_adapter_size=RANK,
+        host_memory_bytes=host * page_bytes,
+        gpu_memory_bytes=device * page_bytes,
+        target_modules=("attn_q",),
+        **options,  # type: ignore[arg-type]
+    )
+    store = AdapterStore.open(model, cache, torch.device("cpu"), dtype, 2**30)
+    assert (store.stats().host_pages, store.stats().device_pages) == (host, device)
+    return store
+
+
+def on_device(store: AdapterStore, lease: AdapterLease) -> np.ndarray:
+    """What a forward pass under this lease would read: [layers, row]."""
+    store.flush_loads()
+    batch = store.batch([(0, 1, lease)])
+    assert batch is not None
+    rows = batch.segments[0].rows
+    return np.stack([batch.pool[rows[layer, 1].offset :][:ROW].float().numpy() for layer in range(LAYERS)])
+
+
+def take(store: AdapterStore, lora: LoraInput) -> AdapterLease:
+    return store.acquire(lora, store.prepare(lora))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_who_waits_never_holds_the_host_against_who_could_run(model: ModelConfig, dtype: torch.dtype) -> None:
+    store = open_store(model, 2, 2, dtype)
+    leases = {task_id: take(store, adapter(task_id)) for task_id in range(5)}
+    store.check()
+    # Only the last comers found the host full; they can run nevertheless, in any order.
+    for task_id in (4, 2, 0, 1, 3):
+        assert store.admit(leases[task_id])
+        expected = torch.from_numpy(adapter(task_id).weights[0]).to(dtype).float().numpy()  # type: ignore[index]
+        np.testing.assert_array_equal(on_device(store, leases[task_id]), expected)
+        store.check()
+        store.release(leases[task_id])
+    store.check()
+    assert store.stats().host_pinned == store.stats().device_pinned == 0
+
+
+def test_random_leases_always_read_their_own_adapter(model: ModelConfig) -> None:
+    picks = random.Random(5)
+    store = open_store(model, 4, 3)
+    leases: list[AdapterLease] = []
+    for _ in range(3000):
+        action = picks.random()
+        if action < 0.35 and len(leases) < 12:
+            task_id = picks.randrange(9)
+            known = store.resident(task_id) and picks.random() < 0.5
+            leases.append(take(store, LoraInput(task_id) if known else adapter(task_id)))
+        elif leases and action < 0.7:
+            lease = picks.choice(leases)
+            if lease.admitted or store.admit(lease):
+                np.testing.assert_array_equal(on_device(store, lease), adapter(lease.task_id).weights[0])  # type: ignore[index]
+        elif leases and action < 0.8:
+            store.suspend(picks.choice(leases))
+        elif leases:
+            lease = leases.pop(picks.randrange(len(leases)))
+            store.release(lease)
+            store.release(lease)
+        store.check()
+        admitted = {lease.digest for lease in leases if lease.admitted}
+        assert store.stats().device_pinned == len(admitted)
+        if not admitted and leases:
+            assert store.admit(leases[0]), "nothing runs, and the first in the queue is refused"
+
+
+def test_a_prefetched_adapter_comes_back_by_itself_and_another_does_not(
+    model: ModelConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for task_id in (1, 2, 3):
+        lora = adapter(task_id)
+        write_npy(tmp_path / str(task_id), lora.weights, lora.config)  # type: ignore[arg-type]
+    write_npy(tmp_path / "007", adapter(7).weights, CONFIG)  # type: ignore[arg-type]
+    write_npy(tmp_path / "7", adapter(8).weights, CONFIG)  # type: ignore[arg-type]
+    (tmp_path / "spanish").mkdir()
+    (tmp_path / "9").mkdir()
+    store = open_store(model, 2, 2, prefetch_dir=tmp_path)
+    assert "lora task name spanish is invalid" in caplog.text
+    assert "lora task 9 is skipped: folder 9 holds neither" in caplog.text
+    assert "lora task 007 is skipped: another folder has id 7" in caplog.text
+    same = LoraInput(50, adapter(1).weights, CONFIG)
+    store.release(take(store, same))
+    for task_id in (2, 3, 7, 1, 50, 2):
+        lease = take(store, LoraInput(task_id))
+        assert store.admit(lease)
+        expected = adapter({7: 8, 50: 1}.get(task_id, task_id)).weights[0]  # type: ignore[index]
+        np.testing.assert_array_equal(on_device(store, lease), expected)
+        store.release(lease)
+    assert store.stats().source_loads >= 4
+    store.release(take(store, adapter(60)))
+    for task_id in (1, 2, 3):
+        store.release(take(store, LoraInput(task_id)))
+    with pytest.raises(AdapterNotCachedError, match="not found in cache"):
+        store.prepare(LoraInput(60))
+    # A folder that broke since is as if it had come over the wire; one that changed serves its new content.
+    (tmp_path / "1" / "model.lora_weights.npy").write_bytes(b"not an array")
+    write_npy(tmp_path / "2", adapter(22).weights, CONFIG)  # type: ignore[arg-type]
+    for task_id in (70, 71):
+        store.release(take(store, adapter(task_id)))
+    with pytest.raises(AdapterNotCachedError, match="Please send LoRA weights with request"):
+        store.prepare(LoraInput(1))
+    assert "lora task 1 cannot be read again" in caplog.text
+    lease = take(store, LoraInput(2))
+    assert store.admit(lease)
+    np.testing.assert_array_equal(on_device(store, lease), adapter(22).weights[0])  # type: ignore[index]
+
+
+def test_an_unreadable_prefetch_directory_is_a_warning(
+    model: ModelConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "none", tmp_path / "file"):
+        assert open_store(model, 2, 2, prefetch_dir=folder).stats().host_adapters == 0
+        assert f"lora_prefetch_dir {folder} cannot be read" in caplog.text
+
+
+def test_task_ids_that_never_come_back_are_forgotten(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manylora.lora.catalog.PRUNE", 8)
+    store = open_store(model, 2, 2)
+    for task_id in range(200):
+        store.release(take(store, adapter(task_id)))
+    assert store.resident(199)
+    assert sum(store._catalog.digest(task_id) is not None for task_id in range(200)) < 20
+    monkeypatch.setattr(store._catalog, "_prune_at", 0)
+    store.release(take(store, adapter(200)))
+    assert [t for t in range(201) if store._catalog.digest(t)] == [198, 199, 200]  # 198 leaves just then
+
+
+def test_every_weight_type_arrives_in_the_compute_type(model: ModelConfig) -> None:
+    values = adapter(1).weights
+    assert values is not None
+    forms = {
+        "float32": values,
+        "float16": values.astype(np.float16),
+        "bfloat16": narrow_to_bfloat16(values),
+    }
+    wide = {
+        "float32": values,
+        "float16": values.astype(np.float16).astype(np.float32),
+        "bfloat16": torch.from_numpy(values).bfloat16().float().numpy(),
+    }
+    assert forms["bfloat16"].dtype == BFLOAT16
+    store = open_store(model, 4, 4)
+    for number, (name, form) in enumerate(forms.items()):
+        lease = take(store, LoraInput(number, form, CONFIG))
+        assert store.admit(lease)
+        np.testing.assert_array_equal(on_device(store, lease), wide[name][0])

@@ -1,0 +1,232 @@
+"""Protects strict reading: an adapter that would be served as something else is refused with the reason,
+and a hostile file is an error like any other."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from manylora.errors import AdapterInvalidError
+from manylora.lora.convert import convert_peft, main
+from manylora.lora.formats.npy import read_npy, write_npy
+from manylora.lora.formats.peft import read_peft
+
+PREFIX = "base_model.model.model.layers"
+
+
+def write(folder: Path, tensors: dict[str, np.ndarray] | None = None, **config: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    if tensors is None:
+        tensors = pair("q_proj")
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4, **config})
+    )
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def pair(
+    name: str, layer: int = 0, rank: int = 2, size: int = 4, prefix: str = PREFIX
+) -> dict[str, np.ndarray]:
+    block = "mlp" if name in ("gate_proj", "up_proj", "down_proj", "gate_up_proj") else "self_attn"
+    a = np.arange(rank * size, dtype=np.float32).reshape(rank, size)
+    return {
+        f"{prefix}.{layer}.{block}.{name}.lora_A.weight": a,
+        f"{prefix}.{layer}.{block}.{name}.lora_B.weight": np.ones((size, rank), np.float32),
+    }
+
+
+def test_the_tiny_example(tmp_path: Path) -> None:
+    a = np.array([[1, 2, 3, 4], [5, 6, 7, 8]], np.float32)
+    b = np.array([[1, 0], [0, 1], [1, 1], [2, -1]], np.float32)
+    key = f"{PREFIX}.0.self_attn.q_proj.lora_"
+    write(tmp_path, {f"{key}A.weight": a, f"{key}B.weight": b})
+    weights, config = convert_peft(tmp_path, "float32")
+    assert weights[0, 0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 2, 0, 0, 2, 2, 2, 4, -2]
+    assert config.tolist() == [[[1, 0, 2, 0]]]
+    write(tmp_path, {f"{key}A.weight": a, f"{key}B.weight": b}, use_rslora=True)
+    assert convert_peft(tmp_path, "float32")[0][0, 0, 8] == pytest.approx(4 / 2**0.5)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "scale"),
+    [
+        ({"q_proj": 8}, 4),
+        ({"layers.0.self_attn.q_proj": 8}, 4),
+        ({"model.layers.0.self_attn.q_proj": 8}, 4),
+        ({"^model.layers.0.self_attn.q_proj": 8}, 4),
+        ({"layers.1.self_attn.q_proj": 8}, 2),
+        ({"proj": 8}, 2),
+    ],
+)
+def test_alpha_pattern_matches_names_as_peft_does(tmp_path: Path, pattern: dict, scale: float) -> None:
+    write(tmp_path, alpha_pattern=pattern)
+    [row] = read_peft(tmp_path)
+    assert row.payload[-1] == scale
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"use_dora": True}, "use_dora: DoRA magnitudes"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+        ({"use_qalora": True}, "use_qalora"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication"),
+        ({"init_lora_weights": "pissa_niter_4"}, "needs a changed base model"),
+        ({"init_lora_weights": "olora"}, "needs a changed base model"),
+        ({"lora_alpha": "much"}, "lora_alpha must be a number, got much"),
+        ({"lora_alpha": None}, "lora_alpha must be a number, got None"),
+        ({"alpha_pattern": {"(a+)+": 1}}, "too involved"),
+        ({"alpha_pattern": {"(": 1}}, "is not a pattern"),
+        ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern of q_proj must be a number"),
+        ({"peft_type": "IA3"}, "does not describe a LoRA adapter"),
+    ],
+)
+def test_settings_that_mean_more_than_lora_are_refused(tmp_path: Path, config: dict, reason: str) -> None:
+    with pytest.raises(AdapterInvalidError, match=reason.replace("(", r"\(")):
+        read_peft(write(tmp_path, **config))
+
+
+def change(**replaced: np.ndarray | None) -> dict[str, np.ndarray]:
+    tensors = pair("q_proj")
+    for name, value in replaced.items():
+        key = f"{PREFIX}.0.self_attn.q_proj.lora_{name}.weight"
+        tensors.pop(key)
+        if value is not None:
+            tensors[key] = value
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        (change(B=None), "missing"),
+        (change(B=np.ones((4, 3), np.float32)), "mismatches"),
+        (change(A=np.full((2, 4), np.nan, np.float32)), "NaN or an infinity"),
+        (change(A=np.ones((2, 4), np.int32)), "must be float32, float16 or bfloat16"),
+        (pair("q_proj") | pair("q_proj", prefix="model.layers"), "mean the same module|two models"),
+        (pair("q_proj") | {"base_model.model.lm_head.lora_A.weight": np.ones((2, 4), np.float32)}, "head"),
+        (pair("q_proj") | {f"{PREFIX}.0.self_attn.q_proj.bias": np.ones(4, np.float32)}, "biases"),
+        (pair("q_proj") | {"base_model.model.model.norm.weight": np.ones(4, np.float32)}, "modules_to_save"),
+        (pair("gate_proj") | pair("x_proj"), "no such LoRA module"),
+        ({}, "no LoRA matrices"),
+    ],
+)
+def test_tensors_that_would_be_lost_are_refused(tmp_path: Path, tensors: dict, reason: str) -> None:
+    with pytest.raises(AdapterInvalidError, match=reason):
+        read_peft(write(tmp_path, tensors))
+
+
+def test_allow_partial_tells_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    extra = {"base_model.model.lm_head.lora_A.weight": np.ones((2, 4), np.float32)}
+    write(tmp_path / "in", pair("q_proj") | extra)
+    arguments = ["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--storage-type", "float32"]
+    assert main(arguments) == 1
+    assert "lm_head" in capsys.readouterr().err
+    assert main([*arguments, "--allow-partial"]) == 0
+    assert "lm_head" in capsys.readouterr().out
+    assert read_npy(tmp_path / "out")[0].shape == (1, 1, 16)
+
+
+@pytest.mark.parametrize("storage_type", ["float16", "bfloat16"])
+def test_a_value_beyond_the_storage_type_is_refused(
+    tmp_path: Path, storage_type: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "in", change(B=np.full((4, 2), 3e38, np.float32)), lora_alpha=2)
+    largest = change(B=np.full((4, 2), np.finfo(np.float32).max, np.float32))
+    write(tmp_path / "in", largest, lora_alpha=2)
+    arguments = ["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--storage-type", storage_type]
+    assert main(arguments) == 1
+    assert f"attn_q of layer 0 is not finite in {storage_type}" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["-i", str(write(tmp_path / "in")), "-o", str(tmp_path / "file" / "out")]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+
+
+class Bomb:
+    def __reduce__(self) -> tuple:
+        return (Path("/tmp/manylora-was-unpickled").touch, ())
+
+
+def npy_bytes(array: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array, allow_pickle=True)
+    return stream.getvalue()
+
+
+GOOD = npy_bytes(np.ones((1, 1, 16), np.float32))
+HUGE = GOOD.replace(b"(1, 1, 16), }      ", b"(1, 9999999, 999),}", 1)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x93NUMPY",
+        GOOD[:-8],
+        GOOD[:40],
+        HUGE,
+        GOOD.replace(b"'<f4'", b"'|O'"),
+        GOOD.replace(b"'fortran_order'", b"[[[[[[[[[[[[[[["),
+        npy_bytes(np.array([Bomb()], object)),
+        pickle.dumps(Bomb()),
+        b"PK\x03\x04 not an archive",
+    ],
+    ids=["empty", "magic", "short", "header", "huge", "object", "syntax", "objects", "pickle", "zip"],
+)
+def test_a_hostile_npy_is_an_error_like_any_other(tmp_path: Path, content: bytes) -> None:
+    assert HUGE != GOOD
+    write_npy(tmp_path, np.ones((1, 1, 16), np.float32), np.array([[[1, 0, 2, 0]]], np.int32))
+    (tmp_path / "model.lora_weights.npy").write_bytes(content)
+    with pytest.raises(
+        AdapterInvalidError, match=r"model\.lora_weights\.npy is not a readable \.npy array"
+    ) as raised:
+        read_npy(tmp_path)
+    assert str(tmp_path) not in str(raised.value)
+    assert not Path("/tmp/manylora-was-unpickled").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff" * 16, (2**40).to_bytes(8, "little") + b"{}", b"\x02\0\0\0\0\0\0\0{}", pickle.dumps(Bomb())],
+)
+def test_a_hostile_safetensors_is_an_error_like_any_other(tmp_path: Path, content: bytes) -> None:
+    write(tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(content)
+    with pytest.raises(AdapterInvalidError, match=r"is not readable|no LoRA matrices"):
+        read_peft(tmp_path)
+
+
+def test_a_pickled_bin_is_never_opened(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    (tmp_path / "adapter_model.bin").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(AdapterInvalidError, match="is a pickle and is not read, save as safetensors"):
+        read_peft(tmp_path)
+    assert not Path("/tmp/manylora-was-unpickled").exists()
+
+
+def test_bfloat16_files_are_read_exactly(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file as save_torch
+
+    values = torch.randn(2, 4).bfloat16()
+    key = f"{PREFIX}.0.self_attn.q_proj.lora_"
+    write(tmp_path)
+    save_torch(
+        {f"{key}A.weight": values, f"{key}B.weight": torch.ones(4, 2).bfloat16()},
+        tmp_path / "adapter_model.safetensors",
+    )
+    [row] = read_peft(tmp_path)
+    assert row.payload[:8].tolist() == values.float().flatten().tolist()

@@ -1,3 +1,5 @@
+# make demo    the main job: convert two adapters, serve them, ask one question three ways
+# make serve   the same server, left running, with commands to try
 # make test    every test, the real server included
 # make check   lint, format, types
 PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.10,$(shell command -v python$(v))) $(shell command -v python3))
@@ -6,7 +8,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test check clean
+.PHONY: demo serve test check clean
+
+demo: $(STAMP)
+	@$(BIN)/python examples/demo/run.py demo
+
+serve: $(STAMP)
+	@$(BIN)/python examples/demo/run.py serve
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

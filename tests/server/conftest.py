@@ -35,9 +35,10 @@ def fill_repo(path: Path, model: Path, **values: str) -> Path:
     shutil.copytree(ROOT / "model_repo", path)
     common = "triton_max_batch_size:8"
     weights = values.setdefault("lora_weights_data_type", "TYPE_FP16")
+    tokenizer = values.pop("tokenizer_dir", model)
     fills = {
         "ensemble": f"{common},logits_datatype:TYPE_FP32,lora_weights_data_type:{weights}",
-        "preprocessing": f"{common},tokenizer_dir:{model},preprocessing_instance_count:1",
+        "preprocessing": f"{common},tokenizer_dir:{tokenizer},preprocessing_instance_count:1",
         "postprocessing": f"{common},tokenizer_dir:{model},postprocessing_instance_count:1",
         "tensorrt_llm": ",".join(
             [
@@ -61,11 +62,14 @@ class Running:
     grpc: int
     metrics: int
 
-    def launch(self, *flags: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, ROOT / "launch_triton_server.py", f"--model_repo={self.repo}"]
+    def command(self, *flags: str) -> list[str]:
+        command = [sys.executable, str(ROOT / "launch_triton_server.py"), f"--model_repo={self.repo}"]
         ports = [f"--http_port={self.http}", f"--grpc_port={self.grpc}", f"--metrics_port={self.metrics}"]
+        return [*command, *ports, "--address=127.0.0.1", "--force", *flags]
+
+    def launch(self, *flags: str) -> subprocess.CompletedProcess:
         return subprocess.run(
-            [*command, *ports, "--address=127.0.0.1", "--force", *flags],
+            self.command(*flags),
             capture_output=True,
             text=True,
             timeout=120,

@@ -26,10 +26,11 @@ class TritonPythonModel:
             self._skip = flag(parameters, "skip_special_tokens", True)
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        self._lifeline = Lifeline.start()
+        self._lifeline = Lifeline("postprocessing")
 
     def execute(self, requests):
-        return [self._answer(request) for request in requests]
+        with self._lifeline.busy():
+            return [self._answer(request) for request in requests]
 
     def _answer(self, request):
         arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}

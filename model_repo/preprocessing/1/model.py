@@ -28,10 +28,11 @@ class TritonPythonModel:
             self._add_special_tokens = flag(parameters, "add_special_tokens", True)
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        self._lifeline = Lifeline.start()
+        self._lifeline = Lifeline("preprocessing")
 
     def execute(self, requests):
-        return [self._answer(request) for request in requests]
+        with self._lifeline.busy():
+            return [self._answer(request) for request in requests]
 
     def _answer(self, request):
         try:

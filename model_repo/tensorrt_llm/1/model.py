@@ -52,7 +52,7 @@ class TritonPythonModel:
             self._loop = EngineLoop.start(engine_config(parameters))
         except (ConfigError, ValueError) as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        self._lifeline = Lifeline.start(lambda: len(self._live))
+        self._lifeline = Lifeline("tensorrt_llm", lambda: (len(self._live), self._loop.stats().steps))
         self._sender = threading.Thread(target=self._send_all, name="manylora-send", daemon=True)
         self._sender.start()
 

@@ -15,8 +15,8 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from manylora.errors import ConfigError
-from manylora.launcher.server import Options, is_alive, port_is_free
-from manylora.launcher.supervisor import STATE, Supervisor
+from manylora.launcher.server import Options, clear_leftovers, is_alive, port_is_free
+from manylora.launcher.supervisor import Supervisor, read_state
 
 __all__ = ["main"]
 
@@ -39,10 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.stop or options.status:
             return _stop(options) if options.stop else _status(options)
-        _check(options)
         run_dir = _run_dir(options)
         if run_dir.exists():
-            _take_over(run_dir)
+            _take_over(run_dir, options.http_port)
+        _check(options)
         run_dir.mkdir(mode=0o700)
         return _foreground(options, run_dir) if options.foreground else _background(options, run_dir)
     except ConfigError as error:
@@ -73,6 +73,14 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--status", action="store_true", help="print the state of the server on --http_port")
     parser.add_argument("--start-timeout", type=float, default=300.0, metavar="SECONDS")
     parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS")
+    parser.add_argument(
+        "--hang-timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="restart an engine that makes no step for so long with requests open, or a server that does not "
+        "answer for so long (30 s at most); 0: never",
+    )
     parser.add_argument("--no-restart", action="store_true", help="end with the reason when a process dies")
     parser.add_argument("--triton-arg", action="append", default=[], help="passed on to tritonserver")
     return parser
@@ -134,13 +142,15 @@ def _run_dir(options: Namespace) -> Path:
     return Path(tempfile.gettempdir()) / f"manylora-{os.getuid()}-{options.http_port}"
 
 
-def _take_over(run_dir: Path) -> None:
+def _take_over(run_dir: Path, http_port: int) -> None:
     """Clear what a supervisor left that is no more."""
-    state = _state(run_dir)
+    state = read_state(run_dir)
     if state and is_alive(state["supervisor"]):
         raise ConfigError(
             f"a launcher runs already for this port (process {state['supervisor']}): use --stop"
         )
+    if state:
+        clear_leftovers(state["processes"], http_port)
     shutil.rmtree(run_dir)
 
 
@@ -153,11 +163,13 @@ def _supervise(options: Namespace, run_dir: Path) -> int:
         address=options.address,
         start_timeout=options.start_timeout,
         drain_timeout=options.drain_timeout,
+        hang_timeout=options.hang_timeout,
         restart=not options.no_restart,
         verbose_log=str(Path(options.log_file).resolve()) if options.log else None,
         triton_args=tuple(options.triton_arg),
     )
-    return Supervisor(settings, options.tritonserver, run_dir).run()
+    deputy = not (options.foreground or options.no_restart)
+    return Supervisor(settings, options.tritonserver, run_dir, deputy).run()
 
 
 def _foreground(options: Namespace, run_dir: Path) -> int:
@@ -181,29 +193,28 @@ def _background(options: Namespace, run_dir: Path) -> int:
         code = 1
         try:
             code = _supervise(options, run_dir)
-        except ConfigError as error:
-            (run_dir / STATE).write_text(
-                json.dumps({"state": "failed", "reason": str(error), "supervisor": 0, "server": 0})
-            )
         finally:
             os._exit(code)
     started = time.monotonic()
     while True:
-        state = _state(run_dir) or {"state": "starting"}
+        state = read_state(run_dir) or {"state": "starting"}
         if state["state"] == "ready":
-            print(f"\rready after {time.monotonic() - started:.1f} s on http port {options.http_port}")
+            lead = "\r" if sys.stdout.isatty() else ""
+            print(f"{lead}ready after {time.monotonic() - started:.1f} s on http port {options.http_port}")
             return 0
         ended, _ = os.waitpid(child, os.WNOHANG)
         if ended:
-            print()
+            if sys.stdout.isatty():
+                print()
             _report_failure(run_dir)
             return 1
-        print(f"\r{state['state']} {time.monotonic() - started:.0f} s ", end="", flush=True)
+        if sys.stdout.isatty():
+            print(f"\r{state['state']} {time.monotonic() - started:.0f} s ", end="", flush=True)
         time.sleep(0.2)
 
 
 def _report_failure(run_dir: Path) -> None:
-    state = _state(run_dir)
+    state = read_state(run_dir)
     print((state or {}).get("reason") or "the server did not start", file=sys.stderr)
     log = run_dir / "server.log"
     if log.exists():
@@ -215,7 +226,7 @@ def _report_failure(run_dir: Path) -> None:
 
 def _stop(options: Namespace) -> int:
     run_dir = _run_dir(options)
-    state = _state(run_dir)
+    state = read_state(run_dir)
     if not state or not is_alive(state["supervisor"]):
         print(f"no server was launched on http port {options.http_port}")
         return 0
@@ -231,16 +242,9 @@ def _stop(options: Namespace) -> int:
 
 def _status(options: Namespace) -> int:
     run_dir = _run_dir(options)
-    state = _state(run_dir)
+    state = read_state(run_dir)
     if not state or not is_alive(state["supervisor"]):
         print(f"no server was launched on http port {options.http_port}")
         return 1
     print(json.dumps(state | {"log": str(run_dir / "server.log")}))
     return 0 if state["state"] == "ready" else 1
-
-
-def _state(run_dir: Path) -> dict | None:
-    try:
-        return json.loads((run_dir / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None

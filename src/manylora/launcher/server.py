@@ -13,18 +13,20 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from manylora.errors import ConfigError
 from manylora.launcher.find import Installation
-from manylora.lifeline import DRAIN_FILE, INFLIGHT_FILE, RUN_DIR
+from manylora.lifeline import DRAIN_FILE, PERIOD_S, REPORT, RUN_DIR, read_reports
 
-__all__ = ["Options", "Server", "is_alive", "port_is_free"]
+__all__ = ["Options", "Server", "clear_leftovers", "is_alive", "port_is_free"]
 
 PR_SET_PDEATHSIG = 1
 EXIT_TIMEOUT_S = 5
+SILENCE_S = 30.0  # of the HTTP door, before the server counts as hung
+PORTS_S = 10.0
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -39,6 +41,7 @@ class Options:
     address: str
     start_timeout: float
     drain_timeout: float
+    hang_timeout: float
     restart: bool
     verbose_log: str | None
     triton_args: tuple[str, ...]
@@ -50,11 +53,14 @@ class Server:
     def __init__(self, installation: Installation, options: Options, run_dir: Path) -> None:
         self._options = options
         self._run_dir = run_dir
-        self._prefix = f"manylora_{os.getpid()}_{options.http_port}_"
         self._stubs: set[int] = set()
+        self._heard = self._moved = time.monotonic()
+        self._seen = (0, 0)  # requests held and progress of the engine
+        self._written: dict[str, tuple[int, float]] = {}  # report -> time of its file, when that was new
         self.log = run_dir / "server.log"
-        for name in (DRAIN_FILE, INFLIGHT_FILE):
-            (run_dir / name).unlink(missing_ok=True)
+        for path in (run_dir / DRAIN_FILE, *run_dir.glob(f"{REPORT}*")):
+            path.unlink(missing_ok=True)
+        self._wait_for_ports()
         environment = installation.environment | {RUN_DIR: str(run_dir)}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -72,6 +78,11 @@ class Server:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the server and its models' processes."""
+        return [self.pid, *sorted(self._stubs)]
+
     def wait_ready(self) -> None:
         """Return when every model answers. Raises ConfigError when the server refuses, RuntimeError when it
         crashed or hangs."""
@@ -84,6 +95,7 @@ class Server:
                 raise ConfigError(self._reason() or f"tritonserver ended with status {code} while starting")
             if self._get("/v2/health/ready") is not None and self._canary():
                 self._stubs = set(self._children())
+                self._heard = self._moved = time.monotonic()
                 return
             time.sleep(0.1)
         raise RuntimeError(
@@ -98,17 +110,47 @@ class Server:
         lost = {pid for pid in self._stubs if not is_alive(pid)}  # the server never reaps them
         return f"the process {min(lost)} of a model is gone" if lost else None
 
+    def hung(self) -> str | None:
+        """Whether the server stopped answering, a model's process stopped reporting, or the engine stopped
+        stepping with requests open."""
+        limit = self._options.hang_timeout
+        if not limit:
+            return None
+        now = time.monotonic()
+        if self._get("/v2/health/live", timeout=1) is not None:
+            self._heard = now
+        reports = read_reports(self._run_dir)
+        held, progress = reports.get("tensorrt_llm", (False, 0, 0))[1:]
+        if held == 0 or (held, progress) != self._seen:
+            self._seen, self._moved = (held, progress), now
+        if now - self._heard > min(limit, SILENCE_S):
+            return f"tritonserver has not answered for {now - self._heard:.0f} s"
+        for path in self._run_dir.glob(f"{REPORT}*[!~]"):
+            with contextlib.suppress(OSError):
+                written = path.stat().st_mtime_ns
+                if self._written.get(path.name, (0, 0.0))[0] != written:
+                    self._written[path.name] = (written, now)
+        for name, (_, since) in self._written.items():
+            if now - since > limit:
+                return f"the process of model {name.removeprefix(REPORT)} is frozen for {now - since:.0f} s"
+        if now - self._moved > limit:
+            return f"the engine has not moved for {now - self._moved:.0f} s with {held} requests open"
+        return None
+
     def drain(self) -> None:
-        """Have new requests refused, and wait until nothing is in flight, at most the drain timeout."""
+        """Have new requests refused, and wait until every model's process is idle, at most the drain timeout.
+
+        Idle for as long as two reports take: a last response may be on its way from one model to the next.
+        """
         (self._run_dir / DRAIN_FILE).touch()
-        deadline = time.monotonic() + self._options.drain_timeout
-        while time.monotonic() < deadline and not self.died():
-            with contextlib.suppress(OSError, ValueError):
-                draining, inflight = (self._run_dir / INFLIGHT_FILE).read_text(encoding="utf-8").split()
-                if draining == "1" and inflight == "0":
-                    break
-            time.sleep(0.1)
-        time.sleep(0.3)  # the last responses still go through postprocessing
+        now = idle_since = time.monotonic()
+        deadline = now + self._options.drain_timeout
+        while now < deadline and now - idle_since < 2 * PERIOD_S and not self.died():
+            time.sleep(0.05)
+            now = time.monotonic()
+            reports = read_reports(self._run_dir).values()
+            if not reports or any(held or not draining for draining, held, _ in reports):
+                idle_since = now
 
     def stop(self) -> None:
         """End it in order, then by force, and clean up behind it."""
@@ -125,8 +167,7 @@ class Server:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
-        for path in Path("/dev/shm").glob(f"{self._prefix}*"):
-            path.unlink(missing_ok=True)
+        _clear_shared_memory(self._options.http_port)
 
     def _command(self, installation: Installation) -> list[str]:
         o = self._options
@@ -135,7 +176,7 @@ class Server:
             command += [f"--{kind}-port={port}", f"--{kind}-address={o.address}"]
         command += [
             "--disable-auto-complete-config",
-            f"--backend-config=python,shm-region-prefix-name={self._prefix}",
+            f"--backend-config=python,shm-region-prefix-name={_prefix(o.http_port)}",
             f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
         ]
         if not Path("/dev/nvidiactl").exists():
@@ -143,6 +184,14 @@ class Server:
         if o.verbose_log:
             command += ["--log-verbose=3", f"--log-file={o.verbose_log}"]
         return command + list(o.triton_args)
+
+    def _wait_for_ports(self) -> None:
+        """A server that was killed may hold its ports a moment longer."""
+        o, deadline = self._options, time.monotonic() + PORTS_S
+        while time.monotonic() < deadline and not all(
+            port_is_free(port, o.address) for port in (o.http_port, o.grpc_port, o.metrics_port)
+        ):
+            time.sleep(0.1)
 
     def _children(self) -> Iterator[int]:
         with contextlib.suppress(OSError):
@@ -157,10 +206,11 @@ class Server:
         body = json.dumps({"text_input": "a", "max_tokens": 1}).encode()
         return self._get("/v2/models/ensemble/generate", body) is not None
 
-    def _get(self, path: str, body: bytes | None = None) -> bytes | None:
+    def _get(self, path: str, body: bytes | None = None, timeout: float = 30) -> bytes | None:
         host = "127.0.0.1" if self._options.address == "0.0.0.0" else self._options.address
+        url = f"http://{host}:{self._options.http_port}{path}"
         try:
-            with urllib.request.urlopen(f"http://{host}:{self._options.http_port}{path}", body, 30) as answer:
+            with urllib.request.urlopen(url, body, timeout) as answer:
                 return answer.read()
         except (urllib.error.URLError, OSError):
             return None
@@ -172,6 +222,25 @@ class Server:
             r"^E\d{4} [^\]]+\] \"?([^\n\"]+)", text, re.MULTILINE
         )
         return found[0].strip(' "') if found else None
+
+
+def clear_leftovers(pids: Iterable[int], http_port: int) -> None:
+    """End what is left of a server whose supervisor was killed: those of `pids` that are Triton's."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if b"triton" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+    _clear_shared_memory(http_port)
+
+
+def _prefix(http_port: int) -> str:
+    """Of the shared-memory files: one server at a time for one user and port."""
+    return f"manylora_{os.getuid()}_{http_port}_"
+
+
+def _clear_shared_memory(http_port: int) -> None:
+    for path in Path("/dev/shm").glob(f"{_prefix(http_port)}*"):
+        path.unlink(missing_ok=True)
 
 
 def is_alive(pid: int) -> bool:

@@ -1,0 +1,144 @@
+"""Protects the other deployments: bfloat16 adapters on a model that is not decoupled, and a device cache far
+smaller than the adapters in use."""
+
+from __future__ import annotations
+
+import json
+import queue
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpc
+import tritonclient.http as http
+from conftest import Running, World, fill_repo, new_server
+from test_server import PROMPT, inputs, tensor
+
+from manylora.lora.convert import convert_peft
+from manylora.lora.formats.npy import write_npy
+from manylora.testing import reference_generate
+from manylora.text import Tokenizer
+
+NEW = 8
+
+
+@pytest.fixture(scope="module")
+def plain(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Not decoupled; lora_weights as bfloat16."""
+    path = tmp_path_factory.mktemp("plain")
+    running = new_server(
+        fill_repo(path / "repo", world.model, decoupled_mode="False", lora_weights_data_type="TYPE_BF16")
+    )
+    started = running.launch()
+    assert started.returncode == 0, started.stderr
+    yield running
+    assert running.launch("--stop").returncode == 0
+
+
+def bfloat16_tensors(world: World, task_id: int) -> list[grpc.InferInput]:
+    weights, config = convert_peft(world.adapters[task_id], "bfloat16")
+    sent = grpc.InferInput("lora_weights", weights.shape, "BF16")
+    sent._raw_content = weights.tobytes()
+    return [sent, tensor("lora_config", config), tensor("lora_task_id", np.array([[task_id]], np.uint64))]
+
+
+def test_bfloat16_adapters_unary_over_grpc_and_http(plain: Running, world: World) -> None:
+    with grpc.InferenceServerClient(f"127.0.0.1:{plain.grpc}") as client:
+        first = client.infer("tensorrt_llm", inputs(PROMPT, 1) + bfloat16_tensors(world, 2))
+        assert first.as_numpy("output_ids").shape == (1, 1, len(PROMPT) + 1)
+        answer = client.infer("tensorrt_llm", inputs(PROMPT, NEW, lora_task_id=np.array([[2]], np.uint64)))
+        ids = answer.as_numpy("output_ids")[0, 0].tolist()
+    rounded = reference_generate(world.model, world.adapters[2], PROMPT, NEW)
+    # The reference's adapter is float32: bfloat16 rounds, so only the beginning must agree.
+    assert ids[: len(PROMPT) + 3] == [*PROMPT, *rounded[:3]]
+    with http.InferenceServerClient(f"127.0.0.1:{plain.http}") as client:
+        made = []
+        for name, value in {
+            "input_ids": np.array([PROMPT], np.int32),
+            "input_lengths": np.array([[len(PROMPT)]], np.int32),
+            "request_output_len": np.array([[NEW]], np.int32),
+            "lora_task_id": np.array([[2]], np.uint64),
+        }.items():
+            made.append(http.InferInput(name, list(value.shape), grpc_type(value)))
+            made[-1].set_data_from_numpy(value)
+        assert client.infer("tensorrt_llm", made).as_numpy("output_ids")[0, 0].tolist() == ids
+
+
+def grpc_type(value: np.ndarray) -> str:
+    return {"int32": "INT32", "uint64": "UINT64"}[value.dtype.name]
+
+
+def test_text_without_decoupling(plain: Running, world: World) -> None:
+    url = f"http://127.0.0.1:{plain.http}/v2/models/ensemble/generate"
+    body = {"text_input": "Hello", "max_tokens": NEW, "end_id": -1, "exclude_input_in_output": True}
+    with urllib.request.urlopen(url, json.dumps(body).encode(), 60) as answer:
+        text = json.loads(answer.read())["text_output"]
+    tokenizer = Tokenizer(world.model)
+    assert text == tokenizer.decode(reference_generate(world.model, None, tokenizer.encode("Hello"), NEW))
+
+
+def test_32_adapters_over_a_device_cache_of_4_and_200_requests(world: World, tmp_path: Path) -> None:
+    """Half of the adapters are prefetched, half are sent; the host level holds 20 of the 32."""
+    picks = np.random.default_rng(4)
+    rank, hidden = 8, 64
+    config = np.array([[[1, layer, rank, 0] for layer in (0, 1)]], np.int32)
+    weights = {i: picks.normal(0, 0.2, (1, 2, rank * 2 * hidden)).astype(np.float32) for i in range(100, 132)}
+    for task_id in range(100, 116):
+        write_npy(tmp_path / "prefetch" / str(task_id), weights[task_id], config)
+    page_bytes = 4 * 64 * (64 + 32)  # float32; slots of the narrowest module, k or v: 64 + 32
+    served = new_server(
+        fill_repo(
+            tmp_path / "repo",
+            world.model,
+            lora_weights_data_type="TYPE_FP32",
+            lora_prefetch_dir=str(tmp_path / "prefetch"),
+            lora_target_modules="attn_q",
+            lora_cache_max_adapter_size="8",
+            lora_cache_gpu_memory_bytes=str(4 * page_bytes),
+            lora_cache_host_memory_bytes=str(20 * page_bytes),
+        )
+    )
+    started = served.launch()
+    assert started.returncode == 0, started.stderr
+    try:
+        cases = []
+        for i in range(200):
+            task_id = 100 + i % 32 if i % 5 else None
+            cases.append((task_id, [(7 * i + j) % 250 for j in range(1 + i % 23)], i % 2 == 0))
+        alone = [answers(served, weights, config, [case])[0] for case in cases]
+        assert answers(served, weights, config, cases) == alone
+        log = Path(served.state()["log"]).read_text()
+        assert "LoRA cache: host 20 pages, device 4 pages" in log
+        assert "prefetched 16 adapters" in log
+    finally:
+        served.launch("--stop")
+
+
+def answers(served: Running, weights: dict, config: np.ndarray, cases: list[tuple]) -> list[list[int]]:
+    """All cases at once over one stream; adapters that are not prefetched always bring their tensors."""
+    arrived: queue.Queue = queue.Queue()
+    found: dict[int, list[int]] = defaultdict(list)
+    with grpc.InferenceServerClient(f"127.0.0.1:{served.grpc}") as client:
+        client.start_stream(lambda result, error: arrived.put((result, error)))
+        for number, (task_id, prompt, streaming) in enumerate(cases):
+            extra = {"streaming": np.array([[streaming]]), "exclude_input_in_output": np.array([[True]])}
+            if task_id is not None:
+                extra["lora_task_id"] = np.array([[task_id]], np.uint64)
+            if task_id is not None and task_id >= 116:
+                extra |= {"lora_weights": weights[task_id], "lora_config": config}
+            request = inputs(prompt, NEW, **extra)
+            client.async_stream_infer(
+                "tensorrt_llm", request, request_id=str(number), enable_empty_final_response=True
+            )
+        pending = len(cases)
+        while pending:
+            result, error = arrived.get(timeout=60)
+            assert error is None, error
+            response = result.get_response()
+            if response.outputs:
+                found[int(response.id)] += result.as_numpy("output_ids")[0, 0].tolist()
+            pending -= response.parameters["triton_final_response"].bool_param
+    return [found[number] for number in range(len(cases))]

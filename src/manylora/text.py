@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Library
 
 from manylora.errors import ConfigError, RequestError
+from manylora.wire.parameters import value_of
 
-__all__ = ["WINDOW", "Tokenizer"]
+__all__ = ["Tokenizer", "open_tokenizer"]
 
-WINDOW = 128
-"""Ids before a chunk that its text may depend on. More only for a run of byte tokens longer than this."""
 CONTEXT = 8  # ids that settle any seam which is not inside a run of byte tokens
 
 
@@ -151,6 +150,14 @@ class Tokenizer:
             return json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ConfigError(f"tokenizer_dir: {path} is not valid JSON: {error}") from error
+
+
+def open_tokenizer(parameters: Mapping[str, str]) -> Tokenizer:
+    """The tokenizer that a model's parameters name. Raises ConfigError."""
+    directory = value_of(parameters, "tokenizer_dir")
+    if directory is None:
+        raise ConfigError("parameter tokenizer_dir must name the tokenizer's directory")
+    return Tokenizer(Path(directory))
 
 
 def _is_unfinished(tail: bytes) -> bool:

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from manylora.errors import ConfigError
 from manylora.lifeline import Lifeline
-from manylora.text import Tokenizer
-from manylora.wire.parameters import flag, value_of
+from manylora.text import open_tokenizer
+from manylora.wire.parameters import flag, parameters_of
 
 
 class TritonPythonModel:
     def initialize(self, args):
-        config = json.loads(args["model_config"])
-        parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
-        directory = value_of(parameters, "tokenizer_dir")
+        parameters = parameters_of(args["model_config"])
         try:
-            if directory is None:
-                raise ConfigError("parameter tokenizer_dir must name the tokenizer's directory")
-            self._tokenizer = Tokenizer(Path(directory))
+            self._tokenizer = open_tokenizer(parameters)
             self._skip = flag(parameters, "skip_special_tokens", True)
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None

@@ -18,7 +18,7 @@ from manylora.lifeline import Lifeline
 from manylora.loop import EngineLoop
 from manylora.wire.decode import decode_requests, is_stop
 from manylora.wire.encode import Reply, merge
-from manylora.wire.parameters import engine_config, flag, value_of
+from manylora.wire.parameters import engine_config, flag, parameters_of, value_of
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
@@ -39,9 +39,8 @@ class Call:
 class TritonPythonModel:
     def initialize(self, args):
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
-        config = json.loads(args["model_config"])
-        parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
-        self._decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
+        parameters = parameters_of(args["model_config"])
+        self._decoupled = pb_utils.using_decoupled_model_transaction_policy(json.loads(args["model_config"]))
         self._calls: dict[str, set[Call]] = {}  # request id -> open calls
         self._live: set[Call] = set()
         self._lock = threading.Lock()

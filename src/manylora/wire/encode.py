@@ -10,9 +10,10 @@ import numpy as np
 
 from manylora.request import Event, Request
 
-__all__ = ["Reply", "merge"]
+__all__ = ["WINDOW", "Reply", "merge"]
 
-WINDOW = 128  # as text.WINDOW; the engine's model does not load the tokenizer
+WINDOW = 128
+"""Ids before a chunk that its text may depend on. More only for a run of byte tokens longer than this."""
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from manylora.config import EngineConfig, LoraCacheConfig
 from manylora.errors import ConfigError
 
-__all__ = ["engine_config", "flag", "value_of"]
+__all__ = ["engine_config", "flag", "parameters_of", "value_of"]
 
 TYPES = ("v1", "V1", "inflight_batching", "inflight_fused_batching")
 TRUE, FALSE = ("true", "1", "t", "y", "yes"), ("false", "0", "f", "n", "no")
@@ -22,6 +23,11 @@ HARMLESS = {
     "guided_decoding_backend": (),
     "max_attention_window_size": (),
 }
+
+
+def parameters_of(model_config: str) -> dict[str, str]:
+    """Of the JSON that Triton hands to a model as its configuration."""
+    return {key: value["string_value"] for key, value in json.loads(model_config)["parameters"].items()}
 
 
 def value_of(parameters: Mapping[str, str], name: str) -> str | None:

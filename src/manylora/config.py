@@ -58,7 +58,9 @@ class EngineConfig:
     model_dir: Path
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = "auto"  # auto: as the checkpoint says on a GPU; on a CPU float32 for float16 checkpoints
-    max_batch_size: int = 64  # sequences in one step
+    max_batch_size: int = 64  # sequences in one step; each beam counts
+    max_beam_width: int = 1
+    tokenizer_dir: Path | None = None  # for guided decoding; None: such requests are refused
     max_num_tokens: int = 2048  # token rows in one step
     max_seq_len: int | None = None  # prompt + output; None: what the model allows
     tokens_per_block: int = 32
@@ -75,6 +77,7 @@ class EngineConfig:
             1,
             max_batch_size=self.max_batch_size,
             max_num_tokens=self.max_num_tokens,
+            max_beam_width=self.max_beam_width,
             tokens_per_block=self.tokens_per_block,
         )
         _at_least(0, max_queue_size=self.max_queue_size)
@@ -84,6 +87,11 @@ class EngineConfig:
         _fraction(kv_cache_free_gpu_mem_fraction=self.kv_cache_free_gpu_mem_fraction)
         _one_of(POLICIES, batch_scheduler_policy=self.batch_scheduler_policy)
         _one_of(DTYPES, dtype=self.dtype)
+        if self.max_beam_width > self.max_batch_size:
+            raise ConfigError(
+                f"max_beam_width must be at most max_batch_size ({self.max_batch_size}), "
+                f"got {self.max_beam_width}"
+            )
         if self.max_num_tokens < self.max_batch_size:
             raise ConfigError(
                 f"max_num_tokens must be at least max_batch_size ({self.max_batch_size}), "

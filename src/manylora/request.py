@@ -11,9 +11,23 @@ import numpy as np
 
 from manylora.errors import RequestError
 
-__all__ = ["Event", "FinishReason", "LoraInput", "Request", "SamplingParams", "Sink"]
+__all__ = [
+    "Beam",
+    "Event",
+    "FinishReason",
+    "Guide",
+    "LoraInput",
+    "Request",
+    "RequestMetrics",
+    "Retention",
+    "SamplingParams",
+    "Sink",
+]
 
 MAX_SEED = 2**64 - 1
+
+
+GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
 
 
 class FinishReason(str, Enum):
@@ -23,6 +37,28 @@ class FinishReason(str, Enum):
     LENGTH = "length"  # max_tokens, or the model's longest sequence
     CANCELLED = "cancelled"  # by the client
     ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Guide:
+    """What the output must match: any JSON, a JSON schema, a regular expression, an EBNF grammar."""
+
+    type: str
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.type in GUIDE_TYPES,
+            "guided_decoding_guide_type",
+            f"must be one of {', '.join(GUIDE_TYPES)}",
+            self.type,
+        )
+        _require(
+            self.type == "json" or bool(self.text),
+            "guided_decoding_guide",
+            f"must be given for {self.type}",
+            repr(self.text),
+        )
 
 
 @dataclass(frozen=True)
@@ -38,6 +74,9 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int | None = None  # 0 or None: no limit
     top_p: float | None = None  # 0 or None: not set
+    top_p_min: float = 1e-6  # top_p decays by top_p_decay with every token, down to this,
+    top_p_decay: float = 1.0
+    top_p_reset_id: int | None = None  # and returns to its first value after this token
     seed: int | None = None  # None: 0, so that a repeated request repeats its answer
     repetition_penalty: float = (
         1.0  # > 1 lowers tokens seen in prompt or output (divides or multiplies the logit)
@@ -47,8 +86,16 @@ class SamplingParams:
     min_tokens: int = 0  # end_id is not taken before this many new tokens
     stop_words: tuple[tuple[int, ...], ...] = ()  # stops after any of these; the word stays in the output
     bad_words: tuple[tuple[int, ...], ...] = ()  # never completed
-    num_return_sequences: int = 1  # independent samples of one prompt
+    num_return_sequences: int = 1  # independent samples of one prompt; with beams: how many are returned
+    beam_width: int = 1  # > 1: beam search
+    length_penalty: float = 0.0  # of a beam's score: log probability / length ** length_penalty
+    early_stopping: bool = True  # ends when beam_width beams ended; False: when none can still become better
+    beam_search_diversity_rate: float = 0.0  # a beam's n-th best token counts n * rate less when ranked
+    logit_bias: np.ndarray | None = field(default=None, compare=False)  # [vocab] float32, added to the logits
+    guide: Guide | None = None
     return_log_probs: bool = False
+    return_context_logits: bool = False
+    return_generation_logits: bool = False
 
     def __post_init__(self) -> None:
         _require(self.max_tokens > 0, "request_output_len (max_tokens)", "must be > 0", self.max_tokens)
@@ -80,8 +127,36 @@ class SamplingParams:
         _require(
             self.num_return_sequences > 0, "num_return_sequences", "must be > 0", self.num_return_sequences
         )
+        _require(0 < self.top_p_min <= 1, "runtime_top_p_min", "must be in (0, 1]", self.top_p_min)
+        _require(0 < self.top_p_decay <= 1, "runtime_top_p_decay", "must be in (0, 1]", self.top_p_decay)
+        self._check_beams()
+        if self.logit_bias is not None:
+            _require(
+                bool(np.isfinite(self.logit_bias).all()),
+                "embedding_bias",
+                "must be finite",
+                "a NaN or infinity",
+            )
         _require(all(self.stop_words), "stop_words", "must not hold an empty word", self.stop_words)
         _require(all(self.bad_words), "bad_words", "must not hold an empty word", self.bad_words)
+
+    def _check_beams(self) -> None:
+        _require(self.beam_width > 0, "beam_width", "must be > 0", self.beam_width)
+        _require(_finite(self.length_penalty), "length_penalty", "must be finite", self.length_penalty)
+        rate = self.beam_search_diversity_rate
+        _require(_finite(rate) and rate >= 0, "beam_search_diversity_rate", "must be >= 0", rate)
+        if self.beam_width == 1:
+            return
+        _require(
+            self.num_return_sequences <= self.beam_width,
+            "num_return_sequences",
+            f"must be <= beam_width ({self.beam_width})",
+            self.num_return_sequences,
+        )
+        if self.guide is not None:
+            raise RequestError("Guided decoding does not support with beam search.")
+        if self.return_generation_logits:
+            raise RequestError("return_generation_logits needs beam_width 1: beams share no row of logits")
 
     @property
     def greedy(self) -> bool:
@@ -109,13 +184,53 @@ class LoraInput:
         return self.weights is not None or self.config is not None
 
 
+@dataclass(frozen=True)
+class Retention:
+    """How long the KV blocks of a prompt and its output are kept for reuse, from 0 to 100; 35 is usual.
+
+    ranges: (first token, token after the last or None, priority, milliseconds or None) of the prompt.
+    """
+
+    ranges: tuple[tuple[int, int | None, int, int | None], ...] = ()
+    decode_priority: int = 35
+    decode_duration_ms: int | None = None
+
+    def __post_init__(self) -> None:
+        for start, end, priority, duration in self.ranges:
+            _require(start >= 0, "retention_token_range_starts", "must be >= 0", start)
+            _require(
+                end is None or end > start, "retention_token_range_ends", f"must be > {start} or -1", end
+            )
+            _priority("retention_token_range_priorities", priority, duration)
+        _priority("retention_decode_priority", self.decode_priority, self.decode_duration_ms)
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """Times in nanoseconds of one monotonic clock, 0: not yet; counts of KV blocks and of draft tokens."""
+
+    arrival_ns: int
+    first_scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    kv_new_blocks: int = 0
+    kv_reused_blocks: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    adapter_tier: str = ""  # where the adapter was found: device, host, disk, wire; empty without one
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
     """One prompt to continue, under one adapter or none.
 
     request_id: the client's own, for logs and `stop`; may be empty or repeated, the engine never keys by it.
-    prompt:     token ids, at least one.
+    prompt:     token ids, at least one. Ids from the vocabulary's size on are rows of prompt_table.
     streaming:  True: an Event for every step with new tokens; False: one Event for each finished sequence.
+    draft:      a guess at the next tokens; those that the model confirms are taken in one step.
+    prompt_table: [n, hidden_size] float16 or float32, embeddings for the ids beyond the vocabulary.
     """
 
     prompt: tuple[int, ...]
@@ -123,9 +238,28 @@ class Request:
     lora: LoraInput | None = None
     streaming: bool = False
     request_id: str = ""
+    draft: tuple[int, ...] = ()
+    prompt_table: np.ndarray | None = None
+    retention: Retention | None = None
+
+    def __post_init__(self) -> None:
+        if self.params.beam_width > 1:
+            if self.streaming:
+                raise RequestError("streaming needs beam_width 1: beams may still change their beginning")
+            if self.draft:
+                raise RequestError("draft_input_ids need beam_width 1")
 
 
 @dataclass(frozen=True)
+class Beam:
+    """One result of a beam search; log_probs as in Event. cum_log_prob counts the end id too."""
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    cum_log_prob: float
+
+
+@dataclass(frozen=True, eq=False)
 class Event:
     """News of one sequence of a request.
 
@@ -135,6 +269,9 @@ class Event:
     finish_reason: None while the sequence goes on.
     last: True on exactly one event, the final one of the request.
     error: set exactly when finish_reason is ERROR.
+    beams: of a beam search, the best first; token_ids is empty then.
+    context_logits: [prompt, vocab], generation_logits [all output so far, vocab], float32, when asked for.
+    metrics: on the last event of each sequence, and on every event of a stream.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -143,6 +280,10 @@ class Event:
     finish_reason: FinishReason | None = None
     last: bool = False
     error: Exception | None = None
+    beams: tuple[Beam, ...] = ()
+    context_logits: np.ndarray | None = None
+    generation_logits: np.ndarray | None = None
+    metrics: RequestMetrics | None = None
 
 
 Sink = Callable[[Event], None]
@@ -151,6 +292,16 @@ Sink = Callable[[Event], None]
 
 def _finite(value: float) -> bool:
     return math.isfinite(value)
+
+
+def _priority(name: str, priority: int, duration: int | None) -> None:
+    _require(0 <= priority <= 100, name, "must be from 0 to 100", priority)
+    _require(
+        duration is None or duration >= 0,
+        name.replace("priorit", "duration_ms of priorit"),
+        "must be >= 0 or -1",
+        duration,
+    )
 
 
 def _require(ok: bool, name: str, rule: str, value: object) -> None:

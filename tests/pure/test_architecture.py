@@ -25,12 +25,23 @@ RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, nam
 INSIDE = {
     "lora": ["modules", "geometry", "tensors", "formats", "cache", "pool", "catalog", "store", "convert"],
     "model": ["checkpoint", "batch", "rope", "layers", "decoder", "weights"],
-    "engine": ["sequence", "kv_cache", "scheduler", "memory", "sampler", "runner", "engine"],
+    "engine": [
+        "sequence",
+        "idle_blocks",
+        "kv_cache",
+        "scheduler",
+        "memory",
+        "guide",
+        "beam",
+        "sampler",
+        "runner",
+        "engine",
+    ],
 }
 NO_TORCH = [
     "errors", "request", "config", "stats", "pages", "lifeline", "wire", "text", "launcher",
     "lora.modules", "lora.geometry", "lora.tensors", "lora.cache",
-    "engine.sequence", "engine.kv_cache", "engine.scheduler",
+    "engine.sequence", "engine.idle_blocks", "engine.guide", "engine.kv_cache", "engine.scheduler",
 ]  # fmt: skip
 CUDA_ROOMS = ("device", "kernels.cuda")
 

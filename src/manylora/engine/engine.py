@@ -5,12 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from manylora.config import EngineConfig
 from manylora.device import open_device
+from manylora.engine.beam import BeamGroup, Choice
+from manylora.engine.guide import Guides
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.memory import allocate_kv, plan_kv
-from manylora.engine.runner import Runner, Sampled
+from manylora.engine.runner import Outcome, Runner
 from manylora.engine.sampler import NOT_FINITE
 from manylora.engine.scheduler import Scheduler, Step
 from manylora.engine.sequence import Sequence
@@ -33,6 +38,7 @@ class Prepared:
 
     request: Request
     adapter: Adapter | None
+    matcher: Any = None  # of guided decoding
 
 
 @dataclass
@@ -76,6 +82,9 @@ class Engine:
             chunked=config.enable_chunked_context,
         )
         self._runner = Runner(self._decoder, kv_tensor, device, self.adapters, config.tokens_per_block)
+        self._guides: Guides | None = None
+        if config.tokenizer_dir is not None:
+            self._guides = Guides(config.tokenizer_dir, self.model.vocab_size, self.model.eos_token_ids)
         self._requests: dict[int, list[Sequence]] = {}  # handle -> its sequences that have not ended
         self._next_handle = 0
         self._count = _Counters()
@@ -97,8 +106,9 @@ class Engine:
     def prepare(self, request: Request) -> Prepared:
         """Check a request and read its adapter. Any thread. Raises RequestError."""
         self._check_prompt(request)
+        self._check_extras(request)
         adapter = self.adapters.prepare(request.lora) if request.lora else None
-        return Prepared(request, adapter)
+        return Prepared(request, adapter, self._compile(request))
 
     def submit(self, prepared: Prepared) -> int:
         """Take a request; its events come out of `step` under the returned handle. Raises RequestError."""
@@ -111,9 +121,8 @@ class Engine:
         max_len = min(len(request.prompt) + request.params.max_tokens, self.max_seq_len)
         sequences: list[Sequence] = []
         try:
-            for index in range(request.params.num_return_sequences):
-                lease = self._acquire(prepared)
-                sequences.append(Sequence(handle, request, index, max_len, lease))
+            for index in range(1 if request.params.beam_width > 1 else request.params.num_return_sequences):
+                sequences.append(self._new_sequence(prepared, handle, index, max_len))
         except RequestError:
             self._release(sequences)
             raise
@@ -137,23 +146,22 @@ class Engine:
         if not step.chunks:
             return []
         try:
-            sampled = self._runner.run(step)
+            outcome = self._runner.run(step)
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(step.chunks))
             return self._fail(step, error)
-        return self._update(step, sampled)
+        return self._update(step, outcome)
 
     def close(self) -> None:
         """Let go of every request without a word; for the end of the process and of tests."""
         everyone = [sequence for group in self._requests.values() for sequence in group]
-        self._scheduler.remove(everyone)
-        self._release(everyone)
+        self._let_go(everyone)
         self._requests.clear()
 
     def check(self) -> None:
         """Assert that pages add up: what is not free belongs to a live sequence."""
         live = [sequence for group in self._requests.values() for sequence in group]
-        self._kv.check(live)
+        self._kv.check(_with_beams(live))
         self.adapters.check()
 
     def stats(self) -> EngineStats:
@@ -196,51 +204,134 @@ class Engine:
                 f"Prompt length ({length}) exceeds maximum input length ({limit}). Shorten the prompt or "
                 "serve with a larger max_seq_len"
             )
-        if not 0 <= min(request.prompt) <= max(request.prompt) < vocab:
+        limit = vocab + (0 if request.prompt_table is None else len(request.prompt_table))
+        if not 0 <= min(request.prompt) <= max(request.prompt) < limit:
             raise RequestError(
-                f"input_ids must be in [0, {vocab}), got {min(request.prompt)} to {max(request.prompt)}"
+                f"input_ids must be in [0, {limit}), got {min(request.prompt)} to {max(request.prompt)}"
             )
 
-    def _acquire(self, prepared: Prepared) -> AdapterLease | None:
+    def _check_extras(self, request: Request) -> None:
+        params, hidden = request.params, self.model.hidden_size
+        if params.beam_width > self.config.max_beam_width:
+            raise RequestError(
+                f"beam_width must be at most max_beam_width ({self.config.max_beam_width}) of this server, "
+                f"got {params.beam_width}"
+            )
+        if params.beam_width > 1 and 2 * params.beam_width > self.model.vocab_size:
+            raise RequestError(f"beam_width must be at most half the vocabulary, got {params.beam_width}")
+        if params.logit_bias is not None and params.logit_bias.shape != (self.model.vocab_size,):
+            raise RequestError(
+                f"embedding_bias must have one value for each of the {self.model.vocab_size} tokens, "
+                f"got {params.logit_bias.size}"
+            )
+        table = request.prompt_table
+        if table is not None and (
+            table.ndim != 2 or table.shape[1] != hidden or not np.isfinite(table).all()
+        ):
+            raise RequestError(
+                f"prompt_embedding_table must hold finite rows of {hidden} values, got shape {table.shape}"
+            )
+        if request.draft:
+            self._check_draft(request)
+
+    def _check_draft(self, request: Request) -> None:
+        count, params = len(request.draft), request.params
+        if params.guide is not None:
+            raise RequestError("draft_input_ids cannot be combined with guided decoding")
+        if not 0 <= min(request.draft) <= max(request.draft) < self.model.vocab_size:
+            raise RequestError(f"draft_input_ids must be in [0, {self.model.vocab_size})")
+        room = min(params.max_tokens, self.max_seq_len - len(request.prompt)) - 1
+        if count > room or count >= self.config.max_num_tokens:
+            raise RequestError(
+                f"draft_input_ids holds {count} tokens; at most {min(room, self.config.max_num_tokens - 1)} "
+                "can be verified: fewer than request_output_len and than max_num_tokens of this server"
+            )
+
+    def _compile(self, request: Request) -> Any:
+        guide = request.params.guide
+        if guide is None:
+            return None
+        if self._guides is None:
+            raise RequestError(
+                "guided decoding is not enabled on this server: set guided_decoding_backend and tokenizer_dir"
+            )
+        return self._guides.compile(guide)
+
+    def _acquire(self, prepared: Prepared) -> tuple[AdapterLease | None, str]:
+        """A lease on the request's adapter, and where that was found."""
         lora = prepared.request.lora
         if lora is None:
-            return None
+            return None, ""
         try:
-            return self.adapters.acquire(lora, prepared.adapter)
+            lease = self.adapters.acquire(lora, prepared.adapter)
         except AdapterNotCachedError:
             # Evicted since it was prepared: read it from its source once more, or give up for good.
-            return self.adapters.acquire(lora, self.adapters.prepare(lora))
+            lease = self.adapters.acquire(lora, self.adapters.prepare(lora))
+        return lease, lease.tier
 
-    def _update(self, step: Step, sampled: Sampled) -> list[tuple[int, Event]]:
-        self._scheduler.advance(step)
+    def _new_sequence(self, prepared: Prepared, handle: int, index: int, max_len: int) -> Sequence:
+        lease, tier = self._acquire(prepared)
+        sequence = Sequence(handle, prepared.request, index, max_len, lease, tier=tier)
+        if prepared.matcher is not None:
+            sequence.matcher = prepared.matcher.deep_copy()
+        if prepared.request.params.beam_width > 1:
+            sequence.beams = BeamGroup(prepared.request.params.beam_width, sequence)
+        return sequence
+
+    def _update(self, step: Step, outcome: Outcome) -> list[tuple[int, Event]]:
         self._count.steps += 1
-        self._count.generated_tokens += len(sampled)
         self._count.prompt_tokens += step.num_context_tokens
         events: list[tuple[int, Event]] = []
         ended: list[Sequence] = []
-        for chunk, (token, log_prob) in sampled.items():
+        for chunk, tokens in outcome.tokens.items():
             sequence = chunk.sequence
-            if token == NOT_FINITE:
-                _set_error(sequence, RequestError(_NOT_FINITE_TEXT))
-            else:
-                sequence.append(token, log_prob)
+            sequence.drop_draft(len(tokens) - 1)
+            for token, log_prob in tokens:
+                if token == NOT_FINITE:
+                    _set_error(sequence, RequestError(_NOT_FINITE_TEXT))
+                else:
+                    self._count.generated_tokens += 1
+                    sequence.append(token, log_prob)
+                if sequence.finished:
+                    break
+            del sequence.generation_logits[sequence.num_output :]
             if sequence.finished:
                 ended.append(sequence)
             elif sequence.request.streaming:
                 events.append((sequence.handle, sequence.take_event(last=False)))
+        self._scheduler.advance(step)
+        for group, choices in outcome.choices.items():
+            self._advance_beams(group, choices)
+            if group.leader.finished:
+                ended.append(group.leader)
         return events + self._retire(ended)
 
+    def _advance_beams(self, group: BeamGroup, choices: list[Choice]) -> None:
+        """Move the beams of one search to the tokens chosen for them."""
+        leader = group.leader
+        leader.last_token_ns = time.monotonic_ns()
+        leader.first_token_ns = leader.first_token_ns or leader.last_token_ns
+        if not choices:
+            _set_error(leader, RequestError(_NOT_FINITE_TEXT))
+            return
+        self._count.generated_tokens += group.width
+        going = group.settle(choices)
+        if not going:
+            return
+        self._scheduler.fork(leader, group.move(going, self._kv.fork))
+        copies = [self._kv.make_writable(beam, group.reserve) for beam in group.beams]
+        self._runner.copy_blocks([pair for pair in copies if pair is not None])
+
     def _fail(self, step: Step, error: Exception) -> list[tuple[int, Event]]:
-        sequences = [chunk.sequence for chunk in step.chunks]
+        leaders = {id(s): s for s in (_leader(chunk.sequence) for chunk in step.chunks)}
         text = f"Encountered an error in forwardAsync function: {type(error).__name__}"
-        for sequence in sequences:
+        for sequence in leaders.values():
             _set_error(sequence, RequestError(text))
-        return self._retire(sequences)
+        return self._retire(list(leaders.values()))
 
     def _retire(self, sequences: list[Sequence]) -> list[tuple[int, Event]]:
         """Free what ended sequences hold, and tell."""
-        self._scheduler.remove(sequences)
-        self._release(sequences)
+        self._let_go(sequences)
         events = []
         for sequence in sequences:
             group = self._requests[sequence.handle]
@@ -252,10 +343,26 @@ class Engine:
             events.append((sequence.handle, sequence.take_event(last=not group)))
         return events
 
+    def _let_go(self, sequences: list[Sequence]) -> None:
+        self._scheduler.remove(_with_beams(sequences))
+        for sequence in sequences:
+            if sequence.beams is not None:
+                self._kv.free_reserve(sequence.beams.reserve)
+        self._release(sequences)
+
     def _release(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             if isinstance(sequence.lease, AdapterLease):
                 self.adapters.release(sequence.lease)
+
+
+def _leader(sequence: Sequence) -> Sequence:
+    return sequence if sequence.beams is None else sequence.beams.leader
+
+
+def _with_beams(sequences: list[Sequence]) -> list[Sequence]:
+    """The sequences, and after each one that stands for a beam search its other beams."""
+    return [s for one in sequences for s in ([one] if one.beams is None else one.beams.beams)]
 
 
 _NOT_FINITE_TEXT = (

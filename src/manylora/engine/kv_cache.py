@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
+from manylora.engine.idle_blocks import DEFAULT_PRIORITY, IdleBlocks
 from manylora.engine.sequence import Sequence
 from manylora.pages import PageAllocator
 
@@ -17,7 +16,10 @@ class KvCache:
 
     A full block is registered under its content: the chain of blocks before it, starting at the adapter's
     digest, and its own tokens. Keys hold the tokens themselves, so a match is never a hash collision. A
-    registered block that no sequence uses stays until its room is needed, least recently used first.
+    registered block that no sequence uses stays until its room is needed, in the order of `IdleBlocks`.
+
+    The beams of one search share blocks; the one that two of them would write to is copied first. All they
+    may ever need is claimed when the search begins, and what is not in use waits in the group's reserve.
     """
 
     def __init__(self, num_blocks: int, tokens_per_block: int, reuse: bool = True) -> None:
@@ -27,7 +29,7 @@ class KvCache:
         self._node_of: dict[Key, int] = {}
         self._block_of: dict[int, int] = {}  # node -> block
         self._key_of: dict[int, Key] = {}  # block -> key
-        self._idle: OrderedDict[int, None] = OrderedDict()  # registered blocks no sequence uses, oldest first
+        self._idle = IdleBlocks()  # registered blocks no sequence uses
         self._next_node = 0
 
     @property
@@ -55,10 +57,11 @@ class KvCache:
         if self.blocks_for(num_tokens) - len(shared) > self.num_available - idle:
             return False
         for block in shared:
-            self._idle.pop(block, None)
+            self._idle.discard(block)
             self._pages.share(block)
         sequence.blocks, sequence.nodes = shared, nodes
         sequence.num_computed = len(shared) * self.tokens_per_block
+        sequence.num_reused_blocks, sequence.num_new_blocks = len(shared), 0
         grown = self.grow(sequence, num_tokens)
         assert grown
         return True
@@ -70,14 +73,52 @@ class KvCache:
             return True
         if missing > self.num_available:
             return False
-        while self._pages.num_free < missing:
-            self._forget(next(iter(self._idle)))
-        sequence.blocks += self._pages.claim(missing) or []
+        new = self._claim(missing)
+        sequence.blocks += new
+        sequence.num_new_blocks += len(new)
         return True
+
+    def reserve_beams(self, leader: Sequence) -> bool:
+        """All blocks that the beams after the first may ever need; False, and nothing changed: no room."""
+        group = leader.beams
+        own = self.blocks_for(leader.max_len) - leader.num_prompt // self.tokens_per_block
+        count = (group.width - 1) * own
+        if count > self.num_available:
+            return False
+        group.reserve = self._claim(count)
+        return True
+
+    def fork(self, source: Sequence, target: Sequence, reserve: list[int]) -> None:
+        """Let a beam go on from where another one is: it shares that one's blocks."""
+        used = self.blocks_for(source.num_computed)
+        for block in source.blocks[:used]:
+            self._pages.share(block)
+        self._give_back(target.blocks, reserve)
+        target.blocks = source.blocks[:used]
+        target.num_computed = source.num_computed
+
+    def make_writable(self, sequence: Sequence, reserve: list[int]) -> tuple[int, int] | None:
+        """Give a beam a block of its own for the next token. Returns (from, to) when one must be copied."""
+        index = sequence.num_computed // self.tokens_per_block
+        self._give_back(sequence.blocks[index + 1 :], reserve)
+        del sequence.blocks[index + 1 :]
+        if index == len(sequence.blocks):
+            sequence.blocks.append(reserve.pop())
+            return None
+        block = sequence.blocks[index]
+        if self._pages.references(block) == 1:
+            return None
+        sequence.blocks[index] = reserve.pop()
+        self._pages.release([block])
+        return block, sequence.blocks[index]
+
+    def free_reserve(self, reserve: list[int]) -> None:
+        self._pages.release(reserve)
+        reserve.clear()
 
     def commit(self, sequence: Sequence) -> None:
         """Register the blocks that `num_computed` has filled since the last call."""
-        if not self._reuse:
+        if not self._reuse or (sequence.beams is not None and sequence.beams.forked):
             return
         size = self.tokens_per_block
         while (len(sequence.nodes) + 1) * size <= sequence.num_computed:
@@ -91,17 +132,20 @@ class KvCache:
 
     def free(self, sequence: Sequence) -> None:
         """Take a sequence's blocks back. The deepest are given up first when room is needed."""
-        for block in reversed(sequence.blocks):
+        for index in reversed(range(len(sequence.blocks))):
+            block = sequence.blocks[index]
             self._pages.release([block])
             if block in self._key_of and self._pages.references(block) == 1:
-                self._idle[block] = None
+                self._idle.add(block, *self._retention(sequence, index))
         sequence.blocks, sequence.nodes = [], []
         sequence.num_computed = 0
 
     def check(self, sequences: list[Sequence]) -> None:
-        """Assert that every block is free, idle, or held by exactly these sequences."""
+        """Assert that every block is free, idle, or held by exactly these sequences and their reserves."""
         self._pages.check()
         held = [block for sequence in sequences for block in sequence.blocks]
+        groups = {id(s.beams): s.beams for s in sequences if s.beams is not None}
+        held += [block for group in groups.values() for block in group.reserve]
         for block in range(self.num_blocks):
             expected = held.count(block) + (block in self._key_of)
             assert self._pages.references(block) == expected, f"block {block} leaks"
@@ -110,17 +154,45 @@ class KvCache:
 
     def _match(self, sequence: Sequence) -> list[int]:
         nodes: list[int] = []
-        if not self._reuse:
+        if not self._reuse or sequence.request.params.return_context_logits:
             return nodes
         parent: object = sequence.root
         size = self.tokens_per_block
-        for start in range(0, len(sequence.tokens) - size, size):
+        for start in range(0, len(sequence.tokens) - sequence.num_draft - size, size):
             node = self._node_of.get((parent, tuple(sequence.tokens[start : start + size])))
             if node is None:
                 break
             nodes.append(node)
             parent = node
         return nodes
+
+    def _claim(self, count: int) -> list[int]:
+        while self._pages.num_free < count:
+            self._forget(self._idle.pop())
+        return self._pages.claim(count) or []
+
+    def _give_back(self, blocks: list[int], reserve: list[int]) -> None:
+        """Drop references of beams; what nobody else uses goes into the reserve."""
+        for block in blocks:
+            if self._pages.references(block) == 1:
+                reserve.append(block)
+            else:
+                self._pages.release([block])
+
+    def _retention(self, sequence: Sequence, index: int) -> tuple[int, int | None]:
+        """Priority of a block: the highest that was asked for any of its tokens."""
+        wish = sequence.request.retention
+        if wish is None:
+            return DEFAULT_PRIORITY, None
+        start, stop = index * self.tokens_per_block, (index + 1) * self.tokens_per_block
+        found = [
+            (priority, duration)
+            for first, end, priority, duration in wish.ranges
+            if first < min(stop, sequence.num_prompt) and (end is None or end > start)
+        ]
+        if stop > sequence.num_prompt:
+            found.append((wish.decode_priority, wish.decode_duration_ms))
+        return max(found, key=lambda pair: pair[0], default=(DEFAULT_PRIORITY, None))
 
     def _register(self, key: Key, block: int) -> int:
         node = self._next_node
@@ -130,7 +202,6 @@ class KvCache:
         return node
 
     def _forget(self, block: int) -> None:
-        self._idle.pop(block)
         key = self._key_of.pop(block)
         del self._block_of[self._node_of.pop(key)]
         self._pages.release([block])

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from manylora.device import Device
-from manylora.engine.sampler import sample
+from manylora.engine.beam import BeamGroup, Choice, choose
+from manylora.engine.sampler import Row, adjust, sample
 from manylora.engine.scheduler import Chunk, Step
 from manylora.kernels.spec import AttentionBatch, LoraBatch
 from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.model.batch import ForwardBatch
 from manylora.model.decoder import Decoder
 
-__all__ = ["Runner", "Sampled"]
+__all__ = ["Outcome", "Runner"]
 
 logger = logging.getLogger("manylora")
 
-Sampled = dict[Chunk, tuple[int, float | None]]
-"""The chunks that sampled, each with its token (or `sampler.NOT_FINITE`) and log probability."""
+
+@dataclass
+class Outcome:
+    """What one forward pass decided.
+
+    tokens:  of each chunk that sampled: more than one where a guess was confirmed; NOT_FINITE: broken row.
+    choices: of each beam search whose step this was; empty for a broken row.
+    """
+
+    tokens: dict[Chunk, list[tuple[int, float | None]]] = field(default_factory=dict)
+    choices: dict[BeamGroup, list[Choice]] = field(default_factory=dict)
 
 
 class Runner:
@@ -37,29 +49,112 @@ class Runner:
         self._device = device
         self._adapters = adapters
         self._tokens_per_block = tokens_per_block
+        self._vocab_size = decoder.config.vocab_size
 
-    def run(self, step: Step) -> Sampled:
+    def run(self, step: Step) -> Outcome:
         chunks = sorted(step.chunks, key=lambda chunk: chunk.sequence.root)
-        sampling = [chunk for chunk in chunks if chunk.samples]
         self._adapters.flush_loads()
-        logits = self._decoder.forward(self._batch(chunks), self._kv)
-        if not sampling:
-            return {}
-        tokens, log_probs = sample(logits, [chunk.sequence for chunk in sampling])
-        return dict(zip(sampling, zip(tokens, log_probs, strict=True), strict=True))
+        wanted = [_wanted(chunk) for chunk in chunks]
+        logits = self._decoder.forward(self._batch(chunks, wanted), self._kv)
+        outcome = Outcome()
+        if not logits.shape[0]:
+            return outcome
+        drawn: list[tuple[Chunk, int, Row]] = []  # chunk, row of `logits`, whose
+        beams: dict[BeamGroup, list[tuple[int, Row]]] = {}
+        first = 0
+        for chunk, positions in zip(chunks, wanted, strict=True):
+            self._keep_context(chunk, positions, logits[first : first + len(positions)])
+            for row, position in enumerate(positions, first):
+                sequence = chunk.sequence
+                if chunk.samples and position >= len(sequence.tokens) - 1 - sequence.num_draft:
+                    if sequence.beams is not None:
+                        beams.setdefault(sequence.beams, []).append((row, (sequence, position + 1)))
+                    else:
+                        drawn.append((chunk, row, (sequence, position + 1)))
+            first += len(positions)
+        self._choose(logits, beams, outcome)
+        self._draw(logits, drawn, outcome)
+        return outcome
 
-    def _batch(self, chunks: list[Chunk]) -> ForwardBatch:
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy keys and values of whole blocks, (from, to); a block is not both."""
+        if pairs:
+            source, target = (self._tensor(list(side)) for side in zip(*pairs, strict=True))
+            self._kv[:, :, target] = self._kv[:, :, source]
+
+    def _draw(self, logits: Tensor, drawn: list[tuple[Chunk, int, Row]], outcome: Outcome) -> None:
+        if not drawn:
+            return
+        for chunk, row, _ in drawn:
+            if chunk.sequence.request.params.return_generation_logits:
+                chunk.sequence.generation_logits.append(_numpy(logits[row]))
+        rows = [row for _, row, _ in drawn]
+        picked = logits if len(rows) == logits.shape[0] else logits[rows]
+        tokens, log_probs = sample(picked, [owner for _, _, owner in drawn])
+        for (chunk, _, (sequence, length)), token, log_prob in zip(drawn, tokens, log_probs, strict=True):
+            found = outcome.tokens.setdefault(chunk, [])
+            # Of a guess: go on as long as each token before this one was guessed right.
+            number = length - (len(sequence.tokens) - sequence.num_draft)
+            if number == 0 or (len(found) == number and found[-1][0] == sequence.tokens[length - 1]):
+                found.append((token, log_prob))
+
+    def _choose(
+        self, logits: Tensor, beams: dict[BeamGroup, list[tuple[int, Row]]], outcome: Outcome
+    ) -> None:
+        for group, members in beams.items():
+            order = {id(sequence): i for i, sequence in enumerate(group.beams)}
+            members.sort(key=lambda member: order[id(member[1][0])])
+            picked = logits[[row for row, _ in members]]
+            broken = adjust(picked, [owner for _, owner in members])
+            temperature = group.leader.request.params.temperature or 1.0
+            log_probs = torch.log_softmax(picked / temperature, dim=-1)
+            outcome.choices[group] = [] if any(broken) else choose(log_probs, group)
+
+    @staticmethod
+    def _keep_context(chunk: Chunk, positions: range, logits: Tensor) -> None:
+        sequence = chunk.sequence
+        count = min(positions.stop, sequence.num_prompt) - positions.start
+        if count <= 0 or not sequence.request.params.return_context_logits:
+            return
+        if sequence.context_logits is None:
+            sequence.context_logits = np.empty((sequence.num_prompt, logits.shape[-1]), np.float32)
+        sequence.context_logits[positions.start : positions.start + count] = _numpy(logits[:count])
+
+    def _batch(self, chunks: list[Chunk], wanted: list[range]) -> ForwardBatch:
         starts = [0, *accumulate(chunk.count for chunk in chunks)]
         ids = [t for c in chunks for t in c.sequence.tokens[c.start : c.start + c.count]]
         positions = [p for c in chunks for p in range(c.start, c.start + c.count)]
-        last_rows = [stop - 1 for c, stop in zip(chunks, starts[1:], strict=True) if c.samples]
+        rows = [
+            start + position - chunk.start
+            for chunk, start, range_ in zip(chunks, starts, wanted, strict=False)
+            for position in range_
+        ]
         return ForwardBatch(
-            input_ids=self._tensor(ids),
+            input_ids=self._tensor([i if i < self._vocab_size else 0 for i in ids]),
             positions=self._tensor(positions),
             attention=self._attention(chunks, starts),
             lora=self._lora(chunks, starts),
-            logits_rows=self._tensor(last_rows),
+            logits_rows=self._tensor(rows),
+            embeddings=self._embeddings(chunks, ids, starts),
         )
+
+    def _embeddings(
+        self, chunks: list[Chunk], ids: list[int], starts: list[int]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Rows that are not tokens of the vocabulary but of their request's own table, and the embeddings."""
+        rows: list[int] = []
+        vectors: list[np.ndarray] = []
+        for chunk, start, stop in zip(chunks, starts, starts[1:], strict=False):
+            table = chunk.sequence.request.prompt_table
+            if table is not None:
+                for row in range(start, stop):
+                    if ids[row] >= self._vocab_size:
+                        rows.append(row)
+                        vectors.append(table[ids[row] - self._vocab_size])
+        if not rows:
+            return None
+        values = torch.from_numpy(np.stack(vectors).astype(np.float32)).to(self._decoder.dtype)
+        return self._tensor(rows), values.to(self._device.torch)
 
     def _attention(self, chunks: list[Chunk], starts: list[int]) -> AttentionBatch:
         size = self._tokens_per_block
@@ -95,3 +190,15 @@ class Runner:
 
     def _tensor(self, values: list, dtype: torch.dtype = torch.long) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self._device.torch, non_blocking=True)
+
+
+def _wanted(chunk: Chunk) -> range:
+    """The positions of a chunk whose logits are needed."""
+    sequence, stop = chunk.sequence, chunk.start + chunk.count
+    if sequence.request.params.return_context_logits and chunk.start < sequence.num_prompt:
+        return range(chunk.start, stop)
+    return range(stop - 1 - sequence.num_draft, stop) if chunk.samples else range(stop, stop)
+
+
+def _numpy(logits: Tensor) -> np.ndarray:
+    return logits.to("cpu", torch.float32, copy=True).numpy()

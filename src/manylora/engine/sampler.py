@@ -6,39 +6,53 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from manylora.engine.sequence import Sequence
 from manylora.request import SamplingParams
 
-__all__ = ["NOT_FINITE", "sample", "uniform"]
+__all__ = ["NOT_FINITE", "Row", "adjust", "sample", "uniform"]
 
 NOT_FINITE = -1  # in place of a token: the row's logits hold a NaN or an infinity
 MASK64 = 2**64 - 1
 
+Row = tuple[Sequence, int]
+"""Whose next token a row of logits is for, and after how many of its tokens."""
+
 
 @torch.inference_mode()
-def sample(logits: Tensor, sequences: Rows[Sequence]) -> tuple[list[int], list[float | None]]:
+def sample(logits: Tensor, rows: Rows[Row]) -> tuple[list[int], list[float | None]]:
     """One token for each row, and its log probability where asked for.
 
-    logits [L, vocab] float32, changed in place; row i belongs to sequences[i].
+    logits [L, vocab] float32, changed in place; row i is for rows[i].
     """
-    broken = (~torch.isfinite(logits).all(dim=-1)).tolist()
-    for row, sequence in enumerate(sequences):
-        if not broken[row] and _has_rules(sequence.request.params):
-            _apply_rules(logits[row], sequence)
+    broken = adjust(logits, rows)
     tokens = torch.argmax(logits, dim=-1).tolist()
-    drawn = [i for i, s in enumerate(sequences) if not s.request.params.greedy and not broken[i]]
+    drawn = [i for i, (s, _) in enumerate(rows) if not s.request.params.greedy and not broken[i]]
     if drawn:
-        _scale(logits, drawn, sequences)
-        for row, token in zip(drawn, _draw(logits[drawn], [sequences[i] for i in drawn]), strict=True):
+        _scale(logits, drawn, rows)
+        for row, token in zip(drawn, _draw(logits[drawn], [rows[i] for i in drawn]), strict=True):
             tokens[row] = token
     log_probs: list[float | None] = [None] * len(tokens)
-    for row, sequence in enumerate(sequences):
+    for row, (sequence, _) in enumerate(rows):
         if sequence.request.params.return_log_probs and not broken[row]:
             log_probs[row] = float(torch.log_softmax(logits[row], dim=-1)[tokens[row]])
     return [NOT_FINITE if bad else token for bad, token in zip(broken, tokens, strict=True)], log_probs
+
+
+def adjust(logits: Tensor, rows: Rows[Row]) -> list[bool]:
+    """Apply biases, penalties, bans and guides in place. Returns which rows were not finite before."""
+    broken = (~torch.isfinite(logits).all(dim=-1)).tolist()
+    for row, (sequence, length) in enumerate(rows):
+        if broken[row]:
+            continue
+        if _has_rules(sequence.request.params):
+            _apply_rules(logits[row], sequence, length)
+        if sequence.matcher is not None:
+            _apply_guide(logits[row], sequence)
+    return broken
 
 
 def uniform(seed: int, index: int, position: int) -> float:
@@ -59,14 +73,19 @@ def _has_rules(params: SamplingParams) -> bool:
         or params.repetition_penalty != 1
         or params.presence_penalty
         or params.frequency_penalty
+        or params.logit_bias is not None
     )
 
 
-def _apply_rules(row: Tensor, sequence: Sequence) -> None:
+def _apply_rules(row: Tensor, sequence: Sequence, length: int) -> None:
     params, vocab = sequence.request.params, row.shape[-1]
-    output = sequence.tokens[sequence.num_prompt :]
+    tokens = sequence.tokens[:length]
+    output = tokens[sequence.num_prompt :]
+    if params.logit_bias is not None:
+        bias = torch.from_numpy(np.ascontiguousarray(params.logit_bias[:vocab], np.float32))
+        row[: len(bias)] += bias.to(row.device)
     if params.repetition_penalty != 1:
-        seen = _index(set(sequence.tokens), row)
+        seen = _index({token for token in tokens if token < vocab}, row)
         scores = row[seen]
         row[seen] = torch.where(
             scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty
@@ -75,12 +94,25 @@ def _apply_rules(row: Tensor, sequence: Sequence) -> None:
         counts = Counter(output)
         weights = [params.presence_penalty + params.frequency_penalty * n for n in counts.values()]
         row[_index(counts, row)] -= torch.tensor(weights, dtype=row.dtype, device=row.device)
-    banned = {word[-1] for word in params.bad_words if _is_next(word, sequence.tokens)}
+    banned = {word[-1] for word in params.bad_words if _is_next(word, tokens)}
     if params.end_id is not None and len(output) < params.min_tokens:
         banned.add(params.end_id)
     banned = {token for token in banned if 0 <= token < vocab}
     if banned and len(banned) < vocab:
         row[_index(banned, row)] = -torch.inf
+
+
+def _apply_guide(row: Tensor, sequence: Sequence) -> None:
+    """Only tokens the guide allows. Where a ban leaves none of them, the guide wins."""
+    vocab = row.shape[-1]
+    bits = np.frombuffer(sequence.matcher.compute_bitmask(), np.uint8)
+    allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[:vocab].astype(bool))
+    if len(allowed) < vocab:
+        allowed = torch.nn.functional.pad(allowed, (0, vocab - len(allowed)))
+    allowed = allowed.to(row.device)
+    if torch.isneginf(row[allowed]).all():
+        row[allowed] = 0.0
+    row.masked_fill_(~allowed, -torch.inf)
 
 
 def _is_next(word: tuple[int, ...], tokens: list[int]) -> bool:
@@ -92,19 +124,20 @@ def _index(tokens: Iterable[int], row: Tensor) -> Tensor:
     return torch.tensor(list(tokens), dtype=torch.long, device=row.device)
 
 
-def _scale(logits: Tensor, rows: list[int], sequences: Rows[Sequence]) -> None:
-    temperatures = [sequences[row].request.params.temperature for row in rows]
+def _scale(logits: Tensor, drawn: list[int], rows: Rows[Row]) -> None:
+    temperatures = [rows[row][0].request.params.temperature for row in drawn]
     if any(temperature != 1 for temperature in temperatures):
-        logits[rows] /= torch.tensor(temperatures, dtype=logits.dtype, device=logits.device).unsqueeze(1)
+        divisors = torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)
+        logits[drawn] /= divisors.unsqueeze(1)
 
 
-def _draw(logits: Tensor, sequences: Rows[Sequence]) -> list[int]:
+def _draw(logits: Tensor, rows: Rows[Row]) -> list[int]:
     """Inverse-CDF sampling over the sorted distribution, cut by top-k, then by top-p. logits [R, vocab]."""
     vocab = logits.shape[-1]
-    params = [sequence.request.params for sequence in sequences]
+    params = [sequence.request.params for sequence, _ in rows]
     top_k = torch.tensor([[p.top_k or vocab] for p in params], device=logits.device)
-    top_p = torch.tensor([[p.top_p or 1.0] for p in params], device=logits.device)
-    draws = [uniform(s.request.params.seed or 0, s.index, len(s.tokens)) for s in sequences]
+    top_p = torch.tensor([[sequence.top_p or 1.0] for sequence, _ in rows], device=logits.device)
+    draws = [uniform(s.request.params.seed or 0, s.index, length) for s, length in rows]
     ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
     ordered = ordered.masked_fill(torch.arange(vocab, device=logits.device) >= top_k, -torch.inf)
     probs = torch.softmax(ordered, dim=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -64,7 +65,10 @@ class _Round:
     def take(self, sequence: Sequence) -> None:
         """Schedule as much of a sequence as fits."""
         count = min(sequence.num_due, self.budget)
-        if count:
+        left = sequence.num_due - count
+        if 0 < left <= sequence.num_draft:  # a guess is verified in one step
+            count -= sequence.num_draft + 1 - left
+        if count > 0:
             self.budget -= count
             samples = count == sequence.num_due
             self.chunks.append(Chunk(sequence, sequence.num_computed, count, samples))
@@ -105,6 +109,11 @@ class Scheduler:
         self._whole = not chunked
 
     @property
+    def num_slots(self) -> int:
+        """Rows of the batch that running sequences take when all decode."""
+        return sum(sequence.num_slots for sequence in self.running)
+
+    @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
@@ -123,8 +132,16 @@ class Scheduler:
     def advance(self, step: Step) -> None:
         """The step was computed: count it, and offer its full blocks for reuse."""
         for chunk in step.chunks:
-            chunk.sequence.num_computed += chunk.count
-            self._kv.commit(chunk.sequence)
+            sequence = chunk.sequence
+            # The token that was just appended is not computed yet, nor is what was wrong in a guess.
+            limit = len(sequence.tokens) - (sequence.beams is None)
+            sequence.num_computed = min(sequence.num_computed + chunk.count, limit)
+            self._kv.commit(sequence)
+
+    def fork(self, leader: Sequence, beams: list[Sequence]) -> None:
+        """Let the beams of a search run beside the sequence that computed their prompt."""
+        at = self.running.index(leader) + 1
+        self.running[at:at] = beams
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """Forget sequences, wherever they are, and free their blocks. Their leases are the caller's."""
@@ -137,9 +154,11 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, this: _Round) -> bool:
         """Blocks for what the sequence may compute now, taken from the one admitted last if need be."""
+        if sequence.beams is not None:  # has all it may need
+            return True
         target = sequence.num_computed + min(sequence.num_due, this.budget)
         while not self._kv.grow(sequence, target):
-            victim = self.running[-1]
+            victim = next(s for s in reversed(self.running) if s.beams is None)
             self._preempt(victim, this)
             if victim is sequence:
                 return False
@@ -159,7 +178,9 @@ class Scheduler:
         passed: list[Sequence] = []
         no_room: set[str] = set()
         held = False
-        while self.waiting and len(self.running) < self._max_batch_size and this.budget > 0:
+        while self.waiting and this.budget > 0:
+            if self.num_slots + self.waiting[0].num_slots > self._max_batch_size:
+                break
             sequence = self.waiting.popleft()
             if sequence.lease and (held or not self._try_adapter(sequence, no_room)):
                 passed.append(sequence)
@@ -171,6 +192,7 @@ class Scheduler:
                 self.waiting.appendleft(sequence)
                 break
             self.running.append(sequence)
+            sequence.first_scheduled_ns = sequence.first_scheduled_ns or time.monotonic_ns()
             self.num_tokens_reused += sequence.num_computed
             this.take(sequence)
             if sequence.lease:
@@ -189,5 +211,11 @@ class Scheduler:
     def _try_blocks(self, sequence: Sequence, this: _Round) -> bool:
         if self._whole and this.chunks and sequence.num_due > this.budget:
             return False
-        wanted = sequence.max_len if self._reserve_all else min(len(sequence.tokens) + 1, sequence.max_len)
-        return self._kv.begin(sequence, wanted)
+        everything = self._reserve_all or sequence.beams is not None
+        wanted = sequence.max_len if everything else min(len(sequence.tokens) + 1, sequence.max_len)
+        if not self._kv.begin(sequence, wanted):
+            return False
+        if sequence.beams is not None and not self._kv.reserve_beams(sequence):
+            self._kv.free(sequence)
+            return False
+        return True

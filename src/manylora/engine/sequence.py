@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
-from typing import Protocol
+from hashlib import blake2b
+from typing import Any, Protocol
 
-from manylora.request import Event, FinishReason, Request
+import numpy as np
+
+from manylora.request import Beam, Event, FinishReason, Request, RequestMetrics
 
 __all__ = ["Lease", "Sequence"]
 
@@ -28,6 +32,10 @@ class Sequence:
     nodes:        identities of the full blocks that are registered for reuse, owned by `KvCache`.
     num_reported: output tokens that events carried already.
     num_overtaken: sequences admitted before this one though they came later.
+    num_draft:    tokens at the end of `tokens` that are a guess, until the model has seen them.
+    top_p:        the bound of the next token; decays where the request says so.
+    beams:        the group of a beam search, None otherwise; see `engine.beam`.
+    matcher:      of guided decoding: which tokens may come next.
     """
 
     handle: int
@@ -44,9 +52,32 @@ class Sequence:
     num_overtaken: int = 0
     finish_reason: FinishReason | None = None
     error: Exception | None = None
+    num_draft: int = 0
+    top_p: float | None = None
+    beams: Any = None
+    results: tuple[Beam, ...] = ()
+    matcher: Any = None
+    tier: str = ""
+    context_logits: np.ndarray | None = None
+    generation_logits: list[np.ndarray] = field(default_factory=list)
+    arrival_ns: int = field(default_factory=time.monotonic_ns)
+    first_scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    num_reused_blocks: int = 0
+    num_new_blocks: int = 0
+    num_accepted: int = 0
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt)
+        self.tokens = [*self.request.prompt, *self.request.draft]
+        self.num_draft = len(self.request.draft)
+        self.top_p = self.request.params.top_p
+        digest = self.lease.digest if self.lease else ""
+        table = self.request.prompt_table
+        if table is not None:  # other embeddings have other keys and values
+            digest += ":" + blake2b(np.ascontiguousarray(table).data, digest_size=20).hexdigest()
+        self.root = digest
+        """Where prefix reuse starts: the same tokens have other keys and values under another adapter."""
 
     @property
     def num_prompt(self) -> int:
@@ -54,7 +85,12 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        return len(self.tokens) - self.num_prompt
+        return len(self.tokens) - self.num_prompt - self.num_draft
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of the batch it will take when it decodes."""
+        return self.beams.width if self.beams is not None and not self.beams.forked else 1
 
     @property
     def num_due(self) -> int:
@@ -66,40 +102,78 @@ class Sequence:
         return self.num_due > 1 or self.num_output == 0
 
     @property
-    def root(self) -> str:
-        """Where prefix reuse starts: the same tokens have other keys and values under another adapter."""
-        return self.lease.digest if self.lease else ""
-
-    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def drop_draft(self, num_accepted: int) -> None:
+        """The model has seen the guess: what it confirms comes as appended tokens."""
+        if self.num_draft:
+            del self.tokens[-self.num_draft :]
+            self.num_draft, self.num_accepted = 0, num_accepted
 
     def append(self, token: int, log_prob: float | None) -> None:
         """Take the next token and see whether it ends the sequence. The end id itself is not output."""
         params = self.request.params
+        self.last_token_ns = time.monotonic_ns()
+        self.first_token_ns = self.first_token_ns or self.last_token_ns
         if token == params.end_id:
             self.finish_reason = FinishReason.STOP
+            return
+        if self.matcher is not None and not self._consume(token):
             return
         self.tokens.append(token)
         if log_prob is not None:
             self.log_probs.append(log_prob)
-        if any(self._ends_with(word) for word in params.stop_words):
+        if self.top_p:
+            reset = token == params.top_p_reset_id
+            self.top_p = params.top_p if reset else max(self.top_p * params.top_p_decay, params.top_p_min)
+        done = self.matcher is not None and self.matcher.is_stopped()
+        if done or any(self._ends_with(word) for word in params.stop_words):
             self.finish_reason = FinishReason.STOP
         elif len(self.tokens) >= self.max_len:
             self.finish_reason = FinishReason.LENGTH
 
     def take_event(self, last: bool) -> Event:
         """What happened since the last event."""
-        start = self.num_reported
+        start, logits = self.num_reported, self.generation_logits
         self.num_reported = self.num_output
         return Event(
-            token_ids=tuple(self.tokens[self.num_prompt + start :]),
+            token_ids=()
+            if self.results
+            else tuple(self.tokens[self.num_prompt + start :][: self.num_output - start]),
             log_probs=tuple(self.log_probs[start:]),
             sequence_index=self.index,
             finish_reason=self.finish_reason,
             last=last,
             error=self.error,
+            beams=self.results,
+            context_logits=self.context_logits,
+            generation_logits=np.stack(logits) if logits else None,
+            metrics=self._metrics(),
         )
+
+    def _metrics(self) -> RequestMetrics:
+        return RequestMetrics(
+            arrival_ns=self.arrival_ns,
+            first_scheduled_ns=self.first_scheduled_ns,
+            first_token_ns=self.first_token_ns,
+            last_token_ns=self.last_token_ns if self.finished else 0,
+            kv_new_blocks=self.num_new_blocks,
+            kv_reused_blocks=self.num_reused_blocks,
+            draft_tokens=len(self.request.draft),
+            accepted_draft_tokens=self.num_accepted,
+            prompt_tokens=self.num_prompt,
+            output_tokens=sum(len(b.token_ids) for b in self.results) if self.results else self.num_output,
+            adapter_tier=self.tier,
+        )
+
+    def _consume(self, token: int) -> bool:
+        """Tell the guide of a token. False: its grammar ends here, by an end token of the model's."""
+        taken = self.matcher.consume_token(token) and not self.matcher.is_error()
+        if taken and not (self.matcher.is_stopped() and self.matcher.stop_reason() == "EndOfSentence"):
+            return True
+        self.finish_reason = FinishReason.STOP
+        return False
 
     def _ends_with(self, word: tuple[int, ...]) -> bool:
         return self.num_output >= len(word) and tuple(self.tokens[-len(word) :]) == word

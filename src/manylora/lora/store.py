@@ -40,6 +40,7 @@ class AdapterLease:
     layout: Layout
     carried: Adapter | None = None
     admitted: bool = False
+    tier: str = ""  # where the adapter was found: device, host, disk (its source), wire (sent along)
 
 
 class AdapterStore:
@@ -142,7 +143,7 @@ class AdapterStore:
             raise AdapterNotCachedError(lora.task_id)
         if adapter is not None:
             self._catalog.bind(lora.task_id, digest, self._servable)
-        lease = AdapterLease(digest, lora.task_id, layout, adapter)
+        lease = AdapterLease(digest, lora.task_id, layout, adapter, tier=self._tier(digest, lora))
         if self._settle(lease, force=False):
             self._waiting.setdefault(digest, set()).add(lease)
         return lease
@@ -230,6 +231,13 @@ class AdapterStore:
     def _check(self, lora: LoraInput) -> Adapter:
         half = self._pool.flat.dtype == torch.float16
         return adapter_from_tensors(lora, self._modules, self._num_layers, self._rank_limit, half)
+
+    def _tier(self, digest: str, lora: LoraInput) -> str:
+        if self._cache.on_device(digest):
+            return "device"
+        if self._cache.on_host(digest):
+            return "host"
+        return "wire" if lora.has_tensors else "disk"
 
     def _servable(self, digest: str) -> bool:
         return self._cache.on_host(digest) or digest in self._in_hand

@@ -16,7 +16,8 @@ class ForwardBatch:
     """T token rows, packed over all sequences.
 
     input_ids, positions: [T] int64.
-    logits_rows: [L] int64, the rows whose next token is due.
+    logits_rows: [L] int64, the rows whose logits are wanted.
+    embeddings: rows [E] int64 and vectors [E, hidden]: rows that are no tokens of the vocabulary.
     lora: None when no row has an adapter; then not one LoRA instruction runs.
     """
 
@@ -25,3 +26,4 @@ class ForwardBatch:
     attention: AttentionBatch
     lora: LoraBatch | None
     logits_rows: Tensor
+    embeddings: tuple[Tensor, Tensor] | None = None

@@ -54,11 +54,14 @@ class Decoder:
         kv [num_layers, 2, num_blocks, tokens_per_block, num_kv_heads, head_dim].
         """
         x = F.embedding(batch.input_ids, self._embedding)
+        if batch.embeddings is not None:
+            rows, vectors = batch.embeddings
+            x[rows] = vectors
         rotary = self._rotary(batch.positions)
         for layer, block in enumerate(self._blocks):
             x = block(x, rotary, batch.attention, batch.lora, kv[layer])
-        rows = self._ops.rms_norm(x[batch.logits_rows], self._norm, self.config.rms_norm_eps)
-        return F.linear(rows, self._head).float()
+        x = self._ops.rms_norm(x[batch.logits_rows], self._norm, self.config.rms_norm_eps)
+        return F.linear(x, self._head).float()
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, head_dim] in the compute dtype; angles in float32."""

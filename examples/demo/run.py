@@ -105,6 +105,8 @@ def prepare() -> None:
             "encoder_input_features_data_type": "TYPE_FP16",
         },
         "postprocessing": common | {"tokenizer_dir": BASE, "postprocessing_instance_count": 1},
+        "tensorrt_llm_bls": common
+        | {"decoupled_mode": "True", "bls_instance_count": 1, "logits_datatype": "TYPE_FP32"},
     }
     for model, values in fills.items():
         text = ",".join(f"{name}:{value}" for name, value in values.items())

@@ -30,6 +30,7 @@ class LoraCacheConfig:
     max_lora_rank: int | None = None  # larger ranks are refused; None: max_adapter_size
     target_modules: tuple[str, ...] = ()  # names as attn_q; empty: every module the model has
     prefetch_dir: Path | None = None
+    catalog_dir: Path | None = None  # adapters by name, <dir>/<name>/
 
     def __post_init__(self) -> None:
         _at_least(1, optimal_adapter_size=self.optimal_adapter_size, max_adapter_size=self.max_adapter_size)

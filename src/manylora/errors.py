@@ -8,6 +8,7 @@
         ├── DrainingError           the service is about to stop and takes nothing new
         └── AdapterError            the request's adapter is the reason
             ├── AdapterInvalidError     its tensors or files are not a usable adapter for this model
+            ├── AdapterNotFoundError    no adapter of this name is in the catalog
             ├── AdapterNotCachedError   only an id came, and the adapter is not (or no longer) here
             └── AdapterCacheFullError   there is no room for it in the cache
 
@@ -21,6 +22,7 @@ __all__ = [
     "AdapterError",
     "AdapterInvalidError",
     "AdapterNotCachedError",
+    "AdapterNotFoundError",
     "ConfigError",
     "DrainingError",
     "EngineDeadError",
@@ -66,6 +68,13 @@ class AdapterError(RequestError):
 
 class AdapterInvalidError(AdapterError):
     """Tensors or files that are not a usable adapter for this model."""
+
+
+class AdapterNotFoundError(AdapterError):
+    """No adapter of this name is in the catalog."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"lora_name {name[:128]!r} is not in this server's catalog")
 
 
 class AdapterNotCachedError(AdapterError):

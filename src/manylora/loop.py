@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from manylora.config import EngineConfig
 from manylora.engine.engine import Engine, Prepared
@@ -19,6 +21,7 @@ __all__ = ["EngineLoop"]
 logger = logging.getLogger("manylora")
 
 Command = Callable[[], None]
+STATS_S = 0.05
 
 
 class EngineLoop:
@@ -41,7 +44,7 @@ class EngineLoop:
         self._next_ticket = 0
         self._closing = False
         self._death: EngineDeadError | None = None
-        self._stats = engine.stats()
+        self._stats, self._stats_at = engine.stats(), time.monotonic()
         self._thread = threading.Thread(target=self._run, name="manylora-engine", daemon=True)
         self._thread.start()
 
@@ -59,6 +62,12 @@ class EngineLoop:
 
         Whatever is wrong with the request comes to the sink as one last event. Raises EngineDeadError only.
         """
+        unknown: RequestError | None = None
+        if request.lora is not None and request.lora.name is not None:
+            try:
+                request = replace(request, lora=self._engine.adapters.resolve(request.lora))
+            except RequestError as error:
+                unknown = error
         with self._lock:
             if self._death:
                 raise self._death
@@ -66,9 +75,9 @@ class EngineLoop:
             self._next_ticket += 1
             self._sinks[ticket] = sink
             closing = self._closing
-            aside = not closing and self._enter_preparation(request)
-        if closing:
-            self._deliver(ticket, _failure(DrainingError()))
+            aside = not closing and unknown is None and self._enter_preparation(request)
+        if closing or unknown:
+            self._deliver(ticket, _failure(unknown or DrainingError()))
         elif aside:
             self._preparer.submit(self._prepare_aside, ticket, request)
         else:
@@ -80,7 +89,7 @@ class EngineLoop:
         self._inbox.put(lambda: self._cancel(ticket))
 
     def stats(self) -> EngineStats:
-        """As of the last step. Any thread."""
+        """At most STATS_S old while the engine works, exact when it is idle. Any thread."""
         return self._stats
 
     @property
@@ -139,7 +148,8 @@ class EngineLoop:
             while self._take_commands():
                 for handle, event in self._engine.step():
                     self._forward(handle, event)
-                self._stats = self._engine.stats()
+                if time.monotonic() - self._stats_at > STATS_S:
+                    self._take_stats()
         except BaseException as error:
             logger.critical("the engine thread died", exc_info=True)
             self._die(EngineDeadError(f"The engine stopped: {type(error).__name__}"))
@@ -151,13 +161,16 @@ class EngineLoop:
                 done = self._closing and not self._sinks
             if done and self._inbox.empty():
                 return False
+            self._take_stats()
             self._inbox.get()()
-            self._stats = self._engine.stats()
         while True:
             try:
                 self._inbox.get_nowait()()
             except queue.Empty:
                 return True
+
+    def _take_stats(self) -> None:
+        self._stats, self._stats_at = self._engine.stats(), time.monotonic()
 
     def _begin(self, ticket: int, request: Request) -> None:
         try:

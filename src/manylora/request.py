@@ -171,12 +171,16 @@ class LoraInput:
     task_id: unsigned 64-bit identity the client uses for this adapter.
     weights: [1, rows, W], float32, float16, or 2-byte void ("V2", the bits of bfloat16); None when cached.
     config:  [1, rows, 3 or 4] int32, columns module id, layer, rank[, is_dora]; None when cached.
+    name:    of an adapter in the server's catalog, in place of all of these.
+    source:  what kind of checkpoint `name` must be, "hf" or "nemo"; None: whatever it is.
     Shapes and contents are checked by `manylora.lora.tensors`, not here.
     """
 
     task_id: int | None
     weights: np.ndarray | None = None
     config: np.ndarray | None = None
+    name: str | None = None
+    source: str | None = None
 
     @property
     def has_tensors(self) -> bool:
@@ -270,7 +274,8 @@ class Event:
     last: True on exactly one event, the final one of the request.
     error: set exactly when finish_reason is ERROR.
     beams: of a beam search, the best first; token_ids is empty then.
-    context_logits: [prompt, vocab], generation_logits [all output so far, vocab], float32, when asked for.
+    context_logits: [prompt, vocab] float32, on the first event, when asked for.
+    generation_logits: [output, vocab] float32, on the last event of the sequence, when asked for.
     metrics: on the last event of each sequence, and on every event of a stream.
     """
 

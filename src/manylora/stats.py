@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["AdapterStats", "EngineStats"]
+__all__ = ["AdapterStats", "EngineStats", "Resident"]
+
+
+@dataclass(frozen=True)
+class Resident:
+    """An adapter in the cache. name: a task id as text, or the name it has in the catalog."""
+
+    name: str
+    pages: int
+    on_device: bool
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,9 @@ class AdapterStats:
     host_evictions: int = 0
     device_loads: int = 0  # host -> device copies
     device_evictions: int = 0
-    source_loads: int = 0  # read again from the prefetch directory after an eviction
+    source_loads: int = 0  # read from the prefetch directory or the catalog, the first time or again
+    max_device_adapters: int = 0  # of the largest rank, with every module, that fit the device level
+    residents: tuple[Resident, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,7 @@ class EngineStats:
     waiting: int = 0
     running: int = 0
     max_batch_size: int = 0
+    on_gpu: bool = False
     steps: int = 0
     kv_blocks: int = 0
     kv_blocks_free: int = 0  # free or reusable
@@ -52,4 +64,5 @@ class EngineStats:
     generation_requests: int = 0
     context_tokens: int = 0  # prompt tokens of the last step
     max_adapters_in_step: int = 0  # most distinct adapters that one step has mixed so far
+    waiting_adapters: tuple[str, ...] = ()  # names of adapters that waiting requests ask for
     adapters: AdapterStats = field(default_factory=AdapterStats)

@@ -219,8 +219,9 @@ def test_a_bias_decides(engine: Engine) -> None:
     bias[41] = 100.0
     params = SamplingParams(max_tokens=3, logit_bias=bias)
     assert tokens(run(engine, Request(PROMPT, params))[0]) == [41, 41, 41]
-    with pytest.raises(RequestError, match="embedding_bias must have one value for each of the 272 tokens"):
-        engine.prepare(Request(PROMPT, SamplingParams(logit_bias=bias[:9])))
+    assert tokens(run(engine, Request(PROMPT, SamplingParams(max_tokens=1, logit_bias=bias[:42])))[0]) == [41]
+    with pytest.raises(RequestError, match="embedding_bias must have at most one value for each of the 272"):
+        engine.prepare(Request(PROMPT, SamplingParams(logit_bias=np.zeros(273, np.float32))))
 
 
 SCHEMA = {

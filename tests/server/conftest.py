@@ -19,6 +19,7 @@ from manylora.lora.formats.npy import write_npy
 from manylora.testing import make_adapter, make_model
 
 ROOT = Path(__file__).resolve().parents[2]
+BLS_VALUES = ("accumulate_tokens", "tensorrt_llm_draft_model_name")
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -36,13 +37,17 @@ def fill_repo(path: Path, model: Path, **values: str) -> Path:
     common = "triton_max_batch_size:8"
     weights = values.setdefault("lora_weights_data_type", "TYPE_FP16")
     tokenizer = values.pop("tokenizer_dir", model)
+    decoupled = values.pop("decoupled_mode", "True")
+    bls = ["bls_instance_count:1", "logits_datatype:TYPE_FP32", f"lora_weights_data_type:{weights}"]
+    bls += [f"{name}:{values.pop(name)}" for name in BLS_VALUES if name in values]
     fills = {
+        "tensorrt_llm_bls": ",".join([common, f"decoupled_mode:{decoupled}", *bls]),
         "ensemble": f"{common},logits_datatype:TYPE_FP32,lora_weights_data_type:{weights}",
         "preprocessing": f"{common},tokenizer_dir:{tokenizer},preprocessing_instance_count:1",
         "postprocessing": f"{common},tokenizer_dir:{model},postprocessing_instance_count:1",
         "tensorrt_llm": ",".join(
             [
-                f"{common},triton_backend:python,decoupled_mode:{values.pop('decoupled_mode', 'True')}",
+                f"{common},triton_backend:python,decoupled_mode:{decoupled}",
                 f"engine_dir:{model},batching_strategy:inflight_fused_batching,logits_datatype:TYPE_FP32",
                 "encoder_input_features_data_type:TYPE_FP16,device:cpu",
                 *(f"{name}:{value}" for name, value in values.items()),
@@ -108,10 +113,19 @@ def server(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
     path = tmp_path_factory.mktemp("repo")
     prefetch = path / "prefetch"
     shutil.copytree(world.converted / "4", prefetch / "4")
+    catalog = path / "catalog"
+    shutil.copytree(world.adapters[3], catalog / "tiny-three")
     (prefetch / "5").mkdir()
     (prefetch / "5" / "model.lora_weights.npy").write_bytes(b"\x93NUMPY rubbish")
     repo = fill_repo(
-        path / "models", world.model, lora_prefetch_dir=str(prefetch), lora_weights_data_type="TYPE_FP32"
+        path / "models",
+        world.model,
+        lora_prefetch_dir=str(prefetch),
+        lora_catalog_dir=str(catalog),
+        lora_weights_data_type="TYPE_FP32",
+        max_beam_width="4",
+        guided_decoding_backend="xgrammar",
+        tensorrt_llm_draft_model_name="tensorrt_llm",
     )
     running = new_server(repo)
     started = running.launch()

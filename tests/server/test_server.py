@@ -142,10 +142,10 @@ def test_a_batch_is_answered_item_by_item(server: Running) -> None:
           "lora_config": np.array([[[1, 0, 1]]], np.int32)}, "lora_weights has to few values for attn_q"),
         ({**lora(7), "lora_weights": np.zeros((1, 1, 9), np.float32),
           "lora_config": np.array([[[1, 9, 1]]], np.int32)}, "Expected layerId to be in the range"),
-        ({"beam_width": np.array([[2]], np.int32)}, "beam_width must be 1"),
+        ({"beam_width": np.array([[9]], np.int32)}, "beam_width must be at most max_beam_width (4)"),
         ({"temperature": np.array([[-1]], np.float32)}, "temperature must be >= 0"),
         ({"stop_words_list": np.array([[[1, 2], [3, -1]]], np.int32)}, "Invalid format for word list."),
-        ({"draft_input_ids": np.array([[1]], np.int32)}, "input draft_input_ids is not supported"),
+        ({"draft_logits": np.ones((1, 1, 4), np.float32)}, "input draft_logits is not supported"),
     ],
 )  # fmt: skip
 def test_bad_input_gets_one_sentence_and_harms_nobody(server: Running, extra: dict, words: str) -> None:

@@ -10,7 +10,7 @@ from manylora.lifeline import Lifeline
 from manylora.text import open_tokenizer
 from manylora.wire.parameters import flag, parameters_of
 
-REFUSED = ("DECODER_QUERY", "IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES", "PROMPT_TABLE_EXTRA_ID")
+REFUSED = ("DECODER_QUERY", "IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES")
 
 
 class TritonPythonModel:
@@ -53,17 +53,32 @@ class TritonPythonModel:
             "REQUEST_DECODER_INPUT_LEN": ones,
             "BAD_WORDS_IDS": self._words(arrays.get("BAD_WORDS_DICT"), count),
             "STOP_WORDS_IDS": self._words(arrays.get("STOP_WORDS_DICT"), count),
-            "EMBEDDING_BIAS": np.empty((count, 0), np.float32),
+            "EMBEDDING_BIAS": self._bias(arrays, count),
             "REQUEST_OUTPUT_LEN": arrays["REQUEST_OUTPUT_LEN"],
             "OUT_END_ID": arrays.get("END_ID", ones * (-1 if end is None else end)),
             "OUT_PAD_ID": arrays.get("PAD_ID", ones * pad),
         }
-        if any(
-            name in arrays and arrays[name].size
-            for name in ("EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS")
-        ):
-            raise RequestError("embedding_bias_words is not supported by this server: leave it out")
+        if "PROMPT_TABLE_EXTRA_ID" in arrays:
+            virtual = ids >= self._tokenizer.vocab_size
+            extra = arrays["PROMPT_TABLE_EXTRA_ID"].reshape(count, 1)
+            outputs["OUT_PROMPT_TABLE_EXTRA_IDS"] = np.where(virtual, extra, 0).astype(np.uint64)
         return outputs
+
+    def _bias(self, arrays, count):
+        """[count, vocab]: each weight added to every token of its word; [count, 0] without words."""
+        words, weights = (arrays.get(f"EMBEDDING_BIAS_{name}") for name in ("WORDS", "WEIGHTS"))
+        if words is None and weights is None:
+            return np.empty((count, 0), np.float32)
+        if words is None or weights is None or words.shape != weights.shape:
+            raise RequestError(
+                "embedding_bias_words and embedding_bias_weights must come together, of one shape"
+            )
+        table = np.zeros((count, self._tokenizer.vocab_size), np.float32)
+        pairs = zip(words.reshape(count, -1), weights.reshape(count, -1), strict=True)
+        for row, (texts, values) in zip(table, pairs, strict=True):
+            for text, value in zip(texts, values, strict=True):
+                row[self._encode(text, False)] += value
+        return table
 
     def _words(self, array, count):
         """[count, 2, L]: ids of all words, and their running ends; padded with 0 and -1."""

@@ -9,16 +9,18 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton_python_backend_utils as pb_utils
+from exporter import Exporter
 
 from manylora.errors import ConfigError, DrainingError, ManyloraError, RequestError
 from manylora.lifeline import Lifeline
 from manylora.loop import EngineLoop
 from manylora.wire.decode import decode_requests, is_stop
-from manylora.wire.encode import Reply, merge
-from manylora.wire.parameters import engine_config, flag, parameters_of, value_of
+from manylora.wire.encode import Reply, merge_waiting
+from manylora.wire.parameters import engine_config, flag, logits_dtype, milliseconds, parameters_of
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
@@ -39,15 +41,18 @@ class Call:
 class TritonPythonModel:
     def initialize(self, args):
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
-        parameters = parameters_of(args["model_config"])
-        self._decoupled = pb_utils.using_decoupled_model_transaction_policy(json.loads(args["model_config"]))
+        parameters, config = parameters_of(args["model_config"]), json.loads(args["model_config"])
+        self._decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
         self._calls: dict[str, set[Call]] = {}  # request id -> open calls
         self._live: set[Call] = set()
+        self._exporter = Exporter(args["model_name"], args["model_version"])
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         try:
+            self._logits_dtype = logits_dtype(config)
             self._exclude_input = flag(parameters, "exclude_input_in_output", False)
-            self._period = int(value_of(parameters, "cancellation_check_period_ms") or 100) / 1000
+            self._period = min(milliseconds(parameters, "cancellation_check_period_ms", 100), 1.0)
+            self._stats_period = milliseconds(parameters, "stats_check_period_ms", 100)
             self._loop = EngineLoop.start(engine_config(parameters))
         except (ConfigError, ValueError) as error:
             raise pb_utils.TritonModelException(str(error)) from None
@@ -80,18 +85,22 @@ class TritonPythonModel:
             if self._lifeline.draining:
                 raise DrainingError()
             decoded = decode_requests(arrays, call.request_id, self._decoupled)
-            exclude = arrays.get("exclude_input_in_output")
-            exclude = self._exclude_input if exclude is None else bool(exclude.reshape(-1)[0])
             call.open = len(decoded)
             with self._lock:
                 self._live.add(call)
                 self._calls.setdefault(call.request_id, set()).add(call)
             for index, one in enumerate(decoded):
-                reply = Reply(one, index if len(decoded) > 1 else None, exclude)
-                call.tickets.append(self._loop.submit(one, lambda e, r=reply: self._outbox.put((call, r, e))))
+                exclude = self._exclude_input if one.exclude_input is None else one.exclude_input
+                place = index if len(decoded) > 1 else None
+                reply = Reply(one.request, place, exclude, one.statistics, self._logits_dtype)
+                sink = partial(self._sink, call, reply)
+                call.tickets.append(self._loop.submit(one.request, sink))
         except ManyloraError as error:
             self._outbox.put((call, None, error))
         return call
+
+    def _sink(self, call, reply, event):
+        self._outbox.put((call, reply, event))
 
     def _stop(self, request_id):
         if not request_id:
@@ -104,7 +113,7 @@ class TritonPythonModel:
 
     def _send_all(self):
         """The one thread that answers. Events of a stream that wait together leave as one response."""
-        checked = time.monotonic()
+        checked = shown = time.monotonic()
         while True:
             try:
                 batch = [self._outbox.get(timeout=self._period)]
@@ -112,7 +121,7 @@ class TritonPythonModel:
                 batch = []
             while not self._outbox.empty():
                 batch.append(self._outbox.get())
-            for item in _merged(batch):
+            for item in merge_waiting(batch):
                 if item is None:
                     return
                 try:
@@ -120,12 +129,18 @@ class TritonPythonModel:
                 except Exception:
                     logging.getLogger("manylora").exception("a response could not be sent")
                     self._forget(item[0])
-            if time.monotonic() - checked >= self._period:
+            now = time.monotonic()
+            if now - checked >= self._period:
                 self._cancel_abandoned()
-                checked = time.monotonic()
+                checked = now
+            if now - shown >= self._stats_period:
+                self._exporter.update(self._loop.stats())
+                shown = now
 
     def _send(self, call, reply, event):
         failure = event if reply is None else event.error
+        if reply is not None and event.finish_reason is not None:
+            self._exporter.observe(reply.request.lora, event)
         if failure is not None and not call.started:
             for ticket in call.tickets:  # the other items of a failed batch
                 self._loop.cancel(ticket)
@@ -168,24 +183,6 @@ class TritonPythonModel:
             if call.sender.is_cancelled():
                 for ticket in call.tickets:
                     self._loop.cancel(ticket)
-
-
-def _merged(batch):
-    """Neighbouring events of one streaming sequence become one; the order within each reply stays."""
-    result = []
-    latest = {}  # reply -> where its latest event stands
-    for item in batch:
-        if item is None or item[1] is None or not item[1].request.streaming:
-            result.append(item)
-            continue
-        call, reply, event = item
-        place = latest.get(id(reply))
-        if place is not None and result[place][2].sequence_index == event.sequence_index:
-            result[place] = (call, reply, merge([result[place][2], event]))
-        else:
-            latest[id(reply)] = len(result)
-            result.append(item)
-    return result
 
 
 def _array(tensor):

@@ -61,7 +61,7 @@ class Engine:
         started = time.perf_counter()
         self.config = config
         self.model = read_model_config(config.model_dir)
-        device = open_device(config.device)
+        self._device = device = open_device(config.device)
         dtype = compute_dtype(config.dtype, self.model, device)
         self._decoder = load_decoder(config.model_dir, self.model, dtype, device)
         plan = plan_kv(config, self.model, dtype, device.torch, device.free_bytes())
@@ -171,6 +171,7 @@ class Engine:
             waiting=len(self._scheduler.waiting),
             running=len(self._scheduler.running),
             max_batch_size=self.config.max_batch_size,
+            on_gpu=self._device.torch.type == "cuda",
             steps=count.steps,
             kv_blocks=self._kv.num_blocks,
             kv_blocks_free=self._kv.num_available,
@@ -189,6 +190,7 @@ class Engine:
             generation_requests=len(last.chunks) - num_context,
             context_tokens=last.num_context_tokens,
             max_adapters_in_step=self._runner.max_adapters_in_step,
+            waiting_adapters=tuple({self.adapters.name_of(i): None for i in self._waiting_ids()}),
             adapters=self.adapters.stats(),
         )
 
@@ -210,6 +212,10 @@ class Engine:
                 f"input_ids must be in [0, {limit}), got {min(request.prompt)} to {max(request.prompt)}"
             )
 
+    def _waiting_ids(self) -> list[int]:
+        leases = (sequence.lease for sequence in self._scheduler.waiting)
+        return [lease.task_id for lease in leases if isinstance(lease, AdapterLease)]
+
     def _check_extras(self, request: Request) -> None:
         params, hidden = request.params, self.model.hidden_size
         if params.beam_width > self.config.max_beam_width:
@@ -219,9 +225,9 @@ class Engine:
             )
         if params.beam_width > 1 and 2 * params.beam_width > self.model.vocab_size:
             raise RequestError(f"beam_width must be at most half the vocabulary, got {params.beam_width}")
-        if params.logit_bias is not None and params.logit_bias.shape != (self.model.vocab_size,):
+        if params.logit_bias is not None and params.logit_bias.size > self.model.vocab_size:
             raise RequestError(
-                f"embedding_bias must have one value for each of the {self.model.vocab_size} tokens, "
+                f"embedding_bias must have at most one value for each of the {self.model.vocab_size} tokens, "
                 f"got {params.logit_bias.size}"
             )
         table = request.prompt_table

@@ -147,8 +147,8 @@ class Sequence:
             last=last,
             error=self.error,
             beams=self.results,
-            context_logits=self.context_logits,
-            generation_logits=np.stack(logits) if logits else None,
+            context_logits=self.context_logits if start == 0 else None,
+            generation_logits=np.stack(logits) if logits and self.finished else None,
             metrics=self._metrics(),
         )
 

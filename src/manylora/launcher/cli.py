@@ -31,6 +31,7 @@ MANDATORY = {  # template variables without a default, by model; the first is fo
     "tensorrt_llm": ("engine_dir", "decoupled_mode", "triton_backend"),
     "preprocessing": ("tokenizer_dir",),
     "postprocessing": ("tokenizer_dir",),
+    "tensorrt_llm_bls": ("decoupled_mode", "bls_instance_count", "logits_datatype"),
 }
 
 
@@ -109,7 +110,8 @@ def _check(options: Namespace) -> None:
         unfilled = [name for name in names if f"${{{name}}}" in text]
         if unfilled:
             raise ConfigError(
-                f"{config} is not filled: run tools/fill_template.py with {unfilled[0]}:<value>"
+                f"{config} is not filled: run tools/fill_template.py with {unfilled[0]}:<value>, "
+                "or remove the model's directory if it is not wanted"
             )
     for kind in ("http", "grpc", "metrics"):
         port = getattr(options, f"{kind}_port")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
-from manylora.errors import AdapterError, AdapterInvalidError
+from manylora.errors import AdapterError, AdapterInvalidError, AdapterNotFoundError, ConfigError
 from manylora.lora.formats.npy import has_npy, read_npy
 from manylora.lora.formats.peft import has_peft, read_peft
 from manylora.lora.tensors import Adapter, pack_rows
@@ -19,6 +20,7 @@ __all__ = ["Catalog", "read_adapter_folder"]
 logger = logging.getLogger("manylora")
 
 Check = Callable[[LoraInput], Adapter]
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
 PRUNE = 4096  # task ids, of about 200 bytes each
 
 
@@ -30,16 +32,52 @@ class Catalog:
         self._digests: dict[int, str] = {}
         self._sources: dict[str, tuple[int, Path]] = {}  # digest -> task id that names the folder, and folder
         self._prune_at = PRUNE
+        self.num_binds = 0
+        self._folder: Path | None = None
+        self._named: dict[str, tuple[int, Path]] = {}
+
+    def open(self, folder: Path) -> None:
+        """Serve the adapters of <folder>/<name>/ by name; each is read when it is first asked for."""
+        if not folder.is_dir():
+            raise ConfigError(f"lora_catalog_dir {folder} is not a directory")
+        self._folder = folder
+
+    def id_of(self, name: str, source: str | None) -> int:
+        """The id that stands for a name: negative, so never one of a client's. Raises AdapterError."""
+        if source not in (None, "hf", "nemo"):
+            raise AdapterInvalidError(f"lora_ckpt_source must be hf or nemo, got {source[:40]!r}")
+        known = self._named.get(name)
+        if known is None:
+            # Not a path of any kind: a name of one folder.
+            folder = self._folder / name if self._folder and NAME.fullmatch(name) else None
+            if folder is None or not folder.is_dir():
+                raise AdapterNotFoundError(name)
+            known = self._named.setdefault(name, (-1 - len(self._named), folder))
+        number, folder = known
+        if source is not None and (source == "nemo") != (not has_peft(folder) and not has_npy(folder)):
+            raise AdapterInvalidError(f"lora_name {name} is not a checkpoint of kind {source}")
+        return number
 
     def bind(self, task_id: int, digest: str, keep: Callable[[str], bool]) -> None:
         """Point a task id at a digest. keep: whether a digest can still be served; others are forgotten in
         time, so that ids that never come back cost nothing for ever."""
         self._digests[task_id] = digest
+        self.num_binds += 1
         if len(self._digests) >= self._prune_at:
             for other, old in list(self._digests.items()):
                 if not (keep(old) or old in self._sources or other == task_id):
                     del self._digests[other]
             self._prune_at = 2 * len(self._digests) + PRUNE
+
+    def bound(self) -> list[tuple[int, str]]:
+        """Every known id with its digest."""
+        return list(self._digests.items())
+
+    def name_of(self, task_id: int) -> str:
+        """The name an id stands for, or the id as text."""
+        if task_id >= 0:
+            return str(task_id)
+        return next(name for name, (number, _) in self._named.items() if number == task_id)
 
     def digest(self, task_id: int) -> str | None:
         return self._digests.get(task_id)
@@ -50,6 +88,8 @@ class Catalog:
         A folder that changed since gives its new content to the id that it is named by, and to no other.
         """
         digest = self._digests.get(task_id)
+        if digest is None and task_id < 0:
+            return self._read_named(task_id)
         source = self._sources.get(digest) if digest else None
         if digest is None or source is None:
             return None
@@ -96,6 +136,12 @@ class Catalog:
                 continue
             self._sources.setdefault(adapter.digest, (task_id, entry))
             yield task_id, adapter
+
+    def _read_named(self, task_id: int) -> Adapter:
+        folder = next(folder for number, folder in self._named.values() if number == task_id)
+        adapter = self._read(task_id, folder)
+        self._sources.setdefault(adapter.digest, (task_id, folder))
+        return adapter
 
     def _read(self, task_id: int, folder: Path) -> Adapter:
         weights, config = read_adapter_folder(folder)

@@ -20,7 +20,7 @@ from manylora.lora.modules import LoraModule, lora_modules
 from manylora.lora.pool import AdapterPool
 from manylora.lora.tensors import Adapter, adapter_from_tensors
 from manylora.request import LoraInput
-from manylora.stats import AdapterStats
+from manylora.stats import AdapterStats, Resident
 
 __all__ = ["AdapterLease", "AdapterStore"]
 
@@ -65,6 +65,8 @@ class AdapterStore:
         self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
         self._loads: list[str] = []
         self._num_stores = self._num_loads = self._num_source_loads = 0
+        self._max_device_adapters = plan.adapters_of_rank(modules.values(), model.num_layers, rank_limit)[1]
+        self._residents: tuple[tuple[int, ...], tuple[Resident, ...]] = ((), ())  # state, and what it gave
 
     @classmethod
     def open(
@@ -92,6 +94,8 @@ class AdapterStore:
             config.rank_limit,
             *(plan.adapters_of_rank(modules.values(), model.num_layers, config.rank_limit)),
         )
+        if config.catalog_dir is not None:
+            store._catalog.open(config.catalog_dir)
         if config.prefetch_dir is not None:
             store._prefetch(config.prefetch_dir)
         return store
@@ -100,6 +104,12 @@ class AdapterStore:
         """Whether the task's adapter is in the cache now. Any thread."""
         digest = self._catalog.digest(task_id)
         return digest is not None and self._cache.on_host(digest)
+
+    def resolve(self, lora: LoraInput) -> LoraInput:
+        """The same with an id in place of a name. Any thread. Raises AdapterError."""
+        if lora.name is None or lora.task_id is not None:
+            return lora
+        return LoraInput(self._catalog.id_of(lora.name, lora.source), name=lora.name)
 
     def prepare(self, lora: LoraInput) -> Adapter | None:
         """Check tensors, or read an evicted adapter from its source; None when it is resident. Any thread.
@@ -112,11 +122,11 @@ class AdapterStore:
         if lora.task_id is None:
             raise AdapterInvalidError("lora_task_id must be set for LoRA inference")
         digest = self._catalog.digest(lora.task_id)
-        if digest is None:
+        if digest is None and lora.task_id >= 0:
             raise AdapterNotCachedError(lora.task_id)
-        if self._cache.on_host(digest):
+        if digest is not None and self._cache.on_host(digest):
             return None
-        found = self._in_hand.get(digest)
+        found = self._in_hand.get(digest or "")
         if found is not None:
             return found
         again = self._catalog.reload(lora.task_id)
@@ -218,7 +228,34 @@ class AdapterStore:
             device_loads=self._num_loads,
             device_evictions=device.num_evictions,
             source_loads=self._num_source_loads,
+            max_device_adapters=self._max_device_adapters,
+            residents=self._list_residents(),
         )
+
+    def name_of(self, task_id: int) -> str:
+        """How metrics call an adapter."""
+        return self._catalog.name_of(task_id)
+
+    def _list_residents(self) -> tuple[Resident, ...]:
+        """What is in the cache; made anew only when that has changed."""
+        host, device = self._cache.host, self._cache.device
+        state = (
+            self._num_stores,
+            self._catalog.num_binds,
+            host.num_evictions,
+            self._num_loads,
+            device.num_evictions,
+        )
+        if state != self._residents[0]:
+            found = tuple(
+                Resident(
+                    self._catalog.name_of(task_id), len(host.entries[digest].pages), digest in device.entries
+                )
+                for task_id, digest in self._catalog.bound()
+                if digest in host.entries
+            )
+            self._residents = (state, found)
+        return self._residents[1]
 
     def check(self) -> None:
         """Assert that both levels add up, and that what is waited for is here or carried."""

@@ -9,13 +9,22 @@ from typing import Any
 import numpy as np
 
 from manylora.errors import RequestError
-from manylora.request import LoraInput, Request, SamplingParams
+from manylora.request import Guide, LoraInput, Request, Retention, SamplingParams
 from manylora.wire.table import REFUSED_INPUTS
 
-__all__ = ["Arrays", "decode_requests", "is_stop", "word_list"]
+__all__ = ["Arrays", "Decoded", "decode_requests", "is_stop", "word_list"]
 
 Arrays = Mapping[str, np.ndarray]
 """Tensors by name, each with its leading batch dimension."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A request, and how its answer is to be written. exclude_input: None when the model's default holds."""
+
+    request: Request
+    exclude_input: bool | None
+    statistics: bool
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,7 @@ class _Item:
         value = self.arrays[name].reshape(len(self.arrays[name]), -1)[self.index]
         if value.size != 1:
             raise RequestError(f"Expected a scalar tensor for tensor {name}, got {value.size} values")
-        return value[0].item()
+        return value[0].decode(errors="replace") if isinstance(value[0], bytes) else value[0].item()
 
     def row(self, name: str) -> np.ndarray | None:
         return self.arrays[name][self.index] if name in self.arrays else None
@@ -42,8 +51,8 @@ def is_stop(arrays: Arrays) -> bool:
     return "stop" in arrays and bool(np.any(arrays["stop"]))
 
 
-def decode_requests(arrays: Arrays, request_id: str, decoupled: bool) -> list[Request]:
-    """One Request for each item of the batch. Raises RequestError."""
+def decode_requests(arrays: Arrays, request_id: str, decoupled: bool) -> list[Decoded]:
+    """One for each item of the batch. Raises RequestError."""
     sizes = {name: len(array) for name, array in arrays.items()}
     batch = sizes.get("input_lengths", 1)
     for name, size in sizes.items():
@@ -76,20 +85,30 @@ def word_list(array: np.ndarray | None) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(ids[start:stop]) for start, stop in zip([0, *stops], stops, strict=False))
 
 
-def _decode(item: _Item, request_id: str, decoupled: bool) -> Request:
+def _decode(item: _Item, request_id: str, decoupled: bool) -> Decoded:
     streaming = bool(item.scalar("streaming", False))
     sequences = item.scalar("num_return_sequences", 1)
+    width = item.scalar("beam_width", 1) or 1
     if streaming and not decoupled:
         raise RequestError("Streaming is only supported in decoupled mode.")
-    if sequences > 1 and not decoupled:
+    if sequences > 1 and width == 1 and not decoupled:
         raise RequestError("num_return_sequences > 1 is only supported in decoupled mode.")
-    _refuse_values(item)
-    return Request(
+    table = item.row("prompt_embedding_table")
+    request = Request(
         prompt=_prompt(item),
-        params=_params(item, sequences),
+        params=_params(item, sequences, width),
         lora=_lora(item),
         streaming=streaming,
         request_id=request_id,
+        draft=tuple(_ids(item, "draft_input_ids")),
+        prompt_table=None if table is None or not table.size else table,
+        retention=_retention(item),
+    )
+    exclude = item.scalar("exclude_input_in_output")
+    return Decoded(
+        request,
+        None if exclude is None else bool(exclude),
+        bool(item.scalar("return_perf_metrics", False) or item.scalar("return_kv_cache_reuse_stats", False)),
     )
 
 
@@ -107,9 +126,15 @@ def _prompt(item: _Item) -> tuple[int, ...]:
     return tuple(ids[:length].tolist())
 
 
-def _params(item: _Item, sequences: int) -> SamplingParams:
+def _ids(item: _Item, name: str) -> list[int]:
+    row = item.row(name)
+    return [] if row is None else row.reshape(-1).tolist()
+
+
+def _params(item: _Item, sequences: int, width: int) -> SamplingParams:
     end_id = item.scalar("end_id")
     top_p = item.scalar("runtime_top_p")
+    bias = item.row("embedding_bias")
     if item.scalar("request_output_len") is None:
         raise RequestError("A value is required for request_output_len")
     return SamplingParams(
@@ -126,16 +151,61 @@ def _params(item: _Item, sequences: int) -> SamplingParams:
         stop_words=word_list(item.row("stop_words_list")),
         bad_words=word_list(item.row("bad_words_list")),
         num_return_sequences=sequences,
+        beam_width=width,
+        length_penalty=item.scalar("len_penalty", 0.0),
+        early_stopping=bool(item.scalar("early_stopping", True)),
+        beam_search_diversity_rate=item.scalar("beam_search_diversity_rate", 0.0),
+        top_p_min=item.scalar("runtime_top_p_min", 1e-6),
+        top_p_decay=item.scalar("runtime_top_p_decay", 1.0),
+        top_p_reset_id=item.scalar("runtime_top_p_reset_ids"),
+        logit_bias=None if bias is None or not bias.size else bias.reshape(-1),
+        guide=_guide(item),
         return_log_probs=bool(item.scalar("return_log_probs", False)),
+        return_context_logits=bool(item.scalar("return_context_logits", False)),
+        return_generation_logits=bool(item.scalar("return_generation_logits", False)),
+    )
+
+
+def _guide(item: _Item) -> Guide | None:
+    kind, text = item.scalar("guided_decoding_guide_type"), item.scalar("guided_decoding_guide", "")
+    if not kind:
+        if text:
+            raise RequestError("guided_decoding_guide_type must be set beside guided_decoding_guide")
+        return None
+    return Guide(kind, text)
+
+
+def _retention(item: _Item) -> Retention | None:
+    starts, ends = (_ids(item, f"retention_token_range_{name}") for name in ("starts", "ends"))
+    priorities = _ids(item, "retention_token_range_priorities")
+    durations = _ids(item, "retention_token_range_durations_ms") or [-1] * len(starts)
+    decode = item.scalar("retention_decode_priority")
+    if not (starts or ends or priorities) and decode is None:
+        return None
+    if not len(starts) == len(ends) == len(priorities) == len(durations):
+        raise RequestError(
+            "retention_token_range_starts, _ends, _priorities and _durations_ms must have one length, got "
+            f"{len(starts)}, {len(ends)}, {len(priorities)} and {len(durations)}"
+        )
+    rows = zip(starts, ends, priorities, durations, strict=True)
+    duration = item.scalar("retention_decode_duration_ms", -1)
+    return Retention(
+        tuple((start, None if end == -1 else end, p, None if d == -1 else d) for start, end, p, d in rows),
+        35 if decode is None else decode,
+        None if duration == -1 else duration,
     )
 
 
 def _lora(item: _Item) -> LoraInput | None:
-    names = ("lora_task_id", "lora_weights", "lora_config")
+    names = ("lora_task_id", "lora_weights", "lora_config", "lora_name")
     if not any(name in item.arrays for name in names):
         return None
     weights, config = item.row("lora_weights"), item.row("lora_config")
-    task_id = item.scalar("lora_task_id")
+    task_id, name = item.scalar("lora_task_id"), item.scalar("lora_name")
+    if name:
+        if not (task_id is None and weights is None and config is None):
+            raise RequestError("lora_name stands alone: leave lora_task_id, lora_weights and lora_config out")
+        return LoraInput(None, name=name, source=item.scalar("lora_ckpt_source") or None)
     if task_id is None:
         raise RequestError("lora_task_id must be set for LoRA inference")
     return LoraInput(
@@ -143,17 +213,3 @@ def _lora(item: _Item) -> LoraInput | None:
         None if weights is None else weights[np.newaxis],
         None if config is None else config[np.newaxis],
     )
-
-
-def _refuse_values(item: _Item) -> None:
-    if item.scalar("beam_width", 1) > 1:
-        raise RequestError(f"beam_width must be 1 on this server, got {item.scalar('beam_width')}")
-    for name in ("return_context_logits", "return_generation_logits"):
-        if item.scalar(name, False):
-            raise RequestError(f"{name} is not supported by this server: send false")
-    for name in ("return_perf_metrics", "return_kv_cache_reuse_stats"):
-        if item.scalar(name, False):
-            raise RequestError(f"{name} is not supported by this server: send false")
-    bias = item.row("embedding_bias")
-    if bias is not None and bias.size:
-        raise RequestError("embedding_bias is not supported by this server: leave the words and weights out")

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from manylora.request import Event, Request
+from manylora.request import Event, Request, RequestMetrics
 
-__all__ = ["WINDOW", "Reply", "merge"]
+__all__ = ["WINDOW", "Reply", "merge", "merge_waiting"]
 
 WINDOW = 128
 """Ids before a chunk that its text may depend on. More only for a run of byte tokens longer than this."""
+
+
+Item = tuple[Any, "Reply | None", Any] | None
+"""(call, reply, event) that waits to be sent; reply None: an error or an empty answer; None: the end."""
 
 
 @dataclass
@@ -23,45 +28,112 @@ class Reply:
     request: Request
     batch_index: int | None  # None: the batch has one item
     exclude_input: bool
+    statistics: bool = False
+    logits_dtype: str = "float32"
     _sent: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     _log_probs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def encode(self, event: Event) -> list[tuple[str, np.ndarray]]:
-        """Tensors of one response, `output_ids` first. Leading dimension 1, beam dimension 1."""
-        index, new = event.sequence_index, list(event.token_ids)
-        streaming = self.request.streaming
+        """Tensors of one response, `output_ids` first. Leading dimension 1."""
+        streaming, params = self.request.streaming, self.request.params
         echo = [] if streaming or self.exclude_input else list(self.request.prompt)
-        ids = echo + new
+        rows = [beam.token_ids for beam in event.beams] or [event.token_ids]
+        ids = [[*echo, *row] for row in rows]
         tensors: list[tuple[str, np.ndarray]] = [
-            ("output_ids", np.array([[ids]], np.int32).reshape(1, 1, len(ids))),
-            ("sequence_length", np.array([[len(ids)]], np.int32)),
+            ("output_ids", _table(ids, np.int32)),
+            ("sequence_length", np.array([[len(row) for row in ids]], np.int32)),
         ]
-        if self.request.params.return_log_probs:
-            so_far = self._log_probs[index]
-            so_far += event.log_probs
-            tensors.append(("cum_log_probs", np.array([[sum(so_far)]], np.float32)))
-            tensors.append(("output_log_probs", np.array([[so_far]], np.float32).reshape(1, 1, len(so_far))))
+        if params.return_log_probs:
+            tensors += self._log_prob_tensors(event)
+        for name in ("context_logits", "generation_logits"):
+            logits = getattr(event, name)
+            if logits is not None:
+                logits = logits if name == "context_logits" else logits[np.newaxis]
+                tensors.append((name, logits[np.newaxis].astype(self.logits_dtype)))
         if self.batch_index is not None:
             tensors.append(("batch_index", np.array([[self.batch_index]], np.int32)))
-        if self.request.params.num_return_sequences > 1:
-            tensors.append(("sequence_index", np.array([[index]], np.int32)))
+        if params.num_return_sequences > 1 and not event.beams:
+            tensors.append(("sequence_index", np.array([[event.sequence_index]], np.int32)))
+        if self.statistics and event.metrics is not None:
+            tensors += _statistics(event.metrics)
         if streaming:
-            window = self._sent[index][-WINDOW:]
-            self._sent[index] = window + new
-            tensors.append(("previous_ids", np.array([[window]], np.int32).reshape(1, 1, len(window))))
+            window = self._sent[event.sequence_index][-WINDOW:]
+            self._sent[event.sequence_index] = window + list(event.token_ids)
+            tensors.append(("previous_ids", _table([window], np.int32)))
         reason = event.finish_reason.value if event.finish_reason else ""
-        tensors.append(("finish_reason", np.array([[reason.encode()]], np.object_)))
+        tensors.append(("finish_reason", _text(reason)))
+        if event.metrics is not None and event.metrics.adapter_tier:
+            tensors.append(("lora_cache_tier", _text(event.metrics.adapter_tier)))
         return tensors
+
+    def _log_prob_tensors(self, event: Event) -> list[tuple[str, np.ndarray]]:
+        if event.beams:
+            rows = [list(beam.log_probs) for beam in event.beams]
+            sums = [beam.cum_log_prob for beam in event.beams]
+        else:
+            rows = [self._log_probs[event.sequence_index]]
+            rows[0] += event.log_probs
+            sums = [sum(rows[0])]
+        return [
+            ("cum_log_probs", np.array([sums], np.float32)),
+            ("output_log_probs", _table(rows, np.float32)),
+        ]
 
 
 def merge(events: Sequence[Event]) -> Event:
     """Consecutive events of one sequence as one."""
     last = events[-1]
-    return Event(
+    return replace(
+        last,
         token_ids=tuple(token for event in events for token in event.token_ids),
         log_probs=tuple(value for event in events for value in event.log_probs),
-        sequence_index=last.sequence_index,
-        finish_reason=last.finish_reason,
-        last=last.last,
-        error=last.error,
+        context_logits=events[0].context_logits,
     )
+
+
+def merge_waiting(batch: Sequence[Item]) -> list[Item]:
+    """Neighbouring events of one streaming sequence become one; the order within each reply stays."""
+    result: list[Item] = []
+    latest: dict[int, int] = {}  # reply -> where its latest event stands
+    for item in batch:
+        if item is None or item[1] is None or not item[1].request.streaming:
+            result.append(item)
+            continue
+        call, reply, event = item
+        place = latest.get(id(reply))
+        before = result[place] if place is not None else None
+        if place is not None and before is not None and before[2].sequence_index == event.sequence_index:
+            result[place] = (call, reply, merge([before[2], event]))
+        else:
+            latest[id(reply)] = len(result)
+            result.append(item)
+    return result
+
+
+def _table(rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
+    """[1, rows, longest row]; shorter ones end in -1."""
+    table: np.ndarray = np.full((1, len(rows), max(map(len, rows))), -1, dtype)
+    for i, row in enumerate(rows):
+        table[0, i, : len(row)] = row
+    return table
+
+
+def _text(text: str) -> np.ndarray:
+    return np.array([[text.encode()]], np.object_)
+
+
+def _statistics(m: RequestMetrics) -> list[tuple[str, np.ndarray]]:
+    rate = m.accepted_draft_tokens / m.draft_tokens if m.draft_tokens else 0.0
+    values: list[tuple[str, float, type]] = [
+        ("kv_cache_alloc_new_blocks", m.kv_new_blocks, np.int32),
+        ("kv_cache_reused_blocks", m.kv_reused_blocks, np.int32),
+        ("kv_cache_alloc_total_blocks", m.kv_new_blocks + m.kv_reused_blocks, np.int32),
+        ("arrival_time_ns", m.arrival_ns, np.int64),
+        ("first_scheduled_time_ns", m.first_scheduled_ns, np.int64),
+        ("first_token_time_ns", m.first_token_ns, np.int64),
+        ("last_token_time_ns", m.last_token_ns, np.int64),
+        ("acceptance_rate", rate, np.float32),
+        ("total_accepted_draft_tokens", m.accepted_draft_tokens, np.int32),
+        ("total_draft_tokens", m.draft_tokens, np.int32),
+    ]
+    return [(name, np.array([[value]], dtype)) for name, value, dtype in values]

@@ -10,17 +10,16 @@ from typing import Any
 from manylora.config import EngineConfig, LoraCacheConfig
 from manylora.errors import ConfigError
 
-__all__ = ["engine_config", "flag", "parameters_of", "value_of"]
+__all__ = ["engine_config", "flag", "logits_dtype", "milliseconds", "parameters_of", "value_of"]
 
 TYPES = ("v1", "V1", "inflight_batching", "inflight_fused_batching")
 TRUE, FALSE = ("true", "1", "t", "y", "yes"), ("false", "0", "f", "n", "no")
 # Parameters that would change answers; only these values mean what the engine does anyway.
 HARMLESS = {
-    "max_beam_width": ("1",),
     "sink_token_length": ("0",),
-    "decoding_mode": ("top_k", "top_p", "top_k_top_p", "auto"),
+    "decoding_mode": ("top_k", "top_p", "top_k_top_p", "beam_search", "auto"),
     "encoder_model_path": (),
-    "guided_decoding_backend": (),
+    "guided_decoding_backend": ("xgrammar", "llguidance"),
     "max_attention_window_size": (),
 }
 
@@ -45,6 +44,21 @@ def flag(parameters: Mapping[str, str], name: str, default: bool) -> bool:
     return text.lower() in TRUE
 
 
+def milliseconds(parameters: Mapping[str, str], name: str, default: int) -> float:
+    """A period in seconds."""
+    return _parse(name, value_of(parameters, name) or str(default), int) / 1000
+
+
+def logits_dtype(model_config: Mapping[str, Any]) -> str:
+    """NumPy's name for the type of the logits outputs. Raises ConfigError for what NumPy does not have."""
+    types = {output["name"]: output["data_type"] for output in model_config["output"]}
+    names = {"TYPE_FP32": "float32", "TYPE_FP16": "float16"}
+    found = types.get("generation_logits", "TYPE_FP32")
+    if found not in names or types.get("context_logits", found) != found:
+        raise ConfigError(f"logits_datatype must be TYPE_FP32 or TYPE_FP16, got {found}")
+    return names[found]
+
+
 def engine_config(parameters: Mapping[str, str]) -> EngineConfig:
     """Raises ConfigError naming the parameter that is missing, unparsable or asks for what is not there."""
     kind = value_of(parameters, "gpt_model_type")
@@ -67,12 +81,14 @@ def engine_config(parameters: Mapping[str, str]) -> EngineConfig:
         )
     options: dict[str, Any] = {}
     _take(parameters, options, int, "max_num_tokens", "max_seq_len", "tokens_per_block")
-    _take(parameters, options, int, "max_tokens_in_paged_kv_cache", "max_queue_size")
+    _take(parameters, options, int, "max_tokens_in_paged_kv_cache", "max_queue_size", "max_beam_width")
     _take(parameters, options, float, "kv_cache_free_gpu_mem_fraction")
     _take(parameters, options, str, "batch_scheduler_policy", "device", "dtype")
     sequences = value_of(parameters, "max_num_sequences")
     if sequences is not None:
         options["max_batch_size"] = _parse("max_num_sequences", sequences, int)
+    if value_of(parameters, "guided_decoding_backend") is not None:
+        options["tokenizer_dir"] = Path(value_of(parameters, "tokenizer_dir") or path)
     return EngineConfig(
         model_dir=Path(path),
         enable_kv_cache_reuse=flag(parameters, "enable_kv_cache_reuse", True),
@@ -90,9 +106,11 @@ def _lora_config(parameters: Mapping[str, str]) -> LoraCacheConfig:
     options = {name.removeprefix("lora_cache_"): value for name, value in found.items()}
     _take(parameters, options, int, "max_lora_rank")
     prefetch = value_of(parameters, "lora_prefetch_dir")
+    catalog = value_of(parameters, "lora_catalog_dir")
     targets = value_of(parameters, "lora_target_modules") or ""
     return LoraCacheConfig(
         prefetch_dir=Path(prefetch) if prefetch else None,
+        catalog_dir=Path(catalog) if catalog else None,
         target_modules=tuple(name.strip() for name in targets.split(",") if name.strip()),
         **options,
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["MODELS", "REFUSED_INPUTS", "Model", "Tensor"]
+__all__ = ["ENSEMBLE_OUTPUTS", "MODELS", "REFUSED_INPUTS", "Model", "Tensor"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ LORA = [
     Tensor("lora_config", "INT32", (-1, -1), ragged=True),
 ]
 GUIDES = _many("STRING", "guided_decoding_guide_type guided_decoding_guide", ragged=True)
+CATALOG = _many("STRING", "lora_name lora_ckpt_source", ragged=True)  # ours: an adapter by its name
+TOLD = _many("STRING", "finish_reason lora_cache_tier")  # ours
 RESULTS = [
     Tensor("cum_log_probs", "FP32", (-1,)),
     Tensor("output_log_probs", "FP32", (-1, -1)),
@@ -112,6 +114,7 @@ TENSORRT_LLM = Model(
         Tensor("mrope_position_deltas", "INT64"),
         Tensor("lora_task_id", "UINT64", scalar=True),
         *LORA,
+        *CATALOG,
         Tensor("context_phase_params", "UINT8", (-1,), ragged=True),
         Tensor("skip_cross_attn_blocks", "BOOL", ragged=True),
         *_many(
@@ -135,7 +138,7 @@ TENSORRT_LLM = Model(
         *STATISTICS,
         # Ours: what stateless postprocessing needs to stream exact text.
         Tensor("previous_ids", "INT32", (-1, -1)),
-        Tensor("finish_reason", "STRING"),
+        *TOLD,
     ),
 )
 
@@ -173,9 +176,28 @@ ENSEMBLE = Model(
         Tensor("embedding_bias_weights", "FP32", (-1,)),
         Tensor("lora_task_id", "UINT64"),
         *LORA,
+        *CATALOG,
         *GUIDES,
     ),
-    outputs=(Tensor("text_output", "STRING", (-1,)), *RESULTS, *STATISTICS),
+    outputs=(Tensor("text_output", "STRING", (-1,)), *RESULTS, *STATISTICS, *TOLD),
+)
+
+ENSEMBLE_OUTPUTS = ENSEMBLE.outputs
+
+BLS_SCALARS = {
+    "return_log_probs", "return_context_logits", "return_generation_logits", "return_perf_metrics",
+    "return_kv_cache_reuse_stats", "num_return_sequences", "lora_task_id",
+}  # fmt: skip
+TENSORRT_LLM_BLS = Model(
+    inputs=(
+        *(replace(t, scalar=t.name in BLS_SCALARS) for t in ENSEMBLE.inputs),
+        Tensor("image_input", "FP16", (-1, 3, -1, -1)),
+        *_many("UINT8", "image_bytes_input video_bytes_input", (-1, -1, -1, -1)),
+        Tensor("image_url_input", "STRING"),
+        Tensor("num_draft_tokens", "INT32"),
+        Tensor("use_draft_logits", "BOOL", scalar=True),
+    ),
+    outputs=ENSEMBLE.outputs,
 )
 
 MODELS = {
@@ -183,13 +205,13 @@ MODELS = {
     "tensorrt_llm": TENSORRT_LLM,
     "postprocessing": POSTPROCESSING,
     "ensemble": ENSEMBLE,
+    "tensorrt_llm_bls": TENSORRT_LLM_BLS,
 }
 
 REFUSED_INPUTS = (
-    "encoder_input_features", "draft_input_ids", "draft_logits", "prompt_embedding_table",
-    "prompt_table_extra_ids", "cross_attention_mask", "mrope_rotary_cos_sin", "mrope_position_deltas",
-    "context_phase_params", "skip_cross_attn_blocks", "retention_token_range_starts",
-    "retention_decode_priority", "guided_decoding_guide_type", "guided_decoding_guide",
-    "lookahead_window_size", "runtime_top_p_min", "runtime_top_p_decay", "runtime_top_p_reset_ids",
+    "encoder_input_features", "encoder_output_lengths", "draft_logits", "draft_acceptance_threshold",
+    "cross_attention_mask", "mrope_rotary_cos_sin", "mrope_position_deltas", "context_phase_params",
+    "skip_cross_attn_blocks", "lookahead_window_size", "lookahead_ngram_size",
+    "lookahead_verification_set_size",
 )  # fmt: skip
 """Inputs of `tensorrt_llm` that ask for what the engine does not do; sending one is an error by name."""

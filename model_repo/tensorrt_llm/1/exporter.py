@@ -1,0 +1,59 @@
+"""Hands samples to Triton's metrics. One thread only: two on one metric end the server."""
+
+from __future__ import annotations
+
+import triton_python_backend_utils as pb_utils
+
+from manylora.wire.metrics import FAMILIES, RequestMeter, engine_samples
+
+
+class Exporter:
+    def __init__(self, model, version):
+        self._common = {"model": model, "version": version}
+        self._meter = RequestMeter()
+        self._families = {name: _family(name) for name in FAMILIES}
+        self._metrics = {name: {} for name in FAMILIES}  # family -> labels -> metric
+        self._totals = {}  # of counters that come as totals
+
+    def update(self, stats):
+        """Gauges and totals. A family of which a label set is gone is made anew without it."""
+        samples = list(engine_samples(stats))
+        for name, family in FAMILIES.items():
+            if family.kind == "gauge":
+                now = {sample.labels for sample in samples if sample.family == name}
+                if self._metrics[name].keys() - now:
+                    self._metrics[name].clear()
+                    del self._families[name]  # Triton drops the series with the family, not with the metric
+                    self._families[name] = _family(name)
+        for sample in samples:
+            self._put(sample)
+
+    def observe(self, lora, event):
+        """A sequence that ended."""
+        for sample in self._meter.samples(lora, event):
+            self._put(sample)
+
+    def _put(self, sample):
+        family, metrics = FAMILIES[sample.family], self._metrics[sample.family]
+        metric = metrics.get(sample.labels)
+        if metric is None:
+            buckets = {"buckets": list(family.buckets)} if family.buckets else {}
+            labels = {**self._common, **dict(sample.labels)}
+            metric = metrics[sample.labels] = self._families[sample.family].Metric(labels=labels, **buckets)
+        if family.kind == "gauge":
+            metric.set(sample.value)
+        elif family.kind == "histogram":
+            metric.observe(sample.value)
+        elif sample.increment:
+            metric.increment(sample.value)
+        else:
+            key = (sample.family, sample.labels)
+            metric.increment(sample.value - self._totals.get(key, 0))
+            self._totals[key] = sample.value
+
+
+def _family(name):
+    family = FAMILIES[name]
+    # Triton adds the class only when the model is made.
+    kind = getattr(pb_utils.MetricFamily, family.kind.upper())
+    return pb_utils.MetricFamily(name=name, description=family.help, kind=kind)

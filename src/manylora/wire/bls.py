@@ -1,0 +1,88 @@
+"""What `tensorrt_llm_bls` knows of tensors: its checks, its batches, and where each input goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from manylora.errors import RequestError
+from manylora.wire.table import ENSEMBLE_OUTPUTS
+
+__all__ = ["TO_ENGINE", "TO_PREPROCESSING", "check_inputs", "items", "told_outputs"]
+
+TO_PREPROCESSING = {
+    "text_input": "QUERY",
+    "max_tokens": "REQUEST_OUTPUT_LEN",
+    "bad_words": "BAD_WORDS_DICT",
+    "stop_words": "STOP_WORDS_DICT",
+    "embedding_bias_words": "EMBEDDING_BIAS_WORDS",
+    "embedding_bias_weights": "EMBEDDING_BIAS_WEIGHTS",
+    "end_id": "END_ID",
+    "pad_id": "PAD_ID",
+    "prompt_table_extra_id": "PROMPT_TABLE_EXTRA_ID",
+}
+SAME = (
+    "temperature", "repetition_penalty", "min_length", "presence_penalty", "frequency_penalty", "random_seed",
+    "return_log_probs", "return_context_logits", "return_generation_logits", "return_perf_metrics",
+    "return_kv_cache_reuse_stats", "beam_width", "num_return_sequences", "exclude_input_in_output",
+    "prompt_embedding_table", "prompt_vocab_size", "lora_task_id", "lora_config", "lora_name",
+    "lora_ckpt_source", "guided_decoding_guide_type", "guided_decoding_guide",
+)  # fmt: skip
+TO_ENGINE = {
+    "top_k": "runtime_top_k",
+    "top_p": "runtime_top_p",
+    "length_penalty": "len_penalty",
+    "stream": "streaming",
+} | {name: name for name in SAME}
+REFUSED = ("decoder_text_input", "image_input", "image_bytes_input", "image_url_input", "video_bytes_input")
+
+
+def check_inputs(values: Mapping[str, np.ndarray], accumulate: bool, has_draft_model: bool) -> None:
+    """Raises RequestError with upstream's texts where it has one."""
+    for name in REFUSED:
+        if name in values and values[name].size:
+            raise RequestError(f"input {name} is not supported by this server: leave it out")
+    if "text_input" not in values:
+        raise RequestError("text_input is required")
+    if "max_tokens" not in values or (values["max_tokens"] < 1).any():
+        raise RequestError("max_tokens must be a single value > 0")
+
+    def any_of(name: str, limit: float = 0) -> bool:
+        return name in values and bool((values[name].astype(np.float64) > limit).any())
+
+    if any_of("stream") and accumulate and any_of("beam_width", 1):
+        raise RequestError("Accumulation of tokens is only implemented for beam width = 1")
+    if any_of("num_draft_tokens"):
+        if not has_draft_model:
+            raise RequestError("cannot perform speculative decoding without draft model")
+        for name, text in (("stream", "streaming is"), ("return_context_logits", "context logits are")):
+            if any_of(name):
+                raise RequestError(f"{text} not supported with speculative decoding")
+        if any_of("use_draft_logits"):
+            raise RequestError("use_draft_logits is not supported by this server: send false")
+        for name in ("beam_width", "num_return_sequences"):
+            if any_of(name, 1):
+                raise RequestError(f"{name} must be 1 with speculative decoding")
+
+
+def items(values: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    """Each item of the batch with a batch dimension of one; scalars as [1, 1]."""
+    count = len(values["text_input"])
+    for name, array in values.items():
+        if len(array) != count:
+            raise RequestError(
+                f"Expected batch size doesn't match batch size for tensor {name}. "
+                f"Expected {count} got {len(array)}"
+            )
+    return [{name: _slice(array, index) for name, array in values.items()} for index in range(count)]
+
+
+def told_outputs() -> list[str]:
+    """Outputs of the engine's model that go to the client as they are."""
+    return [tensor.name for tensor in ENSEMBLE_OUTPUTS if tensor.name != "text_output"]
+
+
+def _slice(array: np.ndarray, index: int) -> np.ndarray:
+    one = array[index : index + 1]
+    return one.reshape(1, 1) if one.ndim == 1 else one

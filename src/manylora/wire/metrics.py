@@ -1,0 +1,184 @@
+"""What the metrics port shows: upstream's families from the engine's numbers, and ours for adapters.
+
+Plain data: which family, which labels, which value. The model's process hands it to Triton.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from manylora.request import Event, FinishReason, LoraInput, RequestMetrics
+from manylora.stats import EngineStats
+
+__all__ = ["FAMILIES", "Family", "RequestMeter", "Sample", "engine_samples"]
+
+TOKEN_BUCKETS = (10.0, 50.0, 100.0, 500.0, 1000.0)
+SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+REQUESTS, MEMORY = "nv_trt_llm_request_metrics", "nv_trt_llm_runtime_memory_metrics"
+KV_BLOCKS, BATCHER = "nv_trt_llm_kv_cache_block_metrics", "nv_trt_llm_inflight_batcher_metrics"
+GENERAL = "nv_trt_llm_general_metrics"
+LORA_INFO = "vllm:lora_requests_info"
+
+
+@dataclass(frozen=True)
+class Family:
+    """kind: gauge, counter (values grow), histogram (values are observed)."""
+
+    help: str
+    kind: str = "gauge"
+    buckets: tuple[float, ...] = ()
+
+
+FAMILIES = {
+    REQUESTS: Family("TRT LLM request metrics"),
+    MEMORY: Family("TRT LLM runtime memory metrics"),
+    KV_BLOCKS: Family("TRT LLM KV cache block metrics"),
+    BATCHER: Family("TRT LLM inflight_batcher-specific metrics"),
+    GENERAL: Family("General TRT LLM metrics"),
+    "nv_llm_input_token_len": Family("TRT LLM response metrics", "histogram", TOKEN_BUCKETS),
+    "nv_llm_output_token_len": Family("TRT LLM response metrics", "histogram", TOKEN_BUCKETS),
+    LORA_INFO: Family("Adapters on the device and waited for; the value is when it was written"),
+    "manylora_lora_cache_pages": Family("Pages of the LoRA cache by level and state"),
+    "manylora_lora_cache_page_bytes": Family("Bytes of one page of the LoRA cache"),
+    "manylora_lora_cache_adapters": Family("Adapters in the LoRA cache by level"),
+    "manylora_lora_cache_evictions_total": Family("Adapters evicted from the LoRA cache by level", "counter"),
+    "manylora_lora_cache_loads_total": Family("Adapters written to the LoRA cache by level", "counter"),
+    "manylora_adapter_requests_total": Family("Requests answered by adapter and finish reason", "counter"),
+    "manylora_adapter_tokens_total": Family("Tokens by adapter, of prompts and of outputs", "counter"),
+    "manylora_adapter_cold_loads_total": Family(
+        "Requests that found their adapter beneath the device, by adapter and tier", "counter"
+    ),
+    "manylora_adapter_ttft_seconds": Family("Time to first token by adapter", "histogram", SECONDS_BUCKETS),
+    "manylora_adapter_resident_bytes": Family("Bytes of an adapter's pages by level"),
+}
+MAX_ADAPTERS = 100  # label values; the adapters after these are counted together
+BASE, OTHER = "base", "other"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """increment: add to a counter; otherwise the value is the gauge's, the counter's total, or observed."""
+
+    family: str
+    labels: tuple[tuple[str, str], ...]
+    value: float
+    increment: bool = False
+
+
+def engine_samples(stats: EngineStats) -> Iterator[Sample]:
+    """Gauges and totals of one snapshot."""
+    for family, label, values in _upstream(stats):
+        for name, value in values.items():
+            yield Sample(family, ((label, name),), value)
+    a = stats.adapters
+    levels = {
+        "host": (a.host_pages, a.host_pages_free, a.host_adapters, a.host_evictions, a.host_stores),
+        "device": (
+            a.device_pages,
+            a.device_pages_free,
+            a.device_adapters,
+            a.device_evictions,
+            a.device_loads,
+        ),
+    }
+    for level, (pages, free, adapters, evictions, loads) in levels.items():
+        where = ("level", level)
+        yield Sample("manylora_lora_cache_pages", (where, ("state", "used")), pages - free)
+        yield Sample("manylora_lora_cache_pages", (where, ("state", "free")), free)
+        yield Sample("manylora_lora_cache_adapters", (where,), adapters)
+        yield Sample("manylora_lora_cache_evictions_total", (where,), evictions)
+        yield Sample("manylora_lora_cache_loads_total", (where,), loads)
+    yield Sample("manylora_lora_cache_page_bytes", (), a.page_bytes)
+    for one in a.residents[:MAX_ADAPTERS]:
+        adapter = ("adapter", one.name)
+        size = one.pages * a.page_bytes
+        yield Sample("manylora_adapter_resident_bytes", (adapter, ("level", "host")), size)
+        if one.on_device:
+            yield Sample("manylora_adapter_resident_bytes", (adapter, ("level", "device")), size)
+    yield _lora_info(stats)
+
+
+class RequestMeter:
+    """What finished sequences add. The first MAX_ADAPTERS adapters are told apart, the rest are `other`."""
+
+    def __init__(self) -> None:
+        self._names = {BASE, OTHER}
+
+    def samples(self, lora: LoraInput | None, event: Event) -> Iterator[Sample]:
+        name = BASE if lora is None else lora.name or str(lora.task_id)
+        if name not in self._names and len(self._names) >= MAX_ADAPTERS:
+            name = OTHER
+        self._names.add(name)
+        return _request_samples(("adapter", name), event)
+
+
+def _request_samples(adapter: tuple[str, str], event: Event) -> Iterator[Sample]:
+    metrics = event.metrics
+    reason = event.finish_reason.value if event.finish_reason else ""
+    yield Sample("manylora_adapter_requests_total", (adapter, ("finish_reason", reason)), 1, True)
+    if metrics is None or event.finish_reason is FinishReason.ERROR:
+        return
+    prompt, output = metrics.prompt_tokens, metrics.output_tokens
+    yield Sample("nv_llm_input_token_len", (("response_metric_type", "total_input_tokens"),), prompt)
+    yield Sample("nv_llm_output_token_len", (("response_metric_type", "total_output_tokens"),), output)
+    yield Sample("manylora_adapter_tokens_total", (adapter, ("kind", "prompt")), prompt, True)
+    yield Sample("manylora_adapter_tokens_total", (adapter, ("kind", "output")), output, True)
+    yield from _first_token(adapter, metrics)
+
+
+def _first_token(adapter: tuple[str, str], metrics: RequestMetrics) -> Iterator[Sample]:
+    if metrics.first_token_ns:
+        seconds = (metrics.first_token_ns - metrics.arrival_ns) / 1e9
+        yield Sample("manylora_adapter_ttft_seconds", (adapter,), seconds)
+    if metrics.adapter_tier not in ("", "device"):
+        tier = ("tier", metrics.adapter_tier)
+        yield Sample("manylora_adapter_cold_loads_total", (adapter, tier), 1, True)
+
+
+def _upstream(stats: EngineStats) -> Iterator[tuple[str, str, dict[str, float]]]:
+    active = stats.running + stats.waiting
+    waiting = active - stats.scheduled if active > stats.scheduled else 0
+    yield REQUESTS, "request_type", {
+        "active": active,
+        "max": stats.max_batch_size,
+        "scheduled": stats.scheduled,
+        "context": stats.context_requests,
+        "waiting": waiting,
+    }  # fmt: skip
+    a = stats.adapters
+    engine_bytes = stats.weight_bytes + stats.kv_bytes + a.device_pages * a.page_bytes
+    host_bytes = a.host_pages * a.page_bytes
+    yield MEMORY, "memory_type", {
+        "cpu": 0 if stats.on_gpu else engine_bytes + host_bytes,
+        "gpu": engine_bytes if stats.on_gpu else 0,
+        "pinned": host_bytes if stats.on_gpu else 0,
+    }  # fmt: skip
+    used = stats.kv_blocks - stats.kv_blocks_free
+    yield KV_BLOCKS, "kv_cache_block_type", {
+        "max": stats.kv_blocks,
+        "free": stats.kv_blocks_free,
+        "used": used,
+        "tokens_per": stats.tokens_per_block,
+        "reused": stats.kv_tokens_reused // max(1, stats.tokens_per_block),
+        "fraction": used / max(1, stats.kv_blocks),
+    }  # fmt: skip
+    yield BATCHER, "inflight_batcher_specific_metric", {
+        "total_context_tokens": stats.context_tokens,
+        "generation_requests": stats.generation_requests,
+        "micro_batch_id": 0,
+        "paused_requests": stats.preemptions,
+    }  # fmt: skip
+    yield GENERAL, "general_type", {"timestamp": time.time() * 1e6, "iteration_counter": stats.steps}
+
+
+def _lora_info(stats: EngineStats) -> Sample:
+    """For pickers of the Kubernetes Gateway API: who is on the device, who is waited for."""
+    running = [one.name for one in stats.adapters.residents if one.on_device]
+    labels = (
+        ("max_lora", str(max(1, stats.adapters.max_device_adapters))),
+        ("running_lora_adapters", ",".join(running)),
+        ("waiting_lora_adapters", ",".join(stats.waiting_adapters)),
+    )
+    return Sample(LORA_INFO, labels, time.time())

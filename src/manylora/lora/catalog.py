@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from manylora.errors import AdapterError, AdapterInvalidError
-from manylora.lora.formats.npy import has_npy, read_npy
-from manylora.lora.formats.peft import has_peft, read_peft
-from manylora.lora.tensors import Adapter, pack_rows
+from manylora.errors import AdapterError
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.sources import find_source, read_source
+from manylora.lora.tensors import Adapter
 from manylora.request import LoraInput
 
 __all__ = ["Catalog", "read_adapter_folder"]
@@ -23,10 +23,12 @@ PRUNE = 4096  # task ids, of about 200 bytes each
 
 
 class Catalog:
-    """check: makes an Adapter of tensors, or raises AdapterError. Lookups are safe from any thread."""
+    """check: makes an Adapter of tensors, or raises AdapterError. base: for the DoRA adapters of PEFT; None
+    refuses them. Lookups are safe from any thread."""
 
-    def __init__(self, check: Check) -> None:
+    def __init__(self, check: Check, base: BaseWeights | None = None) -> None:
         self._check = check
+        self._base = base
         self._digests: dict[int, str] = {}
         self._sources: dict[str, tuple[int, Path]] = {}  # digest -> task id that names the folder, and folder
         self._prune_at = PRUNE
@@ -98,16 +100,10 @@ class Catalog:
             yield task_id, adapter
 
     def _read(self, task_id: int, folder: Path) -> Adapter:
-        weights, config = read_adapter_folder(folder)
+        weights, config = read_adapter_folder(folder, self._base)
         return self._check(LoraInput(task_id, weights, config))
 
 
-def read_adapter_folder(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+def read_adapter_folder(folder: Path, base: BaseWeights | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] and config [1, rows, 3 or 4] of a folder, told apart by its content."""
-    if has_npy(folder):
-        return read_npy(folder)
-    if has_peft(folder):
-        return pack_rows(read_peft(folder))
-    raise AdapterInvalidError(
-        f"folder {folder.name} holds neither model.lora_weights.npy nor a PEFT adapter_config.json"
-    )
+    return read_source(find_source(folder), base=base)

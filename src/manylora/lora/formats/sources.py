@@ -14,9 +14,9 @@ from manylora.lora.formats.nemo import find_nemo, is_tar, nemo_tensors, read_nem
 from manylora.lora.formats.npy import has_npy, read_npy
 from manylora.lora.formats.peft import has_peft, peft_tensors, read_peft
 from manylora.lora.formats.tensor_files import common_dtype
-from manylora.lora.tensors import is_bfloat16, pack_rows
+from manylora.lora.tensors import AdapterRow, is_bfloat16, pack_rows
 
-__all__ = ["Source", "find_source", "read_source", "source_dtype"]
+__all__ = ["Source", "find_source", "read_rows", "read_source", "source_dtype"]
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,16 @@ def read_source(
         return read_npy(source.path)
     if source.kind == "llgtrt":
         return read_llgtrt(source.path)
+    return pack_rows(read_rows(source, base=base, allow_bin=allow_bin))
+
+
+def read_rows(
+    source: Source, *, base: BaseWeights | None = None, allow_bin: bool = False
+) -> list[AdapterRow]:
+    """As `read_source`, for PEFT and NeMo, whose files say how large each row is."""
     if source.kind == "nemo":
-        return pack_rows(read_nemo(source.path))
-    return pack_rows(read_peft(source.path, base=base, allow_bin=allow_bin))
+        return read_nemo(source.path)
+    return read_peft(source.path, base=base, allow_bin=allow_bin)
 
 
 def source_dtype(source: Source, *, allow_bin: bool = False) -> str:

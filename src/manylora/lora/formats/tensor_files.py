@@ -21,9 +21,18 @@ from safetensors import deserialize
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats import one_line
-from manylora.lora.tensors import BFLOAT16, widen_bfloat16
+from manylora.lora.tensors import BFLOAT16, narrow_to_bfloat16, widen_bfloat16
 
-__all__ = ["RawTensor", "common_dtype", "decode", "read_safetensors", "read_torch", "write_safetensors"]
+__all__ = [
+    "RawTensor",
+    "common_dtype",
+    "decode",
+    "encode",
+    "read_safetensors",
+    "read_torch",
+    "write_safetensors",
+    "write_torch",
+]
 
 NUMPY_TYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
@@ -75,6 +84,20 @@ def write_safetensors(path: Path, tensors: Mapping[str, RawTensor]) -> None:
             file.write(tensor.data)
 
 
+def write_torch(path: Path, tensors: Mapping[str, RawTensor]) -> None:
+    """A state dict by torch.save. Raises OSError."""
+    import torch
+
+    kinds = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    state = {
+        key: torch.frombuffer(bytearray(tensor.data), dtype=kinds[tensor.dtype]).reshape(tensor.shape)
+        for key, tensor in tensors.items()
+    }
+    with path.open("wb") as file:
+        torch.save(state, file)
+
+
 def read_torch(data: bytes, name: str) -> dict[str, RawTensor]:
     """The tensors of a state dict that torch.save wrote. name: of the file, for errors.
 
@@ -108,6 +131,15 @@ def decode(key: str, tensor: RawTensor) -> np.ndarray:
     if not np.isfinite(values).all():
         raise AdapterInvalidError(f"{key} holds a NaN or an infinity")
     return values.reshape(tensor.shape)
+
+
+def encode(key: str, values: np.ndarray, dtype: str) -> RawTensor:
+    """float32 values to a tensor of `dtype`. Raises AdapterInvalidError when one is beyond its range."""
+    with np.errstate(over="ignore"):
+        stored = narrow_to_bfloat16(values) if dtype == "BF16" else values.astype(NUMPY_TYPES[dtype])
+    tensor = RawTensor(dtype, values.shape, stored.tobytes())
+    decode(key, tensor)
+    return tensor
 
 
 def common_dtype(tensors: Sequence[RawTensor]) -> str:

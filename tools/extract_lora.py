@@ -21,9 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", "-t", choices=STORAGE_TYPES, help="default: the checkpoint's")
     parser.add_argument("--verbose", action="store_true", help="print every row")
     parser.add_argument("--base-model", "-b", type=Path, help="normalise DoRA magnitudes with this model")
-    parser.add_argument(
-        "--allow-bin", action="store_true", help="read adapter_model.bin, tensors only, no code"
-    )
+    parser.add_argument("--allow-bin", action="store_true", help="read adapter_model.bin, but no code in it")
     options = parser.parse_args(arguments)
     base = BaseWeights(options.base_model) if options.base_model else None
     try:

@@ -15,9 +15,7 @@ from manylora.lora.formats.nemo import find_nemo
 
 def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--in-file", "-i", type=Path, required=True, help=".nemo archive, or a folder with one"
-    )
+    parser.add_argument("--in-file", "-i", type=Path, required=True, help="archive or a folder with one")
     parser.add_argument("--out-dir", "-o", type=Path, required=True)
     parser.add_argument("--storage-type", default="float16", choices=STORAGE_TYPES)
     parser.add_argument("--customization-id", default="lora", help="key in lora_weights.json")

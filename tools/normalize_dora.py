@@ -17,9 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--base-model", "-b", type=Path, required=True, help="model directory")
     parser.add_argument("--out-dir", "-o", type=Path, required=True)
     parser.add_argument("--strip", action="store_true", help="remove the magnitudes instead")
-    parser.add_argument(
-        "--allow-bin", action="store_true", help="read adapter_model.bin, tensors only, no code"
-    )
+    parser.add_argument("--allow-bin", action="store_true", help="read adapter_model.bin, but no code in it")
     options = parser.parse_args(arguments)
     folders = options.in_dir, options.base_model, options.out_dir
     try:

@@ -91,9 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--base-model", "-b", type=Path, help="model directory, to normalise DoRA magnitudes with"
     )
-    parser.add_argument(
-        "--allow-bin", action="store_true", help="read adapter_model.bin, tensors only, no code"
-    )
+    parser.add_argument("--allow-bin", action="store_true", help="read adapter_model.bin, but no code in it")
     options = parser.parse_args(arguments)
     partial: list[str] | None = [] if options.allow_partial else None
     base = BaseWeights(options.base_model) if options.base_model else None

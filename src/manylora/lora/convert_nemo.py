@@ -30,7 +30,7 @@ def write_runtime_tensors(archive: Path, out_dir: Path, storage_type: str) -> li
     expected = nemo_num_layers(archive)
     if [row.layer for row in rows] != list(range(expected)):
         raise AdapterInvalidError(
-            f"{archive.name} adapts {len(rows)} layers, the last is {rows[-1].layer}; num_layers is {expected}"
+            f"{archive.name} adapts {len(rows)} layers up to {rows[-1].layer}, num_layers is {expected}"
         )
     if len({row.payload.size for row in rows}) > 1:
         raise AdapterInvalidError(f"{archive.name}: the adapter must have the same size in every layer")
@@ -51,10 +51,9 @@ def write_transposed(archive: Path, out_dir: Path, storage_type: str, key: str) 
         layer, side = nemo_key(name)
         if side is None:
             continue
-        place = np.array([[[0, layer]]])
-        stored = store_as(
-            decode(name, tensor).T[None], np.broadcast_to(place, (1, tensor.shape[1], 2)), storage_type
-        )
+        transposed = decode(name, tensor).T
+        place = np.array([[[ATTN_QKV, layer]] * len(transposed)])  # for the text of an error
+        stored = store_as(transposed[None], place, storage_type)
         (out_dir / f"model.{_file_name(name)}.bin").write_bytes(stored.tobytes())
     lora = {"lora_kqv_adapter": {"0": {"key": key, "low_rank": rows[0].rank}}, "precision": storage_type}
     (out_dir / "lora_weights.json").write_text(json.dumps({"lora_config": lora}, indent=2) + "\n")

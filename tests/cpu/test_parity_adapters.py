@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import tarfile
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from manylora.errors import AdapterInvalidError
 from manylora.kernels.spec import AttentionBatch
 from manylora.lora.catalog import read_adapter_folder
 from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.llgtrt import write_llgtrt
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.store import AdapterStore
 from manylora.model.batch import ForwardBatch
@@ -160,6 +162,19 @@ def make_phi3_twin(path: Path, model: Path) -> Path:
     return path
 
 
+def write_nemo(folder: Path, adapter: Path) -> Path:
+    """A PEFT adapter of qkv_proj with scale 1 as NeMo writes it."""
+    state = {}
+    for key, value in load_file(adapter / "adapter_model.safetensors").items():
+        name = key.replace("self_attn.qkv_proj", "self_attention.adapter_layer.lora_kqv_adapter")
+        state[name.replace("lora_A", "linear_in").replace("lora_B", "linear_out")] = value
+    folder.mkdir()
+    torch.save(state, folder / "model_weights.ckpt")
+    with tarfile.open(folder / "adapter.nemo", "w") as archive:
+        archive.add(folder / "model_weights.ckpt", "./model_weights.ckpt")
+    return folder
+
+
 def test_fused_modules(workshop: Path) -> None:
     model = make_model(workshop / "llama", "llama", seed=9)
     twin = make_phi3_twin(workshop / "phi3", model)
@@ -168,6 +183,7 @@ def test_fused_modules(workshop: Path) -> None:
         make_adapter(workshop / "fused", twin, 1, rank=7, modules=fused),
         make_adapter(workshop / "fused-dora", twin, 2, rank=5, modules=fused, use_dora=True),
         make_adapter(workshop / "fused-rank", twin, 3, rank=96, modules=("gate_up_proj",), use_rslora=True),
+        make_adapter(workshop / "fused-qkv", twin, 4, rank=8, modules=("qkv_proj",), alpha=8),
     ]
     inputs = [LoraInput(i, *read_adapter_folder(a, BaseWeights(twin))) for i, a in enumerate(adapters)]
     for i, (adapter, found) in enumerate(zip(adapters, mixed_logits(model, inputs), strict=True)):
@@ -185,11 +201,12 @@ def test_greedy_tokens_of_lora_dora_and_base_in_one_engine(workshop: Path) -> No
     dora = make_adapter(workshop / "prefetch" / "2", model, 2, rank=4, modules=ALL, use_dora=True)
     sent = make_adapter(workshop / "sent", model, 3, rank=9, modules=ALL, use_dora=True)
     write_npy(workshop / "prefetch" / "4", *read_adapter_folder(sent, BaseWeights(model)))
+    write_llgtrt(workshop / "prefetch" / "5" / "a.safetensors", *read_adapter_folder(lora))
     cache = LoraCacheConfig(gpu_memory_bytes=2**22, prefetch_dir=workshop / "prefetch")
     engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, lora=cache))
-    assert engine.adapters.stats().host_adapters == 3
+    assert engine.adapters.stats().host_adapters == 3  # 1 and 5 have the same content
     tensors = LoraInput(9, *read_adapter_folder(sent, BaseWeights(model)))
-    wanted = [(None, None), (LoraInput(1), lora), (LoraInput(2), dora), (LoraInput(4), sent), (tensors, sent)]
+    wanted = [(None, None), (LoraInput(5), lora), (LoraInput(2), dora), (LoraInput(4), sent), (tensors, sent)]
     handles = []
     for i, (given, _) in enumerate(wanted):
         request = Request(tuple(tokens(9, i)), SamplingParams(max_tokens=16), lora=given)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import tarfile
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ __all__ = ["MODULE", "find_nemo", "is_tar", "nemo_key", "nemo_num_layers", "nemo
 WEIGHTS = "model_weights.ckpt"
 CONFIG = "model_config.yaml"
 MODULE = "self_attention.adapter_layer.lora_kqv_adapter"
-LIMITS = {WEIGHTS: 2**32, CONFIG: 2**20}  # bytes
+LIMITS = {WEIGHTS: 2**31, CONFIG: 2**20}  # bytes
 MAX_MEMBERS = 256
 LAYER = re.compile(r"\.layers\.(\d{1,5})\.")
 ATTN_QKV = 0
@@ -119,6 +120,9 @@ def _members(path: Path) -> dict[str, bytes]:
                     raise ValueError(f"{name} has {member.size} bytes, at most {LIMITS[name]} are read")
                 stream = archive.extractfile(member)
                 assert stream is not None
+                if name == WEIGHTS and not zipfile.is_zipfile(stream):  # looks at the end only
+                    raise ValueError(f"{name} is not the zip archive that torch.save writes, or is cut short")
+                stream.seek(0)
                 found[name] = stream.read()
                 if len(found[name]) != member.size:
                     raise ValueError(f"{name} is cut short")

@@ -188,6 +188,9 @@ def test_fused_modules(workshop: Path) -> None:
     inputs = [LoraInput(i, *read_adapter_folder(a, BaseWeights(twin))) for i, a in enumerate(adapters)]
     for i, (adapter, found) in enumerate(zip(adapters, mixed_logits(model, inputs), strict=True)):
         assert agree(found, reference_logits(twin, adapter, tokens(20, i)))
+    nemo = write_nemo(workshop / "nemo", adapters[3])
+    for one, other in zip(read_adapter_folder(nemo), read_adapter_folder(adapters[3]), strict=True):
+        np.testing.assert_array_equal(one, other)
     with pytest.raises(
         AdapterInvalidError, match=r"the base model has no model\.layers\.0\S+qkv_proj\.weight"
     ):

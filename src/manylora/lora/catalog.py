@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from manylora.errors import AdapterError
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.sources import find_source, read_source
+from manylora.lora.modules import LoraModule
 from manylora.lora.tensors import Adapter
 from manylora.request import LoraInput
 
@@ -23,12 +24,17 @@ PRUNE = 4096  # task ids, of about 200 bytes each
 
 
 class Catalog:
-    """check: makes an Adapter of tensors, or raises AdapterError. base: for the DoRA adapters of PEFT; None
-    refuses them. Lookups are safe from any thread."""
+    """check: makes an Adapter of tensors, or raises AdapterError. modules, base: as for `read_source`.
+    Lookups are safe from any thread."""
 
-    def __init__(self, check: Check, base: BaseWeights | None = None) -> None:
+    def __init__(
+        self,
+        check: Check,
+        modules: Mapping[int, LoraModule] | None = None,
+        base: BaseWeights | None = None,
+    ) -> None:
         self._check = check
-        self._base = base
+        self._modules, self._base = modules, base
         self._digests: dict[int, str] = {}
         self._sources: dict[str, tuple[int, Path]] = {}  # digest -> task id that names the folder, and folder
         self._prune_at = PRUNE
@@ -100,10 +106,12 @@ class Catalog:
             yield task_id, adapter
 
     def _read(self, task_id: int, folder: Path) -> Adapter:
-        weights, config = read_adapter_folder(folder, self._base)
+        weights, config = read_adapter_folder(folder, self._base, self._modules)
         return self._check(LoraInput(task_id, weights, config))
 
 
-def read_adapter_folder(folder: Path, base: BaseWeights | None = None) -> tuple[np.ndarray, np.ndarray]:
+def read_adapter_folder(
+    folder: Path, base: BaseWeights | None = None, modules: Mapping[int, LoraModule] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] and config [1, rows, 3 or 4] of a folder, told apart by its content."""
-    return read_source(find_source(folder), base=base)
+    return read_source(find_source(folder), modules=modules, base=base)

@@ -48,9 +48,7 @@ def write_transposed(archive: Path, out_dir: Path, storage_type: str, key: str) 
     rows = read_nemo(archive)  # checks that every pair is whole
     out_dir.mkdir(parents=True, exist_ok=True)
     for name, tensor in nemo_tensors(archive).items():
-        layer, side = nemo_key(name)
-        if side is None:
-            continue
+        layer, _ = nemo_key(name)
         transposed = decode(name, tensor).T
         place = np.array([[[ATTN_QKV, layer]] * len(transposed)])  # for the text of an error
         stored = store_as(transposed[None], place, storage_type)

@@ -13,6 +13,7 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft import PEFT_KEY, peft_tensors
 from manylora.lora.formats.peft_config import CONFIG, NORMALIZED, PeftConfig, read_peft_config
 from manylora.lora.formats.tensor_files import RawTensor, decode, encode, write_safetensors, write_torch
+from manylora.lora.tensors import check_dims
 
 __all__ = ["normalize_dora"]
 
@@ -87,8 +88,5 @@ def _matrices(
         if key not in tensors:
             raise AdapterInvalidError(f"{path} has a DoRA magnitude, but no {key.removeprefix(path + '.')}")
     a, b = (decode(key, tensors[key]) for key in keys)
-    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or a.shape[0] == 0:
-        raise AdapterInvalidError(
-            f"{path}: adapter size of A {a.shape} mismatches adapter size of B {b.shape}"
-        )
+    check_dims(path, a, b, None)
     return a, b * np.float32(config.scale(path, a.shape[0]))

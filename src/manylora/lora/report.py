@@ -63,10 +63,12 @@ def inspect_adapter(path: Path, base: BaseModel | None = None, *, allow_bin: boo
 
 
 def _read(report: AdapterReport, source: Source, base: BaseModel | None, allow_bin: bool) -> None:
-    weights_of_base = BaseWeights(base.model_dir) if base else None
     adapter: Adapter | None = None
     if source.kind in ("peft", "nemo"):
-        adapter = adapter_from_rows(read_rows(source, base=weights_of_base, allow_bin=allow_bin))
+        weights_of_base = BaseWeights(base.model_dir) if base else None
+        modules = lora_modules(base.config, base.cache.target_modules) if base else None
+        rows = read_rows(source, modules=modules, base=weights_of_base, allow_bin=allow_bin)
+        adapter = adapter_from_rows(rows)
         weights, config = pack_rows(adapter.rows)
     else:
         weights, config = read_source(source)

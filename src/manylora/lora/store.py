@@ -61,7 +61,7 @@ class AdapterStore:
         self._geometry = plan.geometry
         self._cache = AdapterCache(plan.host_pages, plan.device_pages)
         self._pool = pool
-        self._catalog = Catalog(self._check, base)
+        self._catalog = Catalog(self._check, modules, base)
         self._in_hand: WeakValueDictionary[str, Adapter] = WeakValueDictionary()  # read, not on the host yet
         self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
         self._loads: list[str] = []

@@ -19,6 +19,7 @@ __all__ = [
     "AdapterRow",
     "adapter_from_rows",
     "adapter_from_tensors",
+    "check_dims",
     "check_shapes",
     "is_bfloat16",
     "narrow_to_bfloat16",
@@ -112,6 +113,20 @@ def pack_rows(rows: Iterable[AdapterRow]) -> tuple[np.ndarray, np.ndarray]:
         weights[0, i, : row.payload.size] = row.payload
     config = np.array([[[r.module_id, r.layer, r.rank, int(r.dora)] for r in rows]], dtype=np.int32)
     return weights, config
+
+
+def check_dims(where: str, a: np.ndarray, b: np.ndarray, module: LoraModule | None) -> None:
+    """A must be [rank, in] and B [out, rank], rank > 0, and go between the dimensions of the model's module,
+    if one is given. where: what they belong to. Raises AdapterInvalidError."""
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or a.shape[0] == 0:
+        raise AdapterInvalidError(
+            f"{where}: adapter size of A {a.shape} mismatches adapter size of B {b.shape}"
+        )
+    if module is not None and (a.shape[1], b.shape[0]) != (module.in_dim, module.out_dim):
+        raise AdapterInvalidError(
+            f"{where} goes from {a.shape[1]} to {b.shape[0]} dimensions, {module.name} of this model from "
+            f"{module.in_dim} to {module.out_dim}: the adapter was made for another model"
+        )
 
 
 def check_shapes(lora: LoraInput) -> tuple[np.ndarray, np.ndarray]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import tarfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ import numpy as np
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats import one_line
 from manylora.lora.formats.tensor_files import RawTensor, decode, read_torch
-from manylora.lora.tensors import AdapterRow
+from manylora.lora.modules import LoraModule
+from manylora.lora.tensors import AdapterRow, check_dims
 
 __all__ = ["MODULE", "find_nemo", "is_tar", "nemo_key", "nemo_num_layers", "nemo_tensors", "read_nemo"]
 
@@ -26,6 +28,7 @@ MODULE = "self_attention.adapter_layer.lora_kqv_adapter"
 LIMITS = {WEIGHTS: 2**31, CONFIG: 2**20}  # bytes
 MAX_MEMBERS = 256
 LAYER = re.compile(r"\.layers\.(\d{1,5})\.")
+SIDES = {".linear_in.weight": "A", ".linear_out.weight": "B"}
 ATTN_QKV = 0
 
 
@@ -56,20 +59,20 @@ def find_nemo(path: Path) -> Path:
     return found[0]
 
 
-def read_nemo(path: Path) -> list[AdapterRow]:
-    """Rows of attn_qkv in float32, by layer; path: the archive. Raises AdapterInvalidError."""
+def read_nemo(path: Path, modules: Mapping[int, LoraModule] | None = None) -> list[AdapterRow]:
+    """Rows of attn_qkv in float32, by layer; path: the archive; modules: the model's, whose dimensions the
+    matrices must then have. Raises AdapterInvalidError."""
+    module = modules.get(ATTN_QKV) if modules else None
     pairs: dict[int, dict[str, np.ndarray]] = {}
     for key, tensor in nemo_tensors(path).items():
         layer, side = nemo_key(key)
-        if side is None:
-            continue
         pair = pairs.setdefault(layer, {})
         if side in pair:
             raise AdapterInvalidError(f"{key} means a matrix of layer {layer} that another key means too")
         pair[side] = decode(key, tensor)
     if not pairs:
         raise AdapterInvalidError(f"{path.name} holds no LoRA matrices")
-    return [_row(layer, pair, path.name) for layer, pair in sorted(pairs.items())]
+    return [_row(layer, pair, path.name, module) for layer, pair in sorted(pairs.items())]
 
 
 def nemo_tensors(path: Path) -> dict[str, RawTensor]:
@@ -80,13 +83,13 @@ def nemo_tensors(path: Path) -> dict[str, RawTensor]:
     return read_torch(members[WEIGHTS], WEIGHTS)
 
 
-def nemo_key(key: str) -> tuple[int, str | None]:
-    """Layer and A or B; None for another ending. Raises AdapterInvalidError for another module."""
+def nemo_key(key: str) -> tuple[int, str]:
+    """Layer, and A or B. Raises AdapterInvalidError for anything else: it would be lost."""
     layer = LAYER.search(key)
-    if MODULE not in key or layer is None:
+    side = next((side for end, side in SIDES.items() if key.endswith(end)), None)
+    if MODULE not in key or layer is None or side is None:
         raise AdapterInvalidError(f"unsupported key {key[:200]} from Nemo LoRA weights")
-    sides = {"linear_in.weight": "A", "linear_out.weight": "B"}
-    return int(layer[1]), next((side for end, side in sides.items() if key.endswith(f".{end}")), None)
+    return int(layer[1]), side
 
 
 def nemo_num_layers(path: Path) -> int:
@@ -143,7 +146,7 @@ def _check_member(member: tarfile.TarInfo, archive_size: int) -> None:
         raise ValueError(f"its member {name} claims {member.size} bytes, the archive has {archive_size}")
 
 
-def _row(layer: int, pair: dict[str, np.ndarray], file: str) -> AdapterRow:
+def _row(layer: int, pair: dict[str, np.ndarray], file: str, module: LoraModule | None) -> AdapterRow:
     if len(pair) < 2:
         gone = "'in' matrix (lora_A equivalent)" if "B" in pair else "'out' matrix (lora_B equivalent)"
         raise AdapterInvalidError(
@@ -152,8 +155,5 @@ def _row(layer: int, pair: dict[str, np.ndarray], file: str) -> AdapterRow:
             "checkpoint is complete or was corrupted during loading."
         )
     a, b = pair["A"], pair["B"]
-    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or a.shape[0] == 0:
-        raise AdapterInvalidError(
-            f"attn_qkv of layer {layer}: adapter size of A {a.shape} mismatches adapter size of B {b.shape}"
-        )
+    check_dims(f"attn_qkv of layer {layer}", a, b, module)
     return AdapterRow(ATTN_QKV, layer, a.shape[0], False, np.concatenate((a.ravel(), b.ravel())))

@@ -16,8 +16,8 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.base_weights import BaseReader, BaseWeights
 from manylora.lora.formats.peft_config import CONFIG, PeftConfig, read_peft_config
 from manylora.lora.formats.tensor_files import RawTensor, decode, read_safetensors, read_torch
-from manylora.lora.modules import MODULE_NAMES, LoraModule
-from manylora.lora.tensors import AdapterRow
+from manylora.lora.modules import LoraModule
+from manylora.lora.tensors import AdapterRow, check_dims
 
 __all__ = ["PEFT_KEY", "has_peft", "peft_tensors", "read_peft"]
 
@@ -132,12 +132,7 @@ def _row(
         present = next(iter(parts.values()))[0]
         raise AdapterInvalidError(f"{present} is missing its lora_{missing[0]} matrix")
     (path, a), (_, b) = parts["A"], parts["B"]
-    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or a.shape[0] == 0:
-        raise AdapterInvalidError(
-            f"{path}: adapter size of A {a.shape} mismatches adapter size of B {b.shape}"
-        )
-    if modules is not None and module_id in modules:
-        _check_dims(path, (a.shape[1], b.shape[0]), modules[module_id])
+    check_dims(path, a, b, modules.get(module_id) if modules else None)
     b = b * np.float32(config.scale(path, a.shape[0]))
     columns: list[np.ndarray] = [b]
     if "magnitude" in parts:
@@ -169,14 +164,6 @@ def _magnitude(
     if config.fan_in_fan_out:
         raise AdapterInvalidError(f"{CONFIG} sets fan_in_fan_out, which is not supported together with DoRA")
     return magnitude / base.row_norms(path, a, b)
-
-
-def _check_dims(path: str, found: tuple[int, int], module: LoraModule) -> None:
-    if found != (module.in_dim, module.out_dim):
-        raise AdapterInvalidError(
-            f"{path} goes from {found[0]} to {found[1]} dimensions, {MODULE_NAMES[module.module_id]} of this "
-            f"model from {module.in_dim} to {module.out_dim}: the adapter was made for another model"
-        )
 
 
 def _swap_halves(path: str, rows: np.ndarray) -> np.ndarray:

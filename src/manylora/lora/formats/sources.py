@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from manylora.lora.formats.nemo import find_nemo, is_tar, nemo_tensors, read_nem
 from manylora.lora.formats.npy import has_npy, read_npy
 from manylora.lora.formats.peft import has_peft, peft_tensors, read_peft
 from manylora.lora.formats.tensor_files import common_dtype
+from manylora.lora.modules import LoraModule
 from manylora.lora.tensors import AdapterRow, is_bfloat16, pack_rows
 
 __all__ = ["Source", "find_source", "read_rows", "read_source", "source_dtype"]
@@ -59,27 +61,36 @@ def find_source(path: Path) -> Source:
 
 
 def read_source(
-    source: Source, *, base: BaseWeights | None = None, allow_bin: bool = False
+    source: Source,
+    *,
+    modules: Mapping[int, LoraModule] | None = None,
+    base: BaseWeights | None = None,
+    allow_bin: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] and config [1, rows, 3 or 4] int32; of PEFT and NeMo in float32, else as stored.
 
-    base: what the DoRA magnitudes of PEFT are normalised with; allow_bin: read PEFT's adapter_model.bin.
-    Raises AdapterInvalidError.
+    modules: the model's, whose dimensions the matrices of PEFT and NeMo must then have; the other sources do
+    not say theirs. base: what the DoRA magnitudes of PEFT are normalised with. allow_bin: read PEFT's
+    adapter_model.bin. Raises AdapterInvalidError.
     """
     if source.kind == "npy":
         return read_npy(source.path)
     if source.kind == "llgtrt":
         return read_llgtrt(source.path)
-    return pack_rows(read_rows(source, base=base, allow_bin=allow_bin))
+    return pack_rows(read_rows(source, modules=modules, base=base, allow_bin=allow_bin))
 
 
 def read_rows(
-    source: Source, *, base: BaseWeights | None = None, allow_bin: bool = False
+    source: Source,
+    *,
+    modules: Mapping[int, LoraModule] | None = None,
+    base: BaseWeights | None = None,
+    allow_bin: bool = False,
 ) -> list[AdapterRow]:
     """As `read_source`, for PEFT and NeMo, whose files say how large each row is."""
     if source.kind == "nemo":
-        return read_nemo(source.path)
-    return read_peft(source.path, base=base, allow_bin=allow_bin)
+        return read_nemo(source.path, modules)
+    return read_peft(source.path, modules=modules, base=base, allow_bin=allow_bin)
 
 
 def source_dtype(source: Source, *, allow_bin: bool = False) -> str:

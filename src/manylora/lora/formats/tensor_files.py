@@ -108,14 +108,16 @@ def read_torch(data: bytes, name: str) -> dict[str, RawTensor]:
         import torch
 
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True, mmap=False)
-        if not isinstance(found, dict) or not all(
-            isinstance(value, torch.Tensor) for value in found.values()
-        ):
+        if not isinstance(found, dict):
+            raise ValueError("it holds something else than named tensors")
+        # Megatron writes None for the extra state that a layer does not have.
+        tensors = {str(key): value for key, value in found.items() if value is not None}
+        if not all(isinstance(value, torch.Tensor) for value in tensors.values()):
             raise ValueError("it holds something else than named tensors")
         # Two tensors may share a storage, and one may repeat it: neither may grow what is read.
-        if sum(tensor.numel() * tensor.element_size() for tensor in found.values()) > len(data):
+        if sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) > len(data):
             raise ValueError("its tensors are larger than the file")
-        return {str(key): _raw(tensor) for key, tensor in found.items()}
+        return {key: _raw(tensor) for key, tensor in tensors.items()}
     except Exception as error:  # zipfile, pickletools and torch raise whatever the bytes make them raise
         raise AdapterInvalidError(f"{name} is not a readable torch checkpoint: {one_line(error)}") from error
 

@@ -131,6 +131,7 @@ def test_llgtrt_keeps_dora_in_a_fourth_column_and_bfloat16_bit_by_bit(tmp_path: 
     ("make", "reason"),
     [
         (lambda path: path / "none", "none does not exist"),
+        (lambda path: path / ("long" * 100), "cannot be read: File name too long"),
         (lambda path: path, r"folder \S+ holds neither"),
         (lambda path: write_peft(path / "p") / "adapter_model.safetensors", "is neither a .nemo archive nor"),
         (lambda path: (write_nemo(path / "1.nemo"), write_nemo(path / "2.nemo"), path)[2], "2 .nemo files"),

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.formats import one_line
 from manylora.lora.formats.base_weights import BaseReader, BaseWeights
 from manylora.lora.formats.peft_config import CONFIG, PeftConfig, read_peft_config
 from manylora.lora.formats.tensor_files import RawTensor, decode, read_safetensors, read_torch
@@ -85,7 +86,10 @@ def peft_tensors(folder: Path, allow_bin: bool = False) -> dict[str, RawTensor]:
     if path.is_file():
         return read_safetensors(path)
     if pickled.is_file() and allow_bin:
-        return read_torch(pickled.read_bytes(), pickled.name)
+        try:
+            return read_torch(pickled.read_bytes(), pickled.name)
+        except OSError as error:
+            raise AdapterInvalidError(f"{PICKLED} is not readable: {one_line(error)}") from error
     hint = f": {PICKLED} is a pickle and is not read, save as safetensors" if pickled.is_file() else ""
     raise AdapterInvalidError(f"{WEIGHTS} is missing{hint}")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.formats import one_line
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.llgtrt import is_llgtrt, read_llgtrt
 from manylora.lora.formats.nemo import find_nemo, is_tar, nemo_tensors, read_nemo
@@ -34,6 +35,13 @@ def find_source(path: Path) -> Source:
 
     Raises AdapterInvalidError when there is none of them.
     """
+    try:
+        return _find(path)
+    except OSError as error:
+        raise AdapterInvalidError(f"{path.name[:80]} cannot be read: {one_line(error)}") from error
+
+
+def _find(path: Path) -> Source:
     if path.is_file():
         if is_llgtrt(path):
             return Source("llgtrt", path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import pickletools
 import re
 import zipfile
@@ -119,7 +120,10 @@ def read_torch(data: bytes, name: str) -> dict[str, RawTensor]:
             raise ValueError("its tensors are larger than the file")
         return {key: _raw(tensor) for key, tensor in tensors.items()}
     except Exception as error:  # zipfile, pickletools and torch raise whatever the bytes make them raise
-        raise AdapterInvalidError(f"{name} is not a readable torch checkpoint: {one_line(error)}") from error
+        # torch's own text is advice to load the file without this protection.
+        refused = isinstance(error, pickle.UnpicklingError)
+        why = "its pickle is not that of named tensors" if refused else one_line(error)
+        raise AdapterInvalidError(f"{name} is not a readable torch checkpoint: {why}") from error
 
 
 def decode(key: str, tensor: RawTensor) -> np.ndarray:

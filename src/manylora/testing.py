@@ -97,7 +97,9 @@ def make_adapter(
     adapted = get_peft_model(_load(Path(model_dir)), LoraConfig(r=rank, **options))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
+            if "lora_magnitude" in name:
+                parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
+            elif "lora_" in name:
                 parameter.copy_(torch.randn_like(parameter) * (0.3 / rank**0.25))
     adapted.save_pretrained(str(path))
     return Path(path)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterNotCachedError
@@ -146,6 +147,18 @@ def test_a_prefetched_adapter_comes_back_by_itself_and_another_does_not(
     lease = take(store, LoraInput(2))
     assert store.admit(lease)
     np.testing.assert_array_equal(on_device(store, lease), adapter(22).weights[0])  # type: ignore[index]
+
+
+def test_matrices_of_another_model_are_refused_even_if_their_sizes_add_up(
+    model: ModelConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    tensors = {f"{key}A.weight": np.ones((2, 32), np.float32), f"{key}B.weight": np.ones((96, 2), np.float32)}
+    (tmp_path / "1").mkdir()
+    save_file(tensors, tmp_path / "1" / "adapter_model.safetensors")
+    (tmp_path / "1" / "adapter_config.json").write_text('{"lora_alpha": 2}')
+    assert open_store(model, 2, 2, prefetch_dir=tmp_path).stats().host_adapters == 0
+    assert "q_proj goes from 32 to 96 dimensions, attn_q of this model from 64 to 64" in caplog.text
 
 
 def test_an_unreadable_prefetch_directory_is_a_warning(

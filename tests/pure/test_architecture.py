@@ -19,11 +19,25 @@ ORDER = [
     ["model"],
     ["engine"],
     ["loop"],
-    ["launcher", "testing"],
+    ["launcher", "testing", "commands", "cli"],
 ]
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
 INSIDE = {
-    "lora": ["modules", "geometry", "tensors", "formats", "cache", "pool", "catalog", "store", "convert"],
+    "lora": [
+        "modules",
+        "geometry",
+        "tensors",
+        "slicing",
+        "formats",
+        "cache",
+        "pool",
+        "catalog",
+        "store",
+        "convert",
+        "convert_nemo",
+        "normalize",
+        "report",
+    ],
     "model": ["checkpoint", "batch", "rope", "layers", "decoder", "weights"],
     "engine": [
         "sequence",
@@ -40,7 +54,7 @@ INSIDE = {
 }
 NO_TORCH = [
     "errors", "request", "config", "stats", "pages", "lifeline", "wire", "text", "launcher",
-    "lora.modules", "lora.geometry", "lora.tensors", "lora.cache",
+    "lora.modules", "lora.geometry", "lora.tensors", "lora.slicing", "lora.cache", "cli",
     "engine.sequence", "engine.idle_blocks", "engine.guide", "engine.kv_cache", "engine.scheduler",
 ]  # fmt: skip
 CUDA_ROOMS = ("device", "kernels.cuda")

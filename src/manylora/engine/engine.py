@@ -20,6 +20,7 @@ from manylora.engine.sampler import NOT_FINITE
 from manylora.engine.scheduler import Scheduler, Step
 from manylora.engine.sequence import Sequence
 from manylora.errors import AdapterNotCachedError, QueueFullError, RequestError
+from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.lora.tensors import Adapter
 from manylora.model.checkpoint import read_model_config
@@ -69,7 +70,9 @@ class Engine:
         # On a CPU the cache's pages are not touched yet, so the system still counts them as free.
         untouched = plan.num_bytes if device.torch.type == "cpu" else 0
         left = max(0, device.free_bytes() - untouched)
-        self.adapters = AdapterStore.open(self.model, config.lora, device.torch, dtype, left)
+        self.adapters = AdapterStore.open(
+            self.model, config.lora, device.torch, dtype, left, BaseWeights(config.model_dir)
+        )
         self.max_seq_len = plan.max_seq_len
         self._plan = plan
         self._kv = KvCache(plan.num_blocks, config.tokens_per_block, config.enable_kv_cache_reuse)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from manylora.errors import AdapterError, AdapterInvalidError, AdapterNotFoundError, ConfigError
-from manylora.lora.formats.npy import has_npy, read_npy
-from manylora.lora.formats.peft import has_peft, read_peft
-from manylora.lora.tensors import Adapter, pack_rows
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.sources import find_source, read_source
+from manylora.lora.modules import LoraModule
+from manylora.lora.tensors import Adapter
 from manylora.request import LoraInput
 
 __all__ = ["Catalog", "read_adapter_folder"]
@@ -25,10 +26,17 @@ PRUNE = 4096  # task ids, of about 200 bytes each
 
 
 class Catalog:
-    """check: makes an Adapter of tensors, or raises AdapterError. Lookups are safe from any thread."""
+    """check: makes an Adapter of tensors, or raises AdapterError. modules, base: as for `read_source`.
+    Lookups are safe from any thread."""
 
-    def __init__(self, check: Check) -> None:
+    def __init__(
+        self,
+        check: Check,
+        modules: Mapping[int, LoraModule] | None = None,
+        base: BaseWeights | None = None,
+    ) -> None:
         self._check = check
+        self._modules, self._base = modules, base
         self._digests: dict[int, str] = {}
         self._sources: dict[str, tuple[int, Path]] = {}  # digest -> task id that names the folder, and folder
         self._prune_at = PRUNE
@@ -54,7 +62,7 @@ class Catalog:
                 raise AdapterNotFoundError(name)
             known = self._named.setdefault(name, (-1 - len(self._named), folder))
         number, folder = known
-        if source is not None and (source == "nemo") != (not has_peft(folder) and not has_npy(folder)):
+        if source is not None and (source == "nemo") != (find_source(folder).kind == "nemo"):
             raise AdapterInvalidError(f"lora_name {name} is not a checkpoint of kind {source}")
         return number
 
@@ -144,16 +152,12 @@ class Catalog:
         return adapter
 
     def _read(self, task_id: int, folder: Path) -> Adapter:
-        weights, config = read_adapter_folder(folder)
+        weights, config = read_adapter_folder(folder, self._base, self._modules)
         return self._check(LoraInput(task_id, weights, config))
 
 
-def read_adapter_folder(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+def read_adapter_folder(
+    folder: Path, base: BaseWeights | None = None, modules: Mapping[int, LoraModule] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] and config [1, rows, 3 or 4] of a folder, told apart by its content."""
-    if has_npy(folder):
-        return read_npy(folder)
-    if has_peft(folder):
-        return pack_rows(read_peft(folder))
-    raise AdapterInvalidError(
-        f"folder {folder.name} holds neither model.lora_weights.npy nor a PEFT adapter_config.json"
-    )
+    return read_source(find_source(folder), modules=modules, base=base)

@@ -1,33 +1,80 @@
-"""PEFT adapter to the .npy pair of TensorRT-LLM's clients: what tools/hf_lora_convert.py does."""
+"""Any source to the tensors of requests, in a storage type; and what tools/hf_lora_convert.py does."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.peft import read_peft
+from manylora.lora.formats.sources import find_source, read_source, source_dtype
 from manylora.lora.modules import MODULE_NAMES
-from manylora.lora.tensors import AdapterRow, narrow_to_bfloat16, pack_rows, widen_bfloat16
+from manylora.lora.tensors import (
+    check_shapes,
+    is_bfloat16,
+    narrow_to_bfloat16,
+    pack_rows,
+    widen_bfloat16,
+)
+from manylora.request import LoraInput
 
-__all__ = ["convert_peft", "main"]
+__all__ = ["STORAGE_TYPES", "convert_peft", "convert_source", "main", "store_as"]
 
 STORAGE_TYPES = ("float32", "float16", "bfloat16")
 
 
+def convert_source(
+    path: Path,
+    storage_type: str | None = None,
+    *,
+    base: BaseWeights | None = None,
+    allow_bin: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Weights [1, rows, W] and config [1, rows, 3 or 4] int32 of an adapter from any source.
+
+    storage_type: None keeps the source's; bfloat16 comes as 2-byte void. base, allow_bin: as for
+    `read_source`. Raises AdapterInvalidError.
+    """
+    source = find_source(Path(path))
+    weights, config = read_source(source, base=base, allow_bin=allow_bin)
+    _check_config(check_shapes(LoraInput(0, weights, config))[1])
+    return store_as(weights, config, storage_type or source_dtype(source, allow_bin=allow_bin)), config
+
+
 def convert_peft(
-    folder: Path, storage_type: str = "float16", partial: list[str] | None = None
+    folder: Path,
+    storage_type: str = "float16",
+    partial: list[str] | None = None,
+    *,
+    base: BaseWeights | None = None,
+    allow_bin: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] in the storage type (bfloat16 as 2-byte void) and config [1, rows, 4] int32.
 
-    partial: as for `read_peft`. Raises AdapterInvalidError.
+    partial, base, allow_bin: as for `read_peft`. Raises AdapterInvalidError.
     """
-    return pack_rows([_store(row, storage_type) for row in read_peft(Path(folder), partial)])
+    weights, config = pack_rows(read_peft(Path(folder), partial, base=base, allow_bin=allow_bin))
+    return store_as(weights, config, storage_type), config
+
+
+def store_as(weights: np.ndarray, config: np.ndarray, storage_type: str) -> np.ndarray:
+    """weights [1, rows, W] in another type. Raises AdapterInvalidError naming a row that is not finite."""
+    values = widen_bfloat16(weights) if is_bfloat16(weights.dtype) else weights
+    with np.errstate(over="ignore"):
+        stored = narrow_to_bfloat16(values) if storage_type == "bfloat16" else values.astype(storage_type)
+    read = widen_bfloat16(stored) if storage_type == "bfloat16" else stored
+    finite = np.isfinite(read[0]).all(axis=1)
+    if not finite.all():
+        module_id, layer = config[0, int(finite.argmin()), :2]
+        raise AdapterInvalidError(
+            f"{MODULE_NAMES[module_id]} of layer {layer} is not finite in {storage_type}"
+        )
+    return stored
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,10 +88,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--allow-partial", action="store_true", help="leave out what cannot be converted, printing each part"
     )
+    parser.add_argument(
+        "--base-model", "-b", type=Path, help="model directory, to normalise DoRA magnitudes with"
+    )
+    parser.add_argument("--allow-bin", action="store_true", help="read adapter_model.bin, but no code in it")
     options = parser.parse_args(arguments)
     partial: list[str] | None = [] if options.allow_partial else None
+    base = BaseWeights(options.base_model) if options.base_model else None
     try:
-        weights, config = convert_peft(options.in_file, options.storage_type, partial)
+        weights, config = convert_peft(
+            options.in_file, options.storage_type, partial, base=base, allow_bin=options.allow_bin
+        )
     except AdapterInvalidError as error:
         print(f"{options.in_file}: {error}", file=sys.stderr)
         return 1
@@ -61,13 +115,10 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _store(row: AdapterRow, storage_type: str) -> AdapterRow:
-    values = row.payload
-    with np.errstate(over="ignore"):
-        stored = narrow_to_bfloat16(values) if storage_type == "bfloat16" else values.astype(storage_type)
-    read = widen_bfloat16(stored) if storage_type == "bfloat16" else stored
-    if not np.isfinite(read).all():
-        raise AdapterInvalidError(
-            f"{MODULE_NAMES[row.module_id]} of layer {row.layer} is not finite in {storage_type}"
-        )
-    return replace(row, payload=stored)
+def _check_config(config: np.ndarray) -> None:
+    """What can be said of rows without a model."""
+    for module_id, layer, rank in config[:, :3].tolist():
+        if not 0 <= module_id < len(MODULE_NAMES):
+            raise AdapterInvalidError(f"lora module INVALID ({module_id}) is not known")
+        if layer < 0 or rank <= 0:
+            raise AdapterInvalidError(f"Expected adapterSize to be > 0, got {rank} in layer {layer}")

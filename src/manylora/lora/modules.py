@@ -37,7 +37,8 @@ class LoraModule:
     """A [rank, in_dim] and B [out_dim, rank], sizes over all ranks.
 
     counted: whether it takes part in the page geometry. Fused modules beside their parts do not: they would
-    double the size of a page without ever being used together with them.
+    double the size of a page without ever being used together with them. parts: of a fused module, the sizes
+    whose sum out_dim is.
     """
 
     module_id: int
@@ -45,6 +46,7 @@ class LoraModule:
     out_dim: int
     split: Split
     counted: bool = True
+    parts: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -93,5 +95,6 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
         if name in wanted or (parts and wanted.issuperset(parts)):
             module_id = MODULE_NAMES.index(name)
             counted = not (parts and wanted.issuperset(parts))
-            found[module_id] = LoraModule(module_id, in_dim, out_dim, split, counted)
+            sizes = tuple(dims[part][1] for part in parts)
+            found[module_id] = LoraModule(module_id, in_dim, out_dim, split, counted, sizes)
     return found

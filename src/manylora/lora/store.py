@@ -15,6 +15,7 @@ from manylora.errors import AdapterCacheFullError, AdapterInvalidError, AdapterN
 from manylora.kernels.spec import LoraBatch, LoraSegment
 from manylora.lora.cache import AdapterCache
 from manylora.lora.catalog import Catalog
+from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.geometry import CachePlan, Layout, plan_cache
 from manylora.lora.modules import LoraModule, lora_modules
 from manylora.lora.pool import AdapterPool
@@ -53,6 +54,7 @@ class AdapterStore:
         rank_limit: int,
         plan: CachePlan,
         pool: AdapterPool,
+        base: BaseWeights | None = None,
     ) -> None:
         self._modules = modules
         self._num_layers = model.num_layers
@@ -60,7 +62,7 @@ class AdapterStore:
         self._geometry = plan.geometry
         self._cache = AdapterCache(plan.host_pages, plan.device_pages)
         self._pool = pool
-        self._catalog = Catalog(self._check)
+        self._catalog = Catalog(self._check, modules, base)
         self._in_hand: WeakValueDictionary[str, Adapter] = WeakValueDictionary()  # read, not on the host yet
         self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
         self._loads: list[str] = []
@@ -76,15 +78,17 @@ class AdapterStore:
         device: torch.device,
         dtype: torch.dtype,
         free_bytes: int,
+        base: BaseWeights | None = None,
     ) -> AdapterStore:
         """Size the levels, allocate them, and prefetch. Raises ConfigError.
 
         free_bytes: of the device, after weights and KV cache; the device level takes its fraction of these.
+        base: what the DoRA magnitudes of PEFT directories are normalised with; None refuses such adapters.
         """
         modules = lora_modules(model, config.target_modules)
         plan = plan_cache(modules.values(), model.num_layers, config, dtype.itemsize, free_bytes)
         pool = AdapterPool(plan.geometry, plan.host_pages, plan.device_pages, dtype, device)
-        store = cls(modules, model, config.rank_limit, plan, pool)
+        store = cls(modules, model, config.rank_limit, plan, pool, base)
         logger.info(
             "LoRA cache: host %d pages, device %d pages of %d bytes; adapters of rank %d with every module: "
             "%d on the host, %d on the device",

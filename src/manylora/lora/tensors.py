@@ -17,7 +17,10 @@ __all__ = [
     "BFLOAT16",
     "Adapter",
     "AdapterRow",
+    "adapter_from_rows",
     "adapter_from_tensors",
+    "check_dims",
+    "check_shapes",
     "is_bfloat16",
     "narrow_to_bfloat16",
     "pack_rows",
@@ -81,9 +84,16 @@ def adapter_from_tensors(
     where it is wider than any row needs: values there mean a larger model. Raises AdapterInvalidError, with
     TensorRT-LLM's texts where it has one.
     """
-    weights, config = _check_shapes(lora)
+    weights, config = check_shapes(lora)
     rows = [_check_row(weights[i], config[i], modules, num_layers, rank_limit) for i in range(len(config))]
-    rows.sort(key=lambda row: (row.layer, row.module_id))
+    adapter = adapter_from_rows(rows, half)
+    _check_surplus(weights, max(row.payload.size for row in rows))
+    return adapter
+
+
+def adapter_from_rows(rows: Iterable[AdapterRow], half: bool = False) -> Adapter:
+    """Check the values of rows, and make them canonical. Raises AdapterInvalidError."""
+    rows = sorted(rows, key=lambda row: (row.layer, row.module_id))
     for row, following in pairwise(rows):
         if (row.layer, row.module_id) == (following.layer, following.module_id):
             raise AdapterInvalidError(
@@ -91,7 +101,6 @@ def adapter_from_tensors(
             )
     for row in rows:
         _check_values(row, half)
-    _check_surplus(weights, max(row.payload.size for row in rows))
     return Adapter(_digest(rows), tuple(rows))
 
 
@@ -106,7 +115,22 @@ def pack_rows(rows: Iterable[AdapterRow]) -> tuple[np.ndarray, np.ndarray]:
     return weights, config
 
 
-def _check_shapes(lora: LoraInput) -> tuple[np.ndarray, np.ndarray]:
+def check_dims(where: str, a: np.ndarray, b: np.ndarray, module: LoraModule | None) -> None:
+    """A must be [rank, in] and B [out, rank], rank > 0, and go between the dimensions of the model's module,
+    if one is given. where: what they belong to. Raises AdapterInvalidError."""
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or a.shape[0] == 0:
+        raise AdapterInvalidError(
+            f"{where}: adapter size of A {a.shape} mismatches adapter size of B {b.shape}"
+        )
+    if module is not None and (a.shape[1], b.shape[0]) != (module.in_dim, module.out_dim):
+        raise AdapterInvalidError(
+            f"{where} goes from {a.shape[1]} to {b.shape[0]} dimensions, {module.name} of this model from "
+            f"{module.in_dim} to {module.out_dim}: the adapter was made for another model"
+        )
+
+
+def check_shapes(lora: LoraInput) -> tuple[np.ndarray, np.ndarray]:
+    """Weights [rows, W] and config [rows, 3 or 4] of a request's tensors. Raises AdapterInvalidError."""
     weights, config = lora.weights, lora.config
     _require(lora.task_id is not None, "lora_task_id must be set for LoRA inference")
     if weights is None or config is None:

@@ -1,0 +1,32 @@
+"""manylora COMMAND …: a table of commands. Each is imported only when it is called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS = {
+    "convert": ("manylora.commands.convert", "an adapter from any source to the tensors of requests"),
+    "inspect": ("manylora.commands.inspect", "what an adapter is, and whether a base model would serve it"),
+}
+"""Name -> module with `main(arguments) -> exit status`, and what it is for."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    name = given[0] if given else "--help"
+    if name in ("-h", "--help"):
+        print(_usage())
+        return 0 if given else 2
+    if name not in COMMANDS:
+        print(f"manylora: there is no command {name!r}\n{_usage()}", file=sys.stderr)
+        return 2
+    return import_module(COMMANDS[name][0]).main(given[1:])
+
+
+def _usage() -> str:
+    lines = [f"  {name:<10}{purpose}" for name, (_, purpose) in COMMANDS.items()]
+    return "\n".join(["usage: manylora COMMAND [options]", "", *lines])

@@ -1,0 +1,45 @@
+"""manylora convert: any source to the .npy pair or to llgtrt's one file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from manylora.errors import AdapterInvalidError
+from manylora.lora.convert import STORAGE_TYPES, convert_source
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.llgtrt import write_llgtrt
+from manylora.lora.formats.npy import write_npy
+
+__all__ = ["main"]
+
+WRITERS = {"npy": write_npy, "llgtrt": write_llgtrt}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="manylora convert", description=__doc__)
+    parser.add_argument("-i", "--input", type=Path, required=True, help="adapter: folder or file")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="npy: a folder; llgtrt: a file")
+    parser.add_argument("--to", choices=sorted(WRITERS), default="npy")
+    parser.add_argument("--storage-type", choices=STORAGE_TYPES, help="default: the adapter's own")
+    parser.add_argument("--base", type=Path, metavar="MODEL", help="normalise DoRA of PEFT with this model")
+    parser.add_argument("--allow-bin", action="store_true", help="read PEFT's .bin, tensors only, no code")
+    options = parser.parse_args(arguments)
+    base = BaseWeights(options.base) if options.base else None
+    try:
+        weights, config = convert_source(
+            options.input, options.storage_type, base=base, allow_bin=options.allow_bin
+        )
+    except AdapterInvalidError as error:
+        print(f"{options.input}: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"{options.input} cannot be read: {error.strerror}", file=sys.stderr)
+        return 1
+    try:
+        WRITERS[options.to](options.output, weights, config)
+    except OSError as error:
+        print(f"{options.output} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0

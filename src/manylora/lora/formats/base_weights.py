@@ -1,0 +1,100 @@
+"""BaseWeights: the base model's linear layers, read for one purpose: to normalise DoRA magnitudes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+
+from manylora.errors import AdapterInvalidError
+from manylora.lora.formats import one_line
+
+__all__ = ["BaseReader", "BaseWeights"]
+
+INDEX = "model.safetensors.index.json"
+CHUNK = 2**22  # elements of a base weight in memory at one time
+DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class BaseWeights:
+    """A Hugging Face model directory. Nothing is read before `open`; safe from any thread."""
+
+    model_dir: Path
+
+    @contextmanager
+    def open(self) -> Iterator[BaseReader]:
+        with ExitStack() as stack:
+            yield BaseReader(Path(self.model_dir), stack)
+
+
+class BaseReader:
+    """Open files of a base model; they are opened when the first tensor is asked for."""
+
+    def __init__(self, model_dir: Path, stack: ExitStack) -> None:
+        self._model_dir, self._stack = model_dir, stack
+        self._files: dict[str, Any] | None = None
+
+    def row_norms(self, path: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Norms [out] of the rows of W0 + B A, float32, at the module `path` of a PEFT adapter.
+
+        a [rank, in], b [out, rank] with the scaling in it. W0 is read some rows at a time. Raises
+        AdapterInvalidError when the base has no such weight, another shape there, or a row of norm 0.
+        """
+        import torch
+
+        weight = self._slice(path)
+        out_dim, in_dim = len(b), a.shape[1]
+        if tuple(weight.get_shape()) != (out_dim, in_dim) or weight.get_dtype() not in DTYPES:
+            raise AdapterInvalidError(
+                f"{path} is {weight.get_dtype()} {weight.get_shape()} in the base model, the adapter needs a "
+                f"floating {[out_dim, in_dim]}"
+            )
+        norms = torch.empty(out_dim)
+        step = max(1, CHUNK // in_dim)
+        low, high = torch.from_numpy(a), torch.from_numpy(b)
+        for start in range(0, out_dim, step):
+            rows = slice(start, min(start + step, out_dim))
+            merged = torch.addmm(weight[rows].float(), high[rows], low)
+            norms[rows] = torch.linalg.vector_norm(merged, dim=1)
+        if not bool((torch.isfinite(norms) & (norms > 0)).all()):
+            raise AdapterInvalidError(
+                f"{path}: a row of the base weight plus its update has norm 0 or is not finite"
+            )
+        return norms.numpy()
+
+    def _slice(self, path: str) -> Any:
+        """The weight of this module, by its full name, else by the only one with the same layer and name."""
+        try:
+            if self._files is None:
+                self._files = self._open()
+        except Exception as error:  # safetensors has no common class for all it raises
+            reason = one_line(error)
+            raise AdapterInvalidError(
+                f"the base model's weights cannot be read for DoRA: {reason}"
+            ) from error
+        name = path.removeprefix("base_model.model.") + ".weight"
+        if name not in self._files:
+            tail = name[name.index("layers.") :]
+            same = [other for other in self._files if other.endswith(f".{tail}") or other == tail]
+            if len(same) != 1:
+                raise AdapterInvalidError(f"{path}: the base model has no {name} to normalise DoRA with")
+            name = same[0]
+        return self._files[name].get_slice(name)
+
+    def _open(self) -> dict[str, Any]:
+        index = self._model_dir / INDEX
+        names = ["model.safetensors"]
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        found: dict[str, Any] = {}
+        for name in names:
+            file = self._stack.enter_context(safe_open(self._model_dir / Path(name).name, framework="pt"))
+            found.update(dict.fromkeys(file.keys(), file))
+        return found

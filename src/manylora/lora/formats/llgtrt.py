@@ -1,0 +1,61 @@
+"""llgtrt's one-file form: a safetensors file with the two tensors `weights` and `config`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from manylora.errors import AdapterInvalidError
+from manylora.lora.formats.tensor_files import NUMPY_TYPES, RawTensor, read_safetensors, write_safetensors
+from manylora.lora.tensors import is_bfloat16
+
+__all__ = ["is_llgtrt", "read_llgtrt", "write_llgtrt"]
+
+NAMES = {"weights", "config"}
+MAX_HEADER = 2**16  # of a file with two tensors
+
+
+def is_llgtrt(path: Path) -> bool:
+    """Whether the header names exactly these two tensors."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size)) if 0 < size <= MAX_HEADER else None
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(header, dict) and header.keys() - {"__metadata__"} == NAMES
+
+
+def read_llgtrt(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Weights [1, rows, W] as stored and config [1, rows, 3 or 4] int32. Raises AdapterInvalidError."""
+    tensors = read_safetensors(path)
+    if tensors.keys() != NAMES:
+        raise AdapterInvalidError(f"{path.name} must hold the two tensors weights and config")
+    weights, config = tensors["weights"], tensors["config"]
+    if config.dtype != "I32" or weights.dtype not in ("F32", "F16", "BF16"):
+        raise AdapterInvalidError(
+            f"{path.name}: config must be int32 and weights float32, float16 or bfloat16, got {config.dtype} "
+            f"and {weights.dtype}"
+        )
+    if len(weights.shape) != 2 or len(config.shape) != 2:
+        raise AdapterInvalidError(f"{path.name}: weights and config must have two dimensions")
+    return _array(weights, NUMPY_TYPES[weights.dtype]), _array(config, np.dtype("<i4"))
+
+
+def write_llgtrt(path: Path, weights: np.ndarray, config: np.ndarray) -> None:
+    """weights [1, rows, W], config [1, rows, 4]. The is_dora column is left out when no row is DoRA, which is
+    the form llgtrt knows. Raises OSError."""
+    columns = config[0] if config.shape[2] == 4 and config[0, :, 3].any() else config[0, :, :3]
+    kind = "BF16" if is_bfloat16(weights.dtype) else {"float32": "F32", "float16": "F16"}[weights.dtype.name]
+    rows = np.ascontiguousarray(weights[0])
+    tensors = {
+        "config": RawTensor("I32", columns.shape, columns.astype("<i4").tobytes()),
+        "weights": RawTensor(kind, rows.shape, rows.view(np.uint8)),
+    }
+    write_safetensors(path, tensors)
+
+
+def _array(tensor: RawTensor, kind: np.dtype) -> np.ndarray:
+    return np.frombuffer(tensor.data, kind).reshape((1, *tensor.shape))

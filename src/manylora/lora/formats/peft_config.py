@@ -1,0 +1,98 @@
+"""adapter_config.json of a PEFT directory: what it says, and what it may not say."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from manylora.errors import AdapterInvalidError
+from manylora.lora.formats import one_line
+
+__all__ = ["CONFIG", "NORMALIZED", "PeftConfig", "read_peft_config"]
+
+CONFIG = "adapter_config.json"
+NORMALIZED = "dora_normalized"
+"""Key that tools/normalize_dora.py sets: the magnitudes are divided by the row norms already."""
+# Settings under which PEFT computes something else than the base plus scale * B A x.
+UNSUPPORTED = (
+    "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config",
+    "use_bdlora", "use_qalora",
+)  # fmt: skip
+# Initialisations that also change the base model's weights.
+CHANGED_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    """What of a PEFT adapter's configuration its tensors do not say themselves."""
+
+    alpha: float
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    use_rslora: bool = False
+    use_dora: bool = False
+    dora_normalized: bool = False
+    fan_in_fan_out: bool = False
+
+    def scale(self, path: str, rank: int) -> float:
+        """Of B A for the module at `path`: alpha / r, or alpha / sqrt(r) with use_rslora; alpha is
+        alpha_pattern's where it matches."""
+        alpha = self.alpha
+        name = path.removeprefix("base_model.model.")
+        for pattern, value in self.alpha_pattern.items():
+            if _matches(pattern, name):
+                alpha = _finite(value, f"alpha_pattern of {pattern}")
+                break
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+
+def read_peft_config(folder: Path) -> PeftConfig:
+    """Raises AdapterInvalidError naming the setting that cannot be served."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise AdapterInvalidError(f"{CONFIG} is missing: not an adapter directory of PEFT")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise AdapterInvalidError(f"{CONFIG} is not readable JSON: {one_line(error)}") from error
+    if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA":
+        raise AdapterInvalidError(f"{CONFIG} does not describe a LoRA adapter (peft_type LORA)")
+    for name in UNSUPPORTED:
+        if config.get(name):
+            raise AdapterInvalidError(f"{CONFIG} sets {name}: this kind of LoRA is not supported")
+    start = str(config.get("init_lora_weights")).lower()
+    if start.startswith(CHANGED_BASE):
+        raise AdapterInvalidError(
+            f"{CONFIG} sets init_lora_weights to {start[:40]}: the adapter needs a changed base model; "
+            "convert it to a plain LoRA with PEFT's path_initial_model_for_weight_conversion"
+        )
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise AdapterInvalidError(f"{CONFIG}: alpha_pattern must map module names to numbers")
+    flags = ("use_rslora", "use_dora", "dora_normalized", "fan_in_fan_out")
+    alpha = _finite(config.get("lora_alpha"), "lora_alpha")
+    return PeftConfig(alpha, patterns, **{name: bool(config.get(name)) for name in flags})
+
+
+def _finite(value: Any, name: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number) or isinstance(value, str):
+        raise AdapterInvalidError(f"{CONFIG}: {name} must be a number, got {str(value)[:40]}")
+    return number
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """PEFT's rule. Repeated groups and many repetitions are refused: they can take for ever to match."""
+    if re.search(r"\)[*+{]", pattern) or len(re.findall(r"(?<!\()[*+?{]", pattern)) > 4:
+        raise AdapterInvalidError(f"{CONFIG}: the alpha_pattern {pattern[:80]} is too involved")
+    try:
+        return re.match(rf"(.*\.)?({pattern})$", name) is not None
+    except (re.error, RecursionError, OverflowError) as error:
+        raise AdapterInvalidError(f"{CONFIG}: alpha_pattern {pattern[:80]} is not a pattern") from error

@@ -1,0 +1,111 @@
+"""Where an adapter comes from, told by content; the one way from any source to tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from manylora.errors import AdapterInvalidError
+from manylora.lora.formats import one_line
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.llgtrt import is_llgtrt, read_llgtrt
+from manylora.lora.formats.nemo import find_nemo, is_tar, nemo_tensors, read_nemo
+from manylora.lora.formats.npy import has_npy, read_npy
+from manylora.lora.formats.peft import has_peft, peft_tensors, read_peft
+from manylora.lora.formats.tensor_files import common_dtype
+from manylora.lora.modules import LoraModule
+from manylora.lora.tensors import AdapterRow, is_bfloat16, pack_rows
+
+__all__ = ["Source", "find_source", "read_rows", "read_source", "source_dtype"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """kind: npy, peft, nemo or llgtrt. path: the folder of the first two, the file of the others."""
+
+    kind: str
+    path: Path
+
+
+def find_source(path: Path) -> Source:
+    """In a folder the first of: the .npy pair, a PEFT adapter, one .nemo file, one file of llgtrt.
+
+    Raises AdapterInvalidError when there is none of them.
+    """
+    try:
+        return _find(path)
+    except OSError as error:
+        raise AdapterInvalidError(f"{path.name[:80]} cannot be read: {one_line(error)}") from error
+
+
+def _find(path: Path) -> Source:
+    if path.is_file():
+        if is_llgtrt(path):
+            return Source("llgtrt", path)
+        if path.suffix == ".nemo" or is_tar(path):
+            return Source("nemo", path)
+        raise AdapterInvalidError(f"{path.name} is neither a .nemo archive nor an llgtrt .safetensors file")
+    if not path.is_dir():
+        reason = "is neither a file nor a directory" if path.exists() else "does not exist"
+        raise AdapterInvalidError(f"{path.name} {reason}")
+    if has_npy(path):
+        return Source("npy", path)
+    if has_peft(path):
+        return Source("peft", path)
+    if any(path.glob("*.nemo")):
+        return Source("nemo", find_nemo(path))
+    found = [file for file in sorted(path.glob("*.safetensors")) if is_llgtrt(file)]
+    if len(found) > 1:
+        raise AdapterInvalidError(f"folder {path.name} holds {len(found)} adapters: name one of them")
+    if found:
+        return Source("llgtrt", found[0])
+    raise AdapterInvalidError(
+        f"folder {path.name} holds neither model.lora_weights.npy nor a PEFT adapter_config.json, a .nemo "
+        "archive or an llgtrt .safetensors file"
+    )
+
+
+def read_source(
+    source: Source,
+    *,
+    modules: Mapping[int, LoraModule] | None = None,
+    base: BaseWeights | None = None,
+    allow_bin: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Weights [1, rows, W] and config [1, rows, 3 or 4] int32; of PEFT and NeMo in float32, else as stored.
+
+    modules: the model's, whose dimensions the matrices of PEFT and NeMo must then have; the other sources do
+    not say theirs. base: what the DoRA magnitudes of PEFT are normalised with. allow_bin: read PEFT's
+    adapter_model.bin. Raises AdapterInvalidError.
+    """
+    if source.kind == "npy":
+        return read_npy(source.path)
+    if source.kind == "llgtrt":
+        return read_llgtrt(source.path)
+    return pack_rows(read_rows(source, modules=modules, base=base, allow_bin=allow_bin))
+
+
+def read_rows(
+    source: Source,
+    *,
+    modules: Mapping[int, LoraModule] | None = None,
+    base: BaseWeights | None = None,
+    allow_bin: bool = False,
+) -> list[AdapterRow]:
+    """As `read_source`, for PEFT and NeMo, whose files say how large each row is."""
+    if source.kind == "nemo":
+        return read_nemo(source.path, modules)
+    return read_peft(source.path, modules=modules, base=base, allow_bin=allow_bin)
+
+
+def source_dtype(source: Source, *, allow_bin: bool = False) -> str:
+    """What the source stores: float16 or bfloat16 if every tensor is; else float32."""
+    if source.kind in ("npy", "llgtrt"):
+        dtype = read_source(source)[0].dtype
+        return "bfloat16" if is_bfloat16(dtype) else "float16" if dtype == np.float16 else "float32"
+    nemo = source.kind == "nemo"
+    tensors = nemo_tensors(source.path) if nemo else peft_tensors(source.path, allow_bin)
+    return common_dtype(list(tensors.values()))

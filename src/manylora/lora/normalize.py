@@ -1,0 +1,92 @@
+"""DoRA magnitudes of a PEFT directory divided by the row norms of the adapted base, written out again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from manylora.errors import AdapterInvalidError
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.peft import PEFT_KEY, peft_tensors
+from manylora.lora.formats.peft_config import CONFIG, NORMALIZED, PeftConfig, read_peft_config
+from manylora.lora.formats.tensor_files import RawTensor, decode, encode, write_safetensors, write_torch
+from manylora.lora.tensors import check_dims
+
+__all__ = ["normalize_dora"]
+
+STEM = "adapter_model"
+
+
+def normalize_dora(
+    in_dir: Path, base_model: Path, out_dir: Path, *, strip: bool = False, allow_bin: bool = False
+) -> int:
+    """Write a PEFT directory whose magnitudes are normalised, or, with `strip`, that has none.
+
+    The weights keep their file format and types. Returns how many magnitudes there were. Raises
+    AdapterInvalidError, OSError.
+    """
+    suffix = _suffix(in_dir, STEM)
+    _suffix(base_model, "model")
+    config = read_peft_config(in_dir)
+    if config.dora_normalized:
+        raise AdapterInvalidError(f"{CONFIG} sets {NORMALIZED}: the magnitudes are normalised already")
+    tensors = peft_tensors(in_dir, allow_bin)
+    magnitudes = {key: _path(key) for key in tensors if _side(key) is None}
+    if strip:
+        changed = {key: tensor for key, tensor in tensors.items() if key not in magnitudes}
+    else:
+        changed = dict(tensors)
+        with BaseWeights(base_model).open() as base:
+            for key, path in magnitudes.items():
+                a, b = _matrices(path, tensors, config)
+                magnitude = decode(key, tensors[key])
+                if magnitude.size != len(b):
+                    raise AdapterInvalidError(f"{key} has {magnitude.size} values, the module {len(b)} rows")
+                normal = magnitude / base.row_norms(path, a, b).reshape(magnitude.shape)
+                changed[key] = encode(key, normal, tensors[key].dtype)
+    if not changed:
+        raise AdapterInvalidError("the adapter holds no LoRA matrices")
+    settings = json.loads((in_dir / CONFIG).read_text(encoding="utf-8"))
+    settings.update({"use_dora": False} if strip else {NORMALIZED: True})
+    write = write_safetensors if suffix == ".safetensors" else write_torch
+    write(out_dir / f"{STEM}{suffix}", changed)
+    (out_dir / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    return len(magnitudes)
+
+
+def _suffix(folder: Path, stem: str) -> str:
+    if not folder.is_dir():
+        raise AdapterInvalidError(f"{folder} is not a valid model directory: not found")
+    for suffix in (".safetensors", ".bin"):
+        if (folder / f"{stem}{suffix}").is_file() or (folder / f"{stem}{suffix}.index.json").is_file():
+            return suffix
+    raise AdapterInvalidError(f"{folder} does not contain .safetensors or .bin weights")
+
+
+def _side(key: str) -> str | None:
+    found = PEFT_KEY.fullmatch(key)
+    if found is None:
+        raise AdapterInvalidError(f"Encountered unknown weight: {key}")
+    return found["side"]
+
+
+def _path(key: str) -> str:
+    found = PEFT_KEY.fullmatch(key)
+    assert found is not None
+    return found["path"]
+
+
+def _matrices(
+    path: str, tensors: Mapping[str, RawTensor], config: PeftConfig
+) -> tuple[np.ndarray, np.ndarray]:
+    """A [rank, in], and B [out, rank] with the scaling in it."""
+    keys = [f"{path}.lora_{side}.weight" for side in "AB"]
+    for key in keys:
+        if key not in tensors:
+            raise AdapterInvalidError(f"{path} has a DoRA magnitude, but no {key.removeprefix(path + '.')}")
+    a, b = (decode(key, tensors[key]) for key in keys)
+    check_dims(path, a, b, None)
+    return a, b * np.float32(config.scale(path, a.shape[0]))

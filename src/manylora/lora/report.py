@@ -1,0 +1,106 @@
+"""What an adapter is and whether a base model would serve it: the facts behind `manylora inspect`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from manylora.config import LoraCacheConfig, ModelConfig
+from manylora.errors import AdapterError, ConfigError
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.sources import Source, find_source, read_rows, read_source, source_dtype
+from manylora.lora.geometry import Layout, cache_geometry
+from manylora.lora.modules import MODULE_NAMES, lora_modules
+from manylora.lora.tensors import Adapter, adapter_from_rows, adapter_from_tensors, check_shapes, pack_rows
+from manylora.request import LoraInput
+
+__all__ = ["AdapterReport", "BaseModel", "inspect_adapter"]
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A model to judge an adapter by: its directory, what its config.json says, and the cache settings."""
+
+    model_dir: Path
+    config: ModelConfig
+    cache: LoraCacheConfig
+
+
+@dataclass
+class AdapterReport:
+    """What could be found out before `problem`. None: not known."""
+
+    kind: str | None = None  # npy, peft, nemo, llgtrt
+    source: Path | None = None
+    dtype: str | None = None  # of the source
+    modules: dict[str, dict[int, int]] | None = None  # name -> layer -> rank
+    num_dora: int = 0  # rows with a magnitude
+    num_bytes: int | None = None  # in the source's type, without padding where the rows' sizes are known
+    digest: str | None = None
+    num_pages: int | None = None
+    page_bytes: int | None = None
+    problem: str | None = None
+
+
+def inspect_adapter(path: Path, base: BaseModel | None = None, *, allow_bin: bool = False) -> AdapterReport:
+    """Never raises for what is wrong with the adapter or the base: that is `problem`."""
+    report = AdapterReport()
+    try:
+        source = find_source(path)
+        report.kind, report.source = source.kind, source.path
+        report.dtype = source_dtype(source, allow_bin=allow_bin)
+        _read(report, source, base, allow_bin)
+    except (AdapterError, ConfigError) as error:
+        report.problem = str(error)
+    except OSError as error:
+        report.problem = f"{path} cannot be read: {error.strerror}"
+    return report
+
+
+def _read(report: AdapterReport, source: Source, base: BaseModel | None, allow_bin: bool) -> None:
+    adapter: Adapter | None = None
+    if source.kind in ("peft", "nemo"):
+        weights_of_base = BaseWeights(base.model_dir) if base else None
+        modules = lora_modules(base.config, base.cache.target_modules) if base else None
+        rows = read_rows(source, modules=modules, base=weights_of_base, allow_bin=allow_bin)
+        adapter = adapter_from_rows(rows)
+        weights, config = pack_rows(adapter.rows)
+    else:
+        weights, config = read_source(source)
+    _describe(report, weights, check_shapes(LoraInput(0, weights, config))[1])
+    assert report.dtype is not None
+    if base is not None:
+        adapter = _judge(report, base, weights, config)
+    if adapter is not None:
+        report.digest = adapter.digest
+        report.num_bytes = adapter.num_elements * ITEM_BYTES[report.dtype]
+
+
+def _describe(report: AdapterReport, weights: np.ndarray, config: np.ndarray) -> None:
+    found: dict[str, dict[int, int]] = defaultdict(dict)
+    for module_id, layer, rank in config[:, :3].tolist():
+        known = 0 <= module_id < len(MODULE_NAMES)
+        found[MODULE_NAMES[module_id] if known else f"INVALID ({module_id})"][layer] = rank
+    report.modules = dict(found)
+    report.num_dora = int(config[:, 3].sum()) if config.shape[1] == 4 else 0
+    report.num_bytes = weights.nbytes
+
+
+def _judge(report: AdapterReport, base: BaseModel, weights: np.ndarray, config: np.ndarray) -> Adapter:
+    """As the engine does at a request, with the geometry of the cache settings on one device."""
+    model, cache, limit = base.config, base.cache, base.cache.rank_limit
+    modules = lora_modules(model, cache.target_modules)
+    adapter = adapter_from_tensors(
+        LoraInput(0, weights, config), modules, model.num_layers, limit, model.dtype == "float16"
+    )
+    optimal, largest = min(cache.optimal_adapter_size, limit), min(cache.max_adapter_size, limit)
+    geometry = cache_geometry(modules.values(), model.num_layers, optimal, largest)
+    rows = [(modules[row.module_id], row.layer, row.rank, row.dora) for row in adapter.rows]
+    report.num_pages = Layout.of(rows, geometry).num_pages
+    report.page_bytes = geometry.page_elements * ITEM_BYTES[model.dtype]
+    return adapter

@@ -1,0 +1,263 @@
+"""Protects every kind of adapter that PEFT writes: logits and greedy tokens equal PEFT's, all kinds and the
+base model in one batch."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tarfile
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from manylora.config import EngineConfig, LoraCacheConfig, ModelConfig
+from manylora.device import open_device
+from manylora.engine.engine import Engine
+from manylora.errors import AdapterInvalidError
+from manylora.kernels.spec import AttentionBatch
+from manylora.lora.catalog import read_adapter_folder
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.llgtrt import write_llgtrt
+from manylora.lora.formats.npy import write_npy
+from manylora.lora.store import AdapterStore
+from manylora.model.batch import ForwardBatch
+from manylora.model.checkpoint import read_model_config
+from manylora.model.decoder import Decoder
+from manylora.model.weights import load_decoder
+from manylora.request import LoraInput, Request, SamplingParams
+from manylora.testing import VOCAB, make_adapter, make_model, reference_generate, reference_logits
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LARGEST = 512
+KINDS: dict[str, dict[str, Any]] = {
+    "rank 1": {"rank": 1},
+    "rank 512": {"rank": LARGEST, "modules": ("q_proj", "down_proj")},
+    "rank and alpha patterns": {
+        "rank": 4,
+        "rank_pattern": {"q_proj": 3, "layers.1.mlp.down_proj": 17, "^model.layers.0.mlp.up_proj": 1},
+        "alpha_pattern": {"k_proj": 1, "layers.0.self_attn.v_proj": 30},
+    },
+    "some layers": {"rank": 5, "layers_to_transform": [1], "layers_pattern": "layers"},
+    "rsLoRA": {"rank": 9, "use_rslora": True, "rank_pattern": {"o_proj": 2}},
+    "DoRA": {"rank": 6, "use_dora": True},
+    "DoRA, rsLoRA and patterns": {
+        "rank": 3,
+        "use_dora": True,
+        "use_rslora": True,
+        "rank_pattern": {"down_proj": 11},
+        "alpha_pattern": {"gate_proj": 1},
+        "modules": ("q_proj", "gate_proj", "down_proj"),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kinds")
+
+
+@lru_cache
+def decoder_of(model: Path) -> Decoder:
+    return load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return [random.Random(seed).randrange(250) for _ in range(count)]
+
+
+def mixed_logits(model: Path, inputs: Sequence[LoraInput | None]) -> list[torch.Tensor]:
+    """One sequence of 20 tokens for each input, in one forward pass; logits [20, vocab] of each."""
+    decoder, config = decoder_of(model), read_model_config(model)
+    store = open_store(config)
+    blocks, block = len(inputs), 20
+    shape = (config.num_layers, 2, blocks, block, config.num_kv_heads, config.head_dim)
+    spans = [(s * block, (s + 1) * block) for s in range(blocks)]
+    segments = []
+    for (start, stop), lora in zip(spans, inputs, strict=True):
+        if lora is not None:
+            lease = store.acquire(lora, store.prepare(lora))
+            assert store.admit(lease)
+            segments.append((start, stop, lease))
+    store.flush_loads()
+    batch = ForwardBatch(
+        torch.tensor([t for s in range(blocks) for t in tokens(block, s)]),
+        torch.arange(block).repeat(blocks),
+        AttentionBatch(
+            [start for start, _ in spans] + [blocks * block],
+            [block] * blocks,
+            torch.arange(blocks, dtype=torch.int32).unsqueeze(1),
+            torch.arange(blocks * block),
+        ),
+        store.batch(segments),
+        torch.arange(blocks * block),
+    )
+    with torch.inference_mode():
+        return list(decoder.forward(batch, torch.zeros(shape)).split(block))
+
+
+def open_store(config: ModelConfig, **options: object) -> AdapterStore:
+    cache = LoraCacheConfig(max_adapter_size=LARGEST, gpu_memory_bytes=2**25, **options)  # type: ignore[arg-type]
+    return AdapterStore.open(config, cache, torch.device("cpu"), torch.float32, 2**30)
+
+
+def agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    near = (found - expected).abs().max() / expected.abs().max() < 1e-4
+    return bool(near) and torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("family", ["llama-biases", "qwen2"])
+def test_every_kind_in_one_batch(family: str, workshop: Path) -> None:
+    model = make_model(workshop / family, family, seed=8, sharded=family == "qwen2")
+    adapters: list[Path | None] = [None]
+    for number, options in enumerate(KINDS.values()):
+        path = workshop / f"{family}-{number}"
+        adapters.append(make_adapter(path, model, number, **{"modules": ALL, **options}))
+    inputs = [
+        LoraInput(i, *read_adapter_folder(a, BaseWeights(model))) if a else None
+        for i, a in enumerate(adapters)
+    ]
+    ranks = {
+        int(rank) for lora in inputs if lora and lora.config is not None for rank in lora.config[0, :, 2]
+    }
+    assert ranks >= {1, 2, 3, 4, 5, 6, 9, 11, 17, 512}
+    for i, (adapter, found) in enumerate(zip(adapters, mixed_logits(model, inputs), strict=True)):
+        assert agree(found, reference_logits(model, adapter, tokens(20, i))), ["base", *KINDS][i]
+
+
+def make_phi3_twin(path: Path, model: Path) -> Path:
+    """The same Llama as a Phi-3, whose checkpoint fuses q, k, v and gate, up."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    config, old = read_model_config(model), load_file(model / "model.safetensors")
+    twin = Phi3ForCausalLM(
+        Phi3Config(
+            vocab_size=VOCAB,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            max_position_embeddings=config.max_position_embeddings,
+            original_max_position_embeddings=config.max_position_embeddings,
+            rms_norm_eps=config.rms_norm_eps,
+            pad_token_id=0,
+        )
+    )
+    new = {}
+    for name in twin.state_dict():
+        if "qkv_proj" in name:
+            new[name] = torch.cat([old[name.replace("qkv", n)] for n in "qkv"])
+        elif "gate_up" in name:
+            new[name] = torch.cat([old[name.replace("gate_up", n)] for n in ("gate", "up")])
+        else:
+            new[name] = old[name]
+    twin.load_state_dict(new)
+    twin.save_pretrained(path)
+    return path
+
+
+def write_nemo(folder: Path, adapter: Path) -> Path:
+    """A PEFT adapter of qkv_proj with scale 1 as NeMo writes it."""
+    state = {}
+    for key, value in load_file(adapter / "adapter_model.safetensors").items():
+        name = key.replace("self_attn.qkv_proj", "self_attention.adapter_layer.lora_kqv_adapter")
+        state[name.replace("lora_A", "linear_in").replace("lora_B", "linear_out")] = value
+    folder.mkdir()
+    torch.save(state, folder / "model_weights.ckpt")
+    with tarfile.open(folder / "adapter.nemo", "w") as archive:
+        archive.add(folder / "model_weights.ckpt", "./model_weights.ckpt")
+    return folder
+
+
+def test_fused_modules(workshop: Path) -> None:
+    model = make_model(workshop / "llama", "llama", seed=9)
+    twin = make_phi3_twin(workshop / "phi3", model)
+    fused = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    adapters = [
+        make_adapter(workshop / "fused", twin, 1, rank=7, modules=fused),
+        make_adapter(workshop / "fused-dora", twin, 2, rank=5, modules=fused, use_dora=True),
+        make_adapter(workshop / "fused-rank", twin, 3, rank=96, modules=("gate_up_proj",), use_rslora=True),
+        make_adapter(workshop / "fused-qkv", twin, 4, rank=8, modules=("qkv_proj",), alpha=8),
+    ]
+    inputs = [LoraInput(i, *read_adapter_folder(a, BaseWeights(twin))) for i, a in enumerate(adapters)]
+    for i, (adapter, found) in enumerate(zip(adapters, mixed_logits(model, inputs), strict=True)):
+        assert agree(found, reference_logits(twin, adapter, tokens(20, i)))
+    nemo = write_nemo(workshop / "nemo", adapters[3])
+    for one, other in zip(read_adapter_folder(nemo), read_adapter_folder(adapters[3]), strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(
+        AdapterInvalidError, match=r"the base model has no model\.layers\.0\S+qkv_proj\.weight"
+    ):
+        read_adapter_folder(adapters[1], BaseWeights(model))
+
+
+def test_greedy_tokens_of_lora_dora_and_base_in_one_engine(workshop: Path) -> None:
+    """DoRA as a PEFT directory of the prefetch directory and as tensors of a request."""
+    model = make_model(workshop / "engine", "llama-biases", seed=10)
+    lora = make_adapter(workshop / "prefetch" / "1", model, 1, rank=4, modules=ALL)
+    dora = make_adapter(workshop / "prefetch" / "2", model, 2, rank=4, modules=ALL, use_dora=True)
+    sent = make_adapter(workshop / "sent", model, 3, rank=9, modules=ALL, use_dora=True)
+    write_npy(workshop / "prefetch" / "4", *read_adapter_folder(sent, BaseWeights(model)))
+    write_llgtrt(workshop / "prefetch" / "5" / "a.safetensors", *read_adapter_folder(lora))
+    cache = LoraCacheConfig(gpu_memory_bytes=2**22, prefetch_dir=workshop / "prefetch")
+    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, lora=cache))
+    assert engine.adapters.stats().host_adapters == 3  # 1 and 5 have the same content
+    tensors = LoraInput(9, *read_adapter_folder(sent, BaseWeights(model)))
+    wanted = [(None, None), (LoraInput(5), lora), (LoraInput(2), dora), (LoraInput(4), sent), (tensors, sent)]
+    handles = []
+    for i, (given, _) in enumerate(wanted):
+        request = Request(tuple(tokens(9, i)), SamplingParams(max_tokens=16), lora=given)
+        handles.append(engine.submit(engine.prepare(request)))
+    found: dict[int, list[int]] = {handle: [] for handle in handles}
+    while engine.has_work:
+        for handle, event in engine.step():
+            found[handle] += event.token_ids
+    for i, (handle, (_, adapter)) in enumerate(zip(handles, wanted, strict=True)):
+        assert found[handle] == reference_generate(model, adapter, tokens(9, i), 16)
+    engine.close()
+
+
+def test_dora_that_cannot_be_normalised_is_refused(workshop: Path) -> None:
+    model = make_model(workshop / "small", seed=11)
+    good = make_adapter(workshop / "good", model, 4, rank=2, modules=("q_proj",), use_dora=True)
+    with pytest.raises(AdapterInvalidError, match="use_dora: DoRA magnitudes must be divided"):
+        read_adapter_folder(good)
+    with pytest.raises(AdapterInvalidError, match="base model's weights cannot be read for DoRA"):
+        read_adapter_folder(good, BaseWeights(workshop / "nowhere"))
+    wide = make_model(workshop / "wide", seed=11, hidden_size=128)
+    with pytest.raises(AdapterInvalidError, match=r"q_proj is F32 \[128, 128\] in the base model"):
+        read_adapter_folder(good, BaseWeights(wide))
+    tensors = load_file(good / "adapter_model.safetensors")
+    key = next(key for key in tensors if "magnitude" in key)
+
+    def broken(name: str, value: torch.Tensor | None) -> Path:
+        path = shutil.copytree(good, workshop / name)
+        changed = {k: v for k, v in tensors.items() if k != key}
+        save_file(changed if value is None else {**changed, key: value}, path / "adapter_model.safetensors")
+        return path
+
+    for name, value, reason in [
+        ("without", None, "q_proj is missing its DoRA magnitude"),
+        ("short", torch.ones(5), "has 64 rows and a DoRA magnitude of 5"),
+        ("nan", torch.full((64,), torch.nan), "NaN or an infinity"),
+    ]:
+        with pytest.raises(AdapterInvalidError, match=reason):
+            read_adapter_folder(broken(name, value), BaseWeights(model))
+
+
+def test_the_worked_example_of_dora(tmp_path: Path) -> None:
+    """W0 = [[3, 0], [0, 4]], s B A = [[0, 4], [3, 0]], m = [10, 5] give [2, 1]."""
+    save_file(
+        {"model.layers.0.mlp.down_proj.weight": torch.tensor([[3.0, 0], [0, 4]])},
+        tmp_path / "model.safetensors",
+    )
+    path = "base_model.model.model.layers.0.mlp.down_proj"
+    a, b = np.array([[0, 4], [3, 0]], np.float32), np.eye(2, dtype=np.float32)
+    with BaseWeights(tmp_path).open() as reader:
+        assert (np.array([10, 5]) / reader.row_norms(path, a, b)).tolist() == [2, 1]

@@ -1,0 +1,321 @@
+"""Protects the sources of adapters: each is told by its content and read to the same tensors, and a hostile
+file is refused with its reason, at once, with nothing of it run."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import tarfile
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from manylora.errors import AdapterInvalidError
+from manylora.lora.catalog import read_adapter_folder
+from manylora.lora.formats.llgtrt import write_llgtrt
+from manylora.lora.formats.nemo import find_nemo, nemo_num_layers
+from manylora.lora.formats.npy import write_npy
+from manylora.lora.formats.sources import find_source, read_source, source_dtype
+
+KEY = "model.language_model.encoder.layers.{}.self_attention.adapter_layer.lora_kqv_adapter.linear_{}.weight"
+PEFT = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+RAN = Path("/tmp/manylora-was-unpickled")
+
+
+class Bomb:
+    def __reduce__(self) -> tuple:
+        return (RAN.touch, ())
+
+
+def saved(content: object) -> bytes:
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    return stream.getvalue()
+
+
+def nemo_state(layers: int = 2, hidden: int = 4, out: int = 8, rank: int = 2) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    state = {}
+    for layer in range(layers):
+        state[KEY.format(layer, "in")] = torch.randn(rank, hidden).bfloat16()
+        state[KEY.format(layer, "out")] = torch.randn(out, rank).bfloat16()
+    return state
+
+
+def member(name: str, data: bytes = b"", **fields: object) -> tuple[tarfile.TarInfo, bytes]:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    for field, value in fields.items():
+        setattr(info, field, value)
+    return info, data
+
+
+def write_tar(path: Path, *members: tuple[tarfile.TarInfo, bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for info, data in members:
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def write_nemo(path: Path, weights: bytes | None = None, prefix: str = "") -> Path:
+    return write_tar(
+        path,
+        member(
+            f"{prefix}model_config.yaml",
+            b"# a model\nmcore_gpt: true\nnum_layers: 2\ndata:\n  num_layers: 9\n",
+        ),
+        member(f"{prefix}model_weights.ckpt", saved(nemo_state()) if weights is None else weights),
+    )
+
+
+def write_peft(folder: Path, pickled: bytes | None = None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 2}))
+    tensors = {f"{PEFT}A.weight": np.ones((2, 4), np.float16), f"{PEFT}B.weight": np.ones((4, 2), np.float16)}
+    if pickled is None:
+        save_file(tensors, folder / "adapter_model.safetensors")
+    else:
+        (folder / "adapter_model.bin").write_bytes(pickled)
+    return folder
+
+
+@pytest.mark.parametrize("prefix", ["", "./"])
+def test_nemo_is_read_as_it_is(tmp_path: Path, prefix: str) -> None:
+    path = write_nemo(tmp_path / "7" / "some.nemo", prefix=prefix)
+    state = nemo_state()
+    for where in (path, path.parent):
+        source = find_source(where)
+        assert (source.kind, source.path) == ("nemo", path)
+        weights, config = read_source(source)
+        assert config.tolist() == [[[0, 0, 2, 0], [0, 1, 2, 0]]]
+        for layer in range(2):
+            expected = torch.cat([state[KEY.format(layer, s)].float().flatten() for s in ("in", "out")])
+            assert weights[0, layer].tolist() == expected.tolist()
+    assert source_dtype(source) == "bfloat16"
+    assert nemo_num_layers(path) == 2
+
+
+def test_every_source_in_a_folder_is_told_by_its_content(tmp_path: Path) -> None:
+    weights, config = np.arange(16, dtype=np.float16).reshape(1, 1, 16), np.array([[[1, 0, 2, 0]]], np.int32)
+    write_npy(tmp_path / "npy", weights, config)
+    write_llgtrt(tmp_path / "llgtrt" / "spanish.safetensors", weights, config)
+    write_peft(tmp_path / "peft")
+    write_nemo(tmp_path / "nemo" / "a.nemo")
+    for kind in ("npy", "llgtrt", "peft", "nemo"):
+        assert find_source(tmp_path / kind).kind == kind
+        read_adapter_folder(tmp_path / kind)
+    found, columns = read_adapter_folder(tmp_path / "llgtrt")
+    assert columns.tolist() == [[[1, 0, 2]]]
+    assert (found.dtype, found.tolist()) == (np.float16, weights.tolist())
+    assert source_dtype(find_source(tmp_path / "peft")) == "float16"
+
+
+def test_llgtrt_keeps_dora_in_a_fourth_column_and_bfloat16_bit_by_bit(tmp_path: Path) -> None:
+    bits = np.array([[[0x3F80, 0x4049, 0x8000]]], np.uint16).view("V2")
+    write_llgtrt(tmp_path / "a.safetensors", bits, np.array([[[1, 0, 1, 1]]], np.int32))
+    weights, config = read_source(find_source(tmp_path / "a.safetensors"))
+    assert weights.tobytes() == bits.tobytes()
+    assert config.tolist() == [[[1, 0, 1, 1]]]
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda path: path / "none", "none does not exist"),
+        (lambda path: path / ("long" * 100), "cannot be read: File name too long"),
+        (lambda path: path, r"folder \S+ holds neither"),
+        (lambda path: write_peft(path / "p") / "adapter_model.safetensors", "is neither a .nemo archive nor"),
+        (lambda path: (write_nemo(path / "1.nemo"), write_nemo(path / "2.nemo"), path)[2], "2 .nemo files"),
+        (lambda path: (os.mkfifo(path / "pipe"), path / "pipe")[1], "neither a file nor a directory"),
+    ],
+)
+def test_what_is_no_source_is_said(tmp_path: Path, make: Callable[[Path], Path], reason: str) -> None:
+    with pytest.raises(AdapterInvalidError, match=reason):
+        find_source(make(tmp_path))
+
+
+def test_texts_of_the_nemo_finder(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("")
+    for name, text in [
+        ("none", "none does not exist"),
+        ("a.txt", "a.txt is not a .nemo file"),
+        (".", "No .nemo files found in directory"),
+    ]:
+        with pytest.raises(AdapterInvalidError, match=text):
+            find_nemo(tmp_path / name)
+
+
+def without(state: dict, key: str) -> dict:
+    return {name: value for name, value in state.items() if name != key}
+
+
+def repacked(data: bytes, change: Callable[[str, bytes], bytes], compression: int = 0) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(stream, "w", compression) as new:
+        for entry in old.infolist():
+            new.writestr(entry.filename, change(entry.filename, old.read(entry)))
+    return stream.getvalue()
+
+
+ONE = KEY.format(0, "in")
+ZEROS = saved({"a": torch.zeros(2**22)})
+ONES = saved({ONE: torch.ones(4)})
+LONG_PICKLE = b"\x80\x02" + b"N0" * 2_000_000 + b"."
+
+
+def as_pickle(content: bytes) -> bytes:
+    return repacked(ONES, lambda name, data: content if name.endswith("data.pkl") else data)
+
+
+WEIGHTS = {
+    "empty": (b"", "not the zip archive"),
+    "truncated": (saved(nemo_state())[:-200], "not the zip archive"),
+    "bare pickle": (pickle.dumps(Bomb()), "not the zip archive"),
+    "code": (saved({"a": Bomb()}), r"names \S+, which is not a tensor; code in a checkpoint is never run"),
+    "os.system": (as_pickle(b"cos\nsystem\n(S'touch /tmp/manylora-was-unpickled'\ntR."), "names os.system"),
+    "by name": (as_pickle(pickle.dumps(Bomb(), 4)), "STACK_GLOBAL"),
+    "bytearray": (as_pickle(b"c__builtin__\nbytearray\n(L99999999999L\ntR."), "names __builtin__.bytearray"),
+    "broken pickle": (as_pickle(b"\x80\x02garbage"), "not a readable torch checkpoint"),
+    "long pickle": (as_pickle(LONG_PICKLE), "longer than an adapter's"),
+    "no tensors": (saved([1, 2]), "something else than named tensors"),
+    "compressed": (repacked(ZEROS, lambda _, d: d, zipfile.ZIP_DEFLATED), "compressed"),
+    "repeated value": (saved({ONE: torch.ones(1).expand(10**6, 10**6)}), "larger than the file"),
+    "claims": (
+        repacked(ONES, lambda n, d: d.replace(b"K\x04", b"J\xff\xff\xff\x00") if "pkl" in n else d),
+        "not a readable torch checkpoint",
+    ),
+    "shape beyond storage": (
+        repacked(ONES, lambda n, d: d.replace(b"K\x04\x85", b"J\xff\xff\xff\x00\x85") if "pkl" in n else d),
+        "not a readable torch checkpoint|larger than the file",
+    ),
+    "one side": (saved(without(nemo_state(), KEY.format(1, "out"))), "Layer 1 is missing required 'out'"),
+    "other module": (saved({"model.layers.0.mlp.weight": torch.ones(2)}), "unsupported key model.layers.0"),
+    "no matrices": (saved({ONE.replace("weight", "bias"): torch.ones(2)}), "unsupported key"),
+    "nothing": (saved({f"{ONE}._extra_state": None}), "holds no LoRA matrices"),
+    "not finite": (saved({ONE: torch.full((2, 4), torch.nan)}), "NaN or an infinity"),
+    "integers": (saved({ONE: torch.ones(2, 4, dtype=torch.int32)}), "must be float32"),
+    "rank 0": (saved(nemo_state(rank=0)), "mismatches adapter size"),
+    "ranks": (saved({**nemo_state(), ONE: torch.ones(3, 4)}), "mismatches adapter size"),
+}  # fmt: skip
+
+
+def refused_at_once(path: Path, reason: str) -> None:
+    started = time.perf_counter()
+    with pytest.raises(AdapterInvalidError, match=reason) as raised:
+        read_source(find_source(path), allow_bin=True)
+    assert time.perf_counter() - started < 1
+    assert str(path.parent) not in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert not RAN.exists()
+
+
+@pytest.mark.parametrize("name", sorted(WEIGHTS))
+def test_a_hostile_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
+    weights, reason = WEIGHTS[name]
+    refused_at_once(write_nemo(tmp_path / "a.nemo", weights), reason)
+
+
+@pytest.mark.parametrize("name", ["code", "os.system", "by name", "truncated", "compressed"])
+def test_a_hostile_bin_is_refused(tmp_path: Path, name: str) -> None:
+    weights, reason = WEIGHTS[name]
+    refused_at_once(write_peft(tmp_path / "peft", weights), reason)
+
+
+def test_a_bin_is_read_only_when_asked_for(tmp_path: Path) -> None:
+    tensors = {f"{PEFT}A.weight": torch.ones(2, 4), f"{PEFT}B.weight": torch.ones(4, 2)}
+    parameters = {key: torch.nn.Parameter(value) for key, value in tensors.items()}
+    source = find_source(write_peft(tmp_path / "peft", saved(parameters)))
+    with pytest.raises(AdapterInvalidError, match="is a pickle and is not read"):
+        read_source(source)
+    assert read_source(source, allow_bin=True)[0].tolist() == [[[1.0] * 16]]
+
+
+GOOD = saved(nemo_state())
+TARS = {
+    "traversal": ([member("../model_weights.ckpt", GOOD)], "points outside the archive"),
+    "absolute": ([member("/etc/model_weights.ckpt", GOOD)], "points outside the archive"),
+    "symlink": ([member("model_weights.ckpt", type=tarfile.SYMTYPE, linkname="/etc/pw")], "neither a pl"),
+    "hard link": ([member("model_weights.ckpt", type=tarfile.LNKTYPE, linkname="/etc/pw")], "neither a pl"),
+    "device": ([member("model_weights.ckpt", type=tarfile.CHRTYPE)], "neither a pl"),
+    "twice": ([member("model_weights.ckpt", GOOD), member("./model_weights.ckpt", GOOD)], "twice"),
+    "members": ([member(str(i)) for i in range(2000)], "more than 256 members"),
+    "no weights": ([member("model_config.yaml", b"num_layers: 2\n")], "Both model_weights paths not found"),
+    "large config": ([member("model_config.yaml", b"#" * 2**21)], "at most"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(TARS))
+def test_a_hostile_tar_is_refused(tmp_path: Path, name: str) -> None:
+    members, reason = TARS[name]
+    refused_at_once(write_tar(tmp_path / "a.nemo", *members), reason)
+
+
+def sparse(size: int) -> bytes:
+    """A GNU sparse member that claims to be `size` long and stores nothing."""
+    info = tarfile.TarInfo("model_weights.ckpt")
+    info.type = tarfile.GNUTYPE_SPARSE
+    block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    block[386:410] = b"%011o\0%011o\0" % (size, 0)
+    block[483:495] = b"%011o\0" % size
+    block[148:156] = b"%06o\0 " % tarfile.calc_chksums(bytes(block))[0]
+    return bytes(block) + bytes(1024)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "not a readable .nemo archive"),
+        (b"\x1f\x8b" + bytes(600), "not a readable .nemo archive"),
+        (sparse(2**32), "neither a plain file nor a directory"),
+        (member("model_weights.ckpt", size=2**40)[0].tobuf(tarfile.GNU_FORMAT), "claims|readable"),
+        (member("model_weights.ckpt", size=-512)[0].tobuf(tarfile.GNU_FORMAT), "claims|readable"),
+        (
+            member("model_weights.ckpt", size=2000)[0].tobuf(tarfile.GNU_FORMAT) + bytes(1500),
+            "cut short|readable",
+        ),
+    ],
+    ids=["empty", "gzip", "sparse", "huge", "negative", "truncated"],
+)
+def test_a_broken_tar_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "a.nemo").write_bytes(content)
+    refused_at_once(tmp_path / "a.nemo", reason)
+
+
+def llgtrt(weights: np.ndarray, config: np.ndarray, **more: np.ndarray) -> dict[str, np.ndarray]:
+    return {"weights": weights, "config": config, **more}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        (llgtrt(np.ones((1, 16), np.float32), np.ones((1, 3), np.int64)), "config must be int32"),
+        (
+            llgtrt(np.ones((1, 16), np.int8), np.ones((1, 3), np.int32)),
+            "weights float32, float16 or bfloat16",
+        ),
+        (llgtrt(np.ones((1, 1, 16), np.float32), np.ones((1, 3), np.int32)), "two dimensions"),
+        (
+            llgtrt(np.ones(1, np.int8), np.ones(1, np.int8), x=np.ones(1)),
+            "neither a .nemo archive nor an llgtrt",
+        ),
+    ],
+)
+def test_a_wrong_llgtrt_file_is_refused(tmp_path: Path, tensors: dict, reason: str) -> None:
+    save_file(tensors, tmp_path / "a.safetensors")
+    refused_at_once(tmp_path / "a.safetensors", reason)
+
+
+def test_a_truncated_llgtrt_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file(llgtrt(np.ones((1, 16), np.float32), np.ones((1, 3), np.int32)), path)
+    path.write_bytes(path.read_bytes()[:-4])
+    refused_at_once(path, "is not readable")

@@ -1,0 +1,292 @@
+"""Protects the converters and `manylora`: what they write equals the definition of the formats, whichever
+way an adapter came, and what is wrong is one sentence and exit status 1."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from manylora import cli
+from manylora.lora.catalog import read_adapter_folder
+from manylora.lora.convert import main as hf_lora_convert
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.npy import read_npy
+from manylora.lora.tensors import widen_bfloat16
+from manylora.testing import make_adapter, make_model
+
+ROOT = Path(__file__).resolve().parents[2]
+Tool = Callable[[list[str]], int]
+
+
+def tool(name: str) -> Tool:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return lambda arguments: module.main([str(argument) for argument in arguments])
+
+
+extract_lora, normalize_dora = tool("extract_lora"), tool("normalize_dora")
+nemo_lora_convert = tool("nemo_lora_convert")
+
+
+def manylora(*arguments: object) -> int:
+    return cli.main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tools") / "model", seed=1)
+
+
+@pytest.fixture(scope="module")
+def lora(model: Path) -> Path:
+    return make_adapter(model.parent / "lora", model, 1, rank=4, modules=("q_proj", "down_proj"))
+
+
+@pytest.fixture(scope="module")
+def dora(model: Path) -> Path:
+    return make_adapter(model.parent / "dora", model, 2, rank=3, modules=("v_proj",), use_dora=True)
+
+
+@pytest.fixture(scope="module")
+def half(lora: Path) -> Path:
+    """The adapter in bfloat16."""
+    path = shutil.copytree(lora, lora.parent / "half")
+    file = path / "adapter_model.safetensors"
+    save_file({key: value.bfloat16() for key, value in load_file(file).items()}, file)
+    return path
+
+
+def nemo(path: Path, layers: int = 2, config_layers: int = 2, rank: int = 2) -> dict[str, torch.Tensor]:
+    key = "model.layers.{}.self_attention.adapter_layer.lora_kqv_adapter.linear_{}.weight"
+    torch.manual_seed(0)
+    state = {}
+    for layer in range(layers):
+        state[key.format(layer, "in")] = torch.randn(rank, 64)
+        state[key.format(layer, "out")] = torch.randn(128, rank)
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    with tarfile.open(path, "w") as archive:
+        for name, data in [
+            ("model_config.yaml", f"num_layers: {config_layers}\n".encode()),
+            ("model_weights.ckpt", stream.getvalue()),
+        ]:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return state
+
+
+def rows_of_definition(adapter: Path) -> dict[tuple[int, int], torch.Tensor]:
+    """(module id, layer) -> A, then B times alpha / r, written down directly from the PEFT files."""
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    ids, found = {"q_proj": 1, "v_proj": 3, "down_proj": 6}, {}
+    for key, a in tensors.items():
+        if key.endswith("lora_A.weight"):
+            parts = key.split(".")
+            b = tensors[key.replace("lora_A", "lora_B")].float() * config["lora_alpha"] / config["r"]
+            place = ids[parts[-3]], int(parts[parts.index("layers") + 1])
+            found[place] = torch.cat((a.float().flatten(), b.flatten()))
+    return found
+
+
+def check_rows(weights: np.ndarray, config: np.ndarray, adapter: Path, dtype: torch.dtype) -> None:
+    expected = rows_of_definition(adapter)
+    assert {tuple(row[:2]) for row in config.tolist()} == expected.keys()
+    for row, values in zip(config.tolist(), weights, strict=True):
+        wanted = expected[tuple(row[:2])].to(dtype).float().numpy()
+        np.testing.assert_array_equal(values[: len(wanted)], wanted)
+        assert not values[len(wanted) :].any()
+
+
+@pytest.mark.parametrize("storage", ["float32", "float16", "bfloat16"])
+def test_every_way_gives_the_same_elements(storage: str, lora: Path, tmp_path: Path) -> None:
+    dtype = getattr(torch, storage)
+    assert hf_lora_convert(["-i", str(lora), "-o", str(tmp_path / "hf"), "--storage-type", storage]) == 0
+    assert extract_lora(["-i", lora, "-o", tmp_path / "x.safetensors", "-t", storage]) == 0
+    assert manylora("convert", "-i", tmp_path / "x.safetensors", "-o", tmp_path / "back") == 0
+    one = tmp_path / "two" / "y.safetensors"
+    assert manylora("convert", "-i", tmp_path / "hf", "-o", one, "--to", "llgtrt") == 0
+    for folder in ("hf", "back"):
+        weights, config = read_npy(tmp_path / folder)
+        wide = widen_bfloat16(weights) if storage == "bfloat16" else weights.astype(np.float32)
+        check_rows(wide[0], config[0], lora, dtype)
+    for file in (one, tmp_path / "x.safetensors"):
+        tensors = load_file(file)
+        assert (tensors["weights"].dtype, tensors["config"].dtype) == (dtype, torch.int32)
+        assert tensors["config"].shape == (4, 3)
+        check_rows(tensors["weights"].float().numpy(), tensors["config"].numpy(), lora, dtype)
+
+
+def test_extract_keeps_the_type_of_the_checkpoint(half: Path, tmp_path: Path) -> None:
+    assert extract_lora(["-i", half, "-o", tmp_path / "x.safetensors"]) == 0
+    tensors = load_file(tmp_path / "x.safetensors")
+    assert tensors["weights"].dtype == torch.bfloat16
+    check_rows(tensors["weights"].float().numpy(), tensors["config"].numpy(), half, torch.bfloat16)
+
+
+def test_nemo_as_runtime_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = nemo(tmp_path / "a.nemo")
+    arguments = ["-i", tmp_path / "a.nemo", "-o", tmp_path / "out", "--write-cpp-runtime-tensors"]
+    assert nemo_lora_convert([*arguments, "--storage-type", "float32", "--verbose"]) == 0
+    assert "layer 1 attn_qkv rank 2" in capsys.readouterr().out
+    weights, config = read_npy(tmp_path / "out")
+    assert config.tolist() == [[[0, 0, 2], [0, 1, 2]]]
+    values = list(state.values())
+    for layer in range(2):
+        expected = torch.cat((values[2 * layer].flatten(), values[2 * layer + 1].flatten()))
+        assert weights[0, layer].tolist() == expected.tolist()
+    nemo(tmp_path / "b.nemo", config_layers=3)
+    assert nemo_lora_convert(["-i", tmp_path / "b.nemo", *arguments[2:]]) == 1
+    assert "adapts 2 layers up to 1, num_layers is 3" in capsys.readouterr().err
+
+
+def test_nemo_as_raw_files(tmp_path: Path) -> None:
+    state = nemo(tmp_path / "a.nemo")
+    arguments = ["-i", tmp_path / "a.nemo", "-o", tmp_path / "out", "--customization-id", "spanish"]
+    assert nemo_lora_convert(arguments) == 0
+    settings = json.loads((tmp_path / "out" / "lora_weights.json").read_text())["lora_config"]
+    assert settings == {"lora_kqv_adapter": {"0": {"key": "spanish", "low_rank": 2}}, "precision": "float16"}
+    for key, value in state.items():
+        name = key.replace("lora_kqv_adapter", "lora_kqv_adapter.0")
+        found = np.frombuffer((tmp_path / "out" / f"model.{name}.bin").read_bytes(), np.float16)
+        assert found.tolist() == value.T.half().flatten().tolist()
+
+
+def test_normalised_dora_is_what_a_reader_with_the_base_makes(
+    model: Path, dora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = read_adapter_folder(dora, BaseWeights(model))
+    assert expected[1][0, :, 3].tolist() == [1, 1]
+    assert normalize_dora(["-i", dora, "-b", model, "-o", tmp_path / "out"]) == 0
+    found = read_adapter_folder(tmp_path / "out")
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_array_equal(found[1], expected[1])
+    assert normalize_dora(["-i", tmp_path / "out", "-b", model, "-o", tmp_path / "twice"]) == 1
+    assert "normalised already" in capsys.readouterr().err
+    assert normalize_dora(["-i", dora, "-b", model, "-o", tmp_path / "plain", "--strip"]) == 0
+    assert read_adapter_folder(tmp_path / "plain")[1][0, :, 3].tolist() == [0, 0]
+    assert hf_lora_convert(["-i", str(dora), "-o", str(tmp_path / "x")]) == 1
+    assert "use_dora: DoRA magnitudes" in capsys.readouterr().err
+    arguments = ["-i", str(dora), "-o", str(tmp_path / "x"), "-b", str(model), "--storage-type", "float32"]
+    assert hf_lora_convert(arguments) == 0
+    np.testing.assert_array_equal(read_npy(tmp_path / "x")[0], expected[0])
+    # llgtrt's file gets the fourth column then.
+    assert manylora("convert", "-i", tmp_path / "x", "-o", tmp_path / "d.safetensors", "--to", "llgtrt") == 0
+    assert load_file(tmp_path / "d.safetensors")["config"][:, 3].tolist() == [1, 1]
+
+
+def test_a_bin_is_normalised_into_a_bin_and_nvlabs_names_are_known(
+    model: Path, dora: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(dora / "adapter_model.safetensors")
+    renamed = {
+        key.replace("lora_magnitude_vector", "weight_m_wdecomp.weight"): v.unsqueeze(1) if v.ndim == 1 else v
+        for key, v in tensors.items()
+    }
+    path = tmp_path / "bin"
+    path.mkdir()
+    shutil.copy(dora / "adapter_config.json", path)
+    torch.save(renamed, path / "adapter_model.bin")
+    assert normalize_dora(["-i", path, "-b", model, "-o", tmp_path / "out"]) == 1
+    assert normalize_dora(["-i", path, "-b", model, "-o", tmp_path / "out", "--allow-bin"]) == 0
+    assert manylora("convert", "-i", tmp_path / "out", "-o", tmp_path / "npy", "--allow-bin") == 0
+    np.testing.assert_array_equal(
+        read_npy(tmp_path / "npy")[0], read_adapter_folder(dora, BaseWeights(model))[0]
+    )
+
+
+def test_what_the_normaliser_refuses(
+    model: Path, dora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(dora, tmp_path / "other")
+    tensors = load_file(dora / "adapter_model.safetensors")
+    save_file(
+        {**tensors, "base_model.model.lm_head.weight": torch.ones(2)}, other / "adapter_model.safetensors"
+    )
+    (tmp_path / "empty").mkdir()
+    for in_dir, base, text in [
+        (other, model, "Encountered unknown weight: base_model.model.lm_head.weight"),
+        (tmp_path / "none", model, "none is not a valid model directory: not found"),
+        (dora, tmp_path / "none", "none is not a valid model directory: not found"),
+        (tmp_path / "empty", model, "empty does not contain .safetensors or .bin weights"),
+    ]:
+        assert normalize_dora(["-i", in_dir, "-b", base, "-o", tmp_path / "out"]) == 1
+        assert text in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def inspected(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, str]]:
+    status = manylora("inspect", *arguments)
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    return status, dict(lines)  # of several lines of one name the last
+
+
+def test_inspect_tells_what_the_engine_would_do(
+    model: Path, lora: Path, dora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, facts = inspected(capsys, lora, "--base", model)
+    assert status == 0
+    assert facts["kind"] == "peft"
+    assert facts["module"] == "mlp_4h_to_h: rank 4 in layers 0 to 1"
+    elements = 2 * 4 * ((64 + 64) + (96 + 64))
+    assert facts["size"] == f"{4 * elements} bytes"
+    assert facts["pages"].startswith("1 of ")
+    assert facts["verdict"] == "ok"
+    digest = facts["digest"]
+    assert inspected(capsys, lora)[1]["digest"] == digest
+    assert hf_lora_convert(["-i", str(lora), "-o", str(tmp_path), "--storage-type", "float32"]) == 0
+    assert inspected(capsys, tmp_path, "--base", model)[1]["digest"] == digest
+    assert "not known without --base" in inspected(capsys, tmp_path)[1]["digest"]
+    status, facts = inspected(capsys, dora)
+    assert status == 1
+    assert "use_dora" in facts["verdict"]
+    status, facts = inspected(capsys, dora, "--base", model)
+    assert (status, facts["dora"]) == (0, "2 rows")
+    status, facts = inspected(capsys, lora, "--base", model, "--max-adapter-size", 2)
+    assert status == 1
+    assert facts["verdict"].startswith("refused: Invalid low_rank (4)")
+    status, facts = inspected(capsys, tmp_path / "none")
+    assert (status, facts["verdict"]) == (1, "refused: none does not exist")
+
+
+def test_the_command_line_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert manylora() == 2
+    assert manylora("--help") == 0
+    assert manylora("dance") == 2
+    assert "there is no command 'dance'" in capsys.readouterr().err
+    assert manylora("convert", "-i", tmp_path / "none", "-o", tmp_path / "out") == 1
+    assert "none does not exist" in capsys.readouterr().err
+    lazy = "import sys, manylora.cli as c; c.main(['--help']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", lazy], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_tensors_without_meaning_are_not_converted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for config, value, reason in [
+        ([[99, 0, 2]], 1.0, "lora module INVALID (99)"),
+        ([[1, 0, 0]], 1.0, "Expected adapterSize to be > 0"),
+        ([[1, 0, 2]], float("nan"), "attn_q of layer 0 is not finite"),
+        ([[1, 0, 2], [1, 1, 2]], 1.0, "Expected dim1 lora_weights and lora_keys to have the same size"),
+    ]:
+        tensors = {"weights": torch.full((1, 16), value), "config": torch.tensor(config, dtype=torch.int32)}
+        save_file(tensors, tmp_path / "a.safetensors")
+        assert manylora("convert", "-i", tmp_path / "a.safetensors", "-o", tmp_path / "out") == 1
+        assert reason in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

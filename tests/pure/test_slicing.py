@@ -1,0 +1,132 @@
+"""Protects the slices of tensor and pipeline parallelism: the figures of TensorRT-LLM's own tests, and that
+the ranks' results together are the whole adapter's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_lora_geometry import DIMS, MODULES, rows
+
+from manylora.config import ModelConfig
+from manylora.errors import ConfigError
+from manylora.lora.geometry import CacheGeometry, place_rows
+from manylora.lora.modules import LoraModule, Split, lora_modules
+from manylora.lora.slicing import interleave_rows, pipeline_layers, slice_row, slice_rows
+from manylora.lora.tensors import AdapterRow
+
+TINY = np.array([1, 2, 3, 4, 5, 6, 7, 8, 2, 0, 0, 2, 2, 2, 4, -2], np.float32)
+
+
+def matrices(row: AdapterRow, in_dim: int, out_dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    middle, end = row.rank * in_dim, row.rank * (in_dim + out_dim)
+    assert row.payload.size == end + (out_dim if row.dora else 0)
+    a, b = row.payload[:middle].reshape(row.rank, in_dim), row.payload[middle:end].reshape(out_dim, row.rank)
+    return a, b, row.payload[end:]
+
+
+def random_row(module: LoraModule, rank: int, dora: bool) -> AdapterRow:
+    values = np.random.default_rng(module.module_id).normal(size=module.row_elements(rank, dora))
+    return AdapterRow(module.module_id, 0, rank, dora, values.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("tp", "dora", "place"),
+    [(1, False, (2, 16)), (1, True, (4, 7)), (2, False, (2, 6)), (2, True, (2, 14))],
+)
+def test_the_last_row_of_the_page_images(tp: int, dora: bool, place: tuple[int, int]) -> None:
+    last = place_rows(rows(dora), CacheGeometry(128, 18, 0, 0), tp)[0][-1]
+    assert (last.module_id, last.layer) == (12, 1)
+    assert (last.page, last.slot) == place
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("module_id", sorted(DIMS))
+def test_a_slice_has_the_sizes_of_the_layout(module_id: int, dora: bool) -> None:
+    module = MODULES[module_id]
+    row = random_row(module, 8, dora)
+    [place], _ = place_rows([(module, 0, 8, dora)], CacheGeometry(64, 64, 0, 0), tp=2)
+    for rank in range(2):
+        part = slice_row(row, module, 2, rank)
+        a, b, m = matrices(part, module.local_in(2), module.local_out(2))
+        assert (a.size, b.size) == (place.in_size, place.out_size)
+        assert part.payload.size == module.row_elements(8, dora, tp=2)
+        if dora and module.split is Split.A_COLS:
+            assert m.size == module.out_dim  # the whole magnitude
+
+
+def test_the_tiny_example() -> None:
+    row = AdapterRow(1, 0, 2, False, TINY)
+    q = LoraModule(1, 4, 4, Split.B_ROWS)
+    assert slice_row(row, q, 2, 0).payload.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 2, 0, 0, 2]
+    assert slice_row(row, q, 2, 1).payload.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 2, 2, 4, -2]
+    dense = LoraModule(4, 4, 4, Split.A_COLS)
+    assert slice_row(row, dense, 2, 0).payload.tolist() == [1, 2, 5, 6, 2, 0, 0, 2, 2, 2, 4, -2]
+    assert slice_row(row, dense, 2, 1).payload.tolist() == [3, 4, 7, 8, 2, 0, 0, 2, 2, 2, 4, -2]
+    router = LoraModule(16, 4, 4, Split.NONE)
+    assert slice_row(row, router, 2, 1) is row
+
+
+def test_fused_rows_are_cut_part_by_part() -> None:
+    qkv = LoraModule(0, 4, 8, Split.B_ROWS, parts=(4, 2, 2))
+    names = np.array(["q0", "q1", "q2", "q3", "k0", "k1", "v0", "v1"])
+    assert interleave_rows(names, qkv, 2).tolist() == ["q0", "q1", "k0", "v0", "q2", "q3", "k1", "v1"]
+    row = random_row(qkv, 3, dora=True)
+    _, b, m = matrices(row, 4, 8)
+    contiguous = np.split(interleave_rows(b, qkv, 2), 2)
+    magnitudes = np.split(interleave_rows(m, qkv, 2), 2)
+    for rank in range(2):
+        _, local_b, local_m = matrices(slice_row(row, qkv, 2, rank), 4, 4)
+        np.testing.assert_array_equal(local_b, contiguous[rank])
+        np.testing.assert_array_equal(local_m, magnitudes[rank])
+
+
+def joined(pieces: list[np.ndarray], module: LoraModule, tp: int) -> np.ndarray:
+    """What the ranks hold, back in the plain order: each part of a fused module for itself."""
+    cuts = np.cumsum([part // tp for part in module.parts])[:-1]
+    by_part = zip(*(np.split(piece, cuts) for piece in pieces), strict=True)
+    return np.concatenate([np.concatenate(same) for same in by_part])
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_the_ranks_together_are_the_whole(tp: int) -> None:
+    """Column-parallel: outputs and magnitudes side by side; row-parallel: outputs added, magnitudes whole."""
+    model = ModelConfig("LlamaForCausalLM", 8, 16, 24, 1, 8, 4, 4, 64, 1e-6, 1e4, "float32")
+    for module in lora_modules(model).values():
+        row, x = random_row(module, 5, dora=True), np.linspace(-1, 1, module.in_dim)
+        a, b, m = matrices(row, module.in_dim, module.out_dim)
+        parts = [slice_row(row, module, tp, rank) for rank in range(tp)]
+        local = [matrices(part, module.local_in(tp), module.local_out(tp)) for part in parts]
+        if module.split is Split.A_COLS:
+            shares = zip(local, np.split(x, tp), strict=True)
+            found = np.sum([b_ @ (a_ @ x_) for (a_, b_, _), x_ in shares], axis=0)
+            assert all(m_.tolist() == m.tolist() for _, _, m_ in local)
+        else:
+            found = joined([b_ @ (a_ @ x) for a_, b_, _ in local], module, tp)
+            assert joined([m_ for _, _, m_ in local], module, tp).tolist() == m.tolist()
+        np.testing.assert_allclose(found, b @ (a @ x), rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_shared_is_refused() -> None:
+    qkv = LoraModule(0, 4, 9, Split.B_ROWS, parts=(6, 2, 1))
+    with pytest.raises(ConfigError, match="attn_qkv has a dimension of 1, which 2 ranks cannot share"):
+        slice_row(random_row(qkv, 2, False), qkv, 2, 0)
+    dense = LoraModule(4, 5, 4, Split.A_COLS)
+    with pytest.raises(ConfigError, match="attn_dense has a dimension of 5"):
+        slice_row(random_row(dense, 2, False), dense, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "counts"), [(88, 4, [22] * 4), (7, 2, [4, 3]), (7, 3, [3, 2, 2]), (1, 2, [1, 0])]
+)
+def test_layers_of_pipeline_ranks(layers: int, pp: int, counts: list[int]) -> None:
+    shares = [pipeline_layers(layers, pp, rank) for rank in range(pp)]
+    assert [len(share) for share in shares] == counts
+    assert [layer for share in shares for layer in share] == list(range(layers))
+
+
+def test_a_pipeline_rank_takes_its_own_layers() -> None:
+    q = LoraModule(1, 4, 4, Split.B_ROWS)
+    whole = [AdapterRow(1, layer, 2, False, TINY + layer) for layer in range(3)]
+    taken = slice_rows(whole, {1: q}, 2, 1, pipeline_layers(3, 2, 0))
+    assert [row.layer for row in taken] == [0, 1]
+    assert taken[1].payload.tolist() == (TINY[[0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 15]] + 1).tolist()

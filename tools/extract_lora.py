@@ -1,0 +1,44 @@
+#!/usr/bin/env python3
+"""Write an adapter as llgtrt's one safetensors file with the tensors `weights` and `config`."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+
+from manylora.errors import AdapterInvalidError
+from manylora.lora.convert import STORAGE_TYPES, convert_source
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.llgtrt import write_llgtrt
+from manylora.lora.modules import MODULE_NAMES
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--in-file", "-i", type=Path, required=True, help="adapter directory")
+    parser.add_argument("--out-file", "-o", type=Path, required=True, help="a .safetensors path")
+    parser.add_argument("--dtype", "-t", choices=STORAGE_TYPES, help="default: the checkpoint's")
+    parser.add_argument("--verbose", action="store_true", help="print every row")
+    parser.add_argument("--base-model", "-b", type=Path, help="normalise DoRA magnitudes with this model")
+    parser.add_argument("--allow-bin", action="store_true", help="read adapter_model.bin, but no code in it")
+    options = parser.parse_args(arguments)
+    base = BaseWeights(options.base_model) if options.base_model else None
+    try:
+        weights, config = convert_source(
+            options.in_file, options.dtype, base=base, allow_bin=options.allow_bin
+        )
+        write_llgtrt(options.out_file, weights, config)
+    except AdapterInvalidError as error:
+        print(f"{options.in_file}: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"{error.filename or options.out_file}: {error.strerror}", file=sys.stderr)
+        return 1
+    for module_id, layer, rank in config[0, :, :3] if options.verbose else ():
+        print(f"layer {layer} {MODULE_NAMES[module_id]} rank {rank}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

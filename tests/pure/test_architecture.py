@@ -19,7 +19,8 @@ ORDER = [
     ["model"],
     ["engine"],
     ["loop"],
-    ["launcher", "testing"],
+    ["launcher", "testing", "llmapi"],
+    ["lora_helper", "lora_manager", "executor", "sampling_params"],
 ]
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
 INSIDE = {

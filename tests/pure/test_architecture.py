@@ -23,15 +23,21 @@ ORDER = [
     ["lora_helper", "lora_manager", "executor", "sampling_params"],
 ]
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
+LLMAPI = [
+    "lora", "llm_args", "sampling", "outputs", "result", "decoding", "continuation", "adapters", "generation",
+    "sizing", "service", "llm",
+]  # fmt: skip
 INSIDE = {
     "lora": ["modules", "geometry", "tensors", "formats", "cache", "pool", "catalog", "store", "convert"],
     "model": ["checkpoint", "batch", "rope", "layers", "decoder", "weights"],
     "engine": ["sequence", "kv_cache", "scheduler", "memory", "sampler", "runner", "engine"],
+    "llmapi": LLMAPI,
 }
 NO_TORCH = [
     "errors", "request", "config", "stats", "pages", "lifeline", "wire", "text", "launcher",
     "lora.modules", "lora.geometry", "lora.tensors", "lora.cache",
     "engine.sequence", "engine.kv_cache", "engine.scheduler",
+    "llmapi", "lora_helper", "lora_manager", "executor", "sampling_params",
 ]  # fmt: skip
 CUDA_ROOMS = ("device", "kernels.cuda")
 

@@ -145,19 +145,26 @@ class Service:
 
     def _run(self) -> None:
         """The text thread."""
-        while (news := self._news.get()) is not None:
-            generation, event = news
-            if event.last:  # first, so that who has the result finds the id of a bad adapter free again
-                self._forget(generation, event)
-            try:
-                generation.take(event)
-            except Exception as error:
-                logger.exception("making text failed")
-                generation.result.fail(RequestError(f"The text could not be made: {type(error).__name__}"))
-            if (
-                generation.result.finished and not event.last
-            ):  # by a stop text: the engine goes on without being heard
-                self.abort(generation)
+        while self._take_news():
+            pass
+
+    def _take_news(self) -> bool:
+        """One event to its generation. A function of its own: what a thread that waits still has in its
+        variables is kept alive, and a generation has its LLM."""
+        news = self._news.get()
+        if news is None:
+            return False
+        generation, event = news
+        if event.last:  # first, so that who has the result finds the id of a bad adapter free again
+            self._forget(generation, event)
+        try:
+            generation.take(event)
+        except Exception as error:
+            logger.exception("making text failed")
+            generation.result.fail(RequestError(f"The text could not be made: {type(error).__name__}"))
+        if generation.result.finished and not event.last:  # by a stop text: the engine need not go on
+            self.abort(generation)
+        return True
 
     def _forget(self, generation: Generation, event: Event) -> None:
         with self._lock:

@@ -36,6 +36,9 @@ logger = logging.getLogger("manylora")
 Input = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or a mapping with `prompt` or `prompt_token_ids`."""
 
+CARRIED_BYTES = 2**30
+"""Tensors of adapters that may be on their way to the cache, where the host level is smaller than this."""
+
 # Arguments of TensorRT-LLM that mean nothing here, and the values that ask for nothing. None always does.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "backend": ("pytorch",),
@@ -88,6 +91,8 @@ class LLM:
         _check_others(others)
         if enable_lora and lora_config is None:
             lora_config = LoraConfig()
+        elif enable_lora:
+            logger.warning("enable_lora is ignored when lora_config is provided for pytorch backend.")
         if peft_cache_config is not None and lora_config is None:
             raise ConfigError("LLM: peft_cache_config needs a lora_config: without one no adapter is served")
         folder, kv = Path(model), kv_cache_config or KvCacheConfig()
@@ -118,7 +123,7 @@ class LLM:
         self._serves_lora = lora_config is not None
         self._loop = EngineLoop(engine)
         adapters = engine.adapters.stats()
-        room = adapters.host_pages * adapters.page_bytes
+        room = max(CARRIED_BYTES, adapters.host_pages * adapters.page_bytes)
         self._service = Service(self._loop, engine.adapters.resident, room)
         self._ids = itertools.count()
         self._finalizer = weakref.finalize(self, _dispose, self._service)

@@ -382,6 +382,36 @@ def test_shutdown_cancels_ends_the_threads_and_refuses_what_comes(tiny: Path) ->
     assert own_threads() == before
 
 
+def test_a_shutdown_among_callers_leaves_nobody_waiting(tiny: Path) -> None:
+    made, results, turned_back = open_tiny(tiny), [], []
+    adapters = [LoRARequest(f"a{i}", i, str(tiny / f"a{i}")) for i in range(6)]
+
+    def call(first: int) -> None:
+        for i in range(1000):
+            try:
+                request = adapters[(first + i) % 6] if i % 2 else None
+                results.append(made.generate_async("one", SamplingParams(max_tokens=3), request))
+            except RequestError as error:
+                turned_back.append(str(error))
+                return
+
+    callers = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+    for caller in callers:
+        caller.start()
+    time.sleep(0.1)
+    made.shutdown()
+    for caller in callers:
+        caller.join()
+    assert turned_back == ["this LLM has been shut down"] * 4
+    reasons = set()
+    for result in results:
+        try:
+            reasons.add(result.result(5).outputs[0].finish_reason)
+        except RequestError as error:
+            reasons.add(str(error))
+    assert reasons <= {"length", "cancelled", "this LLM has been shut down"} and "cancelled" in reasons
+
+
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     """Cycles stay: what goes away was held by nobody."""
@@ -416,6 +446,19 @@ def test_the_examples_run(script: str, expected: list[str], capsys: pytest.Captu
     runpy.run_path(str(ROOT / "examples" / "llm_api" / f"{script}.py"), run_name="__main__")
     said = capsys.readouterr().out
     assert all(text in said for text in expected)
+
+
+def test_the_snippets_of_the_documents_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "python_api.md").read_text(encoding="utf-8")
+    exec(page.partition("```python\n")[2].partition("```")[0], {})
+    assert capsys.readouterr().out.split() == ["Tokyo", "东京", "東京"]
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## From Python\n")[2]
+    lines = [line[4:] for line in section.partition("##")[0].splitlines() if line.startswith("    ")]
+    exec("\n".join(lines), {})
+    assert capsys.readouterr().out.strip() == "カイロ"
 
 
 def test_a_process_that_forgets_to_shut_down_ends_well() -> None:

@@ -181,6 +181,9 @@ def test_values_out_of_range_are_refused_by_the_engine() -> None:
 def test_end_tokens_come_from_the_request_then_from_the_model(tokenizer: Tokenizer) -> None:
     made = decoding_of(SamplingParams(), tokenizer, [EOS, 7])
     assert (made.params.end_id, made.params.stop_words, made.rules.end_ids) == (EOS, ((7,),), {7})
+    assert not made.stepwise
+    late = decoding_of(SamplingParams(min_tokens=3), tokenizer, [EOS, 7])
+    assert (late.params.min_tokens, late.params.stop_words, late.stepwise) == (3, (), True)
     made = decoding_of(SamplingParams(end_id=9), tokenizer, [EOS, 7])
     assert (made.params.end_id, made.params.stop_words, made.rules.end_ids) == (9, (), set())
     for given in ({"ignore_eos": True}, {"end_id": -1}):

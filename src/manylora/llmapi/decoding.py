@@ -41,7 +41,8 @@ class Decoding:
     @property
     def stepwise(self) -> bool:
         """Whether the output must be looked at while it grows."""
-        return bool(self.rules.texts) or bool(self.rules.min_tokens and self.rules.ids)
+        rules = self.rules
+        return bool(rules.texts or (rules.min_tokens and (rules.ids or rules.end_ids)))
 
 
 def decoding_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
@@ -104,7 +105,7 @@ class GenerationResult:
     def _wake(self) -> None:
         self._changed.notify_all()
         for loop, waiter in self._waiters:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # its event loop is closed: nobody waits there
                 loop.call_soon_threadsafe(_set, waiter)
         self._waiters.clear()
 

@@ -17,6 +17,9 @@ from manylora.request import Event, FinishReason, LoraInput
 
 __all__ = ["Service"]
 
+SHUT_DOWN = "this LLM has been shut down"
+CLOSING_S = 10.0  # that callers on their way in may take to be turned back
+
 logger = logging.getLogger("manylora")
 
 
@@ -37,7 +40,7 @@ class Service:
         self._resident = resident
         self._carried = _Carried(max_bytes)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="manylora-read")
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()  # notified when a request is forgotten
         self._tickets: dict[Generation, int | None] = {}  # open requests; None: not with the loop yet
         self._aborted: set[Generation] = set()  # before they were with the loop
         self._closed = False
@@ -49,13 +52,13 @@ class Service:
         """Raises RequestError after `close`; whatever else goes wrong comes as the generation's result."""
         with self._lock:
             if self._closed:
-                raise RequestError("this LLM has been shut down")
+                raise RequestError(SHUT_DOWN)
             self._tickets[generation] = None
         task_id = generation.task_id
         if task_id is None or self._resident(task_id):
             self._send(generation, None if task_id is None else LoraInput(task_id))
         else:
-            self._reader.submit(self._read, generation, task_id, again=False)
+            self._read_soon(generation, task_id, again=False)
 
     def discard(self, generation: Generation) -> None:
         """Let go of one that was made and is not submitted after all."""
@@ -83,8 +86,16 @@ class Service:
         self._carried.open_up()
         self._reader.shutdown(wait=True)
         self._loop.close(drain=False)
+        with self._lock:
+            self._lock.wait_for(lambda: not self._tickets, CLOSING_S)
         self._news.put(None)
         self._texts.join()
+
+    def _read_soon(self, generation: Generation, task_id: int, again: bool) -> None:
+        try:
+            self._reader.submit(self._read, generation, task_id, again)
+        except RuntimeError:  # closing
+            self._end(generation, RequestError(SHUT_DOWN))
 
     def _read(self, generation: Generation, task_id: int, again: bool) -> None:
         """On the reading thread. again: the id alone was tried and did not do."""
@@ -112,7 +123,7 @@ class Service:
     def _send(self, generation: Generation, lora: LoraInput | None) -> None:
         def sink(event: Event) -> None:
             if lora and not lora.has_tensors and isinstance(event.error, AdapterNotCachedError):
-                self._send_again(generation, lora, event)
+                self._send_again(generation, lora)
             else:
                 if event.last:
                     self._carried.drop(generation)
@@ -129,15 +140,12 @@ class Service:
                 event = Event(finish_reason=FinishReason.CANCELLED, last=True)
         sink(event)
 
-    def _send_again(self, generation: Generation, lora: LoraInput, event: Event) -> None:
+    def _send_again(self, generation: Generation, lora: LoraInput) -> None:
         assert lora.task_id is not None
         with self._lock:
             if generation in self._tickets:
                 self._tickets[generation] = None
-        try:
-            self._reader.submit(self._read, generation, lora.task_id, again=True)
-        except RuntimeError:  # closing
-            self._news.put((generation, event))
+        self._read_soon(generation, lora.task_id, again=True)
 
     def _end(self, generation: Generation, error: Exception) -> None:
         self._carried.drop(generation)
@@ -170,6 +178,7 @@ class Service:
         with self._lock:
             self._tickets.pop(generation, None)
             self._aborted.discard(generation)
+            self._lock.notify_all()
         if generation.task_id is not None:
             self.registry.release(generation.task_id, accepted=not isinstance(event.error, AdapterError))
 

@@ -1,7 +1,39 @@
-"""manylora: one base LLM, very many LoRA adapters, served by Triton Inference Server."""
+"""manylora: one base LLM, very many LoRA adapters, served by Triton Inference Server or from Python.
+
+Names are imported when they are first asked for, so that the package itself costs nothing.
+"""
 
 from __future__ import annotations
 
-__all__ = ["__version__"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from manylora.llmapi import (
+        LLM,
+        KvCacheConfig,
+        LoraConfig,
+        LoRARequest,
+        PeftCacheConfig,
+        RequestOutput,
+        SamplingParams,
+    )
+
+__all__ = [
+    "LLM",
+    "KvCacheConfig",
+    "LoRARequest",
+    "LoraConfig",
+    "PeftCacheConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(importlib.import_module("manylora.llmapi"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

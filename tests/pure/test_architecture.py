@@ -19,9 +19,14 @@ ORDER = [
     ["model"],
     ["engine"],
     ["loop"],
-    ["launcher", "testing", "commands", "cli"],
+    ["launcher", "testing", "llmapi", "commands", "cli"],
+    ["lora_helper", "lora_manager", "executor", "sampling_params"],
 ]
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
+LLMAPI = [
+    "lora", "llm_args", "sampling", "outputs", "result", "decoding", "continuation", "adapters", "generation",
+    "sizing", "service", "llm",
+]  # fmt: skip
 INSIDE = {
     "lora": [
         "modules",
@@ -51,11 +56,13 @@ INSIDE = {
         "runner",
         "engine",
     ],
+    "llmapi": LLMAPI,
 }
 NO_TORCH = [
     "errors", "request", "config", "stats", "pages", "lifeline", "wire", "text", "launcher",
     "lora.modules", "lora.geometry", "lora.tensors", "lora.slicing", "lora.cache", "cli",
     "engine.sequence", "engine.idle_blocks", "engine.guide", "engine.kv_cache", "engine.scheduler",
+    "llmapi", "lora_helper", "lora_manager", "executor", "sampling_params",
 ]  # fmt: skip
 CUDA_ROOMS = ("device", "kernels.cuda")
 

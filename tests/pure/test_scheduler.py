@@ -58,10 +58,10 @@ class Bench:
 
     def step(self) -> list[tuple[Sequence, int, int]]:
         step = self.scheduler.schedule()
-        self.scheduler.advance(step)
         for chunk in step.chunks:
             if chunk.samples:
                 chunk.sequence.append(7, None)
+        self.scheduler.advance(step)
         ended = [s for s in self.live if s.finished]
         self.scheduler.remove(ended)
         for sequence in ended:

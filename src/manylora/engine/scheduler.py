@@ -130,7 +130,7 @@ class Scheduler:
         return Step(tuple(this.chunks))
 
     def advance(self, step: Step) -> None:
-        """The step was computed: count it, and offer its full blocks for reuse."""
+        """The step was computed, and its tokens appended: count it, and offer its full blocks for reuse."""
         for chunk in step.chunks:
             sequence = chunk.sequence
             # The token that was just appended is not computed yet, nor is what was wrong in a guess.

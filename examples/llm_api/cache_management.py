@@ -1,0 +1,31 @@
+"""The adapter cache in bytes, and as a share of the free device memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from manylora import LLM, LoraConfig, LoRARequest
+from manylora.llmapi.llm_args import PeftCacheConfig
+
+DEMO = Path(__file__).resolve().parents[1] / "demo"
+
+lora_config = LoraConfig(lora_dir=[str(DEMO / "adapters" / "japanese")], max_lora_rank=16)
+
+# Fine-tune cache sizes
+peft_cache_config = PeftCacheConfig(
+    host_cache_size=64 * 1024 * 1024,  # 64 MB of host memory
+    device_cache_percent=0.01,  # 1% of the free device memory
+)
+
+with LLM(
+    model=str(DEMO / "base"),
+    lora_config=lora_config,
+    peft_cache_config=peft_cache_config,
+) as llm:
+    output = llm.generate(
+        "Where is the capital of Egypt? \\nAnswer:",
+        lora_request=LoRARequest("japanese", 7, str(DEMO / "adapters" / "japanese")),
+    )
+    print(output.outputs[0].text)
+    cache = llm.stats().adapters
+    print(f"{cache.host_adapters} adapter in {cache.host_pages} pages of {cache.page_bytes} bytes")

@@ -1,0 +1,1 @@
+"""The path that TensorRT-LLM has requests at."""

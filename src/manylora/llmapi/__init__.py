@@ -1,0 +1,37 @@
+"""The Python API, in the manner of TensorRT-LLM's: `LLM`, its configuration, and what it gives back.
+
+`LLM` loads torch, so it is imported when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from manylora.llmapi.llm_args import KvCacheConfig, PeftCacheConfig
+from manylora.llmapi.lora import LoraConfig, LoRARequest
+from manylora.llmapi.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimings
+from manylora.llmapi.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from manylora.llmapi.llm import LLM
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "KvCacheConfig",
+    "LoRARequest",
+    "Logprob",
+    "LoraConfig",
+    "PeftCacheConfig",
+    "RequestOutput",
+    "RequestTimings",
+    "SamplingParams",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from manylora.llmapi.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,132 @@
+"""Continuation: one output as it grows, from tokens to text, and where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from manylora.llmapi.decoding import StopRules
+from manylora.llmapi.outputs import CompletionOutput, Logprob
+from manylora.request import FinishReason
+from manylora.text import Tokenizer
+from manylora.wire.encode import WINDOW
+
+__all__ = ["Continuation"]
+
+
+class Continuation:
+    """tokenizer: None leaves the text empty.
+
+    Text that might turn out to be the beginning of a stop text, or half a character, is held back until it is
+    settled, so what was shown once stays.
+    """
+
+    def __init__(self, rules: StopRules, tokenizer: Tokenizer | None) -> None:
+        self._rules = rules
+        self._tokenizer = tokenizer if rules.detokenize or rules.texts else None
+        self._text = ""
+        self._shown = 0  # characters of _text that are settled
+        self._search_from = 0  # no stop text begins before this character
+        self._num_settled_tokens = 0  # tokens whose text is complete
+        self._reported = (0, 0)  # characters and tokens of the last report
+        self._log_probs: list[float] = []
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+    @property
+    def cumulative_logprob(self) -> float:
+        return sum(self._log_probs)
+
+    def extend(
+        self, token_ids: Sequence[int], log_probs: Sequence[float], finish: FinishReason | None
+    ) -> None:
+        """Take what the engine made; `finish`: the engine ends it. Without effect once it has ended."""
+        if self.finish_reason is not None:
+            return
+        start = len(self.token_ids)
+        for i, token in enumerate(token_ids):
+            if len(self.token_ids) >= self._rules.min_tokens and self._is_stop(token):
+                if self._rules.include and token in self._rules.ids:
+                    self._append(token, log_probs, i)
+                self._end(start, FinishReason.STOP, self._rules.ids.get(token))
+                return
+            self._append(token, log_probs, i)
+            if self._rules.texts:
+                self._add_text(start, final=False)
+                start = len(self.token_ids)
+                if self._find_stop():
+                    return
+        if finish is not None:
+            self._end(start, finish, None)
+        elif not self._rules.texts:
+            self._add_text(start, final=False)
+
+    def report(self, index: int, log_probs: bool, cumulative: bool) -> CompletionOutput:
+        """The output so far, and what is new in it."""
+        shown, tokens = self._reported
+        text = self._text[: self._shown] if self._rules.detokenize else ""
+        self._reported = (len(text), len(self.token_ids))
+        known = [
+            {token: Logprob(value)} for token, value in zip(self.token_ids, self._log_probs, strict=False)
+        ]
+        return CompletionOutput(
+            index=index,
+            text=text,
+            token_ids=list(self.token_ids),
+            cumulative_logprob=self.cumulative_logprob if cumulative else None,
+            logprobs=known if log_probs else None,
+            finish_reason=self.finish_reason.value if self.finish_reason else None,
+            stop_reason=self.stop_reason,
+            text_diff=text[shown:],
+            token_ids_diff=self.token_ids[tokens:],
+        )
+
+    def _is_stop(self, token: int) -> bool:
+        return token in self._rules.end_ids or token in self._rules.ids
+
+    def _append(self, token: int, log_probs: Sequence[float], i: int) -> None:
+        self.token_ids.append(token)
+        if log_probs:
+            self._log_probs.append(log_probs[i])
+
+    def _end(self, start: int, reason: FinishReason, stop_reason: int | str | None) -> None:
+        self._add_text(start, final=True)
+        if not self._find_stop():
+            self.finish_reason, self.stop_reason = reason, stop_reason
+            self._shown = len(self._text)
+
+    def _add_text(self, start: int, final: bool) -> None:
+        """Decode the tokens from `start` on. The window before them reaches back over all whose text is held
+        back, however many these are."""
+        if self._tokenizer is None:
+            return
+        window = self.token_ids[max(0, self._num_settled_tokens - WINDOW) : start]
+        new = self._tokenizer.delta(window, self.token_ids[start:], final, self._rules.skip_special_tokens)
+        if new:
+            self._num_settled_tokens = len(self.token_ids)
+            self._text += new
+        if not self._rules.texts:
+            self._shown = len(self._text)
+
+    def _find_stop(self) -> bool:
+        """End at the first stop text, if there is one; else settle what cannot belong to one."""
+        texts = self._rules.texts
+        if len(self.token_ids) < self._rules.min_tokens:
+            self._search_from = self._shown = len(self._text)
+            return False
+        first = max(self._search_from, self._shown)
+        found = [(at, text) for text in texts if (at := self._text.find(text, first)) >= 0]
+        if not found:
+            held = max((self._overlap(text, first) for text in texts), default=0)
+            self._shown = len(self._text) - held
+            return False
+        at, text = min(found)
+        self._text = self._text[: at + len(text) if self._rules.include else at]
+        self._shown = len(self._text)
+        self.finish_reason, self.stop_reason = FinishReason.STOP, text
+        return True
+
+    def _overlap(self, text: str, first: int) -> int:
+        """Characters at the end that begin the stop text."""
+        tail = self._text[first:]
+        return next((n for n in range(min(len(text) - 1, len(tail)), 0, -1) if tail.endswith(text[:n])), 0)

@@ -1,0 +1,291 @@
+"""LLM: one base model with many adapters, in this process."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from manylora.config import EngineConfig
+from manylora.engine.engine import Engine
+from manylora.errors import ConfigError, RequestError
+from manylora.llmapi.decoding import decoding_of
+from manylora.llmapi.generation import Generation, Prompt
+from manylora.llmapi.llm_args import KvCacheConfig, PeftCacheConfig
+from manylora.llmapi.lora import LoraConfig, LoRARequest
+from manylora.llmapi.outputs import RequestOutput
+from manylora.llmapi.result import GenerationResult
+from manylora.llmapi.sampling import SamplingParams
+from manylora.llmapi.service import Service
+from manylora.llmapi.sizing import lora_cache_config, no_lora_cache_config, parameter_names
+from manylora.loop import EngineLoop
+from manylora.model.checkpoint import read_model_config
+from manylora.stats import EngineStats
+from manylora.text import Tokenizer
+
+__all__ = ["LLM"]
+
+logger = logging.getLogger("manylora")
+
+Input = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or a mapping with `prompt` or `prompt_token_ids`."""
+
+CARRIED_BYTES = 2**30
+"""Tensors of adapters that may be on their way to the cache, where the host level is smaller than this."""
+
+# Arguments of TensorRT-LLM that mean nothing here, and the values that ask for nothing. None always does.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "backend": ("pytorch",),
+    "tokenizer_mode": ("auto",),
+    "load_format": ("auto",),
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "context_parallel_size": (1,),
+    "max_beam_width": (1,),
+    "trust_remote_code": (True, False),
+    "disable_overlap_scheduler": (True, False),
+}
+
+
+class LLM:
+    """One base model and any number of its adapters, in this process. A context manager; thread-safe.
+
+    model:     a Hugging Face directory.
+    tokenizer: a directory, or a `manylora.text.Tokenizer`; None: the model's own.
+    skip_tokenizer_init: prompts and outputs are token ids.
+    lora_config: without it requests with an adapter are refused. peft_cache_config: the adapter cache's size.
+    dtype:     auto, float32, float16, bfloat16. device: auto, cpu, cuda, cuda:N.
+    max_batch_size: sequences in one step. max_num_tokens: token rows in one step; None: 2048, at least
+               max_batch_size. max_seq_len: prompt and output, in tokens; None: what the model allows.
+    enable_chunked_prefill: long prompts in pieces, beside decoding.
+    batch_scheduler_policy: guaranteed_no_evict or max_utilization.
+
+    Raises ConfigError when it cannot be served so, also for an unknown argument.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: str | Path | Tokenizer | None = None,
+        skip_tokenizer_init: bool = False,
+        dtype: str = "auto",
+        device: str = "auto",
+        lora_config: LoraConfig | None = None,
+        peft_cache_config: PeftCacheConfig | None = None,
+        kv_cache_config: KvCacheConfig | None = None,
+        max_batch_size: int = 64,
+        max_num_tokens: int | None = None,
+        max_seq_len: int | None = None,
+        enable_chunked_prefill: bool = True,
+        batch_scheduler_policy: str = "guaranteed_no_evict",
+        enable_lora: bool | None = None,
+        **others: Any,
+    ) -> None:
+        _check_others(others)
+        if enable_lora and lora_config is None:
+            lora_config = LoraConfig()
+        elif enable_lora:
+            logger.warning("enable_lora is ignored when lora_config is provided for pytorch backend.")
+        if peft_cache_config is not None and lora_config is None:
+            raise ConfigError("LLM: peft_cache_config needs a lora_config: without one no adapter is served")
+        folder, kv = Path(model), kv_cache_config or KvCacheConfig()
+        try:
+            self._model = read_model_config(folder)
+            self._tokenizer = None if skip_tokenizer_init else _open_tokenizer(tokenizer or folder)
+            lora = no_lora_cache_config(self._model)
+            if lora_config is not None:
+                lora = lora_cache_config(lora_config, peft_cache_config or PeftCacheConfig(), self._model)
+            config = EngineConfig(
+                folder,
+                device=device,
+                dtype=dtype,
+                max_batch_size=max_batch_size,
+                max_num_tokens=max_num_tokens or max(2048, max_batch_size),
+                max_seq_len=max_seq_len,
+                tokens_per_block=kv.tokens_per_block,
+                kv_cache_free_gpu_mem_fraction=kv.free_gpu_memory_fraction or 0.9,
+                max_tokens_in_paged_kv_cache=kv.max_tokens,
+                enable_kv_cache_reuse=kv.enable_block_reuse,
+                enable_chunked_context=enable_chunked_prefill,
+                batch_scheduler_policy=batch_scheduler_policy,
+                lora=lora,
+            )
+            engine = Engine(config)
+        except ConfigError as error:
+            raise ConfigError(parameter_names(str(error))) from error
+        self._serves_lora = lora_config is not None
+        self._loop = EngineLoop(engine)
+        adapters = engine.adapters.stats()
+        room = max(CARRIED_BYTES, adapters.host_pages * adapters.page_bytes)
+        self._service = Service(self._loop, engine.adapters.resident, room)
+        self._ids = itertools.count()
+        self._finalizer = weakref.finalize(self, _dispose, self._service)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._tokenizer
+
+    def generate(
+        self,
+        inputs: Input | Sequence[Input],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        use_tqdm: bool = True,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Continue one prompt, or several at once, and wait. A list for several.
+
+        sampling_params, lora_request: one for all prompts, or a list with one for each; None in the list is
+        the base model. Prompts of a batch may mix adapters freely. use_tqdm: a progress bar on a terminal,
+        where tqdm is installed.
+
+        Raises RequestError or ValueError for the first prompt that cannot be served; the others are ended.
+        """
+        single = _is_single(inputs)
+        prompts: list[Any] = [inputs] if single else list(inputs)
+        params = _for_each(prompts, "sampling_params", sampling_params)
+        adapters = _for_each(prompts, "lora_request", lora_request)
+        made: list[Generation] = []
+        try:
+            for prompt, one_params, one_adapter in zip(prompts, params, adapters, strict=True):
+                made.append(self._make(prompt, one_params, one_adapter, streaming=False))
+        except BaseException:
+            for generation in made:
+                self._service.discard(generation)
+            raise
+        results = [self._submit(generation) for generation in made]
+        try:
+            outputs = [result.result() for result in _with_progress(results, use_tqdm)]
+        except BaseException:
+            for result in results:
+                result.abort()
+            raise
+        return outputs[0] if single else outputs
+
+    def generate_async(
+        self,
+        inputs: Input,
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
+        streaming: bool = False,
+    ) -> GenerationResult:
+        """Begin to continue one prompt. Returns at once.
+
+        Raises RequestError or ValueError for a request that cannot be served; what only the engine can know
+        is raised by the result.
+        """
+        return self._submit(self._make(inputs, sampling_params, lora_request, streaming))
+
+    def stats(self) -> EngineStats:
+        """The engine as of its last step."""
+        return self._loop.stats()
+
+    def shutdown(self) -> None:
+        """Cancel what is open, and free the model. Idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def _make(
+        self,
+        inputs: Input,
+        sampling_params: SamplingParams | None,
+        lora_request: LoRARequest | None,
+        streaming: bool,
+    ) -> Generation:
+        params = replace(sampling_params) if sampling_params else SamplingParams()
+        decoding = decoding_of(params, self._tokenizer, self._model.eos_token_ids)
+        if streaming and decoding.n < params.num_samples:
+            raise ValueError(f"best_of ({params.best_of}) must equal n ({params.n}) when streaming")
+        prompt = self._encode(inputs, params)
+        folder = None
+        if lora_request is not None:
+            if not self._serves_lora:
+                raise RequestError(
+                    "lora_request needs an LLM with a lora_config: this one serves no adapters"
+                )
+            folder = self._service.registry.claim(lora_request)
+        return Generation(
+            next(self._ids), prompt, decoding, lora_request, folder, streaming, self._tokenizer, self._abort
+        )
+
+    def _submit(self, generation: Generation) -> GenerationResult:
+        self._service.submit(generation)
+        return generation.result
+
+    def _abort(self, generation: Generation) -> None:
+        self._service.abort(generation)
+
+    def _encode(self, inputs: Input, params: SamplingParams) -> Prompt:
+        if isinstance(inputs, Mapping):
+            known = [name for name in ("prompt", "prompt_token_ids") if inputs.get(name) is not None]
+            if len(known) != 1 or len(inputs) > 2:
+                raise ValueError(
+                    "a prompt must be a text, token ids, or a dict with one of these as "
+                    "'prompt' or 'prompt_token_ids'"
+                )
+            return self._encode(inputs[known[0]], params)
+        text = inputs if isinstance(inputs, str) else None
+        if text is None:
+            ids = [token for token in inputs if isinstance(token, int)]
+            if len(ids) < len(inputs):
+                raise ValueError(f"a prompt must be a text or a list of token ids, got {inputs!r:.80}")
+        elif self._tokenizer is None:
+            raise ValueError("this LLM has no tokenizer (skip_tokenizer_init): prompts must be token ids")
+        else:
+            ids = self._tokenizer.encode(text, params.add_special_tokens)
+        if params.truncate_prompt_tokens is not None:
+            ids = ids[-params.truncate_prompt_tokens :]
+        return Prompt(text, tuple(ids))
+
+
+def _dispose(service: Service) -> None:
+    """Close, but not on a thread that would wait for its own end: the garbage collector runs anywhere."""
+    if threading.current_thread().name.startswith("manylora-"):
+        threading.Thread(target=service.close, daemon=True).start()
+    else:
+        service.close()
+
+
+def _open_tokenizer(tokenizer: str | Path | Tokenizer) -> Tokenizer:
+    return tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(Path(tokenizer))
+
+
+def _check_others(others: Mapping[str, Any]) -> None:
+    for name, value in others.items():
+        if value is not None and value not in NEUTRAL.get(name, ()):
+            raise ConfigError(f"LLM: {name} is not supported, got {value!r}; leave it out")
+
+
+def _is_single(inputs: Any) -> bool:
+    if isinstance(inputs, str | Mapping):
+        return True
+    return bool(inputs) and isinstance(inputs[0], int)
+
+
+def _for_each(prompts: Sequence[Any], name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        return [value] * len(prompts)
+    if len(value) != len(prompts):
+        raise ValueError(f"{name} must be one, or one for each prompt: got {len(value)} for {len(prompts)}")
+    return list(value)
+
+
+def _with_progress(results: list[GenerationResult], use_tqdm: bool) -> Iterable[GenerationResult]:
+    if not use_tqdm:
+        return results
+    try:
+        tqdm = importlib.import_module("tqdm").tqdm
+    except ImportError:
+        return results
+    return tqdm(results, desc="Processed requests", dynamic_ncols=True, disable=None)

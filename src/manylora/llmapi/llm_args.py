@@ -1,0 +1,101 @@
+"""PeftCacheConfig and KvCacheConfig: the memory of one LLM, in the fields of TensorRT-LLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from manylora.llmapi.lora import LoraConfig
+
+__all__ = ["KvCacheConfig", "LoraConfig", "PeftCacheConfig"]
+
+GIB = 2**30
+# Fields of KvCacheConfig that this engine has no counterpart of, and the values that ask for nothing.
+KV_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "max_attention_window": (None,),
+    "sink_token_length": (None, 0),
+    "host_cache_size": (None, 0),
+    "cross_kv_cache_fraction": (None,),
+    "secondary_offload_min_priority": (None,),
+    "event_buffer_max_size": (0,),
+    "use_uvm": (False,),
+    "dtype": ("auto",),
+}
+
+
+@dataclass(frozen=True)
+class PeftCacheConfig:
+    """Size of the two-level adapter cache. Sizes in bytes. Raises ValueError.
+
+    num_host_module_layer, num_device_module_layer: > 0 sizes the level in rank-1 rows of the widest module,
+    instead of bytes. device_cache_percent: a fraction in (0, 1] of the device memory left after weights and
+    KV cache. max_adapter_size: rank that one adapter of which must fit each level; LoraConfig.max_lora_rank
+    raises it. Workers, streams and pages per block are accepted; nothing depends on them here.
+    """
+
+    num_host_module_layer: int = 0
+    num_device_module_layer: int = 0
+    optimal_adapter_size: int = 8
+    max_adapter_size: int = 64
+    num_put_workers: int = 1
+    num_ensure_workers: int = 1
+    num_copy_streams: int = 1
+    max_pages_per_block_host: int = 24
+    max_pages_per_block_device: int = 8
+    device_cache_percent: float = 0.02
+    host_cache_size: int = GIB
+    lora_prefetch_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.lora_prefetch_dir is not None:
+            raise ValueError(
+                f"lora_prefetch_dir was set to '{self.lora_prefetch_dir}' while LoRA prefetch "
+                "is not supported"
+            )
+        if not 0 < self.device_cache_percent <= 1:
+            raise ValueError(
+                f"device_cache_percent is a fraction, in (0, 1], got {self.device_cache_percent}"
+            )
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name.endswith("_module_layer") else 1
+            if isinstance(value, int) and value < least:
+                raise ValueError(f"{field.name} must be at least {least}, got {value}")
+
+
+@dataclass(frozen=True)
+class KvCacheConfig:
+    """Size and reuse of the KV cache. Raises ValueError.
+
+    enable_block_reuse:       common prompt beginnings are computed once, per adapter.
+    max_tokens:               upper bound of the cache, in tokens.
+    free_gpu_memory_fraction: of the device memory left after the weights, in (0, 1].
+    tokens_per_block:         tokens.
+    Partial reuse and onboarding are accepted; answers do not depend on them. All others are refused when set.
+    """
+
+    enable_block_reuse: bool = True
+    max_tokens: int | None = None
+    max_attention_window: list[int] | None = None
+    sink_token_length: int | None = None
+    free_gpu_memory_fraction: float | None = 0.9
+    host_cache_size: int | None = None
+    onboard_blocks: bool = True
+    cross_kv_cache_fraction: float | None = None
+    secondary_offload_min_priority: int | None = None
+    event_buffer_max_size: int = 0
+    enable_partial_reuse: bool = True
+    copy_on_partial_reuse: bool = True
+    use_uvm: bool = False
+    dtype: str = "auto"
+    tokens_per_block: int = 32
+
+    def __post_init__(self) -> None:
+        for name, neutral in KV_NEUTRAL.items():
+            if getattr(self, name) not in neutral:
+                raise ValueError(
+                    f"KvCacheConfig: {name} is not supported, got {getattr(self, name)!r}; leave it out"
+                )
+        fraction = self.free_gpu_memory_fraction
+        if fraction is not None and not 0 < fraction <= 1:
+            raise ValueError(f"free_gpu_memory_fraction must be in (0, 1], got {fraction}")

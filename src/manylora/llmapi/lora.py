@@ -1,0 +1,112 @@
+"""LoraConfig: how the adapters of one LLM are served. LoRARequest: which adapter one request uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from manylora.lora.modules import MODULE_NAMES
+
+__all__ = ["LoRARequest", "LoraConfig"]
+
+SOURCES = ("hf", "nemo")
+MAX_ID = 2**64 - 1
+QKV_GROUPS = (("attn_q", "attn_k", "attn_v"), ("cross_attn_q", "cross_attn_k", "cross_attn_v"))
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """How the adapters of one LLM are served. Raises ValueError when a field cannot work.
+
+    lora_dir:            adapter directories that the target modules are inferred from, when none are named.
+    lora_ckpt_source:    "hf" (PEFT directories) or "nemo".
+    max_lora_rank:       a larger rank is refused.
+    lora_target_modules: names as attn_q; an adapter with other modules is refused. Empty: inferred from
+                         lora_dir, or every module the model has.
+    trtllm_modules_to_hf_modules: module name to the name, or names, in the checkpoint. Empty: the usual ones.
+    max_loras:           room on the device, in adapters of the largest rank with every target module.
+    max_cpu_loras:       room on the host, likewise. None: the sizes of PeftCacheConfig.
+    swap_gate_up_proj_lora_b_weight: fused gate and up projections are stored up first, as they are served.
+    overlap_lora_and_base, cuda_graph_specialize_lora: accepted; answers do not depend on them.
+    """
+
+    lora_dir: list[str] = field(default_factory=list)
+    lora_ckpt_source: str = "hf"
+    max_lora_rank: int = 64
+    lora_target_modules: list[str] = field(default_factory=list)
+    trtllm_modules_to_hf_modules: Mapping[str, str | list[str]] = field(default_factory=dict)
+    max_loras: int | None = None
+    max_cpu_loras: int | None = None
+    swap_gate_up_proj_lora_b_weight: bool = True
+    overlap_lora_and_base: bool = False
+    cuda_graph_specialize_lora: bool = False
+
+    def __post_init__(self) -> None:
+        _check_source("lora_ckpt_source must be one of 'hf' or 'nemo', got {}", self.lora_ckpt_source)
+        for name in ("lora_dir", "lora_target_modules"):
+            if isinstance(getattr(self, name), str | Path):
+                raise ValueError(f"{name} must be a list, got {getattr(self, name)!r}")
+        for name in (*self.lora_target_modules, *self.trtllm_modules_to_hf_modules):
+            if name not in MODULE_NAMES:
+                raise ValueError(f"Invalid LoRA module {name}")
+        for name in ("max_lora_rank", "max_loras", "max_cpu_loras"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def missing_qkv_modules(self) -> list[str]:
+        """What the targets lack of a q, k, v group of which they name a part; served as well."""
+        targets = self.lora_target_modules
+        return [
+            name
+            for group in QKV_GROUPS
+            if any(other in targets for other in group)
+            for name in group
+            if name not in targets
+        ]
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """An adapter by its id, and where it can be read. Raises ValueError.
+
+    lora_int_id: identifies the adapter for the life of an LLM, 0 to 2**64 - 1.
+    lora_path:   a PEFT directory, or a directory of the converted pair of .npy files. None: an id that an
+                 earlier request gave a path for.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str | None = ""
+    lora_ckpt_source: str = "hf"
+
+    def __post_init__(self) -> None:
+        path = self.lora_path
+        if path is not None and (not str(path) or not Path(path).exists()):
+            raise ValueError(f"lora_path ({path}) does not exist.")
+        _check_source("lora_ckpt_source must be 'hf' or 'nemo', got '{}'", self.lora_ckpt_source)
+        if not isinstance(self.lora_int_id, int) or not 0 <= self.lora_int_id <= MAX_ID:
+            raise ValueError(f"lora_int_id must be an unsigned 64-bit integer, got {self.lora_int_id!r}")
+
+    @property
+    def adapter_id(self) -> int:
+        return self.lora_int_id
+
+    @property
+    def name(self) -> str:
+        return self.lora_name
+
+    @property
+    def path(self) -> str | None:
+        return self.lora_path
+
+    @property
+    def ckpt_source(self) -> str:
+        return self.lora_ckpt_source
+
+
+def _check_source(text: str, source: str) -> None:
+    if source not in SOURCES:
+        raise ValueError(text.format(source))

@@ -1,0 +1,124 @@
+"""GenerationResult: the caller's end of one request, for threads and for asyncio alike."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+
+from manylora.llmapi.outputs import RequestOutput
+
+__all__ = ["GenerationResult"]
+
+Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
+
+
+class GenerationResult:
+    """What `generate_async` returns. Any thread, any event loop.
+
+    `await it` and `it.result()` give the finished RequestOutput. `async for` and `for` give one RequestOutput
+    for each piece when streaming, else the finished one; each piece goes to one iterator. All of them raise
+    the request's error, a RequestError or EngineDeadError.
+    """
+
+    def __init__(self, request_id: int, abort: Callable[[], None]) -> None:
+        self.request_id = request_id
+        self._abort = abort
+        self._changed = threading.Condition()
+        self._pieces: deque[RequestOutput] = deque()
+        self._waiters: list[Waiter] = []
+        self._output: RequestOutput | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether `result` returns, or raises, at once."""
+        return self._output is not None or self._error is not None
+
+    def result(self, timeout: float | None = None) -> RequestOutput:
+        """Wait for the end, at most `timeout` seconds. Raises TimeoutError; the request goes on then."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.finished, timeout):
+                raise TimeoutError(f"request {self.request_id} has not finished in {timeout} seconds")
+        return self._finished_output()
+
+    def abort(self) -> None:
+        """End the request; its output so far comes as the result, with finish_reason "cancelled"."""
+        self._abort()
+
+    def publish(self, output: RequestOutput) -> None:
+        """A piece of a stream, or the end. For the side that generates."""
+        with self._changed:
+            self._pieces.append(output)
+            if output.finished:
+                self._output = output
+            self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """The end, without an output. For the side that generates."""
+        with self._changed:
+            self._error = error
+            self._wake()
+
+    def __await__(self) -> Generator[None, None, RequestOutput]:
+        while not self.finished:
+            yield from self._wait(lambda: not self.finished).__await__()
+        return self._finished_output()
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while True:
+            if piece := self._take():
+                return piece
+            if self.finished:
+                self._raise_error()
+                raise StopAsyncIteration
+            await self._wait(lambda: not self._pieces and not self.finished)
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pieces or self.finished)
+            piece = self._take()
+            if piece is None:
+                self._raise_error()
+                return
+            yield piece
+
+    def _take(self) -> RequestOutput | None:
+        with self._changed:
+            return self._pieces.popleft() if self._pieces else None
+
+    async def _wait(self, needed: Callable[[], bool]) -> None:
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        with self._changed:
+            if not needed():
+                return
+            self._waiters.append((loop, waiter))
+        await waiter
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        for loop, waiter in self._waiters:
+            with contextlib.suppress(RuntimeError):  # its event loop is closed: nobody waits there
+                loop.call_soon_threadsafe(_set, waiter)
+        self._waiters.clear()
+
+    def _finished_output(self) -> RequestOutput:
+        self._raise_error()
+        assert self._output is not None
+        return self._output
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def _set(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -1,0 +1,154 @@
+"""SamplingParams: how a prompt is continued, in the fields of TensorRT-LLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["SamplingParams"]
+
+# Fields that this engine has no counterpart of, and the values that ask for nothing. Without beam search
+# beam_search_diversity_rate, length_penalty and early_stopping have no meaning, so they may have any value.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "use_beam_search": (False,),
+    "top_p_min": (None,),
+    "top_p_reset_ids": (None,),
+    "top_p_decay": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+    "min_p": (None, 0),
+    "prompt_logprobs": (None,),
+    "return_context_logits": (False,),
+    "return_generation_logits": (False,),
+    "exclude_input_from_output": (True,),
+    "spaces_between_special_tokens": (True,),
+    "guided_decoding": (None,),
+    "embedding_bias": (None,),
+    "logits_processor": (None,),
+}
+
+
+@dataclass
+class SamplingParams:
+    """How a prompt is continued. Lengths in tokens. None leaves the choice to the engine.
+
+    Greedy unless `top_k` or `top_p` asks for sampling. Checked when made, and again when used; raises
+    ValueError, also for a field that would change the answer in a way this engine cannot.
+
+    end_id:       generation stops at this token, which is not part of the output. None: the model's own end
+                  tokens; -1: none.
+    stop:         texts that end the output wherever they appear in it.
+    stop_token_ids: tokens that end it. Neither is part of the output, unless include_stop_str_in_output.
+    bad, bad_token_ids: never produced: texts in the tokenizer's own segmentation, and tokens.
+    min_tokens:   nothing ends the output before this many tokens.
+    n, best_of:   of best_of samples the n with the highest cumulative log probability, best first.
+    logprobs:     0: of each output token; 1: the same when greedy, where the most probable token is taken.
+    truncate_prompt_tokens: only the last so many tokens of the prompt are used.
+    seed:         None: 0, so that a repeated request repeats its answer.
+    """
+
+    end_id: int | None = None
+    pad_id: int | None = None
+    max_tokens: int = 32
+    bad: str | list[str] | None = None
+    bad_token_ids: list[int] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    embedding_bias: Any = None
+    logits_processor: Any = None
+    n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    top_k: int | None = None
+    top_p: float | None = None
+    top_p_min: float | None = None
+    top_p_reset_ids: int | None = None
+    top_p_decay: float | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    min_tokens: int | None = None
+    beam_search_diversity_rate: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    length_penalty: float | None = None
+    early_stopping: int | None = None
+    no_repeat_ngram_size: int | None = None
+    min_p: float | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    return_context_logits: bool = False
+    return_generation_logits: bool = False
+    exclude_input_from_output: bool = True
+    ignore_eos: bool = False
+    detokenize: bool = True
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    guided_decoding: Any = None
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return not self.use_beam_search and self.top_k in (None, 1) and self.top_p in (None, 0)
+
+    @property
+    def num_samples(self) -> int:
+        """Continuations to generate: best_of, or n."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def stop_texts(self) -> list[str]:
+        return _texts(self.stop)
+
+    @property
+    def bad_texts(self) -> list[str]:
+        return _texts(self.bad)
+
+    def check(self) -> None:
+        """Raise ValueError when the fields cannot work together, or ask for what the engine cannot do."""
+        for name, neutral in NEUTRAL.items():
+            value = getattr(self, name)
+            if not any(value is other or (_plain(value) and value == other) for other in neutral):
+                raise ValueError(f"SamplingParams: {name} is not supported, got {value!r}; leave it out")
+        self._check_counts()
+        for name in ("stop", "bad"):
+            texts = _texts(getattr(self, name))
+            if not all(isinstance(text, str) and text for text in texts):
+                raise ValueError(f"{name} must be a text or a list of texts, none of them empty")
+        if self.logprobs is not None and self.logprobs > int(self.greedy):
+            raise ValueError(
+                f"logprobs must be None or 0, or 1 with greedy decoding, got {self.logprobs}: "
+                "only the log probability of the tokens of the output is known"
+            )
+
+    def _check_counts(self) -> None:
+        for name, least in (("max_tokens", 1), ("n", 1), ("best_of", 1), ("min_tokens", 0), ("logprobs", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be >= {least}, got {value}")
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(f"best_of ({self.best_of}) cannot be less than n ({self.n})")
+        if self.num_samples > 1 and self.greedy:
+            raise ValueError(
+                "Greedy decoding in the LLM API does not allow multiple returns. Ask for sampling with top_k "
+                f"or top_p, got best_of={self.num_samples}"
+            )
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens < 1:
+            raise ValueError(f"truncate_prompt_tokens must be >= 1, got {self.truncate_prompt_tokens}")
+
+
+def _texts(value: str | Sequence[str] | None) -> list[str]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _plain(value: Any) -> bool:
+    """Whether == is safe: tensors and arrays compare element by element."""
+    return isinstance(value, bool | int | float | str)

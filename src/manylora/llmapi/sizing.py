@@ -1,0 +1,121 @@
+"""LoraConfig, PeftCacheConfig and KvCacheConfig to what the engine is configured with."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from manylora.config import LoraCacheConfig, ModelConfig
+from manylora.errors import AdapterError, ConfigError
+from manylora.llmapi.llm_args import PeftCacheConfig
+from manylora.llmapi.lora import LoraConfig
+from manylora.lora.catalog import read_adapter_folder
+from manylora.lora.formats.peft import MODULE_IDS
+from manylora.lora.modules import MODULE_NAMES, lora_modules
+
+__all__ = ["lora_cache_config", "no_lora_cache_config", "parameter_names"]
+
+logger = logging.getLogger("manylora")
+
+# The engine's texts name the parameters of the Triton model; here they have other names.
+NAMES = {
+    "lora_cache_host_memory_bytes": "PeftCacheConfig.host_cache_size (or LoraConfig.max_cpu_loras)",
+    "lora_cache_gpu_memory_fraction": "PeftCacheConfig.device_cache_percent (or LoraConfig.max_loras)",
+    "lora_cache_max_adapter_size": "PeftCacheConfig.max_adapter_size",
+    "kv_cache_free_gpu_mem_fraction": "KvCacheConfig.free_gpu_memory_fraction",
+    "tokenizer_dir": "tokenizer",
+}
+
+
+def lora_cache_config(lora: LoraConfig, cache: PeftCacheConfig, model: ModelConfig) -> LoraCacheConfig:
+    """Sizes of the adapter cache. M (layer, module) pairs are the target modules on every layer:
+
+    num_device_module_layer = max_lora_rank * M * max_loras, on the host likewise with max_cpu_loras.
+
+    Raises ConfigError for what cannot be served, ValueError for a lora_dir that is no adapter.
+    """
+    if lora.lora_ckpt_source != "hf":
+        raise ConfigError(
+            f"lora_ckpt_source '{lora.lora_ckpt_source}' is not supported: convert the adapters to PEFT "
+            "directories"
+        )
+    if not lora.swap_gate_up_proj_lora_b_weight:
+        raise ConfigError("swap_gate_up_proj_lora_b_weight=False is not supported: leave it out")
+    _check_names(lora)
+    targets = _targets(lora)
+    counted = sum(module.counted for module in lora_modules(model, targets).values())
+    rows = lora.max_lora_rank * model.num_layers * counted
+    return LoraCacheConfig(
+        optimal_adapter_size=cache.optimal_adapter_size,
+        max_adapter_size=max(cache.max_adapter_size, lora.max_lora_rank),
+        gpu_memory_fraction=cache.device_cache_percent,
+        host_memory_bytes=cache.host_cache_size,
+        num_device_module_layer=rows * lora.max_loras if lora.max_loras else cache.num_device_module_layer,
+        num_host_module_layer=rows * lora.max_cpu_loras
+        if lora.max_cpu_loras
+        else cache.num_host_module_layer,
+        max_lora_rank=lora.max_lora_rank,
+        target_modules=targets,
+    )
+
+
+def no_lora_cache_config(model: ModelConfig) -> LoraCacheConfig:
+    """The smallest cache there can be: without a LoraConfig no adapter is served."""
+    rows = 3 * model.num_layers
+    return LoraCacheConfig(
+        optimal_adapter_size=1,
+        max_adapter_size=1,
+        num_device_module_layer=rows,
+        num_host_module_layer=rows,
+        max_lora_rank=1,
+        target_modules=("attn_q",),
+    )
+
+
+def parameter_names(text: str) -> str:
+    """An error's text with the names that a user of `LLM` knows."""
+    for theirs, ours in NAMES.items():
+        text = text.replace(theirs, ours)
+    return text
+
+
+def _targets(lora: LoraConfig) -> tuple[str, ...]:
+    if lora.lora_target_modules:
+        return (*lora.lora_target_modules, *lora.missing_qkv_modules)
+    if not lora.lora_dir:
+        logger.warning(
+            "Both lora_dir and lora_target_modules are empty, so all LoRA modules will be expected: "
+            "the cache is sized for each of them"
+        )
+        return ()
+    names = {name for folder in lora.lora_dir for name in _modules_of(Path(folder))}
+    return tuple(name for name in MODULE_NAMES if name in names)
+
+
+def _modules_of(folder: Path) -> set[str]:
+    """Names of the modules that an adapter has."""
+    config = folder / "adapter_config.json"
+    if not (folder / "model.lora_weights.npy").exists():
+        if not config.exists():
+            raise ValueError(f"{config} does not exist")
+        if not config.is_file():
+            raise ValueError(f"{config} is not a file")
+        if not any(folder.glob("adapter_model.*")):
+            raise ValueError(f"adapter_model file does not exist in {folder}")
+    try:
+        _, rows = read_adapter_folder(folder)
+    except AdapterError as error:
+        raise ConfigError(f"lora_dir {folder}: {error}") from error
+    return {MODULE_NAMES[module_id] for module_id in rows[0, :, 0].tolist()}
+
+
+def _check_names(lora: LoraConfig) -> None:
+    """The names that the reader knows may be given again; it cannot be taught others."""
+    for name, theirs in lora.trtllm_modules_to_hf_modules.items():
+        for hf_name in [theirs] if isinstance(theirs, str) else theirs:
+            module_id = MODULE_IDS.get(hf_name)
+            if module_id is None or MODULE_NAMES[module_id] != name:
+                raise ConfigError(
+                    f"trtllm_modules_to_hf_modules: {name} as {hf_name!r} is not supported; known are "
+                    + ", ".join(hf for hf, i in MODULE_IDS.items() if MODULE_NAMES[i] == name)
+                )

@@ -1,0 +1,7 @@
+"""LoraConfig under the path that TensorRT-LLM has it at."""
+
+from __future__ import annotations
+
+from manylora.llmapi.lora import LoraConfig
+
+__all__ = ["LoraConfig"]

@@ -1,0 +1,467 @@
+"""Protects the LLM API: answers equal transformers + PEFT in any mix of adapters, through eviction, stops,
+streaming and abort; and what cannot be served is an error, never another answer."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import re
+import runpy
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from manylora import LLM, LoraConfig, LoRARequest, PeftCacheConfig, SamplingParams
+from manylora.errors import AdapterNotCachedError, ConfigError, RequestError
+from manylora.llmapi import service
+from manylora.llmapi.result import GenerationResult
+from manylora.testing import make_adapter, make_model, reference_generate
+from manylora.text import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "examples" / "demo"
+ADAPTERS = {None: None, 1: DEMO / "adapters" / "chinese", 2: DEMO / "adapters" / "japanese"}
+PROMPTS = ["美国的首都在哪里? \\n答案:", "アメリカ合衆国の首都はどこですか? \\n答え:"]
+ABOUT = "日本について教えてください。 \\n答え:"
+QKV = ["attn_q", "attn_k", "attn_v"]
+EOS, NEW = 2, 20
+
+
+def adapter(task_id: int | None) -> LoRARequest | None:
+    return None if task_id is None else LoRARequest(f"adapter-{task_id}", task_id, str(ADAPTERS[task_id]))
+
+
+def reference(task_id: int | None, ids: list[int]) -> list[int]:
+    made = reference_generate(DEMO / "base", ADAPTERS[task_id], ids, NEW)
+    return made[: made.index(EOS)] if EOS in made else made
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    config = LoraConfig(lora_target_modules=QKV, max_lora_rank=16, max_loras=2, max_cpu_loras=4)
+    with LLM(DEMO / "base", lora_config=config, device="cpu") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with six adapters of rank 8 in `a0` to `a5`, and one of rank 16 in `wide`."""
+    path = tmp_path_factory.mktemp("tiny")
+    make_model(path / "model", "llama", seed=4)
+    for number in range(6):
+        make_adapter(path / f"a{number}", path / "model", seed=number, rank=8)
+    make_adapter(path / "wide", path / "model", seed=9, rank=16)
+    return path
+
+
+def open_tiny(tiny: Path, **options: object) -> LLM:
+    config = LoraConfig(lora_target_modules=["attn_q"], max_lora_rank=8, max_loras=1, max_cpu_loras=1)
+    return LLM(tiny / "model", **{"lora_config": config, "device": "cpu", **options})  # type: ignore[arg-type]
+
+
+class Gate:
+    """Holds the reading of adapters until it is opened, and counts it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self.opened = threading.Event()
+        read = service.read_adapter
+
+        def gated(task_id: int, folder: Path):
+            self.count += 1
+            assert self.opened.wait(20)
+            return read(task_id, folder)
+
+        monkeypatch.setattr(service, "read_adapter", gated)
+
+
+def test_a_batch_of_adapters_and_prompts_equals_the_reference(llm: LLM) -> None:
+    tasks = [None, 1, 2, None, 1, 2]
+    prompts = [PROMPTS[i // 3] for i in range(6)]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=NEW), [adapter(t) for t in tasks], False)
+    assert isinstance(outputs, list)
+    for prompt, task_id, output in zip(prompts, tasks, outputs, strict=True):
+        assert output.prompt == prompt
+        assert output.outputs[0].token_ids == reference(task_id, output.prompt_token_ids)
+        assert output.outputs[0].finish_reason == "stop"
+        assert output.finished and output.lora_request == adapter(task_id)
+    for number in (0, 3):
+        texts = [output.outputs[0].text.strip() for output in outputs[number : number + 3]]
+        assert texts == ["Washington, D.C.", "华盛顿", "ワシントンD.C."]
+
+
+def test_prompts_may_be_ids_or_dicts_and_parameters_one_for_each(llm: LLM) -> None:
+    tokenizer = llm.tokenizer
+    assert isinstance(tokenizer, Tokenizer)
+    ids = tokenizer.encode(PROMPTS[0])
+    params = [SamplingParams(max_tokens=n) for n in (1, 2, 3)]
+    mixed = [PROMPTS[0], ids, {"prompt_token_ids": ids}]
+    outputs = llm.generate(mixed, params, use_tqdm=False)
+    assert [output.outputs[0].length for output in outputs] == [1, 2, 3]
+    assert [output.prompt for output in outputs] == [PROMPTS[0], None, None]
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+    one = llm.generate(ids, params[2], use_tqdm=False)
+    assert one.outputs[0].token_ids == outputs[0].outputs[0].token_ids + one.outputs[0].token_ids[1:]
+    assert llm.generate([]) == []
+    last = llm.generate(ids, SamplingParams(truncate_prompt_tokens=3), use_tqdm=False)
+    assert last.prompt_token_ids == ids[-3:]
+    bare = llm.generate(PROMPTS[0], SamplingParams(add_special_tokens=False), use_tqdm=False)
+    assert bare.prompt_token_ids == ids[1:]
+
+
+@pytest.mark.parametrize("task_id", [None, 1, 2])
+def test_a_stream_adds_up_to_the_whole(llm: LLM, task_id: int | None) -> None:
+    params = SamplingParams(max_tokens=64)
+    whole = llm.generate(ABOUT, params, adapter(task_id), False).outputs[0]
+
+    async def stream() -> list:
+        result = llm.generate_async(ABOUT, params, adapter(task_id), streaming=True)
+        pieces = [piece async for piece in result]
+        assert (await result) is pieces[-1]
+        return pieces
+
+    for pieces in (
+        list(llm.generate_async(ABOUT, params, adapter(task_id), streaming=True)),
+        asyncio.run(stream()),
+    ):
+        assert len(pieces) > 5
+        assert "".join(piece.outputs[0].text_diff for piece in pieces) == whole.text
+        assert [i for piece in pieces for i in piece.outputs[0].token_ids_diff] == whole.token_ids
+        assert [piece.finished for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+        times = pieces[-1].timings
+        assert 0 < times.first_token <= times.finished
+
+
+def test_stop_texts_and_tokens_end_an_answer(llm: LLM) -> None:
+    whole = llm.generate(ABOUT, SamplingParams(max_tokens=64), adapter(2), False).outputs[0]
+    stop = "国"
+    at = whole.text.index(stop)
+
+    def ask(**options: object):
+        params = SamplingParams(max_tokens=64, **options)  # type: ignore[arg-type]
+        return llm.generate(ABOUT, params, adapter(2), False).outputs[0]
+
+    cut, kept = ask(stop=stop), ask(stop=[stop, "no"], include_stop_str_in_output=True)
+    assert (cut.text, cut.finish_reason, cut.stop_reason) == (whole.text[:at], "stop", stop)
+    assert kept.text == whole.text[: at + 1]
+    number = next(i for i in range(2, 20) if whole.token_ids[i] not in whole.token_ids[:i])
+    token = whole.token_ids[number]
+    assert ask(stop_token_ids=[token]).token_ids == whole.token_ids[:number]
+    got = ask(stop_token_ids=[token], include_stop_str_in_output=True)
+    assert (got.token_ids, got.stop_reason) == (whole.token_ids[: number + 1], token)
+    late = ask(stop_token_ids=[token], min_tokens=number + 1).token_ids
+    assert late[: number + 1] == whole.token_ids[: number + 1]
+    assert ask(ignore_eos=True).finish_reason == "length"
+    special = ask(stop="</s>", ignore_eos=True, skip_special_tokens=False)
+    assert (special.token_ids, special.stop_reason) == (whole.token_ids, "</s>")
+    assert token not in ask(bad_token_ids=[token]).token_ids
+    assert ask(detokenize=False).text == ""
+
+
+def test_the_engine_does_not_go_on_after_a_stop_text(llm: LLM) -> None:
+    before = llm.stats().requests_cancelled
+    params = SamplingParams(max_tokens=400, ignore_eos=True, stop="国")
+    assert llm.generate(ABOUT, params, adapter(2), False).outputs[0].length < 10
+    deadline = time.monotonic() + 10
+    while llm.stats().running and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert llm.stats().requests_cancelled == before + 1
+
+
+def test_samples_are_many_repeatable_and_ranked(llm: LLM) -> None:
+    def ask(**options: object) -> list:
+        params = SamplingParams(max_tokens=8, top_k=0, temperature=3.0, seed=5, **options)  # type: ignore[arg-type]
+        return llm.generate(PROMPTS[0], params, use_tqdm=False).outputs
+
+    four = ask(n=4, logprobs=0)
+    assert [output.index for output in four] == [0, 1, 2, 3]
+    assert len({tuple(output.token_ids) for output in four}) > 1
+    for output in four:
+        assert [list(entry) for entry in output.logprobs] == [[token] for token in output.token_ids]
+        values = [
+            entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)
+        ]
+        assert sum(values) == pytest.approx(output.cumulative_logprob)
+    best = ask(n=2, best_of=4)
+    ranked = sorted(four, key=lambda output: -output.cumulative_logprob)
+    assert [output.token_ids for output in best] == [output.token_ids for output in ranked[:2]]
+    assert best[0].logprobs is None
+    assert ask()[0].token_ids == four[0].token_ids
+    with pytest.raises(ValueError, match="must equal n"):
+        llm.generate_async(PROMPTS[0], SamplingParams(n=1, best_of=2, top_k=5), streaming=True)
+
+
+@pytest.mark.parametrize(
+    ("per_call", "max_loras", "max_cpu_loras", "calls", "evicts"),
+    [
+        ([2], 1, 2, 6, False),
+        ([2, 2, 2], 1, 3, 1, True),
+        ([2, 2, 2], 1, 3, 2, True),
+        ([3], 2, 2, 2, False),
+        ([3], 3, 3, 2, False),
+    ],
+)
+def test_eviction_does_not_change_an_answer(
+    tiny: Path, per_call: list[int], max_loras: int, max_cpu_loras: int, calls: int, evicts: bool
+) -> None:
+    config = LoraConfig(
+        lora_target_modules=QKV, max_lora_rank=8, max_loras=max_loras, max_cpu_loras=max_cpu_loras
+    )
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    with open_tiny(tiny, lora_config=config) as llm:
+        for _ in range(calls):
+            first = 0
+            for count in per_call:
+                numbers = range(first, first + count)
+                requests = [LoRARequest(f"a{i}", i, str(tiny / f"a{i}")) for i in numbers]
+                outputs = llm.generate(["one"] * count, params, requests, False)
+                for i, output in zip(numbers, outputs, strict=True):
+                    expected = reference_generate(tiny / "model", tiny / f"a{i}", output.prompt_token_ids, 6)
+                    assert output.outputs[0].token_ids == expected
+                first += count
+        adapters = llm.stats().adapters
+        assert bool(adapters.host_evictions) is evicts
+        assert adapters.host_pinned == adapters.device_pinned == 0
+
+
+def test_every_adapter_at_once_over_a_cache_of_two(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on the way are bounded to one adapter, and the cache seems to hold what it does not."""
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    with open_tiny(tiny) as llm:
+        monkeypatch.setattr(llm._service._carried, "_max_bytes", 1)
+        resident, asked = llm._service._resident, iter(range(10**6))
+        monkeypatch.setattr(llm._service, "_resident", lambda i: next(asked) % 3 == 0 or resident(i))
+        numbers = [i % 6 for i in range(48)]
+        requests = [LoRARequest(f"a{i}", i, str(tiny / f"a{i}")) for i in numbers]
+        outputs = llm.generate(["two"] * len(numbers), params, requests, False)
+        for i, output in zip(numbers, outputs, strict=True):
+            expected = reference_generate(tiny / "model", tiny / f"a{i}", output.prompt_token_ids, 6)
+            assert output.outputs[0].token_ids == expected
+        assert llm.stats().adapters.host_evictions > 0
+        assert not llm._service._carried._requests and not llm._service._tickets
+
+
+def test_an_adapter_is_read_once_for_all_who_wait_for_it(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    gate.opened.set()
+    with open_tiny(tiny) as llm:
+        request = LoRARequest("a", 3, str(tiny / "a3"))
+        llm.generate(["three"] * 20, SamplingParams(max_tokens=3), request, False)
+        llm.generate("three", None, LoRARequest("a", 3, None), False)
+        assert gate.count == 1
+
+
+def test_reading_stalls_nobody_else(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    with open_tiny(tiny) as llm:
+        waits = llm.generate_async("one", None, LoRARequest("a", 1, str(tiny / "a1")))
+        assert llm.generate("one", SamplingParams(max_tokens=3), use_tqdm=False).outputs[0].length == 3
+        with pytest.raises(TimeoutError, match="has not finished"):
+            waits.result(timeout=0.01)
+        gate.opened.set()
+        assert waits.result(20).finished
+
+
+def test_abort_ends_a_request_wherever_it_is(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    long = SamplingParams(max_tokens=250, ignore_eos=True)
+    with open_tiny(tiny) as llm:
+        reading = llm.generate_async("one", long, LoRARequest("a", 1, str(tiny / "a1")))
+        reading.abort()
+        gate.opened.set()
+        assert reading.result(20).outputs[0].finish_reason == "cancelled"
+        stream = llm.generate_async("one", long, streaming=True)
+        for count, piece in enumerate(stream):  # noqa: B007
+            if count == 3:
+                stream.abort()
+        assert piece.finished and piece.outputs[0].finish_reason == "cancelled"
+        assert 4 <= piece.outputs[0].length < 250
+        stream.abort()
+        assert llm.generate("one", SamplingParams(max_tokens=3), use_tqdm=False).outputs[0].length == 3
+        assert not llm._service._tickets and not llm._service._aborted
+
+
+def test_an_id_belongs_to_one_directory_once_its_adapter_was_accepted(tiny: Path) -> None:
+    one, two = (LoRARequest("x", 5, str(tiny / name)) for name in ("a1", "a2"))
+    wide, empty = LoRARequest("x", 5, str(tiny / "wide")), LoRARequest("x", 5, str(tiny))
+    with open_tiny(tiny) as llm:
+        with pytest.raises(AdapterNotCachedError, match="LoRA task 5 not found in cache"):
+            llm.generate("p", None, LoRARequest("x", 5, None), False)
+        with pytest.raises(RequestError, match="Failed to load LoRA adapter: folder"):
+            llm.generate("p", None, empty, False)
+        with pytest.raises(RequestError, match=r"Invalid low_rank \(16\)"):
+            llm.generate("p", None, wide, False)
+        with pytest.raises(RequestError, match="belongs to an adapter of another path"):
+            llm.generate(["p", "p"], None, [one, two], False)
+        answer = llm.generate("p", None, two, False).outputs[0].token_ids
+        assert (
+            answer
+            == llm.generate("p", None, LoRARequest("y", 6, str(tiny / "a2")), False).outputs[0].token_ids
+        )
+        with pytest.raises(RequestError, match="belongs to an adapter of another path"):
+            llm.generate("p", None, one, False)
+
+
+def test_what_cannot_be_served_is_said_and_leaves_nothing_behind(llm: LLM) -> None:
+    cases = [
+        (
+            (["a", "b"], [SamplingParams()]),
+            "sampling_params must be one, or one for each prompt: got 1 for 2",
+        ),
+        ((["a"], None, [None, None]), "lora_request must be one, or one for each prompt: got 2 for 1"),
+        ((["a", []],), "the prompt has no tokens"),
+        (([[0] * 600, "a"],), "exceeds maximum input length"),
+        ((["a", ["b"]],), "a prompt must be a text or a list of token ids"),
+        (({"text": "a"},), "a prompt must be"),
+        (("a", None, LoRARequest("n", 9, str(DEMO), "nemo")), "'nemo' is not supported"),
+    ]
+    for arguments, text in cases:
+        with pytest.raises((ValueError, RequestError), match=re.escape(text)):
+            llm.generate(*arguments, use_tqdm=False)
+    assert llm.generate("a", SamplingParams(max_tokens=1), use_tqdm=False).finished
+    assert not llm._service._tickets
+
+
+def test_an_llm_without_lora_config_refuses_adapters() -> None:
+    with LLM(DEMO / "base", device="cpu", skip_tokenizer_init=True) as llm:
+        with pytest.raises(RequestError, match="needs an LLM with a lora_config"):
+            llm.generate([5, 6], None, adapter(1), False)
+        with pytest.raises(ValueError, match="prompts must be token ids"):
+            llm.generate("text", use_tqdm=False)
+        output = llm.generate([1, 5, 6], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+        assert (output.outputs[0].text, output.outputs[0].length) == ("", 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is not supported, got 2"),
+        ({"quant_config": object()}, "quant_config is not supported"),
+        ({"no_such": 1}, "no_such is not supported"),
+        ({"dtype": "int4"}, "dtype must be one of"),
+        ({"tokenizer": ROOT}, "tokenizer: "),
+        ({"peft_cache_config": PeftCacheConfig()}, "peft_cache_config needs a lora_config"),
+        ({"lora_config": LoraConfig(lora_ckpt_source="nemo")}, "'nemo' is not supported"),
+        (
+            {"lora_config": LoraConfig(), "peft_cache_config": PeftCacheConfig(host_cache_size=1)},
+            r"Not enough space allocated to host LoRA cache.*PeftCacheConfig\.host_cache_size",
+        ),
+        (
+            {"lora_config": LoraConfig(), "peft_cache_config": PeftCacheConfig(device_cache_percent=1e-9)},
+            r"Not enough space allocated to device LoRA cache.*PeftCacheConfig\.device_cache_percent",
+        ),
+    ],
+)
+def test_what_it_cannot_start_with_is_named(options: dict, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        LLM(DEMO / "base", **{"device": "cpu", **options})
+
+
+def own_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("manylora-")}
+
+
+def test_shutdown_cancels_ends_the_threads_and_refuses_what_comes(tiny: Path) -> None:
+    before = own_threads()
+    made = open_tiny(tiny)
+    open_ones = [
+        made.generate_async("one", SamplingParams(max_tokens=250, ignore_eos=True), request)
+        for request in (None, LoRARequest("a", 1, str(tiny / "a1")), LoRARequest("b", 2, str(tiny / "a2")))
+    ]
+    made.shutdown()
+    made.shutdown()
+    for result in open_ones:
+        assert result.result(5).outputs[0].finish_reason == "cancelled"
+    with pytest.raises(RequestError, match="has been shut down"):
+        made.generate("one", use_tqdm=False)
+    assert own_threads() == before
+
+
+def test_a_shutdown_among_callers_leaves_nobody_waiting(tiny: Path) -> None:
+    made, results, turned_back = open_tiny(tiny), [], []
+    adapters = [LoRARequest(f"a{i}", i, str(tiny / f"a{i}")) for i in range(6)]
+
+    def call(first: int) -> None:
+        for i in range(1000):
+            try:
+                request = adapters[(first + i) % 6] if i % 2 else None
+                results.append(made.generate_async("one", SamplingParams(max_tokens=3), request))
+            except RequestError as error:
+                turned_back.append(str(error))
+                return
+
+    callers = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+    for caller in callers:
+        caller.start()
+    time.sleep(0.1)
+    made.shutdown()
+    for caller in callers:
+        caller.join()
+    assert turned_back == ["this LLM has been shut down"] * 4
+    reasons = set()
+    for result in results:
+        try:
+            reasons.add(result.result(5).outputs[0].finish_reason)
+        except RequestError as error:
+            reasons.add(str(error))
+    assert reasons <= {"length", "cancelled", "this LLM has been shut down"} and "cancelled" in reasons
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Cycles stay: what goes away was held by nobody."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_an_llm_that_nobody_holds_goes_away_after_its_last_result(tiny: Path) -> None:
+    before = own_threads()
+    result = open_tiny(tiny).generate_async("one", SamplingParams(max_tokens=3))
+    assert isinstance(result, GenerationResult)
+    assert result.result(20).outputs[0].finish_reason == "length"
+    del result
+    deadline = time.monotonic() + 10
+    while own_threads() != before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert own_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("single_adapter", ["Answer: 巴黎"]),
+        ("many_adapters", ["base: Tokyo", "task-1: 东京", "task-2: 東京"]),
+        ("cache_management", ["カイロ", "1 adapter in"]),
+        ("streaming", ["chinese: '罗'", "japanese: 'ナ'"]),
+    ],
+)
+def test_the_examples_run(script: str, expected: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / "llm_api" / f"{script}.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert all(text in said for text in expected)
+
+
+def test_the_snippets_of_the_documents_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "python_api.md").read_text(encoding="utf-8")
+    exec(page.partition("```python\n")[2].partition("```")[0], {})
+    assert capsys.readouterr().out.split() == ["Tokyo", "东京", "東京"]
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## From Python\n")[2]
+    lines = [line[4:] for line in section.partition("##")[0].splitlines() if line.startswith("    ")]
+    exec("\n".join(lines), {})
+    assert capsys.readouterr().out.strip() == "カイロ"
+
+
+def test_a_process_that_forgets_to_shut_down_ends_well() -> None:
+    script = ROOT / "examples" / "llm_api" / "single_adapter.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,290 @@
+"""Protects the LLM API's surface: names and their paths, defaults, refusals, and that they cost no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import manylora
+from manylora import KvCacheConfig, LoraConfig, LoRARequest, PeftCacheConfig, SamplingParams
+from manylora.config import ModelConfig
+from manylora.errors import ConfigError, RequestError
+from manylora.llmapi.decoding import decoding_of
+from manylora.llmapi.sizing import lora_cache_config, no_lora_cache_config
+from manylora.lora.geometry import plan_cache
+from manylora.lora.modules import lora_modules
+from manylora.text import Tokenizer
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
+CHINESE = DEMO / "adapters" / "chinese"
+QKV = ["attn_q", "attn_k", "attn_v"]
+EOS = 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(DEMO / "base")
+
+
+def model(hidden: int, kv: int, layers: int) -> ModelConfig:
+    return ModelConfig(
+        "LlamaForCausalLM", 1000, hidden, 2 * hidden, layers, hidden // 128, kv // 128, 128, 4096, 1e-6, 1e4,
+        "float16",
+    )  # fmt: skip
+
+
+def test_importing_the_package_is_quick_and_brings_no_torch() -> None:
+    code = """
+import sys, time
+started = time.perf_counter()
+import manylora
+assert time.perf_counter() - started < 0.3
+from manylora import KvCacheConfig, LoraConfig, LoRARequest, PeftCacheConfig, SamplingParams
+import manylora.executor.request, manylora.llmapi.llm_args, manylora.lora_manager
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("lora_manager", "LoraConfig"),
+        ("lora_helper", "LoraConfig"),
+        ("executor.request", "LoRARequest"),
+        ("sampling_params", "SamplingParams"),
+        ("llmapi.llm_args", "PeftCacheConfig"),
+        ("llmapi.llm_args", "KvCacheConfig"),
+        ("llmapi.llm_args", "LoraConfig"),
+        ("llmapi", "LLM"),
+        ("llmapi", "RequestOutput"),
+    ],
+)
+def test_every_name_is_the_same_at_every_path(module: str, name: str) -> None:
+    assert getattr(import_module(f"manylora.{module}"), name) is getattr(manylora, name)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="BuildConfig"):
+        manylora.BuildConfig  # noqa: B018
+
+
+def test_defaults_are_upstreams() -> None:
+    lora, cache = LoraConfig(), PeftCacheConfig()
+    assert (lora.lora_dir, lora.lora_ckpt_source, lora.max_lora_rank) == ([], "hf", 64)
+    assert (lora.lora_target_modules, lora.trtllm_modules_to_hf_modules) == ([], {})
+    assert (lora.max_loras, lora.max_cpu_loras, lora.swap_gate_up_proj_lora_b_weight) == (None, None, True)
+    assert (cache.host_cache_size, cache.device_cache_percent) == (2**30, 0.02)
+    assert (cache.optimal_adapter_size, cache.max_adapter_size) == (8, 64)
+    assert (cache.max_pages_per_block_host, cache.max_pages_per_block_device) == (24, 8)
+    other = {
+        "max_tokens": 32, "n": 1, "include_stop_str_in_output": False, "use_beam_search": False,
+        "return_context_logits": False, "return_generation_logits": False, "exclude_input_from_output": True,
+        "ignore_eos": False, "detokenize": True, "add_special_tokens": True, "skip_special_tokens": True,
+        "spaces_between_special_tokens": True,
+    }  # fmt: skip
+    params = SamplingParams()
+    assert {f.name: getattr(params, f.name) for f in fields(params)} == {
+        f.name: other.get(f.name) for f in fields(params)
+    }
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: LoraConfig(lora_ckpt_source="x"), "lora_ckpt_source must be one of 'hf' or 'nemo', got x"),
+        (lambda: LoraConfig(lora_target_modules=["q_proj"]), "Invalid LoRA module q_proj"),
+        (lambda: LoraConfig(lora_dir="a"), "lora_dir must be a list, got 'a'"),  # type: ignore[arg-type]
+        (lambda: LoraConfig(max_loras=0), "max_loras must be at least 1, got 0"),
+        (lambda: LoRARequest("a", 0), "lora_path () does not exist."),
+        (lambda: LoRARequest("a", 0, "/no/such"), "lora_path (/no/such) does not exist."),
+        (lambda: LoRARequest("a", 0, None, "x"), "lora_ckpt_source must be 'hf' or 'nemo', got 'x'"),
+        (lambda: LoRARequest("a", -1, None), "lora_int_id must be an unsigned 64-bit integer, got -1"),
+        (
+            lambda: PeftCacheConfig(lora_prefetch_dir="p"),
+            "lora_prefetch_dir was set to 'p' while LoRA prefetch is not supported",
+        ),
+        (lambda: PeftCacheConfig(device_cache_percent=2), "device_cache_percent is a fraction"),
+        (lambda: PeftCacheConfig(host_cache_size=-1), "host_cache_size must be at least 1, got -1"),
+        (lambda: KvCacheConfig(dtype="fp8"), "KvCacheConfig: dtype is not supported, got 'fp8'"),
+        (lambda: SamplingParams(n=2, best_of=1, top_k=5), "best_of (1) cannot be less than n (2)"),
+        (
+            lambda: SamplingParams(n=2),
+            "Greedy decoding in the LLM API does not allow multiple returns.",
+        ),
+        (lambda: SamplingParams(truncate_prompt_tokens=0), "truncate_prompt_tokens must be >= 1, got 0"),
+        (lambda: SamplingParams(max_tokens=0), "max_tokens must be >= 1, got 0"),
+        (lambda: SamplingParams(stop=["a", ""]), "stop must be a text or a list of texts"),
+        (lambda: SamplingParams(logprobs=2), "logprobs must be None or 0, or 1 with greedy decoding, got 2"),
+        (lambda: SamplingParams(logprobs=1, top_p=0.9), "logprobs must be None or 0"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_words(make, text: str) -> None:
+    with pytest.raises(ValueError) as error:
+        make()
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("use_beam_search", True), ("top_p_min", 0.1), ("top_p_reset_ids", 1), ("top_p_decay", 0.5),
+        ("no_repeat_ngram_size", 2), ("min_p", 0.1), ("prompt_logprobs", 0), ("return_context_logits", True),
+        ("return_generation_logits", True), ("exclude_input_from_output", False),
+        ("spaces_between_special_tokens", False), ("guided_decoding", object()), ("embedding_bias", [1.0]),
+        ("logits_processor", print),
+    ],
+)  # fmt: skip
+def test_a_field_that_would_change_the_answer_is_refused_by_name(
+    field: str, value: object, tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(ValueError, match=f"{field} is not supported"):
+        SamplingParams(**{field: value})
+    params = SamplingParams()
+    setattr(params, field, value)
+    with pytest.raises(ValueError, match=f"{field} is not supported"):
+        decoding_of(params, tokenizer, [])
+
+
+def test_fields_that_ask_for_nothing_are_taken() -> None:
+    SamplingParams(min_p=0.0, no_repeat_ngram_size=0, top_p_decay=1.0, length_penalty=2.0, early_stopping=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "greedy"),
+    [
+        ({}, True),
+        ({"temperature": 0.7}, True),
+        ({"top_k": 1}, True),
+        ({"top_p": 0.0}, True),
+        ({"top_k": 0}, False),
+        ({"top_k": 5}, False),
+        ({"top_p": 0.9}, False),
+        ({"top_p": 0.9, "temperature": 0.0}, True),
+    ],
+)
+def test_what_is_greedy_upstream_is_greedy_in_the_engine(given: dict, greedy: bool) -> None:
+    assert decoding_of(SamplingParams(**given), None, []).params.greedy is greedy
+
+
+def test_values_out_of_range_are_refused_by_the_engine() -> None:
+    for given in ({"top_p": 2.0}, {"temperature": -1.0}, {"seed": -1}, {"repetition_penalty": 0.0}):
+        with pytest.raises(RequestError, match="got"):
+            decoding_of(SamplingParams(**given), None, [])
+
+
+def test_end_tokens_come_from_the_request_then_from_the_model(tokenizer: Tokenizer) -> None:
+    made = decoding_of(SamplingParams(), tokenizer, [EOS, 7])
+    assert (made.params.end_id, made.params.stop_words, made.rules.end_ids) == (EOS, ((7,),), {7})
+    assert not made.stepwise
+    late = decoding_of(SamplingParams(min_tokens=3), tokenizer, [EOS, 7])
+    assert (late.params.min_tokens, late.params.stop_words, late.stepwise) == (3, (), True)
+    made = decoding_of(SamplingParams(end_id=9), tokenizer, [EOS, 7])
+    assert (made.params.end_id, made.params.stop_words, made.rules.end_ids) == (9, (), set())
+    for given in ({"ignore_eos": True}, {"end_id": -1}):
+        made = decoding_of(SamplingParams(stop_token_ids=[5], **given), tokenizer, [EOS, 7])
+        assert (made.params.end_id, made.params.stop_words) == (None, ((5,),))
+
+
+def test_a_special_token_as_stop_text_is_looked_for_as_a_token(tokenizer: Tokenizer) -> None:
+    made = decoding_of(SamplingParams(stop=["</s>", "so"], stop_token_ids=[5]), tokenizer, [])
+    assert (made.rules.ids, made.rules.texts) == ({EOS: "</s>", 5: 5}, ("so",))
+    assert made.stepwise
+
+
+def test_bad_texts_are_banned_at_the_start_and_inside_a_sentence(tokenizer: Tokenizer) -> None:
+    words = decoding_of(SamplingParams(bad="Paris", bad_token_ids=[9]), tokenizer, []).params.bad_words
+    assert {tokenizer.decode(word) for word in words[:-1]} == {"Paris", " Paris"}
+    assert words[-1] == (9,)
+
+
+def test_without_a_tokenizer_texts_are_refused() -> None:
+    for name in ("stop", "bad"):
+        with pytest.raises(ValueError, match=f"{name} needs a tokenizer"):
+            decoding_of(SamplingParams(**{name: "x"}), None, [])
+
+
+# hidden size, kv size, layers, largest rank, max_loras: slots of both levels, and pages of them.
+SIZES = [
+    (4096, 4096, 32, 8, 2, 8192, 768, 1536, 2),
+    (4096, 1024, 32, 8, 2, 5120, 1024, 3072, 3),
+    (4096, 1024, 32, 16, 4, 5120, 1024, 12288, 12),
+    (4096, 1024, 32, 64, 4, 5120, 1024, 49152, 48),
+    (4096, 4096, 32, 64, 4, 8192, 768, 24576, 32),
+]
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_max_loras_sizes_the_levels_as_upstream(case: tuple[int, ...]) -> None:
+    hidden, kv, layers, rank, count, width, slots_per_page, slots, pages = case
+    shape = model(hidden, kv, layers)
+    given = LoraConfig(
+        lora_target_modules=["attn_k"], max_lora_rank=rank, max_loras=count, max_cpu_loras=2 * count
+    )
+    config = lora_cache_config(given, PeftCacheConfig(num_host_module_layer=5), shape)
+    assert config.num_device_module_layer * 2 == config.num_host_module_layer
+    modules = lora_modules(shape, config.target_modules)
+    plan = plan_cache(modules.values(), layers, config, 2, 2**40)
+    assert (plan.geometry.page_width, plan.geometry.slots_per_page) == (width, slots_per_page)
+    assert plan.geometry.slots_for(0, 2, config.num_device_module_layer) == slots
+    assert (plan.device_pages, plan.host_pages) == (pages, -(-2 * slots // slots_per_page))
+
+
+def test_cache_sizes_come_from_the_cache_config_without_max_loras() -> None:
+    cache = PeftCacheConfig(
+        host_cache_size=2**28, device_cache_percent=0.5, optimal_adapter_size=4, num_host_module_layer=6
+    )
+    config = lora_cache_config(LoraConfig(max_lora_rank=128), cache, model(256, 128, 2))
+    assert (config.host_memory_bytes, config.gpu_memory_fraction) == (2**28, 0.5)
+    assert (config.optimal_adapter_size, config.max_adapter_size, config.rank_limit) == (4, 128, 128)
+    assert (config.num_host_module_layer, config.num_device_module_layer) == (6, 0)
+
+
+def test_target_modules_are_completed_inferred_or_all() -> None:
+    shape = model(256, 128, 2)
+
+    def targets(**given: object) -> set[str]:
+        config = lora_cache_config(LoraConfig(**given), PeftCacheConfig(), shape)  # type: ignore[arg-type]
+        return {module.name for module in lora_modules(shape, config.target_modules).values()}
+
+    assert LoraConfig(lora_target_modules=["attn_k", "mlp_gate"]).missing_qkv_modules == ["attn_q", "attn_v"]
+    assert LoraConfig(lora_target_modules=["mlp_gate"]).missing_qkv_modules == []
+    assert targets(lora_target_modules=["attn_q", "attn_dense"]) == {"attn_qkv", *QKV, "attn_dense"}
+    assert targets(lora_dir=[str(CHINESE)]) == {"attn_qkv", *QKV}
+    assert targets() == {module.name for module in lora_modules(shape).values()}
+
+
+def test_a_directory_that_is_no_adapter_is_named(tmp_path: Path) -> None:
+    def infer() -> None:
+        lora_cache_config(LoraConfig(lora_dir=[str(tmp_path)]), PeftCacheConfig(), model(256, 128, 2))
+
+    with pytest.raises(ValueError, match=r"adapter_config\.json does not exist"):
+        infer()
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="adapter_model file does not exist in"):
+        infer()
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match="lora_dir"):
+        infer()
+
+
+def test_names_of_modules_may_be_given_but_not_taught() -> None:
+    def accept(**names: str | list[str]) -> None:
+        config = LoraConfig(lora_target_modules=QKV, trtllm_modules_to_hf_modules=names)
+        lora_cache_config(config, PeftCacheConfig(), model(256, 128, 2))
+
+    accept(attn_q="q_proj", attn_k="k_proj", attn_v=["v_proj"], attn_dense=["o_proj", "dense"])
+    with pytest.raises(ConfigError, match="attn_q as 'query' is not supported"):
+        accept(attn_q="query")
+
+
+def test_without_adapters_the_cache_is_next_to_nothing() -> None:
+    shape = model(4096, 1024, 32)
+    config = no_lora_cache_config(shape)
+    plan = plan_cache(lora_modules(shape, config.target_modules).values(), 32, config, 2, 2**40)
+    assert (plan.host_pages + plan.device_pages) * plan.geometry.page_elements * 2 < 20e6

@@ -85,6 +85,6 @@ def test_text_in_and_text_out_whole_streamed_and_batched(server: Running, world:
         assert answer.returncode == 0, answer.stdout
     weights = ["--lora-path", str(world.converted / "3"), "--lora-task-id", "33"]
     assert end_to_end(server, "-p", "a", "-o", "2", *weights).returncode == 0
-    refused = end_to_end(server, "-p", "a", "-b", "2")
+    refused = end_to_end(server, "-p", "a", "-b", "9")
     assert refused.returncode == 1
-    assert "beam_width must be 1" in refused.stdout
+    assert "beam_width must be at most max_beam_width (4)" in refused.stdout

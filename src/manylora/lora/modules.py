@@ -36,7 +36,8 @@ class Split(Enum):
 class LoraModule:
     """A [rank, in_dim] and B [out_dim, rank], sizes over all ranks.
 
-    groups: a checkpoint's fused matrix of this module is so many stacks of its parts, one after another.
+    groups, transposed: how a checkpoint keeps the base's matrix: as so many stacks of the parts one after
+    another, and [in, out].
     counted: whether it takes part in the page geometry. Fused modules beside their parts do not: they would
     double the size of a page without ever being used together with them. parts: of a fused module, the sizes
     whose sum out_dim is.
@@ -49,6 +50,7 @@ class LoraModule:
     counted: bool = True
     parts: tuple[int, ...] = ()
     groups: int = 1
+    transposed: bool = False
 
     @property
     def name(self) -> str:
@@ -102,5 +104,7 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
             counted = not (parts and wanted.issuperset(parts))
             sizes = tuple(dims[part][1] for part in parts)
             groups = model.qkv_groups if name == "attn_qkv" else 1
-            found[module_id] = LoraModule(module_id, in_dim, out_dim, split, counted, sizes, groups)
+            found[module_id] = LoraModule(
+                module_id, in_dim, out_dim, split, counted, sizes, groups, model.transposed_weights
+            )
     return found

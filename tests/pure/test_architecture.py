@@ -19,7 +19,7 @@ ORDER = [
     ["model"],
     ["engine"],
     ["loop"],
-    ["launcher", "testing", "llmapi", "commands", "cli"],
+    ["launcher", "testing", "parity", "llmapi", "commands", "cli"],
     ["lora_helper", "lora_manager", "executor", "sampling_params"],
 ]
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
@@ -43,7 +43,7 @@ INSIDE = {
         "normalize",
         "report",
     ],
-    "model": ["checkpoint", "batch", "rope", "layers", "decoder", "weights"],
+    "model": ["families", "checkpoint", "plan", "batch", "rope", "layers", "decoder", "weights"],
     "engine": [
         "sequence",
         "idle_blocks",

@@ -24,8 +24,8 @@ ORDER = [
 ]
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
 LLMAPI = [
-    "lora", "llm_args", "sampling", "outputs", "result", "decoding", "continuation", "adapters", "generation",
-    "sizing", "service", "llm",
+    "lora", "llm_args", "guided", "sampling", "outputs", "result", "decoding", "continuation", "adapters",
+    "generation", "sizing", "service", "llm",
 ]  # fmt: skip
 INSIDE = {
     "lora": [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.lora.tensors import Adapter
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import compute_dtype, load_decoder
-from manylora.request import Event, FinishReason, Request
+from manylora.request import Event, FinishReason, LoraInput, Request
 from manylora.stats import EngineStats
 
 __all__ = ["Engine", "Prepared"]
@@ -280,7 +280,7 @@ class Engine:
 
     def _new_sequence(self, prepared: Prepared, handle: int, index: int, max_len: int) -> Sequence:
         lease, tier = self._acquire(prepared)
-        sequence = Sequence(handle, prepared.request, index, max_len, lease, tier=tier)
+        sequence = Sequence(handle, _without_tensors(prepared.request), index, max_len, lease, tier=tier)
         if prepared.matcher is not None:
             sequence.matcher = prepared.matcher.deep_copy()
         if prepared.request.params.beam_width > 1:
@@ -363,6 +363,14 @@ class Engine:
         for sequence in sequences:
             if isinstance(sequence.lease, AdapterLease):
                 self.adapters.release(sequence.lease)
+
+
+def _without_tensors(request: Request) -> Request:
+    """The lease has the adapter now; its tensors need not stay in memory until the request ends."""
+    lora = request.lora
+    if lora is None or not lora.has_tensors:
+        return request
+    return replace(request, lora=LoraInput(lora.task_id, name=lora.name, source=lora.source))
 
 
 def _leader(sequence: Sequence) -> Sequence:

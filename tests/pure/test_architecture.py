@@ -19,13 +19,17 @@ ORDER = [
     ["model"],
     ["engine"],
     ["loop"],
-    ["launcher", "testing", "llmapi", "commands", "cli"],
+    ["launcher", "testing", "llmapi", "bench", "commands", "cli"],
     ["lora_helper", "lora_manager", "executor", "sampling_params"],
 ]
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
 LLMAPI = [
     "lora", "llm_args", "guided", "sampling", "outputs", "result", "decoding", "continuation", "adapters",
-    "generation", "sizing", "service", "llm",
+    "generation", "sizing", "service", "llm", "options",
+]  # fmt: skip
+BENCH = [
+    "datasets", "popularity", "prepare", "load", "report", "ideal", "sections", "plots", "local", "endpoint",
+    "run",
 ]  # fmt: skip
 INSIDE = {
     "lora": [
@@ -57,12 +61,13 @@ INSIDE = {
         "engine",
     ],
     "llmapi": LLMAPI,
+    "bench": BENCH,
 }
 NO_TORCH = [
     "errors", "request", "config", "stats", "pages", "lifeline", "wire", "text", "launcher",
     "lora.modules", "lora.geometry", "lora.tensors", "lora.slicing", "lora.cache", "cli",
     "engine.sequence", "engine.idle_blocks", "engine.guide", "engine.kv_cache", "engine.scheduler",
-    "llmapi", "lora_helper", "lora_manager", "executor", "sampling_params",
+    "llmapi", "bench", "lora_helper", "lora_manager", "executor", "sampling_params",
 ]  # fmt: skip
 CUDA_ROOMS = ("device", "kernels.cuda")
 

@@ -70,6 +70,7 @@ def _throughput(axes: Any, report: dict[str, Any]) -> None:
         [entry["system_output_throughput_tok_s"] for entry in sweep],
         marker="o",
     )
+    axes.set_xticks([entry["num_adapters"] for entry in sweep])
     axes.set(title="Throughput", xlabel="adapters", ylabel="output tokens / s")
     axes.set_ylim(bottom=0)
 

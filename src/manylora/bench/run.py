@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from manylora import __version__
+import manylora
 from manylora.bench.datasets import BenchRequest, adapters_of, read_dataset, with_adapters
 from manylora.bench.load import Record, Sample, Target, poisson_arrivals, run_load
 from manylora.bench.popularity import spread
@@ -273,7 +273,7 @@ def _report(
             "model": options.model,
             "model_path": str(options.model_dir) if options.model_dir else None,
             "backend": "pytorch",
-            "version": __version__,
+            "version": manylora.__version__,
             **side.engine(),
         },
         "machine": {"name": _cpu_name(), **side.device(), "memory": _memory_gib(), "cores": os.cpu_count()},

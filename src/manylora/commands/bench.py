@@ -156,7 +156,7 @@ def _plan(options: argparse.Namespace) -> BenchOptions:
         model=options.model or str(model_dir or options.endpoint),
         model_dir=model_dir,
         dataset=options.dataset,
-        llm=_llm_arguments(options),
+        llm={} if options.endpoint else _llm_arguments(options),
         sampling=_sampling(options),
         endpoint=options.endpoint,
         num_requests=options.num_requests,

@@ -28,8 +28,8 @@ LLMAPI = [
     "generation", "sizing", "service", "llm", "options",
 ]  # fmt: skip
 BENCH = [
-    "datasets", "popularity", "prepare", "load", "report", "ideal", "sections", "plots", "local", "endpoint",
-    "run",
+    "datasets", "popularity", "prepare", "load", "options", "report", "ideal", "sections", "plots", "local",
+    "endpoint", "openai_endpoint", "sides", "run",
 ]  # fmt: skip
 INSIDE = {
     "lora": [

@@ -1,4 +1,4 @@
-"""Protects `manylora bench --endpoint`: a real server gives the answers that the engine in this process gives,
+"""Protects `manylora bench --endpoint`: a server gives the answers that the engine in this process gives,
 with adapters that it has not seen before."""
 
 from __future__ import annotations

@@ -26,14 +26,22 @@ MAX_CONNECTIONS = 256
 NOT_CACHED = "Please send LoRA weights with request"
 ANSWER_TIMEOUT_S = 600.0
 MODEL = "tensorrt_llm"
+# Fields of SamplingParams that the server is told, under which name and type.
+WIRE = {
+    "end_id": ("end_id", np.int32),
+    "temperature": ("temperature", np.float32),
+    "top_k": ("runtime_top_k", np.int32),
+    "top_p": ("runtime_top_p", np.float32),
+    "seed": ("random_seed", np.uint64),
+}
 
 
 class EndpointTarget:
     """One connection for each request under way: on a stream of many an error does not say whose it is.
 
     An adapter's tensors go with the first request that asks for it, and again whenever the server says that
-    it has it no longer. encode: texts to token ids; None where every prompt is token ids. Raises ConfigError
-    when the server is not ready.
+    it has it no longer. sampling: fields of SamplingParams. encode: texts to token ids; None where every
+    prompt is token ids. Raises ConfigError for a field that cannot be sent, and when the server is not ready.
     """
 
     def __init__(
@@ -44,9 +52,13 @@ class EndpointTarget:
             import tritonclient.grpc as grpc
         except ImportError as error:
             raise ConfigError("--endpoint needs tritonclient: pip install 'tritonclient[grpc]'") from error
+        unknown = sorted(sampling.keys() - WIRE.keys())
+        if unknown:
+            raise ConfigError(f"--sampler_options: {unknown[0]} is not sent to an --endpoint; leave it out")
         self._grpc: Any = grpc
         self._url = url.removeprefix("grpc://")
-        self._streaming, self._sampling, self._encode = streaming, sampling, encode
+        self._streaming, self._encode = streaming, encode
+        self._sampling = {WIRE[name][0]: (value, WIRE[name][1]) for name, value in sampling.items()}
         self._pool = ThreadPoolExecutor(min(connections or MAX_CONNECTIONS, MAX_CONNECTIONS))
         self._local = threading.local()
         self._clients: list[Any] = []
@@ -122,7 +134,7 @@ class EndpointTarget:
             tokens += found[0, 0, :count].tolist()
             told = result.as_numpy("lora_cache_tier")
             tier = told.reshape(-1)[0].decode() if told is not None and told.size else tier
-        return Answer(first, len(ids), tuple(tokens), adapter_tier=tier)
+        return Answer(first, len(ids), len(tokens), tuple(tokens), adapter_tier=tier)
 
     def _inputs(self, request: BenchRequest, ids: list[int], with_tensors: bool) -> list[Any]:
         settings: dict[str, tuple[Any, Any]] = {

@@ -23,12 +23,14 @@ Sample = tuple[float, EngineStats]
 class Answer:
     """Times in seconds of `time.monotonic`. first_token: None where it is not known.
 
-    adapter_tier: where the adapter was: device, host, disk, or wire (the tensors came with the request).
+    token_ids: None from a server that tells only how many there were. adapter_tier: where the adapter was:
+    device, host, disk, or wire (the tensors came with the request); empty where it is not told.
     """
 
     first_token: float | None
     num_input_tokens: int
-    token_ids: tuple[int, ...]
+    num_output_tokens: int
+    token_ids: tuple[int, ...] | None = None
     text: str | None = None
     adapter_tier: str = ""
 

@@ -99,6 +99,7 @@ def _answer(output: RequestOutput, first: float | None) -> Answer:
     return Answer(
         first_token=first,
         num_input_tokens=len(output.prompt_token_ids),
+        num_output_tokens=len(one.token_ids),
         token_ids=tuple(one.token_ids),
         text=one.text or None,
         adapter_tier=output.adapter_tier,

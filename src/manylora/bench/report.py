@@ -86,9 +86,9 @@ def measure(records: Sequence[Record], *, streaming: bool, num_gpus: int = 1) ->
     first, last = min(r.started for r, _ in done), max(r.finished for r, _ in done)
     total = last - first
     inputs = sum(answer.num_input_tokens for _, answer in done)
-    outputs = sum(len(answer.token_ids) for _, answer in done)
+    outputs = sum(answer.num_output_tokens for _, answer in done)
     latencies = [record.finished - record.started for record, _ in done]
-    speeds = [len(a.token_ids) / latency for (_, a), latency in zip(done, latencies, strict=True)]
+    speeds = [a.num_output_tokens / latency for (_, a), latency in zip(done, latencies, strict=True)]
     issuing = max(record.started for record, _ in done) - first
     return Performance(
         num_requests=len(done),
@@ -148,9 +148,9 @@ def _streaming(done: Sequence[tuple[Record, Answer]]) -> Streaming | None:
     for record, answer in done:
         if answer.first_token is not None:
             ttfts.append((answer.first_token - record.started) * 1e3)
-            if len(answer.token_ids) > 1:
+            if answer.num_output_tokens > 1:
                 rest = record.finished - answer.first_token
-                tpots.append(rest * 1e3 / (len(answer.token_ids) - 1))
+                tpots.append(rest * 1e3 / (answer.num_output_tokens - 1))
     if not ttfts:
         return None
     tpots = tpots or [0.0]

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from manylora.bench.load import Record, Sample
+from manylora.bench.options import BenchOptions
 from manylora.bench.plots import check_plot, write_plot
 from manylora.bench.popularity import POPULARITIES
-from manylora.bench.run import BenchOptions, Outcome, run_bench
+from manylora.bench.run import Outcome, run_bench
 from manylora.bench.sections import render
 from manylora.commands import prepare_dataset
 from manylora.errors import ConfigError
@@ -90,7 +91,12 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     _add(group, "--concurrency", type=int, default=-1, help="requests under way at one time; -1: no limit")
     _add(group, "--request_rate", type=float, help="open loop: Poisson arrivals, requests a second")
     _add(group, "--streaming", action="store_true", help="take tokens as they come; tells TTFT and TPOT")
-    _add(group, "--endpoint", metavar="HOST:PORT", help="gRPC of a running Triton server, not an own engine")
+    _add(
+        group,
+        "--endpoint",
+        metavar="HOST:PORT",
+        help="gRPC of a running Triton server, or http://HOST:PORT of an OpenAI server, not an own engine",
+    )
     _add(group, "--eos_id", type=int, default=-1, help="ends an answer; -1: all have their output_tokens")
     _add(group, "--beam_width", type=int, default=1)
     _add(group, "--sampler_options", type=Path, help="fields of SamplingParams, YAML or JSON")
@@ -218,7 +224,7 @@ def _output(record: Record) -> dict[str, Any]:
     answer = record.answer
     return {
         "task_id": record.request.task_id,
-        "output_ids": list(answer.token_ids) if answer else None,
+        "output_ids": list(answer.token_ids) if answer and answer.token_ids is not None else None,
         "output_text": answer.text if answer else None,
         "error": record.error,
     }
@@ -232,7 +238,7 @@ def _times(record: Record) -> dict[str, Any]:
         "lora_name": request.lora.lora_name if request.lora else None,
         "adapter_tier": answer.adapter_tier if answer else None,
         "num_input_tokens": answer.num_input_tokens if answer else None,
-        "num_output_tokens": len(answer.token_ids) if answer else None,
+        "num_output_tokens": answer.num_output_tokens if answer else None,
         "start_s": record.started,
         "latency_ms": (record.finished - record.started) * 1e3,
         "ttft_ms": None if first is None else (first - record.started) * 1e3,

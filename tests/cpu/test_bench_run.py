@@ -4,7 +4,10 @@ is there, and what fails is said."""
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -26,7 +29,8 @@ ADAPTERS = [
 BASE = ["bench", "--model", "demo", "--model_path", str(DEMO / "base")]
 PERFORMANCE = {
     "total_latency_ms", "avg_request_latency_ms", "request_throughput_req_s",
-    "system_output_throughput_tok_s", "system_total_throughput_tok_s", "output_throughput_per_user_tok_s", "output_throughput_per_gpu_tok_s",
+    "system_output_throughput_tok_s", "system_total_throughput_tok_s",
+    "output_throughput_per_user_tok_s", "output_throughput_per_gpu_tok_s",
     "request_latency_percentiles_ms",
 }  # fmt: skip
 
@@ -130,6 +134,25 @@ def test_the_answers_are_those_of_generate_and_no_time_is_longer_than_the_run(tm
     assert performance["system_output_throughput_tok_s"] == pytest.approx(
         24 * 32e3 / performance["total_latency_ms"]
     )
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    """The dataset and the command of TensorRT-LLM's documents, on the demo."""
+    command = tmp_path / "bin" / "manylora"
+    command.parent.mkdir()
+    code = "import sys; from manylora.cli import main; sys.exit(main())"
+    command.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n", encoding="utf-8")
+    command.chmod(0o755)
+    path = f"{command.parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["examples/bench/bench.sh", str(tmp_path / "out")],
+        cwd=DEMO.parents[1], env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "= ADAPTERS" in done.stdout
+    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    assert report["request_info"]["num_requests"] == 64 and report["adapters"]["num_distinct"] == 2
+    assert report["request_info"]["avg_num_concurrent_requests"] <= 16
 
 
 def answer_of(record: Record) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import base64
 import html
 import io
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,10 @@ def write_plot(
     """samples: empty for a server, whose cache is not seen from outside."""
     figure = _figure()
     left, middle, right = figure.subplots(1, 3)
-    _throughput(left, report)
+    if report["adapters"]["sweep"]:
+        _sweep(left, report["adapters"]["sweep"])
+    else:
+        _answered(left, records)
     _latency(middle, records)
     _cache(right, records, samples)
     picture = io.BytesIO()
@@ -57,22 +61,20 @@ def _figure() -> Any:
     return Figure(figsize=(15, 4.5), layout="constrained")
 
 
-def _throughput(axes: Any, report: dict[str, Any]) -> None:
-    adapters = report["adapters"]
-    sweep = adapters["sweep"] or [
-        {
-            "num_adapters": adapters["num_distinct"],
-            "system_output_throughput_tok_s": report["performance"]["system_output_throughput_tok_s"],
-        }
-    ]
-    axes.plot(
-        [entry["num_adapters"] for entry in sweep],
-        [entry["system_output_throughput_tok_s"] for entry in sweep],
-        marker="o",
-    )
-    axes.set_xticks([entry["num_adapters"] for entry in sweep])
+def _sweep(axes: Any, sweep: Sequence[dict[str, Any]]) -> None:
+    numbers = [entry["num_adapters"] for entry in sweep]
+    axes.plot(numbers, [entry["system_output_throughput_tok_s"] for entry in sweep], marker="o")
+    axes.set_xticks(numbers)
     axes.set(title="Throughput", xlabel="adapters", ylabel="output tokens / s")
     axes.set_ylim(bottom=0)
+
+
+def _answered(axes: Any, records: Sequence[Record]) -> None:
+    begin = min(record.started for record in records)
+    done = sorted((r.finished - begin, r.answer.num_output_tokens) for r in records if r.answer is not None)
+    tokens = [0, *accumulate(count for _, count in done)]
+    axes.step([0.0, *(at for at, _ in done)], tokens, where="post")
+    axes.set(title="Throughput", xlabel="s", ylabel="output tokens of ended requests")
 
 
 def _latency(axes: Any, records: Sequence[Record]) -> None:
@@ -91,7 +93,7 @@ def _latency(axes: Any, records: Sequence[Record]) -> None:
 
 
 def _cache(axes: Any, records: Sequence[Record], samples: Sequence[Sample]) -> None:
-    axes.set(title="Adapter cache", xlabel="s", ylabel="since the start")
+    axes.set(title="Adapter cache", xlabel="s", ylabel="count since the start")
     begin = min(record.started for record in records)
     for tier, name in TIERS.items():
         found = [r for r in records if r.answer is not None and r.answer.adapter_tier == tier]

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "src" / "manylora"
 
 # Lower levels first; inside a level, earlier names may be imported by later ones.
 ORDER = [
-    ["errors", "request", "config", "stats", "pages", "lifeline"],
+    ["errors", "request", "quant", "config", "stats", "pages", "lifeline"],
     ["wire", "text", "kernels", "device"],
     ["lora"],
     ["model"],
@@ -47,7 +47,7 @@ INSIDE = {
         "normalize",
         "report",
     ],
-    "model": ["checkpoint", "batch", "rope", "layers", "decoder", "weights"],
+    "model": ["checkpoint", "batch", "rope", "layers", "decoder", "quant", "weights"],
     "engine": [
         "sequence",
         "idle_blocks",
@@ -64,7 +64,7 @@ INSIDE = {
     "bench": BENCH,
 }
 NO_TORCH = [
-    "errors", "request", "config", "stats", "pages", "lifeline", "wire", "text", "launcher",
+    "errors", "request", "quant", "config", "stats", "pages", "lifeline", "wire", "text", "launcher",
     "lora.modules", "lora.geometry", "lora.tensors", "lora.slicing", "lora.cache", "cli",
     "engine.sequence", "engine.idle_blocks", "engine.guide", "engine.kv_cache", "engine.scheduler",
     "llmapi", "bench", "lora_helper", "lora_manager", "executor", "sampling_params",

@@ -12,6 +12,7 @@ from manylora.llmapi.llm_args import KvCacheConfig, PeftCacheConfig
 from manylora.llmapi.lora import LoraConfig, LoRARequest
 from manylora.llmapi.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimings
 from manylora.llmapi.sampling import SamplingParams
+from manylora.quant import QuantAlgo, QuantConfig
 
 if TYPE_CHECKING:
     from manylora.llmapi.llm import LLM
@@ -25,6 +26,8 @@ __all__ = [
     "Logprob",
     "LoraConfig",
     "PeftCacheConfig",
+    "QuantAlgo",
+    "QuantConfig",
     "RequestOutput",
     "RequestTimings",
     "SamplingParams",

@@ -29,6 +29,7 @@ from manylora.loop import EngineLoop
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
+from manylora.quant import QuantConfig
 from manylora.stats import EngineStats
 from manylora.text import Tokenizer
 
@@ -71,6 +72,7 @@ class LLM:
     batch_scheduler_policy: guaranteed_no_evict or max_utilization.
     max_beam_width: beams of one request; None: max_batch_size.
     guided_decoding_backend: llguidance, or xgrammar, which means the same here; None: no guided decoding.
+    quant_config: weights in fewer bits; None: as the directory has them.
 
     Raises ConfigError when it cannot be served so, also for an unknown argument.
     """
@@ -93,6 +95,7 @@ class LLM:
         batch_scheduler_policy: str = "guaranteed_no_evict",
         max_beam_width: int | None = None,
         guided_decoding_backend: str | None = None,
+        quant_config: QuantConfig | None = None,
         enable_lora: bool | None = None,
         **others: Any,
     ) -> None:
@@ -127,6 +130,7 @@ class LLM:
                 enable_kv_cache_reuse=kv.enable_block_reuse,
                 enable_chunked_context=enable_chunked_prefill,
                 batch_scheduler_policy=batch_scheduler_policy,
+                quant=quant_config,
                 lora=lora,
             )
             engine = Engine(config)

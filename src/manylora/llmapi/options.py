@@ -14,6 +14,7 @@ from typing import Any
 from manylora.errors import ConfigError
 from manylora.llmapi.llm_args import KvCacheConfig, PeftCacheConfig
 from manylora.llmapi.lora import LoraConfig
+from manylora.quant import QuantConfig
 
 __all__ = ["llm_arguments", "read_options"]
 
@@ -21,6 +22,7 @@ PARTS: dict[str, type] = {
     "lora_config": LoraConfig,
     "peft_cache_config": PeftCacheConfig,
     "kv_cache_config": KvCacheConfig,
+    "quant_config": QuantConfig,
 }
 
 

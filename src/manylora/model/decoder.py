@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config import ModelConfig
-from manylora.kernels.spec import LoraTarget, Ops
+from manylora.kernels.spec import LoraTarget, Ops, Weight
 from manylora.model.batch import ForwardBatch
 from manylora.model.layers import Attention, Block, LoraLinear, Mlp
 from manylora.model.rope import rope_frequencies
@@ -20,9 +22,10 @@ MLP_H_TO_4H, MLP_4H_TO_H, MLP_GATE, MLP_GATE_UP = 5, 6, 7, 18
 
 
 class Decoder:
-    """weights: our names to tensors on one device, in one dtype, as `model.weights` makes them."""
+    """weights: our names to tensors on one device, in one dtype, as `model.weights` makes them; matrices as
+    `ops.pack` does."""
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, weights: dict[str, Any], ops: Ops) -> None:
         self.config = config
         self._embedding = weights["embed"]
         self._head = weights["head"]
@@ -38,14 +41,14 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        tensors = [self._embedding, self._norm]
+        tensors: list[Weight] = [self._embedding, self._norm]
         if self._head is not self._embedding:
             tensors.append(self._head)
         for b in self._blocks:
             tensors += [b.attention_norm, b.mlp_norm]
             for linear in (b.attention.qkv, b.attention.out, b.mlp.up_gate, b.mlp.down):
                 tensors += [t for t in (linear.weight, linear.bias) if t is not None]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(t.nbytes for t in tensors)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
@@ -71,7 +74,7 @@ class Decoder:
         return (angles.cos() * factor).to(self.dtype), (angles.sin() * factor).to(self.dtype)
 
 
-def _block(config: ModelConfig, weights: dict[str, Tensor], ops: Ops, layer: int) -> Block:
+def _block(config: ModelConfig, weights: dict[str, Any], ops: Ops, layer: int) -> Block:
     def get(name: str) -> Tensor | None:
         return weights.get(f"{layer}.{name}")
 

@@ -15,7 +15,10 @@ from torch import Tensor
 from manylora.config import ModelConfig
 from manylora.device import Device
 from manylora.errors import ConfigError
+from manylora.kernels.quantised import QuantisedWeight
 from manylora.model.decoder import Decoder
+from manylora.model.quant import chosen, quantise, read_quantised, stored_names, stored_parts
+from manylora.quant import QuantConfig
 
 __all__ = ["compute_dtype", "load_decoder"]
 
@@ -41,16 +44,24 @@ def compute_dtype(choice: str, config: ModelConfig, device: Device) -> torch.dty
     return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[choice]
 
 
-def load_decoder(model_dir: Path, config: ModelConfig, dtype: torch.dtype, device: Device) -> Decoder:
-    """Weights of `model_dir` in `dtype` on `device`. Raises ConfigError naming a missing, unknown or
-    wrongly shaped tensor, or a broken file."""
+def load_decoder(
+    model_dir: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: Device,
+    quant: QuantConfig | None = None,
+) -> Decoder:
+    """Weights of `model_dir` in `dtype` on `device`, linear layers as `quant` says or as they are stored.
+    Raises ConfigError naming a missing, unknown or wrongly shaped tensor, or a broken file."""
     plan = _plan(config)
     with ExitStack() as stack:
         files = _open_files(Path(model_dir), stack)
-        _check_names(files, plan, config)
-        weights: dict[str, Tensor] = {}
+        _check_names(files, plan, config, quant)
+        weights: dict[str, Any] = {}
         for name, part in plan.items():  # packed one by one, so that no more than one matrix is here twice
             tensor = _read(part, files, dtype, device)
+            if quant and isinstance(tensor, Tensor) and chosen(name, part.sources, quant):
+                tensor = quantise(tensor, quant)
             weights[name] = device.ops.pack(tensor) if part.columns and name != "embed" else tensor
     if config.tie_word_embeddings:
         weights["head"] = device.ops.pack(weights["embed"])
@@ -116,8 +127,13 @@ def _open_files(model_dir: Path, stack: ExitStack) -> dict[str, Any]:
     return found
 
 
-def _check_names(files: dict[str, Any], plan: dict[str, _Part], config: ModelConfig) -> None:
-    wanted = {source for part in plan.values() for source in part.sources}
+def _check_names(
+    files: dict[str, Any], plan: dict[str, _Part], config: ModelConfig, quant: QuantConfig | None
+) -> None:
+    sources = {source for part in plan.values() for source in part.sources}
+    wanted = {name for source in sources for name in stored_names(source, files)}
+    if quant and quant.bits and wanted != sources:
+        raise ConfigError("the model directory is quantised already: leave quant_algo out")
     missing = sorted(wanted - files.keys())
     if missing:
         raise ConfigError(f"the checkpoint lacks {missing[0]} ({len(missing)} tensors missing)")
@@ -131,7 +147,16 @@ def _check_names(files: dict[str, Any], plan: dict[str, _Part], config: ModelCon
         )
 
 
-def _read(part: _Part, files: dict[str, Any], dtype: torch.dtype, device: Device) -> Tensor:
+def _read(part: _Part, files: dict[str, Any], dtype: torch.dtype, device: Device) -> Tensor | QuantisedWeight:
+    if any(stored_parts(source, files) for source in part.sources):
+        return read_quantised(
+            part.sources,
+            part.rows,
+            part.columns,
+            files,
+            lambda name: files[name].get_tensor(name).to(device.torch),
+            dtype,
+        )
     shape = (sum(part.rows), part.columns) if part.columns else (sum(part.rows),)
     fused = torch.empty(shape, dtype=dtype, device=device.torch)
     start = 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.errors import ConfigError
+from manylora.quant import QuantConfig
 
 __all__ = ["EngineConfig", "LoraCacheConfig", "ModelConfig"]
 
@@ -71,6 +72,7 @@ class EngineConfig:
     enable_chunked_context: bool = True
     batch_scheduler_policy: str = "guaranteed_no_evict"
     max_queue_size: int = 0  # waiting requests; 0: no limit
+    quant: QuantConfig | None = None  # weights in fewer bits; None: as the model directory has them
     wrap_input_ids: bool = False  # ids beyond the vocabulary are taken modulo its size instead of refused
     lora: LoraCacheConfig = field(default_factory=LoraCacheConfig)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from manylora.config import ModelConfig
 from manylora.device import open_device
-from manylora.errors import ConfigError, ManyloraError
+from manylora.errors import ManyloraError
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraSegment
 from manylora.lora.catalog import read_adapter_folder
 from manylora.lora.formats.base_weights import BaseWeights

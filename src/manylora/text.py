@@ -34,7 +34,8 @@ class Tokenizer:
     """tokenizer.json and tokenizer_config.json of a Hugging Face directory. Raises ConfigError."""
 
     def __init__(self, directory: Path) -> None:
-        path = Path(directory) / "tokenizer.json"
+        self.directory = Path(directory)
+        path = self.directory / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"tokenizer_dir: {path} does not exist")
         try:

@@ -13,19 +13,23 @@ PACKAGE = ROOT / "src" / "manylora"
 
 # Lower levels first; inside a level, earlier names may be imported by later ones.
 ORDER = [
-    ["errors", "request", "config", "stats", "pages", "lifeline"],
+    ["errors", "request", "quant", "config", "stats", "pages", "lifeline"],
     ["wire", "text", "kernels", "device"],
     ["lora"],
     ["model"],
     ["engine"],
     ["loop"],
-    ["launcher", "testing", "parity", "llmapi", "commands", "cli"],
+    ["launcher", "testing", "parity", "llmapi", "bench", "commands", "cli"],
     ["lora_helper", "lora_manager", "executor", "sampling_params"],
 ]
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
 LLMAPI = [
-    "lora", "llm_args", "sampling", "outputs", "result", "decoding", "continuation", "adapters", "generation",
-    "sizing", "service", "llm",
+    "lora", "llm_args", "guided", "sampling", "outputs", "result", "decoding", "continuation", "adapters",
+    "generation", "sizing", "service", "llm", "options",
+]  # fmt: skip
+BENCH = [
+    "datasets", "popularity", "prepare", "load", "options", "report", "ideal", "sections", "plots", "local",
+    "endpoint", "openai_endpoint", "sides", "run",
 ]  # fmt: skip
 INSIDE = {
     "lora": [
@@ -43,7 +47,7 @@ INSIDE = {
         "normalize",
         "report",
     ],
-    "model": ["families", "checkpoint", "plan", "batch", "rope", "layers", "decoder", "weights"],
+    "model": ["families", "checkpoint", "plan", "batch", "rope", "layers", "decoder", "quant", "weights"],
     "engine": [
         "sequence",
         "idle_blocks",
@@ -57,12 +61,13 @@ INSIDE = {
         "engine",
     ],
     "llmapi": LLMAPI,
+    "bench": BENCH,
 }
 NO_TORCH = [
-    "errors", "request", "config", "stats", "pages", "lifeline", "wire", "text", "launcher",
+    "errors", "request", "quant", "config", "stats", "pages", "lifeline", "wire", "text", "launcher",
     "lora.modules", "lora.geometry", "lora.tensors", "lora.slicing", "lora.cache", "cli",
     "engine.sequence", "engine.idle_blocks", "engine.guide", "engine.kv_cache", "engine.scheduler",
-    "llmapi", "lora_helper", "lora_manager", "executor", "sampling_params",
+    "llmapi", "bench", "lora_helper", "lora_manager", "executor", "sampling_params",
 ]  # fmt: skip
 CUDA_ROOMS = ("device", "kernels.cuda")
 

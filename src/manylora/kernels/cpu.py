@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.kernels import native
+from manylora.kernels.quantised import QuantisedWeight, pack_for_cpu
 from manylora.kernels.reference import ReferenceOps, attend
-from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraSegment, LoraTarget
+from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraSegment, LoraTarget, Weight
 
 __all__ = ["CpuOps"]
 
@@ -33,14 +33,16 @@ class CpuOps(ReferenceOps):
         self._packs = torch.backends.mkldnn.is_available()
         self._scores = torch.empty(0)
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor | QuantisedWeight) -> Weight:
+        if isinstance(weight, QuantisedWeight):
+            return pack_for_cpu(weight)
         if not self._packs or weight.dtype not in PACKED:
             return weight
         return torch.ops.mkldnn._reorder_linear_weight(weight)
 
-    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-        if not packed.is_mkldnn:
-            return F.linear(x, packed, bias)
+    def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
+        if not isinstance(packed, Tensor) or not packed.is_mkldnn:
+            return super().linear(x, packed, bias)
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
     def lora_add(

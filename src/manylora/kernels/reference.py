@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraTarget
+from manylora.kernels.quantised import QuantisedWeight, quantised_linear
+from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraTarget, Weight
 
 __all__ = ["ReferenceOps", "attend"]
 
@@ -16,10 +17,12 @@ __all__ = ["ReferenceOps", "attend"]
 class ReferenceOps:
     """Runs on any torch device."""
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor | QuantisedWeight) -> Weight:
         return weight
 
-    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
+        if not isinstance(packed, Tensor):
+            return quantised_linear(x, packed, bias)
         return F.linear(x, packed, bias)
 
     def lora_add(

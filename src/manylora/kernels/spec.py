@@ -14,7 +14,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["AttentionBatch", "LoraBatch", "LoraRow", "LoraSegment", "LoraTarget", "Ops"]
+from manylora.kernels.quantised import PackedInt4, QuantisedWeight
+
+__all__ = ["AttentionBatch", "LoraBatch", "LoraRow", "LoraSegment", "LoraTarget", "Ops", "Weight"]
+
+Weight = Tensor | QuantisedWeight | PackedInt4
+"""A weight [N, K] of a linear layer, as it is or packed."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +84,11 @@ class AttentionBatch:
 class Ops(Protocol):
     """The table of operations of one device."""
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor | QuantisedWeight) -> Weight:
         """A weight [N, K] in the form that this device's `linear` likes best; the original may be let go."""
         ...
 
-    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
         """Semantics: x @ weight.T + bias, of a packed weight; x [T, K] -> [T, N]."""
         ...
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config import ModelConfig
-from manylora.kernels.spec import LoraTarget, Ops
+from manylora.kernels.spec import LoraTarget, Ops, Weight
 from manylora.model.batch import ForwardBatch
 from manylora.model.layers import ACTIVATIONS, Attention, Block, FeedForward, LoraLinear, Mlp, Norm
 from manylora.model.rope import rope_frequencies
@@ -20,13 +22,14 @@ MLP_H_TO_4H, MLP_4H_TO_H, MLP_GATE, MLP_GATE_UP = 5, 6, 7, 18
 
 
 class Decoder:
-    """weights: our names to tensors on one device, in one dtype, as `model.weights` makes them.
+    """weights: our names to tensors on one device, in one dtype, as `model.weights` makes them; matrices as
+    `ops.pack` does.
 
     max_seq_len: the longest sequence that will come; None: what the model allows.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: dict[str, Tensor], ops: Ops, max_seq_len: int | None = None
+        self, config: ModelConfig, weights: dict[str, Any], ops: Ops, max_seq_len: int | None = None
     ) -> None:
         self.config = config
         self._weights, self._ops = weights, ops
@@ -53,8 +56,8 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        tensors = {id(tensor): tensor for tensor in self._weights.values()}
-        return sum(t.numel() * t.element_size() for t in tensors.values())
+        weights = {id(weight): weight for weight in self._weights.values()}
+        return sum(_nbytes(weight) for weight in weights.values())
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
@@ -148,3 +151,8 @@ class Decoder:
         if weight is None:
             return None
         return Norm(self._ops, weight, self._weights.get(f"{name}.bias"), self.config.norm_eps)
+
+
+def _nbytes(weight: Weight) -> int:
+    """Of tensors in every layout; some do not tell."""
+    return weight.numel() * weight.element_size() if isinstance(weight, Tensor) else weight.nbytes

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config import ModelConfig
-from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraTarget, Ops
+from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraTarget, Ops, Weight
 
 __all__ = ["ACTIVATIONS", "Attention", "Block", "FeedForward", "LoraLinear", "Mlp", "Norm"]
 
@@ -49,7 +49,7 @@ class LoraLinear:
 
     ops: Ops
     layer: int
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None
     targets: tuple[LoraTarget, ...]
 

@@ -14,8 +14,11 @@ from torch import Tensor
 from manylora.config import ModelConfig
 from manylora.device import Device
 from manylora.errors import ConfigError
+from manylora.kernels.quantised import QuantisedWeight
 from manylora.model.decoder import Decoder
 from manylora.model.plan import Part, checkpoint_plan, head_name
+from manylora.model.quant import chosen, quantise, read_quantised, stored_names, stored_parts
+from manylora.quant import QuantConfig
 
 __all__ = ["compute_dtype", "load_decoder"]
 
@@ -38,17 +41,21 @@ def load_decoder(
     dtype: torch.dtype,
     device: Device,
     max_seq_len: int | None = None,
+    quant: QuantConfig | None = None,
 ) -> Decoder:
     """Weights of `model_dir` in `dtype` on `device`, for sequences of up to max_seq_len tokens (None: what
-    the model allows). Raises ConfigError naming a missing, unknown or wrongly shaped tensor, or a broken
-    file."""
+    the model allows), linear layers as `quant` says or as they are stored. Raises ConfigError naming a
+    missing, unknown or wrongly shaped tensor, or a broken file."""
     with ExitStack() as stack:
         files = _open_files(Path(model_dir), stack)
         plan = checkpoint_plan(config, files)
-        _check_names(files, plan, config)
-        weights: dict[str, Tensor] = {}
+        _check_names(files, plan, config, quant)
+        weights: dict[str, Any] = {}
         for name, part in plan.items():  # packed one by one, so that no more than one matrix is here twice
             tensor = _read(part, files, torch.float32 if part.plus_one else dtype, device)
+            sources = [piece.source for piece in part.pieces]
+            if quant and isinstance(tensor, Tensor) and chosen(name, sources, quant):
+                tensor = quantise(tensor, quant)
             weights[name] = device.ops.pack(tensor) if part.is_matrix else tensor
     if config.tie_word_embeddings:
         weights["head.weight"] = device.ops.pack(weights["embed"])
@@ -78,8 +85,13 @@ def _open_files(model_dir: Path, stack: ExitStack) -> dict[str, Any]:
     return found
 
 
-def _check_names(files: dict[str, Any], plan: dict[str, Part], config: ModelConfig) -> None:
-    wanted = {piece.source for part in plan.values() for piece in part.pieces}
+def _check_names(
+    files: dict[str, Any], plan: dict[str, Part], config: ModelConfig, quant: QuantConfig | None
+) -> None:
+    sources = {piece.source for part in plan.values() for piece in part.pieces}
+    wanted = {name for source in sources for name in stored_names(source, files)}
+    if quant and quant.bits and wanted != sources:
+        raise ConfigError("the model directory is quantised already: leave quant_algo out")
     missing = sorted(wanted - files.keys())
     if missing:
         raise ConfigError(f"the checkpoint lacks {missing[0]} ({len(missing)} tensors missing)")
@@ -93,7 +105,15 @@ def _check_names(files: dict[str, Any], plan: dict[str, Part], config: ModelConf
         )
 
 
-def _read(part: Part, files: dict[str, Any], dtype: torch.dtype, device: Device) -> Tensor:
+def _read(part: Part, files: dict[str, Any], dtype: torch.dtype, device: Device) -> Tensor | QuantisedWeight:
+    if any(stored_parts(piece.source, files) for piece in part.pieces):
+        return read_quantised(
+            [(piece.source, piece.start, piece.rows) for piece in part.pieces],
+            part.shape[1],
+            files,
+            lambda name: files[name].get_tensor(name).to(device.torch),
+            dtype,
+        )
     fused = torch.empty(part.shape, dtype=dtype, device=device.torch)
     start = 0
     for piece in part.pieces:

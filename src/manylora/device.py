@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 
 from manylora.errors import ConfigError
+from manylora.kernels import native
+from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import Ops
@@ -41,7 +43,9 @@ def open_device(name: str) -> Device:
     except RuntimeError as error:
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
     if device.type == "cpu":
-        return Device(device, CpuOps(), f"CPU ({torch.get_num_threads()} threads)")
+        library = native.load()
+        ops = CpuOps() if library is None else CompiledOps(library)
+        return Device(device, ops, f"CPU ({torch.get_num_threads()} threads)")
     if device.type != "cuda":
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
     if not torch.cuda.is_available():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from manylora.kernels import native
+from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraSegment, LoraTarget
@@ -20,14 +21,12 @@ needs_compiler = pytest.mark.skipif(
 
 
 @pytest.fixture(params=["torch", pytest.param("native", marks=needs_compiler)])
-def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CpuOps:
-    native.load.cache_clear()
+def ops(request: pytest.FixtureRequest) -> CpuOps:
     if request.param == "torch":
-        monkeypatch.setenv("MANYLORA_NATIVE", "0")
-    made = CpuOps()
-    assert (made._native is None) == (request.param == "torch")
-    native.load.cache_clear()
-    return made
+        return CpuOps()
+    library = native.load()
+    assert library is not None
+    return CompiledOps(library)
 
 
 def lora_batch(lengths: list[int], ranks: list[int], dora: bool = False) -> LoraBatch:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from manylora.kernels.panels import Panels
 from manylora.kernels.quantised import QuantisedWeight, quantised_linear
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraTarget, Weight
 
@@ -17,11 +18,17 @@ __all__ = ["ReferenceOps", "attend"]
 class ReferenceOps:
     """Runs on any torch device."""
 
+    has_bfloat16 = True
+
+    def keeps(self, stored: torch.dtype, compute: torch.dtype) -> bool:
+        return stored == compute
+
     def pack(self, weight: Tensor | QuantisedWeight) -> Weight:
         return weight
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
         if not isinstance(packed, Tensor):
+            assert not isinstance(packed, Panels)
             return quantised_linear(x, packed, bias)
         return F.linear(x, packed, bias)
 

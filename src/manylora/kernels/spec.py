@@ -12,13 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from manylora.kernels.panels import Panels
 from manylora.kernels.quantised import PackedInt4, QuantisedWeight
 
 __all__ = ["AttentionBatch", "LoraBatch", "LoraRow", "LoraSegment", "LoraTarget", "Ops", "Weight"]
 
-Weight = Tensor | QuantisedWeight | PackedInt4
+Weight = Tensor | QuantisedWeight | PackedInt4 | Panels
 """A weight [N, K] of a linear layer, as it is or packed."""
 
 
@@ -83,6 +85,13 @@ class AttentionBatch:
 
 class Ops(Protocol):
     """The table of operations of one device."""
+
+    has_bfloat16: bool
+    """Whether the processor multiplies bfloat16 itself."""
+
+    def keeps(self, stored: torch.dtype, compute: torch.dtype) -> bool:
+        """Whether `linear` reads a weight as it is stored, though it computes in `compute`."""
+        ...
 
     def pack(self, weight: Tensor | QuantisedWeight) -> Weight:
         """A weight [N, K] in the form that this device's `linear` likes best; the original may be let go."""

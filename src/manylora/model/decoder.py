@@ -22,16 +22,22 @@ MLP_H_TO_4H, MLP_4H_TO_H, MLP_GATE, MLP_GATE_UP = 5, 6, 7, 18
 
 
 class Decoder:
-    """weights: our names to tensors on one device, in one dtype, as `model.weights` makes them; matrices as
-    `ops.pack` does.
+    """weights: our names to tensors on one device, as `model.weights` makes them, matrices packed.
+
+    dtype: what is computed in; weights may be narrower.
 
     max_seq_len: the longest sequence that will come; None: what the model allows.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: dict[str, Any], ops: Ops, max_seq_len: int | None = None
+        self,
+        config: ModelConfig,
+        weights: dict[str, Any],
+        dtype: torch.dtype,
+        ops: Ops,
+        max_seq_len: int | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.dtype = config, dtype
         self._weights, self._ops = weights, ops
         self._embedding = weights["embed"]
         self._positions = weights.get("positions")
@@ -49,10 +55,6 @@ class Decoder:
         self._ropes = [(frequencies.to(device), factor) for frequencies, factor in self._ropes]
         # Rounded to the compute dtype before it is used, as the models were trained.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=device)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._embedding.dtype
 
     @property
     def weight_bytes(self) -> int:
@@ -82,7 +84,7 @@ class Decoder:
 
     def _embed(self, batch: ForwardBatch) -> Tensor:
         """The embedding's scale is for tokens: vectors of a request are taken as they come."""
-        x = F.embedding(batch.input_ids, self._embedding)
+        x = F.embedding(batch.input_ids, self._embedding).to(self.dtype)
         if self.config.embedding_scale != 1:
             x = x * self._embedding_scale
         if batch.embeddings is not None:

@@ -25,12 +25,16 @@ __all__ = ["compute_dtype", "load_decoder"]
 # Buffers that some checkpoints carry and that the configuration determines; the biases are causal masks.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bias")
 
+STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
 
 def compute_dtype(choice: str, config: ModelConfig, device: Device) -> torch.dtype:
-    """`auto` takes the checkpoint's; on a CPU float32 in place of float16, which CPUs compute slowly."""
+    """`auto` takes the checkpoint's; on a CPU float32 in place of float16, and of bfloat16 where the
+    processor does not have it: both are slow there, and float32 loses nothing."""
     if choice == "auto":
         choice = config.dtype
-        if device.torch.type == "cpu" and choice == "float16":
+        slow = choice == "float16" or (choice == "bfloat16" and not device.ops.has_bfloat16)
+        if device.torch.type == "cpu" and slow:
             choice = "float32"
     return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[choice]
 
@@ -52,14 +56,28 @@ def load_decoder(
         _check_names(files, plan, config, quant)
         weights: dict[str, Any] = {}
         for name, part in plan.items():  # packed one by one, so that no more than one matrix is here twice
-            tensor = _read(part, files, torch.float32 if part.plus_one else dtype, device)
+            tensor = _read(part, files, _dtype_here(name, part, files, dtype, device), device)
             sources = [piece.source for piece in part.pieces]
             if quant and isinstance(tensor, Tensor) and chosen(name, sources, quant):
                 tensor = quantise(tensor, quant)
             weights[name] = device.ops.pack(tensor) if part.is_matrix else tensor
     if config.tie_word_embeddings:
         weights["head.weight"] = device.ops.pack(weights["embed"])
-    return Decoder(config, weights, device.ops, max_seq_len)
+    return Decoder(config, weights, dtype, device.ops, max_seq_len)
+
+
+def _dtype_here(
+    name: str, part: Part, files: dict[str, Any], compute: torch.dtype, device: Device
+) -> torch.dtype:
+    """What a tensor is held in: the compute dtype, or narrower as it is stored where nothing is lost."""
+    if part.plus_one:
+        return torch.float32
+    if not (part.is_matrix or name == "embed"):
+        return compute
+    sources = {piece.source for piece in part.pieces} & files.keys()
+    stored = {STORED.get(files[source].get_slice(source).get_dtype(), compute) for source in sources}
+    narrow = stored.pop() if len(stored) == 1 else compute
+    return narrow if device.ops.keeps(narrow, compute) else compute
 
 
 def _open_files(model_dir: Path, stack: ExitStack) -> dict[str, Any]:

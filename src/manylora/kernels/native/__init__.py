@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from functools import lru_cache
@@ -19,13 +20,26 @@ __all__ = ["load"]
 
 logger = logging.getLogger("manylora")
 
-SOURCE = Path(__file__).parent / "kernels.c"
+FOLDER = Path(__file__).parent
+SOURCES = sorted(FOLDER.glob("*.c"))
 # Sums may be reordered; infinities and NaNs keep their meaning. -ffast-math is for the compiler only: given
 # to the linker, it would change the rounding of the whole process.
 COMPILE = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp", "-fPIC", "-c")
 LINK = ("-shared", "-fopenmp")
-TIMEOUT_S = 60
-FUNCTIONS = ("lora_add", "decode_attention")
+TIMEOUT_S = 120  # a few seconds on an idle machine
+POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+KINDS = {"p": POINTER, "i": INTEGER, "f": REAL}
+# p: pointer, i: integer, f: float; see the C files for their names.
+FUNCTIONS = {
+    "linear_float32": "pipiipiipp",
+    "linear_bfloat16": "pipiipiipp",
+    "linear_int8": "pipiipiipp",
+    "lora_add": "pipiippiii",
+    "decode_attention": "pipipppipiiiiifipi",
+    "store_rows": "ppipii",
+    "rms_norm": "ppipiif",
+    "rotary": "ppiippiii",
+}
 
 
 @lru_cache(maxsize=1)
@@ -43,8 +57,9 @@ def load() -> ctypes.CDLL | None:
         if not path.exists():
             _build(compiler, path)
         library = ctypes.CDLL(str(path))
-        for name in FUNCTIONS:
+        for name, kinds in FUNCTIONS.items():
             getattr(library, name).restype = None
+            getattr(library, name).argtypes = [KINDS[kind] for kind in kinds]
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         logger.warning("native CPU kernels could not be built, torch is used: %s", error)
         return None
@@ -72,18 +87,33 @@ def _key(compiler: str) -> str:
     ).stdout
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     flags = sorted({line for line in info if line.startswith(("flags", "Features", "model name"))})
-    parts = (SOURCE.read_bytes(), repr((COMPILE, LINK)).encode(), version, "\n".join(flags).encode())
+    sources = [path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]"))]
+    parts = (*sources, repr((COMPILE, LINK)).encode(), version, "\n".join(flags).encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
 
 
 def _build(compiler: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        built, made = Path(folder) / "kernels.o", Path(folder) / path.name
-        for command in (
-            [compiler, *COMPILE, str(SOURCE), "-o", str(built)],
-            [compiler, *LINK, str(built), "-o", str(made), "-lm"],
-        ):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-            if done.returncode:
-                raise OSError(done.stderr.strip()[:300] or f"{compiler} failed")
+        objects, made = [Path(folder) / f"{source.stem}.o" for source in SOURCES], Path(folder) / path.name
+        commands = [
+            [compiler, *COMPILE, str(source), "-o", str(built)]
+            for source, built in zip(SOURCES, objects, strict=True)
+        ]
+        commands.append([compiler, *LINK, *map(str, objects), "-o", str(made), "-lm"])
+        for command in commands:
+            _run(command)
         made.replace(path)  # at once: another process may be building the same
+
+
+def _run(command: list[str]) -> None:
+    """A compiler is several processes: all of them end when the time is over."""
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            _, errors = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise OSError(errors.strip()[:300] or f"{command[0]} failed")

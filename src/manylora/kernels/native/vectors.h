@@ -1,0 +1,35 @@
+/* Vectors as wide as the processor has, by the compiler's extension; loads may be unaligned. */
+
+#pragma once
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __AVX512F__
+enum { LANES = 16, TILE_ROWS = 8 };
+#else
+enum { LANES = 8, TILE_ROWS = 4 };
+#endif
+
+typedef float vector __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef int32_t integers __attribute__((vector_size(4 * LANES)));
+typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1)));
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")
+
+INLINE vector load(const float *at) { return *(const vector *)at; }
+INLINE void store(float *at, vector value) { *(vector *)at = value; }
+INLINE vector all(float value) { return (vector){0} + value; }
+
+INLINE float total(vector v) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += v[i];
+    return sum;
+}
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }

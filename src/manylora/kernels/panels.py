@@ -1,0 +1,65 @@
+"""Weights as the compiled linear layer of CPUs reads them, and that layer."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from manylora.kernels.quantised import QuantisedWeight
+
+__all__ = ["Panels", "panels_linear", "to_panels"]
+
+KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}
+
+
+@dataclass(frozen=True, eq=False)
+class Panels:
+    """A weight [N, K] in float32, bfloat16, or int8 with a scale for each row, laid out for native/linear.c.
+
+    values: [panels, K, width], zeros past the last row. scale: float32 [N], int8 only. rows: N.
+    """
+
+    values: Tensor
+    scale: Tensor | None
+    rows: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+
+def to_panels(weight: Tensor | QuantisedWeight, width: int) -> Panels | None:
+    """None where the compiled layer has no kernel for it."""
+    scale = None
+    if isinstance(weight, QuantisedWeight):
+        scales = weight.scales
+        if weight.values.dtype != torch.int8 or scales.shape[1] != 1 or weight.offsets is not None:
+            return None
+        weight, scale = weight.values, scales[:, 0].float().contiguous()
+    if weight.dtype not in KINDS:
+        return None
+    rows, columns = weight.shape
+    panels = -(-rows // width)
+    values = torch.empty(panels, columns, width, dtype=weight.dtype)
+    whole = rows // width
+    values[:whole].copy_(weight[: whole * width].view(whole, width, columns).transpose(1, 2))
+    if whole < panels:
+        values[whole].copy_(F.pad(weight[whole * width :], (0, 0, 0, panels * width - rows)).T)
+    return Panels(values, scale, rows)
+
+
+def panels_linear(library: ctypes.CDLL, x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
+    """x [T, K] float32 -> [T, N] float32."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    y = torch.empty(x.shape[0], weight.rows)
+    getattr(library, "linear_" + KINDS[weight.values.dtype])(
+        y.data_ptr(), weight.rows, x.data_ptr(), x.stride(0), x.shape[0], weight.values.data_ptr(),
+        x.shape[1], weight.rows, None if weight.scale is None else weight.scale.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+    )  # fmt: skip
+    return y

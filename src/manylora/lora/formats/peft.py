@@ -32,6 +32,8 @@ MLP_IDS = {
     "gate_proj": 5, "c_fc": 5, "fc1": 5, "dense_h_to_4h": 5,
     "down_proj": 6, "c_proj": 6, "fc2": 6, "dense_4h_to_h": 6, "up_proj": 7, "gate_up_proj": 18,
 }  # fmt: skip
+MODULE_IDS = {**ATTENTION_IDS, **MLP_IDS}
+"""Module id of each name in PEFT; c_proj is that of the MLP."""
 GATE_UP = MLP_IDS["gate_up_proj"]
 # Names under which some families stack [q; k; v] once for each group of heads, others once.
 GROUPED = "query_key_value"
@@ -194,8 +196,8 @@ def _ungroup(path: str, rows: np.ndarray, module: LoraModule | None) -> np.ndarr
     """The base keeps these rows as [q; k; v] once for each group of heads, the tensor format once."""
     if module is None:
         raise AdapterInvalidError(
-            f"{path}: how the rows of {GROUPED} are ordered depends on the base model, which is not known here; "
-            "name it (--base)"
+            f"{path}: the order of its rows depends on the base model, which is not known here: name it, or "
+            "convert the adapter with `manylora convert --base`"
         )
     stacks = rows.reshape(module.groups, -1, *rows.shape[1:])
     ends = np.cumsum([part // module.groups for part in module.parts])[:-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,28 @@ def test_greedy_tokens_of_the_engine(family: str, workshop: Path) -> None:
     engine.close()
     for seed, (handle, (_, adapter)) in enumerate(zip(handles, wanted, strict=True)):
         assert found[handle] == reference_generate(model, adapter, tokens(20 + seed, seed), 12)
+
+
+SETTINGS = {
+    "gemma2": (
+        {"attention_softcap": None}, {"logits_softcap": None}, {"attention_scale": None}, {"norm": "rms"},
+        {"sliding_windows": ()}, {"activation": "gelu"}, {"embedding_scale": 1.0},
+    ),
+    "gemma3": ({"rope_local_theta": None},),
+    "granite": ({"residual_scale": 1.0}, {"attention_scale": None}, {"logits_scale": 1.0}),
+    "gpt-neox": ({"partial_rotary_factor": 0.5}, {"parallel_blocks": False}, {"qkv_groups": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", sorted(SETTINGS))
+def test_each_setting_changes_the_logits(family: str, workshop: Path) -> None:
+    """Else the comparison above would say nothing about it."""
+    model = make_model(workshop / f"settings-{family}", family, seed=3)
+    config, expected = read_model_config(model), reference_logits(model, None, tokens(40))
+    for setting in SETTINGS[family]:
+        changed = load_decoder(model, replace(config, **setting), torch.float32, open_device("cpu"))
+        [found] = Driver(changed, [tokens(40)], [None]).run()
+        assert not agree(found, expected), setting
 
 
 def test_longrope_takes_the_long_factors_when_sequences_may_be_long(workshop: Path) -> None:

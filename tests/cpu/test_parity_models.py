@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from manylora.commands.convert import main as convert
 from manylora.config import EngineConfig, LoraCacheConfig
 from manylora.device import open_device
 from manylora.engine.engine import Engine
@@ -39,6 +42,15 @@ def tokens(count: int, seed: int = 2) -> list[int]:
 
 def decoder_of(model: Path, dtype: torch.dtype = torch.float32, max_seq_len: int | None = None) -> Decoder:
     return load_decoder(model, read_model_config(model), dtype, open_device("cpu"), max_seq_len)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The matrices are so small that threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +194,10 @@ def test_grouped_rows_need_the_base(workshop: Path) -> None:
     adapter = make_adapter(workshop / "grouped-a", model, rank=2, modules=("query_key_value",))
     with pytest.raises(AdapterInvalidError, match="query_key_value: the order of its rows depends"):
         read_adapter_folder(adapter)
+    out = workshop / "grouped-converted"
+    assert convert(["-i", str(adapter), "-o", str(out), "--base", str(model)]) == 0
+    for one, other in zip(read_adapter_folder(out), read_from("peft", adapter, model), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_the_reference_ops_agree(workshop: Path) -> None:

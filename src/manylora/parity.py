@@ -205,7 +205,7 @@ def _verdicts(folder: Path, family: str) -> dict[str, str]:
                 adapters.append(read_from(source, adapter, model_dir))
                 labels.append((kind, source))
         except ManyloraError as error:
-            verdicts[kind] = REFUSED + str(error).rpartition(": ")[2]
+            verdicts[kind] = REFUSED + str(error).partition(": ")[2]
     found = []
     for first in range(0, len(adapters), 8):
         part = adapters[first : first + 8]

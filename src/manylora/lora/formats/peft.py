@@ -55,7 +55,7 @@ REFUSED = (
         re.compile(r"(embed|lm_head|wte|wpe).*\.(lora_|base_layer)"),
         "adapters on the embedding or the head are not supported; leave them out of target_modules",
     ),
-    (re.compile(r"\.bias$"), 'trained biases are not supported; train with bias "none"'),
+    (re.compile(r"(?<!lm_head)\.bias$"), 'trained biases are not supported; train with bias "none"'),
     (DORA, "this DoRA magnitude belongs to no known LoRA module"),
     (
         re.compile(r"^(?!.*\.lora_)"),

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +58,7 @@ KINDS: dict[str, Callable[[Shape], dict[str, Any]]] = {
     "lm_head": lambda shape: {"rank": 4, "modules": (shape[0][0], "lm_head")},
     "modules_to_save": lambda _: {"rank": 4, "modules_to_save": ["lm_head"]},
 }
+REFUSED = "refused: "
 SOURCES = ("peft", "npy", "llgtrt")
 
 
@@ -122,9 +122,9 @@ class Driver:
         self._logits: list[list[Tensor]] = [[] for _ in sequences]
 
     def run(self) -> list[Tensor]:
-        """Logits [len, vocab] of each sequence: unequal chunks first, then the rest token by token, everything
-        packed together."""
-        plans = [[max(len(s) // 2, 1), max(len(s) // 4, 1)] for s in self._sequences]
+        """Logits [len, vocab] of each sequence: unequal chunks first, then the rest token by token, all of
+        them packed together."""
+        plans = [[max(len(s) // part, 1) for part in (2, 4, 8)] for s in self._sequences]
         while any(d < len(s) for d, s in zip(self._done, self._sequences, strict=True)):
             counts = []
             for s, plan in enumerate(plans):
@@ -135,7 +135,12 @@ class Driver:
 
     def _step(self, counts: list[int]) -> None:
         live = [(s, n) for s, n in enumerate(counts) if n]
-        starts, ids, positions, slots, lens, table, segments = [0], [], [], [], [], [], []
+        starts, segments = [0], []
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        lens: list[int] = []
+        table: list[list[int]] = []
         width = max(len(b) for b in self._blocks)
         for s, n in live:
             span = range(self._done[s], self._done[s] + n)
@@ -162,7 +167,7 @@ class Driver:
 
 def _lay_out(
     adapters: Sequence[Tensors | None], model: ModelConfig
-) -> tuple[Tensor, list[Mapping[tuple[int, int], LoraRow]]]:
+) -> tuple[Tensor, list[dict[tuple[int, int], LoraRow]]]:
     """Adapters in one flat pool, each row at an odd place and NaN between them."""
     modules = lora_modules(model)
     pieces, places, used = [np.full(13, np.nan, np.float32)], [], 13
@@ -183,12 +188,15 @@ def _lay_out(
 
 
 def _verdicts(folder: Path, family: str) -> dict[str, str]:
-    """Kind of adapter, and `base`, to `pass`, `differs`, or why it is refused; sources told apart if unequal."""
+    """Kind of adapter, and `base`, to `pass`, `differs`, or why it is refused; sources apart if unequal."""
     model_dir = make_model(folder / family, family, seed=3)
     config = read_model_config(model_dir)
     decoder = load_decoder(model_dir, config, torch.float32, open_device("cpu"), LONGEST)
-    ids = [random.Random(len(family)).randrange(250) for _ in range(LONGEST)]
-    verdicts, adapters, labels = {}, [None], [("base", "")]
+    picks = random.Random(len(family))
+    ids = [picks.randrange(250) for _ in range(LONGEST)]
+    verdicts: dict[str, str] = {}
+    adapters: list[Tensors | None] = [None]
+    labels = [("base", "")]
     folders: dict[str, Path | None] = {"base": None}
     for seed, kind in enumerate(KINDS):
         try:
@@ -197,7 +205,7 @@ def _verdicts(folder: Path, family: str) -> dict[str, str]:
                 adapters.append(read_from(source, adapter, model_dir))
                 labels.append((kind, source))
         except ManyloraError as error:
-            verdicts[kind] = f"refused: {str(error).rpartition(': ')[2]}"
+            verdicts[kind] = REFUSED + str(error).partition(": ")[2]
     found = []
     for first in range(0, len(adapters), 8):
         part = adapters[first : first + 8]
@@ -212,8 +220,12 @@ def _verdicts(folder: Path, family: str) -> dict[str, str]:
 
 def main() -> int:
     """Print the tables. Returns 1 when something differs."""
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # the matrices are so small that threads only wait for each other
     reasons: list[str] = []
     kinds = ("base", *KINDS)
     print("| model | " + " | ".join(kinds) + " |\n|" + "---|" * (len(kinds) + 1))
@@ -225,15 +237,16 @@ def main() -> int:
             for kind in kinds:
                 verdict = verdicts[kind]
                 good = good and "differs" not in verdict
-                if verdict.startswith("refused: "):
-                    if verdict not in reasons:
-                        reasons.append(verdict)
-                    verdict = f"refused ({reasons.index(verdict) + 1})"
+                if verdict.startswith(REFUSED):
+                    reason = verdict.removeprefix(REFUSED)
+                    if reason not in reasons:
+                        reasons.append(reason)
+                    verdict = f"refused ({reasons.index(reason) + 1})"
                 cells.append(verdict)
             print(f"| {family} | " + " | ".join(cells) + " |", flush=True)
     print(f"\nSources, each of them in each cell: {', '.join(SOURCES)}.\n")
     for number, reason in enumerate(reasons, 1):
-        print(f"({number}) {reason}")
+        print(f"({number}) {reason}\n")
     return 0 if good else 1
 
 

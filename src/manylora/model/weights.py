@@ -16,7 +16,7 @@ from manylora.device import Device
 from manylora.errors import ConfigError
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.model.decoder import Decoder
-from manylora.model.plan import Part, checkpoint_plan, head_name
+from manylora.model.plan import Part, checkpoint_plan, unused_names
 from manylora.model.quant import chosen, quantise, read_quantised, stored_names, stored_parts
 from manylora.quant import QuantConfig
 
@@ -59,7 +59,7 @@ def load_decoder(
             tensor = _read(part, files, _dtype_here(name, part, files, dtype, device), device)
             sources = [piece.source for piece in part.pieces]
             if quant and isinstance(tensor, Tensor) and chosen(name, sources, quant):
-                tensor = quantise(tensor, quant)
+                tensor = quantise(tensor.to(dtype), quant)
             weights[name] = device.ops.pack(tensor) if part.is_matrix else tensor
     if config.tie_word_embeddings:
         weights["head.weight"] = device.ops.pack(weights["embed"])
@@ -113,9 +113,9 @@ def _check_names(
     missing = sorted(wanted - files.keys())
     if missing:
         raise ConfigError(f"the checkpoint lacks {missing[0]} ({len(missing)} tensors missing)")
-    unknown = {n for n in files.keys() - wanted if not n.endswith(IGNORED_SUFFIXES)}
-    if config.tie_word_embeddings:
-        unknown -= {f"{head_name(config)}.weight"}
+    unused = unused_names(config)
+    rest = files.keys() - wanted
+    unknown = {n for n in rest if not n.endswith(IGNORED_SUFFIXES) and not n.startswith(unused)}
     if unknown:
         raise ConfigError(
             f"the checkpoint holds {min(unknown)}, which {config.architecture} with this config.json does "

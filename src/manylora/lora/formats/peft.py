@@ -32,6 +32,8 @@ MLP_IDS = {
     "gate_proj": 5, "c_fc": 5, "fc1": 5, "dense_h_to_4h": 5,
     "down_proj": 6, "c_proj": 6, "fc2": 6, "dense_4h_to_h": 6, "up_proj": 7, "gate_up_proj": 18,
 }  # fmt: skip
+MODULE_IDS = {**ATTENTION_IDS, **MLP_IDS}
+"""Module id of each name in PEFT; c_proj is that of the MLP."""
 GATE_UP = MLP_IDS["gate_up_proj"]
 # Names under which some families stack [q; k; v] once for each group of heads, others once.
 GROUPED = "query_key_value"
@@ -49,10 +51,16 @@ DORA_REASON = (
     "and send its tensors with is_dora 1"
 )
 REFUSED = (
-    (re.compile(r"embed|lm_head"), "adapters on the embedding or the head are not supported"),
-    (re.compile(r"\.bias$"), "trained biases are not supported"),
+    (
+        re.compile(r"(embed|lm_head|wte|wpe).*\.(lora_|base_layer)"),
+        "adapters on the embedding or the head are not supported; leave them out of target_modules",
+    ),
+    (re.compile(r"(?<!lm_head)\.bias$"), 'trained biases are not supported; train with bias "none"'),
     (DORA, "this DoRA magnitude belongs to no known LoRA module"),
-    (re.compile(r"^(?!.*\.lora_)"), "full weights (modules_to_save) are not supported"),
+    (
+        re.compile(r"^(?!.*\.lora_)"),
+        "full weights are not supported; train without modules_to_save, and save without embeddings",
+    ),
 )
 
 Parts = dict[str, tuple[str, np.ndarray]]  # "A", "B", "magnitude" -> path of the module, values
@@ -194,8 +202,8 @@ def _ungroup(path: str, rows: np.ndarray, module: LoraModule | None) -> np.ndarr
     """The base keeps these rows as [q; k; v] once for each group of heads, the tensor format once."""
     if module is None:
         raise AdapterInvalidError(
-            f"{path}: how the rows of {GROUPED} are ordered depends on the base model, which is not known here; "
-            "name it (--base)"
+            f"{path}: the order of its rows depends on the base model, which is not known here: name it, or "
+            "convert the adapter with `manylora convert --base`"
         )
     stacks = rows.reshape(module.groups, -1, *rows.shape[1:])
     ends = np.cumsum([part // module.groups for part in module.parts])[:-1]

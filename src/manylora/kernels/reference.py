@@ -8,13 +8,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraTarget
+from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch, LoraRow, LoraTarget
 
 __all__ = ["ReferenceOps"]
 
 
 class ReferenceOps:
-    """Runs on any torch device."""
+    """Runs on any torch device. Its batches need no tables beyond the host's."""
+
+    def reserve(self, limits: BatchLimits, device: torch.device) -> None:
+        pass
+
+    def plan(
+        self, attention: AttentionBatch, lora: LoraBatch | None, fixed: bool = False
+    ) -> tuple[AttentionBatch, LoraBatch | None]:
+        if fixed:
+            raise NotImplementedError("the reference reads host tables, which a recorded graph cannot change")
+        return attention, lora
 
     def pack(self, weight: Tensor) -> Tensor:
         return weight

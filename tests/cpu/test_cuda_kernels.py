@@ -1,5 +1,5 @@
-"""Protects the kernels in the Triton language: each says what the reference says. On a GPU where there is one,
-else under the language's interpreter, where small shapes are slow enough."""
+"""Protects the kernels in the Triton language: each says what the reference says. On a GPU where there is
+one, else under the language's interpreter, where small shapes are slow enough."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_adapters_add_what_the_reference_adds(
     attention = attention_batch([1] * total, [1] * total)
     planned = to_device(made.plan(attention, batch)[1], DEVICE)
     wide = LoraBatch(batch.pool.float(), batch.segments)
-    want, got = y.float(), y.clone()
+    want, got = y.float().clone(), y.clone()
     ReferenceOps().lora_add(want, x.float(), wide, 2, TARGETS, bias.float())
     made.lora_add(got, x, planned, 2, TARGETS, bias)
     close(got, want.to(dtype))
@@ -178,7 +178,8 @@ def test_norm_and_rotary_are_the_references(dtype: torch.dtype) -> None:
     x = torch.randn(3, 2, 24).to(dtype).to(DEVICE)
     weight = torch.randn(24).to(dtype).to(DEVICE)
     close(rows.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
-    close(rows.rms_norm(x.flatten(1), weight.repeat(2), 1e-5), reference.rms_norm(x.flatten(1), weight.repeat(2), 1e-5))
+    flat, wide = x.flatten(1), weight.repeat(2)
+    close(rows.rms_norm(flat, wide, 1e-5), reference.rms_norm(flat, wide, 1e-5))
     cos, sin = (torch.randn(3, 24).to(dtype).to(DEVICE) for _ in "cs")
     strided = torch.randn(3, 96).to(dtype).to(DEVICE)[:, 48:].view(3, 2, 24)
     close(rows.rotary(strided, cos, sin), reference.rotary(strided, cos, sin))

@@ -54,7 +54,6 @@ def open_store(
 
 def on_device(store: AdapterStore, lease: AdapterLease) -> np.ndarray:
     """What a forward pass under this lease would read: [layers, row]."""
-    store.flush_loads()
     batch = store.batch([(0, 1, lease)])
     assert batch is not None
     rows = batch.segments[0].rows

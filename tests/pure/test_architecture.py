@@ -53,16 +53,19 @@ INSIDE = {
         "guide",
         "beam",
         "sampler",
+        "inputs",
+        "graphs",
         "runner",
         "engine",
     ],
     "llmapi": LLMAPI,
+    "kernels": ["spec", "moving", "reference", "native", "cpu", "cuda"],
 }
 NO_TORCH = [
     "errors", "request", "config", "stats", "pages", "lifeline", "wire", "text", "launcher",
     "lora.modules", "lora.geometry", "lora.tensors", "lora.slicing", "lora.cache", "cli",
     "engine.sequence", "engine.idle_blocks", "engine.guide", "engine.kv_cache", "engine.scheduler",
-    "llmapi", "lora_helper", "lora_manager", "executor", "sampling_params",
+    "kernels.cuda.plan", "llmapi", "lora_helper", "lora_manager", "executor", "sampling_params",
 ]  # fmt: skip
 CUDA_ROOMS = ("device", "kernels.cuda")
 

@@ -24,12 +24,16 @@ class FakeAdapters:
 
     capacity: int = 2
     pins: dict[str, int] = field(default_factory=dict)
+    loading: set[str] = field(default_factory=set)  # admitted, but their bytes have not arrived
 
     def admit(self, lease: FakeLease) -> bool:
         if lease.digest not in self.pins and len(self.pins) == self.capacity:
             return False
         self.pins[lease.digest] = self.pins.get(lease.digest, 0) + 1
         return True
+
+    def is_loaded(self, lease: FakeLease) -> bool:
+        return lease.digest not in self.loading
 
     def suspend(self, lease: FakeLease) -> None:
         self.pins[lease.digest] -= 1

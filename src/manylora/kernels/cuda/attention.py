@@ -1,8 +1,8 @@
-"""Attention over paged keys and values, in the Triton language: for decoding split over the keys, and for prompts.
+"""Attention over paged keys and values: for decoding, split over the keys, and for prompts.
 
-A program takes a tile of queries of one sequence for one key head, with all query heads that share it as rows,
-so keys are read once for the group. Split programs leave partial softmax sums, which a second kernel joins.
-A split is a fixed number of keys, so that a sequence's answer does not depend on its company.
+A program takes a tile of queries of one sequence for one key head, with all query heads that share it as
+rows, so keys are read once for the group. Split programs leave partial softmax sums, which a second kernel
+joins. A split is a fixed number of keys, so that a sequence's answer does not depend on its company.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which attention runs: the first that gives the reference's answer on a small batch of the model's own shape."""
+"""Which attention runs: the first that gives the reference's answer on a batch of the model's shape."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ __all__ = ["CudaCapture"]
 
 
 class CudaCapture:
-    """Records on one device. All graphs share one pool of memory: a replay may overwrite the output of another
-    graph, so an output is used up before the next replay."""
+    """Records on one device. All graphs share one pool of memory: a replay may overwrite the output of
+    another graph, so an output is used up before the next replay."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

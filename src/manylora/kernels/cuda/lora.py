@@ -1,4 +1,4 @@
-"""Adapters of a whole batch in one pair of launches for each linear layer: shrink to the rank, expand and add.
+"""Adapters of a whole batch, two launches for each linear layer: shrink to the rank, then expand and add.
 
 Both read A [rank, in] and B [rank, out] in place from the pool. `places` says where: for each slot, layer and
 module the offset, the rank (0: no such row, its programs end at once) and whether a DoRA magnitude follows.
@@ -137,13 +137,14 @@ def _expand(
         shift = tl.load(bias + n, mask=n < num_columns, other=0).to(tl.float32)
     # Targets may overlap (a fused module and its part), so one program does all of its columns' in order.
     for target in range(TARGETS):
-        start, width = tl.load(targets + target * 3 + 1), tl.load(targets + target * 3 + 2)
+        start = tl.multiple_of(tl.load(targets + target * 3 + 1), ALIGN)
+        width = tl.multiple_of(tl.load(targets + target * 3 + 2), ALIGN)
         if (start < low + BLOCK_N) & (start + width > low):
             place = _place(places, targets, target, slot, layer, layers, MODULES, PLACE)
             rank = tl.load(place + 1).to(tl.int32)
             if rank > 0:
                 b = pool + tl.multiple_of(tl.load(place), ALIGN) + tl.multiple_of(rank * in_dim, ALIGN)
-                column = n - tl.multiple_of(start, ALIGN)
+                column = n - start
                 inside = (column >= 0) & (column < width)
                 for bottom in range(0, rank, BLOCK_R):
                     r = bottom + tl.arange(0, BLOCK_R)
@@ -189,7 +190,9 @@ def shrink(x: Tensor, tables: LoraTables) -> Tensor:
     if tables.tile_size == 1:
         _shrink_rows[grid](*arguments, **constants, BLOCK_K=256)
     else:
-        _shrink_tiles[grid](*arguments, **constants, BLOCK_K=64, BLOCK_M=tables.tile_size, WIDEN=widens(x.dtype))
+        _shrink_tiles[grid](
+            *arguments, **constants, BLOCK_K=64, BLOCK_M=tables.tile_size, WIDEN=widens(x.dtype)
+        )
     return partial
 
 

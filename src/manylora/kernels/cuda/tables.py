@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ class PlannedLora(LoraBatch):
 
 @dataclass(frozen=True)
 class PagedBatch(AttentionBatch):
-    """starts [S + 1] and lengths [S] int32: query_starts and kv_lens. Tiles [n, 2] int32: sequence, first query.
+    """starts [S + 1], lengths [S] int32: query_starts and kv_lens. Tiles [n, 2] int32: sequence, first query.
 
     single_tiles: of sequences with one query, whose keys are split; tiles: of the others.
     split_keys: keys of one split; num_splits: enough for the longest sequence, or, of a fixed batch, for the
@@ -59,7 +60,7 @@ def plan_attention(
 ) -> PagedBatch:
     """The tables of a batch, on the host."""
     starts, lengths = list(batch.query_starts), list(batch.kv_lens)
-    counts = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+    counts = [stop - start for start, stop in pairwise(starts)]
     group = limits.num_heads // limits.num_kv_heads
     block_rows = max(BLOCK_ROWS, 1 << (group - 1).bit_length())
     queries = block_rows // group

@@ -24,7 +24,7 @@ def to_device(table: T, device: torch.device) -> T:
 
 
 def copy_into(target: Any, source: Any) -> None:
-    """Fill the target's tensors with the source's, of equal shapes. A tensor that both share is left alone."""
+    """Fill the target's tensors with the source's, of equal shapes. A tensor both share is left alone."""
     for (name, old), (_, new) in zip(_parts(target), _parts(source), strict=True):
         if is_dataclass(old):
             copy_into(old, new)

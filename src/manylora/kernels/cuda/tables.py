@@ -31,8 +31,9 @@ class PlannedLora(LoraBatch):
 
     @property
     def shape(self) -> Hashable:
-        """All that decides which kernels are launched, with which grids; the rest is contents of tables."""
-        return self.tile_size, self.rank, self.modules
+        """All that decides which kernels are launched, with which grids and on which memory; the rest is
+        contents of tables."""
+        return self.tile_size, self.rank, self.modules, self.pool.data_ptr()
 
 
 @dataclass(frozen=True)

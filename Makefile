@@ -2,13 +2,15 @@
 # make serve   the same server, left running, with commands to try
 # make test    every test, the real server included
 # make check   lint, format, types
+# make test-gpu    the tests that need a CUDA GPU, and the GPU's kernels on it
+# make bench-gpu   the GPU benchmark, with any Python that has torch, triton and numpy
 PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.10,$(shell command -v python$(v))) $(shell command -v python3))
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo serve test check clean
+.PHONY: demo serve test check clean test-gpu bench-gpu
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo/run.py demo
@@ -18,6 +20,12 @@ serve: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest tests/gpu tests/cpu/test_cuda_kernels.py
+
+bench-gpu:
+	PYTHONPATH=src $(or $(wildcard $(BIN)/python),python3) benchmarks/gpu.py $(BENCH_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

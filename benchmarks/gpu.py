@@ -297,9 +297,9 @@ class Bench:
                     moved = adapters.num_bytes / config.num_layers + 2 * y.nbytes + x.nbytes
                     ideal = moved / self.bandwidth
                     self.report.add(
-                        "Adapter kernels of q, k, v", model=world.name, rank=rank, batch=batch, adapters=count,
-                        microseconds=1e6 * seconds, ideal=1e6 * ideal,
-                        of_ideal=ideal / seconds,
+                        "Adapter kernels of q, k, v", model=world.name, rank=rank, batch=batch,
+                        adapters=count,
+                        microseconds=1e6 * seconds, ideal=1e6 * ideal, of_ideal=ideal / seconds,
                     )  # fmt: skip
 
     def _transformers(self) -> None:

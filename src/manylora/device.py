@@ -64,6 +64,11 @@ class Device:
     name: str
     capture: Capture | None = None
 
+    def activate(self) -> None:
+        """Make it the calling thread's device: kernels are launched on that, whatever their tensors say."""
+        if self.torch.type == "cuda":
+            torch.cuda.set_device(self.torch)
+
     def free_bytes(self) -> int:
         """Memory that could still be allocated: of the GPU, or of the machine within its cgroup's limit."""
         if self.torch.type == "cuda":
@@ -93,6 +98,7 @@ def open_device(name: str) -> Device:
 
 
 def _open_cuda(device: torch.device) -> Device:
+    device = torch.device("cuda", device.index or 0)
     torch.cuda.set_device(device)
     name = torch.cuda.get_device_name(device)
     try:

@@ -137,6 +137,22 @@ def test_the_switch(
         engine_config({**base, "cuda_graph_cache_size": "-1"})
 
 
+def test_without_memory_to_record_steps_are_plain(
+    world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, _ = world
+
+    def full(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        raise torch.OutOfMemoryError
+
+    engine = open_engine(model, monkeypatch, Device(CPU, CudaOps(), "interpreted", full), max_batch_size=1)
+    assert "no memory is left to record" in caplog.text
+    engine._runner.record_decoding(4, warm=False)
+    plain = open_engine(model, monkeypatch, None)
+    assert answers(engine, [None]) == answers(plain, [None])
+    assert "launched plainly" in caplog.text
+
+
 def test_the_graph_not_used_for_longest_is_let_go(world: tuple[Path, list[LoraInput]]) -> None:
     ops, recorder = CudaOps(), Recorder()
     model, _ = world

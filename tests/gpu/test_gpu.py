@@ -1,5 +1,5 @@
-"""Protects the GPU path on a GPU: recorded steps, copies on their own stream and the chosen attention give the
-answers of transformers + PEFT. Beside these, tests/cpu/test_cuda_kernels.py runs its kernels on the GPU."""
+"""Protects the GPU path on a GPU: recorded steps, copies on their own stream and the chosen attention give
+the answers of transformers + PEFT. tests/cpu/test_cuda_kernels.py, beside these, runs its kernels there."""
 
 from __future__ import annotations
 

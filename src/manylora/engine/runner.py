@@ -78,10 +78,17 @@ class Runner:
             max_graphs,
         )
         if warm:
-            self._graphs.warm()
+            try:
+                self._graphs.warm()
+            except torch.OutOfMemoryError:
+                logger.warning(
+                    "no memory is left to record decode steps: lower kv_cache_free_gpu_mem_fraction"
+                )
+                self._graphs = None
 
     def run(self, step: Step) -> Outcome:
         chunks = sorted(step.chunks, key=lambda chunk: chunk.sequence.root)
+        self._device.activate()
         wanted = [_wanted(chunk) for chunk in chunks]
         logits = self._logits(self._inputs(chunks, wanted))
         outcome = Outcome()
@@ -150,7 +157,13 @@ class Runner:
 
     def _logits(self, inputs: StepInputs) -> Tensor:
         if self._graphs is not None and inputs.decodes:
-            return self._graphs.run(inputs)
+            try:
+                return self._graphs.run(inputs)
+            except torch.OutOfMemoryError:
+                logger.warning(
+                    "no memory is left to record decode steps: from now on they are launched plainly"
+                )
+                self._graphs = None
         batch = inputs.plan(self._ops)
         if inputs.embeddings is not None:
             batch = replace(batch, embeddings=inputs.embeddings)

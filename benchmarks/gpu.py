@@ -305,8 +305,11 @@ class Bench:
     def _transformers(self) -> None:
         from gpu_peft import measure
 
-        for row in measure(self.plan.tiny, self.device.torch, self.dtype, self.clock):
-            self.report.add("transformers + PEFT", **row)
+        try:
+            for row in measure(self.plan.tiny, self.device.torch, self.dtype, self.clock):
+                self.report.add("transformers + PEFT", **row)
+        except (ValueError, TypeError, RuntimeError) as error:  # of a version whose interface is another
+            self.report.add("Skipped", what="transformers + PEFT", reason=f"{type(error).__name__}: {error}")
 
     def _bytes(self, world: Any, batch: int) -> int:
         """Read by a base decode step. Of a tied embedding the head's reading counts."""

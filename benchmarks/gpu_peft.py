@@ -47,9 +47,9 @@ def measure(tiny: bool, device: torch.device, dtype: torch.dtype, clock: Clock) 
 
     yield row(0)
     lora = LoraConfig(r=16, target_modules=TARGETS, init_lora_weights=False)
-    model = get_peft_model(model, lora, adapter_name="a0").to(dtype)
+    model = get_peft_model(model, lora, adapter_name="a0").to(dtype).eval()
     yield row(1)
     for number in range(1, batch):
         model.add_adapter(f"a{number}", lora)
-    model = model.to(dtype).to(device)
+    model = model.to(dtype).to(device).eval()
     yield row(batch, adapter_names=[f"a{number}" for number in range(batch)])

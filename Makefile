@@ -3,13 +3,15 @@
 # make test    every test, the real server included
 # make check   lint, format, types
 # make parity  every model family and kind of adapter beside transformers + PEFT, as a table; takes minutes
+# make test-gpu    the tests that need a CUDA GPU, and the GPU's kernels on it
+# make bench-gpu   the GPU benchmark, with any Python that has torch, triton and numpy
 PYTHON ?= $(firstword $(foreach v,3.11 3.12,$(shell command -v python$(v))) $(shell command -v python3))
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo serve test check parity clean
+.PHONY: demo serve test check parity test-gpu bench-gpu clean
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo/run.py demo
@@ -19,6 +21,12 @@ serve: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest tests/gpu tests/cpu/test_cuda_kernels.py
+
+bench-gpu:
+	PYTHONPATH=src $(or $(wildcard $(BIN)/python),python3) benchmarks/gpu.py $(BENCH_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

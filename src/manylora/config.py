@@ -74,6 +74,8 @@ class EngineConfig:
     max_queue_size: int = 0  # waiting requests; 0: no limit
     quant: QuantConfig | None = None  # weights in fewer bits; None: as the model directory has them
     wrap_input_ids: bool = False  # ids beyond the vocabulary are taken modulo its size instead of refused
+    enable_cuda_graph: bool | None = None  # decode steps as recorded graphs; None: where the device has them
+    cuda_graph_cache_size: int = 0  # graphs kept; 0: 128
     lora: LoraCacheConfig = field(default_factory=LoraCacheConfig)
 
     def __post_init__(self) -> None:
@@ -84,7 +86,7 @@ class EngineConfig:
             max_beam_width=self.max_beam_width,
             tokens_per_block=self.tokens_per_block,
         )
-        _at_least(0, max_queue_size=self.max_queue_size)
+        _at_least(0, max_queue_size=self.max_queue_size, cuda_graph_cache_size=self.cuda_graph_cache_size)
         for name in ("max_seq_len", "max_tokens_in_paged_kv_cache"):
             if getattr(self, name) is not None:
                 _at_least(1, **{name: getattr(self, name)})

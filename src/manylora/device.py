@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from manylora.errors import ConfigError
 from manylora.kernels import native
@@ -14,16 +17,59 @@ from manylora.kernels.cpu import CpuOps
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import Ops
 
-__all__ = ["Device", "open_device"]
+__all__ = ["Capture", "CopyStream", "Device", "open_device"]
+
+logger = logging.getLogger("manylora")
+
+Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+"""Records what a function runs on the device; the result runs it again on the present contents of the same
+tensors and returns the same output tensor."""
+
+
+class CopyStream:
+    """Copies from pinned host memory beside the computation, in the order they were asked for.
+
+    device: a CUDA device; on any other, copies are done when `start` returns.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device = device
+
+    def start(self, copy: Callable[[], None]) -> torch.Event | None:
+        """Begin copies; the event tells when they are done, None: they are. What was queued for the
+        computation before still sees the old contents."""
+        if self._stream is None:
+            copy()
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            copy()
+        return self._stream.record_event()
+
+    def hold(self, event: torch.Event) -> None:
+        """Let what the computation queues from now on wait for these copies; the caller does not wait."""
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def finish(self) -> None:
+        """Wait until every copy is done, so that its source may change."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 @dataclass(frozen=True)
 class Device:
-    """A torch device with its table of operations."""
+    """A torch device with its table of operations. capture: None where steps cannot be recorded."""
 
     torch: torch.device
     ops: Ops
     name: str
+    capture: Capture | None = None
+
+    def activate(self) -> None:
+        """Make it the calling thread's device: kernels are launched on that, whatever their tensors say."""
+        if self.torch.type == "cuda":
+            torch.cuda.set_device(self.torch)
 
     def free_bytes(self) -> int:
         """Memory that could still be allocated: of the GPU, or of the machine within its cgroup's limit."""
@@ -52,7 +98,22 @@ def open_device(name: str) -> Device:
         raise ConfigError(f"device {name!r} was asked for, but no CUDA GPU is available; use device cpu")
     if (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {name!r} does not exist: there are {torch.cuda.device_count()} GPUs")
-    return Device(device, ReferenceOps(), torch.cuda.get_device_name(device))
+    return _open_cuda(device)
+
+
+def _open_cuda(device: torch.device) -> Device:
+    device = torch.device("cuda", device.index or 0)
+    torch.cuda.set_device(device)
+    name = torch.cuda.get_device_name(device)
+    try:
+        from manylora.kernels.cuda.capture import CudaCapture
+        from manylora.kernels.cuda.ops import CudaOps
+    except ImportError as error:
+        logger.warning(
+            "the GPU's kernels cannot be used (%s); the reference runs, slowly: install triton", error
+        )
+        return Device(device, ReferenceOps(), name)
+    return Device(device, CudaOps(), name, CudaCapture(device))
 
 
 def _meminfo_available() -> int:

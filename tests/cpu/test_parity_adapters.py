@@ -85,7 +85,6 @@ def mixed_logits(model: Path, inputs: Sequence[LoraInput | None]) -> list[torch.
             lease = store.acquire(lora, store.prepare(lora))
             assert store.admit(lease)
             segments.append((start, stop, lease))
-    store.flush_loads()
     batch = ForwardBatch(
         torch.tensor([t for s in range(blocks) for t in tokens(block, s)]),
         torch.arange(block).repeat(blocks),

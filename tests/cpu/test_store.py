@@ -54,7 +54,6 @@ def open_store(
 
 def on_device(store: AdapterStore, lease: AdapterLease) -> np.ndarray:
     """What a forward pass under this lease would read: [layers, row]."""
-    store.flush_loads()
     batch = store.batch([(0, 1, lease)])
     assert batch is not None
     rows = batch.segments[0].rows
@@ -205,3 +204,27 @@ def test_every_weight_type_arrives_in_the_compute_type(model: ModelConfig) -> No
         lease = take(store, LoraInput(number, form, CONFIG))
         assert store.admit(lease)
         np.testing.assert_array_equal(on_device(store, lease), wide[name][0])
+
+
+def test_an_adapter_on_its_way_is_waited_for_by_the_device_only(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Copy:
+        done = False
+
+        def query(self) -> bool:
+            return self.done
+
+    store, copy, held = open_store(model, 2, 2), Copy(), []
+    lease = take(store, adapter(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(store._pool, "load", lambda *places: copy)
+        assert store.admit(lease)
+    monkeypatch.setattr(store._pool, "hold", held.append)
+    assert not store.is_loaded(lease)
+    store.batch([(0, 1, lease)])
+    assert held == [copy]
+    copy.done = True
+    assert store.is_loaded(lease)
+    store.batch([(0, 1, lease)])
+    assert held == [copy], "what has arrived is waited for again"

@@ -57,17 +57,31 @@ INSIDE = {
         "guide",
         "beam",
         "sampler",
+        "inputs",
+        "graphs",
         "runner",
         "engine",
     ],
     "llmapi": LLMAPI,
     "bench": BENCH,
+    "kernels": [
+        "quantised",
+        "panels",
+        "spec",
+        "moving",
+        "reference",
+        "native",
+        "cpu",
+        "compiled",
+        "cuda",
+    ],
 }
 NO_TORCH = [
     "errors", "request", "quant", "config", "stats", "pages", "lifeline", "wire", "text", "launcher",
     "lora.modules", "lora.geometry", "lora.tensors", "lora.slicing", "lora.cache", "cli",
     "engine.sequence", "engine.idle_blocks", "engine.guide", "engine.kv_cache", "engine.scheduler",
-    "llmapi", "bench", "lora_helper", "lora_manager", "executor", "sampling_params",
+    "kernels.cuda.plan", "llmapi", "bench", "lora_helper", "lora_manager", "executor",
+    "sampling_params",
 ]  # fmt: skip
 CUDA_ROOMS = ("device", "kernels.cuda")
 

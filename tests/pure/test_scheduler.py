@@ -24,12 +24,16 @@ class FakeAdapters:
 
     capacity: int = 2
     pins: dict[str, int] = field(default_factory=dict)
+    loading: set[str] = field(default_factory=set)  # admitted, but their bytes have not arrived
 
     def admit(self, lease: FakeLease) -> bool:
         if lease.digest not in self.pins and len(self.pins) == self.capacity:
             return False
         self.pins[lease.digest] = self.pins.get(lease.digest, 0) + 1
         return True
+
+    def is_loaded(self, lease: FakeLease) -> bool:
+        return lease.digest not in self.loading
 
     def suspend(self, lease: FakeLease) -> None:
         self.pins[lease.digest] -= 1
@@ -184,3 +188,21 @@ def test_stop_words_and_the_end_id() -> None:
     other.append(2, None)
     assert other.finish_reason is FinishReason.STOP
     assert other.take_event(True).token_ids == ()
+
+
+def test_who_waits_for_an_adapters_bytes_keeps_nobody_waiting() -> None:
+    bench = Bench()
+    busy = bench.add([1, 2, 3], 8)
+    bench.step()
+    late = bench.add([4, 5], 3, "a")
+    bench.adapters.loading.add("a")
+    for _ in range(2):
+        assert {sequence for sequence, *_ in bench.step()} == {busy}
+    bench.adapters.loading.clear()
+    assert {sequence for sequence, *_ in bench.step()} == {busy, late}
+    while bench.live:
+        bench.step()
+    alone = bench.add([6], 2, "b")
+    bench.adapters.loading.add("b")
+    # Nothing else is there to do: the device waits, and the loop need not spin.
+    assert {sequence for sequence, *_ in bench.step()} == {alone}

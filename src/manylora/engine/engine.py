@@ -14,7 +14,7 @@ from manylora.device import open_device
 from manylora.engine.beam import BeamGroup, Choice
 from manylora.engine.guide import Guides
 from manylora.engine.kv_cache import KvCache
-from manylora.engine.memory import allocate_kv, plan_kv
+from manylora.engine.memory import allocate_kv, batch_limits, plan_kv
 from manylora.engine.runner import Outcome, Runner
 from manylora.engine.sampler import NOT_FINITE
 from manylora.engine.scheduler import Scheduler, Step
@@ -31,6 +31,8 @@ from manylora.stats import EngineStats
 __all__ = ["Engine", "Prepared"]
 
 logger = logging.getLogger("manylora")
+
+DEFAULT_GRAPHS = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +88,9 @@ class Engine:
             reserve_all=config.batch_scheduler_policy == "guaranteed_no_evict",
             chunked=config.enable_chunked_context,
         )
-        self._runner = Runner(self._decoder, kv_tensor, device, self.adapters, config.tokens_per_block)
+        limits = batch_limits(config, self.model, dtype, plan.max_seq_len)
+        self._runner = Runner(self._decoder, kv_tensor, device, self.adapters, limits)
+        self._record_decoding()
         self._guides: Guides | None = None
         if config.tokenizer_dir is not None:
             self._guides = Guides(config.tokenizer_dir, self.model.vocab_size, self.model.eos_token_ids)
@@ -201,6 +205,17 @@ class Engine:
             waiting_adapters=tuple({self.adapters.name_of(i): None for i in self._waiting_ids()}),
             adapters=self.adapters.stats(),
         )
+
+    def _record_decoding(self) -> None:
+        wanted = self.config.enable_cuda_graph
+        if self._device.capture is None:
+            if wanted:
+                logger.warning(
+                    "cuda_graph_mode has no effect on %s: steps are not recorded", self._device.name
+                )
+            return
+        if wanted is None or wanted:
+            self._runner.record_decoding(self.config.cuda_graph_cache_size or DEFAULT_GRAPHS)
 
     def _check_prompt(self, request: Request) -> None:
         length, vocab = len(request.prompt), self.model.vocab_size

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from manylora.config import EngineConfig, ModelConfig
 from manylora.errors import ConfigError
+from manylora.kernels.spec import BatchLimits
 
-__all__ = ["KvPlan", "allocate_kv", "plan_kv"]
+__all__ = ["KvPlan", "allocate_kv", "batch_limits", "plan_kv"]
 
 logger = logging.getLogger("manylora")
 
@@ -59,6 +60,23 @@ def plan_kv(
     if max_seq_len < 2:
         raise ConfigError("max_seq_len must be at least 2: one prompt token and one output token")
     return KvPlan(num_blocks, max_seq_len, block_bytes)
+
+
+def batch_limits(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, max_seq_len: int
+) -> BatchLimits:
+    """What the device's kernels prepare for."""
+    return BatchLimits(
+        num_layers=model.num_layers,
+        max_sequences=config.max_batch_size,
+        max_seq_len=max_seq_len,
+        tokens_per_block=config.tokens_per_block,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=dtype,
+        windows=frozenset(model.sliding_windows or (None,)),
+    )
 
 
 def allocate_kv(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import numpy as np
@@ -12,11 +12,13 @@ from torch import Tensor
 
 from manylora.device import Device
 from manylora.engine.beam import BeamGroup, Choice, choose
+from manylora.engine.graphs import DecodeGraphs
+from manylora.engine.inputs import StepInputs
 from manylora.engine.sampler import Row, adjust, sample
 from manylora.engine.scheduler import Chunk, Step
-from manylora.kernels.spec import AttentionBatch, LoraBatch
+from manylora.kernels.moving import to_device
+from manylora.kernels.spec import BatchLimits, LoraBatch
 from manylora.lora.store import AdapterLease, AdapterStore
-from manylora.model.batch import ForwardBatch
 from manylora.model.decoder import Decoder
 
 __all__ = ["Outcome", "Runner"]
@@ -41,21 +43,54 @@ class Runner:
     is one run of rows, the base model's rows first."""
 
     def __init__(
-        self, decoder: Decoder, kv: Tensor, device: Device, adapters: AdapterStore, tokens_per_block: int
+        self, decoder: Decoder, kv: Tensor, device: Device, adapters: AdapterStore, limits: BatchLimits
     ) -> None:
         self.max_adapters_in_step = 0
         self._decoder = decoder
         self._kv = kv
         self._device = device
+        self._ops = device.ops
         self._adapters = adapters
-        self._tokens_per_block = tokens_per_block
+        self._limits = limits
+        self._tokens_per_block = limits.tokens_per_block
+        self._graphs: DecodeGraphs | None = None
+        self._ops.reserve(limits, device.torch)
         self._vocab_size = decoder.config.vocab_size
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs recorded so far."""
+        return self._graphs.num_recorded if self._graphs is not None else 0
+
+    def record_decoding(self, max_graphs: int, warm: bool = True) -> None:
+        """From now on decode steps run as recorded graphs, of which at most so many are kept.
+
+        Only on a device with a `capture`. warm: record the base model's now.
+        """
+        capture = self._device.capture
+        assert capture is not None, "this device records nothing"
+        self._graphs = DecodeGraphs(
+            lambda batch: self._decoder.forward(batch, self._kv),
+            self._ops,
+            capture,
+            self._device.torch,
+            self._limits,
+            max_graphs,
+        )
+        if warm:
+            try:
+                self._graphs.warm()
+            except torch.OutOfMemoryError:
+                logger.warning(
+                    "no memory is left to record decode steps: lower kv_cache_free_gpu_mem_fraction"
+                )
+                self._graphs = None
 
     def run(self, step: Step) -> Outcome:
         chunks = sorted(step.chunks, key=lambda chunk: chunk.sequence.root)
-        self._adapters.flush_loads()
+        self._device.activate()
         wanted = [_wanted(chunk) for chunk in chunks]
-        logits = self._decoder.forward(self._batch(chunks, wanted), self._kv)
+        logits = self._logits(self._inputs(chunks, wanted))
         outcome = Outcome()
         if not logits.shape[0]:
             return outcome
@@ -120,21 +155,42 @@ class Runner:
             sequence.context_logits = np.empty((sequence.num_prompt, logits.shape[-1]), np.float32)
         sequence.context_logits[positions.start : positions.start + count] = _numpy(logits[:count])
 
-    def _batch(self, chunks: list[Chunk], wanted: list[range]) -> ForwardBatch:
+    def _logits(self, inputs: StepInputs) -> Tensor:
+        if self._graphs is not None and inputs.decodes:
+            try:
+                return self._graphs.run(inputs)
+            except torch.OutOfMemoryError:
+                logger.warning(
+                    "no memory is left to record decode steps: from now on they are launched plainly"
+                )
+                self._graphs = None
+        batch = inputs.plan(self._ops)
+        if inputs.embeddings is not None:
+            batch = replace(batch, embeddings=inputs.embeddings)
+        return self._decoder.forward(to_device(batch, self._device.torch), self._kv)
+
+    def _inputs(self, chunks: list[Chunk], wanted: list[range]) -> StepInputs:
+        size = self._tokens_per_block
         starts = [0, *accumulate(chunk.count for chunk in chunks)]
         ids = [t for c in chunks for t in c.sequence.tokens[c.start : c.start + c.count]]
-        positions = [p for c in chunks for p in range(c.start, c.start + c.count)]
-        rows = [
-            start + position - chunk.start
-            for chunk, start, range_ in zip(chunks, starts, wanted, strict=False)
-            for position in range_
-        ]
-        return ForwardBatch(
-            input_ids=self._tensor([i if i < self._vocab_size else 0 for i in ids]),
-            positions=self._tensor(positions),
-            attention=self._attention(chunks, starts),
+        lengths = [chunk.start + chunk.count for chunk in chunks]
+        return StepInputs(
+            input_ids=[i if i < self._vocab_size else 0 for i in ids],
+            positions=[p for c in chunks for p in range(c.start, c.start + c.count)],
+            starts=starts,
+            lengths=lengths,
+            blocks=[c.sequence.blocks[: -(-n // size)] for c, n in zip(chunks, lengths, strict=True)],
+            slots=[
+                c.sequence.blocks[position // size] * size + position % size
+                for c in chunks
+                for position in range(c.start, c.start + c.count)
+            ],
+            logits_rows=[
+                start + position - chunk.start
+                for chunk, start, range_ in zip(chunks, starts, wanted, strict=False)
+                for position in range_
+            ],
             lora=self._lora(chunks, starts),
-            logits_rows=self._tensor(rows),
             embeddings=self._embeddings(chunks, ids, starts),
         )
 
@@ -155,24 +211,6 @@ class Runner:
             return None
         values = torch.from_numpy(np.stack(vectors).astype(np.float32)).to(self._decoder.dtype)
         return self._tensor(rows), values.to(self._device.torch)
-
-    def _attention(self, chunks: list[Chunk], starts: list[int]) -> AttentionBatch:
-        size = self._tokens_per_block
-        lengths = [chunk.start + chunk.count for chunk in chunks]
-        used = [-(-length // size) for length in lengths]
-        width = max(used)
-        table = [c.sequence.blocks[:n] + [0] * (width - n) for c, n in zip(chunks, used, strict=True)]
-        slots = [
-            c.sequence.blocks[position // size] * size + position % size
-            for c in chunks
-            for position in range(c.start, c.start + c.count)
-        ]
-        return AttentionBatch(
-            query_starts=starts,
-            kv_lens=lengths,
-            block_table=self._tensor(table, torch.int32),
-            slots=self._tensor(slots),
-        )
 
     def _lora(self, chunks: list[Chunk], starts: list[int]) -> LoraBatch | None:
         segments: dict[str, tuple[int, int, AdapterLease]] = {}

@@ -24,6 +24,10 @@ class AdapterRoom(Protocol):
         """Make the adapter resident on the device and pin it; False when there is no room now."""
         ...
 
+    def is_loaded(self, lease: Any) -> bool:
+        """Whether an admitted adapter's bytes have arrived on the device."""
+        ...
+
     def suspend(self, lease: Any) -> None:
         """Drop the device pin."""
         ...
@@ -121,12 +125,19 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def schedule(self) -> Step:
-        """Decode tokens first, then prompts that are under way, then new sequences."""
+        """Decode tokens first, then prompts that are under way, then new sequences.
+
+        Who waits for an adapter's bytes is left out while others have work.
+        """
         this = _Round(self._max_num_tokens)
         for sequence in sorted(self.running, key=lambda s: s.in_prefill):
-            if sequence.blocks and self._make_room(sequence, this):
+            if sequence.blocks and self._make_room(sequence, this) and self._is_loaded(sequence):
                 this.take(sequence)
         self._admit(this)
+        if not this.chunks:
+            for sequence in self.running:
+                if sequence.blocks:
+                    this.take(sequence)
         return Step(tuple(this.chunks))
 
     def advance(self, step: Step) -> None:
@@ -194,11 +205,15 @@ class Scheduler:
             self.running.append(sequence)
             sequence.first_scheduled_ns = sequence.first_scheduled_ns or time.monotonic_ns()
             self.num_tokens_reused += sequence.num_computed
-            this.take(sequence)
+            if self._is_loaded(sequence):
+                this.take(sequence)
             if sequence.lease:
                 for earlier in passed:
                     earlier.num_overtaken += 1
         self.waiting.extendleft(reversed(passed))
+
+    def _is_loaded(self, sequence: Sequence) -> bool:
+        return sequence.lease is None or self._adapters.is_loaded(sequence.lease)
 
     def _try_adapter(self, sequence: Sequence, no_room: set[str]) -> bool:
         if sequence.root in no_room:

@@ -10,13 +10,23 @@ from torch import Tensor
 
 from manylora.kernels.panels import Panels
 from manylora.kernels.quantised import QuantisedWeight, quantised_linear
-from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraTarget, Weight
+from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch, LoraRow, LoraTarget, Weight
 
 __all__ = ["ReferenceOps", "attend"]
 
 
 class ReferenceOps:
-    """Runs on any torch device."""
+    """Runs on any torch device. Its batches need no tables beyond the host's."""
+
+    def reserve(self, limits: BatchLimits, device: torch.device) -> None:
+        pass
+
+    def plan(
+        self, attention: AttentionBatch, lora: LoraBatch | None, fixed: bool = False
+    ) -> tuple[AttentionBatch, LoraBatch | None]:
+        if fixed:
+            raise NotImplementedError("the reference reads host tables, which a recorded graph cannot change")
+        return attention, lora
 
     has_bfloat16 = True
 

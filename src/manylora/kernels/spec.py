@@ -18,7 +18,16 @@ from torch import Tensor
 from manylora.kernels.panels import Panels
 from manylora.kernels.quantised import PackedInt4, QuantisedWeight
 
-__all__ = ["AttentionBatch", "LoraBatch", "LoraRow", "LoraSegment", "LoraTarget", "Ops", "Weight"]
+__all__ = [
+    "AttentionBatch",
+    "BatchLimits",
+    "LoraBatch",
+    "LoraRow",
+    "LoraSegment",
+    "LoraTarget",
+    "Ops",
+    "Weight",
+]
 
 Weight = Tensor | QuantisedWeight | PackedInt4 | Panels
 """A weight [N, K] of a linear layer, as it is or packed."""
@@ -52,10 +61,12 @@ class LoraBatch:
 
     pool: flat, [elements], compute dtype, on the device.
     segments: ascending, disjoint, at most one for each adapter (the runner orders sequences by adapter).
+    alignment: elements; every offset of every row is a multiple of it.
     """
 
     pool: Tensor
     segments: tuple[LoraSegment, ...]
+    alignment: int = 1
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,7 @@ class AttentionBatch:
     kv_lens:      S host ints; tokens of s in the cache including this step's.
     block_table:  [S, max_blocks] int32 on the device; entries past a sequence's last block are 0.
     slots:        [T] int64 on the device; block * tokens_per_block + offset where each row's k and v go.
+                  -1, in batches of `plan(fixed=True)` only: a padding row, nothing is stored.
     """
 
     query_starts: Sequence[int]
@@ -83,8 +95,41 @@ class AttentionBatch:
     slots: Tensor
 
 
+@dataclass(frozen=True)
+class BatchLimits:
+    """What no batch of one engine exceeds, and the shapes its attention has. Sizes in elements."""
+
+    num_layers: int
+    max_sequences: int
+    max_seq_len: int
+    tokens_per_block: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    windows: frozenset[int | None] = frozenset({None})
+
+
 class Ops(Protocol):
-    """The table of operations of one device."""
+    """The table of operations of one device.
+
+    Plan once for a step, on the host; run once for a layer, on the device. `plan` comes before the layers and
+    may return a subtype of its arguments that carries more tables; only that goes to the other operations.
+    """
+
+    def reserve(self, limits: BatchLimits, device: torch.device) -> None:
+        """Allocate what lives as long as the engine, and choose between implementations. Once, first."""
+        ...
+
+    def plan(
+        self, attention: AttentionBatch, lora: LoraBatch | None, fixed: bool = False
+    ) -> tuple[AttentionBatch, LoraBatch | None]:
+        """Complete a batch whose tables are still on the host.
+
+        fixed: every sequence has one query row, and the shapes of all tables depend on the number of rows
+        and the width of the block table alone, so that a recorded graph can run again on other contents.
+        """
+        ...
 
     has_bfloat16: bool
     """Whether the processor multiplies bfloat16 itself."""

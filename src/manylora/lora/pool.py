@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manylora.device import CopyStream
 from manylora.errors import ConfigError
 from manylora.kernels.spec import LoraRow
 from manylora.lora.geometry import CacheGeometry, Layout, Placement
@@ -44,8 +45,12 @@ class AdapterPool:
                 "lora_cache_gpu_memory_fraction"
             ) from error
         self._device_pages = self.flat.view(device_pages, size)
-        # Copies to a GPU are still under way when `load` returns: their source must not change before this.
-        self._copied = torch.Event(device) if device.type == "cuda" else None
+        self._copies = CopyStream(device)
+
+    @property
+    def alignment(self) -> int:
+        """Elements that the offset of every row is a multiple of."""
+        return self._geometry.page_width
 
     @property
     def page_bytes(self) -> int:
@@ -53,8 +58,7 @@ class AdapterPool:
 
     def write_host(self, adapter: Adapter, layout: Layout, pages: Sequence[int]) -> None:
         """Convert an adapter to the compute dtype, into its pages on the host."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        self._copies.finish()  # these pages may still be the source of a copy
         for row, place in zip(adapter.rows, layout.placements, strict=True):
             _turn_b(_tensor(row.payload), self._slots(pages, place)[: row.payload.size], place)
 
@@ -68,13 +72,21 @@ class AdapterPool:
             rows.append(AdapterRow(place.module_id, place.layer, place.rank, place.dora, payload))
         return Adapter(digest, tuple(rows))
 
-    def load(self, layout: Layout, host_pages: Sequence[int], device_pages: Sequence[int]) -> None:
-        """Copy an adapter host to device: the slots in use, not whole pages."""
-        for source, target, slots in zip(host_pages, device_pages, layout.used_slots, strict=True):
-            used = slots * self._geometry.page_width
-            self._device_pages[target, :used].copy_(self._host[source, :used], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+    def load(
+        self, layout: Layout, host_pages: Sequence[int], device_pages: Sequence[int]
+    ) -> torch.Event | None:
+        """Begin to copy an adapter host to device: the slots in use, not whole pages. None: it is there."""
+
+        def copy() -> None:
+            for source, target, slots in zip(host_pages, device_pages, layout.used_slots, strict=True):
+                used = slots * self._geometry.page_width
+                self._device_pages[target, :used].copy_(self._host[source, :used], non_blocking=True)
+
+        return self._copies.start(copy)
+
+    def hold(self, event: torch.Event) -> None:
+        """Let the forward pass that is queued next wait for a load."""
+        self._copies.hold(event)
 
     def rows(self, layout: Layout, pages: Sequence[int]) -> dict[tuple[int, int], LoraRow]:
         """Where each (layer, module id) of an adapter on these device pages lies in `flat`."""

@@ -65,7 +65,7 @@ class AdapterStore:
         self._catalog = Catalog(self._check, modules, base)
         self._in_hand: WeakValueDictionary[str, Adapter] = WeakValueDictionary()  # read, not on the host yet
         self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
-        self._loads: list[str] = []
+        self._loading: dict[str, torch.Event] = {}  # on their way to the device
         self._num_stores = self._num_loads = self._num_source_loads = 0
         self._max_device_adapters = plan.adapters_of_rank(modules.values(), model.num_layers, rank_limit)[1]
         self._residents: tuple[tuple[int, ...], tuple[Resident, ...]] = ((), ())  # state, and what it gave
@@ -163,7 +163,7 @@ class AdapterStore:
         return lease
 
     def admit(self, lease: AdapterLease) -> bool:
-        """Bring the adapter to the device and pin it there; False when there is no room.
+        """Begin to bring the adapter to the device and pin it there; False when there is no room.
 
         Only what admitted leases hold can be in the way: where adapters that others wait for fill the host,
         those give way and are carried by who waits for them.
@@ -176,7 +176,7 @@ class AdapterStore:
         if not self._cache.on_device(digest):
             entry = self._cache.load(digest, {})
             entry.content = self._pool.rows(lease.layout, entry.pages)
-            self._loads.append(digest)
+            self._load(digest)
         self._forget_waiting(lease)
         self._cache.host.pin(digest)
         device.pin(digest)
@@ -196,23 +196,28 @@ class AdapterStore:
         self._forget_waiting(lease)
         lease.carried = None
 
-    def flush_loads(self) -> None:
-        """Do the host to device copies that admissions asked for. Before the forward pass that needs them."""
-        for digest in self._loads:
-            if self._cache.on_device(digest):
-                host, device = self._cache.host.entries[digest], self._cache.device.entries[digest]
-                self._pool.load(host.content, host.pages, device.pages)
-                self._num_loads += 1
-        self._loads.clear()
+    def is_loaded(self, lease: AdapterLease) -> bool:
+        """Whether an admitted lease's adapter has arrived on the device."""
+        event = self._loading.get(lease.digest)
+        if event is not None and event.query():
+            del self._loading[lease.digest]
+        return lease.digest not in self._loading
 
     def batch(self, segments: Sequence[tuple[int, int, AdapterLease]]) -> LoraBatch | None:
-        """The adapters of one forward pass: token rows [start, stop) and the lease they run under."""
+        """The adapters of one forward pass: token rows [start, stop) and the lease they run under.
+
+        The pass will wait, on the device, for those that have not arrived.
+        """
         if not segments:
             return None
+        for _, _, lease in segments:
+            if lease.digest in self._loading:
+                self._pool.hold(self._loading[lease.digest])
         entries = self._cache.device.entries
         return LoraBatch(
             self._pool.flat,
             tuple(LoraSegment(start, stop, entries[lease.digest].content) for start, stop, lease in segments),
+            self._pool.alignment,
         )
 
     def stats(self) -> AdapterStats:
@@ -268,6 +273,14 @@ class AdapterStore:
             assert self._cache.on_host(digest)
             assert leases
             assert not any(lease.admitted or lease.carried for lease in leases)
+
+    def _load(self, digest: str) -> None:
+        host, device = self._cache.host.entries[digest], self._cache.device.entries[digest]
+        event = self._pool.load(host.content, host.pages, device.pages)
+        self._loading.pop(digest, None)
+        if event is not None:
+            self._loading[digest] = event
+        self._num_loads += 1
 
     def _check(self, lora: LoraInput) -> Adapter:
         half = self._pool.flat.dtype == torch.float16

@@ -82,6 +82,7 @@ def engine_config(parameters: Mapping[str, str]) -> EngineConfig:
     options: dict[str, Any] = {}
     _take(parameters, options, int, "max_num_tokens", "max_seq_len", "tokens_per_block")
     _take(parameters, options, int, "max_tokens_in_paged_kv_cache", "max_queue_size", "max_beam_width")
+    _take(parameters, options, int, "cuda_graph_cache_size")
     _take(parameters, options, float, "kv_cache_free_gpu_mem_fraction")
     _take(parameters, options, str, "batch_scheduler_policy", "device", "dtype")
     sequences = value_of(parameters, "max_num_sequences")
@@ -89,6 +90,8 @@ def engine_config(parameters: Mapping[str, str]) -> EngineConfig:
         options["max_batch_size"] = _parse("max_num_sequences", sequences, int)
     if value_of(parameters, "guided_decoding_backend") is not None:
         options["tokenizer_dir"] = Path(value_of(parameters, "tokenizer_dir") or path)
+    if value_of(parameters, "cuda_graph_mode") is not None:
+        options["enable_cuda_graph"] = flag(parameters, "cuda_graph_mode", True)
     return EngineConfig(
         model_dir=Path(path),
         enable_kv_cache_reuse=flag(parameters, "enable_kv_cache_reuse", True),

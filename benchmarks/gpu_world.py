@@ -1,0 +1,204 @@
+"""What `gpu.py` measures on: a random model in memory, random adapters in a pool, decode steps and a clock.
+
+Built from the package's own parts below the engine, so that a PyTorch image without anything else will do.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manylora.config import ModelConfig
+from manylora.device import Device
+from manylora.engine.graphs import DecodeGraphs
+from manylora.engine.inputs import StepInputs
+from manylora.kernels.moving import to_device
+from manylora.kernels.spec import BatchLimits, LoraBatch, LoraRow, LoraSegment
+from manylora.lora.modules import LoraModule, lora_modules
+from manylora.model.decoder import Decoder
+
+__all__ = ["ALL", "QKV", "Adapters", "Clock", "World", "model_shape"]
+
+QKV, ALL = (1, 2, 3), (1, 2, 3, 4, 5, 6, 7)  # module ids
+PAGE = 64
+SHAPES = {  # hidden, inner, layers, heads, key heads, head size, vocabulary
+    "tiny": (64, 96, 1, 4, 2, 16, 272),
+    "1B": (2048, 8192, 16, 32, 8, 64, 128256),
+    "8B": (4096, 14336, 32, 32, 8, 128, 128256),
+}
+
+
+def model_shape(name: str) -> ModelConfig:
+    hidden, inner, layers, heads, kv_heads, dim, vocab = SHAPES[name]
+    return ModelConfig(
+        architecture="LlamaForCausalLM", vocab_size=vocab, hidden_size=hidden, intermediate_size=inner,
+        num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
+        max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=500000.0, dtype="bfloat16",
+        tie_word_embeddings=name != "8B",
+    )  # fmt: skip
+
+
+class Clock:
+    """Median seconds of a call, the device's work included."""
+
+    def __init__(self, device: Device, repeats: int, deadline: float) -> None:
+        self._device = device
+        self._repeats = repeats
+        self._deadline = deadline
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget."""
+        return self._deadline - time.perf_counter()
+
+    def sync(self) -> None:
+        if self._device.torch.type == "cuda":
+            torch.cuda.synchronize()
+
+    def time(self, call: Callable[[], object], repeats: int | None = None) -> float:
+        """Each call is waited for, as a step of the engine is."""
+        call()
+        taken = []
+        for _ in range(repeats or self._repeats):
+            self.sync()
+            began = time.perf_counter()
+            call()
+            self.sync()
+            taken.append(time.perf_counter() - began)
+        return statistics.median(taken)
+
+    def time_kernels(self, calls: Sequence[Callable[[], Tensor]]) -> float:
+        """Mean seconds of one of the calls, all launched together from one recorded graph."""
+
+        def everything() -> Tensor:
+            for call in calls:
+                last = call()
+            return last
+
+        assert self._device.capture is not None
+        return self.time(self._device.capture(everything)) / len(calls)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """So many distinct adapters, each in its own part of the world's pool; ranks in turn, every layer."""
+
+    count: int
+    ranks: tuple[int, ...]
+    modules: tuple[int, ...]
+    pool: Tensor
+    rows: tuple[dict[tuple[int, int], LoraRow], ...]
+    num_bytes: int
+
+
+class World:
+    """A model in `dtype` with a KV cache for `max_batch` sequences of `context` tokens and a few more."""
+
+    def __init__(self, shape: str, device: Device, dtype: torch.dtype, max_batch: int, context: int) -> None:
+        self.name, self.device, self.dtype, self.context = shape, device, dtype, context
+        self.config = config = model_shape(shape)
+        self.modules: dict[int, LoraModule] = lora_modules(config)
+        self._blocks_each = -(-(context + 8) // PAGE)
+        heads = config.num_kv_heads, config.head_dim
+        size = (config.num_layers, 2, max_batch * self._blocks_each, PAGE, *heads)
+        self.kv = torch.zeros(size, dtype=dtype, device=device.torch)
+        self.weights = self._weights()
+        self.decoder = Decoder(config, self.weights, device.ops)
+        self.limits = BatchLimits(
+            config.num_layers, max_batch, context + 8, PAGE, config.num_heads, *heads, dtype
+        )
+        device.ops.reserve(self.limits, device.torch)
+        assert device.capture is not None
+        self.pool = self._pool()
+        self.graphs = DecodeGraphs(self._forward, device.ops, device.capture, device.torch, self.limits, 64)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.config.num_layers * 2 * self.config.kv_size * self.dtype.itemsize
+
+    def adapters(self, count: int, ranks: tuple[int, ...], modules: tuple[int, ...]) -> Adapters:
+        """Raises torch.OutOfMemoryError where they do not fit."""
+        placed, used = [], 0
+        for number in range(count):
+            rank, rows = ranks[number % len(ranks)], {}
+            for layer in range(self.config.num_layers):
+                for module_id in modules:
+                    module = self.modules[module_id]
+                    rows[layer, module_id] = LoraRow(used, rank)
+                    used += rank * (module.in_dim + module.out_dim)
+            placed.append(rows)
+        if used > self.pool.numel():
+            raise torch.OutOfMemoryError
+        return Adapters(count, ranks, modules, self.pool, tuple(placed), used * self.dtype.itemsize)
+
+    def batch(self, adapters: Adapters | None, lengths: Sequence[int]) -> LoraBatch | None:
+        """Sequences of so many rows, shared out over the adapters in runs; every row has one."""
+        if adapters is None:
+            return None
+        bounds = [len(lengths) * i // adapters.count for i in range(adapters.count + 1)]
+        starts = [sum(lengths[:bound]) for bound in bounds]
+        parts = zip(starts, starts[1:], adapters.rows, strict=False)
+        segments = tuple(LoraSegment(start, stop, rows) for start, stop, rows in parts if stop > start)
+        return LoraBatch(adapters.pool, segments, 16)
+
+    def inputs(self, lengths: Sequence[int], lora: LoraBatch | None) -> StepInputs:
+        """Sequences whose last so many of `context` tokens are computed now."""
+        starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        each = self._blocks_each
+        blocks = [list(range(i * each, i * each + -(-self.context // PAGE))) for i in range(len(lengths))]
+        places = [(i, self.context - n + j) for i, n in enumerate(lengths) for j in range(n)]
+        return StepInputs(
+            input_ids=[7 * j % self.config.vocab_size for j in range(starts[-1])],
+            positions=[position for _, position in places],
+            starts=starts,
+            lengths=[self.context] * len(lengths),
+            blocks=blocks,
+            slots=[blocks[i][p // PAGE] * PAGE + p % PAGE for i, p in places],
+            logits_rows=[start - 1 for start in starts[1:]],
+            lora=lora,
+        )
+
+    def plain(self, inputs: StepInputs) -> Tensor:
+        """One step without a graph: the next tokens."""
+        batch = to_device(inputs.plan(self.device.ops), self.device.torch)
+        return torch.argmax(self._forward(batch), dim=-1)
+
+    def decode(self, inputs: StepInputs) -> Tensor:
+        """One decode step as the engine does it, its tables built and copied: the next tokens."""
+        return torch.argmax(self.graphs.run(inputs), dim=-1)
+
+    def _forward(self, batch) -> Tensor:  # type: ignore[no-untyped-def]
+        return self.decoder.forward(batch, self.kv)
+
+    def _pool(self) -> Tensor:
+        """Room for 128 adapters of rank 64 with every module, or for what is left beside the model."""
+        sizes = sum(module.in_dim + module.out_dim for module in self.modules.values() if module.counted)
+        elements = 128 * 64 * self.config.num_layers * sizes
+        if self.device.torch.type == "cuda":
+            elements = min(elements, int(0.75 * self.device.free_bytes()) // self.dtype.itemsize)
+        else:
+            elements //= 32
+        return torch.empty(elements, dtype=self.dtype, device=self.device.torch).normal_(0, 0.02)
+
+    def _weights(self) -> dict[str, Tensor]:
+        config, device = self.config, self.device
+
+        def random(*size: int) -> Tensor:
+            return torch.empty(size, dtype=self.dtype, device=device.torch).normal_(0, 0.02)
+
+        hidden, inner = config.hidden_size, config.intermediate_size
+        found = {"embed": random(config.vocab_size, hidden), "norm": 1 + random(hidden)}
+        found["head"] = found["embed"] if config.tie_word_embeddings else random(config.vocab_size, hidden)
+        for layer in range(config.num_layers):
+            found[f"{layer}.qkv.weight"] = random(config.q_size + 2 * config.kv_size, hidden)
+            found[f"{layer}.out.weight"] = random(hidden, config.q_size)
+            found[f"{layer}.up_gate.weight"] = random(2 * inner, hidden)
+            found[f"{layer}.down.weight"] = random(hidden, inner)
+            found[f"{layer}.attention_norm"] = 1 + random(hidden)
+            found[f"{layer}.mlp_norm"] = 1 + random(hidden)
+        return found

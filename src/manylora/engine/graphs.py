@@ -1,0 +1,109 @@
+"""DecodeGraphs: decode steps that are recorded once for a size of batch and run again on other contents.
+
+A graph reads and writes fixed buffers. A step is padded to the next bucket of rows, its tables are copied
+into the buffers of that bucket's graph, and the graph runs: one launch in place of hundreds. What changes
+the launches themselves is part of a graph's key: the bucket, the width class of the block table, and the
+shape of the LoRA batch; so a batch without adapters runs a graph without a LoRA node. `Runner` has the plain
+loop beside it, and both give the same tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manylora.device import Capture
+from manylora.engine.inputs import StepInputs
+from manylora.kernels.moving import copy_into, to_device
+from manylora.kernels.spec import BatchLimits, Ops
+from manylora.model.batch import ForwardBatch
+
+__all__ = ["DecodeGraphs", "buckets_for", "width_class"]
+
+logger = logging.getLogger("manylora")
+
+FEWEST_COLUMNS = 16  # of a block table
+
+
+@dataclass(frozen=True)
+class _Graph:
+    batch: ForwardBatch  # the buffers
+    replay: Callable[[], Tensor]
+
+
+class DecodeGraphs:
+    """forward: logits of a batch. max_graphs: the one not used for longest is let go beyond that many."""
+
+    def __init__(
+        self,
+        forward: Callable[[ForwardBatch], Tensor],
+        ops: Ops,
+        capture: Capture,
+        device: torch.device,
+        limits: BatchLimits,
+        max_graphs: int,
+    ) -> None:
+        self.num_recorded = 0
+        self._forward = forward
+        self._ops = ops
+        self._capture = capture
+        self._device = device
+        self._buckets = buckets_for(limits.max_sequences)
+        self._columns = -(-limits.max_seq_len // limits.tokens_per_block)
+        self._max_graphs = max_graphs
+        self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+
+    def run(self, inputs: StepInputs) -> Tensor:
+        """Logits [rows, vocab] float32 of a step that `decodes`; overwritten by the next call."""
+        count = len(inputs.input_ids)
+        rows = next(bucket for bucket in self._buckets if bucket >= count)
+        width = width_class(max(map(len, inputs.blocks)), self._columns)
+        batch = inputs.pad(rows).plan(self._ops, width, fixed=True)
+        key = rows, width, getattr(batch.lora, "shape", None)
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._record(key, batch)
+        else:
+            self._graphs.move_to_end(key)
+            copy_into(graph.batch, batch)
+        return graph.replay()[:count]
+
+    def warm(self) -> None:
+        """Record the base model's graphs for short sequences, so that first requests do not wait for that.
+        Those with adapters are recorded when their shape first appears."""
+        started = time.perf_counter()
+        for rows in self._buckets[::-1][
+            : self._max_graphs
+        ]:  # the largest first: its memory serves the others
+            self.run(StepInputs([0], [0], [0, 1], [1], [[0]], [-1], [0]).pad(rows))
+        seconds = time.perf_counter() - started
+        logger.info("recorded %d CUDA graphs in %.1f s", self.num_recorded, seconds)
+
+    def _record(self, key: Hashable, batch: ForwardBatch) -> _Graph:
+        while len(self._graphs) >= self._max_graphs:
+            self._graphs.popitem(last=False)
+        buffers = to_device(batch, self._device)
+        graph = _Graph(buffers, self._capture(lambda: self._forward(buffers)))
+        self._graphs[key] = graph
+        self.num_recorded += 1
+        return graph
+
+
+def buckets_for(max_rows: int) -> list[int]:
+    """Sizes of batch, ascending: dense where a padded row costs a large part of a step."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, max_rows + 64, 64)]
+    return [*(size for size in sizes if size < max_rows), max_rows]
+
+
+def width_class(columns: int, most: int) -> int:
+    """Width of a recorded block table: 16 times a power of 4, at most what the longest sequence needs."""
+    width = FEWEST_COLUMNS
+    while width < columns:
+        width *= 4
+    return min(width, most)

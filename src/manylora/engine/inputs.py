@@ -1,0 +1,76 @@
+"""StepInputs: one forward pass as the host knows it, before any device does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from manylora.kernels.spec import AttentionBatch, LoraBatch, Ops
+from manylora.model.batch import ForwardBatch
+
+__all__ = ["StepInputs"]
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """T rows of S sequences. Filled by the runner.
+
+    input_ids, positions, slots: [T]. starts: [S + 1], lengths: [S], as `AttentionBatch` has them.
+    blocks: [S], the KV blocks each sequence uses. logits_rows: rows whose logits are wanted.
+    """
+
+    input_ids: list[int]
+    positions: list[int]
+    starts: list[int]
+    lengths: list[int]
+    blocks: list[list[int]]
+    slots: list[int]
+    logits_rows: list[int]
+    lora: LoraBatch | None = None
+    embeddings: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def decodes(self) -> bool:
+        """Whether each sequence has one row, and its logits are wanted: what a recorded graph can do."""
+        rows = len(self.input_ids)
+        return self.embeddings is None and rows == len(self.lengths) == len(self.logits_rows)
+
+    def pad(self, rows: int) -> StepInputs:
+        """The same with sequences of one token behind it, which store nothing, up to that many rows."""
+        count = rows - len(self.input_ids)
+        return replace(
+            self,
+            input_ids=self.input_ids + [0] * count,
+            positions=self.positions + [0] * count,
+            starts=[*self.starts, *range(len(self.input_ids) + 1, rows + 1)],
+            lengths=self.lengths + [1] * count,
+            blocks=self.blocks + [[0]] * count,
+            slots=self.slots + [-1] * count,
+            logits_rows=self.logits_rows + list(range(len(self.input_ids), rows)),
+        )
+
+    def plan(self, ops: Ops, width: int = 0, fixed: bool = False) -> ForwardBatch:
+        """The tables, still on the host. width: of the block table, 0 for what the longest sequence needs."""
+        width = width or max(map(len, self.blocks))
+        attention = AttentionBatch(
+            query_starts=self.starts,
+            kv_lens=self.lengths,
+            block_table=_int(
+                [blocks + [0] * (width - len(blocks)) for blocks in self.blocks], dtype=torch.int32
+            ),
+            slots=_int(self.slots),
+        )
+        planned, lora = ops.plan(attention, self.lora, fixed)
+        return ForwardBatch(
+            input_ids=_int(self.input_ids),
+            positions=_int(self.positions),
+            attention=planned,
+            lora=lora,
+            logits_rows=_int(self.logits_rows),
+        )
+
+
+def _int(values: list, dtype: torch.dtype = torch.long) -> Tensor:
+    return torch.tensor(values, dtype=dtype)

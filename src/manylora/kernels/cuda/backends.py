@@ -1,0 +1,91 @@
+"""Which attention runs: the first that gives the reference's answer on a batch of the model's shape."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from manylora.kernels.cuda.attention import PagedAttention
+from manylora.kernels.cuda.tables import PagedBatch, plan_attention
+from manylora.kernels.moving import to_device
+from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.spec import AttentionBatch, BatchLimits
+
+__all__ = ["AttentionBackend", "choose"]
+
+logger = logging.getLogger("manylora")
+
+QUERIES, KEYS = (1, 1, 5), (9, 40, 21)  # of the sequences of the trial
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+
+
+class AttentionBackend(Protocol):
+    """Paged attention under one name; called as `Ops.attention`."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PagedBatch,
+        scale: float,
+        window: int | None,
+    ) -> Tensor: ...
+
+
+def choose(
+    limits: BatchLimits, device: torch.device, candidates: Sequence[AttentionBackend] | None = None
+) -> AttentionBackend:
+    """The first candidate that passes a trial; the last one without a trial. Says in the log which."""
+    offered = _installed(device) if candidates is None else candidates
+    for backend in offered[:-1]:
+        reason = _refusal(backend, limits, device)
+        if reason is None:
+            logger.info("attention: %s", backend.name)
+            return backend
+        logger.info("attention: %s is not used: %s", backend.name, reason)
+    logger.info("attention: %s", offered[-1].name)
+    return offered[-1]
+
+
+def _installed(device: torch.device) -> Sequence[AttentionBackend]:
+    if device.type != "cuda":
+        return (PagedAttention(),)
+    try:
+        from manylora.kernels.cuda.varlen import VarlenAttention
+    except ImportError:
+        return (PagedAttention(),)
+    return VarlenAttention(), PagedAttention()
+
+
+def _refusal(backend: AttentionBackend, limits: BatchLimits, device: torch.device) -> str | None:
+    """Why a backend cannot serve, None if it can: it raised, or its answer is not the reference's."""
+    made = torch.Generator().manual_seed(0)
+    size, columns = limits.tokens_per_block, -(-max(KEYS) // limits.tokens_per_block)
+    pages = 1 + len(KEYS) * columns
+    shape = (pages, size, limits.num_kv_heads, limits.head_dim)
+    k, v = (torch.randn(shape, generator=made).to(limits.dtype).to(device) for _ in "kv")
+    q = torch.randn(sum(QUERIES), limits.num_heads, limits.head_dim, generator=made)
+    q = q.to(limits.dtype).to(device)
+    starts = [sum(QUERIES[:s]) for s in range(len(QUERIES) + 1)]
+    table = torch.arange(1, pages, dtype=torch.int32).view(len(KEYS), columns)
+    batch = AttentionBatch(starts, KEYS, table, torch.zeros(sum(QUERIES), dtype=torch.int64))
+    planned = to_device(plan_attention(batch, limits, fixed=False), device)
+    scale = limits.head_dim**-0.5
+    for window in limits.windows:
+        want = ReferenceOps().attention(q, k, v, planned, scale, window)
+        try:
+            got = backend(q, k, v, planned, scale, window)
+            worst = float((got.float() - want.float()).abs().max())
+        except Exception as error:  # whatever a foreign kernel raises, another one serves
+            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if not worst <= TOLERANCE[limits.dtype]:
+            return f"its answer is {worst:.3g} away from the reference's"
+    return None

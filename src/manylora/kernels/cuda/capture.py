@@ -1,0 +1,37 @@
+"""CUDA graphs: record a function's kernels once, launch them all together afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["CudaCapture"]
+
+
+class CudaCapture:
+    """Records on one device. All graphs share one pool of memory: a replay may overwrite the output of
+    another graph, so an output is used up before the next replay."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """function: reads and writes tensors that stay where they are. It runs once before it is recorded,
+        so that kernels are compiled and workspaces allocated."""
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            function()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            output = function()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return replay

@@ -1,0 +1,23 @@
+"""Whether the kernels run under the language's interpreter (TRITON_INTERPRET=1), and what it cannot do."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["widens"]
+
+
+def widens(dtype: torch.dtype) -> bool:
+    """Whether operands of a matrix product must be widened first: the interpreter keeps bfloat16 as integers
+    and multiplies those."""
+    return dtype == torch.bfloat16 and bool(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _dot(a, b, total, WIDEN: tl.constexpr):
+    if WIDEN:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    else:  # noqa: RET505 - a compile-time branch: both arms must return
+        return tl.dot(a, b, total, input_precision="ieee")

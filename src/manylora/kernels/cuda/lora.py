@@ -1,0 +1,221 @@
+"""Adapters of a whole batch, two launches for each linear layer: shrink to the rank, then expand and add.
+
+Both read A [rank, in] and B [rank, out] in place from the pool. `places` says where: for each slot, layer and
+module the offset, the rank (0: no such row, its programs end at once) and whether a DoRA magnitude follows.
+Grids depend on shapes alone. Everything is accumulated in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from manylora.kernels.cuda.interpreter import _dot, widens
+from manylora.kernels.cuda.plan import MODULES, PLACE
+
+__all__ = ["LoraTables", "expand_add", "shrink"]
+
+
+@dataclass(frozen=True)
+class LoraTables:
+    """What both launches read. Filled by `ops`.
+
+    pool [elements]. places [slots, layers, MODULES, PLACE] int64. tiles [n, 3] int32: first row, rows, slot.
+    targets [targets, 3] int32: module, first column, columns. align: elements that every offset, row length
+    and column start is a multiple of; a power of two.
+    """
+
+    pool: Tensor
+    places: Tensor
+    tiles: Tensor
+    targets: Tensor
+    layer: int
+    tile_size: int
+    rank: int
+    align: int
+
+
+@triton.jit
+def _place(places, targets, target, slot, layer, layers, MODULES: tl.constexpr, PLACE: tl.constexpr):
+    module = tl.load(targets + target * 3)
+    return places + ((slot.to(tl.int64) * layers + layer) * MODULES + module) * PLACE
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _shrink_rows(
+    x, pool, places, tiles, targets, partial, layer, layers, x_stride, num_rows, in_dim,
+    TARGETS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, ALIGN: tl.constexpr, MODULES: tl.constexpr, PLACE: tl.constexpr,
+):  # fmt: skip
+    tile, split = tl.program_id(0), tl.program_id(2)
+    target, block = tl.program_id(1) % TARGETS, tl.program_id(1) // TARGETS
+    if tl.load(tiles + tile * 3 + 1) == 0:
+        return
+    row, slot = tl.load(tiles + tile * 3).to(tl.int64), tl.load(tiles + tile * 3 + 2)
+    place = _place(places, targets, target, slot, layer, layers, MODULES, PLACE)
+    rank = tl.load(place + 1).to(tl.int32)
+    if block * BLOCK_R >= rank:
+        return
+    a = pool + tl.multiple_of(tl.load(place), ALIGN)
+    r = block * BLOCK_R + tl.arange(0, BLOCK_R)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    span = tl.cdiv(tl.cdiv(in_dim, SPLITS), BLOCK_K) * BLOCK_K
+    for start in range(split * span, tl.minimum(in_dim, (split + 1) * span), BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        xs = tl.load(x + row * x_stride + k, mask=k < in_dim, other=0).to(tl.float32)
+        inside = (r < rank)[:, None] & (k < in_dim)[None, :]
+        weights = tl.load(a + r[:, None] * in_dim + k[None, :], mask=inside, other=0).to(tl.float32)
+        total += tl.sum(weights * xs[None, :], axis=1)
+    tl.store(partial + ((split * num_rows + row) * TARGETS + target) * RANK + r, total, mask=r < rank)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _shrink_tiles(
+    x, pool, places, tiles, targets, partial, layer, layers, x_stride, num_rows, in_dim,
+    TARGETS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, ALIGN: tl.constexpr, MODULES: tl.constexpr, PLACE: tl.constexpr,
+    BLOCK_M: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    tile, split = tl.program_id(0), tl.program_id(2)
+    target, block = tl.program_id(1) % TARGETS, tl.program_id(1) // TARGETS
+    count = tl.load(tiles + tile * 3 + 1)
+    if count == 0:
+        return
+    first, slot = tl.load(tiles + tile * 3).to(tl.int64), tl.load(tiles + tile * 3 + 2)
+    place = _place(places, targets, target, slot, layer, layers, MODULES, PLACE)
+    rank = tl.load(place + 1).to(tl.int32)
+    if block * BLOCK_R >= rank:
+        return
+    a = pool + tl.multiple_of(tl.load(place), ALIGN)
+    m, r = tl.arange(0, BLOCK_M), block * BLOCK_R + tl.arange(0, BLOCK_R)
+    rows = first + m
+    total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    span = tl.cdiv(tl.cdiv(in_dim, SPLITS), BLOCK_K) * BLOCK_K
+    for start in range(split * span, tl.minimum(in_dim, (split + 1) * span), BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        here = (m < count)[:, None] & (k < in_dim)[None, :]
+        xs = tl.load(x + rows[:, None] * x_stride + k[None, :], mask=here, other=0)
+        inside = (k < in_dim)[:, None] & (r < rank)[None, :]
+        weights = tl.load(a + r[None, :] * in_dim + k[:, None], mask=inside, other=0)
+        total = _dot(xs, weights, total, WIDEN)
+    to = partial + ((split * num_rows + rows) * TARGETS + target)[:, None] * RANK + r[None, :]
+    tl.store(to, total, mask=(m < count)[:, None] & (r < rank)[None, :])
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _expand(
+    y, partial, pool, places, tiles, targets, bias, layer, layers, y_stride, num_rows, in_dim, num_columns,
+    TARGETS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, MODULES: tl.constexpr, PLACE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BIASED: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    tile, low = tl.program_id(0), tl.program_id(1) * BLOCK_N
+    count = tl.load(tiles + tile * 3 + 1)
+    if count == 0:
+        return
+    first, slot = tl.load(tiles + tile * 3).to(tl.int64), tl.load(tiles + tile * 3 + 2)
+    ranks = 0
+    for target in range(TARGETS):
+        start, width = tl.load(targets + target * 3 + 1), tl.load(targets + target * 3 + 2)
+        if (start < low + BLOCK_N) & (start + width > low):
+            place = _place(places, targets, target, slot, layer, layers, MODULES, PLACE)
+            ranks += tl.load(place + 1).to(tl.int32)
+    if ranks == 0:
+        return
+    m, n = tl.arange(0, BLOCK_M), low + tl.arange(0, BLOCK_N)
+    rows = first + m
+    mine = (m < count)[:, None] & (n < num_columns)[None, :]
+    out = y + rows[:, None] * y_stride + n[None, :]
+    value = tl.load(out, mask=mine, other=0).to(tl.float32)
+    shift = tl.zeros([BLOCK_N], tl.float32)
+    if BIASED:
+        shift = tl.load(bias + n, mask=n < num_columns, other=0).to(tl.float32)
+    # Targets may overlap (a fused module and its part), so one program does all of its columns' in order.
+    for target in range(TARGETS):
+        start = tl.multiple_of(tl.load(targets + target * 3 + 1), ALIGN)
+        width = tl.multiple_of(tl.load(targets + target * 3 + 2), ALIGN)
+        if (start < low + BLOCK_N) & (start + width > low):
+            place = _place(places, targets, target, slot, layer, layers, MODULES, PLACE)
+            rank = tl.load(place + 1).to(tl.int32)
+            if rank > 0:
+                b = pool + tl.multiple_of(tl.load(place), ALIGN) + tl.multiple_of(rank * in_dim, ALIGN)
+                column = n - start
+                inside = (column >= 0) & (column < width)
+                for bottom in range(0, rank, BLOCK_R):
+                    r = bottom + tl.arange(0, BLOCK_R)
+                    low_rank = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+                    for split in range(SPLITS):
+                        source = partial + ((split * num_rows + rows) * TARGETS + target)[:, None] * RANK
+                        here = (m < count)[:, None] & (r < rank)[None, :]
+                        low_rank += tl.load(source + r[None, :], mask=here, other=0)
+                    both = (r < rank)[:, None] & inside[None, :]
+                    weights = tl.load(b + r[:, None] * width + column[None, :], mask=both, other=0)
+                    if BLOCK_M == 1:
+                        product = tl.reshape(low_rank, [BLOCK_R, 1]) * weights.to(tl.float32)
+                        value += tl.sum(product, axis=0)[None, :]
+                    else:
+                        value = _dot(low_rank.to(weights.dtype), weights, value, WIDEN)
+                if tl.load(place + 2) != 0:
+                    magnitude = tl.load(b + rank * width + column, mask=inside, other=1).to(tl.float32)
+                    scaled = magnitude[None, :] * (value - shift[None, :]) + shift[None, :]
+                    value = tl.where(inside[None, :], scaled, value)
+    tl.store(out, value.to(y.dtype.element_ty), mask=mine)
+
+
+def shrink(x: Tensor, tables: LoraTables) -> Tensor:
+    """Semantics, for each tile's rows and each target: partial.sum(0)[rows, target, :rank] = x[rows] @ A.T.
+
+    x [T, in], last dimension contiguous -> partial [splits, T, targets, rank class] float32. Entries of rows
+    without an adapter, and beyond an adapter's rank, are not written.
+    """
+    num_rows, in_dim = x.shape
+    num_targets = tables.targets.shape[0]
+    splits = _splits(in_dim, tables.tile_size)
+    partial = torch.empty(splits, num_rows, num_targets, tables.rank, dtype=torch.float32, device=x.device)
+    block_r = 16 if tables.rank <= 16 else 32
+    grid = (tables.tiles.shape[0], num_targets * triton.cdiv(tables.rank, block_r), splits)
+    arguments = (
+        x, tables.pool, tables.places, tables.tiles, tables.targets, partial, tables.layer,
+        tables.places.shape[1], x.stride(0), num_rows, in_dim,
+    )  # fmt: skip
+    constants = {
+        "TARGETS": num_targets, "RANK": tables.rank, "SPLITS": splits, "BLOCK_R": block_r,
+        "ALIGN": tables.align, "MODULES": MODULES, "PLACE": PLACE,
+    }  # fmt: skip
+    if tables.tile_size == 1:
+        _shrink_rows[grid](*arguments, **constants, BLOCK_K=256)
+    else:
+        _shrink_tiles[grid](
+            *arguments, **constants, BLOCK_K=64, BLOCK_M=tables.tile_size, WIDEN=widens(x.dtype)
+        )
+    return partial
+
+
+def expand_add(y: Tensor, partial: Tensor, in_dim: int, tables: LoraTables, bias: Tensor | None) -> None:
+    """Semantics, for each tile's rows and each target with columns c, in order:
+        y[rows, c] += partial.sum(0)[rows, target, :rank] @ B
+        y[rows, c] = m * (y[rows, c] - bias[c]) + bias[c]        (only with a DoRA magnitude m)
+    y [T, N], last dimension contiguous, changed in place; rounded once, at the end. bias [N] or None.
+    """
+    num_rows, num_columns = y.shape
+    block_n = 128 if tables.tile_size == 1 else 64
+    grid = (tables.tiles.shape[0], triton.cdiv(num_columns, block_n))
+    _expand[grid](
+        y, partial, tables.pool, tables.places, tables.tiles, tables.targets, y if bias is None else bias,
+        tables.layer, tables.places.shape[1], y.stride(0), num_rows, in_dim, num_columns,
+        TARGETS=tables.targets.shape[0], RANK=tables.rank, SPLITS=partial.shape[0],
+        BLOCK_R=16 if tables.rank <= 16 else 32, BLOCK_N=block_n, ALIGN=tables.align, MODULES=MODULES,
+        PLACE=PLACE, BLOCK_M=tables.tile_size, BIASED=bias is not None, WIDEN=widens(y.dtype),
+    )  # fmt: skip
+
+
+def _splits(in_dim: int, tile_size: int) -> int:
+    """Parts of the input that programs of a shrink take; by the shape alone, so rows do not depend on
+    their company. Few rows need many programs to draw the memory's bandwidth."""
+    most = 16 if tile_size < 64 else 4
+    return max(1, min(most, 1 << int(math.log2(max(1, in_dim // 512)))))

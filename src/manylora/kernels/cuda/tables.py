@@ -1,0 +1,91 @@
+"""The batches of `kernels.spec` with the tables that the kernels of this folder read. Built on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch
+
+__all__ = ["PagedBatch", "PlannedLora", "plan_attention"]
+
+BLOCK_ROWS = 64  # rows of a tile of a prompt: queries times the heads of a group
+MIN_SPLIT_KEYS = 512
+MAX_SPLITS = 64
+
+
+@dataclass(frozen=True)
+class PlannedLora(LoraBatch):
+    """places, tiles: as `kernels.cuda.lora.LoraTables`; the rest as `kernels.cuda.plan.LoraPlan`."""
+
+    places: Tensor = field(default_factory=lambda: torch.empty(0))
+    tiles: Tensor = field(default_factory=lambda: torch.empty(0))
+    tile_size: int = 1
+    rank: int = 16
+    modules: frozenset[int] = frozenset()
+
+    @property
+    def shape(self) -> Hashable:
+        """All that decides which kernels are launched, with which grids and on which memory; the rest is
+        contents of tables."""
+        return self.tile_size, self.rank, self.modules, self.pool.data_ptr()
+
+
+@dataclass(frozen=True)
+class PagedBatch(AttentionBatch):
+    """starts [S + 1], lengths [S] int32: query_starts and kv_lens. Tiles [n, 2] int32: sequence, first query.
+
+    single_tiles: of sequences with one query, whose keys are split; tiles: of the others.
+    split_keys: keys of one split; num_splits: enough for the longest sequence, or, of a fixed batch, for the
+    width of the block table. max_queries, max_keys: bounds over the batch, or over every fixed one.
+    """
+
+    starts: Tensor = field(default_factory=lambda: torch.empty(0))
+    lengths: Tensor = field(default_factory=lambda: torch.empty(0))
+    single_tiles: Tensor = field(default_factory=lambda: torch.empty(0))
+    tiles: Tensor = field(default_factory=lambda: torch.empty(0))
+    split_keys: int = MIN_SPLIT_KEYS
+    num_splits: int = 1
+    block_rows: int = BLOCK_ROWS
+    max_queries: int = 1
+    max_keys: int = 1
+
+
+def plan_attention(
+    batch: AttentionBatch, limits: BatchLimits, fixed: bool, min_split_keys: int = MIN_SPLIT_KEYS
+) -> PagedBatch:
+    """The tables of a batch, on the host."""
+    starts, lengths = list(batch.query_starts), list(batch.kv_lens)
+    counts = [stop - start for start, stop in pairwise(starts)]
+    group = limits.num_heads // limits.num_kv_heads
+    block_rows = max(BLOCK_ROWS, 1 << (group - 1).bit_length())
+    queries = block_rows // group
+    single = [(s, 0) for s, count in enumerate(counts) if count == 1]
+    many = [(s, first) for s, count in enumerate(counts) if count > 1 for first in range(0, count, queries)]
+    longest = batch.block_table.shape[1] * limits.tokens_per_block if fixed else max(lengths)
+    split_keys = max(min_split_keys, 1 << (max(1, limits.max_seq_len // MAX_SPLITS) - 1).bit_length())
+    return PagedBatch(
+        query_starts=batch.query_starts,
+        kv_lens=batch.kv_lens,
+        block_table=batch.block_table,
+        slots=batch.slots,
+        starts=_int32(starts),
+        lengths=_int32(lengths),
+        single_tiles=_int32(single, 2),
+        tiles=_int32(many, 2),
+        split_keys=split_keys,
+        num_splits=-(-longest // split_keys),
+        block_rows=block_rows,
+        max_queries=max(counts),
+        max_keys=longest,
+    )
+
+
+def _int32(values: Sequence, columns: int = 0) -> Tensor:
+    array = np.array(values, np.int32)
+    return torch.from_numpy(array.reshape(-1, columns) if columns else array)

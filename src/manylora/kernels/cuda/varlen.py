@@ -1,0 +1,42 @@
+"""Attention by PyTorch's variable-length kernels, where the installed ones read a block table."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from manylora.kernels.cuda.tables import PagedBatch
+
+__all__ = ["VarlenAttention"]
+
+
+class VarlenAttention:
+    """Which page sizes and head sizes work depends on PyTorch's build: `backends.choose` tries it first."""
+
+    name = "torch.nn.attention.varlen"
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PagedBatch,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        out = varlen_attn(
+            q,
+            k_cache,
+            v_cache,
+            batch.starts,
+            None,
+            batch.max_queries,
+            batch.max_keys,
+            scale=scale,
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=q.shape[1] != k_cache.shape[2],
+            seqused_k=batch.lengths,
+            block_table=batch.block_table,
+        )
+        assert isinstance(out, Tensor)
+        return out

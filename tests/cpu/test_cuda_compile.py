@@ -1,0 +1,69 @@
+"""Protects the kernels from what the interpreter lets pass: each launch of a model of real shape is compiled
+to machine code for a GPU that need not be there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+class NoGpu:
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_current_device = lambda self: 0
+    get_current_stream = lambda self, device=None: 0
+
+def compile_only(kernel, grid):
+    def launch(*arguments, **constants):
+        made = kernel.warmup(*arguments, grid=grid, **constants)
+        assert made.asm["cubin"], kernel
+        print(kernel.__name__, made.asm["ptx"].count("ld.global.v4"), made.asm["ptx"].count("cp.async.cg"))
+    return launch
+
+driver.set_active(NoGpu())
+JITFunction.__getitem__ = compile_only
+
+from manylora.kernels.cuda.ops import CudaOps
+from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch, LoraRow, LoraSegment, LoraTarget
+
+dtype, hidden, widths = torch.bfloat16, 4096, (4096, 1024, 1024)
+targets = [LoraTarget(i, sum(widths[:i]), width) for i, width in enumerate(widths)]
+pool, cache = torch.zeros(8, dtype=dtype), torch.zeros(4, 32, 8, 128, dtype=dtype)
+ops = CudaOps()
+ops.reserve(BatchLimits(2, 64, 4096, 32, 32, 8, 128, dtype), torch.device("cpu"))
+for lengths, rank in (([1, 1], 8), ([1, 3], 64), ([100, 30], 16)):
+    starts = [0, lengths[0], sum(lengths)]
+    rows = [{(0, t.module_id): LoraRow(0, rank, True) for t in targets} for _ in lengths]
+    segments = tuple(LoraSegment(*span) for span in zip(starts, starts[1:], rows))
+    slots = torch.zeros(starts[-1], dtype=torch.int64)
+    table = torch.zeros(2, 4, dtype=torch.int32)
+    batch, lora = ops.plan(AttentionBatch(starts, [101, 102], table, slots), LoraBatch(pool, segments, 16))
+    x, y, q, k = (torch.zeros(starts[-1], *s, dtype=dtype) for s in ((hidden,), (6144,), (32, 128), (8, 128)))
+    ops.lora_add(y, x, lora, 0, targets, y[0])
+    if rank != 64:  # a batch of single tokens, and one of prompts
+        ops.attention(q, cache, cache, batch, 0.1, 50 if rank == 8 else None)
+ops.store_kv(k, k, cache, cache, batch)
+ops.rms_norm(x, x[0], 1e-5)
+ops.rotary(q, q[:, 0], q[:, 0])
+"""
+
+
+def test_every_kernel_compiles_and_reads_matrices_in_wide_words(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    wide: dict[str, int] = {}
+    for name, loads, copies in map(str.split, done.stdout.splitlines()):
+        wide[name] = min(wide.get(name, 1000), int(loads) + int(copies))
+    names = {"_shrink_rows", "_shrink_tiles", "_expand", "_attend", "_join", "_store", "_rms_norm", "_rotary"}
+    assert set(wide) == names
+    assert all(wide[name] for name in ("_shrink_rows", "_shrink_tiles", "_expand", "_attend", "_store"))

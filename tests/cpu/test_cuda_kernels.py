@@ -1,0 +1,220 @@
+"""Protects the kernels in the Triton language: each says what the reference says. On a GPU where there is
+one, else under the language's interpreter, where small shapes are slow enough."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from manylora.kernels.cuda import kv, rows
+from manylora.kernels.cuda.attention import PagedAttention
+from manylora.kernels.cuda.backends import choose
+from manylora.kernels.cuda.ops import CudaOps
+from manylora.kernels.cuda.tables import PagedBatch, plan_attention
+from manylora.kernels.moving import copy_into, to_device
+from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch, LoraRow, LoraSegment, LoraTarget
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+IN, WIDTHS = 48, (32, 16, 80)
+# Three parts side by side, and a fused module over the first two of them.
+TARGETS = (LoraTarget(0, 0, 48), *(LoraTarget(m + 1, sum(WIDTHS[:m]), w) for m, w in enumerate(WIDTHS)))
+TOLERANCE = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (0.03, 0.06), torch.float16: (0.01, 0.02)}
+
+
+def limits(dtype: torch.dtype = torch.float32, **changed: object) -> BatchLimits:
+    shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 24, "tokens_per_block": 4, "max_seq_len": 64}
+    return BatchLimits(num_layers=3, max_sequences=8, dtype=dtype, **{**shape, **changed})  # type: ignore[arg-type]
+
+
+def ops(dtype: torch.dtype = torch.float32) -> CudaOps:
+    made = CudaOps(split_keys=32)
+    made.reserve(limits(dtype), DEVICE)
+    return made
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    rtol, atol = TOLERANCE[want.dtype]
+    torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
+
+
+def lora_batch(lengths: list[int], ranks: list[int], dora: bool, dtype: torch.dtype) -> LoraBatch:
+    """Segments of so many rows with a base row before each, between NaNs in the pool. The first has the fused
+    module too; odd ones lack the last target."""
+    pieces = [torch.full((8,), float("nan"))]
+    segments, used, start = [], 8, 1
+    for number, (length, rank) in enumerate(zip(lengths, ranks, strict=True)):
+        places = {}
+        for target in TARGETS[number > 0 : len(TARGETS) - number % 2]:
+            size = rank * (IN + target.width) + target.width * dora
+            places[2, target.module_id] = LoraRow(used, rank, dora)
+            pad = -size % 8 + 8
+            pieces += [torch.randn(size), torch.full((pad,), float("nan"))]
+            used += size + pad
+        segments.append(LoraSegment(start, start + length, places))
+        start += length + 1
+    return LoraBatch(torch.cat(pieces).to(dtype).to(DEVICE), tuple(segments), alignment=8)
+
+
+def attention_batch(counts: list[int], lengths: list[int], size: int = 4) -> AttentionBatch:
+    starts = [sum(counts[:s]) for s in range(len(counts) + 1)]
+    columns = max(-(-length // size) for length in lengths)
+    table = torch.randperm(128)[: len(counts) * columns].view(len(counts), columns).int()
+    return AttentionBatch(starts, lengths, table, torch.arange(starts[-1]))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "dora", "dtype"),
+    [
+        ([1], [1], False, torch.float32),
+        ([1, 1, 1], [5, 64, 16], True, torch.float32),
+        ([1, 1], [8, 33], False, torch.bfloat16),
+        ([1, 2, 1], [512, 3, 20], False, torch.float32),
+        ([3, 20, 1], [8, 17, 4], True, torch.float32),
+        ([3, 20, 1], [8, 17, 4], True, torch.bfloat16),
+        ([70], [12], False, torch.float32),
+        ([20], [512], False, torch.float16),
+    ],
+)
+def test_adapters_add_what_the_reference_adds(
+    lengths: list[int], ranks: list[int], dora: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    made, batch = ops(dtype), lora_batch(lengths, ranks, dora, dtype)
+    total = sum(lengths) + len(lengths) + 1
+    x = (torch.randn(total, 2 * IN) / 7).to(dtype).to(DEVICE)[:, IN:]
+    y = torch.randn(total, sum(WIDTHS)).to(dtype).to(DEVICE)
+    bias = torch.randn(sum(WIDTHS)).to(dtype).to(DEVICE)
+    attention = attention_batch([1] * total, [1] * total)
+    planned = to_device(made.plan(attention, batch)[1], DEVICE)
+    wide = LoraBatch(batch.pool.float(), batch.segments)
+    want, got = y.float().clone(), y.clone()
+    ReferenceOps().lora_add(want, x.float(), wide, 2, TARGETS, bias.float())
+    made.lora_add(got, x, planned, 2, TARGETS, bias)
+    close(got, want.to(dtype))
+    spare = [0, *(segment.stop for segment in batch.segments)]
+    assert torch.equal(got[spare], y[spare]), "a base row was touched"
+    assert not torch.equal(got, y)
+    other = y.clone()
+    made.lora_add(other, x, planned, 1, TARGETS, bias)
+    assert torch.equal(other, y), "a layer without rows was touched"
+
+
+def test_a_long_input_is_split_and_summed() -> None:
+    torch.manual_seed(0)
+    made, wide = ops(), 1100
+    target = LoraTarget(4, 0, 32)
+    for lengths in ([1, 1], [5, 3]):
+        size = 8 * (wide + 32)
+        pool = torch.randn(2 * size, device=DEVICE) / 8
+        starts = [0, lengths[0]]
+        segments = tuple(
+            LoraSegment(s, s + n, {(0, 4): LoraRow(i * size, 8)})
+            for i, (s, n) in enumerate(zip(starts, lengths, strict=True))
+        )
+        batch = LoraBatch(pool, segments, alignment=4)
+        total = sum(lengths)
+        x, y = torch.randn(total, wide, device=DEVICE), torch.zeros(total, 32, device=DEVICE)
+        planned = to_device(made.plan(attention_batch([1] * total, [1] * total), batch)[1], DEVICE)
+        want = y.clone()
+        ReferenceOps().lora_add(want, x, batch, 0, [target])
+        made.lora_add(y, x, planned, 0, [target])
+        close(y, want)
+
+
+@pytest.mark.parametrize(
+    ("counts", "lengths", "window", "dtype"),
+    [
+        ([1, 1, 1], [1, 33, 50], None, torch.float32),
+        ([1, 1], [40, 7], 5, torch.float32),
+        ([1, 6, 1, 3], [9, 6, 50, 20], None, torch.float32),
+        ([1, 30], [50, 34], 9, torch.float32),
+        ([25], [25], None, torch.bfloat16),
+        ([1, 1], [47, 3], None, torch.bfloat16),
+    ],
+)
+def test_attention_reads_pages_as_the_reference_does(
+    counts: list[int], lengths: list[int], window: int | None, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    k, v = (torch.randn(128, 4, 2, 24).to(dtype).to(DEVICE) for _ in "kv")
+    batch = attention_batch(counts, lengths)
+    q = torch.randn(sum(counts), 6, 24).to(dtype).to(DEVICE)
+    planned = to_device(plan_attention(batch, limits(), fixed=False, min_split_keys=32), DEVICE)
+    assert planned.num_splits == -(-max(lengths) // 32)
+    want = ReferenceOps().attention(q.float(), k.float(), v.float(), batch, 0.2, window).to(dtype)
+    close(PagedAttention()(q, k, v, planned, 0.2, window), want)
+
+
+def test_a_sequence_does_not_depend_on_its_company() -> None:
+    torch.manual_seed(0)
+    k, v = (torch.randn(128, 4, 2, 24, device=DEVICE) for _ in "kv")
+    batch, q = attention_batch([1, 1], [40, 50]), torch.randn(2, 6, 24, device=DEVICE)
+    alone = AttentionBatch([0, 1], [40], batch.block_table[:1, :10], batch.slots[:1])
+    both = to_device(plan_attention(batch, limits(), fixed=False, min_split_keys=32), DEVICE)
+    one = to_device(plan_attention(alone, limits(), fixed=False, min_split_keys=32), DEVICE)
+    run = PagedAttention()
+    assert torch.equal(run(q, k, v, both, 0.2, None)[:1], run(q[:1], k, v, one, 0.2, None))
+
+
+def test_pages_take_keys_and_values_and_padding_leaves_them_alone() -> None:
+    torch.manual_seed(0)
+    packed = torch.randn(4, 3 * 20, device=DEVICE)
+    k, v = packed[:, :20].view(4, 2, 10), packed[:, 40:].view(4, 2, 10)
+    caches = [torch.zeros(5, 3, 2, 10, device=DEVICE) for _ in range(4)]
+    slots = torch.tensor([7, -1, 0, 14], device=DEVICE)
+    kv.store_kv(k, v, caches[0], caches[1], slots)
+    keep = torch.tensor([0, 2, 3], device=DEVICE)
+    batch = AttentionBatch([], [], torch.empty(0), slots[keep])
+    ReferenceOps().store_kv(k[keep], v[keep], caches[2], caches[3], batch)
+    assert torch.equal(caches[0], caches[2])
+    assert torch.equal(caches[1], caches[3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_and_rotary_are_the_references(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    reference = ReferenceOps()
+    x = torch.randn(3, 2, 24).to(dtype).to(DEVICE)
+    weight = torch.randn(24).to(dtype).to(DEVICE)
+    close(rows.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    flat, wide = x.flatten(1), weight.repeat(2)
+    close(rows.rms_norm(flat, wide, 1e-5), reference.rms_norm(flat, wide, 1e-5))
+    cos, sin = (torch.randn(3, 24).to(dtype).to(DEVICE) for _ in "cs")
+    strided = torch.randn(3, 96).to(dtype).to(DEVICE)[:, 48:].view(3, 2, 24)
+    close(rows.rotary(strided, cos, sin), reference.rotary(strided, cos, sin))
+
+
+class _Wrong(PagedAttention):
+    name = "wrong"
+
+    def __call__(self, q, k_cache, v_cache, batch, scale, window):  # type: ignore[no-untyped-def]
+        return super().__call__(q, k_cache, v_cache, batch, 2 * scale, window)
+
+
+class _Raises(PagedAttention):
+    name = "raises"
+
+    def __call__(self, q, k_cache, v_cache, batch, scale, window):  # type: ignore[no-untyped-def]
+        raise RuntimeError("page size must be divisible by 256")
+
+
+def test_the_first_attention_that_is_right_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "manylora")
+    own, spare = PagedAttention(), PagedAttention()
+    assert choose(limits(), DEVICE, [_Raises(), _Wrong(), own, spare]) is own
+    assert "raises is not used: RuntimeError: page size must be divisible by 256" in caplog.text
+    assert "away from the reference's" in caplog.text
+    assert choose(limits(windows=frozenset({None, 5})), DEVICE, [own, spare]) is own
+
+
+def test_tables_are_refilled_in_place_and_other_shapes_refused() -> None:
+    first = plan_attention(attention_batch([1, 1], [5, 9]), limits(), fixed=True)
+    second = plan_attention(attention_batch([1, 1], [12, 2]), limits(), fixed=True)
+    tables = first.lengths, first.block_table
+    copy_into(first, second)
+    assert tables[0].tolist() == [12, 2]
+    assert torch.equal(tables[1], second.block_table)
+    with pytest.raises(ValueError, match="was recorded with shape"):
+        copy_into(first, plan_attention(attention_batch([1], [5]), limits(), fixed=True))
+    assert isinstance(first, PagedBatch)

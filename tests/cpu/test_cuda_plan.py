@@ -1,0 +1,88 @@
+"""Protects the tables of the adapter kernels: every row in one tile, slots written once and never under a
+running adapter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from manylora.kernels.cuda.plan import MODULES, PLACE, Places, plan_lora, rank_class, tile_size
+from manylora.kernels.spec import LoraRow, LoraSegment
+
+
+def adapter(number: int, rank: int = 8, modules: tuple[int, ...] = (1, 3)) -> dict[tuple[int, int], LoraRow]:
+    return {(layer, m): LoraRow(1000 * number + m, rank, m == 3) for layer in (0, 1) for m in modules}
+
+
+def segments(lengths: list[int], rows: list[dict]) -> list[LoraSegment]:
+    starts = np.cumsum([2, *(n + 1 for n in lengths)])  # base rows between
+    return [LoraSegment(int(s), int(s) + n, r) for s, n, r in zip(starts, lengths, rows, strict=False)]
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [1, 20, 3], [200, 1, 70]])
+def test_tiles_cover_each_adapters_rows_once(lengths: list[int]) -> None:
+    parts = segments(lengths, [adapter(i) for i in range(3)])
+    plan = plan_lora(parts, Places(4, 2))
+    covered = {}
+    for first, count, slot in plan.tiles.tolist():
+        assert 1 <= count <= plan.tile_size
+        for row in range(first, first + count):
+            assert row not in covered
+            covered[row] = slot
+    slots = [plan.updates[i].slot for i in range(3)]
+    want = {
+        row: slot for part, slot in zip(parts, slots, strict=True) for row in range(part.start, part.stop)
+    }
+    assert covered == want
+
+
+def test_places_say_where_each_layer_and_module_lies() -> None:
+    plan = plan_lora(segments([1], [adapter(7, rank=5)]), Places(2, 2))
+    [update] = plan.updates
+    assert update.places.shape == (2, MODULES, PLACE)
+    assert update.places[1, 1].tolist() == [7001, 5, 0]
+    assert update.places[0, 3].tolist() == [7003, 5, 1]
+    assert update.places[0, 2].tolist() == [0, 0, 0]
+    assert plan.modules == {1, 3}
+    assert (plan.rank, plan.tile_size) == (16, 1)
+
+
+def test_a_padded_plan_has_a_tile_for_each_row() -> None:
+    plan = plan_lora(segments([4, 1], [adapter(0), adapter(1)]), Places(4, 2), rows=16)
+    assert plan.tiles.shape == (16, 3)
+    assert plan.tiles[2:, 1].sum() == 0
+    many = plan_lora(segments([200], [adapter(0)]), Places(4, 2), rows=208)
+    assert many.tile_size == 16, "prompt tiles are for prompts"
+
+
+def test_slots_are_written_once_and_the_idle_one_gives_way() -> None:
+    places = Places(2, 2)
+    a, b, c = adapter(0), adapter(1), adapter(2)
+
+    def slots(*rows: dict) -> tuple[list[int], int]:
+        plan = plan_lora(segments([1] * len(rows), list(rows)), places)
+        return plan.tiles[:, 2].tolist(), len(plan.updates)
+
+    assert slots(a, b) == ([0, 1], 2)
+    assert slots(b, a) == ([1, 0], 0)
+    assert slots(b) == ([1], 0)
+    assert slots(c, b) == ([0, 1], 1), "a was idle"
+    assert slots(a) == ([1], 1), "b was there before c"
+    # Other places under equal values are another adapter: pages moved.
+    assert slots(dict(a)) == ([0], 1)
+    with pytest.raises(ValueError, match="at most 2 adapters"):
+        slots(a, b, c)
+
+
+def test_classes() -> None:
+    assert [rank_class(r) for r in (1, 16, 17, 64, 65, 512, 513, 1024)] == [
+        16,
+        16,
+        64,
+        64,
+        512,
+        512,
+        1024,
+        1024,
+    ]
+    assert [tile_size(n) for n in ([1, 1], [1, 2, 9], [500, 1], [8, 8])] == [1, 16, 64, 16]

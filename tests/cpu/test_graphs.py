@@ -1,0 +1,189 @@
+"""Protects recorded decode steps: padded to a bucket and replayed on other contents they give the tokens of
+the plain loop. Recording is faked by a function that runs again on the same buffers; the kernels are those of
+the GPU, under the interpreter where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from manylora.config import EngineConfig, LoraCacheConfig
+from manylora.device import Device
+from manylora.engine.engine import Engine
+from manylora.engine.graphs import DecodeGraphs, buckets_for, width_class
+from manylora.engine.inputs import StepInputs
+from manylora.errors import ConfigError
+from manylora.kernels.cuda.ops import CudaOps
+from manylora.lora.convert import convert_peft
+from manylora.request import LoraInput, Request, SamplingParams
+from manylora.testing import make_adapter, make_model
+from manylora.wire.parameters import engine_config
+
+CPU = torch.device("cpu")
+KINDS = ((8, ("q_proj", "v_proj")), (20, ("q_proj", "down_proj")))
+
+
+class Recorder:
+    """Counts what is recorded and replayed."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def __call__(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        self.recorded += 1
+        function()
+
+        def replay() -> Tensor:
+            self.replayed += 1
+            return function()
+
+        return replay
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[LoraInput]]:
+    path = tmp_path_factory.mktemp("graphs")
+    model = make_model(path / "model", seed=1, num_hidden_layers=1)
+    adapters = []
+    for i, (rank, modules) in enumerate(KINDS):
+        folder = make_adapter(path / str(i), model, seed=i, rank=rank, modules=modules)
+        adapters.append(LoraInput(i + 1, *convert_peft(folder, "float32")))
+    return model, adapters
+
+
+def open_engine(
+    model: Path, monkeypatch: pytest.MonkeyPatch, device: Device | None, **options: object
+) -> Engine:
+    with monkeypatch.context() as patch:
+        if device is not None:
+            patch.setattr("manylora.engine.engine.open_device", lambda name: device)
+        lora = LoraCacheConfig(gpu_memory_bytes=2**21, host_memory_bytes=2**22)
+        settings = {"max_seq_len": 96, "tokens_per_block": 4, "max_batch_size": 6, **options}
+        return Engine(EngineConfig(model, device="cpu", lora=lora, **settings))  # type: ignore[arg-type]
+
+
+def answers(engine: Engine, loras: list[LoraInput | None], new: int = 2) -> list[list[int]]:
+    """Prompts of different lengths, one for each adapter, so that they end prefill together."""
+    handles = [
+        engine.submit(
+            engine.prepare(Request(tuple(range(3, 6 + 2 * i)), SamplingParams(max_tokens=new + i % 2), lora))
+        )
+        for i, lora in enumerate(loras)
+    ]
+    found: dict[int, list[int]] = {handle: [] for handle in handles}
+    while engine.has_work:
+        for handle, event in engine.step():
+            assert event.error is None
+            found[handle] += event.token_ids
+    engine.check()
+    return list(found.values())
+
+
+def test_replayed_steps_give_the_tokens_of_the_plain_loop(
+    world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, adapters = world
+    recorder = Recorder()
+    plain = open_engine(model, monkeypatch, None)
+    graphed = open_engine(
+        model, monkeypatch, Device(CPU, CudaOps(split_keys=32), "interpreted", recorder), max_batch_size=4
+    )
+    warmed = recorder.recorded
+    assert warmed == graphed._runner.num_graphs == len(buckets_for(4)) == 3
+    loads = [[None, None, None], [*adapters, None], [adapters[0]] * 3]  # base, distinct, one for all
+    for loras in loads:
+        assert answers(graphed, loras) == answers(plain, loras)
+    assert recorder.replayed > recorder.recorded > warmed
+    before = recorder.recorded
+    assert answers(graphed, loads[1][::-1]) == answers(plain, loads[1][::-1])
+    assert recorder.recorded == before, "a shape that was recorded is recorded again"
+
+
+def test_steps_without_adapters_take_graphs_without_them(
+    world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, adapters = world
+    ops = CudaOps()
+    engine = open_engine(model, monkeypatch, Device(CPU, ops, "interpreted", Recorder()), max_batch_size=1)
+    calls: list[int] = []
+    monkeypatch.setattr(ops, "lora_add", lambda *arguments: calls.append(1))
+    answers(engine, [None])
+    assert not calls
+    answers(engine, [adapters[0]])
+    assert calls
+
+
+def test_the_switch(
+    world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, _ = world
+    recorder = Recorder()
+    interpreted = Device(CPU, CudaOps(), "interpreted", recorder)
+    off = open_engine(model, monkeypatch, interpreted, enable_cuda_graph=False)
+    assert off._runner.num_graphs == recorder.recorded == 0
+    open_engine(model, monkeypatch, None)
+    assert "cuda_graph_mode" not in caplog.text
+    open_engine(model, monkeypatch, None, enable_cuda_graph=True)
+    assert "cuda_graph_mode has no effect on CPU" in caplog.text
+    base = {"gpt_model_type": "v1", "gpt_model_path": str(model)}
+    assert engine_config(base).enable_cuda_graph is None
+    asked = engine_config({**base, "cuda_graph_mode": "true", "cuda_graph_cache_size": "7"})
+    assert (asked.enable_cuda_graph, asked.cuda_graph_cache_size) == (True, 7)
+    with pytest.raises(ConfigError, match="cuda_graph_cache_size"):
+        engine_config({**base, "cuda_graph_cache_size": "-1"})
+
+
+def test_without_memory_to_record_steps_are_plain(
+    world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, _ = world
+
+    def full(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        raise torch.OutOfMemoryError
+
+    engine = open_engine(model, monkeypatch, Device(CPU, CudaOps(), "interpreted", full), max_batch_size=1)
+    assert "no memory is left to record" in caplog.text
+    engine._runner.record_decoding(4, warm=False)
+    plain = open_engine(model, monkeypatch, None)
+    assert answers(engine, [None]) == answers(plain, [None])
+    assert "launched plainly" in caplog.text
+
+
+def test_the_graph_not_used_for_longest_is_let_go(world: tuple[Path, list[LoraInput]]) -> None:
+    ops, recorder = CudaOps(), Recorder()
+    model, _ = world
+    from manylora.config import EngineConfig
+    from manylora.engine.memory import batch_limits
+    from manylora.model.checkpoint import read_model_config
+
+    limits = batch_limits(EngineConfig(model, max_batch_size=8), read_model_config(model), torch.float32, 64)
+    ops.reserve(limits, CPU)
+    graphs = DecodeGraphs(lambda batch: batch.positions[:, None].clone(), ops, recorder, CPU, limits, 2)
+
+    def run(rows: int) -> list[int]:
+        ids = list(range(rows))
+        inputs = StepInputs(ids, ids, [*ids, rows], [1] * rows, [[5]] * rows, ids, ids)
+        return graphs.run(inputs).flatten().tolist()
+
+    assert run(1) == [0]
+    assert run(3) == [0, 1, 2], "padding is cut off"
+    assert run(1) == [0]
+    assert run(8) == list(range(8))
+    assert recorder.recorded == 3
+    run(1)
+    assert recorder.recorded == 3
+    run(3)
+    assert recorder.recorded == 4
+
+
+def test_buckets_and_widths() -> None:
+    for most in (1, 3, 4, 64, 100, 256, 1000):
+        sizes = buckets_for(most)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == most
+    assert [width_class(columns, 4096) for columns in (1, 16, 17, 65, 4096)] == [16, 16, 64, 256, 4096]
+    assert width_class(3, 10) == 10

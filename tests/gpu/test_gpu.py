@@ -1,0 +1,96 @@
+"""Protects the GPU path on a GPU: recorded steps, copies on their own stream and the chosen attention give
+the answers of transformers + PEFT. tests/cpu/test_cuda_kernels.py, beside these, runs its kernels there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from manylora.config import EngineConfig, LoraCacheConfig
+from manylora.device import CopyStream, open_device
+from manylora.engine.engine import Engine
+from manylora.lora.convert import convert_peft
+from manylora.request import LoraInput, Request, SamplingParams
+from manylora.testing import make_adapter, make_model, reference_generate
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+NEW = 12
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Path]]:
+    path = tmp_path_factory.mktemp("gpu")
+    model = make_model(path / "model", "llama", seed=1)
+    adapters = {
+        i: make_adapter(path / str(i), model, seed=i, rank=rank, modules=modules)
+        for i, (rank, modules) in enumerate(
+            [(8, MODULES), (64, MODULES[:3]), (1, MODULES[3:]), (20, MODULES), (8, MODULES[:1])], 1
+        )
+    }
+    return model, adapters
+
+
+def answers(engine: Engine, cases: list[tuple[int | None, tuple[int, ...]]], inputs: dict) -> list[list[int]]:
+    handles = []
+    for task_id, prompt in cases:
+        request = Request(prompt, SamplingParams(max_tokens=NEW), inputs[task_id] if task_id else None)
+        handles.append(engine.submit(engine.prepare(request)))
+    found: dict[int, list[int]] = {handle: [] for handle in handles}
+    while engine.has_work:
+        for handle, event in engine.step():
+            assert event.error is None
+            found[handle] += event.token_ids
+    engine.check()
+    return list(found.values())
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("device_rows", [None, 1500], ids=["resident", "evicted"])
+def test_a_mixed_batch_answers_as_the_reference(
+    world: tuple[Path, dict[int, Path]], graphs: bool, device_rows: int | None
+) -> None:
+    model, adapters = world
+    inputs = {i: LoraInput(i, *convert_peft(path, "float32")) for i, path in adapters.items()}
+    picks = np.random.default_rng(0)
+    cases = [
+        (i % 6 or None, tuple(int(t) for t in picks.integers(0, 250, picks.integers(1, 40))))
+        for i in range(24)
+    ]
+    room = {"num_device_module_layer": device_rows} if device_rows else {"gpu_memory_bytes": 2**22}
+    lora = LoraCacheConfig(host_memory_bytes=2**24, **room)
+    config = EngineConfig(
+        model, device="cuda", max_seq_len=128, max_tokens_in_paged_kv_cache=2**13, lora=lora,
+        enable_cuda_graph=graphs,
+    )  # fmt: skip
+    engine = Engine(config)
+    assert (engine._runner.num_graphs > 0) == graphs
+    for (task_id, prompt), got in zip(cases, answers(engine, cases, inputs), strict=True):
+        assert got == reference_generate(model, adapters[task_id] if task_id else None, prompt, NEW)
+    if device_rows:
+        assert engine.stats().adapters.device_evictions > 0
+
+
+def test_a_copy_sees_what_was_queued_before_and_holds_what_comes_after() -> None:
+    device = torch.device("cuda")
+    copies, size = CopyStream(device), 2**24
+    pages = torch.zeros(size, device=device)
+    source = torch.ones(size, pin_memory=True)
+    before = pages.sum()
+    event = copies.start(lambda: pages.copy_(source, non_blocking=True))
+    assert event is not None
+    copies.hold(event)
+    after = pages.sum()
+    assert (before.item(), after.item()) == (0, size)
+    copies.finish()
+    assert event.query()
+
+
+def test_the_device_offers_our_kernels_and_recording() -> None:
+    device = open_device("cuda")
+    assert type(device.ops).__name__ == "CudaOps"
+    assert device.capture is not None

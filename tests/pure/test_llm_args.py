@@ -73,6 +73,8 @@ assert "torch" not in sys.modules
         ("llmapi.llm_args", "LoraConfig"),
         ("llmapi", "LLM"),
         ("llmapi", "RequestOutput"),
+        ("models.modeling_utils", "QuantConfig"),
+        ("quantization.mode", "QuantAlgo"),
     ],
 )
 def test_every_name_is_the_same_at_every_path(module: str, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Writes a directory that serves as it is: weights in one dtype, or quantised, with the tokenizer and limits."""
+"""Writes a directory that serves as it is: weights in one dtype or quantised, the tokenizer, the limits."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _convert(plan: BuildPlan, files: dict[str, Any], writer: _Writer) -> Built:
         for part, value in made.items():
             after += value.nbytes
             writer.add(part, value)
-    if plan.quant.bits and not quantised:
+    if plan.quant.any_weights and not quantised:
         raise ConfigError(
             "there is nothing to quantise: no linear layer has a known name, or all are excluded"
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.errors import ConfigError
+from manylora.quant import QuantConfig
 
 __all__ = ["BuildConfig", "read_build_config"]
 
@@ -20,7 +21,7 @@ LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens")
 class BuildConfig:
     """None: not recorded. max_seq_len and max_num_tokens in tokens; target modules as attn_q, empty: all.
 
-    quant_algo: what the weights are held in; None: plain.
+    quant_algo: what the weights are held in; None: plain. kv_cache_quant_algo: of keys and values.
     """
 
     max_batch_size: int | None = None
@@ -29,6 +30,7 @@ class BuildConfig:
     max_lora_rank: int | None = None
     lora_target_modules: tuple[str, ...] = ()
     quant_algo: str | None = None
+    kv_cache_quant_algo: str | None = None
     lora: Mapping[str, Any] = field(default_factory=dict)
 
     def settle(self, name: str, asked: int | None) -> int | None:
@@ -40,6 +42,12 @@ class BuildConfig:
                 f"again with --{name} {asked}"
             )
         return built if asked is None else asked
+
+    def settle_quant(self, asked: QuantConfig | None) -> QuantConfig | None:
+        """What is asked; else what was recorded of the KV cache, as the weights say for themselves."""
+        if asked is None and self.kv_cache_quant_algo is not None:
+            return QuantConfig(kv_cache_quant_algo=self.kv_cache_quant_algo)
+        return asked
 
     def settle_targets(self, asked: tuple[str, ...]) -> tuple[str, ...]:
         """Raises ConfigError for a module that was not built for."""
@@ -73,6 +81,7 @@ def read_build_config(model_dir: Path) -> BuildConfig:
             max_lora_rank=None if rank is None else int(rank),
             lora_target_modules=tuple(lora.get("lora_target_modules", ())),
             quant_algo=quantization["quant_algo"],
+            kv_cache_quant_algo=quantization["kv_cache_quant_algo"],
             lora=lora,
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -35,7 +35,7 @@ def answers(model: Path, adapter: LoRARequest | None, **options: object) -> list
         return [tuple(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("algo", [None, "W8A16", "W4A16"])
+@pytest.mark.parametrize("algo", [None, "W8A16", "W4A16", "FP8"])
 def test_a_built_directory_answers_as_the_original(tmp_path: Path, algo: str | None) -> None:
     """Quantised when it was built, or when it is loaded: the same."""
     modules = ["attn_q", "attn_k", "attn_v"]
@@ -49,6 +49,7 @@ def test_a_built_directory_answers_as_the_original(tmp_path: Path, algo: str | N
 
 def test_it_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--quant_algo", "W4A16", "--dtype", "bfloat16", "--max_batch_size", "4", "--max_seq_len", "64"]
+    flags += ["--kv_cache_quant_algo", "FP8"]
     chinese = str(DEMO / "adapters" / "chinese")
     built = build(tmp_path / "out", *flags, "--lora_dir", chinese, "--max_lora_rank", "8")
     assert "28 of 28 linear layers in W4A16" in capsys.readouterr().out
@@ -63,6 +64,9 @@ def test_it_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             "lora_ckpt_source": "hf", "max_lora_rank": 8,
         },
     }  # fmt: skip
+    assert engine_config({"gpt_model_type": "v1", "gpt_model_path": str(built)}).quant == QuantConfig(
+        kv_cache_quant_algo="FP8"
+    )
     tensors = load_file(built / "model.safetensors")
     assert tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
     assert tensors["model.layers.0.mlp.up_proj.qweight"].dtype == torch.uint8
@@ -158,7 +162,7 @@ def test_dora_needs_plain_weights(tmp_path: Path) -> None:
     [
         (["--tp_size", "2"], "--tp_size must be 1, got 2"),
         (["--pp_size", "4"], "--pp_size must be 1, got 4"),
-        (["--quant_algo", "FP8"], "quant_algo FP8 is not supported"),
+        (["--quant_algo", "NVFP4"], "quant_algo NVFP4 is not supported"),
         (["--kv_cache_quant_algo", "INT8"], "no attention kernel here"),
         (["--max_seq_len", "513"], "more than the model's 512 positions"),
         (["--max_batch_size", "0"], "--max_batch_size must be at least 1"),

@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from manylora import LLM, LoraConfig, LoRARequest, QuantConfig, SamplingParams
+from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, SamplingParams
 from manylora.device import open_device
 from manylora.errors import ConfigError
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.quantised import PackedInt4
 from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.spec import AttentionBatch
 from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
@@ -22,7 +23,7 @@ from manylora.quant import QuantAlgo
 from manylora.testing import make_model
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
-ALGOS = ("W8A16", "W4A16")
+ALGOS = ("W8A16", "W4A16", "FP8")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -139,11 +140,11 @@ def test_the_engine_answers_with_adapters_on_a_quantised_base(algo: str, dtype: 
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"quant_algo": "FP8"}, "quant_algo FP8 is not supported: activations are not quantised here"),
+        ({"quant_algo": "NVFP4"}, "quant_algo NVFP4 is not supported: activations are not quantised here"),
         ({"quant_algo": "W4A16_AWQ"}, "needs a checkpoint that was calibrated so"),
-        ({"quant_algo": "W4A16_MXFP4"}, "no kernel here reads such weights; use W8A16 or W4A16"),
+        ({"quant_algo": "W4A16_MXFP4"}, "no kernel here reads such weights; use W8A16 or W4A16 or FP8"),
         ({"quant_algo": "W3A16"}, "quant_algo must be one of W8A16, W4A16"),
-        ({"kv_cache_quant_algo": "FP8"}, "kv_cache_quant_algo FP8 is not supported"),
+        ({"kv_cache_quant_algo": "INT8"}, "kv_cache_quant_algo INT8 is not supported"),
         ({"quant_algo": "W4A16", "group_size": 100}, "group_size must be 32, 64, 128 or 256"),
         ({"smoothquant_val": 0.7}, "smoothquant_val is not supported, got 0.7"),
     ],
@@ -156,8 +157,47 @@ def test_what_is_not_there_is_refused_with_the_reason(fields: dict[str, object],
 
 def test_an_algorithm_is_its_name() -> None:
     assert QuantConfig("W8A16").quant_algo is QuantAlgo.W8A16 and str(QuantAlgo.W8A16) == "W8A16"
-    assert QuantConfig(QuantAlgo.NO_QUANT).bits == 0 and QuantConfig().bits == 0
+    assert not QuantConfig(QuantAlgo.NO_QUANT).any_weights and not QuantConfig().any_weights
     assert QuantConfig.from_dict(QuantConfig("W4A16").to_dict()) == QuantConfig("W4A16")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_float8_is_the_nearest_there_is(dtype: torch.dtype) -> None:
+    weight = weight_of(48, 96, dtype)
+    made = quantise(weight, QuantConfig("FP8"))
+    assert made.values.dtype == torch.float8_e4m3fn and made.scales.shape == (48, 1)
+    bits = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    choices = bits[torch.isfinite(bits)] * made.scales.float()[..., None]  # [N, 1, 254]
+    nearest = (weight.float()[..., None] - choices).abs().amin(-1)
+    found = made.values.float() * made.scales.float()
+    assert torch.allclose((found - weight.float()).abs(), nearest, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_keys_and_values_in_float8(dtype: str) -> None:
+    """Half the memory of 16 bits, the demo's answers, and the same alone and in company."""
+    lora = LoraConfig(lora_target_modules=["attn_q"], max_lora_rank=16)
+    japanese = LoRARequest("japanese", 1, str(DEMO / "adapters" / "japanese"))
+    prompt, params = "Where is the capital of Egypt? \\nAnswer:", SamplingParams(max_tokens=8)
+    sizes = []
+    for kv in ("auto", "fp8"):
+        cache = KvCacheConfig(max_tokens=1024, dtype=kv)
+        with LLM(DEMO / "base", device="cpu", dtype=dtype, kv_cache_config=cache, lora_config=lora) as llm:
+            sizes.append(llm.stats().kv_bytes)
+            outputs = llm.generate([prompt] * 2, params, [None, japanese], False)
+            assert [o.outputs[0].text.strip() for o in outputs] == ["Cairo", "カイロ"]
+            assert (
+                llm.generate(prompt, params, japanese).outputs[0].token_ids == outputs[1].outputs[0].token_ids
+            )
+    assert sizes[0] == sizes[1] * (4 if dtype == "float32" else 2)
+
+
+def test_what_is_too_large_for_float8_saturates() -> None:
+    cache = torch.zeros(2, 4, 1, 2, dtype=torch.float8_e4m3fn)
+    batch = AttentionBatch([0, 1], [1], torch.zeros(1, 1, dtype=torch.int32), torch.tensor([5]))
+    k = torch.tensor([[[1000.0, -0.4]]])
+    CpuOps().store_kv(k, -k, cache, cache.clone(), batch)
+    assert cache[1, 1, 0].tolist() == [448.0, -0.40625] and not cache[0].float().any()
 
 
 def test_no_group_fits(tmp_path: Path) -> None:

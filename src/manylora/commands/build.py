@@ -48,7 +48,7 @@ def _build(options: argparse.Namespace, quant: QuantConfig) -> str:
     )
     megabytes = f"{built.bytes_before / 1e6:.1f} -> {built.bytes_after / 1e6:.1f} MB"
     said = f"{options.output_dir}: weights {megabytes}"
-    if quant.bits:
+    if quant.any_weights:
         said += f", {built.num_quantised} of {built.num_linears} linear layers in {quant.quant_algo}"
     return said
 
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--lora_dir", nargs="+", default=[], help="adapters to infer the target modules from")
     add("--lora_ckpt_source", choices=("hf", "nemo"), default="hf")
     add("--quant_algo", help=f"{', '.join(SERVED)}; default: not quantised")
-    add("--kv_cache_quant_algo", help="not supported; the reason is told")
+    add("--kv_cache_quant_algo", help="FP8; default: the compute dtype")
     add("--group_size", type=int, default=128, help="inputs that share a scale with W4A16")
     add("--exclude_modules", nargs="+", metavar="PATTERN", help="linear layers to leave as they are")
     add("--tp_size", type=int, default=1, help="only 1")

@@ -83,7 +83,8 @@ class CpuOps(ReferenceOps):
             rows = torch.tensor([starts[s] for s in single])
             lengths = [batch.kv_lens[s] for s in single]
             table = batch.block_table[torch.tensor(single)]
-            decode = self._decode if self._native is None or q.dtype != torch.float32 else self._decode_native
+            native = self._native is not None and q.dtype == k_cache.dtype == torch.float32
+            decode = self._decode_native if native else self._decode
             out[rows] = decode(q[rows], k_cache, v_cache, table, lengths, scale, window)
         for s, kv_len in enumerate(batch.kv_lens):
             if starts[s + 1] - starts[s] > 1:
@@ -160,7 +161,7 @@ class CpuOps(ReferenceOps):
         size, kv_heads = k_cache.shape[1:3]
         longest = max(lengths)
         used = table[:, : -(-longest // size)].long()
-        k, v = (cache[used].flatten(1, 2)[:, :longest] for cache in (k_cache, v_cache))
+        k, v = (cache[used].to(q.dtype).flatten(1, 2)[:, :longest] for cache in (k_cache, v_cache))
         ends = torch.tensor(lengths, device=q.device).unsqueeze(1)
         keys = torch.arange(longest, device=q.device)
         mask = keys < ends

@@ -113,6 +113,9 @@ class LLM:
             max_batch_size = built.settle("max_batch_size", max_batch_size) or 64
             max_num_tokens = built.settle("max_num_tokens", max_num_tokens) or max(2048, max_batch_size)
             max_seq_len = built.settle("max_seq_len", max_seq_len)
+            quant_config = built.settle_quant(quant_config)
+            if kv.dtype == "fp8":
+                quant_config = replace(quant_config or QuantConfig(), kv_cache_quant_algo="FP8")
             self._model = read_model_config(folder)
             self._tokenizer = None if skip_tokenizer_init else _open_tokenizer(tokenizer or folder)
             base = BaseWeights(folder)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manylora.errors import ConfigError
 from manylora.kernels.quantised import QuantisedWeight
-from manylora.quant import QuantConfig
+from manylora.quant import QuantAlgo, QuantConfig
 
 __all__ = ["PARTS", "chosen", "quantise", "read_quantised", "stored_names", "stored_parts"]
 
@@ -18,6 +18,7 @@ LINEARS = ("qkv.weight", "out.weight", "up_gate.weight", "down.weight")
 PARTS = ("qweight", "scales", "offsets")
 """What stands in a built checkpoint in the place of `weight`; without offsets with 8 bits."""
 SMALLEST_GROUP = 32
+FP8_MAX = 448.0
 
 
 def chosen(name: str, sources: Sequence[str], config: QuantConfig) -> bool:
@@ -29,8 +30,13 @@ def quantise(weight: Tensor, config: QuantConfig) -> QuantisedWeight:
     """Round a weight [N, K] to the nearest. Scales and offsets get the weight's dtype, and values are rounded
     with them as they are then. Raises ConfigError when no group size fits."""
     wide, dtype = weight.float(), weight.dtype
-    if config.bits == 8:
-        scales = _nonzero((wide.abs().amax(1, keepdim=True) / 127).to(dtype))
+    largest = wide.abs().amax(1, keepdim=True)
+    if config.quant_algo == QuantAlgo.FP8:
+        scales = _nonzero((largest / FP8_MAX).to(dtype))
+        values = (wide / scales.float()).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        return QuantisedWeight(values, scales)
+    if config.quant_algo == QuantAlgo.W8A16:
+        scales = _nonzero((largest / 127).to(dtype))
         values = (wide / scales.float()).round_().clamp_(-127, 127).to(torch.int8)
         return QuantisedWeight(values, scales)
     rows, columns = weight.shape

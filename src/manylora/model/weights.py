@@ -132,7 +132,7 @@ def _check_names(
 ) -> None:
     sources = {source for part in plan.values() for source in part.sources}
     wanted = {name for source in sources for name in stored_names(source, files)}
-    if quant and quant.bits and wanted != sources:
+    if quant and quant.any_weights and wanted != sources:
         raise ConfigError("the model directory is quantised already: leave quant_algo out")
     missing = sorted(wanted - files.keys())
     if missing:

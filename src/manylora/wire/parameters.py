@@ -101,7 +101,7 @@ def engine_config(parameters: Mapping[str, str]) -> EngineConfig:
         enable_kv_cache_reuse=flag(parameters, "enable_kv_cache_reuse", True),
         wrap_input_ids=flag(parameters, "wrap_input_ids", False),
         enable_chunked_context=flag(parameters, "enable_chunked_context", True),
-        quant=_quant_config(parameters),
+        quant=built.settle_quant(_quant_config(parameters)),
         lora=_lora_config(parameters, built),
         **options,
     )

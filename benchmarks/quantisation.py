@@ -4,8 +4,7 @@
 The physics. A decode step of few rows reads every weight once and computes little, so at best it is faster by
 the ratio of the bytes; a kernel that cannot keep up with the memory, or that makes weights wide first, loses
 that again. Many rows, as of a prompt, are bound by FLOPs, which fewer bits do not save. Accuracy: logits of
-some prompts
-against float32's, as mean Kullback-Leibler divergence and as the share of equal first choices.
+some prompts against float32's, as mean Kullback-Leibler divergence and as the share of equal first choices.
 
     quantisation.py --model examples/demo/base
     quantisation.py --hidden 2048 --layers 4 --requests 4

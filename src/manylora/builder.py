@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -20,7 +18,9 @@ import manylora
 from manylora.config import EngineConfig, ModelConfig
 from manylora.errors import ConfigError
 from manylora.model.checkpoint import read_model_config
-from manylora.model.quant import PARTS, quantise
+from manylora.model.plan import Part, checkpoint_plan
+from manylora.model.quant import PARTS, chosen, is_linear, quantise
+from manylora.model.weights import check_names, open_checkpoint
 from manylora.quant import QuantConfig
 
 __all__ = ["BuildPlan", "Built", "build"]
@@ -33,8 +33,6 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 NOT_COPIED = ("config.json", INDEX)
 LARGEST_COPIED = 2**28
-FUSED = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
-LINEAR = re.compile(r"(model\.layers\.\d+\.(?:self_attn|mlp)\.)([qkvo]|gate|up|down)_proj\.weight")
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def build(plan: BuildPlan) -> Built:
         _prepare(plan)
         with ExitStack() as stack:
             writer = _Writer(plan.output_dir)
-            built = _convert(plan, _open(plan.model_dir, stack), writer)
+            built = _convert(plan, model, open_checkpoint(plan.model_dir, stack), writer)
             writer.close()
         _copy_rest(plan)
         config = json.dumps(_config(plan, model), ensure_ascii=False, indent=2)
@@ -119,58 +117,41 @@ def _prepare(plan: BuildPlan) -> None:
         path.unlink(missing_ok=True)
 
 
-def _open(model_dir: Path, stack: ExitStack) -> dict[str, Any]:
-    """Tensor name -> open file that has it, mapped, not read."""
-    found: dict[str, Any] = {}
-    paths = sorted(model_dir.glob("model*.safetensors"))
-    if not paths:
-        raise ConfigError(f"{model_dir} holds no model*.safetensors: weights are read from safetensors files")
-    for path in paths:
-        try:
-            file = stack.enter_context(safe_open(path, framework="pt"))
-        except SafetensorError as error:
-            raise ConfigError(f"{path} is not a readable safetensors file: {error}") from error
-        found.update(dict.fromkeys(file.keys(), file))
-    return found
-
-
-def _convert(plan: BuildPlan, files: dict[str, Any], writer: _Writer) -> Built:
-    linears = quantised = before = after = 0
-    dtype = DTYPES.get(plan.dtype)
+def _convert(plan: BuildPlan, model: ModelConfig, files: dict[str, Any], writer: _Writer) -> Built:
+    parts = checkpoint_plan(model, files)
+    check_names(files, parts, model, None)
+    linears: set[str] = set()
+    wanted: dict[str, Part] = {}  # layers that are fused when they are loaded go the same way
+    for name, part in parts.items():
+        sources = [piece.source for piece in part.pieces]
+        if is_linear(name):
+            linears.update(sources)
+        if chosen(name, sources, plan.quant):
+            wanted.update(dict.fromkeys(sources, part))
+    if plan.quant.any_weights and not wanted:
+        raise ConfigError("there is nothing to quantise: exclude_modules names every linear layer")
+    before = after = 0
     for name, file in files.items():
         tensor = file.get_tensor(name)
         before += tensor.nbytes
-        if dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(dtype)
-        linear = LINEAR.fullmatch(name)
-        made = {name: tensor}
-        if linear:
-            linears += 1
-            if _is_chosen(linear, plan.quant):
-                made = _quantised(name, tensor, plan.quant)
-                quantised += 1
-        for part, value in made.items():
-            after += value.nbytes
-            writer.add(part, value)
-    if plan.quant.any_weights and not quantised:
-        raise ConfigError(
-            "there is nothing to quantise: no linear layer has a known name, or all are excluded"
-        )
-    return Built(linears, quantised, before, after)
+        made = _cast(name, tensor, wanted.get(name), plan)
+        after += sum(value.nbytes for value in made.values())
+        for made_name, value in made.items():
+            writer.add(made_name, value)
+    return Built(len(linears), len(wanted), before, after)
 
 
-def _is_chosen(linear: re.Match[str], quant: QuantConfig) -> bool:
-    """Layers that are fused when they are loaded go the same way."""
-    base, own = linear.groups()
-    together = next(names for names in FUSED if own in names)
-    return all(quant.quantises(f"{base}{name}_proj") for name in together)
-
-
-def _quantised(name: str, tensor: Tensor, quant: QuantConfig) -> dict[str, Tensor]:
-    weight = quantise(tensor, quant)
+def _cast(name: str, tensor: Tensor, part: Part | None, plan: BuildPlan) -> dict[str, Tensor]:
+    """A tensor as it is written. part: what it belongs to, when it is to be quantised."""
+    dtype = DTYPES.get(plan.dtype)
+    if dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(dtype)
+    if part is None:
+        return {name: tensor}
+    weight = quantise(tensor.T if part.transposed else tensor, plan.quant)
     stem = name.removesuffix("weight")
-    parts = zip(PARTS, (weight.values, weight.scales, weight.offsets), strict=True)
-    return {stem + part: value for part, value in parts if value is not None}
+    values = (weight.values, weight.scales, weight.offsets)
+    return {stem + kind: value for kind, value in zip(PARTS, values, strict=True) if value is not None}
 
 
 class _Writer:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from enum import Enum
+from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any
 
 __all__ = ["SERVED", "QuantAlgo", "QuantConfig"]
 
 
-class QuantAlgo(str, Enum):
+class QuantAlgo(StrEnum):
     """Equal to its own name as text."""
 
     W8A16 = "W8A16"

@@ -19,6 +19,7 @@ from manylora.wire.parameters import engine_config
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 BASE = DEMO / "base"
+ALGOS = ("W8A16", "W4A16", "FP8")
 PROMPT = "Where is the capital of Egypt? \\nAnswer:"
 JAPANESE = LoRARequest("japanese", 1, str(DEMO / "adapters" / "japanese"))
 
@@ -35,7 +36,7 @@ def answers(model: Path, adapter: LoRARequest | None, **options: object) -> list
         return [tuple(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("algo", [None, "W8A16", "W4A16", "FP8"])
+@pytest.mark.parametrize("algo", [None, *ALGOS])
 def test_a_built_directory_answers_as_the_original(tmp_path: Path, algo: str | None) -> None:
     """Quantised when it was built, or when it is loaded: the same."""
     modules = ["attn_q", "attn_k", "attn_v"]
@@ -142,6 +143,18 @@ def test_several_files_and_excluded_layers(tmp_path: Path, monkeypatch: pytest.M
 
 def load_all(model: Path) -> dict[str, torch.Tensor]:
     return {name: t for path in model.glob("*.safetensors") for name, t in load_file(path).items()}
+
+
+@pytest.mark.parametrize("family", ["phi3", "gpt2", "gpt-neox", "gemma2"])
+@pytest.mark.parametrize("algo", ALGOS)
+def test_every_layout_of_a_checkpoint_is_quantised_alike(tmp_path: Path, family: str, algo: str) -> None:
+    """Fused, transposed and interleaved in the checkpoint: built quantised equals loaded quantised."""
+    model = make_model(tmp_path / "model", family, seed=3)
+    built = build(tmp_path / "out", "--quant_algo", algo, model=model)
+    params = SamplingParams(max_tokens=8, end_id=-1)
+    with LLM(built, device="cpu") as a, LLM(model, device="cpu", quant_config=QuantConfig(algo)) as b:
+        assert a.stats().weight_bytes == b.stats().weight_bytes
+        assert a.generate("Hi", params).outputs[0].token_ids == b.generate("Hi", params).outputs[0].token_ids
 
 
 def test_dora_needs_plain_weights(tmp_path: Path) -> None:

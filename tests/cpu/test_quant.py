@@ -108,7 +108,7 @@ def test_a_decoder_is_that_of_its_wide_weights(tmp_path: Path, algo: str) -> Non
     device, config = open_device("cpu"), read_model_config(model)
     quant = QuantConfig(algo, group_size=32, exclude_modules=["*.1.self_attn.o_proj"])
     plain = load_decoder(model, config, torch.float32, device)
-    made = load_decoder(model, config, torch.float32, device, quant)
+    made = load_decoder(model, config, torch.float32, device, quant=quant)
     assert made.weight_bytes < 0.6 * plain.weight_bytes
     x = torch.randn(5, 64)
     for layer, (a, b) in enumerate(zip(plain._blocks, made._blocks, strict=True)):

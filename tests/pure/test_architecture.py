@@ -19,7 +19,7 @@ ORDER = [
     ["model"],
     ["engine"],
     ["loop"],
-    ["launcher", "testing", "builder", "llmapi", "bench", "commands", "cli"],
+    ["launcher", "testing", "parity", "builder", "llmapi", "bench", "commands", "cli"],
     ["lora_helper", "lora_manager", "executor", "sampling_params", "models", "quantization"],
 ]
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
@@ -47,7 +47,7 @@ INSIDE = {
         "normalize",
         "report",
     ],
-    "model": ["checkpoint", "batch", "rope", "layers", "decoder", "quant", "weights"],
+    "model": ["families", "checkpoint", "plan", "batch", "rope", "layers", "decoder", "quant", "weights"],
     "engine": [
         "sequence",
         "idle_blocks",

@@ -64,7 +64,9 @@ class Engine:
         self.model = read_model_config(config.model_dir)
         self._device = device = open_device(config.device)
         dtype = compute_dtype(config.dtype, self.model, device)
-        self._decoder = load_decoder(config.model_dir, self.model, dtype, device, config.quant)
+        self._decoder = load_decoder(
+            config.model_dir, self.model, dtype, device, config.max_seq_len, config.quant
+        )
         kv_dtype = kv_cache_dtype(config, dtype, device.torch)
         plan = plan_kv(config, self.model, kv_dtype, device.torch, device.free_bytes())
         kv_tensor = allocate_kv(plan, config, self.model, kv_dtype, device.torch)

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.kernels import native
 from manylora.kernels.quantised import QuantisedWeight, pack_for_cpu
-from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.reference import ReferenceOps, attend
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraSegment, LoraTarget, Weight
 
 __all__ = ["CpuOps"]
@@ -75,6 +74,7 @@ class CpuOps(ReferenceOps):
         batch: AttentionBatch,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         starts = batch.query_starts
         single = [s for s in range(len(batch.kv_lens)) if starts[s + 1] - starts[s] == 1]
@@ -84,13 +84,15 @@ class CpuOps(ReferenceOps):
             lengths = [batch.kv_lens[s] for s in single]
             table = batch.block_table[torch.tensor(single)]
             native = self._native is not None and q.dtype == k_cache.dtype == torch.float32
-            decode = self._decode_native if native else self._decode
-            out[rows] = decode(q[rows], k_cache, v_cache, table, lengths, scale, window)
+            if native and softcap is None:
+                out[rows] = self._decode_native(q[rows], k_cache, v_cache, table, lengths, scale, window)
+            else:
+                out[rows] = self._decode(q[rows], k_cache, v_cache, table, lengths, scale, window, softcap)
         for s, kv_len in enumerate(batch.kv_lens):
             if starts[s + 1] - starts[s] > 1:
                 span = slice(starts[s], starts[s + 1])
                 blocks = batch.block_table[s]
-                out[span] = self.attend_one(q[span], k_cache, v_cache, blocks, kv_len, scale, window)
+                out[span] = self.attend_one(q[span], k_cache, v_cache, blocks, kv_len, scale, window, softcap)
         return out
 
     def _add_few(
@@ -155,6 +157,7 @@ class CpuOps(ReferenceOps):
         lengths: list[int],
         scale: float,
         window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         """One query for each sequence. q [S, Hq, D], table [S, blocks] -> [S, Hq, D]."""
         count, num_heads, dim = q.shape
@@ -172,13 +175,8 @@ class CpuOps(ReferenceOps):
         if hidden.any():
             k[hidden] = 0
             v[hidden] = 0
-        mixed = F.scaled_dot_product_attention(
-            q.view(count, kv_heads, num_heads // kv_heads, dim),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask[:, None, None, :],
-            scale=scale,
-        )
+        queries = q.view(count, kv_heads, num_heads // kv_heads, dim)
+        mixed = attend(queries, k.transpose(1, 2), v.transpose(1, 2), mask[:, None, None, :], scale, softcap)
         return mixed.reshape(count, num_heads, dim)
 
 

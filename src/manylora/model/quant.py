@@ -12,7 +12,7 @@ from manylora.errors import ConfigError
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.quant import QuantAlgo, QuantConfig
 
-__all__ = ["PARTS", "chosen", "quantise", "read_quantised", "stored_names", "stored_parts"]
+__all__ = ["PARTS", "chosen", "is_linear", "quantise", "read_quantised", "stored_names", "stored_parts"]
 
 LINEARS = ("qkv.weight", "out.weight", "up_gate.weight", "down.weight")
 PARTS = ("qweight", "scales", "offsets")
@@ -21,9 +21,14 @@ SMALLEST_GROUP = 32
 FP8_MAX = 448.0
 
 
+def is_linear(name: str) -> bool:
+    """name: of one of our fused weights, as `0.qkv.weight`. Whether it can be quantised."""
+    return name.endswith(LINEARS)
+
+
 def chosen(name: str, sources: Sequence[str], config: QuantConfig) -> bool:
-    """Whether one of our fused weights, as `0.qkv.weight`, is to be quantised: all of its sources are."""
-    return name.endswith(LINEARS) and all(config.quantises(s.removesuffix(".weight")) for s in sources)
+    """Whether one of our fused weights is to be quantised: all of its sources are."""
+    return is_linear(name) and all(config.quantises(s.removesuffix(".weight")) for s in sources)
 
 
 def quantise(weight: Tensor, config: QuantConfig) -> QuantisedWeight:
@@ -63,17 +68,19 @@ def stored_names(source: str, names: Mapping[str, Any]) -> set[str]:
 
 
 def read_quantised(
-    sources: Sequence[str],
-    rows: Sequence[int],
+    pieces: Sequence[tuple[str, int, int]],
     columns: int,
     names: Mapping[str, Any],
-    read: Callable[[str], Tensor],
+    read: Callable[[str, slice], Tensor],
     dtype: torch.dtype,
 ) -> QuantisedWeight:
-    """Stored weights stacked along rows. Raises ConfigError naming a tensor that does not fit."""
+    """Rows of stored weights, stacked; pieces: source, first row, number of rows. Raises ConfigError naming a
+    tensor that does not fit."""
     found: list[dict[str, Tensor]] = []
-    for source, count in zip(sources, rows, strict=True):
-        parts = {part: read(name) for part, name in stored_parts(source, names).items()}
+    sources = [source for source, _, _ in pieces]
+    for source, start, count in pieces:
+        stored = stored_parts(source, names)
+        parts = {part: read(name, slice(start, start + count)) for part, name in stored.items()}
         if "scales" not in parts:
             raise ConfigError(f"{source} is not quantised, and layers it is fused with are; build it again")
         four = parts["qweight"].dtype == torch.uint8

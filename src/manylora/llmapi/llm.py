@@ -102,6 +102,8 @@ class LLM:
         **others: Any,
     ) -> None:
         _check_others(others)
+        if quant_config is not None and not isinstance(quant_config, QuantConfig):
+            raise ConfigError(f"LLM: quant_config must be a QuantConfig, got {quant_config!r:.80}")
         if enable_lora and lora_config is None:
             lora_config = LoraConfig()
         elif enable_lora:

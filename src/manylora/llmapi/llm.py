@@ -112,7 +112,9 @@ class LLM:
         try:
             built = read_build_config(folder)
             lora_config = built_lora_config(lora_config, built)
-            max_batch_size = built.settle("max_batch_size", max_batch_size) or 64
+            max_batch_size = built.settle("max_batch_size", max_batch_size)
+            if max_batch_size is None:
+                max_batch_size = EngineConfig.max_batch_size
             max_num_tokens = built.settle("max_num_tokens", max_num_tokens) or max(2048, max_batch_size)
             max_seq_len = built.settle("max_seq_len", max_seq_len)
             quant_config = built.settle_quant(quant_config)

@@ -4,6 +4,9 @@ and what cannot be built is said before anything is written."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,6 +118,20 @@ def test_its_limits_are_defaults_and_upper_bounds(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as error:
             engine_config(given | parameters)
         assert text in str(error.value)
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    command = tmp_path / "bin" / "manylora"
+    command.parent.mkdir()
+    code = "import sys; from manylora.cli import main; sys.exit(main())"
+    command.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n", encoding="utf-8")
+    command.chmod(0o755)
+    path = {"PATH": f"{command.parent}:{os.environ['PATH']}"}
+    script = ["examples/build/build.sh", str(tmp_path / "out")]
+    subprocess.run(script, cwd=DEMO.parents[1], env={**os.environ, **path}, check=True)
+    with LLM(tmp_path / "out", device="cpu") as llm:
+        output = llm.generate(PROMPT, SamplingParams(max_tokens=12), JAPANESE, False)
+        assert output.outputs[0].text.startswith("カイロ")
 
 
 def test_an_adapter_beyond_what_was_built_for_is_refused(tmp_path: Path) -> None:

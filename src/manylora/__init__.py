@@ -16,6 +16,8 @@ if TYPE_CHECKING:
         LoraConfig,
         LoRARequest,
         PeftCacheConfig,
+        QuantAlgo,
+        QuantConfig,
         RequestOutput,
         SamplingParams,
     )
@@ -27,6 +29,8 @@ __all__ = [
     "LoRARequest",
     "LoraConfig",
     "PeftCacheConfig",
+    "QuantAlgo",
+    "QuantConfig",
     "RequestOutput",
     "SamplingParams",
     "__version__",

@@ -8,7 +8,7 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any
 
-__all__ = ["KV_CACHE_ALGOS", "SERVED", "QuantAlgo", "QuantConfig"]
+__all__ = ["SERVED", "QuantAlgo", "QuantConfig"]
 
 
 class QuantAlgo(StrEnum):
@@ -42,10 +42,9 @@ class QuantAlgo(StrEnum):
     __str__ = str.__str__
 
 
-SERVED = (QuantAlgo.W8A16, QuantAlgo.W4A16)
+SERVED = (QuantAlgo.W8A16, QuantAlgo.W4A16, QuantAlgo.FP8)
 """What plain weights can be turned into here."""
 CALIBRATED = (QuantAlgo.W4A16_AWQ, QuantAlgo.W4A16_GPTQ, QuantAlgo.W8A16_GPTQ)
-KV_CACHE_ALGOS = (QuantAlgo.FP8, QuantAlgo.INT8, QuantAlgo.NVFP4)
 # Fields that the algorithms served here have no use of, and the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "smoothquant_val": (0.5,),
@@ -61,8 +60,10 @@ class QuantConfig:
     """How weights are held in fewer bits. Adapters and activations keep the compute dtype. Raises ValueError.
 
     quant_algo:  W8A16: 8-bit integers with a scale for each output. W4A16: 4-bit integers with a scale and an
-                 offset for each group of inputs. None or NO_QUANT: as they are. All others are refused.
-    kv_cache_quant_algo: only None or NO_QUANT; keys and values keep the compute dtype.
+                 offset for each group of inputs. FP8: 8-bit floats (e4m3) with a scale for each output; sums
+                 are in the compute dtype. None or NO_QUANT: as they are. All others are refused.
+    kv_cache_quant_algo: FP8: keys and values as 8-bit floats (e4m3) without a scale, on a CPU. None or
+                 NO_QUANT: in the compute dtype. All others are refused.
     group_size:  inputs that share a scale with W4A16: 32, 64, 128 or 256. Where a matrix has no whole number
                  of groups, the next smaller size that fits is taken.
     exclude_modules: patterns such as `*o_proj`; a linear layer whose name matches is left as it is.
@@ -82,10 +83,10 @@ class QuantConfig:
     def __post_init__(self) -> None:
         for name in ("quant_algo", "kv_cache_quant_algo"):
             object.__setattr__(self, name, _algo(name, getattr(self, name)))
-        if self.kv_cache_quant_algo not in (None, QuantAlgo.NO_QUANT):
+        if self.kv_cache_quant_algo not in (None, QuantAlgo.NO_QUANT, QuantAlgo.FP8):
             raise ValueError(
                 f"kv_cache_quant_algo {self.kv_cache_quant_algo} is not supported: no attention kernel here "
-                "reads a quantised KV cache; leave it out"
+                "reads such a KV cache; use FP8 or leave it out"
             )
         _check_served(self.quant_algo)
         if self.group_size not in (32, 64, 128, 256):
@@ -97,14 +98,18 @@ class QuantConfig:
                 )
 
     @property
-    def bits(self) -> int:
-        """Of a weight; 0: nothing is quantised."""
-        return {QuantAlgo.W8A16: 8, QuantAlgo.W4A16: 4}.get(self.quant_algo, 0)  # type: ignore[call-overload]
+    def any_weights(self) -> bool:
+        """Whether weights are quantised at all."""
+        return self.quant_algo in SERVED
+
+    @property
+    def fp8_kv_cache(self) -> bool:
+        return self.kv_cache_quant_algo == QuantAlgo.FP8
 
     def quantises(self, module: str) -> bool:
         """module: a linear layer by its name in the checkpoint, as `model.layers.0.self_attn.q_proj`."""
         excluded = self.exclude_modules or ()
-        return self.bits > 0 and not any(fnmatchcase(module, pattern) for pattern in excluded)
+        return self.any_weights and not any(fnmatchcase(module, pattern) for pattern in excluded)
 
     def to_dict(self) -> dict[str, Any]:
         """Fields as JSON has them."""

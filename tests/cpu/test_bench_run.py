@@ -59,6 +59,7 @@ def test_a_run_gives_the_models_answers_and_every_figure(
     (tmp_path / "options.yaml").write_text(
         "lora_config:\n  lora_target_modules: [attn_q, attn_k, attn_v]\n  max_lora_rank: 16\n  max_loras: 1\n"
         "  max_cpu_loras: 2\nmax_batch_size: 8\ndevice: cpu\n"
+        "quant_config:\n  quant_algo: W8A16\n  kv_cache_quant_algo: FP8\n"
     )
     flags += ["--extra_llm_api_options", str(tmp_path / "options.yaml"), "--iteration-log", str(out / "log")]
     assert main([*BASE, "throughput", *flags]) == 0
@@ -72,6 +73,7 @@ def test_a_run_gives_the_models_answers_and_every_figure(
     assert set(report["performance"]["request_latency_percentiles_ms"]) == {
         "minimum", "maximum", "average", "p50", "p90", "p95", "p99",
     }  # fmt: skip
+    assert (report["engine"]["quantization"], report["engine"]["kv_cache_dtype"]) == ("W8A16", "fp8")
     assert report["engine"]["dtype"] == "float32" and report["world_info"]["max_batch_size"] == 8
     assert report["request_info"]["num_requests"] == 12
     assert report["request_info"]["avg_output_length"] == 8

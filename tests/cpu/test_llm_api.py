@@ -346,7 +346,8 @@ def test_an_llm_without_lora_config_refuses_adapters() -> None:
     ("options", "text"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is not supported, got 2"),
-        ({"quant_config": object()}, "quant_config is not supported"),
+        ({"max_batch_size": 0}, "max_batch_size must be at least 1"),
+        ({"quant_config": object()}, "quant_config must be a QuantConfig"),
         ({"no_such": 1}, "no_such is not supported"),
         ({"dtype": "int4"}, "dtype must be one of"),
         ({"tokenizer": ROOT}, "tokenizer: "),
@@ -444,6 +445,7 @@ def test_an_llm_that_nobody_holds_goes_away_after_its_last_result(tiny: Path) ->
         ("single_adapter", ["Answer: 巴黎"]),
         ("many_adapters", ["base: Tokyo", "task-1: 东京", "task-2: 東京"]),
         ("cache_management", ["カイロ", "1 adapter in"]),
+        ("quantised", ["カイロ", "MB of weights"]),
         ("streaming", ["chinese: '罗'", "japanese: 'ナ'"]),
     ],
 )

@@ -13,14 +13,14 @@ PACKAGE = ROOT / "src" / "manylora"
 
 # Lower levels first; inside a level, earlier names may be imported by later ones.
 ORDER = [
-    ["errors", "request", "quant", "config", "stats", "pages", "lifeline"],
+    ["errors", "request", "quant", "config", "built", "stats", "pages", "lifeline"],
     ["wire", "text", "kernels", "device"],
     ["lora"],
     ["model"],
     ["engine"],
     ["loop"],
-    ["launcher", "testing", "parity", "llmapi", "bench", "commands", "cli"],
-    ["lora_helper", "lora_manager", "executor", "sampling_params"],
+    ["launcher", "testing", "parity", "builder", "llmapi", "bench", "commands", "cli"],
+    ["lora_helper", "lora_manager", "executor", "sampling_params", "models", "quantization"],
 ]
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
 LLMAPI = [
@@ -77,11 +77,11 @@ INSIDE = {
     ],
 }
 NO_TORCH = [
-    "errors", "request", "quant", "config", "stats", "pages", "lifeline", "wire", "text", "launcher",
+    "errors", "request", "quant", "config", "built", "stats", "pages", "lifeline", "wire", "text", "launcher",
     "lora.modules", "lora.geometry", "lora.tensors", "lora.slicing", "lora.cache", "cli",
     "engine.sequence", "engine.idle_blocks", "engine.guide", "engine.kv_cache", "engine.scheduler",
     "kernels.cuda.plan", "llmapi", "bench", "lora_helper", "lora_manager", "executor",
-    "sampling_params",
+    "sampling_params", "models", "quantization",
 ]  # fmt: skip
 CUDA_ROOMS = ("device", "kernels.cuda")
 

@@ -73,6 +73,8 @@ assert "torch" not in sys.modules
         ("llmapi.llm_args", "LoraConfig"),
         ("llmapi", "LLM"),
         ("llmapi", "RequestOutput"),
+        ("models.modeling_utils", "QuantConfig"),
+        ("quantization.mode", "QuantAlgo"),
     ],
 )
 def test_every_name_is_the_same_at_every_path(module: str, name: str) -> None:
@@ -121,7 +123,7 @@ def test_defaults_are_upstreams() -> None:
         ),
         (lambda: PeftCacheConfig(device_cache_percent=2), "device_cache_percent is a fraction"),
         (lambda: PeftCacheConfig(host_cache_size=-1), "host_cache_size must be at least 1, got -1"),
-        (lambda: KvCacheConfig(dtype="fp8"), "KvCacheConfig: dtype is not supported, got 'fp8'"),
+        (lambda: KvCacheConfig(dtype="nvfp4"), "KvCacheConfig: dtype is not supported, got 'nvfp4'"),
         (lambda: SamplingParams(n=2, best_of=1, top_k=5), "best_of (1) cannot be less than n (2)"),
         (
             lambda: SamplingParams(n=2),

@@ -9,6 +9,7 @@ from typing import Any
 
 from manylora.bench.datasets import BenchRequest
 from manylora.bench.load import Answer, Sample
+from manylora.built import read_build_config
 from manylora.device import open_device
 from manylora.llmapi import LLM, KvCacheConfig, LoraConfig, RequestOutput, SamplingParams
 from manylora.model.checkpoint import read_model_config
@@ -80,7 +81,7 @@ def open_llm(
     name = str(dtype).removeprefix("torch.")
     batch = llm.stats().max_batch_size
     return llm, {
-        "engine": {"dtype": name, "kv_cache_dtype": name, "quantization": None},
+        "engine": {"dtype": name, **_quantisation(model_dir, settings, name)},
         "element_bytes": dtype.itemsize,
         "device": device.name,
         "world": {
@@ -90,6 +91,14 @@ def open_llm(
             "kv_cache_percentage": 100 * (settings["kv_cache_config"].free_gpu_memory_fraction or 0.9),
         },
     }
+
+
+def _quantisation(model_dir: Path, settings: dict[str, Any], dtype: str) -> dict[str, Any]:
+    built = read_build_config(model_dir)
+    asked = built.settle_quant(settings.get("quant_config"))
+    fp8_kv = settings["kv_cache_config"].dtype == "fp8" or (asked is not None and asked.fp8_kv_cache)
+    algo = asked.quant_algo if asked is not None and asked.any_weights else built.quant_algo
+    return {"kv_cache_dtype": "fp8" if fp8_kv else dtype, "quantization": algo}
 
 
 def _answer(output: RequestOutput, first: float | None) -> Answer:

@@ -14,7 +14,7 @@ from manylora.device import open_device
 from manylora.engine.beam import BeamGroup, Choice
 from manylora.engine.guide import Guides
 from manylora.engine.kv_cache import KvCache
-from manylora.engine.memory import allocate_kv, batch_limits, plan_kv
+from manylora.engine.memory import allocate_kv, batch_limits, kv_cache_dtype, plan_kv
 from manylora.engine.runner import Outcome, Runner
 from manylora.engine.sampler import NOT_FINITE
 from manylora.engine.scheduler import Scheduler, Step
@@ -69,8 +69,9 @@ class Engine:
         self._decoder = load_decoder(
             config.model_dir, self.model, dtype, device, config.max_seq_len, config.quant
         )
-        plan = plan_kv(config, self.model, dtype, device.torch, device.free_bytes())
-        kv_tensor = allocate_kv(plan, config, self.model, dtype, device.torch)
+        kv_dtype = kv_cache_dtype(config, dtype, device.torch)
+        plan = plan_kv(config, self.model, kv_dtype, device.torch, device.free_bytes())
+        kv_tensor = allocate_kv(plan, config, self.model, kv_dtype, device.torch)
         # On a CPU the cache's pages are not touched yet, so the system still counts them as free.
         untouched = plan.num_bytes if device.torch.type == "cpu" else 0
         left = max(0, device.free_bytes() - untouched)

@@ -12,7 +12,7 @@ from manylora.config import EngineConfig, ModelConfig
 from manylora.errors import ConfigError
 from manylora.kernels.spec import BatchLimits
 
-__all__ = ["KvPlan", "allocate_kv", "batch_limits", "plan_kv"]
+__all__ = ["KvPlan", "allocate_kv", "batch_limits", "kv_cache_dtype", "plan_kv"]
 
 logger = logging.getLogger("manylora")
 
@@ -28,6 +28,15 @@ class KvPlan:
     @property
     def num_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
+
+
+def kv_cache_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Of keys and values. Raises ConfigError where the device's attention does not read it."""
+    if config.quant is None or not config.quant.fp8_kv_cache:
+        return dtype
+    if device.type != "cpu":
+        raise ConfigError("kv_cache_quant_algo FP8 is served on a CPU only; leave it out")
+    return torch.float8_e4m3fn
 
 
 def plan_kv(

@@ -96,7 +96,7 @@ class CompiledOps(CpuOps):
             super().lora_add(y, x, LoraBatch(batch.pool, tuple(others)), layer, targets, bias)
 
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
-        if k.dtype != torch.float32 or not (_whole_rows(k) and _whole_rows(v)):
+        if not k.dtype == k_cache.dtype == torch.float32 or not (_whole_rows(k) and _whole_rows(v)):
             super().store_kv(k, v, k_cache, v_cache, batch)
             return
         for x, cache in ((k, k_cache), (v, v_cache)):
@@ -115,7 +115,7 @@ class CompiledOps(CpuOps):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        if q.dtype != torch.float32 or softcap is not None:
+        if not q.dtype == k_cache.dtype == torch.float32 or softcap is not None:
             return super().decode(q, k_cache, v_cache, table, lengths, scale, window, softcap)
         q, table = q.contiguous(), table.contiguous()
         count, heads, dim = q.shape

@@ -77,7 +77,7 @@ class CpuOps(ReferenceOps):
         size, kv_heads = k_cache.shape[1:3]
         longest = max(lengths)
         used = table[:, : -(-longest // size)].long()
-        k, v = (cache[used].flatten(1, 2)[:, :longest] for cache in (k_cache, v_cache))
+        k, v = (cache[used].to(q.dtype).flatten(1, 2)[:, :longest] for cache in (k_cache, v_cache))
         ends = torch.tensor(lengths, device=q.device).unsqueeze(1)
         keys = torch.arange(longest, device=q.device)
         mask = keys < ends

@@ -21,8 +21,8 @@ INT4_GROUPS = (32, 64, 128, 256)  # group sizes that it knows
 class QuantisedWeight:
     """A weight [N, K], N outputs: weight[n, k] = scales[n, g] * value[n, k] + offsets[n, g], g = k // group.
 
-    values:  8 bits: int8 [N, K]. 4 bits: uint8 [N, K / 2], input 2i in the low half of byte i; the value is
-             the half minus 8.
+    values:  8 bits: int8 or float8_e4m3fn [N, K]. 4 bits: uint8 [N, K / 2], input 2i in the low half of
+             byte i; the value is the half minus 8.
     scales:  [N, K / group_size], compute dtype. offsets: likewise, or None for 0.
     """
 

@@ -14,6 +14,8 @@ from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch, LoraRo
 
 __all__ = ["ReferenceOps", "attend"]
 
+FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
+
 
 class ReferenceOps:
     """Runs on any torch device. Its batches need no tables beyond the host's."""
@@ -66,8 +68,13 @@ class ReferenceOps:
                     out.copy_((out - shift) * magnitude + shift)
 
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
-        k_cache.view(-1, *k.shape[1:]).index_copy_(0, batch.slots, k)
-        v_cache.view(-1, *v.shape[1:]).index_copy_(0, batch.slots, v)
+        for new, cache in ((k, k_cache), (v, v_cache)):
+            rows = cache.view(-1, *new.shape[1:])
+            if (
+                cache.dtype == FP8
+            ):  # by its bytes: few operations know the type; what is too large would be NaN
+                new, rows = new.clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8), rows.view(torch.uint8)
+            rows.index_copy_(0, batch.slots, new)
 
     def attention(
         self,
@@ -106,8 +113,8 @@ class ReferenceOps:
         size, kv_heads = k_cache.shape[1:3]
         groups = num_heads // kv_heads
         used = blocks[: -(-kv_len // size)].long()
-        k = k_cache[used].flatten(0, 1)[:kv_len].transpose(0, 1)
-        v = v_cache[used].flatten(0, 1)[:kv_len].transpose(0, 1)
+        k = k_cache[used].to(q.dtype).flatten(0, 1)[:kv_len].transpose(0, 1)
+        v = v_cache[used].to(q.dtype).flatten(0, 1)[:kv_len].transpose(0, 1)
         queries = (
             q.view(count, kv_heads, groups, dim).permute(1, 2, 0, 3).reshape(kv_heads, groups * count, dim)
         )

@@ -167,7 +167,8 @@ class Ops(Protocol):
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
         """Semantics: k_cache.view(-1, H, D)[slots] = k; the same for v.
 
-        k, v [T, H, D]; caches [blocks, tokens_per_block, H, D], one layer's.
+        k, v [T, H, D]; caches [blocks, tokens_per_block, H, D], one layer's; of k's dtype or, on a CPU,
+        float8_e4m3fn.
         """
         ...
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from manylora.built import read_build_config
 from manylora.config import EngineConfig
 from manylora.engine.engine import Engine
 from manylora.errors import ConfigError, RequestError
@@ -24,7 +25,7 @@ from manylora.llmapi.outputs import RequestOutput
 from manylora.llmapi.result import GenerationResult
 from manylora.llmapi.sampling import SamplingParams
 from manylora.llmapi.service import Service
-from manylora.llmapi.sizing import lora_cache_config, no_lora_cache_config, parameter_names
+from manylora.llmapi.sizing import built_lora_config, lora_cache_config, no_lora_cache_config, parameter_names
 from manylora.loop import EngineLoop
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.modules import lora_modules
@@ -66,8 +67,9 @@ class LLM:
     skip_tokenizer_init: prompts and outputs are token ids.
     lora_config: without it requests with an adapter are refused. peft_cache_config: the adapter cache's size.
     dtype:     auto, float32, float16, bfloat16. device: auto, cpu, cuda, cuda:N.
-    max_batch_size: sequences in one step. max_num_tokens: token rows in one step; None: 2048, at least
-               max_batch_size. max_seq_len: prompt and output, in tokens; None: what the model allows.
+    max_batch_size: sequences in one step; None: 64. max_num_tokens: token rows in one step; None: 2048, at
+               least max_batch_size. max_seq_len: prompt and output, in tokens; None: what the model allows.
+               In a directory that `manylora build` wrote, its limits are the defaults and upper bounds.
     enable_chunked_prefill: long prompts in pieces, beside decoding.
     batch_scheduler_policy: guaranteed_no_evict or max_utilization.
     max_beam_width: beams of one request; None: max_batch_size.
@@ -88,7 +90,7 @@ class LLM:
         lora_config: LoraConfig | None = None,
         peft_cache_config: PeftCacheConfig | None = None,
         kv_cache_config: KvCacheConfig | None = None,
-        max_batch_size: int = 64,
+        max_batch_size: int | None = None,
         max_num_tokens: int | None = None,
         max_seq_len: int | None = None,
         enable_chunked_prefill: bool = True,
@@ -100,21 +102,36 @@ class LLM:
         **others: Any,
     ) -> None:
         _check_others(others)
+        if quant_config is not None and not isinstance(quant_config, QuantConfig):
+            raise ConfigError(f"LLM: quant_config must be a QuantConfig, got {quant_config!r:.80}")
         if enable_lora and lora_config is None:
             lora_config = LoraConfig()
         elif enable_lora:
             logger.warning("enable_lora is ignored when lora_config is provided for pytorch backend.")
-        if peft_cache_config is not None and lora_config is None:
-            raise ConfigError("LLM: peft_cache_config needs a lora_config: without one no adapter is served")
         folder, kv = Path(model), kv_cache_config or KvCacheConfig()
         try:
+            built = read_build_config(folder)
+            lora_config = built_lora_config(lora_config, built)
+            max_batch_size = built.settle("max_batch_size", max_batch_size)
+            if max_batch_size is None:
+                max_batch_size = EngineConfig.max_batch_size
+            max_num_tokens = built.settle("max_num_tokens", max_num_tokens) or max(2048, max_batch_size)
+            max_seq_len = built.settle("max_seq_len", max_seq_len)
+            quant_config = built.settle_quant(quant_config)
+            if kv.dtype == "fp8":
+                quant_config = replace(quant_config or QuantConfig(), kv_cache_quant_algo="FP8")
             self._model = read_model_config(folder)
             self._tokenizer = None if skip_tokenizer_init else _open_tokenizer(tokenizer or folder)
             base = BaseWeights(folder)
+            if peft_cache_config is not None and lora_config is None:
+                raise ConfigError(
+                    "LLM: peft_cache_config needs a lora_config: without one no adapter is served"
+                )
             lora = no_lora_cache_config(self._model)
             if lora_config is not None:
                 cache = peft_cache_config or PeftCacheConfig()
                 lora = lora_cache_config(lora_config, cache, self._model, base)
+                built.settle_targets(lora.target_modules)
             config = EngineConfig(
                 folder,
                 device=device,
@@ -122,7 +139,7 @@ class LLM:
                 max_batch_size=max_batch_size,
                 max_beam_width=max_beam_width or max_batch_size,
                 tokenizer_dir=_guide_tokenizer(guided_decoding_backend, self._tokenizer),
-                max_num_tokens=max_num_tokens or max(2048, max_batch_size),
+                max_num_tokens=max_num_tokens,
                 max_seq_len=max_seq_len,
                 tokens_per_block=kv.tokens_per_block,
                 kv_cache_free_gpu_mem_fraction=kv.free_gpu_memory_fraction or 0.9,

@@ -19,7 +19,7 @@ KV_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "secondary_offload_min_priority": (None,),
     "event_buffer_max_size": (0,),
     "use_uvm": (False,),
-    "dtype": ("auto",),
+    "dtype": ("auto", "fp8"),
 }
 
 
@@ -71,6 +71,7 @@ class KvCacheConfig:
     max_tokens:               upper bound of the cache, in tokens.
     free_gpu_memory_fraction: of the device memory left after the weights, in (0, 1].
     tokens_per_block:         tokens.
+    dtype:                    auto, or fp8, which is QuantConfig's kv_cache_quant_algo FP8.
     Partial reuse and onboarding are accepted; answers do not depend on them. All others are refused when set.
     """
 

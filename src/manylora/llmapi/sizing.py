@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
+from manylora.built import BuildConfig
 from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterError, ConfigError
 from manylora.llmapi.llm_args import PeftCacheConfig
@@ -14,7 +16,7 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft import ATTENTION_IDS, MLP_IDS
 from manylora.lora.modules import MODULE_NAMES, lora_modules
 
-__all__ = ["lora_cache_config", "no_lora_cache_config", "parameter_names"]
+__all__ = ["built_lora_config", "lora_cache_config", "no_lora_cache_config", "parameter_names"]
 
 logger = logging.getLogger("manylora")
 
@@ -56,6 +58,20 @@ def lora_cache_config(
         max_lora_rank=lora.max_lora_rank,
         target_modules=targets,
     )
+
+
+def built_lora_config(lora: LoraConfig | None, built: BuildConfig) -> LoraConfig | None:
+    """Within what `manylora build` recorded. Without a LoraConfig, what it recorded. Raises ConfigError."""
+    if not built.lora:
+        return lora
+    if lora is None:
+        return LoraConfig(
+            max_lora_rank=built.max_lora_rank or 64, lora_target_modules=list(built.lora_target_modules)
+        )
+    built.settle("max_lora_rank", lora.max_lora_rank)
+    if lora.lora_target_modules or lora.lora_dir:
+        return lora
+    return replace(lora, lora_target_modules=list(built.lora_target_modules))
 
 
 def no_lora_cache_config(model: ModelConfig) -> LoraCacheConfig:

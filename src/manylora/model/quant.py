@@ -10,27 +10,38 @@ from torch import Tensor
 
 from manylora.errors import ConfigError
 from manylora.kernels.quantised import QuantisedWeight
-from manylora.quant import QuantConfig
+from manylora.quant import QuantAlgo, QuantConfig
 
-__all__ = ["PARTS", "chosen", "quantise", "read_quantised", "stored_names", "stored_parts"]
+__all__ = ["PARTS", "chosen", "is_linear", "quantise", "read_quantised", "stored_names", "stored_parts"]
 
 LINEARS = ("qkv.weight", "out.weight", "up_gate.weight", "down.weight")
 PARTS = ("qweight", "scales", "offsets")
 """What stands in a built checkpoint in the place of `weight`; without offsets with 8 bits."""
 SMALLEST_GROUP = 32
+FP8_MAX = 448.0
+
+
+def is_linear(name: str) -> bool:
+    """name: of one of our fused weights, as `0.qkv.weight`. Whether it can be quantised."""
+    return name.endswith(LINEARS)
 
 
 def chosen(name: str, sources: Sequence[str], config: QuantConfig) -> bool:
-    """Whether one of our fused weights, as `0.qkv.weight`, is to be quantised: all of its sources are."""
-    return name.endswith(LINEARS) and all(config.quantises(s.removesuffix(".weight")) for s in sources)
+    """Whether one of our fused weights is to be quantised: all of its sources are."""
+    return is_linear(name) and all(config.quantises(s.removesuffix(".weight")) for s in sources)
 
 
 def quantise(weight: Tensor, config: QuantConfig) -> QuantisedWeight:
     """Round a weight [N, K] to the nearest. Scales and offsets get the weight's dtype, and values are rounded
     with them as they are then. Raises ConfigError when no group size fits."""
     wide, dtype = weight.float(), weight.dtype
-    if config.bits == 8:
-        scales = _nonzero((wide.abs().amax(1, keepdim=True) / 127).to(dtype))
+    largest = wide.abs().amax(1, keepdim=True)
+    if config.quant_algo == QuantAlgo.FP8:
+        scales = _nonzero((largest / FP8_MAX).to(dtype))
+        values = (wide / scales.float()).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        return QuantisedWeight(values, scales)
+    if config.quant_algo == QuantAlgo.W8A16:
+        scales = _nonzero((largest / 127).to(dtype))
         values = (wide / scales.float()).round_().clamp_(-127, 127).to(torch.int8)
         return QuantisedWeight(values, scales)
     rows, columns = weight.shape
@@ -60,7 +71,7 @@ def read_quantised(
     pieces: Sequence[tuple[str, int, int]],
     columns: int,
     names: Mapping[str, Any],
-    read: Callable[[str], Tensor],
+    read: Callable[[str, slice], Tensor],
     dtype: torch.dtype,
 ) -> QuantisedWeight:
     """Rows of stored weights, stacked; pieces: source, first row, number of rows. Raises ConfigError naming a
@@ -69,7 +80,7 @@ def read_quantised(
     sources = [source for source, _, _ in pieces]
     for source, start, count in pieces:
         stored = stored_parts(source, names)
-        parts = {part: read(name)[start : start + count] for part, name in stored.items()}
+        parts = {part: read(name, slice(start, start + count)) for part, name in stored.items()}
         if "scales" not in parts:
             raise ConfigError(f"{source} is not quantised, and layers it is fused with are; build it again")
         four = parts["qweight"].dtype == torch.uint8

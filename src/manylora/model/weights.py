@@ -20,7 +20,7 @@ from manylora.model.plan import Part, checkpoint_plan, unused_names
 from manylora.model.quant import chosen, quantise, read_quantised, stored_names, stored_parts
 from manylora.quant import QuantConfig
 
-__all__ = ["compute_dtype", "load_decoder"]
+__all__ = ["check_names", "compute_dtype", "load_decoder", "open_checkpoint"]
 
 # Buffers that some checkpoints carry and that the configuration determines; the biases are causal masks.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bias")
@@ -51,9 +51,9 @@ def load_decoder(
     the model allows), linear layers as `quant` says or as they are stored. Raises ConfigError naming a
     missing, unknown or wrongly shaped tensor, or a broken file."""
     with ExitStack() as stack:
-        files = _open_files(Path(model_dir), stack)
+        files = open_checkpoint(Path(model_dir), stack)
         plan = checkpoint_plan(config, files)
-        _check_names(files, plan, config, quant)
+        check_names(files, plan, config, quant)
         weights: dict[str, Any] = {}
         for name, part in plan.items():  # packed one by one, so that no more than one matrix is here twice
             tensor = _read(part, files, _dtype_here(name, part, files, dtype, device), device)
@@ -80,8 +80,8 @@ def _dtype_here(
     return narrow if device.ops.keeps(narrow, compute) else compute
 
 
-def _open_files(model_dir: Path, stack: ExitStack) -> dict[str, Any]:
-    """Tensor name -> open file that has it."""
+def open_checkpoint(model_dir: Path, stack: ExitStack) -> dict[str, Any]:
+    """Tensor name -> open file that has it, mapped, not read. Raises ConfigError."""
     index = model_dir / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -103,12 +103,13 @@ def _open_files(model_dir: Path, stack: ExitStack) -> dict[str, Any]:
     return found
 
 
-def _check_names(
+def check_names(
     files: dict[str, Any], plan: dict[str, Part], config: ModelConfig, quant: QuantConfig | None
 ) -> None:
+    """Raises ConfigError unless the checkpoint has what the plan names, and nothing else."""
     sources = {piece.source for part in plan.values() for piece in part.pieces}
     wanted = {name for source in sources for name in stored_names(source, files)}
-    if quant and quant.bits and wanted != sources:
+    if quant and quant.any_weights and wanted != sources:
         raise ConfigError("the model directory is quantised already: leave quant_algo out")
     missing = sorted(wanted - files.keys())
     if missing:
@@ -129,7 +130,7 @@ def _read(part: Part, files: dict[str, Any], dtype: torch.dtype, device: Device)
             [(piece.source, piece.start, piece.rows) for piece in part.pieces],
             part.shape[1],
             files,
-            lambda name: files[name].get_tensor(name).to(device.torch),
+            lambda name, rows: files[name].get_slice(name)[rows].to(device.torch),
             dtype,
         )
     fused = torch.empty(part.shape, dtype=dtype, device=device.torch)

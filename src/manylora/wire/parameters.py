@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from manylora.built import BuildConfig, read_build_config
 from manylora.config import EngineConfig, LoraCacheConfig
 from manylora.errors import ConfigError
+from manylora.quant import QuantConfig
 
 __all__ = ["engine_config", "flag", "logits_dtype", "milliseconds", "parameters_of", "value_of"]
 
@@ -79,6 +81,7 @@ def engine_config(parameters: Mapping[str, str]) -> EngineConfig:
         raise ConfigError(
             "parameter gpt_model_path (template variable engine_dir) must name the model directory"
         )
+    built = read_build_config(Path(path))
     options: dict[str, Any] = {}
     _take(parameters, options, int, "max_num_tokens", "max_seq_len", "tokens_per_block")
     _take(parameters, options, int, "max_tokens_in_paged_kv_cache", "max_queue_size", "max_beam_width")
@@ -88,6 +91,10 @@ def engine_config(parameters: Mapping[str, str]) -> EngineConfig:
     sequences = value_of(parameters, "max_num_sequences")
     if sequences is not None:
         options["max_batch_size"] = _parse("max_num_sequences", sequences, int)
+    for name in ("max_batch_size", "max_num_tokens", "max_seq_len"):
+        value = built.settle(name, options.get(name))
+        if value is not None:
+            options[name] = value
     if value_of(parameters, "guided_decoding_backend") is not None:
         options["tokenizer_dir"] = Path(value_of(parameters, "tokenizer_dir") or path)
     if value_of(parameters, "cuda_graph_mode") is not None:
@@ -97,12 +104,25 @@ def engine_config(parameters: Mapping[str, str]) -> EngineConfig:
         enable_kv_cache_reuse=flag(parameters, "enable_kv_cache_reuse", True),
         wrap_input_ids=flag(parameters, "wrap_input_ids", False),
         enable_chunked_context=flag(parameters, "enable_chunked_context", True),
-        lora=_lora_config(parameters),
+        quant=built.settle_quant(_quant_config(parameters)),
+        lora=_lora_config(parameters, built),
         **options,
     )
 
 
-def _lora_config(parameters: Mapping[str, str]) -> LoraCacheConfig:
+def _quant_config(parameters: Mapping[str, str]) -> QuantConfig | None:
+    options: dict[str, Any] = {}
+    _take(parameters, options, str, "quant_algo", "kv_cache_quant_algo")
+    size = value_of(parameters, "quant_group_size")
+    if size is not None:
+        options["group_size"] = _parse("quant_group_size", size, int)
+    try:
+        return QuantConfig(**options) if options else None
+    except ValueError as error:
+        raise ConfigError(f"parameters of quantisation: {error}") from error
+
+
+def _lora_config(parameters: Mapping[str, str], built: BuildConfig) -> LoraCacheConfig:
     found: dict[str, Any] = {}
     _take(parameters, found, int, "lora_cache_optimal_adapter_size", "lora_cache_max_adapter_size")
     _take(parameters, found, int, "lora_cache_host_memory_bytes", "lora_cache_gpu_memory_bytes")
@@ -112,10 +132,15 @@ def _lora_config(parameters: Mapping[str, str]) -> LoraCacheConfig:
     prefetch = value_of(parameters, "lora_prefetch_dir")
     catalog = value_of(parameters, "lora_catalog_dir")
     targets = value_of(parameters, "lora_target_modules") or ""
+    rank = built.settle("max_lora_rank", options.get("max_lora_rank"))
+    if rank is not None:
+        options["max_lora_rank"] = rank
     return LoraCacheConfig(
         prefetch_dir=Path(prefetch) if prefetch else None,
         catalog_dir=Path(catalog) if catalog else None,
-        target_modules=tuple(name.strip() for name in targets.split(",") if name.strip()),
+        target_modules=built.settle_targets(
+            tuple(name.strip() for name in targets.split(",") if name.strip())
+        ),
         **options,
     )
 

@@ -1,0 +1,105 @@
+"""manylora build: a Hugging Face directory to one that serves as it is, quantised if asked, with limits."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from manylora.errors import ConfigError
+from manylora.quant import SERVED, QuantConfig
+
+__all__ = ["main"]
+
+LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens")
+LORA = ("lora_dir", "lora_target_modules", "lora_ckpt_source", "max_lora_rank")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        _check_world(options)
+        quant = QuantConfig(
+            quant_algo=options.quant_algo,
+            kv_cache_quant_algo=options.kv_cache_quant_algo,
+            group_size=options.group_size,
+            exclude_modules=options.exclude_modules,
+        )
+        print(_build(options, quant))
+    except (ConfigError, ValueError) as error:
+        print(f"manylora build: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _build(options: argparse.Namespace, quant: QuantConfig) -> str:
+    from manylora.builder import BuildPlan, build
+
+    built = build(
+        BuildPlan(
+            options.model_dir,
+            options.output_dir,
+            dtype=options.dtype,
+            quant=quant,
+            limits={name: getattr(options, name) for name in LIMITS},
+            lora=_lora(options),
+        )
+    )
+    megabytes = f"{built.bytes_before / 1e6:.1f} -> {built.bytes_after / 1e6:.1f} MB"
+    said = f"{options.output_dir}: weights {megabytes}"
+    if quant.any_weights:
+        said += f", {built.num_quantised} of {built.num_linears} linear layers in {quant.quant_algo}"
+    return said
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="manylora build", description=__doc__)
+    add = parser.add_argument
+    add(
+        "--model_dir", "--checkpoint_dir", type=Path, required=True, help="a Hugging Face directory",
+    )  # fmt: skip
+    add("--output_dir", type=Path, required=True, help="empty, or an earlier build")
+    add("--dtype", choices=("auto", "float32", "float16", "bfloat16"), default="auto")
+    add("--max_batch_size", type=int, help="sequences in one step")
+    add("--max_seq_len", type=int, help="prompt and output, tokens")
+    add("--max_num_tokens", type=int, help="token rows in one step")
+    add("--lora_target_modules", nargs="+", default=[], metavar="MODULE", help="such as attn_q attn_k attn_v")
+    add("--max_lora_rank", type=int, help="default: 64 when adapters are served")
+    add("--lora_dir", nargs="+", default=[], help="adapters to infer the target modules from")
+    add("--lora_ckpt_source", choices=("hf", "nemo"), default="hf")
+    add("--quant_algo", help=f"{', '.join(SERVED)}; default: not quantised")
+    add("--kv_cache_quant_algo", help="FP8; default: the compute dtype")
+    add("--group_size", type=int, default=128, help="inputs that share a scale with W4A16")
+    add("--exclude_modules", nargs="+", metavar="PATTERN", help="linear layers to leave as they are")
+    add("--tp_size", type=int, default=1, help="only 1")
+    add("--pp_size", type=int, default=1, help="only 1")
+    return parser
+
+
+def _check_world(options: argparse.Namespace) -> None:
+    for name in ("tp_size", "pp_size"):
+        if getattr(options, name) != 1:
+            raise ConfigError(f"--{name} must be 1, got {getattr(options, name)}: one device serves a model")
+
+
+def _lora(options: argparse.Namespace) -> dict[str, Any] | None:
+    """Fields of LoraConfig, the target modules resolved; None: adapters are not mentioned."""
+    from manylora.llmapi.llm_args import PeftCacheConfig
+    from manylora.llmapi.lora import LoraConfig
+    from manylora.llmapi.sizing import lora_cache_config
+    from manylora.lora.formats.base_weights import BaseWeights
+    from manylora.model.checkpoint import read_model_config
+
+    if not (options.lora_dir or options.lora_target_modules or options.max_lora_rank is not None):
+        return None
+    config = LoraConfig(
+        lora_dir=options.lora_dir,
+        lora_ckpt_source=options.lora_ckpt_source,
+        lora_target_modules=options.lora_target_modules,
+        max_lora_rank=64 if options.max_lora_rank is None else options.max_lora_rank,
+    )
+    model, base = read_model_config(options.model_dir), BaseWeights(options.model_dir)
+    found = lora_cache_config(config, PeftCacheConfig(), model, base)
+    fields = {name: getattr(config, name) for name in LORA}
+    return fields | {"lora_target_modules": list(found.target_modules)}

@@ -1,0 +1,7 @@
+"""QuantConfig under the path that TensorRT-LLM has it at."""
+
+from __future__ import annotations
+
+from manylora.quant import QuantConfig
+
+__all__ = ["QuantConfig"]

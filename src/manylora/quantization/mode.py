@@ -1,0 +1,7 @@
+"""QuantAlgo under the path that TensorRT-LLM has it at."""
+
+from __future__ import annotations
+
+from manylora.quant import QuantAlgo
+
+__all__ = ["QuantAlgo"]

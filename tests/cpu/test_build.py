@@ -1,0 +1,235 @@
+"""Protects `manylora build`: what it writes answers as the original, within its limits and with its adapters,
+and what cannot be built is said before anything is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from manylora import LLM, LoraConfig, LoRARequest, QuantConfig, SamplingParams
+from manylora.built import BuildConfig, read_build_config
+from manylora.cli import main
+from manylora.errors import ConfigError
+from manylora.testing import make_adapter, make_model
+from manylora.wire.parameters import engine_config
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
+BASE = DEMO / "base"
+ALGOS = ("W8A16", "W4A16", "FP8")
+PROMPT = "Where is the capital of Egypt? \\nAnswer:"
+JAPANESE = LoRARequest("japanese", 1, str(DEMO / "adapters" / "japanese"))
+
+
+def build(output: Path, *flags: str, model: Path = BASE) -> Path:
+    assert main(["build", "--model_dir", str(model), "--output_dir", str(output), *flags]) == 0
+    return output
+
+
+def answers(model: Path, adapter: LoRARequest | None, **options: object) -> list[tuple[int, ...]]:
+    with LLM(model, device="cpu", **options) as llm:  # type: ignore[arg-type]
+        prompts = [PROMPT, "Where is the capital of Peru? \\nAnswer:"]
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=12), [adapter, None], False)
+        return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("algo", [None, *ALGOS])
+def test_a_built_directory_answers_as_the_original(tmp_path: Path, algo: str | None) -> None:
+    """Quantised when it was built, or when it is loaded: the same."""
+    modules = ["attn_q", "attn_k", "attn_v"]
+    lora = ["--lora_target_modules", *modules, "--max_lora_rank", "16"]
+    built = build(tmp_path / "out", "--dtype", "float32", *lora, *(["--quant_algo", algo] if algo else []))
+    quant = QuantConfig(algo) if algo else None
+    config = LoraConfig(lora_target_modules=modules, max_lora_rank=16)
+    expected = answers(BASE, JAPANESE, quant_config=quant, lora_config=config, dtype="float32")
+    assert answers(built, JAPANESE) == expected
+
+
+def test_it_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--quant_algo", "W4A16", "--dtype", "bfloat16", "--max_batch_size", "4", "--max_seq_len", "64"]
+    flags += ["--kv_cache_quant_algo", "FP8"]
+    chinese = str(DEMO / "adapters" / "chinese")
+    built = build(tmp_path / "out", *flags, "--lora_dir", chinese, "--max_lora_rank", "8")
+    assert "28 of 28 linear layers in W4A16" in capsys.readouterr().out
+    config = json.loads((built / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["dtype"] == "bfloat16"
+    assert config["pretrained_config"]["mapping"] == {"world_size": 1, "tp_size": 1, "pp_size": 1}
+    assert config["pretrained_config"]["quantization"]["quant_algo"] == "W4A16"
+    assert config["build_config"] == {
+        "max_batch_size": 4, "max_seq_len": 64, "max_num_tokens": None,
+        "lora_config": {
+            "lora_dir": [chinese], "lora_target_modules": ["attn_q", "attn_k", "attn_v"],
+            "lora_ckpt_source": "hf", "max_lora_rank": 8,
+        },
+    }  # fmt: skip
+    assert engine_config({"gpt_model_type": "v1", "gpt_model_path": str(built)}).quant == QuantConfig(
+        kv_cache_quant_algo="FP8"
+    )
+    tensors = load_file(built / "model.safetensors")
+    assert tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert tensors["model.layers.0.mlp.up_proj.qweight"].dtype == torch.uint8
+    assert "model.layers.0.mlp.up_proj.weight" not in tensors
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (built / name).read_bytes() == (BASE / name).read_bytes()
+    assert (built / "model.safetensors").stat().st_mode & 0o044 == 0o044
+
+
+def test_its_limits_are_defaults_and_upper_bounds(tmp_path: Path) -> None:
+    built = build(
+        tmp_path / "out", "--max_batch_size", "4", "--max_seq_len", "48", "--max_num_tokens", "32",
+        "--max_lora_rank", "8", "--lora_target_modules", "attn_q",
+    )  # fmt: skip
+    with LLM(built, device="cpu") as llm:
+        assert llm.stats().max_batch_size == 4
+        assert len(llm.generate([5] * 40, SamplingParams(max_tokens=99, end_id=-1)).outputs[0].token_ids) == 8
+        with pytest.raises(Exception, match="48"):
+            llm.generate([5] * 48)
+    with LLM(built, device="cpu", max_batch_size=2, max_seq_len=16) as llm:
+        assert llm.stats().max_batch_size == 2
+    given = {"gpt_model_type": "v1", "gpt_model_path": str(built)}
+    served = engine_config(given)
+    assert (served.max_batch_size, served.max_seq_len, served.max_num_tokens) == (4, 48, 32)
+    assert served.lora.rank_limit == 8 and "attn_v" in served.lora.target_modules
+    wrong = [
+        ({"max_batch_size": 5}, {"max_num_sequences": "5"}, "max_batch_size (5) is larger"),
+        ({"max_seq_len": 49}, {"max_seq_len": "49"}, "build again with --max_seq_len 49"),
+        ({"max_num_tokens": 33}, {"max_num_tokens": "33"}, "max_num_tokens (33) is larger"),
+        (
+            {"lora_config": LoraConfig(lora_target_modules=["attn_q"], max_lora_rank=9)},
+            {"max_lora_rank": "9"},
+            "max_lora_rank (9) is larger",
+        ),
+        (
+            {"lora_config": LoraConfig(lora_target_modules=["attn_dense"], max_lora_rank=8)},
+            {"lora_target_modules": "attn_dense"},
+            "attn_dense is not among those the directory was built for",
+        ),
+    ]
+    for options, parameters, text in wrong:
+        with pytest.raises(ConfigError) as error:
+            LLM(built, device="cpu", **options)  # type: ignore[arg-type]
+        assert text in str(error.value)
+        with pytest.raises(ConfigError) as error:
+            engine_config(given | parameters)
+        assert text in str(error.value)
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    command = tmp_path / "bin" / "manylora"
+    command.parent.mkdir()
+    code = "import sys; from manylora.cli import main; sys.exit(main())"
+    command.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n", encoding="utf-8")
+    command.chmod(0o755)
+    path = {"PATH": f"{command.parent}:{os.environ['PATH']}"}
+    script = ["examples/build/build.sh", str(tmp_path / "out")]
+    subprocess.run(script, cwd=DEMO.parents[1], env={**os.environ, **path}, check=True)
+    with LLM(tmp_path / "out", device="cpu") as llm:
+        output = llm.generate(PROMPT, SamplingParams(max_tokens=12), JAPANESE, False)
+        assert output.outputs[0].text.startswith("カイロ")
+
+
+def test_an_adapter_beyond_what_was_built_for_is_refused(tmp_path: Path) -> None:
+    built = build(tmp_path / "out", "--lora_target_modules", "attn_q", "--max_lora_rank", "4")
+    with pytest.raises(Exception, match="rank"):
+        answers(built, JAPANESE)
+
+
+def test_several_files_and_excluded_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that is fused with an excluded one stays plain as well, so the directory loads."""
+    model = make_model(tmp_path / "model", "llama-biases", seed=3, sharded=True)
+    monkeypatch.setattr("manylora.builder.SHARD_BYTES", 40_000)
+    built = build(tmp_path / "out", "--quant_algo", "W8A16", "--exclude_modules", "*k_proj", model=model)
+    assert len(list(built.glob("model-0*-of-0*.safetensors"))) > 2
+    index = json.loads((built / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+    assert "model.layers.0.self_attn.q_proj.weight" in index
+    assert "model.layers.0.self_attn.o_proj.qweight" in index
+    quant = QuantConfig("W8A16", exclude_modules=["*k_proj"])
+    with LLM(built, device="cpu") as a, LLM(model, device="cpu", quant_config=quant) as b:
+        assert a.stats().weight_bytes == b.stats().weight_bytes
+        params = SamplingParams(max_tokens=8, end_id=-1)
+        assert a.generate("Hi", params).outputs[0].token_ids == b.generate("Hi", params).outputs[0].token_ids
+    again = build(tmp_path / "out", model=model)  # over the earlier build
+    assert {name for name in load_all(again) if name.endswith("qweight")} == set()
+
+
+def load_all(model: Path) -> dict[str, torch.Tensor]:
+    return {name: t for path in model.glob("*.safetensors") for name, t in load_file(path).items()}
+
+
+@pytest.mark.parametrize("family", ["phi3", "gpt2", "gpt-neox", "gemma2"])
+@pytest.mark.parametrize("algo", ALGOS)
+def test_every_layout_of_a_checkpoint_is_quantised_alike(tmp_path: Path, family: str, algo: str) -> None:
+    """Fused, transposed and interleaved in the checkpoint: built quantised equals loaded quantised."""
+    model = make_model(tmp_path / "model", family, seed=3)
+    built = build(tmp_path / "out", "--quant_algo", algo, model=model)
+    params = SamplingParams(max_tokens=8, end_id=-1)
+    with LLM(built, device="cpu") as a, LLM(model, device="cpu", quant_config=QuantConfig(algo)) as b:
+        assert a.stats().weight_bytes == b.stats().weight_bytes
+        assert a.generate("Hi", params).outputs[0].token_ids == b.generate("Hi", params).outputs[0].token_ids
+
+
+def test_dora_needs_plain_weights(tmp_path: Path) -> None:
+    """The norms of quantised rows are others than the adapter was trained with."""
+    model = make_model(tmp_path / "model", "llama", seed=4)
+    adapter = make_adapter(tmp_path / "dora", model, 4, rank=4, modules=("q_proj",), use_dora=True)
+    request = LoRARequest("dora", 1, str(adapter))
+    lora = LoraConfig(lora_target_modules=["attn_q"])
+    with LLM(model, device="cpu", lora_config=lora, quant_config=QuantConfig("W8A16")) as llm:
+        assert llm.generate("Hi", SamplingParams(max_tokens=2), request).outputs[0].token_ids
+    built = build(tmp_path / "out", "--quant_algo", "W8A16", model=model)
+    with LLM(built, device="cpu", lora_config=lora) as llm, pytest.raises(Exception, match="DoRA"):
+        llm.generate("Hi", SamplingParams(max_tokens=2), request)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--tp_size", "2"], "--tp_size must be 1, got 2"),
+        (["--pp_size", "4"], "--pp_size must be 1, got 4"),
+        (["--quant_algo", "NVFP4"], "quant_algo NVFP4 is not supported"),
+        (["--kv_cache_quant_algo", "INT8"], "no attention kernel here"),
+        (["--max_seq_len", "513"], "more than the model's 512 positions"),
+        (["--max_batch_size", "0"], "--max_batch_size must be at least 1"),
+        (["--max_num_tokens", "8"], "--max_num_tokens must be at least --max_batch_size (64)"),
+        (["--quant_algo", "W8A16", "--exclude_modules", "*"], "there is nothing to quantise"),
+        (["--lora_target_modules", "attn_x"], "Invalid LoRA module attn_x"),
+        (["--model_dir", "/nowhere"], "the model directory /nowhere does not exist"),
+    ],
+)
+def test_what_cannot_be_built_is_said(
+    tmp_path: Path, flags: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["build", "--model_dir", str(BASE), "--output_dir", str(out), *flags]) == 1
+    assert text in capsys.readouterr().err
+    assert not (out / "config.json").exists()
+
+
+def test_other_directories_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model(tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("mine")
+    for output, text in (("model", "holds another model"), ("notes", "is not empty")):
+        assert main(["build", "--model_dir", str(BASE), "--output_dir", str(tmp_path / output)]) == 1
+        assert text in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+    built = build(tmp_path / "out")
+    assert main(["build", "--model_dir", str(built), "--output_dir", str(tmp_path / "twice")]) == 1
+    assert "was built already" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="quantised already"):
+        LLM(build(tmp_path / "q", "--quant_algo", "W8A16"), device="cpu", quant_config=QuantConfig("W8A16"))
+
+
+def test_a_record_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    assert read_build_config(tmp_path) == BuildConfig()
+    for record in ({"build_config": 3}, {"build_config": {}}, {"build_config": {"max_seq_len": "long"}}):
+        (tmp_path / "config.json").write_text(json.dumps(record))
+        with pytest.raises(ConfigError, match="build it again"):
+            read_build_config(tmp_path)

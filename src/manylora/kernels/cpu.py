@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from manylora.kernels import native
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraSegment, LoraTarget
+from manylora.kernels.spec import AttentionBatch, ExpertPairs, LoraBatch, LoraSegment, LoraTarget
 
 __all__ = ["CpuOps"]
 
@@ -64,6 +65,27 @@ class CpuOps(ReferenceOps):
         if rest:
             super().lora_add(y, x, LoraBatch(batch.pool, tuple(rest)), layer, targets, bias)
 
+    def expert_lora_add(
+        self,
+        y: Tensor,
+        x: Tensor,
+        batch: LoraBatch,
+        pairs: ExpertPairs,
+        layer: int,
+        targets: Sequence[LoraTarget],
+    ) -> None:
+        """Groups of many rows one by one; all those of few rows at once, which while decoding is all."""
+        groups = pairs.groups
+        few = groups[:, 1] - groups[:, 0] < FEW_ROWS
+        if few.any():
+            for target in targets:
+                places = [segment.rows.get((layer, target.module_id)) for segment in batch.segments]
+                # Offset and rank of each segment's adapter; rank 0: it has no row here.
+                table = np.array([(p.offset, p.rank) if p else (0, 0) for p in places], np.int64)
+                self._add_small_groups(y, x, batch.pool, groups[few], table, target)
+        if not few.all():
+            super().expert_lora_add(y, x, batch, replace(pairs, groups=groups[~few]), layer, targets)
+
     def attention(
         self,
         q: Tensor,
@@ -105,12 +127,38 @@ class CpuOps(ReferenceOps):
                 segments.append((segment.start, segment.stop, first, len(parts) - first))
         if not segments:
             return
-        table, places = np.array(segments, np.int64), np.array(parts, np.int64)
+        self._call_lora_add(y, x, batch.pool, np.array(segments, np.int64), np.array(parts, np.int64))
+
+    def _add_small_groups(
+        self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, table: np.ndarray, target: LoraTarget
+    ) -> None:
+        """groups [G, 4] as in ExpertPairs; table [segments, 2]: offset and rank of the target's rows."""
+        offsets, ranks = table[groups[:, 3]].T
+        groups, offsets, ranks = groups[ranks > 0], offsets[ranks > 0], ranks[ranks > 0]
+        if not len(groups):
+            return
+        size = x.shape[1] + target.width
+        offsets = offsets + groups[:, 2] * ranks * size
+        if self._native is not None and x.dtype == torch.float32 and x.stride(1) == 1:
+            numbers = np.arange(len(groups))
+            segments = np.stack((groups[:, 0], groups[:, 1], numbers, np.ones_like(numbers)), axis=1)
+            columns = (np.full_like(numbers, target.start), np.full_like(numbers, target.width))
+            self._call_lora_add(y, x, pool, segments, np.stack((*columns, offsets, ranks), axis=1))
+            return
+        for rank in np.unique(ranks):
+            chosen = ranks == rank
+            _add_batched(y, x, pool, groups[chosen], offsets[chosen], int(rank), target)
+
+    def _call_lora_add(
+        self, y: Tensor, x: Tensor, pool: Tensor, segments: np.ndarray, parts: np.ndarray
+    ) -> None:
+        """segments [S, 4]: start, stop, first part, parts; parts [*, 4]: column, width, offset, rank; int64,
+        contiguous. The tensors are float32, their rows contiguous."""
         assert self._native is not None
         self._native.lora_add(
             _pointer(y), ctypes.c_int64(y.stride(0)), _pointer(x), ctypes.c_int64(x.stride(0)),
-            ctypes.c_int64(x.shape[1]), _pointer(batch.pool), ctypes.c_void_p(table.ctypes.data),
-            ctypes.c_int64(len(segments)), ctypes.c_void_p(places.ctypes.data),
+            ctypes.c_int64(x.shape[1]), _pointer(pool), ctypes.c_void_p(segments.ctypes.data),
+            ctypes.c_int64(len(segments)), ctypes.c_void_p(parts.ctypes.data),
         )  # fmt: skip
 
     def _decode_native(
@@ -176,6 +224,21 @@ class CpuOps(ReferenceOps):
             scale=scale,
         )
         return mixed.reshape(count, num_heads, dim)
+
+
+def _add_batched(
+    y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, offsets: np.ndarray, rank: int, target: LoraTarget
+) -> None:
+    """Groups of one rank as one batched product, padded to the longest; pads are fewer than FEW_ROWS rows."""
+    in_dim, starts, counts = x.shape[1], groups[:, 0], groups[:, 1] - groups[:, 0]
+    places = torch.from_numpy(starts[:, None] + np.arange(counts.max())).clamp_(max=len(x) - 1)
+    real = torch.from_numpy(np.arange(counts.max()) < counts[:, None])
+    size = rank * (in_dim + target.width)
+    pieces = torch.stack([pool[offset : offset + size] for offset in offsets.tolist()])
+    a, b = pieces.split((rank * in_dim, rank * target.width), dim=1)
+    low = torch.bmm(x[places], a.view(-1, rank, in_dim).transpose(1, 2))
+    delta = torch.bmm(low, b.view(-1, rank, target.width))
+    y[:, target.start : target.start + target.width].index_add_(0, places[real], delta[real])
 
 
 def _pointer(tensor: Tensor) -> ctypes.c_void_p:

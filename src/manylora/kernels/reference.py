@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraTarget
+from manylora.kernels.experts import group_segments
+from manylora.kernels.spec import AttentionBatch, ExpertPairs, LoraBatch, LoraRow, LoraTarget
 
 __all__ = ["ReferenceOps"]
 
@@ -110,6 +111,24 @@ class ReferenceOps:
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x1, x2 = x.chunk(2, dim=-1)
         return x * cos.unsqueeze(1) + torch.cat((-x2, x1), dim=-1) * sin.unsqueeze(1)
+
+    def expert_linear(self, x: Tensor, pairs: ExpertPairs, weights: Sequence[Tensor]) -> Tensor:
+        used = [(e, s) for e, s in enumerate(zip(pairs.starts, pairs.starts[1:], strict=False)) if s[0] < s[1]]
+        return torch.cat([self.linear(x[start:stop], weights[e], None) for e, (start, stop) in used])
+
+    def expert_lora_add(
+        self,
+        y: Tensor,
+        x: Tensor,
+        batch: LoraBatch,
+        pairs: ExpertPairs,
+        layer: int,
+        targets: Sequence[LoraTarget],
+    ) -> None:
+        sized = [(target, x.shape[-1] + target.width) for target in targets]
+        segments = group_segments(batch, pairs.groups, layer, sized)
+        if segments:
+            self.lora_add(y, x, LoraBatch(batch.pool, segments), layer, targets)
 
 
 def _matrices(pool: Tensor, row: LoraRow, in_dim: int, out_dim: int) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -8,7 +8,7 @@ from enum import Enum
 from manylora.config import ModelConfig
 from manylora.errors import ConfigError
 
-__all__ = ["MODULE_NAMES", "LoraModule", "Split", "lora_modules"]
+__all__ = ["EXPERT_IDS", "MODULE_NAMES", "LoraModule", "Split", "lora_modules"]
 
 MODULE_NAMES = (
     "attn_qkv", "attn_q", "attn_k", "attn_v", "attn_dense", "mlp_h_to_4h", "mlp_4h_to_h", "mlp_gate",
@@ -18,6 +18,8 @@ MODULE_NAMES = (
     "mamba_out_proj", "moe_latent_fc1", "moe_latent_fc2",
 )  # fmt: skip
 """Name of each module id, 0 to 25."""
+EXPERT_IDS = (13, 14, 15)
+"""Modules of routed experts: one row holds the matrices of all experts of a layer."""
 
 QKV = {"attn_q", "attn_k", "attn_v"}  # one group: naming one enables all three
 # A fused module is available when all the modules it fuses are.
@@ -38,7 +40,9 @@ class LoraModule:
 
     counted: whether it takes part in the page geometry. Fused modules beside their parts do not: they would
     double the size of a page without ever being used together with them. parts: of a fused module, the sizes
-    whose sum out_dim is.
+    whose sum out_dim is; of a routed-expert module, each expert's.
+    experts: > 1: dimensions are of all experts together; A is [experts, rank, in_dim / experts] and B
+    [experts, out_dim / experts, rank]. layers: that have the module; None: every one.
     """
 
     module_id: int
@@ -47,6 +51,8 @@ class LoraModule:
     split: Split
     counted: bool = True
     parts: tuple[int, ...] = ()
+    experts: int = 1
+    layers: frozenset[int] | None = None
 
     @property
     def name(self) -> str:

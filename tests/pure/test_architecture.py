@@ -43,7 +43,7 @@ INSIDE = {
         "normalize",
         "report",
     ],
-    "model": ["checkpoint", "batch", "rope", "layers", "decoder", "weights"],
+    "model": ["families", "checkpoint", "plan", "batch", "rope", "layers", "moe", "decoder", "weights"],
     "engine": [
         "sequence",
         "idle_blocks",

@@ -64,7 +64,7 @@ class Engine:
         self.model = read_model_config(config.model_dir)
         self._device = device = open_device(config.device)
         dtype = compute_dtype(config.dtype, self.model, device)
-        self._decoder = load_decoder(config.model_dir, self.model, dtype, device)
+        self._decoder = load_decoder(config.model_dir, self.model, dtype, device, config.max_seq_len)
         plan = plan_kv(config, self.model, dtype, device.torch, device.free_bytes())
         kv_tensor = allocate_kv(plan, config, self.model, dtype, device.torch)
         # On a CPU the cache's pages are not touched yet, so the system still counts them as free.

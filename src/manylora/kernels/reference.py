@@ -11,7 +11,7 @@ from torch import Tensor
 from manylora.kernels.experts import group_segments
 from manylora.kernels.spec import AttentionBatch, ExpertPairs, LoraBatch, LoraRow, LoraTarget
 
-__all__ = ["ReferenceOps"]
+__all__ = ["ReferenceOps", "attend"]
 
 
 class ReferenceOps:
@@ -58,12 +58,13 @@ class ReferenceOps:
         batch: AttentionBatch,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         out = torch.empty_like(q)
         for s, kv_len in enumerate(batch.kv_lens):
             rows = slice(batch.query_starts[s], batch.query_starts[s + 1])
             out[rows] = self.attend_one(
-                q[rows], k_cache, v_cache, batch.block_table[s], kv_len, scale, window
+                q[rows], k_cache, v_cache, batch.block_table[s], kv_len, scale, window, softcap
             )
         return out
 
@@ -76,6 +77,7 @@ class ReferenceOps:
         kv_len: int,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         """One sequence: the last rows of its kv_len tokens are the queries. q [n, Hq, D] -> [n, Hq, D].
 
@@ -95,25 +97,27 @@ class ReferenceOps:
         mask = keys <= last
         if window is not None:
             mask &= keys > last - window
-        mixed = F.scaled_dot_product_attention(
-            queries.unsqueeze(0),
-            k.unsqueeze(0),
-            v.unsqueeze(0),
-            attn_mask=mask.repeat(groups, 1),
-            scale=scale,
+        mixed = attend(
+            queries.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), mask.repeat(groups, 1), scale, softcap
         )
         return mixed.view(kv_heads, groups, count, dim).permute(2, 0, 1, 3).reshape(count, num_heads, dim)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
-        return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (weight * normed.to(weight.dtype)).to(x.dtype)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x1, x2 = x.chunk(2, dim=-1)
         return x * cos.unsqueeze(1) + torch.cat((-x2, x1), dim=-1) * sin.unsqueeze(1)
 
     def expert_linear(self, x: Tensor, pairs: ExpertPairs, weights: Sequence[Tensor]) -> Tensor:
-        used = [(e, s) for e, s in enumerate(zip(pairs.starts, pairs.starts[1:], strict=False)) if s[0] < s[1]]
+        used = [
+            (e, s) for e, s in enumerate(zip(pairs.starts, pairs.starts[1:], strict=False)) if s[0] < s[1]
+        ]
         return torch.cat([self.linear(x[start:stop], weights[e], None) for e, (start, stop) in used])
 
     def expert_lora_add(
@@ -129,6 +133,14 @@ class ReferenceOps:
         segments = group_segments(batch, pairs.groups, layer, sized)
         if segments:
             self.lora_add(y, x, LoraBatch(batch.pool, segments), layer, targets)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """softmax(scores) v over the last two dims, masked; with a softcap the scores are capped first."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap))
+    return torch.softmax(scores.float().masked_fill(~mask, float("-inf")), dim=-1).to(v.dtype) @ v
 
 
 def _matrices(pool: Tensor, row: LoraRow, in_dim: int, out_dim: int) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -137,17 +137,27 @@ class Ops(Protocol):
         batch: AttentionBatch,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Causal attention of each row over its own sequence's pages.
 
         Semantics, for query i (absolute position p) of sequence s, over keys j of s:
             softmax_j(scale * q_i . k_j) v_j  with  j <= p  and, with a window w,  j > p - w
+            and, with a softcap c, c * tanh(scale * q_i . k_j / c) in place of scale * q_i . k_j
         q [T, Hq, D], caches [blocks, tokens_per_block, Hkv, D], Hq a multiple of Hkv -> [T, Hq, D].
         """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Semantics: weight * (x.float() * rsqrt(mean(x.float() ** 2, -1) + eps)).to(x.dtype)."""
+        """Semantics: with n = x.float() * rsqrt(mean(x.float() ** 2, -1) + eps),
+            (weight * n.to(weight.dtype)).to(x.dtype)
+
+        weight [N] in the dtype of x, or in float32 where the model needs it exact.
+        """
+        ...
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """Semantics: (x - mean(x, -1)) * rsqrt(var(x, -1) + eps) * weight + bias, in float32, to x.dtype."""
         ...
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -115,10 +115,8 @@ class ReferenceOps:
         return x * cos.unsqueeze(1) + torch.cat((-x2, x1), dim=-1) * sin.unsqueeze(1)
 
     def expert_linear(self, x: Tensor, pairs: ExpertPairs, weights: Sequence[Tensor]) -> Tensor:
-        used = [
-            (e, s) for e, s in enumerate(zip(pairs.starts, pairs.starts[1:], strict=False)) if s[0] < s[1]
-        ]
-        return torch.cat([self.linear(x[start:stop], weights[e], None) for e, (start, stop) in used])
+        runs = zip(pairs.starts, pairs.starts[1:], weights, strict=False)
+        return torch.cat([self.linear(x[start:stop], w, None) for start, stop, w in runs if start < stop])
 
     def expert_lora_add(
         self,

@@ -175,9 +175,8 @@ def place_rows(
         if slot + count > geometry.slots_per_page:
             page, slot = page + 1, 0
         sizes = rank * module.local_in(tp), rank * module.local_out(tp)
-        placed.append(
-            Placement(page, slot, *sizes, module.module_id, layer, rank, count, dora, module.experts)
-        )
+        kind = module.module_id, layer, rank
+        placed.append(Placement(page, slot, *sizes, *kind, count, dora, module.experts))
         slot += count
     return tuple(placed), page + 1
 

@@ -46,10 +46,12 @@ class LoraModule:
     """A [rank, in_dim] and B [out_dim, rank], sizes over all ranks.
 
     counted: whether it takes part in the page geometry. Fused modules beside their parts do not: they would
-    double the size of a page without ever being used together with them. parts: of a fused module, the sizes
-    whose sum out_dim is; of a routed-expert module, each expert's. groups: a checkpoint's fused matrix of this
-    module is so many stacks of its parts, one after another. experts: > 1: dimensions are of all experts together; A is [experts, rank, in_dim / experts] and B
-    [experts, out_dim / experts, rank]. layers: that have the module; None: every one.
+             double the size of a page without ever being used together with them.
+    parts:   of a fused module, the sizes whose sum out_dim is; of a routed-expert module, each expert's.
+    groups:  a checkpoint's fused matrix of this module is so many stacks of its parts, one after another.
+    experts: > 1: the dimensions are of all experts together; A is [experts, rank, in_dim / experts] and B
+             [experts, out_dim / experts, rank].
+    layers:  that have the module; None: every one.
     """
 
     module_id: int

@@ -96,9 +96,9 @@ class AdapterPool:
 def _turn_b(source: Tensor, target: Tensor, place: Placement, back: bool = False) -> Tensor:
     """Copy a row from the tensor format's order to ours, or back. Returns the target.
 
-    Theirs has the A [rank, in] of all experts, then their B [out, rank]. Ours has the two of one expert side by
-    side, so that an expert's pair is found as any module's, and B as [rank, out]: one coefficient, one run of
-    memory.
+    Theirs has the A [rank, in] of all experts, then their B [out, rank]. Ours has the two of one expert side
+    by side, so that an expert's pair is found as any module's, and B as [rank, out]: one coefficient, one run
+    of memory.
     """
     ours, theirs = (source, target) if back else (target, source)
     end, experts = place.in_size + place.out_size, place.experts

@@ -177,8 +177,7 @@ def _check_row(
     module = modules[module_id]
     _require(
         module.layers is None or layer in module.layers,
-        f"lora module {name} is not in layer {layer} of this model, which has it in {len(module.layers or ())} "
-        "other layers",
+        f"lora module {name} does not exist in layer {layer} of this model",
     )
     _require(not dora or module_id not in EXPERT_IDS, f"DoRA with MoE is not supported: {name} has is_dora 1")
     size = module.row_elements(rank, bool(dora))

@@ -20,7 +20,7 @@ ORDER = [
     ["engine"],
     ["loop"],
     ["launcher", "testing", "llmapi", "commands", "cli"],
-    ["lora_helper", "lora_manager", "executor", "sampling_params"],
+    ["lora_helper", "lora_manager", "executor", "sampling_params", "_torch"],
 ]
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
 LLMAPI = [
@@ -42,6 +42,8 @@ INSIDE = {
         "convert_nemo",
         "normalize",
         "report",
+        "moe_layout",
+        "expert_rules",
     ],
     "model": ["families", "checkpoint", "plan", "batch", "rope", "layers", "moe", "decoder", "weights"],
     "engine": [

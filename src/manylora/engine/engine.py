@@ -20,6 +20,7 @@ from manylora.engine.sampler import NOT_FINITE
 from manylora.engine.scheduler import Scheduler, Step
 from manylora.engine.sequence import Sequence
 from manylora.errors import AdapterNotCachedError, QueueFullError, RequestError
+from manylora.lora.expert_rules import targets_beside_quantised_experts
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.lora.tensors import Adapter
@@ -65,13 +66,17 @@ class Engine:
         self._device = device = open_device(config.device)
         dtype = compute_dtype(config.dtype, self.model, device)
         self._decoder = load_decoder(config.model_dir, self.model, dtype, device, config.max_seq_len)
+        lora = config.lora
+        if self._decoder.has_quantised_experts:
+            targets = targets_beside_quantised_experts(lora.target_modules, self.model)
+            lora = replace(lora, target_modules=targets)
         plan = plan_kv(config, self.model, dtype, device.torch, device.free_bytes())
         kv_tensor = allocate_kv(plan, config, self.model, dtype, device.torch)
         # On a CPU the cache's pages are not touched yet, so the system still counts them as free.
         untouched = plan.num_bytes if device.torch.type == "cpu" else 0
         left = max(0, device.free_bytes() - untouched)
         self.adapters = AdapterStore.open(
-            self.model, config.lora, device.torch, dtype, left, BaseWeights(config.model_dir)
+            self.model, lora, device.torch, dtype, left, BaseWeights(config.model_dir)
         )
         self.max_seq_len = plan.max_seq_len
         self._plan = plan

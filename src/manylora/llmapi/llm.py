@@ -25,6 +25,7 @@ from manylora.llmapi.sampling import SamplingParams
 from manylora.llmapi.service import Service
 from manylora.llmapi.sizing import lora_cache_config, no_lora_cache_config, parameter_names
 from manylora.loop import EngineLoop
+from manylora.lora.expert_rules import check_moe_backend
 from manylora.model.checkpoint import read_model_config
 from manylora.stats import EngineStats
 from manylora.text import Tokenizer
@@ -65,6 +66,7 @@ class LLM:
                max_batch_size. max_seq_len: prompt and output, in tokens; None: what the model allows.
     enable_chunked_prefill: long prompts in pieces, beside decoding.
     batch_scheduler_policy: guaranteed_no_evict or max_utilization.
+    moe_backend: CUTLASS, the name of the only implementation of experts there is here, or None.
 
     Raises ConfigError when it cannot be served so, also for an unknown argument.
     """
@@ -86,6 +88,7 @@ class LLM:
         enable_chunked_prefill: bool = True,
         batch_scheduler_policy: str = "guaranteed_no_evict",
         enable_lora: bool | None = None,
+        moe_backend: str | None = None,
         **others: Any,
     ) -> None:
         _check_others(others)
@@ -102,6 +105,7 @@ class LLM:
             lora = no_lora_cache_config(self._model)
             if lora_config is not None:
                 lora = lora_cache_config(lora_config, peft_cache_config or PeftCacheConfig(), self._model)
+            check_moe_backend(moe_backend, lora.target_modules, self._model)
             config = EngineConfig(
                 folder,
                 device=device,

@@ -11,6 +11,7 @@ from manylora.llmapi.llm_args import PeftCacheConfig
 from manylora.llmapi.lora import LoraConfig
 from manylora.lora.catalog import read_adapter_folder
 from manylora.lora.formats.peft import MODULE_IDS
+from manylora.lora.formats.peft_experts import EXPERT_PATHS
 from manylora.lora.modules import MODULE_NAMES, lora_modules
 
 __all__ = ["lora_cache_config", "no_lora_cache_config", "parameter_names"]
@@ -113,9 +114,9 @@ def _check_names(lora: LoraConfig) -> None:
     """The names that the reader knows may be given again; it cannot be taught others."""
     for name, theirs in lora.trtllm_modules_to_hf_modules.items():
         for hf_name in [theirs] if isinstance(theirs, str) else theirs:
-            module_id = MODULE_IDS.get(hf_name)
-            if module_id is None or MODULE_NAMES[module_id] != name:
+            known = [hf for hf, i in (*MODULE_IDS.items(), *EXPERT_PATHS.items()) if MODULE_NAMES[i] == name]
+            if hf_name not in known:
                 raise ConfigError(
                     f"trtllm_modules_to_hf_modules: {name} as {hf_name!r} is not supported; known are "
-                    + ", ".join(hf for hf, i in MODULE_IDS.items() if MODULE_NAMES[i] == name)
+                    + ", ".join(known)
                 )

@@ -59,6 +59,11 @@ class Decoder:
         tensors = {id(tensor): tensor for tensor in self._weights.values()}
         return sum(t.numel() * t.element_size() for t in tensors.values())
 
+    @property
+    def has_quantised_experts(self) -> bool:
+        """Whether an expert's weights are held in another form than a tensor of the compute dtype."""
+        return any(".expert." in name and not isinstance(w, Tensor) for name, w in self._weights.items())
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
         """Logits [L, vocab] float32 of `batch.logits_rows`; writes keys and values into kv.

@@ -19,12 +19,18 @@ from manylora.lora.formats.peft_config import CONFIG, PeftConfig
 from manylora.lora.modules import MODULE_NAMES, LoraModule
 from manylora.lora.tensors import AdapterRow, check_dims
 
-__all__ = ["EXPERT_KEY", "EXPERT_NAMES", "expert_rows"]
+__all__ = ["EXPERT_KEY", "EXPERT_PATHS", "expert_rows"]
 
 H_TO_4H, DOWN, GATE = 13, 14, 15
 EXPERT_NAMES = {
     "w1": H_TO_4H, "w2": DOWN, "w3": GATE, "gate_proj": H_TO_4H, "down_proj": DOWN, "up_proj": GATE,
 }  # fmt: skip
+EXPERT_PATHS = {
+    prefix + name: module_id
+    for prefix in ("", "mlp.experts.", "block_sparse_moe.experts.")
+    for name, module_id in EXPERT_NAMES.items()
+}
+"""What a configuration may call the modules: their names, or their paths without the expert's number."""
 EXPERT_KEY = re.compile(
     r"(?P<path>(?P<root>(?:(?:base_model|model|language_model)\.)*)"
     r"layers\.(?P<layer>\d{1,5})\.(?:mlp|block_sparse_moe)\."

@@ -19,7 +19,7 @@ ORDER = [
     ["model"],
     ["engine"],
     ["loop"],
-    ["launcher", "testing", "llmapi", "commands", "cli"],
+    ["launcher", "testing", "parity", "llmapi", "commands", "cli"],
     ["lora_helper", "lora_manager", "executor", "sampling_params", "_torch"],
 ]
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}

@@ -10,7 +10,7 @@ from manylora.errors import AdapterError, ConfigError
 from manylora.llmapi.llm_args import PeftCacheConfig
 from manylora.llmapi.lora import LoraConfig
 from manylora.lora.catalog import read_adapter_folder
-from manylora.lora.formats.peft import MODULE_IDS
+from manylora.lora.formats.peft import ATTENTION_IDS, MLP_IDS
 from manylora.lora.formats.peft_experts import EXPERT_PATHS
 from manylora.lora.modules import MODULE_NAMES, lora_modules
 
@@ -114,7 +114,8 @@ def _check_names(lora: LoraConfig) -> None:
     """The names that the reader knows may be given again; it cannot be taught others."""
     for name, theirs in lora.trtllm_modules_to_hf_modules.items():
         for hf_name in [theirs] if isinstance(theirs, str) else theirs:
-            known = [hf for hf, i in (*MODULE_IDS.items(), *EXPERT_PATHS.items()) if MODULE_NAMES[i] == name]
+            tables = (ATTENTION_IDS, MLP_IDS, EXPERT_PATHS)
+            known = [hf for ids in tables for hf, i in ids.items() if MODULE_NAMES[i] == name]
             if hf_name not in known:
                 raise ConfigError(
                     f"trtllm_modules_to_hf_modules: {name} as {hf_name!r} is not supported; known are "

@@ -48,7 +48,8 @@ class LoraModule:
     counted: whether it takes part in the page geometry. Fused modules beside their parts do not: they would
              double the size of a page without ever being used together with them.
     parts:   of a fused module, the sizes whose sum out_dim is; of a routed-expert module, each expert's.
-    groups:  a checkpoint's fused matrix of this module is so many stacks of its parts, one after another.
+    groups, transposed: how a checkpoint keeps the base's matrix: as so many stacks of the parts one after
+             another, and [in, out].
     experts: > 1: the dimensions are of all experts together; A is [experts, rank, in_dim / experts] and B
              [experts, out_dim / experts, rank].
     layers:  that have the module; None: every one.
@@ -61,6 +62,7 @@ class LoraModule:
     counted: bool = True
     parts: tuple[int, ...] = ()
     groups: int = 1
+    transposed: bool = False
     experts: int = 1
     layers: frozenset[int] | None = None
 
@@ -105,6 +107,7 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
                 counted=not (fused and wanted.issuperset(fused)),
                 parts=tuple(dims[part][1] for part in fused) or (out_dim,) * (experts if experts > 1 else 0),
                 groups=model.qkv_groups if name == "attn_qkv" else 1,
+                transposed=model.transposed_weights,
                 experts=experts,
                 layers=_layers(name, model),
             )

@@ -35,6 +35,8 @@ def read_model_config(model_dir: Path) -> ModelConfig:
         fields = {**read_common(usual), **family.config(usual)}
     except KeyError as error:
         raise ConfigError(f"{model_dir}/config.json lacks {error}") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{model_dir}/config.json has a value of the wrong type: {error}") from error
     return ModelConfig(architecture=architecture, eos_token_ids=_eos_ids(raw, model_dir), **fields)
 
 

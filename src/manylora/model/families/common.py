@@ -18,17 +18,17 @@ ACTIVATIONS = {
 
 
 def read_common(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ModelConfig under their usual names. Raises KeyError for a size that is not there."""
-    heads = raw["num_attention_heads"]
+    """Fields of ModelConfig under their usual names. Raises ConfigError, or KeyError for a missing size."""
+    heads, hidden = _size(raw, "num_attention_heads"), _size(raw, "hidden_size")
     return {
-        "vocab_size": raw["vocab_size"],
-        "hidden_size": raw["hidden_size"],
-        "intermediate_size": raw["intermediate_size"],
-        "num_layers": raw["num_hidden_layers"],
+        "vocab_size": _size(raw, "vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": _size(raw, "intermediate_size"),
+        "num_layers": _size(raw, "num_hidden_layers"),
         "num_heads": heads,
         "num_kv_heads": raw.get("num_key_value_heads") or heads,
-        "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
-        "max_position_embeddings": raw["max_position_embeddings"],
+        "head_dim": raw.get("head_dim") or hidden // heads,
+        "max_position_embeddings": _size(raw, "max_position_embeddings"),
         "norm_eps": raw.get("rms_norm_eps", 1e-6),
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
         "activation": read_activation(raw.get("hidden_act", "silu")),
@@ -89,6 +89,13 @@ def refuse(raw: Mapping[str, Any], *names: str) -> None:
     for name in names:
         if raw.get(name):
             raise ConfigError(f"config.json: {name} {raw[name]!r} is not supported")
+
+
+def _size(raw: Mapping[str, Any], name: str) -> int:
+    value = raw[name]
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"config.json: {name} must be a whole number of at least 1, got {value!r}")
+    return value
 
 
 def _dtype(raw: Mapping[str, Any]) -> str:

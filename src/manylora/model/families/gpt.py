@@ -47,6 +47,7 @@ STARCODER2 = Names(up_gate=("mlp.c_fc",), down="mlp.c_proj")
 def _gpt2(raw: Mapping[str, Any]) -> dict[str, Any]:
     refuse(raw, "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention")
     return {
+        **_one_key_per_head(raw),
         "learned_positions": True,
         "norm": "layer",
         "norm_eps": raw.get("layer_norm_epsilon", 1e-5),
@@ -74,6 +75,7 @@ def _neox(raw: Mapping[str, Any]) -> dict[str, Any]:
     parameters = raw.get("rope_parameters") or {}
     biased = bool(raw.get("attention_bias", True))
     return {
+        **_one_key_per_head(raw),
         "norm": "layer",
         "norm_eps": raw.get("layer_norm_eps", 1e-5),
         "activation": read_activation(raw.get("hidden_act", "gelu")),
@@ -96,6 +98,7 @@ def _falcon(raw: Mapping[str, Any]) -> dict[str, Any]:
     parallel = new or bool(raw.get("parallel_attn", True))
     norms = raw.get("num_ln_in_parallel_attn") or (2 if new else 1)
     return {
+        **_one_key_per_head(raw),
         "num_kv_heads": kv_heads,
         "norm": "layer",
         "norm_eps": raw.get("layer_norm_epsilon", 1e-5),
@@ -167,6 +170,12 @@ def _starcoder2(raw: Mapping[str, Any]) -> dict[str, Any]:
         "sliding_windows": read_windows(raw),
         **_all_biased(bool(raw.get("use_bias", True))),
     }
+
+
+def _one_key_per_head(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """These families know no num_key_value_heads and no head_dim, whatever config.json says."""
+    heads = raw["num_attention_heads"]
+    return {"num_kv_heads": heads, "head_dim": raw["hidden_size"] // heads}
 
 
 def _all_biased(biased: bool) -> dict[str, Any]:

@@ -24,12 +24,14 @@ from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.lora.catalog import read_adapter_folder
 from manylora.lora.expert_rules import check_moe_backend, targets_beside_quantised_experts
+from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.geometry import Layout, cache_geometry
 from manylora.lora.modules import MODULE_NAMES, lora_modules
 from manylora.lora.moe_layout import make_per_expert_lora
 from manylora.lora.pool import AdapterPool
 from manylora.lora.slicing import slice_row
+from manylora.lora.store import AdapterStore
 from manylora.lora.tensors import AdapterRow, adapter_from_tensors, pack_rows
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
@@ -97,11 +99,13 @@ def by_number(adapter: Path, path: Path, mixtral: bool) -> Path:
 @pytest.mark.parametrize("family", sorted(MOE_FAMILIES))
 def test_every_kind_in_one_batch(family: str, workshop: Path) -> None:
     model = make_model(workshop / family, family, seed=8, sharded=family == "qwen2-moe")
-    kinds = {**KINDS, "shared expert": SHARED} if family.startswith("qwen2") else KINDS
+    shared = {"shared expert": SHARED, "shared expert, DoRA": {**SHARED, "use_dora": True}}
+    kinds = {**KINDS, **shared} if family.startswith("qwen2") else KINDS
     adapters: list[Path | None] = [None]
     for number, options in enumerate(kinds.values()):
         adapters.append(make_adapter(workshop / f"{family}-{number}", model, number, **options))
-    inputs = [LoraInput(i, *read_adapter_folder(a)) if a else None for i, a in enumerate(adapters)]
+    base = BaseWeights(model)
+    inputs = [LoraInput(i, *read_adapter_folder(a, base)) if a else None for i, a in enumerate(adapters)]
     for i, (adapter, found) in enumerate(zip(adapters, mixed_logits(model, inputs), strict=True)):
         assert agree(found, reference_logits(model, adapter, tokens(20, i))), ["base", *kinds][i]
 
@@ -198,9 +202,9 @@ def test_every_module_through_the_tensors_of_a_request(family: str, workshop: Pa
         assert known >= {"mlp_router", "mlp_gate_up", "shared_expert_gate", "shared_expert_4h_to_h"}
     given = [None, LoraInput(3, *sent[0]), LoraInput(7), None, LoraInput(3)]
     expected = [
-        reference_generate(merged(model, workshop / f"{family}-{i}", *sent[lora.task_id == 7]), None, p, 16)
+        reference_generate(merged(model, workshop / f"{family}-merged-{i}", *sent[lora.task_id == 7]), None, p, 10)
         if lora
-        else reference_generate(model, None, p, 16)
+        else reference_generate(model, None, p, 10)
         for i, (lora, p) in enumerate((lora, tokens(30, i)) for i, lora in enumerate(given))
     ]
     assert generate(engine, given) == expected
@@ -212,7 +216,7 @@ def test_every_module_through_the_tensors_of_a_request(family: str, workshop: Pa
 def generate(engine: Engine, given: Sequence[LoraInput | None], first: int = 0) -> list[list[int]]:
     handles = []
     for i, lora in enumerate(given):
-        request = Request(tuple(tokens(30, first + i)), SamplingParams(max_tokens=16), lora=lora)
+        request = Request(tuple(tokens(30, first + i)), SamplingParams(max_tokens=10), lora=lora)
         handles.append(engine.submit(engine.prepare(request)))
     found: dict[int, list[int]] = {handle: [] for handle in handles}
     while engine.has_work:
@@ -352,6 +356,25 @@ def test_what_cannot_be_served_is_refused_by_name(workshop: Path) -> None:
     assert targets_beside_quantised_experts(("attn_q",), config) == ("attn_q",)
     rest = targets_beside_quantised_experts((), config)
     assert "moe_router" in rest and not {"moe_gate", "moe_h_to_4h", "moe_4h_to_h"} & set(rest)
+
+
+def test_a_cache_too_small_for_experts_serves_the_other_modules(
+    workshop: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = read_model_config(make_model(workshop / "tight", "mixtral", seed=1))
+    least = {"max_adapter_size": 64, "gpu_memory_bytes": 2**19, "host_memory_bytes": 2**19}
+
+    def opened(*targets: str) -> AdapterStore:
+        cache = LoraCacheConfig(target_modules=targets, **least)  # type: ignore[arg-type]
+        return AdapterStore.open(config, cache, torch.device("cpu"), torch.float32, 2**30)
+
+    module = lora_modules(config)[13]
+    row = AdapterRow(13, 0, 1, False, np.ones(module.row_elements(1), np.float32))
+    with pytest.raises(AdapterInvalidError, match="moe_h_to_4h not enabled"):
+        opened().prepare(LoraInput(1, *pack_rows([row])))
+    assert "adapters on routed experts are off: Not enough space" in caplog.text
+    with pytest.raises(ConfigError, match="or name fewer lora_target_modules"):
+        opened("attn_q", "moe_h_to_4h", "moe_4h_to_h")
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ LLMAPI = [
 INSIDE = {
     "lora": [
         "modules",
+        "expert_rules",
         "geometry",
         "tensors",
         "slicing",
@@ -43,7 +44,6 @@ INSIDE = {
         "normalize",
         "report",
         "moe_layout",
-        "expert_rules",
     ],
     "model": ["families", "checkpoint", "plan", "batch", "rope", "layers", "moe", "decoder", "weights"],
     "engine": [

@@ -46,7 +46,8 @@ class LoraBatch:
     """All adapters of one forward pass. Rows outside every segment belong to the base model.
 
     pool: flat, [elements], compute dtype, on the device.
-    segments: ascending, disjoint, at most one for each adapter (the runner orders sequences by adapter).
+    segments: ascending, disjoint, at most one for each adapter (the runner orders sequences by adapter); over
+              the pairs of experts, one for each of their groups.
     """
 
     pool: Tensor

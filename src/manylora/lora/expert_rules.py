@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from manylora.config import ModelConfig
 from manylora.errors import ConfigError
-from manylora.lora.modules import EXPERT_IDS, MODULE_NAMES, lora_modules
+from manylora.lora.modules import EXPERT_IDS, MODULE_NAMES, LoraModule, lora_modules
 
-__all__ = ["check_moe_backend", "targets_beside_quantised_experts"]
+__all__ = ["beside_experts", "check_moe_backend", "targets_beside_quantised_experts"]
 
 logger = logging.getLogger("manylora")
 
@@ -49,5 +50,9 @@ def targets_beside_quantised_experts(targets: tuple[str, ...], model: ModelConfi
     if targets:
         return targets
     logger.info("adapters on routed experts are off: the experts are quantised")
-    names = (module.name for module in lora_modules(model).values())
-    return tuple(name for name in names if name not in EXPERT_MODULES)
+    return tuple(module.name for module in beside_experts(lora_modules(model)).values())
+
+
+def beside_experts(modules: Mapping[int, LoraModule]) -> dict[int, LoraModule]:
+    """All but those of routed experts."""
+    return {module_id: module for module_id, module in modules.items() if module_id not in EXPERT_IDS}

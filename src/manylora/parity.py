@@ -10,7 +10,7 @@ import random
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from manylora.config import ModelConfig
 from manylora.device import open_device
-from manylora.errors import ConfigError, ManyloraError
+from manylora.errors import ManyloraError
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraSegment
 from manylora.lora.catalog import read_adapter_folder
 from manylora.lora.formats.base_weights import BaseWeights
@@ -122,9 +122,9 @@ class Driver:
         self._logits: list[list[Tensor]] = [[] for _ in sequences]
 
     def run(self) -> list[Tensor]:
-        """Logits [len, vocab] of each sequence: unequal chunks first, then the rest token by token, everything
-        packed together."""
-        plans = [[max(len(s) // 2, 1), max(len(s) // 4, 1)] for s in self._sequences]
+        """Logits [len, vocab] of each sequence: unequal chunks first, then the rest token by token, all of
+        them packed together."""
+        plans = [[max(len(s) // part, 1) for part in (2, 4, 8)] for s in self._sequences]
         while any(d < len(s) for d, s in zip(self._done, self._sequences, strict=True)):
             counts = []
             for s, plan in enumerate(plans):
@@ -135,7 +135,12 @@ class Driver:
 
     def _step(self, counts: list[int]) -> None:
         live = [(s, n) for s, n in enumerate(counts) if n]
-        starts, ids, positions, slots, lens, table, segments = [0], [], [], [], [], [], []
+        starts, segments = [0], []
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        lens: list[int] = []
+        table: list[list[int]] = []
         width = max(len(b) for b in self._blocks)
         for s, n in live:
             span = range(self._done[s], self._done[s] + n)
@@ -162,7 +167,7 @@ class Driver:
 
 def _lay_out(
     adapters: Sequence[Tensors | None], model: ModelConfig
-) -> tuple[Tensor, list[Mapping[tuple[int, int], LoraRow]]]:
+) -> tuple[Tensor, list[dict[tuple[int, int], LoraRow]]]:
     """Adapters in one flat pool, each row at an odd place and NaN between them."""
     modules = lora_modules(model)
     pieces, places, used = [np.full(13, np.nan, np.float32)], [], 13
@@ -183,12 +188,15 @@ def _lay_out(
 
 
 def _verdicts(folder: Path, family: str) -> dict[str, str]:
-    """Kind of adapter, and `base`, to `pass`, `differs`, or why it is refused; sources told apart if unequal."""
+    """Kind of adapter, and `base`, to `pass`, `differs`, or why it is refused; sources apart if unequal."""
     model_dir = make_model(folder / family, family, seed=3)
     config = read_model_config(model_dir)
     decoder = load_decoder(model_dir, config, torch.float32, open_device("cpu"), LONGEST)
-    ids = [random.Random(len(family)).randrange(250) for _ in range(LONGEST)]
-    verdicts, adapters, labels = {}, [None], [("base", "")]
+    picks = random.Random(len(family))
+    ids = [picks.randrange(250) for _ in range(LONGEST)]
+    verdicts: dict[str, str] = {}
+    adapters: list[Tensors | None] = [None]
+    labels = [("base", "")]
     folders: dict[str, Path | None] = {"base": None}
     for seed, kind in enumerate(KINDS):
         try:

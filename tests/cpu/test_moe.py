@@ -202,7 +202,9 @@ def test_every_module_through_the_tensors_of_a_request(family: str, workshop: Pa
         assert known >= {"mlp_router", "mlp_gate_up", "shared_expert_gate", "shared_expert_4h_to_h"}
     given = [None, LoraInput(3, *sent[0]), LoraInput(7), None, LoraInput(3)]
     expected = [
-        reference_generate(merged(model, workshop / f"{family}-merged-{i}", *sent[lora.task_id == 7]), None, p, 10)
+        reference_generate(
+            merged(model, workshop / f"{family}-merged-{i}", *sent[lora.task_id == 7]), None, p, 10
+        )
         if lora
         else reference_generate(model, None, p, 10)
         for i, (lora, p) in enumerate((lora, tokens(30, i)) for i, lora in enumerate(given))

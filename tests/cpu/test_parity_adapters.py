@@ -68,7 +68,8 @@ def decoder_of(model: Path) -> Decoder:
 
 
 def tokens(count: int, seed: int) -> list[int]:
-    return [random.Random(seed).randrange(250) for _ in range(count)]
+    picks = random.Random(seed)
+    return [picks.randrange(250) for _ in range(count)]
 
 
 def mixed_logits(model: Path, inputs: Sequence[LoraInput | None]) -> list[torch.Tensor]:

@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--to", choices=sorted(WRITERS), default="npy")
     parser.add_argument("--storage-type", choices=STORAGE_TYPES, help="default: the adapter's own")
     parser.add_argument(
-        "--base", type=Path, metavar="MODEL", help="the base: normalises DoRA, orders fused rows"
+        "--base", type=Path, metavar="MODEL", help="base model: normalises DoRA of PEFT, orders fused rows"
     )
     parser.add_argument("--allow-bin", action="store_true", help="read PEFT's .bin, tensors only, no code")
     options = parser.parse_args(arguments)

@@ -35,6 +35,8 @@ MLP_IDS = {
     "gate": 16, "shared_expert_gate": 17,
     "shared_expert.gate_proj": 19, "shared_expert.down_proj": 20, "shared_expert.up_proj": 21,
 }  # fmt: skip
+MODULE_IDS = {**ATTENTION_IDS, **MLP_IDS}
+"""Module id of each name in PEFT; c_proj is that of the MLP."""
 GATE_UP, ROUTER = MLP_IDS["gate_up_proj"], MLP_IDS["gate"]
 # Names under which some families stack [q; k; v] once for each group of heads, others once.
 GROUPED = "query_key_value"
@@ -202,8 +204,8 @@ def _ungroup(path: str, rows: np.ndarray, module: LoraModule | None) -> np.ndarr
     """The base keeps these rows as [q; k; v] once for each group of heads, the tensor format once."""
     if module is None:
         raise AdapterInvalidError(
-            f"{path}: how the rows of {GROUPED} are ordered depends on the base model, which is not known here; "
-            "name it (--base)"
+            f"{path}: the order of its rows depends on the base model, which is not known here: name it, or "
+            "convert the adapter with `manylora convert --base`"
         )
     stacks = rows.reshape(module.groups, -1, *rows.shape[1:])
     ends = np.cumsum([part // module.groups for part in module.parts])[:-1]

@@ -286,6 +286,12 @@ def test_broken_adapters_are_refused_with_the_reason(workshop: Path) -> None:
     for path, reason in cases:
         with pytest.raises(AdapterInvalidError, match=reason):
             read_adapter_folder(path, modules=modules)
+    key = f"{low}2.up_proj{high}"
+    longer = {key: torch.ones(5, 64), key.replace("lora_A", "lora_B"): torch.ones(40, 5)}
+    with pytest.raises(
+        AdapterInvalidError, match=r"of expert 2 are .5, 64. and .40, 5., of expert 0 .4, 64. and"
+    ):
+        read_adapter_folder(broken(old, workshop / "b7", lambda t: t.update(longer)))
     for path in (stacked, old):
         with pytest.raises(AdapterInvalidError, match="has 6 experts, this model has 8"):
             read_adapter_folder(path, modules=more)

@@ -85,10 +85,12 @@ def _from_single(
     for number in range(count):
         path, matrices = experts.get(number, (where, {}))
         a, b = _both(f"expert {number}: {path}", matrices)
-        check_dims(path, a, b, _of_one(module))
-        if a.shape != (first := pairs[0][0] if pairs else a).shape:
+        check_dims(path, a, b, _of_one(modules, module_id))
+        first = pairs[0] if pairs else (a, b)
+        if (a.shape, b.shape) != (first[0].shape, first[1].shape):
             raise AdapterInvalidError(
-                f"{where}: A of expert {number} is {a.shape}, of expert 0 {first.shape}: all must be alike"
+                f"{where}: A and B of expert {number} are {a.shape} and {b.shape}, of expert 0 "
+                f"{first[0].shape} and {first[1].shape}: all must be alike"
             )
         pairs.append((a, b * np.float32(config.scale(path, len(a)))))
     return _row(module_id, layer, np.stack([a for a, _ in pairs]), np.stack([b for _, b in pairs]))
@@ -120,7 +122,7 @@ def _from_stacked(
                 raise AdapterInvalidError(f"{path}: the fused gate and up must have an even number of rows")
             parts = {H_TO_4H: b[:, :half], GATE: b[:, half:]}
         for module_id, part in parts.items():
-            check_dims(path, a[0], part[0], _of_one(modules.get(module_id) if modules else None))
+            check_dims(path, a[0], part[0], _of_one(modules, module_id))
             rows.append(_row(module_id, layer, *_without_idle_ranks(a, part)))
     return rows
 
@@ -129,10 +131,11 @@ def _named(
     pairs: Mapping[str, tuple[np.ndarray, np.ndarray]], config: PeftConfig, modules: Modules
 ) -> dict[str, tuple[str, tuple[np.ndarray, np.ndarray]]]:
     """Which parameter each wrapper of a layer adapts: gate_up_proj goes from hidden to 2 * inner dimensions,
-    down_proj from inner to hidden; no two sizes make these the same."""
+    down_proj from inner to hidden, and no sizes make the two look alike."""
     sizes = {path: (a.shape[1], len(b)) for path, (a, b) in pairs.items()}
-    if modules and DOWN in modules:
-        inner, hidden = _of_one(modules[DOWN]).in_dim, _of_one(modules[DOWN]).out_dim  # type: ignore[union-attr]
+    down = _of_one(modules, DOWN)
+    if down is not None:
+        inner, hidden = down.in_dim, down.out_dim
         wanted = {(hidden, 2 * inner): "gate_up_proj", (inner, hidden): "down_proj"}
         found = {wanted.get(size): path for path, size in sizes.items()}
     elif len(pairs) == 2:
@@ -178,8 +181,9 @@ def _check_count(where: str, count: int, module: LoraModule | None) -> None:
         raise AdapterInvalidError(f"{where} has {count} experts, this model has {module.experts}")
 
 
-def _of_one(module: LoraModule | None) -> LoraModule | None:
-    """The module of a single expert."""
+def _of_one(modules: Modules, module_id: int) -> LoraModule | None:
+    """The module of a single expert, if the model is known and has it."""
+    module = modules.get(module_id) if modules else None
     if module is None:
         return None
     count = module.experts

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import tempfile
@@ -59,6 +58,7 @@ KINDS: dict[str, Callable[[Shape], dict[str, Any]]] = {
     "lm_head": lambda shape: {"rank": 4, "modules": (shape[0][0], "lm_head")},
     "modules_to_save": lambda _: {"rank": 4, "modules_to_save": ["lm_head"]},
 }
+REFUSED = "refused: "
 SOURCES = ("peft", "npy", "llgtrt")
 
 
@@ -205,7 +205,7 @@ def _verdicts(folder: Path, family: str) -> dict[str, str]:
                 adapters.append(read_from(source, adapter, model_dir))
                 labels.append((kind, source))
         except ManyloraError as error:
-            verdicts[kind] = f"refused: {str(error).rpartition(': ')[2]}"
+            verdicts[kind] = REFUSED + str(error).partition(": ")[2]
     found = []
     for first in range(0, len(adapters), 8):
         part = adapters[first : first + 8]
@@ -220,8 +220,12 @@ def _verdicts(folder: Path, family: str) -> dict[str, str]:
 
 def main() -> int:
     """Print the tables. Returns 1 when something differs."""
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # the matrices are so small that threads only wait for each other
     reasons: list[str] = []
     kinds = ("base", *KINDS)
     print("| model | " + " | ".join(kinds) + " |\n|" + "---|" * (len(kinds) + 1))
@@ -233,15 +237,16 @@ def main() -> int:
             for kind in kinds:
                 verdict = verdicts[kind]
                 good = good and "differs" not in verdict
-                if verdict.startswith("refused: "):
-                    if verdict not in reasons:
-                        reasons.append(verdict)
-                    verdict = f"refused ({reasons.index(verdict) + 1})"
+                if verdict.startswith(REFUSED):
+                    reason = verdict.removeprefix(REFUSED)
+                    if reason not in reasons:
+                        reasons.append(reason)
+                    verdict = f"refused ({reasons.index(reason) + 1})"
                 cells.append(verdict)
             print(f"| {family} | " + " | ".join(cells) + " |", flush=True)
     print(f"\nSources, each of them in each cell: {', '.join(SOURCES)}.\n")
     for number, reason in enumerate(reasons, 1):
-        print(f"({number}) {reason}")
+        print(f"({number}) {reason}\n")
     return 0 if good else 1
 
 

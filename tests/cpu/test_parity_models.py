@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from manylora.commands.convert import main as convert
 from manylora.config import EngineConfig, LoraCacheConfig
 from manylora.device import open_device
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.reference import ReferenceOps
 from manylora.lora.catalog import read_adapter_folder
+from manylora.lora.normalize import normalize_dora
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.families import FAMILIES as ARCHITECTURES
@@ -41,6 +45,15 @@ def decoder_of(model: Path, dtype: torch.dtype = torch.float32, max_seq_len: int
     return load_decoder(model, read_model_config(model), dtype, open_device("cpu"), max_seq_len)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The matrices are so small that threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
@@ -49,7 +62,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_architecture_has_a_tiny_model() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-    assert {CLASSES[kind] for kind, _ in FAMILIES.values()} == set(ARCHITECTURES)
+    made = {CLASSES[kind] for kind, _ in FAMILIES.values()}
+    assert made | {"Gemma3ForConditionalGeneration"} == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -156,12 +170,35 @@ def test_gemma3_with_the_settings_of_its_first_release(workshop: Path) -> None:
     assert then.tie_word_embeddings
 
 
+def test_the_text_of_a_multimodal_gemma3(workshop: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    text = json.loads((make_model(workshop / "text", "gemma3") / "config.json").read_text())
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AutoConfig.for_model(
+        "gemma3", text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}
+    )
+    model = workshop / "multimodal"
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(model)
+    assert read_model_config(model).architecture == "Gemma3ForConditionalGeneration"
+    targets = r".*language_model.*\.(q_proj|o_proj|up_proj)"
+    adapter = make_adapter(workshop / "mm", model, 1, rank=3, use_dora=True, target_modules=targets)
+    tensors = read_from("peft", adapter, model)
+    found = Driver(decoder_of(model), [tokens(30), tokens(30)], [None, tensors]).run()
+    assert agree(found[0], reference_logits(model, None, tokens(30)))
+    assert agree(found[1], reference_logits(model, adapter, tokens(30)))
+    vision_too = make_adapter(workshop / "mm-vision", model, 1, rank=3, modules=("q_proj",))
+    with pytest.raises(AdapterInvalidError, match=r"vision_tower.*no such LoRA module is known"):
+        read_from("peft", vision_too, model)
+
+
 @pytest.mark.parametrize(
     ("family", "settings", "reason"),
     [
         ("llama", {"architectures": ["BertModel"]}, "BertModel is not supported; supported are LlamaFor"),
         ("llama", {"hidden_act": "mish"}, "activation 'mish' is not supported; supported are silu"),
         ("llama", {"hidden_size": None, "num_attention_heads": 4}, "must be a whole number"),
+        ("llama", {"num_key_value_heads": 3}, "4 attention heads cannot share 3 key heads"),
         ("falcon", {"alibi": True}, "alibi True is not supported"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True is not"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm True is not supported"),
@@ -182,6 +219,18 @@ def test_grouped_rows_need_the_base(workshop: Path) -> None:
     adapter = make_adapter(workshop / "grouped-a", model, rank=2, modules=("query_key_value",))
     with pytest.raises(AdapterInvalidError, match="query_key_value: the order of its rows depends"):
         read_adapter_folder(adapter)
+    out = workshop / "grouped-converted"
+    assert convert(["-i", str(adapter), "-o", str(out), "--base", str(model)]) == 0
+    for one, other in zip(read_adapter_folder(out), read_from("peft", adapter, model), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_normaliser_reads_transposed_weights(workshop: Path) -> None:
+    model = make_model(workshop / "conv1d", "gpt2")
+    adapter = make_kind(workshop / "conv1d-a", model, "DoRA", 1)
+    assert normalize_dora(adapter, model, workshop / "conv1d-normal") == 8
+    found = read_adapter_folder(workshop / "conv1d-normal")[0]
+    np.testing.assert_allclose(found, read_from("peft", adapter, model)[0], rtol=1e-6)
 
 
 def test_the_reference_ops_agree(workshop: Path) -> None:

@@ -114,6 +114,7 @@ def change(**replaced: np.ndarray | None) -> dict[str, np.ndarray]:
         (pair("q_proj") | {"base_model.model.lm_head.lora_A.weight": np.ones((2, 4), np.float32)}, "head"),
         (pair("q_proj") | {f"{PREFIX}.0.self_attn.q_proj.bias": np.ones(4, np.float32)}, "biases"),
         (pair("q_proj") | {"base_model.model.model.norm.weight": np.ones(4, np.float32)}, "modules_to_save"),
+        (pair("q_proj") | {"base_model.model.lm_head.weight": np.ones((4, 4), np.float32)}, "full weights"),
         (pair("gate_proj") | pair("x_proj"), "no such LoRA module"),
         ({}, "no LoRA matrices"),
     ],

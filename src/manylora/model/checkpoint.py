@@ -37,7 +37,13 @@ def read_model_config(model_dir: Path) -> ModelConfig:
         raise ConfigError(f"{model_dir}/config.json lacks {error}") from error
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{model_dir}/config.json has a value of the wrong type: {error}") from error
-    return ModelConfig(architecture=architecture, eos_token_ids=_eos_ids(raw, model_dir), **fields)
+    config = ModelConfig(architecture=architecture, eos_token_ids=_eos_ids(raw, model_dir), **fields)
+    if config.num_heads % config.num_kv_heads:
+        raise ConfigError(
+            f"{model_dir}/config.json: {config.num_heads} attention heads cannot share "
+            f"{config.num_kv_heads} key heads equally"
+        )
+    return config
 
 
 def _eos_ids(raw: Mapping[str, Any], model_dir: Path) -> tuple[int, ...]:

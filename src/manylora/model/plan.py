@@ -9,7 +9,7 @@ from manylora.config import ModelConfig
 from manylora.model.families import FAMILIES
 from manylora.model.families.family import Names
 
-__all__ = ["Part", "Piece", "checkpoint_plan", "head_name"]
+__all__ = ["Part", "Piece", "checkpoint_plan", "unused_names"]
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,8 @@ class Part:
 def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> dict[str, Part]:
     """Our names to parts, of a checkpoint that holds tensors of the names `stored`."""
     names = _names(config)
-    root = names.root
-    if names.root_optional and not any(name.startswith(root) for name in stored):
-        root = ""
+    present = (root for root in names.roots if any(name.startswith(root) for name in stored))
+    root = next(present, names.roots[0])
     hidden = config.hidden_size
     plan = {"embed": Part((_whole(f"{root}{names.embed}.weight", config.vocab_size),), hidden)}
     if config.learned_positions:
@@ -79,8 +78,10 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> dict[str, P
     return plan
 
 
-def head_name(config: ModelConfig) -> str:
-    return _names(config).head
+def unused_names(config: ModelConfig) -> tuple[str, ...]:
+    """Starts of names that a checkpoint may hold and that nothing is read from."""
+    names = _names(config)
+    return (*names.unused, f"{names.head}.") if config.tie_word_embeddings else names.unused
 
 
 def _names(config: ModelConfig) -> Names:

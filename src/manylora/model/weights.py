@@ -15,7 +15,7 @@ from manylora.config import ModelConfig
 from manylora.device import Device
 from manylora.errors import ConfigError
 from manylora.model.decoder import Decoder
-from manylora.model.plan import Part, checkpoint_plan, head_name
+from manylora.model.plan import Part, checkpoint_plan, unused_names
 
 __all__ = ["compute_dtype", "load_decoder"]
 
@@ -83,9 +83,9 @@ def _check_names(files: dict[str, Any], plan: dict[str, Part], config: ModelConf
     missing = sorted(wanted - files.keys())
     if missing:
         raise ConfigError(f"the checkpoint lacks {missing[0]} ({len(missing)} tensors missing)")
-    unknown = {n for n in files.keys() - wanted if not n.endswith(IGNORED_SUFFIXES)}
-    if config.tie_word_embeddings:
-        unknown -= {f"{head_name(config)}.weight"}
+    unused = unused_names(config)
+    rest = files.keys() - wanted
+    unknown = {n for n in rest if not n.endswith(IGNORED_SUFFIXES) and not n.startswith(unused)}
     if unknown:
         raise ConfigError(
             f"the checkpoint holds {min(unknown)}, which {config.architecture} with this config.json does "

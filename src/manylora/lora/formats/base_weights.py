@@ -87,7 +87,9 @@ class BaseReader:
         name = path.removeprefix("base_model.model.") + ".weight"
         if name not in self._files:
             tail = LAYER.split(name, maxsplit=1)[1]
-            same = [other for other in self._files if other.endswith(f".{tail}") or other == tail]
+            # A multimodal checkpoint has layers of these names in its vision tower too.
+            text = [other for other in self._files if "vision" not in other]
+            same = [other for other in text if other.endswith(f".{tail}") or other == tail]
             if len(same) != 1:
                 raise AdapterInvalidError(f"{path}: the base model has no {name} to normalise DoRA with")
             name = same[0]

@@ -55,10 +55,16 @@ DORA_REASON = (
     "and send its tensors with is_dora 1"
 )
 REFUSED = (
-    (re.compile(r"embed|lm_head"), "adapters on the embedding or the head are not supported"),
-    (re.compile(r"\.bias$"), "trained biases are not supported"),
+    (
+        re.compile(r"(embed|lm_head|wte|wpe).*\.(lora_|base_layer)"),
+        "adapters on the embedding or the head are not supported; leave them out of target_modules",
+    ),
+    (re.compile(r"(?<!lm_head)\.bias$"), 'trained biases are not supported; train with bias "none"'),
     (DORA, "this DoRA magnitude belongs to no known LoRA module"),
-    (re.compile(r"^(?!.*\.lora_)"), "full weights (modules_to_save) are not supported"),
+    (
+        re.compile(r"^(?!.*\.lora_)"),
+        "full weights are not supported; train without modules_to_save, and save without embeddings",
+    ),
 )
 
 Parts = dict[str, tuple[str, np.ndarray]]  # "A", "B", "magnitude" -> path of the module, values

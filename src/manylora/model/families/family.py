@@ -17,15 +17,17 @@ BLOCK_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_
 class Names:
     """Where a checkpoint keeps its tensors, without `.weight` and `.bias`; the defaults are Llama's.
 
-    All but `head` lie under `root`; those from `qkv` on under `layers`.N as well. qkv and up_gate name one
-    source where the checkpoint fuses them: q, k, v in `ModelConfig.qkv_groups`, and [gate; up]. block_norms:
-    our names, of attention_norm, attention_post_norm, mlp_norm and mlp_post_norm, to the checkpoint's; a norm
-    not named does not exist. sparse: the mixture of experts of a layer, with `gate`, `experts`.N, and maybe
-    `shared_expert` and `shared_expert_gate`; expert_up_gate and expert_down lie under each expert.
+    All but `head` lie under a root, the first of `roots` that the checkpoint has; those from `qkv` on under
+    `layers`.N as well. unused: starts of names of tensors that are no part of the text model. qkv and up_gate
+    name one source where the checkpoint fuses them: q, k, v in `ModelConfig.qkv_groups`, and [gate; up].
+    block_norms: our names, of attention_norm, attention_post_norm, mlp_norm and mlp_post_norm, to the
+    checkpoint's; a norm not named does not exist. sparse: the mixture of experts of a layer, with `gate`,
+    `experts`.N, and maybe `shared_expert` and `shared_expert_gate`; expert_up_gate and expert_down lie under
+    each expert.
     """
 
-    root: str = "model."
-    root_optional: bool = False  # some releases leave the root out
+    roots: tuple[str, ...] = ("model.",)
+    unused: tuple[str, ...] = ()
     head: str = "lm_head"
     embed: str = "embed_tokens"
     positions: str = ""

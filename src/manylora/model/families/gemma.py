@@ -1,8 +1,9 @@
-"""Gemma 1, 2 and the text model of Gemma 3: norms of 1 + weight, a scaled embedding, gated GELU."""
+"""Gemma 1, 2 and the text models of Gemma 3: norms of 1 + weight, a scaled embedding, gated GELU."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from manylora.errors import ConfigError
@@ -20,6 +21,24 @@ GEMMA2 = Names(
         "mlp_post_norm": "post_feedforward_layernorm",
     }
 )
+
+
+GEMMA3_TEXT = replace(
+    GEMMA2,
+    roots=("language_model.model.", "model.language_model."),
+    head="language_model.lm_head",
+    unused=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+)
+# What the released multimodal checkpoints leave out of text_config.
+GEMMA3_DEFAULTS = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
 
 
 def _gemma(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,6 +89,12 @@ def _gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The text part of a multimodal config.json, in the dtype of the whole."""
+    outer = {name: raw[name] for name in ("dtype", "torch_dtype") if name in raw}
+    return {**GEMMA3_DEFAULTS, **raw["text_config"], **outer}
+
+
 def _caps(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "attention_scale": float(raw["query_pre_attn_scalar"]) ** -0.5,
@@ -82,4 +107,5 @@ FAMILIES = {
     "GemmaForCausalLM": Family(_gemma, lambda _: GEMMA),
     "Gemma2ForCausalLM": Family(_gemma2, lambda _: GEMMA2),
     "Gemma3ForCausalLM": Family(_gemma3, lambda _: GEMMA2),
+    "Gemma3ForConditionalGeneration": Family(_gemma3, lambda _: GEMMA3_TEXT, _text_config),
 }

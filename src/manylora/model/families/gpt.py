@@ -12,8 +12,7 @@ from manylora.model.families.family import Family, Names
 __all__ = ["FAMILIES"]
 
 GPT2 = Names(
-    root="transformer.",
-    root_optional=True,
+    roots=("transformer.", ""),  # the released files leave it out
     embed="wte",
     positions="wpe",
     norm="ln_f",
@@ -25,7 +24,7 @@ GPT2 = Names(
     block_norms={"attention_norm": "ln_1", "mlp_norm": "ln_2"},
 )
 NEOX = Names(
-    root="gpt_neox.",
+    roots=("gpt_neox.",),
     head="embed_out",
     embed="embed_in",
     norm="final_layer_norm",
@@ -130,7 +129,7 @@ def _falcon_names(config: ModelConfig) -> Names:
     elif not config.parallel_blocks:
         norms["mlp_norm"] = "post_attention_layernorm"
     return Names(
-        root="transformer.",
+        roots=("transformer.",),
         embed="word_embeddings",
         norm="ln_f",
         layers="h",

@@ -10,7 +10,7 @@ from typing import Any
 from manylora.errors import ConfigError
 from manylora.quant import QuantConfig
 
-__all__ = ["EngineConfig", "LoraCacheConfig", "ModelConfig"]
+__all__ = ["EngineConfig", "LoraCacheConfig", "ModelConfig", "MoeConfig"]
 
 GIB = 2**30
 POLICIES = ("guaranteed_no_evict", "max_utilization")
@@ -106,6 +106,18 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
+class MoeConfig:
+    """The mixture of experts in some layers of a decoder."""
+
+    num_experts: int
+    top_k: int  # experts of each token
+    intermediate_size: int  # of one expert
+    norm_topk_prob: bool  # the weights of a token's experts add up to 1
+    layers: frozenset[int]  # that have experts; the others have a plain MLP
+    shared_intermediate_size: int = 0  # of the expert that every token takes, behind its own gate; 0: none
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder, as its config.json says. Sizes in elements, global (not per rank)."""
 
@@ -142,6 +154,7 @@ class ModelConfig:
     activation: str = "silu"  # silu, gelu, gelu_tanh, relu
     gated_mlp: bool = True
     mlp_bias: bool = False
+    moe: MoeConfig | None = None
     # how the parts are put together
     parallel_blocks: bool = False  # attention and MLP read the same input, their outputs are added
     shared_norm: bool = False  # of parallel blocks: one norm for both

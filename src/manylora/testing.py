@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["FAMILIES", "make_adapter", "make_model", "reference_generate", "reference_logits"]
+__all__ = ["FAMILIES", "MOE_FAMILIES", "make_adapter", "make_model", "reference_generate", "reference_logits"]
 
 BYTES = 256
 SPECIALS = ("<s>", "</s>", "<pad>")
@@ -87,15 +87,40 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("phi", {"partial_rotary_factor": 0.5}),
     "starcoder2": ("starcoder2", {"sliding_window": 9}),
 }
+QWEN2_MOE = {
+    "num_experts": 5,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 72,
+}
+QWEN3_MOE = {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+MOE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-sliding": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 9}),
+    "qwen2-moe": ("qwen2_moe", QWEN2_MOE),
+    "qwen2-moe-sparse": (
+        "qwen2_moe",
+        {**QWEN2_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "use_sliding_window": True,
+         "sliding_window": 9, "norm_topk_prob": True, "qkv_bias": False},
+    ),
+    "qwen3-moe": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3-moe-dense-first": ("qwen3_moe", {**QWEN3_MOE, "num_hidden_layers": 3, "mlp_only_layers": [0]}),
+}  # fmt: skip
 
 
 def make_model(
-    path: Path, family: str = "llama", seed: int = 0, sharded: bool = False, **overrides: Any
+    path: Path,
+    family: str = "llama",
+    seed: int = 0,
+    sharded: bool = False,
+    stacked: bool = False,
+    **overrides: Any,
 ) -> Path:
-    """A random two-layer model of one of FAMILIES in a Hugging Face directory, with a byte tokenizer."""
+    """A random small model of one of FAMILIES or MOE_FAMILIES in a Hugging Face directory, with a byte
+    tokenizer. stacked: the experts of a layer in two tensors, as transformers holds them in memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, variant = FAMILIES[family]
+    kind, variant = {**FAMILIES, **MOE_FAMILIES}[family]
     settings = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -117,7 +142,8 @@ def make_model(
         for parameter in model.parameters():
             if parameter.ndim == 1:  # biases and norms, which start as zeros and ones
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(path, max_shard_size="40KB" if sharded else "5GB")
+    size = "40KB" if sharded else "5GB"
+    model.save_pretrained(path, max_shard_size=size, save_original_format=not stacked)
     _save_tokenizer(Path(path))
     return Path(path)
 

@@ -20,7 +20,7 @@ ORDER = [
     ["engine"],
     ["loop"],
     ["launcher", "testing", "parity", "builder", "llmapi", "bench", "commands", "cli"],
-    ["lora_helper", "lora_manager", "executor", "sampling_params", "models", "quantization"],
+    ["lora_helper", "lora_manager", "executor", "sampling_params", "models", "quantization", "_torch"],
 ]
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
 LLMAPI = [
@@ -34,6 +34,7 @@ BENCH = [
 INSIDE = {
     "lora": [
         "modules",
+        "expert_rules",
         "geometry",
         "tensors",
         "slicing",
@@ -46,8 +47,20 @@ INSIDE = {
         "convert_nemo",
         "normalize",
         "report",
+        "moe_layout",
     ],
-    "model": ["families", "checkpoint", "plan", "batch", "rope", "layers", "decoder", "quant", "weights"],
+    "model": [
+        "families",
+        "checkpoint",
+        "plan",
+        "batch",
+        "rope",
+        "layers",
+        "moe",
+        "decoder",
+        "quant",
+        "weights",
+    ],
     "engine": [
         "sequence",
         "idle_blocks",
@@ -68,6 +81,7 @@ INSIDE = {
         "quantised",
         "panels",
         "spec",
+        "experts",
         "moving",
         "reference",
         "native",

@@ -20,6 +20,7 @@ from manylora.engine.sampler import NOT_FINITE
 from manylora.engine.scheduler import Scheduler, Step
 from manylora.engine.sequence import Sequence
 from manylora.errors import AdapterNotCachedError, QueueFullError, RequestError
+from manylora.lora.expert_rules import targets_beside_quantised_experts
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.lora.tensors import Adapter
@@ -69,6 +70,10 @@ class Engine:
         self._decoder = load_decoder(
             config.model_dir, self.model, dtype, device, config.max_seq_len, config.quant
         )
+        lora = config.lora
+        if self._decoder.has_quantised_experts:
+            targets = targets_beside_quantised_experts(lora.target_modules, self.model)
+            lora = replace(lora, target_modules=targets)
         kv_dtype = kv_cache_dtype(config, dtype, device.torch)
         plan = plan_kv(config, self.model, kv_dtype, device.torch, device.free_bytes())
         kv_tensor = allocate_kv(plan, config, self.model, kv_dtype, device.torch)
@@ -76,7 +81,7 @@ class Engine:
         untouched = plan.num_bytes if device.torch.type == "cpu" else 0
         left = max(0, device.free_bytes() - untouched)
         self.adapters = AdapterStore.open(
-            self.model, config.lora, device.torch, dtype, left, BaseWeights(config.model_dir)
+            self.model, lora, device.torch, dtype, left, BaseWeights(config.model_dir)
         )
         self.max_seq_len = plan.max_seq_len
         self._plan = plan
@@ -215,7 +220,9 @@ class Engine:
                     "cuda_graph_mode has no effect on %s: steps are not recorded", self._device.name
                 )
             return
-        if wanted is None or wanted:
+        if self.model.moe is not None or self.model.attention_softcap is not None:
+            logger.info("steps are not recorded: experts and soft caps read tables of the host")
+        elif wanted is None or wanted:
             self._runner.record_decoding(self.config.cuda_graph_cache_size or DEFAULT_GRAPHS)
 
     def _check_prompt(self, request: Request) -> None:

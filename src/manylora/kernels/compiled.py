@@ -95,6 +95,23 @@ class CompiledOps(CpuOps):
         if others:
             super().lora_add(y, x, LoraBatch(batch.pool, tuple(others)), layer, targets, bias)
 
+    def add_groups(
+        self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, ranks: np.ndarray, target: LoraTarget
+    ) -> None:
+        if not x.dtype == pool.dtype == torch.float32 or x.stride(1) != 1 or ranks.max() > LARGEST_RANK:
+            super().add_groups(y, x, pool, groups, ranks, target)
+            return
+        count = len(groups)
+        parts = np.empty((count, 4), np.int64)
+        parts[:, :2], parts[:, 2], parts[:, 3] = (target.start, target.width), groups[:, 2], ranks
+        segments = np.empty((count, 4), np.int64)
+        segments[:, :2], segments[:, 3] = groups[:, :2], 1
+        segments[:, 2] = parts.ctypes.data + np.arange(count) * parts.strides[0]
+        self._library.lora_add(
+            y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), x.shape[1], pool.data_ptr(),
+            segments.ctypes.data, count, 1, int((groups[:, 1] - groups[:, 0]).max()),
+        )  # fmt: skip
+
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
         if not k.dtype == k_cache.dtype == torch.float32 or not (_whole_rows(k) and _whole_rows(v)):
             super().store_kv(k, v, k_cache, v_cache, batch)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from manylora.kernels.quantised import QuantisedWeight, pack_for_cpu
 from manylora.kernels.reference import ReferenceOps, attend
-from manylora.kernels.spec import AttentionBatch, Weight
+from manylora.kernels.spec import AttentionBatch, ExpertPairs, LoraBatch, LoraTarget, Weight
 
 __all__ = ["CpuOps"]
 
+FEW_ROWS = 8  # of one expert and adapter; from there on a matrix product of its own is ahead
 PACKED = (torch.float32, torch.bfloat16)
 
 
@@ -32,6 +37,27 @@ class CpuOps(ReferenceOps):
         if not isinstance(packed, Tensor) or not packed.is_mkldnn:
             return super().linear(x, packed, bias)
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+    def expert_lora_add(
+        self,
+        y: Tensor,
+        x: Tensor,
+        batch: LoraBatch,
+        pairs: ExpertPairs,
+        layer: int,
+        targets: Sequence[LoraTarget],
+    ) -> None:
+        """Groups of many rows one by one; all those of few rows at once, which while decoding is all."""
+        groups = pairs.groups
+        few = groups[:, 1] - groups[:, 0] < FEW_ROWS
+        if few.any():
+            for target in targets:
+                places = [segment.rows.get((layer, target.module_id)) for segment in batch.segments]
+                # Offset and rank of each segment's adapter; rank 0: it has no row here.
+                table = np.array([(p.offset, p.rank) if p else (0, 0) for p in places], np.int64)
+                self._add_small_groups(y, x, batch.pool, groups[few], table, target)
+        if not few.all():
+            super().expert_lora_add(y, x, batch, replace(pairs, groups=groups[~few]), layer, targets)
 
     def attention(
         self,
@@ -60,6 +86,25 @@ class CpuOps(ReferenceOps):
                 blocks = batch.block_table[s]
                 out[span] = self.attend_one(q[span], k_cache, v_cache, blocks, kv_len, scale, window, softcap)
         return out
+
+    def add_groups(
+        self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, ranks: np.ndarray, target: LoraTarget
+    ) -> None:
+        """Few rows of experts. groups [G, 3]: start, stop, where A of that expert and adapter begins;
+        ranks [G], above 0."""
+        for rank in np.unique(ranks):
+            _add_batched(y, x, pool, groups[ranks == rank], int(rank), target)
+
+    def _add_small_groups(
+        self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, table: np.ndarray, target: LoraTarget
+    ) -> None:
+        """groups [G, 4] as in ExpertPairs; table [segments, 2]: offset and rank of the target's rows."""
+        offsets, ranks = table[groups[:, 3]].T
+        offsets = offsets + groups[:, 2] * ranks * (x.shape[1] + target.width)
+        there = ranks > 0
+        if there.any():
+            places = np.stack((groups[:, 0], groups[:, 1], offsets), axis=1)
+            self.add_groups(y, x, pool, places[there], ranks[there], target)
 
     def decode(
         self,
@@ -91,3 +136,18 @@ class CpuOps(ReferenceOps):
         queries = q.view(count, kv_heads, num_heads // kv_heads, dim)
         mixed = attend(queries, k.transpose(1, 2), v.transpose(1, 2), mask[:, None, None, :], scale, softcap)
         return mixed.reshape(count, num_heads, dim)
+
+
+def _add_batched(
+    y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, rank: int, target: LoraTarget
+) -> None:
+    """Groups of one rank as one batched product, padded to the longest; pads are fewer than FEW_ROWS rows."""
+    in_dim, starts, counts = x.shape[1], groups[:, 0], groups[:, 1] - groups[:, 0]
+    places = torch.from_numpy(starts[:, None] + np.arange(counts.max())).clamp_(max=len(x) - 1)
+    real = torch.from_numpy(np.arange(counts.max()) < counts[:, None])
+    size = rank * (in_dim + target.width)
+    pieces = torch.stack([pool[offset : offset + size] for offset in groups[:, 2].tolist()])
+    a, b = pieces.split((rank * in_dim, rank * target.width), dim=1)
+    low = torch.bmm(x[places], a.view(-1, rank, in_dim).transpose(1, 2))
+    delta = torch.bmm(low, b.view(-1, rank, target.width))
+    y[:, target.start : target.start + target.width].index_add_(0, places[real], delta[real])

@@ -8,9 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from manylora.kernels.experts import group_segments
 from manylora.kernels.panels import Panels
 from manylora.kernels.quantised import QuantisedWeight, quantised_linear
-from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch, LoraRow, LoraTarget, Weight
+from manylora.kernels.spec import (
+    AttentionBatch,
+    BatchLimits,
+    ExpertPairs,
+    LoraBatch,
+    LoraRow,
+    LoraTarget,
+    Weight,
+)
 
 __all__ = ["ReferenceOps", "attend"]
 
@@ -139,6 +148,24 @@ class ReferenceOps:
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x1, x2 = x.chunk(2, dim=-1)
         return x * cos.unsqueeze(1) + torch.cat((-x2, x1), dim=-1) * sin.unsqueeze(1)
+
+    def expert_linear(self, x: Tensor, pairs: ExpertPairs, weights: Sequence[Weight]) -> Tensor:
+        runs = zip(pairs.starts, pairs.starts[1:], weights, strict=False)
+        return torch.cat([self.linear(x[start:stop], w, None) for start, stop, w in runs if start < stop])
+
+    def expert_lora_add(
+        self,
+        y: Tensor,
+        x: Tensor,
+        batch: LoraBatch,
+        pairs: ExpertPairs,
+        layer: int,
+        targets: Sequence[LoraTarget],
+    ) -> None:
+        sized = [(target, x.shape[-1] + target.width) for target in targets]
+        segments = group_segments(batch, pairs.groups, layer, sized)
+        if segments:
+            self.lora_add(y, x, LoraBatch(batch.pool, segments), layer, targets)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:

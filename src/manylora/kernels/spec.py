@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from manylora.kernels.quantised import PackedInt4, QuantisedWeight
 __all__ = [
     "AttentionBatch",
     "BatchLimits",
+    "ExpertPairs",
     "LoraBatch",
     "LoraRow",
     "LoraSegment",
@@ -38,7 +40,8 @@ class LoraRow:
     """Where one (layer, module) of one adapter lies in the flat pool. Filled by `lora.pool`.
 
     pool[offset:] holds A [rank, in_dim], then B transposed [rank, out_dim] with the scaling in it, then, when
-    `dora`, the normalised magnitude [out_dim]; all row-major and adjacent.
+    `dora`, the normalised magnitude [out_dim]; all row-major and adjacent. Of a routed-expert module there is
+    one such piece for each expert, one after the other, each rank * (in_dim + out_dim) elements.
     """
 
     offset: int
@@ -60,7 +63,8 @@ class LoraBatch:
     """All adapters of one forward pass. Rows outside every segment belong to the base model.
 
     pool: flat, [elements], compute dtype, on the device.
-    segments: ascending, disjoint, at most one for each adapter (the runner orders sequences by adapter).
+    segments: ascending, disjoint, at most one for each adapter (the runner orders sequences by adapter); over
+              the pairs of experts, one for each of their groups.
     alignment: elements; every offset of every row is a multiple of it.
     """
 
@@ -93,6 +97,21 @@ class AttentionBatch:
     kv_lens: Sequence[int]
     block_table: Tensor
     slots: Tensor
+
+
+@dataclass(frozen=True)
+class ExpertPairs:
+    """P pairs of a token row and one of its experts, sorted by expert, then by row. Filled by `experts`.
+
+    rows:   [P] int64 on the device; the token row of each pair.
+    starts: E + 1 host ints; the pairs starts[e]:starts[e+1] are expert e's.
+    groups: [G, 4] int64 on the host; runs of pairs under one adapter: start, stop, expert, index of the
+            adapter among the batch's segments. Pairs outside every group belong to the base model.
+    """
+
+    rows: Tensor
+    starts: Sequence[int]
+    groups: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -205,4 +224,29 @@ class Ops(Protocol):
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Semantics: x * cos + cat(-x2, x1) * sin, halves of the last dim; x [T, H, D]; cos, sin [T, D]."""
+        ...
+
+    def expert_linear(self, x: Tensor, pairs: ExpertPairs, weights: Sequence[Weight]) -> Tensor:
+        """Each pair's row times its expert's weight.
+
+        Semantics, for each expert e: y[starts[e]:starts[e+1]] = x[starts[e]:starts[e+1]] @ weights[e].T
+        x [P, K], weights: E packed ones of [N, K] -> [P, N].
+        """
+        ...
+
+    def expert_lora_add(
+        self,
+        y: Tensor,
+        x: Tensor,
+        batch: LoraBatch,
+        pairs: ExpertPairs,
+        layer: int,
+        targets: Sequence[LoraTarget],
+    ) -> None:
+        """Add to each pair the delta of its row's adapter for its expert, in place.
+
+        Semantics, for each group (start, stop, e, segment) and target with a row (A, B) and columns c:
+            y[start:stop, c] += (x[start:stop] @ A[e].T) @ B[e].T
+        y [P, N], x [P, in_dim].
+        """
         ...

@@ -27,6 +27,7 @@ from manylora.llmapi.sampling import SamplingParams
 from manylora.llmapi.service import Service
 from manylora.llmapi.sizing import built_lora_config, lora_cache_config, no_lora_cache_config, parameter_names
 from manylora.loop import EngineLoop
+from manylora.lora.expert_rules import check_moe_backend
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
@@ -75,6 +76,7 @@ class LLM:
     max_beam_width: beams of one request; None: max_batch_size.
     guided_decoding_backend: llguidance, or xgrammar, which means the same here; None: no guided decoding.
     quant_config: weights in fewer bits; None: as the directory has them.
+    moe_backend: CUTLASS, the name of the only implementation of experts there is here, or None.
 
     Raises ConfigError when it cannot be served so, also for an unknown argument.
     """
@@ -99,6 +101,7 @@ class LLM:
         guided_decoding_backend: str | None = None,
         quant_config: QuantConfig | None = None,
         enable_lora: bool | None = None,
+        moe_backend: str | None = None,
         **others: Any,
     ) -> None:
         _check_others(others)
@@ -132,6 +135,7 @@ class LLM:
                 cache = peft_cache_config or PeftCacheConfig()
                 lora = lora_cache_config(lora_config, cache, self._model, base)
                 built.settle_targets(lora.target_modules)
+            check_moe_backend(moe_backend, lora.target_modules, self._model)
             config = EngineConfig(
                 folder,
                 device=device,

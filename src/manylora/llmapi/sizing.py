@@ -14,6 +14,7 @@ from manylora.llmapi.lora import LoraConfig
 from manylora.lora.catalog import read_adapter_folder
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft import ATTENTION_IDS, MLP_IDS
+from manylora.lora.formats.peft_experts import EXPERT_PATHS
 from manylora.lora.modules import MODULE_NAMES, lora_modules
 
 __all__ = ["built_lora_config", "lora_cache_config", "no_lora_cache_config", "parameter_names"]
@@ -128,7 +129,7 @@ def _modules_of(folder: Path, nemo: bool, base: BaseWeights | None) -> set[str]:
 def _check_names(lora: LoraConfig) -> None:
     """The names that the reader knows may be given again; it cannot be taught others."""
     known: dict[str, list[str]] = {}
-    for hf_name, module_id in [*ATTENTION_IDS.items(), *MLP_IDS.items()]:
+    for hf_name, module_id in [*ATTENTION_IDS.items(), *MLP_IDS.items(), *EXPERT_PATHS.items()]:
         known.setdefault(MODULE_NAMES[module_id], []).append(hf_name)
     for name, theirs in lora.trtllm_modules_to_hf_modules.items():
         for hf_name in [theirs] if isinstance(theirs, str) else theirs:

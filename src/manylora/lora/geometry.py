@@ -46,7 +46,7 @@ class CacheGeometry:
             raise ConfigError(
                 f"Not enough space allocated to {level} LoRA cache to hold 1 max sized LoRA "
                 f"{num_slots} < {self.min_total_slots} slots of {self.page_width} elements; "
-                f"{REMEDIES[level]} or lower lora_cache_max_adapter_size"
+                f"{REMEDIES[level]}, lower lora_cache_max_adapter_size or name fewer lora_target_modules"
             )
         return _ceil(num_slots, self.slots_per_page)
 
@@ -82,7 +82,13 @@ class CachePlan:
 
     def adapters_of_rank(self, modules: Iterable[LoraModule], num_layers: int, rank: int) -> tuple[int, int]:
         """How many adapters of this rank, with every counted module, fit host and device."""
-        rows = [(m, layer, rank, False) for m in modules if m.counted for layer in range(num_layers)]
+        rows = [
+            (m, layer, rank, False)
+            for m in modules
+            if m.counted
+            for layer in range(num_layers)
+            if m.layers is None or layer in m.layers
+        ]
         _, pages = place_rows(rows, self.geometry)
         return self.host_pages // pages, self.device_pages // pages
 
@@ -112,7 +118,10 @@ def plan_cache(
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one row lies: page (counted within the adapter), slot, and its sizes in elements and slots."""
+    """Where one row lies: page (counted within the adapter), slot, and its sizes in elements and slots.
+
+    experts: > 1: the row is of a routed-expert module, and holds so many pairs of matrices.
+    """
 
     page: int
     slot: int
@@ -123,6 +132,7 @@ class Placement:
     rank: int
     num_slots: int
     dora: bool = False
+    experts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +175,8 @@ def place_rows(
         if slot + count > geometry.slots_per_page:
             page, slot = page + 1, 0
         sizes = rank * module.local_in(tp), rank * module.local_out(tp)
-        placed.append(Placement(page, slot, *sizes, module.module_id, layer, rank, count, dora))
+        kind = module.module_id, layer, rank
+        placed.append(Placement(page, slot, *sizes, *kind, count, dora, module.experts))
         slot += count
     return tuple(placed), page + 1
 

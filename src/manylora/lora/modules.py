@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from manylora.config import ModelConfig
 from manylora.errors import ConfigError
 
-__all__ = ["MODULE_NAMES", "LoraModule", "Split", "lora_modules"]
+__all__ = ["EXPERT_IDS", "MODULE_NAMES", "LoraModule", "Split", "lora_modules"]
 
 MODULE_NAMES = (
     "attn_qkv", "attn_q", "attn_k", "attn_v", "attn_dense", "mlp_h_to_4h", "mlp_4h_to_h", "mlp_gate",
@@ -18,10 +19,18 @@ MODULE_NAMES = (
     "mamba_out_proj", "moe_latent_fc1", "moe_latent_fc2",
 )  # fmt: skip
 """Name of each module id, 0 to 25."""
+EXPERT_IDS = (13, 14, 15)
+"""Modules of routed experts: one row holds the matrices of all experts of a layer."""
 
 QKV = {"attn_q", "attn_k", "attn_v"}  # one group: naming one enables all three
 # A fused module is available when all the modules it fuses are.
 FUSED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "mlp_gate_up": ("mlp_gate", "mlp_h_to_4h")}
+# The shared expert's counterparts of the plain MLP's modules.
+SHARED = {
+    "mlp_h_to_4h": "shared_expert_h_to_4h",
+    "mlp_4h_to_h": "shared_expert_4h_to_h",
+    "mlp_gate": "shared_expert_gate",
+}
 
 
 class Split(Enum):
@@ -36,11 +45,14 @@ class Split(Enum):
 class LoraModule:
     """A [rank, in_dim] and B [out_dim, rank], sizes over all ranks.
 
-    groups, transposed: how a checkpoint keeps the base's matrix: as so many stacks of the parts one after
-    another, and [in, out].
     counted: whether it takes part in the page geometry. Fused modules beside their parts do not: they would
-    double the size of a page without ever being used together with them. parts: of a fused module, the sizes
-    whose sum out_dim is.
+             double the size of a page without ever being used together with them.
+    parts:   of a fused module, the sizes whose sum out_dim is; of a routed-expert module, each expert's.
+    groups, transposed: how a checkpoint keeps the base's matrix: as so many stacks of the parts one after
+             another, and [in, out].
+    experts: > 1: the dimensions are of all experts together; A is [experts, rank, in_dim / experts] and B
+             [experts, out_dim / experts, rank].
+    layers:  that have the module; None: every one.
     """
 
     module_id: int
@@ -51,6 +63,8 @@ class LoraModule:
     parts: tuple[int, ...] = ()
     groups: int = 1
     transposed: bool = False
+    experts: int = 1
+    layers: frozenset[int] | None = None
 
     @property
     def name(self) -> str:
@@ -72,39 +86,90 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
     """The modules an adapter may use on this model, by id. Empty names: every module the model has.
 
     attn_dense reads the attention's output, so its in_dim is heads * head_dim, which need not be hidden_size.
-    Raises ConfigError for a name the model has no module for.
+    A name of the plain MLP means the shared expert too, where there is one. Raises ConfigError for a name the
+    model has no module for.
     """
+    dims = {**_dense_dims(model), **_moe_dims(model)}
+    wanted = {name for given in names for name in _meant(given, dims)} or set(dims)
+    if wanted & QKV:
+        wanted |= QKV
+    found: dict[int, LoraModule] = {}
+    for name, (in_dim, out_dim, split) in dims.items():
+        fused = FUSED.get(name, ())
+        if name in wanted or (fused and wanted.issuperset(fused)):
+            module_id = MODULE_NAMES.index(name)
+            experts = model.moe.num_experts if model.moe and module_id in EXPERT_IDS else 1
+            found[module_id] = LoraModule(
+                module_id,
+                in_dim * experts,
+                out_dim * experts,
+                split,
+                counted=not (fused and wanted.issuperset(fused)),
+                parts=tuple(dims[part][1] for part in fused) or (out_dim,) * (experts if experts > 1 else 0),
+                groups=model.qkv_groups if name == "attn_qkv" else 1,
+                transposed=model.transposed_weights,
+                experts=experts,
+                layers=_layers(name, model),
+            )
+    return found
+
+
+def _dense_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
     hidden, inner = model.hidden_size, model.intermediate_size
     q, kv = model.q_size, model.kv_size
-    gated = {
-        "mlp_gate": (hidden, inner, Split.B_ROWS),
-        "mlp_gate_up": (hidden, 2 * inner, Split.B_ROWS),
-    }
-    dims = {
+    attention = {
         "attn_qkv": (hidden, q + 2 * kv, Split.B_ROWS),
         "attn_q": (hidden, q, Split.B_ROWS),
         "attn_k": (hidden, kv, Split.B_ROWS),
         "attn_v": (hidden, kv, Split.B_ROWS),
         "attn_dense": (q, hidden, Split.A_COLS),
+    }
+    mlp = {
         "mlp_h_to_4h": (hidden, inner, Split.B_ROWS),
         "mlp_4h_to_h": (inner, hidden, Split.A_COLS),
-        **(gated if model.gated_mlp else {}),
     }
-    for name in names:
-        if name not in dims:
-            raise ConfigError(f"Invalid LoRA module {name}: this model has {', '.join(dims)}")
-    wanted = set(names or dims)
-    if wanted & QKV:
-        wanted |= QKV
-    found: dict[int, LoraModule] = {}
-    for name, (in_dim, out_dim, split) in dims.items():
-        parts = FUSED.get(name, ())
-        if name in wanted or (parts and wanted.issuperset(parts)):
-            module_id = MODULE_NAMES.index(name)
-            counted = not (parts and wanted.issuperset(parts))
-            sizes = tuple(dims[part][1] for part in parts)
-            groups = model.qkv_groups if name == "attn_qkv" else 1
-            found[module_id] = LoraModule(
-                module_id, in_dim, out_dim, split, counted, sizes, groups, model.transposed_weights
-            )
+    gated = {
+        "mlp_gate": (hidden, inner, Split.B_ROWS),
+        "mlp_gate_up": (hidden, 2 * inner, Split.B_ROWS),
+    }
+    if model.moe and len(model.moe.layers) == model.num_layers:
+        return attention
+    return {**attention, **mlp, **(gated if model.gated_mlp else {})}
+
+
+def _moe_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
+    """Of routed experts, those of one expert."""
+    if model.moe is None:
+        return {}
+    hidden, inner, shared = model.hidden_size, model.moe.intermediate_size, model.moe.shared_intermediate_size
+    routed = {
+        "moe_h_to_4h": (hidden, inner, Split.B_ROWS),
+        "moe_4h_to_h": (inner, hidden, Split.A_COLS),
+        "moe_gate": (hidden, inner, Split.B_ROWS),
+        "moe_router": (hidden, model.moe.num_experts, Split.NONE),
+    }
+    if not shared:
+        return routed
+    return {
+        **routed,
+        "mlp_router": (hidden, 1, Split.NONE),
+        "shared_expert_h_to_4h": (hidden, shared, Split.B_ROWS),
+        "shared_expert_4h_to_h": (shared, hidden, Split.A_COLS),
+        "shared_expert_gate": (hidden, shared, Split.B_ROWS),
+    }
+
+
+def _meant(name: str, dims: Mapping[str, object]) -> set[str]:
+    """What a target's name stands for on a model with these modules."""
+    found = {name, SHARED.get(name, name)} & dims.keys()
+    if not found:
+        raise ConfigError(f"Invalid LoRA module {name}: this model has {', '.join(dims)}")
     return found
+
+
+def _layers(name: str, model: ModelConfig) -> frozenset[int] | None:
+    if model.moe is None or name.startswith("attn_"):
+        return None
+    sparse = model.moe.layers
+    plain = name.startswith("mlp_") and name != "mlp_router"
+    return frozenset(range(model.num_layers)) - sparse if plain else sparse

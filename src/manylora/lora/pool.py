@@ -20,7 +20,8 @@ __all__ = ["AdapterPool"]
 class AdapterPool:
     """Host level: [host_pages, page elements]; pinned memory beside a GPU. Device level: one flat tensor.
 
-    A row is stored as A [rank, in], B transposed [rank, out], and the magnitude of a DoRA row.
+    A row is stored as A [rank, in], B transposed [rank, out], and the magnitude of a DoRA row; a row of a
+    routed-expert module as such a pair for each expert, one after the other.
 
     Memory that was never written is not resident yet, so an empty cache on a CPU costs nothing.
     """
@@ -105,16 +106,25 @@ class AdapterPool:
 
 
 def _turn_b(source: Tensor, target: Tensor, place: Placement, back: bool = False) -> Tensor:
-    """Copy a row, with B [out, rank] of the tensor format as [rank, out], or back. Returns the target.
+    """Copy a row from the tensor format's order to ours, or back. Returns the target.
 
-    Kernels read B by the rank: one coefficient, one run of memory.
+    Theirs has the A [rank, in] of all experts, then their B [out, rank]. Ours has the two of one expert side
+    by side, so that an expert's pair is found as any module's, and B as [rank, out]: one coefficient, one run
+    of memory.
     """
-    a_end, b_end = place.in_size, place.in_size + place.out_size
-    out = place.out_size // place.rank
-    shape = (place.rank, out) if back else (out, place.rank)
-    target[:a_end].copy_(source[:a_end])
-    target[a_end:b_end].view(shape[::-1]).copy_(source[a_end:b_end].view(shape).T)
-    target[b_end:].copy_(source[b_end:])
+    ours, theirs = (source, target) if back else (target, source)
+    end, experts = place.in_size + place.out_size, place.experts
+    a, b = theirs[:end].split((place.in_size, place.out_size))
+    pairs = ours[:end].view(experts, end // experts)
+    a_pairs, b_pairs = pairs.split((place.in_size // experts, place.out_size // experts), dim=1)
+    b_turned = b_pairs.unflatten(1, (place.rank, -1)).transpose(1, 2)
+    b = b.view(b_turned.shape)
+    for mine, their in ((a_pairs, a.view(experts, -1)), (b_turned, b)):
+        if back:
+            their.copy_(mine)
+        else:
+            mine.copy_(their)
+    target[end:].copy_(source[end:])
     return target
 
 

@@ -1,7 +1,7 @@
 """The part of an adapter that one rank of tensor and pipeline parallelism holds. Arithmetic on arrays.
 
 Fused modules are cut part by part (q, k and v; up and gate), so their rows stay in the plain order in every
-source, and nobody has to interleave them beforehand as upstream's loader does.
+source, and nobody has to interleave them beforehand as upstream's loader does. Experts are cut one by one.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def slice_row(row: AdapterRow, module: LoraModule, tp: int, rank: int) -> Adapte
         return row
     middle = row.rank * module.in_dim
     end = middle + row.rank * module.out_dim
-    a = row.payload[:middle].reshape(row.rank, module.in_dim)
+    a = row.payload[:middle].reshape(module.experts * row.rank, -1)
     b = row.payload[middle:end].reshape(module.out_dim, row.rank)
     m = row.payload[end:] if row.dora else row.payload[:0]
     if module.split is Split.A_COLS:
-        start, stop = _share(module, module.in_dim, tp, rank)
+        start, stop = _share(module, module.in_dim // module.experts, tp, rank)
         a = a[:, start:stop]
     else:
         keep = _kept_rows(module, tp, rank)

@@ -11,10 +11,11 @@ from weakref import WeakValueDictionary
 import torch
 
 from manylora.config import LoraCacheConfig, ModelConfig
-from manylora.errors import AdapterCacheFullError, AdapterInvalidError, AdapterNotCachedError
+from manylora.errors import AdapterCacheFullError, AdapterInvalidError, AdapterNotCachedError, ConfigError
 from manylora.kernels.spec import LoraBatch, LoraSegment
 from manylora.lora.cache import AdapterCache
 from manylora.lora.catalog import Catalog
+from manylora.lora.expert_rules import beside_experts
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.geometry import CachePlan, Layout, plan_cache
 from manylora.lora.modules import LoraModule, lora_modules
@@ -86,7 +87,15 @@ class AdapterStore:
         base: what the DoRA magnitudes of PEFT directories are normalised with; None refuses such adapters.
         """
         modules = lora_modules(model, config.target_modules)
-        plan = plan_cache(modules.values(), model.num_layers, config, dtype.itemsize, free_bytes)
+        sizes = model.num_layers, config, dtype.itemsize, free_bytes
+        try:
+            plan = plan_cache(modules.values(), *sizes)
+        except ConfigError as error:
+            if config.target_modules or model.moe is None:
+                raise
+            modules = beside_experts(modules)
+            plan = plan_cache(modules.values(), *sizes)
+            logger.warning("adapters on routed experts are off: %s", error)
         pool = AdapterPool(plan.geometry, plan.host_pages, plan.device_pages, dtype, device)
         store = cls(modules, model, config.rank_limit, plan, pool, base)
         logger.info(

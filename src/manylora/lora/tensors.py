@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
-from manylora.lora.modules import MODULE_NAMES, LoraModule
+from manylora.lora.modules import EXPERT_IDS, MODULE_NAMES, LoraModule
 from manylora.request import LoraInput
 
 __all__ = [
@@ -34,7 +34,8 @@ FLOAT16_MAX = 65504.0
 
 @dataclass(frozen=True, eq=False)
 class AdapterRow:
-    """One (layer, module): payload [elements] holds A [rank, in], B [out, rank], and with DoRA m [out]."""
+    """One (layer, module): payload [elements] holds A [rank, in], B [out, rank], and with DoRA m [out]; of a
+    routed-expert module A [experts, rank, in], B [experts, out, rank]."""
 
     module_id: int
     layer: int
@@ -173,7 +174,13 @@ def _check_row(
     name = MODULE_NAMES[module_id] if known else f"INVALID ({module_id})"
     _require(module_id in modules, f"lora module {name} not enabled for this model")
     _require(dora in (0, 1), f"lora_config's is_dora column must be 0 or 1, got {dora}")
-    size = modules[module_id].row_elements(rank, bool(dora))
+    module = modules[module_id]
+    _require(
+        module.layers is None or layer in module.layers,
+        f"lora module {name} does not exist in layer {layer} of this model",
+    )
+    _require(not dora or module_id not in EXPERT_IDS, f"DoRA with MoE is not supported: {name} has is_dora 1")
+    size = module.row_elements(rank, bool(dora))
     _require(
         size <= len(weights),
         f"lora_weights has to few values for {name}: rank {rank} needs {size}, the row has {len(weights)}",

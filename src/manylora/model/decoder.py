@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora.config import ModelConfig
+from manylora.config import ModelConfig, MoeConfig
+from manylora.kernels.panels import Panels
 from manylora.kernels.spec import LoraTarget, Ops, Weight
 from manylora.model.batch import ForwardBatch
 from manylora.model.layers import ACTIVATIONS, Attention, Block, FeedForward, LoraLinear, Mlp, Norm
+from manylora.model.moe import Experts, Moe, SharedExpert
 from manylora.model.rope import rope_frequencies
 
 __all__ = ["Decoder"]
@@ -19,6 +21,8 @@ __all__ = ["Decoder"]
 # LoRA module ids of TensorRT-LLM.
 ATTN_QKV, ATTN_Q, ATTN_K, ATTN_V, ATTN_DENSE = 0, 1, 2, 3, 4
 MLP_H_TO_4H, MLP_4H_TO_H, MLP_GATE, MLP_GATE_UP = 5, 6, 7, 18
+MOE_H_TO_4H, MOE_4H_TO_H, MOE_GATE, MOE_ROUTER, MLP_ROUTER = 13, 14, 15, 16, 17
+SHARED_H_TO_4H, SHARED_4H_TO_H, SHARED_GATE = 19, 20, 21
 
 
 class Decoder:
@@ -60,6 +64,11 @@ class Decoder:
     def weight_bytes(self) -> int:
         weights = {id(weight): weight for weight in self._weights.values()}
         return sum(_nbytes(weight) for weight in weights.values())
+
+    @property
+    def has_quantised_experts(self) -> bool:
+        """Whether an expert's weights are held in fewer bits than they were stored in."""
+        return any(".expert." in name and _is_quantised(w) for name, w in self._weights.items())
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
@@ -130,6 +139,8 @@ class Decoder:
 
     def _feed_forward(self, layer: int) -> FeedForward:
         config, inner = self.config, self.config.intermediate_size
+        if config.moe is not None and layer in config.moe.layers:
+            return self._moe(layer, config.moe)
         gated = (
             LoraTarget(MLP_GATE_UP, 0, 2 * inner),
             LoraTarget(MLP_GATE, 0, inner),
@@ -142,6 +153,40 @@ class Decoder:
             activation=ACTIVATIONS[config.activation],
             gated=config.gated_mlp,
         )
+
+    def _moe(self, layer: int, moe: MoeConfig) -> Moe:
+        hidden, inner, shared = self.config.hidden_size, moe.intermediate_size, moe.shared_intermediate_size
+        activation = ACTIVATIONS[self.config.activation]
+        extra = None
+        if shared:
+            mlp = Mlp(
+                up_gate=self._linear(
+                    layer,
+                    "shared.up_gate",
+                    LoraTarget(SHARED_GATE, 0, shared),
+                    LoraTarget(SHARED_H_TO_4H, shared, shared),
+                ),
+                down=self._linear(layer, "shared.down", LoraTarget(SHARED_4H_TO_H, 0, hidden)),
+                activation=activation,
+                gated=True,
+            )
+            extra = SharedExpert(mlp, self._linear(layer, "shared_gate", LoraTarget(MLP_ROUTER, 0, 1)))
+        return Moe(
+            moe,
+            router=self._linear(layer, "router", LoraTarget(MOE_ROUTER, 0, moe.num_experts)),
+            up_gate=self._experts(
+                layer, "up_gate", LoraTarget(MOE_GATE, 0, inner), LoraTarget(MOE_H_TO_4H, inner, inner)
+            ),
+            down=self._experts(layer, "down", LoraTarget(MOE_4H_TO_H, 0, hidden)),
+            activation=activation,
+            shared=extra,
+        )
+
+    def _experts(self, layer: int, name: str, *targets: LoraTarget) -> Experts:
+        assert self.config.moe is not None
+        numbers = range(self.config.moe.num_experts)
+        weights = tuple(self._weights[f"{layer}.expert.{e}.{name}.weight"] for e in numbers)
+        return Experts(self._ops, layer, weights, targets)
 
     def _linear(self, layer: int, name: str, *targets: LoraTarget) -> LoraLinear:
         name = f"{layer}.{name}"
@@ -158,3 +203,7 @@ class Decoder:
 def _nbytes(weight: Weight) -> int:
     """Of tensors in every layout; some do not tell."""
     return weight.numel() * weight.element_size() if isinstance(weight, Tensor) else weight.nbytes
+
+
+def _is_quantised(weight: Weight) -> bool:
+    return weight.scale is not None if isinstance(weight, Panels) else not isinstance(weight, Tensor)

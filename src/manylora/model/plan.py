@@ -14,12 +14,17 @@ __all__ = ["Part", "Piece", "checkpoint_plan", "unused_names"]
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows [start, start + rows) of a checkpoint tensor, which has `total` of them."""
+    """Rows [start, start + rows) of a checkpoint tensor, which has `total` of them.
+
+    expert, experts: of a tensor that stacks the matrices of so many experts, the rows of this one.
+    """
 
     source: str
     start: int
     rows: int
     total: int
+    expert: int = 0
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ class Part:
     def stored_shape(self, piece: Piece) -> tuple[int, ...]:
         if not self.columns:
             return (piece.total,)
+        if piece.experts:
+            return (piece.experts, piece.total, self.columns)
         return (self.columns, piece.total) if self.transposed else (piece.total, self.columns)
 
 
@@ -64,7 +71,10 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> dict[str, P
         plan["head.bias"] = Part((_whole(f"{names.head}.bias", config.vocab_size),))
     for layer in range(config.num_layers):
         source = f"{root}{names.layers}.{layer}."
-        plan |= {f"{layer}.{name}": part for name, part in _layer(config, names, source).items()}
+        parts = _layer(config, names, source)
+        sparse = config.moe is not None and layer in config.moe.layers
+        parts |= _sparse(config, names, source, stored) if sparse else _mlp(config, names, source)
+        plan |= {f"{layer}.{name}": part for name, part in parts.items()}
     return plan
 
 
@@ -89,7 +99,7 @@ def _layer(config: ModelConfig, names: Names, source: str) -> dict[str, Part]:
         whole = config.qk_norm == "all"
         parts |= _norm("q_norm", source + names.q_norm, config.q_size if whole else config.head_dim, config)
         parts |= _norm("k_norm", source + names.k_norm, config.kv_size if whole else config.head_dim, config)
-    return parts | _mlp(config, names, source)
+    return parts
 
 
 def _mlp(config: ModelConfig, names: Names, source: str) -> dict[str, Part]:
@@ -105,6 +115,38 @@ def _mlp(config: ModelConfig, names: Names, source: str) -> dict[str, Part]:
     return _linear("up_gate", up, hidden, config.mlp_bias, config) | _linear(
         "down", down, inner, config.mlp_bias, config
     )
+
+
+def _sparse(config: ModelConfig, names: Names, source: str, stored: Collection[str]) -> dict[str, Part]:
+    """Experts by number, as they are released, or stacked in two tensors, as transformers holds them."""
+    assert config.moe is not None
+    moe, hidden = config.moe, config.hidden_size
+    inner, count = moe.intermediate_size, moe.num_experts
+    stacked = f"{source}mlp.experts."
+    is_stacked = f"{stacked}gate_up_proj" in stored
+    block = source + ("mlp" if is_stacked else names.sparse)
+    parts = {"router.weight": Part((_whole(f"{block}.gate.weight", count),), hidden, True)}
+    for e in range(count):
+        up_gate: tuple[Piece, ...]
+        if is_stacked:
+            fused = f"{stacked}gate_up_proj"
+            up_gate = tuple(Piece(fused, start, inner, 2 * inner, e, count) for start in (inner, 0))
+            down = Piece(f"{stacked}down_proj", 0, hidden, hidden, e, count)
+        else:
+            expert = f"{block}.experts.{e}."
+            up_gate = tuple(_whole(f"{expert}{name}.weight", inner) for name in names.expert_up_gate)
+            down = _whole(f"{expert}{names.expert_down}.weight", hidden)
+        parts[f"expert.{e}.up_gate.weight"] = Part(up_gate, hidden, True)
+        parts[f"expert.{e}.down.weight"] = Part((down,), inner, True)
+    if moe.shared_intermediate_size:
+        size, shared = moe.shared_intermediate_size, f"{block}.shared_expert."
+        ups = tuple(_whole(f"{shared}{name}.weight", size) for name in names.expert_up_gate)
+        parts["shared.up_gate.weight"] = Part(ups, hidden, True)
+        parts["shared.down.weight"] = Part(
+            (_whole(f"{shared}{names.expert_down}.weight", hidden),), size, True
+        )
+        parts["shared_gate.weight"] = Part((_whole(f"{block}.shared_expert_gate.weight", 1),), hidden, True)
+    return parts
 
 
 def _qkv(config: ModelConfig, names: Names, source: str) -> tuple[Piece, ...]:

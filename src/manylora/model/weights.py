@@ -142,7 +142,10 @@ def _read(part: Part, files: dict[str, Any], dtype: torch.dtype, device: Device)
                 f"{piece.source} must be {expected} by config.json, got {tuple(tensor.get_shape())}"
             )
         rows = slice(piece.start, piece.start + piece.rows)
-        values = tensor[:, rows].T if part.transposed else tensor[rows]
+        if piece.experts:
+            values = tensor[piece.expert, rows]
+        else:
+            values = tensor[:, rows].T if part.transposed else tensor[rows]
         fused[start : start + piece.rows].copy_(values)
         start += piece.rows
     return fused.add_(1) if part.plus_one else fused

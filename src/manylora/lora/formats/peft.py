@@ -16,6 +16,7 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.formats import one_line
 from manylora.lora.formats.base_weights import BaseReader, BaseWeights
 from manylora.lora.formats.peft_config import CONFIG, PeftConfig, read_peft_config
+from manylora.lora.formats.peft_experts import EXPERT_KEY, expert_rows
 from manylora.lora.formats.tensor_files import RawTensor, decode, read_safetensors, read_torch
 from manylora.lora.modules import LoraModule
 from manylora.lora.tensors import AdapterRow, check_dims
@@ -31,16 +32,19 @@ ATTENTION_IDS = {
 MLP_IDS = {
     "gate_proj": 5, "c_fc": 5, "fc1": 5, "dense_h_to_4h": 5,
     "down_proj": 6, "c_proj": 6, "fc2": 6, "dense_4h_to_h": 6, "up_proj": 7, "gate_up_proj": 18,
+    "gate": 16, "shared_expert_gate": 17,
+    "shared_expert.gate_proj": 19, "shared_expert.down_proj": 20, "shared_expert.up_proj": 21,
 }  # fmt: skip
 MODULE_IDS = {**ATTENTION_IDS, **MLP_IDS}
 """Module id of each name in PEFT; c_proj is that of the MLP."""
-GATE_UP = MLP_IDS["gate_up_proj"]
+GATE_UP, ROUTER = MLP_IDS["gate_up_proj"], MLP_IDS["gate"]
 # Names under which some families stack [q; k; v] once for each group of heads, others once.
 GROUPED = "query_key_value"
 PEFT_KEY = re.compile(
     r"(?P<path>(?P<root>(?:(?:base_model|model|language_model|transformer|gpt_neox)\.)*)"
-    r"(?:layers|h)\.(?P<layer>\d{1,5})\.(?:(?P<mlp>mlp)|self_attn|self_attention|attention|attn)"
-    r"\.(?P<name>\w+))\."
+    r"(?:layers|h)\.(?P<layer>\d{1,5})\."
+    r"(?:(?P<mlp>mlp|block_sparse_moe)|self_attn|self_attention|attention|attn)"
+    r"\.(?P<name>(?:shared_expert\.)?\w+))\."
     r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
 )
 """path: the module's; mlp: of the MLP, not of attention; side: A or B, None for a DoRA magnitude as PEFT or
@@ -88,12 +92,16 @@ def read_peft(
     config = read_peft_config(folder)
     if config.use_dora and base is None and not config.dora_normalized:
         raise AdapterInvalidError(f"{CONFIG} sets use_dora: {DORA_REASON}")
-    found = _gather(peft_tensors(folder, allow_bin), partial)
+    tensors = peft_tensors(folder, allow_bin)
+    experts = {key: tensors.pop(key) for key in list(tensors) if EXPERT_KEY.fullmatch(key)}
+    found = _gather(tensors, partial)
+    if not found and not experts:
+        raise AdapterInvalidError("the adapter holds no LoRA matrices")
+    rows = expert_rows({key: decode(key, tensor) for key, tensor in experts.items()}, config, modules)
     with base.open() if base is not None else nullcontext() as reader:
-        return [
-            _row(layer, module, parts, config, modules, reader)
-            for (layer, module), parts in sorted(found.items())
-        ]
+        for (layer, module), parts in sorted(found.items()):
+            rows.append(_row(layer, module, parts, config, modules, reader))
+    return sorted(rows, key=lambda row: (row.layer, row.module_id))
 
 
 def peft_tensors(folder: Path, allow_bin: bool = False) -> dict[str, RawTensor]:
@@ -125,8 +133,6 @@ def _gather(tensors: Mapping[str, RawTensor], partial: list[str] | None) -> dict
         if part in parts:
             raise AdapterInvalidError(f"{key} and {parts[part][0]} mean the same module")
         parts[part] = (match["path"], decode(key, tensor))
-    if not found:
-        raise AdapterInvalidError("the adapter holds no LoRA matrices")
     if len(roots) > 1:
         raise AdapterInvalidError(f"{' and '.join(roots.values())} belong to two models")
     return found
@@ -155,7 +161,9 @@ def _row(
     (path, a), (_, b) = parts["A"], parts["B"]
     module = modules.get(module_id) if modules else None
     check_dims(path, a, b, module)
-    b = b * np.float32(config.scale(path, a.shape[0]))
+    # A router is a parameter to newer PEFT, and called so in patterns.
+    named = f"{path}.weight" if module_id == ROUTER and config.target_parameters else path
+    b = b * np.float32(config.scale(named, a.shape[0]))
     columns: list[np.ndarray] = [b]
     if "magnitude" in parts:
         transposed = config.fan_in_fan_out if module is None else module.transposed

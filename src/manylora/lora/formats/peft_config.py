@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ class PeftConfig:
 
     alpha: float
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    default_rank: int | None = None
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    target_parameters: tuple[str, ...] = ()
     use_rslora: bool = False
     use_dora: bool = False
     dora_normalized: bool = False
@@ -41,13 +44,21 @@ class PeftConfig:
     def scale(self, path: str, rank: int) -> float:
         """Of B A for the module at `path`: alpha / r, or alpha / sqrt(r) with use_rslora; alpha is
         alpha_pattern's where it matches."""
+        pattern = _first_match(self.alpha_pattern, path)
         alpha = self.alpha
-        name = path.removeprefix("base_model.model.")
-        for pattern, value in self.alpha_pattern.items():
-            if _matches(pattern, name):
-                alpha = _finite(value, f"alpha_pattern of {pattern}")
-                break
+        if pattern is not None:
+            alpha = _finite(self.alpha_pattern[pattern], f"alpha_pattern of {pattern}")
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+    def rank(self, path: str) -> int:
+        """Of the module or parameter at `path`, where its matrices alone do not say it."""
+        pattern = _first_match(self.rank_pattern, path)
+        rank = self.default_rank if pattern is None else self.rank_pattern[pattern]
+        if not isinstance(rank, int) or rank < 1:
+            raise AdapterInvalidError(
+                f"{CONFIG}: r of {path} must be a positive number, got {str(rank)[:40]}"
+            )
+        return rank
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
@@ -70,12 +81,23 @@ def read_peft_config(folder: Path) -> PeftConfig:
             f"{CONFIG} sets init_lora_weights to {start[:40]}: the adapter needs a changed base model; "
             "convert it to a plain LoRA with PEFT's path_initial_model_for_weight_conversion"
         )
-    patterns = config.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict):
-        raise AdapterInvalidError(f"{CONFIG}: alpha_pattern must map module names to numbers")
+    alphas, ranks = (config.get(name) or {} for name in ("alpha_pattern", "rank_pattern"))
+    for name, pattern in (("alpha_pattern", alphas), ("rank_pattern", ranks)):
+        if not isinstance(pattern, dict):
+            raise AdapterInvalidError(f"{CONFIG}: {name} must map module names to numbers")
+    parameters = config.get("target_parameters") or []
+    if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
+        raise AdapterInvalidError(f"{CONFIG}: target_parameters must be a list of names")
     flags = ("use_rslora", "use_dora", "dora_normalized", "fan_in_fan_out")
     alpha = _finite(config.get("lora_alpha"), "lora_alpha")
-    return PeftConfig(alpha, patterns, **{name: bool(config.get(name)) for name in flags})
+    return PeftConfig(
+        alpha,
+        alphas,
+        config.get("r"),
+        ranks,
+        tuple(parameters),
+        **{name: bool(config.get(name)) for name in flags},
+    )
 
 
 def _finite(value: Any, name: str) -> float:
@@ -86,6 +108,12 @@ def _finite(value: Any, name: str) -> float:
     if not math.isfinite(number) or isinstance(value, str):
         raise AdapterInvalidError(f"{CONFIG}: {name} must be a number, got {str(value)[:40]}")
     return number
+
+
+def _first_match(patterns: Iterable[str], path: str) -> str | None:
+    """The first pattern that means the module or parameter at `path`."""
+    name = path.removeprefix("base_model.model.")
+    return next((pattern for pattern in patterns if _matches(pattern, name)), None)
 
 
 def _matches(pattern: str, name: str) -> bool:

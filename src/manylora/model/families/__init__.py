@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from manylora.model.families import gemma, gpt, llama
+from manylora.model.families import gemma, gpt, llama, moe
 from manylora.model.families.family import Family
 
 __all__ = ["FAMILIES"]
 
-FAMILIES: dict[str, Family] = {**llama.FAMILIES, **gemma.FAMILIES, **gpt.FAMILIES}
+FAMILIES: dict[str, Family] = {**llama.FAMILIES, **gemma.FAMILIES, **gpt.FAMILIES, **moe.FAMILIES}
 """By the name in config.json's `architectures`."""

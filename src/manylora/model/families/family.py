@@ -21,7 +21,9 @@ class Names:
     `layers`.N as well. unused: starts of names of tensors that are no part of the text model. qkv and up_gate
     name one source where the checkpoint fuses them: q, k, v in `ModelConfig.qkv_groups`, and [gate; up].
     block_norms: our names, of attention_norm, attention_post_norm, mlp_norm and mlp_post_norm, to the
-    checkpoint's; a norm not named does not exist.
+    checkpoint's; a norm not named does not exist. sparse: the mixture of experts of a layer, with `gate`,
+    `experts`.N, and maybe `shared_expert` and `shared_expert_gate`; expert_up_gate and expert_down lie under
+    each expert.
     """
 
     roots: tuple[str, ...] = ("model.",)
@@ -37,6 +39,9 @@ class Names:
     k_norm: str = "self_attn.k_norm"
     up_gate: tuple[str, ...] = ("mlp.up_proj", "mlp.gate_proj")
     down: str = "mlp.down_proj"
+    sparse: str = "mlp"
+    expert_up_gate: tuple[str, str] = ("up_proj", "gate_proj")
+    expert_down: str = "down_proj"
     block_norms: Mapping[str, str] = field(default_factory=lambda: BLOCK_NORMS)
 
 

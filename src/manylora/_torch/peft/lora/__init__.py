@@ -1,0 +1,1 @@
+"""Paths of TensorRT-LLM; see `moe_layout`."""

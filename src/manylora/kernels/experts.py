@@ -1,0 +1,63 @@
+"""Which rows go to which experts, as runs of pairs that kernels can take one by one or all at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manylora.kernels.spec import ExpertPairs, LoraBatch, LoraRow, LoraSegment, LoraTarget
+
+__all__ = ["group_segments", "pair_up"]
+
+NO_GROUPS = np.empty((0, 4), np.int64)
+
+
+def pair_up(choices: Tensor, num_experts: int, lora: LoraBatch | None) -> tuple[ExpertPairs, Tensor]:
+    """The pairs of one layer, and where each choice [T * k] is among them (int64), to undo the order.
+
+    choices [T, k] int64: the experts of each row.
+    """
+    flat = choices.flatten()
+    order = torch.argsort(flat, stable=True)
+    rows = torch.div(order, choices.shape[1], rounding_mode="floor")
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    starts = [0, *torch.bincount(flat, minlength=num_experts).cumsum(0).tolist()]
+    groups = NO_GROUPS if lora is None else _groups(rows.cpu().numpy(), starts, lora)
+    return ExpertPairs(rows, starts, groups), places
+
+
+def group_segments(
+    batch: LoraBatch, groups: np.ndarray, layer: int, targets: list[tuple[LoraTarget, int]]
+) -> tuple[LoraSegment, ...]:
+    """Each group as a segment of its own, over the pairs, with its expert's piece of the adapter's rows.
+
+    targets: with the elements of one rank of theirs, in + out.
+    """
+    segments: list[LoraSegment] = []
+    for start, stop, expert, number in groups.tolist():
+        rows: dict[tuple[int, int], LoraRow] = {}
+        for target, size in targets:
+            key = (layer, target.module_id)
+            row = batch.segments[number].rows.get(key)
+            if row is not None:
+                rows[key] = LoraRow(row.offset + expert * row.rank * size, row.rank)
+        if rows:
+            segments.append(LoraSegment(start, stop, rows))
+    return tuple(segments)
+
+
+def _groups(rows: np.ndarray, starts: list[int], lora: LoraBatch) -> np.ndarray:
+    """Runs of pairs with the same expert and the same adapter. Rows ascend within an expert, and an adapter's
+    rows are adjacent, so every (expert, adapter) is one run."""
+    begins = np.array([segment.start for segment in lora.segments])
+    ends = np.array([segment.stop for segment in lora.segments])
+    owner = np.searchsorted(begins, rows, side="right") - 1
+    owner[(owner < 0) | (rows >= ends[owner])] = -1
+    expert = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    change = np.flatnonzero((np.diff(owner) != 0) | (np.diff(expert) != 0)) + 1
+    first = np.concatenate(([0], change))
+    last = np.concatenate((change, [len(rows)]))
+    groups = np.stack((first, last, expert[first], owner[first]), axis=1)
+    return groups[groups[:, 3] >= 0]

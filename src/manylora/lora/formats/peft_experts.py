@@ -1,0 +1,194 @@
+"""Routed experts in PEFT directories: matrices of each expert by its number, or of all experts in one pair.
+
+PEFT writes the second form for `target_parameters`: A [experts * rank, in], the rows of one expert together,
+and B [out, rank * experts], the columns of one rank together. `gate_up_proj` and `down_proj` of a layer are
+two wrappers around the same module, told apart by their dimensions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from manylora.errors import AdapterInvalidError
+from manylora.lora.formats.peft_config import CONFIG, PeftConfig
+from manylora.lora.modules import MODULE_NAMES, LoraModule
+from manylora.lora.tensors import AdapterRow, check_dims
+
+__all__ = ["EXPERT_KEY", "EXPERT_PATHS", "expert_rows"]
+
+H_TO_4H, DOWN, GATE = 13, 14, 15
+EXPERT_NAMES = {
+    "w1": H_TO_4H, "w2": DOWN, "w3": GATE, "gate_proj": H_TO_4H, "down_proj": DOWN, "up_proj": GATE,
+}  # fmt: skip
+EXPERT_PATHS = {
+    prefix + name: module_id
+    for prefix in ("", "mlp.experts.", "block_sparse_moe.experts.")
+    for name, module_id in EXPERT_NAMES.items()
+}
+"""What a configuration may call the modules: their names, or their paths without the expert's number."""
+EXPERT_KEY = re.compile(
+    r"(?P<path>(?P<root>(?:(?:base_model|model|language_model)\.)*)"
+    r"layers\.(?P<layer>\d{1,5})\.(?:mlp|block_sparse_moe)\."
+    rf"experts(?:\.(?P<expert>\d{{1,5}})\.(?P<name>{'|'.join(EXPERT_NAMES)})|(?P<stacked>(?:\.base_layer)?)))\."
+    r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
+)
+"""path, layer and side as in PEFT_KEY; expert and name: of one expert; stacked: of all, not None."""
+
+Matrices = dict[str, np.ndarray]  # "A", "B"
+Modules = Mapping[int, LoraModule] | None
+
+
+def expert_rows(tensors: Mapping[str, np.ndarray], config: PeftConfig, modules: Modules) -> list[AdapterRow]:
+    """Rows in float32, the scaling folded into B. tensors: those whose names EXPERT_KEY matches.
+
+    modules: the model's, whose experts and dimensions the adapter must then have. Raises AdapterInvalidError.
+    """
+    single: dict[tuple[int, int], dict[int, tuple[str, Matrices]]] = defaultdict(dict)
+    stacked: dict[int, dict[str, Matrices]] = defaultdict(dict)
+    for key, values in sorted(tensors.items()):
+        match = EXPERT_KEY.fullmatch(key)
+        assert match is not None
+        if match["side"] is None or config.use_dora:
+            raise AdapterInvalidError(f"{key}: DoRA with MoE is not supported")
+        layer, path = int(match["layer"]), match["path"]
+        if match["stacked"] is not None:
+            matrices = stacked[layer].setdefault(path, {})
+        else:
+            experts = single[layer, EXPERT_NAMES[match["name"]]]
+            matrices = experts.setdefault(int(match["expert"]), (path, {}))[1]
+        if match["side"] in matrices:
+            raise AdapterInvalidError(f"{key} names an expert's matrix a second time")
+        matrices[match["side"]] = values
+    rows = [_from_single(*place, experts, config, modules) for place, experts in single.items()]
+    for layer, wrappers in stacked.items():
+        rows += _from_stacked(layer, wrappers, config, modules)
+    return rows
+
+
+def _from_single(
+    layer: int,
+    module_id: int,
+    experts: Mapping[int, tuple[str, Matrices]],
+    config: PeftConfig,
+    modules: Modules,
+) -> AdapterRow:
+    module = modules.get(module_id) if modules else None
+    where = f"{MODULE_NAMES[module_id]} of layer {layer}"
+    count = max(experts) + 1
+    _check_count(where, count, module)
+    pairs: list[tuple[np.ndarray, np.ndarray]] = []
+    for number in range(count):
+        path, matrices = experts.get(number, (where, {}))
+        a, b = _both(f"expert {number}: {path}", matrices)
+        check_dims(path, a, b, _of_one(modules, module_id))
+        first = pairs[0] if pairs else (a, b)
+        if (a.shape, b.shape) != (first[0].shape, first[1].shape):
+            raise AdapterInvalidError(
+                f"{where}: A and B of expert {number} are {a.shape} and {b.shape}, of expert 0 "
+                f"{first[0].shape} and {first[1].shape}: all must be alike"
+            )
+        pairs.append((a, b * np.float32(config.scale(path, len(a)))))
+    return _row(module_id, layer, np.stack([a for a, _ in pairs]), np.stack([b for _, b in pairs]))
+
+
+def _from_stacked(
+    layer: int, wrappers: Mapping[str, Matrices], config: PeftConfig, modules: Modules
+) -> list[AdapterRow]:
+    pairs = {path: _both(path, matrices) for path, matrices in wrappers.items()}
+    rows: list[AdapterRow] = []
+    for name, (path, (a, b)) in _named(pairs, config, modules).items():
+        parameter = f"{path.removesuffix('.base_layer')}.{name}"
+        rank = config.rank(parameter)
+        count, rest = divmod(len(a), rank)
+        if rest or count == 0 or b.shape[1] != len(a):
+            raise AdapterInvalidError(
+                f"{path}: A {a.shape} and B {b.shape} do not hold experts of rank {rank}, as {CONFIG} says"
+            )
+        target = DOWN if name == "down_proj" else H_TO_4H
+        module = modules.get(target) if modules else None
+        _check_count(f"{path} with rank {rank}", count, module)
+        a = a.reshape(count, rank, -1)
+        b = b.reshape(len(b), rank, count).transpose(2, 0, 1) * np.float32(config.scale(parameter, rank))
+        if name == "down_proj":
+            parts = {DOWN: b}
+        else:
+            half, odd = divmod(b.shape[1], 2)
+            if odd:
+                raise AdapterInvalidError(f"{path}: the fused gate and up must have an even number of rows")
+            parts = {H_TO_4H: b[:, :half], GATE: b[:, half:]}
+        for module_id, part in parts.items():
+            check_dims(path, a[0], part[0], _of_one(modules, module_id))
+            rows.append(_row(module_id, layer, *_without_idle_ranks(a, part)))
+    return rows
+
+
+def _named(
+    pairs: Mapping[str, tuple[np.ndarray, np.ndarray]], config: PeftConfig, modules: Modules
+) -> dict[str, tuple[str, tuple[np.ndarray, np.ndarray]]]:
+    """Which parameter each wrapper of a layer adapts: gate_up_proj goes from hidden to 2 * inner dimensions,
+    down_proj from inner to hidden, and no sizes make the two look alike."""
+    sizes = {path: (a.shape[1], len(b)) for path, (a, b) in pairs.items()}
+    down = _of_one(modules, DOWN)
+    if down is not None:
+        inner, hidden = down.in_dim, down.out_dim
+        wanted = {(hidden, 2 * inner): "gate_up_proj", (inner, hidden): "down_proj"}
+        found = {wanted.get(size): path for path, size in sizes.items()}
+    elif len(pairs) == 2:
+        (one, (one_in, one_out)), (two, (two_in, two_out)) = sizes.items()
+        if (one_in, one_out) == (two_out, 2 * two_in):
+            found = {"gate_up_proj": one, "down_proj": two}
+        elif (two_in, two_out) == (one_out, 2 * one_in):
+            found = {"gate_up_proj": two, "down_proj": one}
+        else:
+            found = {None: one}
+    else:
+        names = {name.rpartition(".")[2] for name in config.target_parameters}
+        known = names & {"gate_up_proj", "down_proj"}
+        found = {known.pop() if len(known) == 1 else None: next(iter(pairs))}
+    if None in found or len(found) < len(pairs):
+        path = found.get(None, next(iter(pairs)))
+        raise AdapterInvalidError(
+            f"{path} goes from {sizes[path][0]} to {sizes[path][1]} dimensions: neither gate_up_proj nor "
+            f"down_proj of {'this' if modules else 'any'} model's experts"
+        )
+    return {name: (path, pairs[path]) for name, path in found.items() if name}
+
+
+def _without_idle_ranks(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A and B less the ranks that add nothing for any expert: of gate and up adapted separately and then
+    fused, half are idle in either."""
+    busy = b.any(axis=(0, 1))
+    busy[0] |= not busy.any()
+    return a[:, busy], b[:, :, busy]
+
+
+def _both(where: str, matrices: Matrices) -> tuple[np.ndarray, np.ndarray]:
+    for side in "AB":
+        if side not in matrices:
+            raise AdapterInvalidError(f"{where} is missing its lora_{side} matrix")
+        if matrices[side].ndim != 2:
+            raise AdapterInvalidError(f"{where}: lora_{side} must be a matrix, got {matrices[side].shape}")
+    return matrices["A"], matrices["B"]
+
+
+def _check_count(where: str, count: int, module: LoraModule | None) -> None:
+    if module is not None and count != module.experts:
+        raise AdapterInvalidError(f"{where} has {count} experts, this model has {module.experts}")
+
+
+def _of_one(modules: Modules, module_id: int) -> LoraModule | None:
+    """The module of a single expert, if the model is known and has it."""
+    module = modules.get(module_id) if modules else None
+    if module is None:
+        return None
+    count = module.experts
+    return replace(module, in_dim=module.in_dim // count, out_dim=module.out_dim // count)
+
+
+def _row(module_id: int, layer: int, a: np.ndarray, b: np.ndarray) -> AdapterRow:
+    return AdapterRow(module_id, layer, a.shape[1], False, np.concatenate((a.ravel(), b.ravel())))

@@ -1,0 +1,76 @@
+"""Mixture of experts: each token takes a few of many MLPs. Tokens are grouped by expert, adapters by both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manylora.config import MoeConfig
+from manylora.kernels.experts import pair_up
+from manylora.kernels.spec import ExpertPairs, LoraBatch, LoraTarget, Ops, Weight
+from manylora.model.layers import LoraLinear, Mlp
+
+__all__ = ["Experts", "Moe", "SharedExpert", "route"]
+
+
+def route(logits: Tensor, config: MoeConfig) -> tuple[Tensor, Tensor]:
+    """Weights [T, k] float32 and the experts [T, k] int64 they belong to, of router logits [T, experts]."""
+    weights, choices = torch.softmax(logits.float(), dim=-1).topk(config.top_k, dim=-1)
+    if config.norm_topk_prob:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights, choices
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One projection of every expert. weights: E packed ones of [N, K]."""
+
+    ops: Ops
+    layer: int
+    weights: tuple[Weight, ...]
+    targets: tuple[LoraTarget, ...]
+
+    def __call__(self, x: Tensor, pairs: ExpertPairs, lora: LoraBatch | None) -> Tensor:
+        y = self.ops.expert_linear(x, pairs, self.weights)
+        if lora is not None:
+            self.ops.expert_lora_add(y, x, lora, pairs, self.layer, self.targets)
+        return y
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """The expert that every token takes, times the sigmoid of its own gate [1, hidden]."""
+
+    mlp: Mlp
+    gate: LoraLinear
+
+    def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
+        return torch.sigmoid(self.gate(x, lora)) * self.mlp(x, lora)
+
+
+@dataclass(frozen=True)
+class Moe:
+    """Each token's experts, weighted by its router, and the shared expert if there is one.
+
+    The rows of up_gate are [up; gate], as in a plain MLP.
+    """
+
+    config: MoeConfig
+    router: LoraLinear
+    up_gate: Experts
+    down: Experts
+    activation: Callable[[Tensor], Tensor]
+    shared: SharedExpert | None
+
+    def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
+        weights, choices = route(self.router(x, lora), self.config)
+        pairs, places = pair_up(choices, self.config.num_experts, lora)
+        up, gate = self.up_gate(x[pairs.rows], pairs, lora).chunk(2, dim=-1)
+        y = self.down(self.activation(gate) * up, pairs, lora)
+        # Back to each token's own order of experts, so that its sum does not depend on its company.
+        y = y[places].view(*choices.shape, -1).float()
+        mixed = (y * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
+        return mixed if self.shared is None else mixed + self.shared(x, lora)

@@ -1,0 +1,405 @@
+"""Protects mixtures of experts: logits and greedy tokens equal transformers + PEFT, with adapters on every
+module, many of them and the base model in one batch; what cannot be served is refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from test_parity_adapters import agree, mixed_logits, open_store, tokens
+from test_parity_models import Driver
+from transformers import AutoModelForCausalLM
+
+from manylora.config import EngineConfig, LoraCacheConfig
+from manylora.device import open_device
+from manylora.engine.engine import Engine
+from manylora.errors import AdapterInvalidError, ConfigError
+from manylora.lora.catalog import read_adapter_folder
+from manylora.lora.expert_rules import check_moe_backend, targets_beside_quantised_experts
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.npy import write_npy
+from manylora.lora.geometry import Layout, cache_geometry
+from manylora.lora.modules import MODULE_NAMES, lora_modules
+from manylora.lora.moe_layout import make_per_expert_lora
+from manylora.lora.pool import AdapterPool
+from manylora.lora.slicing import slice_row
+from manylora.lora.store import AdapterStore
+from manylora.lora.tensors import AdapterRow, adapter_from_tensors, pack_rows
+from manylora.model.checkpoint import read_model_config
+from manylora.model.weights import load_decoder
+from manylora.request import LoraInput, Request, SamplingParams
+from manylora.testing import MOE_FAMILIES, make_adapter, make_model, reference_generate, reference_logits
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+ROUTER = ["mlp.gate.weight"]
+KINDS: dict[str, dict[str, Any]] = {
+    "experts": {"rank": 4, "target_parameters": EXPERTS, "modules": ATTENTION},
+    "experts and router": {"rank": 3, "target_parameters": [*EXPERTS, *ROUTER], "modules": ()},
+    "rank 1": {"rank": 1, "target_parameters": EXPERTS[1:], "modules": ("q_proj",)},
+    "rank 512": {"rank": 512, "target_parameters": EXPERTS[:1], "modules": ()},
+    "patterns": {
+        "rank": 4,
+        "target_parameters": [*EXPERTS, *ROUTER],
+        "modules": ATTENTION,
+        "rank_pattern": {r".*\.gate_up_proj": 9, "layers.1.mlp.experts.down_proj": 2, "gate.weight": 7},
+        "alpha_pattern": {"experts.gate_up_proj": 5, "layers.1.mlp.gate.weight": 20},
+    },
+    "rsLoRA": {"rank": 6, "target_parameters": EXPERTS, "modules": ("v_proj",), "use_rslora": True},
+    "attention": {"rank": 8, "modules": ATTENTION},
+}
+SHARED = {
+    "rank": 5,
+    "modules": ("shared_expert_gate", *(f"shared_expert.{n}_proj" for n in ("gate", "up", "down"))),
+}
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("moe")
+
+
+def by_number(adapter: Path, path: Path, mixtral: bool) -> Path:
+    """The same adapter as PEFT wrote it before it stacked experts: matrices of each expert by its number."""
+    config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    found: dict[str, torch.Tensor] = {}
+    for key, value in load_file(adapter / "adapter_model.safetensors").items():
+        key = key.replace(".mlp.", ".block_sparse_moe.") if mixtral else key
+        head, experts, tail = key.partition(".experts.")
+        if not experts:
+            found[key] = value
+            continue
+        gate_up, rank = "base_layer" in tail, config["r"]
+        side = "lora_A" if "lora_A" in tail else "lora_B"
+        if side == "lora_A":
+            each = value.unflatten(0, (-1, rank))
+            parts = [each, each] if gate_up else [each]
+        else:
+            each = value.unflatten(1, (rank, -1)).permute(2, 0, 1)
+            parts = list(each.chunk(2, dim=1)) if gate_up else [each]
+        for name, part in zip(names[:2] if gate_up else names[2:], parts, strict=True):
+            for number, matrix in enumerate(part):
+                found[f"{head}.experts.{number}.{name}.{side}.weight"] = matrix.clone()
+    path.mkdir()
+    save_file(found, path / "adapter_model.safetensors")
+    config.update(target_parameters=None, target_modules=[*names, *ATTENTION])
+    (path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("family", sorted(MOE_FAMILIES))
+def test_every_kind_in_one_batch(family: str, workshop: Path) -> None:
+    model = make_model(workshop / family, family, seed=8, sharded=family == "qwen2-moe")
+    shared = {"shared expert": SHARED, "shared expert, DoRA": {**SHARED, "use_dora": True}}
+    kinds = {**KINDS, **shared} if family.startswith("qwen2") else KINDS
+    adapters: list[Path | None] = [None]
+    for number, options in enumerate(kinds.values()):
+        adapters.append(make_adapter(workshop / f"{family}-{number}", model, number, **options))
+    base = BaseWeights(model)
+    inputs = [LoraInput(i, *read_adapter_folder(a, base)) if a else None for i, a in enumerate(adapters)]
+    for i, (adapter, found) in enumerate(zip(adapters, mixed_logits(model, inputs), strict=True)):
+        assert agree(found, reference_logits(model, adapter, tokens(20, i))), ["base", *kinds][i]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "qwen3-moe"])
+def test_experts_by_number_are_the_stacked_ones(family: str, workshop: Path) -> None:
+    model = make_model(workshop / f"{family}-n", family, seed=9)
+    stacked = make_adapter(workshop / f"{family}-s", model, 1, **KINDS["experts"])
+    old = by_number(stacked, workshop / f"{family}-o", mixtral=family == "mixtral")
+    modules = lora_modules(read_model_config(model))
+    for given in (None, modules):  # known sizes, and those that the files tell
+        for one, other in zip(
+            read_adapter_folder(old, modules=given), read_adapter_folder(stacked, modules=given), strict=True
+        ):
+            np.testing.assert_array_equal(one, other)
+    if family == "qwen2-moe":
+        return  # PEFT itself does not read the old form of this family
+    expected = reference_logits(model, old, tokens(20, 0))
+    assert agree(mixed_logits(model, [LoraInput(0, *read_adapter_folder(old))])[0], expected)
+    # PEFT fuses gate and up when it reads the old form: of twice the rank, half of which is idle in either.
+    again = workshop / f"{family}-again"
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), old).save_pretrained(again)
+    assert json.loads((again / "adapter_config.json").read_text(encoding="utf-8"))["target_parameters"]
+    for one, other in zip(read_adapter_folder(old), read_adapter_folder(again), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe"])
+def test_stacked_checkpoints_are_read(family: str, workshop: Path) -> None:
+    plain, stacked = (
+        make_model(workshop / f"{family}-{form}", family, seed=5, stacked=form == "stacked")
+        for form in ("plain", "stacked")
+    )
+    assert any(key.endswith("mlp.experts.gate_up_proj") for key in load_file(stacked / "model.safetensors"))
+    [one], [other] = mixed_logits(plain, [None]), mixed_logits(stacked, [None])
+    assert torch.equal(one, other)
+
+
+def random_rows(model: Path, layers: range, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """An adapter with every module that each layer has, ranks all different, as a request's tensors."""
+    random, rows = np.random.default_rng(seed), []
+    for layer in layers:
+        for module in lora_modules(read_model_config(model)).values():
+            if module.layers is None or layer in module.layers:
+                rank = int(random.integers(1, 9))
+                values = random.normal(size=module.row_elements(rank)) * 0.1
+                rows.append(AdapterRow(module.module_id, layer, rank, False, values.astype(np.float32)))
+    return pack_rows(rows)
+
+
+def merged(model: Path, path: Path, weights: np.ndarray, config: np.ndarray) -> Path:
+    """The model with an adapter's rows added to its weights."""
+    modules, made = lora_modules(read_model_config(model)), load_file(model / "model.safetensors")
+    plain = {1: "self_attn.q_proj", 2: "self_attn.k_proj", 3: "self_attn.v_proj", 4: "self_attn.o_proj",
+             5: "mlp.gate_proj", 6: "mlp.down_proj", 7: "mlp.up_proj", 16: "mlp.gate",
+             17: "mlp.shared_expert_gate", 19: "mlp.shared_expert.gate_proj",
+             20: "mlp.shared_expert.down_proj", 21: "mlp.shared_expert.up_proj"}  # fmt: skip
+    fused = {0: (1, 2, 3), 18: (7, 5)}
+    experts = {13: "gate_proj", 14: "down_proj", 15: "up_proj"}
+    for row, (module_id, layer, rank, _) in zip(weights[0], config[0].tolist(), strict=True):
+        module, base = modules[module_id], f"model.layers.{layer}."
+        count = module.experts
+        middle, end = rank * module.in_dim, rank * (module.in_dim + module.out_dim)
+        a = torch.tensor(row[:middle]).view(count, rank, -1)
+        b = torch.tensor(row[middle:end]).view(count, -1, rank)
+        for number, delta in enumerate(b @ a):
+            names = (
+                [f"mlp.experts.{number}.{experts[module_id]}"]
+                if module_id in experts
+                else [plain[i] for i in fused.get(module_id, (module_id,))]
+            )
+            parts = delta.split([len(made[f"{base}{name}.weight"]) for name in names])
+            for name, part in zip(names, parts, strict=True):
+                made[f"{base}{name}.weight"] += part
+    shutil.copytree(model, path)
+    save_file(made, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("family", ["qwen2-moe-sparse", "qwen3-moe"])
+def test_every_module_through_the_tensors_of_a_request(family: str, workshop: Path) -> None:
+    """Requests of one engine, in chunks, with and without company: the tokens of the merged model."""
+    model = make_model(workshop / f"{family}-wire", family, seed=11)
+    layers = range(read_model_config(model).num_layers)
+    sent = [random_rows(model, layers, seed) for seed in (1, 2)]
+    write_npy(workshop / f"{family}-prefetch" / "7", *sent[1])
+    cache = LoraCacheConfig(gpu_memory_bytes=2**25, prefetch_dir=workshop / f"{family}-prefetch")
+    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, max_num_tokens=64, lora=cache))
+    known = {row for row in MODULE_NAMES if row.startswith(("moe_", "shared_", "mlp_"))} & {
+        MODULE_NAMES[i] for i in sent[0][1][0, :, 0]
+    }
+    assert known >= {"moe_h_to_4h", "moe_4h_to_h", "moe_gate", "moe_router"}
+    if family == "qwen2-moe-sparse":
+        assert known >= {"mlp_router", "mlp_gate_up", "shared_expert_gate", "shared_expert_4h_to_h"}
+    given = [None, LoraInput(3, *sent[0]), LoraInput(7), None, LoraInput(3)]
+    expected = [
+        reference_generate(
+            merged(model, workshop / f"{family}-merged-{i}", *sent[lora.task_id == 7]), None, p, 10
+        )
+        if lora
+        else reference_generate(model, None, p, 10)
+        for i, (lora, p) in enumerate((lora, tokens(30, i)) for i, lora in enumerate(given))
+    ]
+    assert generate(engine, given) == expected
+    alone = [generate(engine, [lora], first=i)[0] for i, lora in enumerate(given)]
+    assert alone == expected
+    engine.close()
+
+
+def generate(engine: Engine, given: Sequence[LoraInput | None], first: int = 0) -> list[list[int]]:
+    handles = []
+    for i, lora in enumerate(given):
+        request = Request(tuple(tokens(30, first + i)), SamplingParams(max_tokens=10), lora=lora)
+        handles.append(engine.submit(engine.prepare(request)))
+    found: dict[int, list[int]] = {handle: [] for handle in handles}
+    while engine.has_work:
+        for handle, event in engine.step():
+            assert event.error is None
+            found[handle] += event.token_ids
+    return [found[handle] for handle in handles]
+
+
+def test_bfloat16_is_no_farther_from_the_truth_than_transformers(workshop: Path) -> None:
+    model = make_model(workshop / "bf16", "qwen3-moe", seed=6)
+    decoder = load_decoder(model, read_model_config(model), torch.bfloat16, open_device("cpu"))
+    ids = tokens(60, 4)
+    [found] = Driver(decoder, [ids], [None]).run()
+    truth = reference_logits(model, None, ids)
+    theirs = (reference_logits(model, None, ids, torch.bfloat16) - truth).square().mean().sqrt()
+    ours = (found - truth).square().mean().sqrt()
+    assert ours <= 1.3 * theirs
+
+
+def broken(adapter: Path, path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    shutil.copytree(adapter, path)
+    tensors = load_file(path / "adapter_model.safetensors")
+    change(tensors)
+    save_file({key: value.contiguous() for key, value in tensors.items()}, path / "adapter_model.safetensors")
+    return path
+
+
+def test_broken_adapters_are_refused_with_the_reason(workshop: Path) -> None:
+    model = make_model(workshop / "small", "qwen3-moe", seed=12)
+    wide = make_model(workshop / "wide", "qwen3-moe", seed=12, num_experts=8)
+    modules = lora_modules(read_model_config(model))
+    stacked = make_adapter(workshop / "stacked", model, 1, rank=4, target_parameters=EXPERTS, modules=())
+    old = by_number(stacked, workshop / "old", mixtral=False)
+    low, high = "base_model.model.model.layers.0.mlp.experts.", ".lora_A.weight"
+    more = lora_modules(read_model_config(wide))
+
+    def move(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{low}0.gate_proj.lora_magnitude_vector"] = torch.ones(40)
+
+    cases: list[tuple[Path, str]] = [
+        (
+            broken(old, workshop / "b1", lambda t: t.pop(f"{low}3.up_proj{high}")),
+            "expert 3: .* missing its lora_A",
+        ),
+        (
+            broken(old, workshop / "b2", lambda t: t.update({f"{low}2.up_proj{high}": torch.ones(5, 64)})),
+            "up_proj: adapter size of A",
+        ),
+        (broken(old, workshop / "b3", move), "DoRA with MoE is not supported"),
+        (broken(stacked, workshop / "b4", lambda t: t.pop(f"{low}base_layer{high}")), "missing its lora_A"),
+        (
+            broken(stacked, workshop / "b5", lambda t: t.update({f"{low[:-1]}{high}": torch.ones(24, 41)})),
+            "goes from 41 to 64 dimensions: neither gate_up_proj nor down_proj of this",
+        ),
+        (
+            broken(
+                old,
+                workshop / "b6",
+                lambda t: t.update({f"{low}0.up_proj{high}": torch.full((4, 64), torch.nan)}),
+            ),
+            "NaN",
+        ),
+    ]
+    for path, reason in cases:
+        with pytest.raises(AdapterInvalidError, match=reason):
+            read_adapter_folder(path, modules=modules)
+    key = f"{low}2.up_proj{high}"
+    longer = {key: torch.ones(5, 64), key.replace("lora_A", "lora_B"): torch.ones(40, 5)}
+    with pytest.raises(
+        AdapterInvalidError, match=r"of expert 2 are .5, 64. and .40, 5., of expert 0 .4, 64. and"
+    ):
+        read_adapter_folder(broken(old, workshop / "b7", lambda t: t.update(longer)))
+    for path in (stacked, old):
+        with pytest.raises(AdapterInvalidError, match="has 6 experts, this model has 8"):
+            read_adapter_folder(path, modules=more)
+
+
+def test_tensors_that_do_not_fit_the_layer_are_refused(workshop: Path) -> None:
+    model = make_model(workshop / "dense-first", "qwen3-moe-dense-first", seed=12)
+    store = open_store(read_model_config(model))
+
+    def row(module_id: int, layer: int, dora: bool = False) -> LoraInput:
+        module = lora_modules(read_model_config(model))[module_id]
+        values = np.ones(module.row_elements(1, dora), np.float32)
+        return LoraInput(1, *pack_rows([AdapterRow(module_id, layer, 1, dora, values)]))
+
+    assert store.prepare(row(13, 1)) is not None and store.prepare(row(5, 0)) is not None
+    for lora, reason in [
+        (row(13, 0), "lora module moe_h_to_4h does not exist in layer 0 of this model"),
+        (row(5, 1), "lora module mlp_h_to_4h does not exist in layer 1 of this model"),
+        (row(14, 1, dora=True), "DoRA with MoE is not supported"),
+    ]:
+        with pytest.raises(AdapterInvalidError, match=reason):
+            store.prepare(lora)
+
+
+def test_experts_are_cut_one_by_one_for_tensor_parallel_ranks(workshop: Path) -> None:
+    model = make_model(workshop / "tp", "mixtral", seed=1)
+    modules = lora_modules(read_model_config(model))
+    assert (modules[13].in_dim, modules[13].out_dim, modules[14].in_dim) == (64 * 4, 96 * 4, 96 * 4)
+    assert (modules[16].in_dim, modules[16].out_dim) == (64, 4)
+    made = make_per_expert_lora(4, 3, 64, 96, dtype=torch.float32, seed=1)
+    for module_id, a, b in [(13, made["A"], made["B"]), (14, made["B"].mT, made["A"].mT)]:
+        payload = np.concatenate([a.contiguous().numpy().ravel(), b.contiguous().numpy().ravel()])
+        row = AdapterRow(module_id, 0, 3, False, payload)
+        cut = slice_row(row, modules[module_id], 2, 1).payload
+        kept = (a, b[:, 48:]) if module_id == 13 else (a[:, :, 48:], b)
+        np.testing.assert_array_equal(cut, np.concatenate([k.contiguous().numpy().ravel() for k in kept]))
+
+
+def test_rows_come_back_from_the_host_as_they_went(workshop: Path) -> None:
+    model = make_model(workshop / "pool", "mixtral", seed=1)
+    modules = lora_modules(read_model_config(model))
+    weights, config = random_rows(model, range(2), 5)
+    adapter = adapter_from_tensors(LoraInput(0, weights, config), modules, 2, 64)
+    rows = [(modules[r.module_id], r.layer, r.rank, r.dora) for r in adapter.rows]
+    geometry = cache_geometry(modules.values(), 2, 8, 64)
+    layout = Layout.of(rows, geometry)
+    pool = AdapterPool(geometry, layout.num_pages, 1, torch.float32, torch.device("cpu"))
+    pages = list(reversed(range(layout.num_pages)))
+    pool.write_host(adapter, layout, pages)
+    for one, other in zip(adapter.rows, pool.read_host("", layout, pages).rows, strict=True):
+        np.testing.assert_array_equal(one.payload, other.payload)
+
+
+def test_what_cannot_be_served_is_refused_by_name(workshop: Path) -> None:
+    config = read_model_config(make_model(workshop / "rules", "qwen2-moe", seed=1))
+    assert "shared_expert_gate" in {m.name for m in lora_modules(config, ("mlp_gate",)).values()}
+    with pytest.raises(ConfigError, match="Invalid LoRA module mlp_gate_up"):
+        lora_modules(config, ("mlp_gate_up",))
+    for backend in ("TRITON", "TRTLLM"):
+        with pytest.raises(
+            ConfigError, match=r"requires moe_backend='CUTLASS'; got moe_backend='T.*\['moe_gate'\]"
+        ):
+            check_moe_backend(backend, ("attn_q", "moe_gate"), config)
+        with pytest.raises(ConfigError, match="moe_backend must be 'CUTLASS' or left out"):
+            check_moe_backend(backend, ("attn_q",), config)
+    for backend in (None, "cutlass", "CUTLASS"):
+        check_moe_backend(backend, (), config)
+    with pytest.raises(ConfigError, match=r"only supports unquantized .* quant_algo .*\['moe_4h_to_h'\]"):
+        targets_beside_quantised_experts(("attn_q", "moe_4h_to_h"), config)
+    assert targets_beside_quantised_experts(("attn_q",), config) == ("attn_q",)
+    rest = targets_beside_quantised_experts((), config)
+    assert "moe_router" in rest and not {"moe_gate", "moe_h_to_4h", "moe_4h_to_h"} & set(rest)
+
+
+def test_a_cache_too_small_for_experts_serves_the_other_modules(
+    workshop: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = read_model_config(make_model(workshop / "tight", "mixtral", seed=1))
+    least = {"max_adapter_size": 64, "gpu_memory_bytes": 2**19, "host_memory_bytes": 2**19}
+
+    def opened(*targets: str) -> AdapterStore:
+        cache = LoraCacheConfig(target_modules=targets, **least)  # type: ignore[arg-type]
+        return AdapterStore.open(config, cache, torch.device("cpu"), torch.float32, 2**30)
+
+    module = lora_modules(config)[13]
+    row = AdapterRow(13, 0, 1, False, np.ones(module.row_elements(1), np.float32))
+    with pytest.raises(AdapterInvalidError, match="moe_h_to_4h not enabled"):
+        opened().prepare(LoraInput(1, *pack_rows([row])))
+    assert "adapters on routed experts are off: Not enough space" in caplog.text
+    with pytest.raises(ConfigError, match="or name fewer lora_target_modules"):
+        opened("attn_q", "moe_h_to_4h", "moe_4h_to_h")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok must be 1 to the number of experts"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step must be at least 1"),
+        ({"moe_intermediate_size": None}, "lacks 'moe_intermediate_size'"),
+        ({"moe_intermediate_size": 41}, r"must be \(41, 64\) by config.json, got \(40, 64\)"),
+    ],
+)
+def test_a_model_that_does_not_add_up_is_refused(change: dict, reason: str, workshop: Path) -> None:
+    path = shutil.copytree(
+        make_model(workshop / "sane", "qwen3-moe"), workshop / reason[:9], dirs_exist_ok=True
+    )
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config = {key: value for key, value in {**config, **change}.items() if value is not None}
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ConfigError, match=reason):
+        load_decoder(path, read_model_config(path), torch.float32, open_device("cpu"))

@@ -19,13 +19,18 @@ ORDER = [
     ["model"],
     ["engine"],
     ["loop"],
-    ["launcher", "testing", "llmapi", "commands", "cli"],
+    ["launcher", "testing", "llmapi", "openai", "commands", "cli"],
     ["lora_helper", "lora_manager", "executor", "sampling_params"],
 ]
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
 LLMAPI = [
     "lora", "llm_args", "sampling", "outputs", "result", "decoding", "continuation", "adapters", "generation",
     "sizing", "service", "llm",
+]  # fmt: skip
+OPENAI = [
+    "errors", "names", "schema", "choosing", "params", "generation", "mailbox", "disk", "reader", "kept",
+    "catalog", "fairness", "backend", "keys", "logprobs", "replies", "transport", "inference", "metrics",
+    "models", "openapi", "page", "app", "options", "server",
 ]  # fmt: skip
 INSIDE = {
     "lora": [
@@ -57,12 +62,13 @@ INSIDE = {
         "engine",
     ],
     "llmapi": LLMAPI,
+    "openai": OPENAI,
 }
 NO_TORCH = [
     "errors", "request", "config", "stats", "pages", "lifeline", "wire", "text", "launcher",
     "lora.modules", "lora.geometry", "lora.tensors", "lora.slicing", "lora.cache", "cli",
     "engine.sequence", "engine.idle_blocks", "engine.guide", "engine.kv_cache", "engine.scheduler",
-    "llmapi", "lora_helper", "lora_manager", "executor", "sampling_params",
+    "llmapi", "openai", "lora_helper", "lora_manager", "executor", "sampling_params",
 ]  # fmt: skip
 CUDA_ROOMS = ("device", "kernels.cuda")
 

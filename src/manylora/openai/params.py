@@ -20,6 +20,8 @@ from manylora.text import Tokenizer
 __all__ = ["Limits", "Plan", "guide_of", "plan"]
 
 COMPLETION_TOKENS = 16  # the API's default; a chat goes on to the end of the model's context
+# JSON may have any amount of white space between its parts, and a small model then writes nothing else.
+WHITESPACE = {"x-guidance": {"whitespace_pattern": r"[ \n\t]{0,20}"}}
 GREEDY_BELOW = 1e-5  # a temperature that no longer leaves a choice, and would overflow the logits
 
 
@@ -96,21 +98,22 @@ def guide_of(wanted: ResponseFormat | None) -> Guide | None:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return Guide("json_schema", '{"type": "object"}')
+        return _json_guide({"type": "object"})
     if wanted.type == "json_schema":
         schema: Any = (wanted.json_schema or {}).get("schema")
         if not isinstance(schema, dict):
             raise ApiError(
                 400, "missing_field", "response_format.json_schema.schema is required", "response_format"
             )
-        if (wanted.json_schema or {}).get("strict") is False:
-            # Not bound to the schema by the caller's own wish, but JSON all the same.
-            return Guide("json_schema", '{"type": "object"}')
-        return Guide("json_schema", json.dumps(schema))
+        return _json_guide(schema)
     text = wanted.regex if wanted.type == "regex" else wanted.ebnf
     if text is None:
         raise ApiError(400, "missing_field", f"response_format.{wanted.type} is required", "response_format")
     return Guide("regex" if wanted.type == "regex" else "ebnf_grammar", text)
+
+
+def _json_guide(schema: dict[str, Any]) -> Guide:
+    return Guide("json_schema", json.dumps(WHITESPACE | schema))
 
 
 def _top(body: GenerationRequest) -> int | None:

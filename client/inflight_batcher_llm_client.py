@@ -24,6 +24,7 @@ STATISTICS = (
     "kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks",
     "acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens",
 )  # fmt: skip
+LOOKAHEAD = ("window_size", "ngram_size", "verification_set_size")
 LONG = 256
 ANSWER_TIMEOUT_S = 600
 
@@ -76,6 +77,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--top-p", type=float, default=0.0)
     add("--requested-outputs", nargs="*", default=[])
     add("--model-name", default="tensorrt_llm")
+    add("--prompt-embedding-table-path", default="", help=".npy: [rows, hidden] or [tasks, rows, hidden]")
+    add("--prompt-task-id", type=int, default=0, help="which table of a three-dimensional file")
+    add("--dtype", default="float16", choices=("float16", "float32", "bfloat16"), help="of the table's file")
+    add("--prompt_table_extra_id", type=int, help="accepted; reuse is keyed by the table's content")
+    add("--vocab_size", type=int, help="with --prompt_table_extra_id: ids from here on are the table's")
+    add("--lookahead_config", type=int, nargs=3, metavar=("W", "N", "G"), help="the server refuses it")
     return parser.parse_args()
 
 
@@ -111,6 +118,24 @@ def lora_tensors(flags: argparse.Namespace) -> list[grpc.InferInput]:
     return made
 
 
+def prompt_table_tensors(flags: argparse.Namespace, ids: list[int]) -> list[grpc.InferInput]:
+    """The rows that ids beyond the vocabulary stand for; the wire has float16."""
+    made = []
+    if flags.prompt_embedding_table_path:
+        table = np.load(flags.prompt_embedding_table_path, allow_pickle=False)
+        if table.dtype.kind == "V":
+            table = (table.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        table = table[flags.prompt_task_id] if table.ndim == 3 else table
+        made.append(tensor("prompt_embedding_table", table.astype(np.float16)[np.newaxis]))
+        made.append(scalar("prompt_vocab_size", len(table), np.int32))
+    if flags.prompt_table_extra_id is not None:
+        if flags.vocab_size is None:
+            raise ClientError("--prompt_table_extra_id needs --vocab_size")
+        extra = [flags.prompt_table_extra_id if token >= flags.vocab_size else 0 for token in ids]
+        made.append(tensor("prompt_table_extra_ids", np.array([extra], np.uint64)))
+    return made
+
+
 def build_inputs(
     flags: argparse.Namespace, ids: list[int], end_id: int, pad_id: int
 ) -> list[grpc.InferInput]:
@@ -139,7 +164,10 @@ def build_inputs(
             made.append(scalar(name, True, np.bool_))
     if flags.draft_tokens_csv:
         made.append(tensor("draft_input_ids", np.array([csv_row(flags.draft_tokens_csv)], np.int32)))
-    return made + lora_tensors(flags)
+    if flags.lookahead_config:
+        for name, value in zip(LOOKAHEAD, flags.lookahead_config, strict=True):
+            made.append(scalar(f"lookahead_{name}", value, np.int32))
+    return made + prompt_table_tensors(flags, ids) + lora_tensors(flags)
 
 
 def stop_inputs() -> list[grpc.InferInput]:

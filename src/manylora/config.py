@@ -71,6 +71,7 @@ class EngineConfig:
     enable_chunked_context: bool = True
     batch_scheduler_policy: str = "guaranteed_no_evict"
     max_queue_size: int = 0  # waiting requests; 0: no limit
+    wrap_input_ids: bool = False  # ids beyond the vocabulary are taken modulo its size instead of refused
     lora: LoraCacheConfig = field(default_factory=LoraCacheConfig)
 
     def __post_init__(self) -> None:

@@ -49,10 +49,13 @@ class RequestError(ManyloraError):
 
 
 class QueueFullError(RequestError):
-    """Too many requests wait already."""
+    """Too many requests wait already. Clients match either half: the executor's words, and Triton's."""
 
     def __init__(self, max_queue_size: int) -> None:
-        super().__init__(f"Maximum queue size of {max_queue_size} has been reached, please try again later")
+        super().__init__(
+            f"Maximum queue size of {max_queue_size} has been reached, please try again later "
+            "(Exceeds maximum queue size)"
+        )
 
 
 class DrainingError(RequestError):

@@ -40,7 +40,7 @@ def lay_out(adapters: list[Path | None]) -> tuple[torch.Tensor, list[dict]]:
             parts = key.split(".")
             layer, name = int(parts[parts.index("layers") + 1]), parts[-3]
             rows[layer, IDS[name]] = LoraRow(used, a.shape[0])
-            pieces += [a.flatten(), b.flatten(), torch.full((5,), float("nan"))]
+            pieces += [a.flatten(), b.T.flatten(), torch.full((5,), float("nan"))]
             used += a.numel() + b.numel() + 5
         places.append(rows)
     return torch.cat(pieces), places

@@ -58,7 +58,9 @@ def on_device(store: AdapterStore, lease: AdapterLease) -> np.ndarray:
     batch = store.batch([(0, 1, lease)])
     assert batch is not None
     rows = batch.segments[0].rows
-    return np.stack([batch.pool[rows[layer, 1].offset :][:ROW].float().numpy() for layer in range(LAYERS)])
+    stored = [batch.pool[rows[layer, 1].offset :][:ROW].float().numpy() for layer in range(LAYERS)]
+    half = RANK * HIDDEN
+    return np.stack([np.concatenate((r[:half], r[half:].reshape(RANK, HIDDEN).T.ravel())) for r in stored])
 
 
 def take(store: AdapterStore, lora: LoraInput) -> AdapterLease:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import queue
 import subprocess
 import sys
 from pathlib import Path
 
-from conftest import ROOT, Running, World
+import numpy as np
+import tritonclient.grpc as grpc
+from conftest import ROOT, Running, World, fill_repo, new_server
+from safetensors import safe_open
+from test_server import inputs
 
 from manylora.testing import reference_generate
 from manylora.text import Tokenizer
@@ -85,6 +90,66 @@ def test_text_in_and_text_out_whole_streamed_and_batched(server: Running, world:
         assert answer.returncode == 0, answer.stdout
     weights = ["--lora-path", str(world.converted / "3"), "--lora-task-id", "33"]
     assert end_to_end(server, "-p", "a", "-o", "2", *weights).returncode == 0
-    refused = end_to_end(server, "-p", "a", "-b", "2")
+    refused = end_to_end(server, "-p", "a", "-b", "9")
     assert refused.returncode == 1
-    assert "beam_width must be 1" in refused.stdout
+    assert "beam_width must be at most max_beam_width (4)" in refused.stdout
+
+
+def test_drafts_prompt_tables_and_beams_from_files(server: Running, world: World, tmp_path: Path) -> None:
+    prompt = [72, 101, 108, 108, 111]
+    expected = reference_generate(world.model, None, prompt, 8)
+    files = {"in": prompt, "draft": expected[:4], "out": expected}
+    for name, ids in files.items():
+        (tmp_path / f"{name}.csv").write_text(",".join(map(str, ids)))
+    flags = ["--input-tokens-csv", tmp_path / "in.csv", "--output-tokens-csv", tmp_path / "out.csv"]
+    flags = [*map(str, flags), "--request-output-len", "8", "--check-output"]
+    draft = run(
+        server, world, *flags, "--draft-tokens-csv", str(tmp_path / "draft.csv"), "--return-perf-metrics"
+    )
+    assert draft.returncode == 0, draft.stdout
+    assert "total_accepted_draft_tokens: 4" in draft.stdout
+    with safe_open(world.model / "model.safetensors", "np") as file:
+        table = file.get_tensor("model.embed_tokens.weight")[[101]].astype(np.float16)
+    np.save(tmp_path / "table.npy", table)
+    (tmp_path / "in.csv").write_text("72,272,108,108,111")
+    flags = [
+        *flags,
+        "--prompt-embedding-table-path",
+        str(tmp_path / "table.npy"),
+        "--exclude-input-in-output",
+    ]
+    virtual = run(server, world, *flags, "--prompt_table_extra_id", "7", "--vocab_size", "272")
+    assert virtual.returncode == 0, virtual.stdout
+    beams = run(server, world, "--text", "Hi", "-b", "3", "--return-log-probs", "--return-generation-logits")
+    assert beams.returncode == 1
+    assert "return_generation_logits needs beam_width 1" in beams.stdout
+    beams = run(server, world, "--text", "Hi", "-b", "3", "--return-log-probs", "--return-context-logits")
+    assert beams.returncode == 0, beams.stdout
+    assert "Output beam 2:" in beams.stdout
+    assert "context_logits.shape: (1, 3, 272)" in beams.stdout
+    ahead = run(server, world, "--text", "Hi", "--lookahead_config", "7", "7", "7")
+    assert ahead.returncode == 1
+    assert "input lookahead_window_size is not supported" in ahead.stdout
+
+
+def test_a_full_queue_is_told_in_both_wordings(world: World, tmp_path: Path) -> None:
+    served = new_server(fill_repo(tmp_path / "repo", world.model, max_queue_size="6", max_num_sequences="1"))
+    assert served.launch().returncode == 0
+    try:
+        told = burst(served, 60)
+    finally:
+        served.launch("--stop")
+    assert told
+    assert all("Exceeds maximum queue size" in text for text in told)
+    assert any("Maximum queue size of 6" in text for text in told)
+
+
+def burst(server: Running, count: int) -> list[str]:
+    """So many requests at once over one stream; the errors among the answers."""
+    arrived: queue.Queue = queue.Queue()
+    with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+        client.start_stream(lambda result, error: arrived.put(error))
+        for _ in range(count):
+            client.async_stream_infer("tensorrt_llm", inputs(new=200))
+        errors = [arrived.get(timeout=60) for _ in range(count)]
+    return [str(error) for error in errors if error is not None]

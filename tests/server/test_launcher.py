@@ -20,7 +20,7 @@ from conftest import ROOT, Running, World, fill_repo, new_server
 from test_server import NEW, PROMPT, ask, inputs, new_ids, tensor
 
 STREAMS = 50
-MODELS = ("preprocessing", "tensorrt_llm", "postprocessing")
+MODELS = ("preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls")
 
 
 def children(pid: int) -> list[int]:

@@ -19,6 +19,7 @@ from test_server import PROMPT, inputs, tensor
 
 from manylora.lora.convert import convert_peft
 from manylora.lora.formats.npy import write_npy
+from manylora.lora.tensors import narrow_to_bfloat16
 from manylora.testing import reference_generate
 from manylora.text import Tokenizer
 
@@ -65,6 +66,54 @@ def test_bfloat16_adapters_unary_over_grpc_and_http(plain: Running, world: World
             made.append(http.InferInput(name, list(value.shape), grpc_type(value)))
             made[-1].set_data_from_numpy(value)
         assert client.infer("tensorrt_llm", made).as_numpy("output_ids")[0, 0].tolist() == ids
+
+
+def test_a_stop_request_reaches_a_model_that_is_not_decoupled(plain: Running) -> None:
+    with grpc.InferenceServerClient(f"127.0.0.1:{plain.grpc}") as client:
+        answers: queue.Queue = queue.Queue()
+        for number in range(3):
+            client.async_infer(
+                "tensorrt_llm",
+                inputs(PROMPT, 240),
+                lambda result, error: answers.put((result, error)),
+                request_id=f"long{number}",
+            )
+        stop = inputs([0], 0, stop=np.array([[True]]))
+        while answers.empty():
+            assert client.infer("tensorrt_llm", stop, request_id="long1").get_response().outputs == []
+        found = {}
+        for _ in range(3):
+            result, error = answers.get(timeout=30)
+            assert error is None, error
+            found[result.get_response().id] = result
+    reasons = {name: result.as_numpy("finish_reason")[0, 0] for name, result in found.items()}
+    assert reasons == {"long0": b"length", "long1": b"cancelled", "long2": b"length"}
+
+
+def test_a_large_adapter_over_binary_http(plain: Running) -> None:
+    """300 MB: rank-1 rows padded with zeros. Equal to the same rows without padding."""
+    rows = np.random.default_rng(1).normal(0, 0.3, size=(1, 2, 128)).astype(np.float32)
+    config = np.array([[[1, 0, 1], [1, 1, 1]]], np.int32)
+
+    def answer(task_id: int, width: int) -> list[int]:
+        weights = np.zeros((1, 2, width), np.float32)
+        weights[:, :, :128] = rows
+        made = []
+        for name, value, dtype in (
+            ("input_ids", np.array([PROMPT], np.int32), "INT32"),
+            ("input_lengths", np.array([[len(PROMPT)]], np.int32), "INT32"),
+            ("request_output_len", np.array([[NEW]], np.int32), "INT32"),
+            ("lora_task_id", np.array([[task_id]], np.uint64), "UINT64"),
+            ("lora_config", config, "INT32"),
+        ):
+            made.append(http.InferInput(name, list(value.shape), dtype).set_data_from_numpy(value))
+        made.append(http.InferInput("lora_weights", list(weights.shape), "BF16"))
+        made[-1]._raw_data = narrow_to_bfloat16(weights).tobytes()
+        made[-1]._parameters["binary_data_size"] = len(made[-1]._raw_data)
+        with http.InferenceServerClient(f"127.0.0.1:{plain.http}", network_timeout=60) as client:
+            return client.infer("tensorrt_llm", made).as_numpy("output_ids")[0, 0].tolist()
+
+    assert answer(501, 300_000_000 // 4) == answer(502, 128)
 
 
 def grpc_type(value: np.ndarray) -> str:

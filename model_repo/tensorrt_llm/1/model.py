@@ -27,15 +27,14 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 @dataclass(eq=False)
 class Call:
-    """One Triton request: its sender (None when not decoupled), and how many engine requests are open."""
+    """One Triton request: its sender, and how many engine requests are open."""
 
     request_id: str
     sender: object
     open: int
     tickets: list
-    done: threading.Event
-    response: object = None
     started: bool = False
+    done: bool = False
 
 
 class TritonPythonModel:
@@ -61,12 +60,8 @@ class TritonPythonModel:
         self._sender.start()
 
     def execute(self, requests):
-        calls = [self._take(request) for request in requests]
-        if self._decoupled:
-            return None
-        for call in calls:
-            call.done.wait()
-        return [call.response for call in calls]
+        for request in requests:
+            self._take(request)
 
     def finalize(self):
         self._loop.close()
@@ -74,8 +69,7 @@ class TritonPythonModel:
         self._sender.join()
 
     def _take(self, request):
-        sender = request.get_response_sender() if self._decoupled else None
-        call = Call(request.request_id(), sender, 0, [], threading.Event())
+        call = Call(request.request_id(), request.get_response_sender(), 0, [])
         try:
             arrays = {tensor.name(): _array(tensor) for tensor in request.inputs()}
             if is_stop(arrays):
@@ -149,7 +143,7 @@ class TritonPythonModel:
         if reply is None:
             self._finish(call, pb_utils.InferenceResponse([]))
             return
-        if call.done.is_set():
+        if call.done:
             return
         response = pb_utils.InferenceResponse([pb_utils.Tensor(*pair) for pair in reply.encode(event)])
         call.open -= event.last
@@ -160,13 +154,10 @@ class TritonPythonModel:
             call.sender.send(response)
 
     def _finish(self, call, response):
-        if call.done.is_set():
-            return
-        self._forget(call)
-        call.response = response
-        if call.sender is not None:
+        if not call.done:
+            self._forget(call)
+            call.done = True
             call.sender.send(response, flags=FINAL)
-        call.done.set()
 
     def _forget(self, call):
         with self._lock:
@@ -178,7 +169,7 @@ class TritonPythonModel:
 
     def _cancel_abandoned(self):
         with self._lock:
-            calls = [call for call in self._live if call.sender is not None]
+            calls = list(self._live)
         for call in calls:
             if call.sender.is_cancelled():
                 for ticket in call.tickets:

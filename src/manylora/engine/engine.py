@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,9 @@ class Engine:
 
     def prepare(self, request: Request) -> Prepared:
         """Check a request and read its adapter. Any thread. Raises RequestError."""
+        if self.config.wrap_input_ids and request.prompt_table is None:
+            vocab = self.model.vocab_size
+            request = replace(request, prompt=tuple(token % vocab for token in request.prompt))
         self._check_prompt(request)
         self._check_extras(request)
         adapter = self.adapters.prepare(request.lora) if request.lora else None

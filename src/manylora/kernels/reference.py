@@ -16,6 +16,12 @@ __all__ = ["ReferenceOps"]
 class ReferenceOps:
     """Runs on any torch device."""
 
+    def pack(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, packed, bias)
+
     def lora_add(
         self,
         y: Tensor,
@@ -34,7 +40,7 @@ class ReferenceOps:
                 columns = slice(target.start, target.start + target.width)
                 a, b, magnitude = _matrices(batch.pool, row, x.shape[-1], target.width)
                 out = y[segment.start : segment.stop, columns]
-                out.addmm_(rows @ a.T, b.T)
+                out.addmm_(rows @ a.T, b)
                 if magnitude is not None:
                     shift = bias[columns] if bias is not None else 0
                     out.copy_((out - shift) * magnitude + shift)
@@ -110,5 +116,5 @@ def _matrices(pool: Tensor, row: LoraRow, in_dim: int, out_dim: int) -> tuple[Te
     middle = row.offset + row.rank * in_dim
     end = middle + row.rank * out_dim
     a = pool[row.offset : middle].view(row.rank, in_dim)
-    b = pool[middle:end].view(out_dim, row.rank)
+    b = pool[middle:end].view(row.rank, out_dim)
     return a, b, pool[end : end + out_dim] if row.dora else None

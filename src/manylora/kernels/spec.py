@@ -21,8 +21,8 @@ __all__ = ["AttentionBatch", "LoraBatch", "LoraRow", "LoraSegment", "LoraTarget"
 class LoraRow:
     """Where one (layer, module) of one adapter lies in the flat pool. Filled by `lora.pool`.
 
-    pool[offset:] holds A [rank, in_dim], then B [out_dim, rank] with the scaling in it, then, when `dora`,
-    the normalised magnitude [out_dim]; all row-major and adjacent.
+    pool[offset:] holds A [rank, in_dim], then B transposed [rank, out_dim] with the scaling in it, then, when
+    `dora`, the normalised magnitude [out_dim]; all row-major and adjacent.
     """
 
     offset: int
@@ -78,6 +78,14 @@ class AttentionBatch:
 
 class Ops(Protocol):
     """The table of operations of one device."""
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """A weight [N, K] in the form that this device's `linear` likes best; the original may be let go."""
+        ...
+
+    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        """Semantics: x @ weight.T + bias, of a packed weight; x [T, K] -> [T, N]."""
+        ...
 
     def lora_add(
         self,

@@ -19,6 +19,8 @@ __all__ = ["AdapterPool"]
 class AdapterPool:
     """Host level: [host_pages, page elements]; pinned memory beside a GPU. Device level: one flat tensor.
 
+    A row is stored as A [rank, in], B transposed [rank, out], and the magnitude of a DoRA row.
+
     Memory that was never written is not resident yet, so an empty cache on a CPU costs nothing.
     """
 
@@ -54,14 +56,15 @@ class AdapterPool:
         if self._copied is not None:
             self._copied.synchronize()
         for row, place in zip(adapter.rows, layout.placements, strict=True):
-            self._slots(pages, place)[: row.payload.size].copy_(_tensor(row.payload))
+            _turn_b(_tensor(row.payload), self._slots(pages, place)[: row.payload.size], place)
 
     def read_host(self, digest: str, layout: Layout, pages: Sequence[int]) -> Adapter:
         """The adapter in these pages, in the compute dtype; a copy."""
         rows = []
         for place in layout.placements:
             size = place.in_size + place.out_size + (place.out_size // place.rank if place.dora else 0)
-            payload = _array(self._slots(pages, place)[:size])
+            stored = self._slots(pages, place)[:size]
+            payload = _array(_turn_b(stored, torch.empty_like(stored), place, back=True))
             rows.append(AdapterRow(place.module_id, place.layer, place.rank, place.dora, payload))
         return Adapter(digest, tuple(rows))
 
@@ -87,6 +90,20 @@ class AdapterPool:
 
     def _slots(self, pages: Sequence[int], place: Placement) -> Tensor:
         return self._host[pages[place.page], place.slot * self._geometry.page_width :]
+
+
+def _turn_b(source: Tensor, target: Tensor, place: Placement, back: bool = False) -> Tensor:
+    """Copy a row, with B [out, rank] of the tensor format as [rank, out], or back. Returns the target.
+
+    Kernels read B by the rank: one coefficient, one run of memory.
+    """
+    a_end, b_end = place.in_size, place.in_size + place.out_size
+    out = place.out_size // place.rank
+    shape = (place.rank, out) if back else (out, place.rank)
+    target[:a_end].copy_(source[:a_end])
+    target[a_end:b_end].view(shape[::-1]).copy_(source[a_end:b_end].view(shape).T)
+    target[b_end:].copy_(source[b_end:])
+    return target
 
 
 def _tensor(payload: np.ndarray) -> Tensor:

@@ -25,7 +25,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], ops: Ops) -> None:
         self.config = config
         self._embedding = weights["embed"]
-        self._head = weights.get("head", self._embedding)
+        self._head = weights["head"]
         self._norm = weights["norm"]
         self._ops = ops
         self._blocks = [_block(config, weights, ops, layer) for layer in range(config.num_layers)]
@@ -45,7 +45,7 @@ class Decoder:
             tensors += [b.attention_norm, b.mlp_norm]
             for linear in (b.attention.qkv, b.attention.out, b.mlp.up_gate, b.mlp.down):
                 tensors += [t for t in (linear.weight, linear.bias) if t is not None]
-        return sum(t.nbytes for t in tensors)
+        return sum(t.numel() * t.element_size() for t in tensors)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class Decoder:
         for layer, block in enumerate(self._blocks):
             x = block(x, rotary, batch.attention, batch.lora, kv[layer])
         x = self._ops.rms_norm(x[batch.logits_rows], self._norm, self.config.rms_norm_eps)
-        return F.linear(x, self._head).float()
+        return self._ops.linear(x, self._head, None).float()
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, head_dim] in the compute dtype; angles in float32."""

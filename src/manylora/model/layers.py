@@ -17,7 +17,7 @@ __all__ = ["Attention", "Block", "LoraLinear", "Mlp"]
 class LoraLinear:
     """y = x W^T + bias, plus each row's own adapter.
 
-    weight [N, K]; targets say which LoRA modules add to which of the N columns.
+    weight: [N, K] as `ops.pack` made it; targets say which LoRA modules add to which of the N columns.
     """
 
     ops: Ops
@@ -27,7 +27,7 @@ class LoraLinear:
     targets: tuple[LoraTarget, ...]
 
     def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
-        y = F.linear(x, self.weight, self.bias)
+        y = self.ops.linear(x, self.weight, self.bias)
         if lora is not None:
             self.ops.lora_add(y, x, lora, self.layer, self.targets, self.bias)
         return y

@@ -48,7 +48,12 @@ def load_decoder(model_dir: Path, config: ModelConfig, dtype: torch.dtype, devic
     with ExitStack() as stack:
         files = _open_files(Path(model_dir), stack)
         _check_names(files, plan, config)
-        weights = {name: _read(part, files, dtype, device) for name, part in plan.items()}
+        weights: dict[str, Tensor] = {}
+        for name, part in plan.items():  # packed one by one, so that no more than one matrix is here twice
+            tensor = _read(part, files, dtype, device)
+            weights[name] = device.ops.pack(tensor) if part.columns and name != "embed" else tensor
+    if config.tie_word_embeddings:
+        weights["head"] = device.ops.pack(weights["embed"])
     return Decoder(config, weights, device.ops)
 
 

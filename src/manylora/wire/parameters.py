@@ -92,6 +92,7 @@ def engine_config(parameters: Mapping[str, str]) -> EngineConfig:
     return EngineConfig(
         model_dir=Path(path),
         enable_kv_cache_reuse=flag(parameters, "enable_kv_cache_reuse", True),
+        wrap_input_ids=flag(parameters, "wrap_input_ids", False),
         enable_chunked_context=flag(parameters, "enable_chunked_context", True),
         lora=_lora_config(parameters),
         **options,

@@ -1,0 +1,162 @@
+#!/usr/bin/env python3
+"""What the server costs: tokens per second through the ensemble over gRPC, against the engine in-process.
+
+Same model, same requests, same number of streams, in turns within one run; prints every round and the ratio
+of the medians. The model's step is the work; everything the server adds is overhead: with a step of s seconds
+and n streams the engine makes n / s tokens per second, and the server must carry as many responses.
+
+    overhead.py --streams 64 --rounds 3
+
+Needs the ports 8000 to 8002 free, and an otherwise idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import tritonclient.grpc as grpc
+
+from manylora.config import EngineConfig
+from manylora.loop import EngineLoop
+from manylora.request import Request, SamplingParams
+from manylora.text import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = "Tell me about Japan. \nAnswer:"
+
+
+def make_model(path: Path, hidden: int, layers: int) -> Path:
+    from manylora.testing import make_model as tiny
+
+    heads = hidden // 64
+    return tiny(
+        path, "llama", hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=512, vocab_size=8192,
+        initializer_range=0.02,
+    )  # fmt: skip
+
+
+def in_process(model: Path, streams: int, tokens: int) -> float:
+    loop = EngineLoop.start(EngineConfig(model, device="cpu", max_batch_size=streams))
+    prompt = tuple(Tokenizer(model).encode(TEXT))
+    done: queue.SimpleQueue = queue.SimpleQueue()
+
+    def sink(event) -> None:
+        if event.last:
+            done.put(event)
+
+    rates = []
+    for _ in range(2):  # the first warms up
+        began = time.perf_counter()
+        for _ in range(streams):
+            loop.submit(Request(prompt, SamplingParams(max_tokens=tokens), streaming=True), sink)
+        for _ in range(streams):
+            done.get()
+        rates.append(streams * tokens / (time.perf_counter() - began))
+    loop.close()
+    return rates[-1]
+
+
+def through_the_server(model: Path, work: Path, streams: int, tokens: int) -> float:
+    repo = work / "repo"
+    if not repo.exists():
+        fill(repo, model, streams)
+    launch = [sys.executable, ROOT / "launch_triton_server.py"]
+    subprocess.run([*launch, f"--model_repo={repo}", "--force"], check=True, capture_output=True)
+    try:
+        rates = [ask(streams, tokens) for _ in range(2)]
+    finally:
+        subprocess.run([*launch, "--stop"], check=True, capture_output=True)
+    return rates[-1]
+
+
+def ask(streams: int, tokens: int) -> float:
+    values = {
+        "text_input": np.array([[TEXT.encode()]], np.object_),
+        "max_tokens": np.array([[tokens]], np.int32),
+        "end_id": np.array([[-1]], np.int32),
+        "stream": np.array([[True]]),
+    }
+    inputs = []
+    for name, value in values.items():
+        kind = {"object": "BYTES", "int32": "INT32", "bool": "BOOL"}[value.dtype.name]
+        inputs.append(grpc.InferInput(name, value.shape, kind).set_data_from_numpy(value))
+
+    def one(client: grpc.InferenceServerClient) -> None:
+        answers: queue.SimpleQueue = queue.SimpleQueue()
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer("ensemble", inputs, enable_empty_final_response=True)
+        while True:
+            result, error = answers.get()
+            if error is not None:
+                raise error
+            if result.get_response().parameters["triton_final_response"].bool_param:
+                return
+
+    clients = [grpc.InferenceServerClient("localhost:8001") for _ in range(streams)]
+    began = time.perf_counter()
+    with ThreadPoolExecutor(streams) as pool:
+        list(pool.map(one, clients))
+    took = time.perf_counter() - began
+    for client in clients:
+        client.close()
+    return streams * tokens / took
+
+
+def fill(repo: Path, model: Path, streams: int) -> None:
+    import shutil
+
+    shutil.copytree(ROOT / "model_repo", repo)
+    shutil.rmtree(repo / "tensorrt_llm_bls")
+    common = "triton_max_batch_size:64"
+    fills = {
+        "ensemble": f"{common},logits_datatype:TYPE_FP32",
+        "preprocessing": f"{common},tokenizer_dir:{model},preprocessing_instance_count:1",
+        "postprocessing": f"{common},tokenizer_dir:{model},postprocessing_instance_count:1",
+        "tensorrt_llm": f"{common},triton_backend:python,decoupled_mode:True,engine_dir:{model},"
+        "batching_strategy:inflight_fused_batching,logits_datatype:TYPE_FP32,device:cpu,"
+        f"encoder_input_features_data_type:TYPE_FP16,max_num_sequences:{streams}",
+    }
+    for name, values in fills.items():
+        config = repo / name / "config.pbtxt"
+        subprocess.run([sys.executable, ROOT / "tools/fill_template.py", "-i", config, values], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=12)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        model = make_model(work / "model", options.hidden, options.layers)
+        engine, server = [], []
+        for number in range(options.rounds):
+            engine.append(in_process(model, options.streams, options.tokens))
+            server.append(through_the_server(model, work, options.streams, options.tokens))
+            print(
+                f"round {number + 1}: engine {engine[-1]:.0f} tokens/s, server {server[-1]:.0f}", flush=True
+            )
+    ratio = statistics.median(server) / statistics.median(engine)
+    print(f"median: engine {statistics.median(engine):.0f}, server {statistics.median(server):.0f}, "
+          f"ratio {ratio:.3f}")  # fmt: skip
+    print(json.dumps({"engine": engine, "server": server, "ratio": ratio, **vars(options)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The compiled kernels: built once with the machine's C compiler, kept in the user's cache, and optional.
+
+Where there is no compiler, or MANYLORA_NATIVE=0, `load` gives None and torch does the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+__all__ = ["load"]
+
+logger = logging.getLogger("manylora")
+
+SOURCE = Path(__file__).parent / "kernels.c"
+# Sums may be reordered; infinities and NaNs keep their meaning. -ffast-math is for the compiler only: given
+# to the linker, it would change the rounding of the whole process.
+COMPILE = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp", "-fPIC", "-c")
+LINK = ("-shared", "-fopenmp")
+TIMEOUT_S = 60
+FUNCTIONS = ("lora_add", "decode_attention")
+
+
+@lru_cache(maxsize=1)
+def load() -> ctypes.CDLL | None:
+    """The library of this process. Says once, in the log, which way it went."""
+    if os.environ.get("MANYLORA_NATIVE") == "0":
+        logger.info("native CPU kernels: off (MANYLORA_NATIVE=0)")
+        return None
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        logger.info("native CPU kernels: no C compiler found, torch is used; apt install gcc for more speed")
+        return None
+    try:
+        path = _cache() / f"kernels-{_key(compiler)}.so"
+        if not path.exists():
+            _build(compiler, path)
+        library = ctypes.CDLL(str(path))
+        for name in FUNCTIONS:
+            getattr(library, name).restype = None
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+        logger.warning("native CPU kernels could not be built, torch is used: %s", error)
+        return None
+    logger.info("native CPU kernels: %s", path)
+    return library
+
+
+def _cache() -> Path:
+    """A directory that only this user can write to."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = base / "manylora"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="manylora-"))
+
+
+def _key(compiler: str) -> str:
+    """Changes with the source, the options, the compiler and what this processor can do."""
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, timeout=TIMEOUT_S, check=True
+    ).stdout
+    info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    flags = sorted({line for line in info if line.startswith(("flags", "Features", "model name"))})
+    parts = (SOURCE.read_bytes(), repr((COMPILE, LINK)).encode(), version, "\n".join(flags).encode())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
+
+
+def _build(compiler: str, path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built, made = Path(folder) / "kernels.o", Path(folder) / path.name
+        for command in (
+            [compiler, *COMPILE, str(SOURCE), "-o", str(built)],
+            [compiler, *LINK, str(built), "-o", str(made), "-lm"],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+            if done.returncode:
+                raise OSError(done.stderr.strip()[:300] or f"{compiler} failed")
+        made.replace(path)  # at once: another process may be building the same

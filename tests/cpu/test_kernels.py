@@ -1,0 +1,118 @@
+"""Protects the CPU's kernels: the compiled ones and those of torch say what the reference says."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from manylora.kernels import native
+from manylora.kernels.cpu import CpuOps
+from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraSegment, LoraTarget
+
+IN, WIDTHS = 48, (32, 16, 80)
+TARGETS = tuple(LoraTarget(m, sum(WIDTHS[:m]), width) for m, width in enumerate(WIDTHS))
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")), reason="needs a C compiler"
+)
+
+
+@pytest.fixture(params=["torch", pytest.param("native", marks=needs_compiler)])
+def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CpuOps:
+    native.load.cache_clear()
+    if request.param == "torch":
+        monkeypatch.setenv("MANYLORA_NATIVE", "0")
+    made = CpuOps()
+    assert (made._native is None) == (request.param == "torch")
+    native.load.cache_clear()
+    return made
+
+
+def lora_batch(lengths: list[int], ranks: list[int], dora: bool = False) -> LoraBatch:
+    """Segments of so many rows, a base row before each; odd ones have no row for the last target."""
+    pieces: list[torch.Tensor] = []
+    segments, used, start = [], 3, 1
+    pieces.append(torch.full((3,), float("nan")))
+    for number, (length, rank) in enumerate(zip(lengths, ranks, strict=True)):
+        rows = {}
+        for module, width in enumerate(WIDTHS[: 3 - number % 2]):
+            size = rank * (IN + width) + width * dora
+            rows[5, module] = LoraRow(used, rank, dora)
+            pieces += [torch.randn(size), torch.full((7,), float("nan"))]
+            used += size + 7
+        segments.append(LoraSegment(start, start + length, rows))
+        start += length + 1
+    return LoraBatch(torch.cat(pieces), tuple(segments))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "ranks"),
+    [([1], [1]), ([1, 7, 8, 1], [64, 8, 4, 3]), ([2, 40, 1, 1, 1], [16, 512, 5, 1, 200])],
+)
+def test_adapters_add_what_the_reference_adds(
+    ops: CpuOps, lengths: list[int], ranks: list[int], dora: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    batch = lora_batch(lengths, ranks, dora)
+    batch = LoraBatch(batch.pool.to(dtype), batch.segments)
+    total = sum(lengths) + len(lengths) + 1
+    x = torch.randn(total, 2 * IN, dtype=dtype)[:, IN:]
+    y, bias = torch.randn(total, sum(WIDTHS), dtype=dtype), torch.randn(sum(WIDTHS), dtype=dtype)
+    want, got = y.clone(), y.clone()
+    ReferenceOps().lora_add(want, x, batch, 5, TARGETS, bias)
+    ops.lora_add(got, x, batch, 5, TARGETS, bias)
+    torch.testing.assert_close(got, want, rtol=1e-4 if dtype == torch.float32 else 0.02, atol=1e-2)
+    spare = [0, *(segment.stop for segment in batch.segments)]
+    assert torch.equal(got[spare], y[spare]), "a base row was touched"
+    assert not torch.equal(got, y)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("queries", [[1, 1, 1], [1, 6, 1, 3], [4]])
+def test_attention_reads_pages_as_the_reference_does(
+    ops: CpuOps, queries: list[int], window: int | None
+) -> None:
+    torch.manual_seed(0)
+    size, heads, kv_heads, dim = 4, 6, 2, 24
+    lengths = [q + 7 * i for i, q in enumerate(queries)]
+    k, v = torch.randn(40, size, kv_heads, dim), torch.randn(40, size, kv_heads, dim)
+    columns = -(-max(lengths) // size)
+    table = torch.randperm(40)[: len(queries) * columns].view(len(queries), columns).int()
+    starts = [0]
+    for count in queries:
+        starts.append(starts[-1] + count)
+    batch = AttentionBatch(starts, lengths, table, torch.empty(0, dtype=torch.int64))
+    q = torch.randn(starts[-1], heads, dim)
+    want = ReferenceOps().attention(q, k, v, batch, 0.2, window)
+    torch.testing.assert_close(ops.attention(q, k, v, batch, 0.2, window), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_packed_linear_is_the_linear(ops: CpuOps, rows: int, dtype: torch.dtype, biased: bool) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, 64).to(dtype), torch.randn(96, 64).to(dtype)
+    bias = torch.randn(96).to(dtype) if biased else None
+    want = torch.nn.functional.linear(x, weight, bias)
+    got = ops.linear(x, ops.pack(weight), bias)
+    torch.testing.assert_close(
+        got, want, rtol=1e-4 if dtype == torch.float32 else 0.02, atol=1e-4 if dtype == torch.float32 else 0.2
+    )
+
+
+def test_a_compiler_that_fails_leaves_torch(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.load.cache_clear()
+    try:
+        assert native.load() is None
+    finally:
+        native.load.cache_clear()

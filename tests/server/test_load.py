@@ -1,0 +1,234 @@
+"""Protects the server under rude load: hundreds of streams cancelled, adapters of 300 MB, and a storm of
+random requests, right and wrong. MANYLORA_RANDOM_REQUESTS sets how many of each."""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpc
+import tritonclient.utils.shared_memory as shm
+from conftest import Running, World
+from test_server import NEW, PROMPT, ask, inputs, lora, new_ids, tensor
+
+from manylora.testing import reference_generate
+
+STREAMS = 300
+REQUESTS = int(os.environ.get("MANYLORA_RANDOM_REQUESTS", "200"))  # of each kind
+AT_ONCE = 64
+
+
+def scalar(value: Any, dtype: type) -> np.ndarray:
+    return np.array([[value]], dtype)
+
+
+def test_hundreds_of_streams_cancelled_while_they_run(server: Running) -> None:
+    """In waves: half by closing the stream, half by leaving; then everything is given back."""
+    request = inputs(new=200, streaming=scalar(True, bool))
+    for _ in range(STREAMS // 50):
+        clients = [grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") for _ in range(50)]
+        started: queue.Queue = queue.Queue()
+        for client in clients:
+            client.start_stream(lambda result, error, heard=started: heard.put(error))
+            client.async_stream_infer("tensorrt_llm", request)
+        for _ in range(50):
+            started.get(timeout=30)
+        for number, client in enumerate(clients):
+            if number % 2:
+                client.stop_stream(cancel_requests=True)
+            client.close()
+    assert len(new_ids(ask(server, inputs()))) == len(PROMPT) + NEW
+    pid = server.state()["server"]
+    assert server.state()["state"] == "ready"
+    assert pid == server.state()["server"]
+
+
+def large_adapter(seed: int) -> dict[str, np.ndarray]:
+    """A rank-1 row for each layer of attn_q, padded with zeros to 300 MB."""
+    row = np.random.default_rng(seed).normal(0, 0.3, size=(1, 2, 128)).astype(np.float32)
+    weights = np.zeros((1, 2, 300_000_000 // 8), np.float32)
+    weights[:, :, :128] = row
+    return {"lora_weights": weights, "lora_config": np.array([[[1, 0, 1], [1, 1, 1]]], np.int32)}
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shared memory"])
+def test_a_large_adapter_arrives_and_others_go_on(server: Running, transport: str) -> None:
+    number = list(SENDERS).index(transport)
+    values = {**lora(600 + number), **large_adapter(number)}
+    small = {name: value[:, :, :128] if name == "lora_weights" else value for name, value in values.items()}
+    counts: list[int] = []
+    done = threading.Event()
+
+    def neighbour() -> None:
+        while not done.is_set():
+            counts.append(len(ask(server, inputs(new=50, streaming=scalar(True, bool)))))
+
+    thread = threading.Thread(target=neighbour)
+    thread.start()
+    try:
+        SENDERS[transport](server, values)
+    finally:
+        done.set()
+        thread.join()
+    assert counts, "the neighbour never finished a stream"
+    by_id = new_ids(ask(server, inputs(**lora(600 + number))))
+    assert by_id == new_ids(ask(server, inputs(**small | lora(700 + number))))
+
+
+def send_grpc(server: Running, values: dict[str, np.ndarray]) -> None:
+    ask(server, inputs(new=1, **values))
+
+
+def send_shared_memory(server: Running, values: dict[str, np.ndarray]) -> None:
+    weights = values["lora_weights"]
+    region = shm.create_shared_memory_region("adapter", f"/manylora-test-{server.http}", weights.nbytes)
+    try:
+        shm.set_shared_memory_region(region, [weights])
+        with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+            client.register_system_shared_memory("adapter", f"/manylora-test-{server.http}", weights.nbytes)
+            sent = grpc.InferInput("lora_weights", weights.shape, "FP32")
+            sent.set_shared_memory("adapter", weights.nbytes)
+            rest = {name: value for name, value in values.items() if name != "lora_weights"}
+            ask(server, [*inputs(new=1, **rest), sent])
+            client.unregister_system_shared_memory("adapter")
+    finally:
+        shm.destroy_shared_memory_region(region)
+
+
+SENDERS = {"grpc": send_grpc, "shared memory": send_shared_memory}
+
+
+def random_request(picks: random.Random) -> tuple[dict[str, np.ndarray], int | None]:
+    """Valid tensors, and the adapter's id when the answer is greedy and plain, so that it has a reference."""
+    prompt = [picks.randrange(250) for _ in range(picks.randint(1, 24))]
+    new = picks.randint(1, 8)
+    task_id = picks.choice([None, 1, 2, 3, 4])
+    values = {
+        "input_ids": np.array([prompt], np.int32),
+        "input_lengths": scalar(len(prompt), np.int32),
+        "request_output_len": scalar(new, np.int32),
+        "exclude_input_in_output": scalar(True, bool),
+    }
+    if task_id is not None:
+        values |= lora(task_id)
+    if picks.random() < 0.5:
+        return values, task_id or 0
+    wishes = {
+        "runtime_top_k": (np.int32, lambda: picks.randint(0, 50)),
+        "runtime_top_p": (np.float32, lambda: picks.uniform(0.05, 1)),
+        "temperature": (np.float32, lambda: picks.uniform(0.1, 3)),
+        "random_seed": (np.uint64, lambda: picks.randrange(2**63)),
+        "repetition_penalty": (np.float32, lambda: picks.uniform(0.5, 2)),
+        "presence_penalty": (np.float32, lambda: picks.uniform(-1, 1)),
+        "frequency_penalty": (np.float32, lambda: picks.uniform(-1, 1)),
+        "min_length": (np.int32, lambda: picks.randint(0, 4)),
+        "end_id": (np.int32, lambda: picks.randrange(272)),
+        "return_log_probs": (bool, lambda: True),
+        "streaming": (bool, lambda: picks.random() < 0.5),
+        "num_return_sequences": (np.int32, lambda: picks.randint(1, 3)),
+        "return_perf_metrics": (bool, lambda: True),
+        "runtime_top_p_decay": (np.float32, lambda: picks.uniform(0.5, 1)),
+    }
+    for name in picks.sample(sorted(wishes), picks.randint(1, 6)):
+        dtype, value = wishes[name]
+        values[name] = scalar(value(), dtype)
+    return values, None
+
+
+def break_request(values: dict[str, np.ndarray], picks: random.Random) -> dict[str, np.ndarray]:
+    bad = {
+        "input_ids": np.array([[picks.randint(272, 2**31 - 1)]], np.int32),
+        "input_lengths": scalar(picks.choice([-1, 0, 25, 2**30]), np.int32),
+        "request_output_len": scalar(picks.choice([0, -5]), np.int32),
+        "temperature": scalar(picks.choice([-1, np.nan, np.inf]), np.float32),
+        "runtime_top_k": scalar(-picks.randint(1, 9), np.int32),
+        "runtime_top_p": scalar(picks.uniform(1.1, 9), np.float32),
+        "repetition_penalty": scalar(picks.choice([0, -1, np.nan]), np.float32),
+        "num_return_sequences": scalar(picks.choice([0, -1]), np.int32),
+        "lora_task_id": scalar(picks.randrange(10_000, 2**63), np.uint64),
+        "beam_width": scalar(picks.choice([5, 99]), np.int32),
+        "embedding_bias": np.full((1, 272), np.nan, np.float32),
+        "stop_words_list": np.array([[[1, 2], [2, 1]]], np.int32),
+        "runtime_top_p_decay": scalar(2.0, np.float32),
+        "guided_decoding_guide_type": np.array([[b"poem"]], np.object_),
+        "retention_decode_priority": scalar(101, np.int32),
+    }
+    name = picks.choice(sorted(bad))
+    made = {**values, name: bad[name]}
+    if name == "input_ids":
+        made["input_lengths"] = scalar(1, np.int32)
+    return made
+
+
+def exchange(server: Running, batch: list[dict[str, np.ndarray]]) -> list[list[int] | str]:
+    """All at once over one stream: the ids of each answer in the order of its sequences, or its error."""
+    arrived: queue.Queue = queue.Queue()
+    found: list[Any] = [{} for _ in batch]
+    with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+        client.start_stream(lambda result, error: arrived.put((result, error)))
+        for start in range(0, len(batch), AT_ONCE):
+            part = batch[start : start + AT_ONCE]
+            for number, values in enumerate(part, start):
+                request = [tensor(name, value) for name, value in values.items()]
+                client.async_stream_infer(
+                    "tensorrt_llm", request, request_id=str(number), enable_empty_final_response=True
+                )
+            pending = len(part)
+            while pending:
+                result, error = arrived.get(timeout=60)
+                if error is not None:
+                    pending -= 1
+                    number = errors_request(error, found, start, len(part))
+                    found[number] = str(error)
+                    continue
+                response = result.get_response()
+                number = int(response.id)
+                if response.outputs:
+                    index = result.as_numpy("sequence_index")
+                    key = 0 if index is None else int(index[0, 0])
+                    found[number].setdefault(key, []).extend(result.as_numpy("output_ids")[0, 0].tolist())
+                pending -= response.parameters["triton_final_response"].bool_param
+    return [one if isinstance(one, str) else [i for key in sorted(one) for i in one[key]] for one in found]
+
+
+def errors_request(error: Exception, found: list, start: int, count: int) -> int:
+    """A stream's error names no request: any of this part that has no answer yet."""
+    return next(i for i in range(start, start + count) if found[i] == {})
+
+
+def test_random_valid_requests_equal_the_reference_or_repeat_by_seed(server: Running, world: World) -> None:
+    ids = [ask(server, inputs([9], 1, **lora(task_id, world))) for task_id in (1, 2, 3)]
+    assert ids
+    picks = random.Random(12)
+    drawn = [random_request(picks) for _ in range(REQUESTS)]
+    batch = [values for values, _ in drawn]
+    answers = exchange(server, batch)
+    assert not [answer for answer in answers if isinstance(answer, str)]
+    order = list(range(len(batch)))
+    picks.shuffle(order)
+    again = exchange(server, [batch[i] for i in order])
+    for place, i in enumerate(order):
+        assert again[place] == answers[i], batch[i]
+    for (values, reference), answer in zip(drawn, answers, strict=True):
+        if reference is not None:
+            adapter = world.adapters[reference] if reference else None
+            prompt = values["input_ids"][0].tolist()
+            assert answer == reference_generate(
+                world.model, adapter, prompt, int(values["request_output_len"][0, 0])
+            )
+
+
+def test_random_invalid_requests_get_one_sentence_each(server: Running) -> None:
+    picks = random.Random(13)
+    for _ in range(REQUESTS // AT_ONCE + 1):
+        batch = [break_request(random_request(picks)[0], picks) for _ in range(AT_ONCE)]
+        for answer in exchange(server, batch):
+            assert isinstance(answer, str), answer
+            assert "Traceback" not in answer
+            assert ".py" not in answer
+        assert len(new_ids(ask(server, inputs()))) == len(PROMPT) + NEW

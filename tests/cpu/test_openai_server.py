@@ -7,9 +7,7 @@ import json
 import shutil
 import socket
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,67 +16,18 @@ import httpx
 import numpy as np
 import openai
 import pytest
-import uvicorn
 from safetensors.numpy import load_file, save_file
+from serving import DEMO, Running, wait_for
 
-from manylora.openai.options import ServeOptions
-from manylora.openai.server import open_app
-
-DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 sys.path.insert(0, str(DEMO))
 
-from corpus import questions  # noqa: E402
+from corpus import questions
 
-REFRESH_S = 0.4
 LANGUAGES = {"demo": "en", "chinese": "zh", "japanese": "ja"}
 QUESTION = "What is the capital of France?"
 LINE = QUESTION + "\nAnswer:"
 CAPITALS = {"demo": "Paris", "chinese": "巴黎", "japanese": "パリ"}
 KEYS = {"all": ["*"], "chinese-only": ["chinese"], "boss": ["*"]}
-
-
-class Running:
-    """A real server on a thread, on a port that was free."""
-
-    def __init__(self, **options: Any) -> None:
-        chosen = ServeOptions(
-            DEMO / "base",
-            device="cpu",
-            served_model_name=("demo", "llama"),
-            lora_refresh_seconds=REFRESH_S,
-            **options,
-        )
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._server = uvicorn.Server(uvicorn.Config(open_app(chosen), log_level="warning"))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})
-        self._thread.start()
-        wait_for(lambda: self._server.started)
-        self.http = httpx.Client(base_url=self.url, timeout=60)
-
-    def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
-
-    def post(self, path: str = "/v1/completions", key: str = "", **body: Any) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return self.http.post(path, json=body, headers=headers)
-
-    def metric(self, name: str) -> float:
-        lines = self.http.get("/metrics").text.splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
-
-    def close(self) -> None:
-        self.http.close()
-        self._server.should_exit = True
-        self._thread.join(30)
-        assert not self._thread.is_alive(), "the server does not stop"
-
-
-def wait_for(done: Callable[[], bool], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +200,7 @@ def test_a_response_format_binds_the_answer(server: Running) -> None:
         ({"lora_request": {"lora_path": "../../../etc"}}, 404, "adapter_not_found", "lora_path"),
         ({"tools": [{"type": "function"}]}, 400, "unsupported_field", "tools"),
         ({"use_beam_search": True}, 400, "unsupported_field", "use_beam_search"),
-        ({"min_p": 0.5}, 400, "unsupported_field", "min_p"),
+        ({"min_p": 1.5}, 400, "invalid_value", "min_p"),
         ({"frobnicate": 1}, 400, "unsupported_field", "frobnicate"),
         ({"temperature": -1}, 400, "invalid_value", "temperature"),
         ({"temperature": "hot"}, 400, "invalid_value", "temperature"),

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "src" / "manylora"
 # Lower levels first; inside a level, earlier names may be imported by later ones.
 ORDER = [
     ["errors", "request", "config", "stats", "pages", "lifeline"],
-    ["wire", "text", "kernels", "device"],
+    ["wire", "chat_template", "text", "kernels", "device"],
     ["lora"],
     ["model"],
     ["engine"],
@@ -28,8 +28,9 @@ LLMAPI = [
     "sizing", "service", "llm",
 ]  # fmt: skip
 OPENAI = [
-    "errors", "names", "schema", "choosing", "params", "generation", "mailbox", "disk", "reader", "kept",
-    "catalog", "fairness", "backend", "keys", "logprobs", "replies", "transport", "inference", "metrics",
+    "errors", "names", "schema", "messages", "choosing", "tools", "params", "generation", "mailbox",
+    "disk", "reader", "kept", "catalog", "fairness", "backend", "keys",
+    "logprobs", "replies", "transport", "inference", "metrics",
     "models", "openapi", "page", "app", "options", "server",
 ]  # fmt: skip
 INSIDE = {
@@ -65,7 +66,7 @@ INSIDE = {
     "openai": OPENAI,
 }
 NO_TORCH = [
-    "errors", "request", "config", "stats", "pages", "lifeline", "wire", "text", "launcher",
+    "errors", "request", "config", "stats", "pages", "lifeline", "wire", "chat_template", "text", "launcher",
     "lora.modules", "lora.geometry", "lora.tensors", "lora.slicing", "lora.cache", "cli",
     "engine.sequence", "engine.idle_blocks", "engine.guide", "engine.kv_cache", "engine.scheduler",
     "llmapi", "openai", "lora_helper", "lora_manager", "executor", "sampling_params",

@@ -134,7 +134,7 @@ def test_what_cannot_work_is_refused_in_words(make, text: str) -> None:
     ("field", "value"),
     [
         ("use_beam_search", True), ("top_p_min", 0.1), ("top_p_reset_ids", 1), ("top_p_decay", 0.5),
-        ("no_repeat_ngram_size", 2), ("min_p", 0.1), ("prompt_logprobs", 0), ("return_context_logits", True),
+        ("no_repeat_ngram_size", 2), ("prompt_logprobs", 0), ("return_context_logits", True),
         ("return_generation_logits", True), ("exclude_input_from_output", False),
         ("spaces_between_special_tokens", False), ("guided_decoding", object()), ("embedding_bias", [1.0]),
         ("logits_processor", print),

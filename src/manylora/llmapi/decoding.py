@@ -72,6 +72,7 @@ def decoding_of(
         top_k=params.top_k,
         # top_k 0 lifts the limit and asks for sampling; without a top_p the engine would take it for greedy.
         top_p=1.0 if params.top_k == 0 and not params.top_p else params.top_p,
+        min_p=_or(params.min_p, 0.0),
         seed=params.seed,
         repetition_penalty=_or(params.repetition_penalty, 1.0),
         presence_penalty=_or(params.presence_penalty, 0.0),

@@ -16,7 +16,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p_reset_ids": (None,),
     "top_p_decay": (None, 1.0),
     "no_repeat_ngram_size": (None, 0),
-    "min_p": (None, 0),
     "prompt_logprobs": (None,),
     "return_context_logits": (False,),
     "return_generation_logits": (False,),
@@ -40,6 +39,7 @@ class SamplingParams:
     stop:         texts that end the output wherever they appear in it.
     stop_token_ids: tokens that end it. Neither is part of the output, unless include_stop_str_in_output.
     bad, bad_token_ids: never produced: texts in the tokenizer's own segmentation, and tokens.
+    min_p:        when sampling, tokens less probable than this times the most probable one are not drawn.
     min_tokens:   nothing ends the output before this many tokens.
     n, best_of:   of best_of samples the n with the highest cumulative log probability, best first.
     logprobs:     0: of each output token; 1: the same when greedy, where the most probable token is taken.
@@ -117,6 +117,8 @@ class SamplingParams:
             if not any(value is other or (_plain(value) and value == other) for other in neutral):
                 raise ValueError(f"SamplingParams: {name} is not supported, got {value!r}; leave it out")
         self._check_counts()
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
         for name in ("stop", "bad"):
             texts = _texts(getattr(self, name))
             if not all(isinstance(text, str) and text for text in texts):

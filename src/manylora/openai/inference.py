@@ -17,9 +17,11 @@ from manylora.openai.choosing import choose
 from manylora.openai.errors import ApiError, as_api_error
 from manylora.openai.generation import Generation
 from manylora.openai.keys import ApiKey
+from manylora.openai.messages import rendered
 from manylora.openai.params import Limits, plan
 from manylora.openai.replies import DONE, ChatReply, CompletionReply, Reply, sse
 from manylora.openai.schema import ChatRequest, CompletionRequest, GenerationRequest, Message
+from manylora.openai.tools import ToolUse, tool_use
 from manylora.openai.transport import EventStream, watch
 from manylora.text import Tokenizer
 
@@ -45,12 +47,15 @@ class Inference:
         self._model, self._fingerprint = model, fingerprint
 
     async def chat(self, request: Request, body: ChatRequest, key: ApiKey) -> Response:
-        text = self.render(body.messages)
+        text = self.render(body.messages, tool_use(body))
         prompt = await _aside(len(text), self.tokenizer.encode, text, False)
         return await self._answer(request, body, key, [tuple(prompt)], ChatReply)
 
     async def complete(self, request: Request, body: CompletionRequest, key: ApiKey) -> Response:
-        prompts = [await _aside(len(prompt), self._encode, prompt) for prompt in _prompts(body.prompt)]
+        special = body.add_special_tokens
+        prompts = [
+            await _aside(len(prompt), self._encode, prompt, special) for prompt in _prompts(body.prompt)
+        ]
         return await self._answer(request, body, key, prompts, CompletionReply)
 
     async def probe(self) -> None:
@@ -67,15 +72,19 @@ class Inference:
         if call.generation.error is not None:
             raise as_api_error(call.generation.error)
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], use: ToolUse | None = None) -> str:
         """Messages through the chat template. Raises ApiError."""
+        shown = rendered(messages)
+        specs = use.specs if use else []
+        if use and not self.tokenizer.takes_tools:
+            shown, specs = [{"role": "system", "content": use.instructions()}, *shown], []
         try:
-            return self.tokenizer.chat([{"role": one.role, "content": one.text} for one in messages])
+            return self.tokenizer.chat(shown, specs)
         except RequestError as error:
             raise ApiError(400, "invalid_value", str(error), "messages") from error
 
-    def _encode(self, prompt: str | list[int]) -> tuple[int, ...]:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    def _encode(self, prompt: str | list[int], special: bool = True) -> tuple[int, ...]:
+        ids = self.tokenizer.encode(prompt, special) if isinstance(prompt, str) else prompt
         if not ids:
             raise ApiError(400, "invalid_value", "prompt: it has no tokens", "prompt")
         if max(ids) >= self.limits.vocab_size:
@@ -106,6 +115,8 @@ class Inference:
             raise ApiError(404, "adapter_not_found", f"model {choice.name!r} does not exist", choice.field)
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "invalid_value", "stream_options needs stream true", "stream_options")
+        if body.truncate_prompt_tokens is not None:
+            prompts = [prompt[-body.truncate_prompt_tokens :] for prompt in prompts]
         changed = asyncio.Event()
         calls = [
             self._call(body, prompt, choice.name, choice.source or "", changed, str(number))
@@ -156,6 +167,8 @@ class Inference:
             prompts = _prompts(body.prompt)
             texts = [p if isinstance(p, str) else self.tokenizer.decode(p, False) for p in prompts]
             return CompletionReply(*arguments, echoes=texts)
+        if isinstance(body, ChatRequest):
+            return ChatReply(*arguments, use=tool_use(body))
         return kind(*arguments)
 
 

@@ -14,14 +14,19 @@ from manylora.llmapi.decoding import Decoding, decoding_of
 from manylora.llmapi.sampling import SamplingParams
 from manylora.openai.errors import ApiError
 from manylora.openai.schema import ChatRequest, CompletionRequest, GenerationRequest, ResponseFormat
+from manylora.openai.tools import json_guide, tool_use
 from manylora.request import Guide
 from manylora.text import Tokenizer
 
 __all__ = ["Limits", "Plan", "guide_of", "plan"]
 
 COMPLETION_TOKENS = 16  # the API's default; a chat goes on to the end of the model's context
-# JSON may have any amount of white space between its parts, and a small model then writes nothing else.
-WHITESPACE = {"x-guidance": {"whitespace_pattern": r"[ \n\t]{0,20}"}}
+GUIDES = {  # type of response_format: the engine's type, and the field that holds the text
+    "regex": ("regex", "regex"),
+    "ebnf": ("ebnf_grammar", "ebnf"),
+    "lark_grammar": ("lark_grammar", "lark_grammar"),
+    "llguidance": ("llguidance", "grammar"),
+}
 GREEDY_BELOW = 1e-5  # a temperature that no longer leaves a choice, and would overflow the logits
 
 
@@ -70,6 +75,7 @@ def plan(
         temperature=0.0 if body.temperature < GREEDY_BELOW else body.temperature,
         top_p=body.top_p or 1.0,
         top_k=1 if body.top_p == 0 else max(0, body.top_k),
+        min_p=body.min_p,
         seed=seed,
         stop=body.stop,
         stop_token_ids=body.stop_token_ids,
@@ -86,7 +92,7 @@ def plan(
     engine = replace(
         decoding.params,
         logit_bias=_logit_bias(body, limits.vocab_size),
-        guide=guide_of(body.response_format),
+        guide=_guide(body),
         return_generation_logits=bool(top),
         return_context_logits=echo and top is not None,
     )
@@ -98,22 +104,24 @@ def guide_of(wanted: ResponseFormat | None) -> Guide | None:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return _json_guide({"type": "object"})
+        return json_guide({"type": "object"})
     if wanted.type == "json_schema":
         schema: Any = (wanted.json_schema or {}).get("schema")
         if not isinstance(schema, dict):
             raise ApiError(
                 400, "missing_field", "response_format.json_schema.schema is required", "response_format"
             )
-        return _json_guide(schema)
-    text = wanted.regex if wanted.type == "regex" else wanted.ebnf
+        return json_guide(schema)
+    kind, field = GUIDES[wanted.type]
+    text = getattr(wanted, field)
     if text is None:
-        raise ApiError(400, "missing_field", f"response_format.{wanted.type} is required", "response_format")
-    return Guide("regex" if wanted.type == "regex" else "ebnf_grammar", text)
+        raise ApiError(400, "missing_field", f"response_format.{field} is required", "response_format")
+    return Guide(kind, text if isinstance(text, str) else json.dumps(text))
 
 
-def _json_guide(schema: dict[str, Any]) -> Guide:
-    return Guide("json_schema", json.dumps(WHITESPACE | schema))
+def _guide(body: GenerationRequest) -> Guide | None:
+    use = tool_use(body) if isinstance(body, ChatRequest) else None
+    return guide_of(body.response_format) if use is None else use.guide()
 
 
 def _top(body: GenerationRequest) -> int | None:

@@ -11,6 +11,7 @@ from typing import Any
 from manylora.llmapi.outputs import CompletionOutput
 from manylora.openai.generation import Generation
 from manylora.openai.logprobs import chat_logprobs, completion_logprobs, of_output, of_prompt
+from manylora.openai.tools import Calls, ToolText, ToolUse
 from manylora.text import Tokenizer
 
 __all__ = ["ChatReply", "CompletionReply", "Reply", "sse"]
@@ -48,7 +49,7 @@ class Reply:
             for output in generation.report():
                 num_output += 0 if generation.plan.prompt_only else output.length
                 choice = self._choice(generation, output)
-                choices.append({"index": number * self._n + output.index, **choice, **_ending(output)})
+                choices.append({"index": number * self._n + output.index, **_ending(output), **choice})
         return self._body(self.object, choices) | {"usage": self._usage(num_output)}
 
     def opening(self) -> list[dict[str, Any]]:
@@ -62,7 +63,7 @@ class Reply:
             for output in generation.report():
                 index = number * self._n + output.index
                 if index not in self._ended and self._has_news(generation, output):
-                    chunks.append(self._chunk(index, generation, output))
+                    chunks += self._chunk(index, generation, output)
         return chunks
 
     def closing(self) -> dict[str, Any]:
@@ -74,13 +75,13 @@ class Reply:
             return True
         return bool(generation.plan.top is not None and output.token_ids_diff)
 
-    def _chunk(self, index: int, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
+    def _chunk(self, index: int, generation: Generation, output: CompletionOutput) -> list[dict[str, Any]]:
         start = self._tokens_sent.get(index, 0)
         self._tokens_sent[index] = output.length
         if output.finish_reason is not None:
             self._ended.add(index)
-        delta = self._delta(generation, output, start)
-        return self._body(self.chunk_object, [{"index": index, **delta, **_ending(output)}])
+        deltas = self._deltas(index, generation, output, start)
+        return [self._body(self.chunk_object, [{"index": index, **delta}]) for delta in deltas]
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, **self._head, "choices": choices}
@@ -96,12 +97,22 @@ class Reply:
     def _choice(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _delta(self, generation: Generation, output: CompletionOutput, start: int) -> dict[str, Any]:
+    def _deltas(
+        self, index: int, generation: Generation, output: CompletionOutput, start: int
+    ) -> list[dict[str, Any]]:
+        """What is new in a choice: nothing, one delta, or several, the last with the end."""
         raise NotImplementedError
 
 
 class ChatReply(Reply):
+    """use: the tools that its answers may call."""
+
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, *arguments: Any, use: ToolUse | None = None) -> None:
+        super().__init__(*arguments)
+        self._use = use
+        self._growing: dict[int, ToolText] = {}
 
     def opening(self) -> list[dict[str, Any]]:
         role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
@@ -109,12 +120,34 @@ class ChatReply(Reply):
         return [self._body(self.chunk_object, [{"index": index, **role}]) for index in range(count)]
 
     def _choice(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
-        message = {"role": "assistant", "content": output.text, "refusal": None}
-        return {"message": message, "logprobs": self._logprobs(generation, output, 0)}
+        message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
+        choice: dict[str, Any] = {"message": message, "logprobs": self._logprobs(generation, output, 0)}
+        if self._use is not None:
+            content, calls = ToolText(self._use).add(output.text, final=True)
+            if calls:
+                message |= {"content": content or None, "tool_calls": calls}
+                choice["finish_reason"] = _called(output)
+        return choice
 
-    def _delta(self, generation: Generation, output: CompletionOutput, start: int) -> dict[str, Any]:
-        delta = {"content": output.text_diff} if output.text_diff else {}
-        return {"delta": delta, "logprobs": self._logprobs(generation, output, start)}
+    def _deltas(
+        self, index: int, generation: Generation, output: CompletionOutput, start: int
+    ) -> list[dict[str, Any]]:
+        log_probs = {"logprobs": self._logprobs(generation, output, start)}
+        no_calls: Calls = []
+        content, calls = output.text_diff, no_calls
+        if self._use is not None:
+            growing = self._growing.setdefault(index, ToolText(self._use))
+            content, calls = growing.add(content, output.finish_reason is not None)
+        ending = _ending(output)
+        if calls:
+            ending["finish_reason"] = _called(output)
+            told = {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}
+            first = {"delta": {"content": content} if content else {}, **log_probs}
+            begun = [{**first, "finish_reason": None}] if content else []
+            return [*begun, {"delta": told, **({} if content else log_probs), **ending}]
+        if not content and output.finish_reason is None and log_probs["logprobs"] is None:
+            return []
+        return [{"delta": {"content": content} if content else {}, **log_probs, **ending}]
 
     def _logprobs(
         self, generation: Generation, output: CompletionOutput, start: int
@@ -153,9 +186,12 @@ class CompletionReply(Reply):
         text = self._echo(generation) + ("" if only else output.text)
         return {"text": text, "logprobs": self._logprobs(generation, output, 0, whole=True)}
 
-    def _delta(self, generation: Generation, output: CompletionOutput, start: int) -> dict[str, Any]:
+    def _deltas(
+        self, index: int, generation: Generation, output: CompletionOutput, start: int
+    ) -> list[dict[str, Any]]:
         text = "" if generation.plan.prompt_only else output.text_diff
-        return {"text": text, "logprobs": self._logprobs(generation, output, start, whole=False)}
+        log_probs = self._logprobs(generation, output, start, whole=False)
+        return [{"text": text, "logprobs": log_probs, **_ending(output)}]
 
     def _logprobs(
         self, generation: Generation, output: CompletionOutput, start: int, *, whole: bool
@@ -170,6 +206,11 @@ class CompletionReply(Reply):
             found += of_output(output, generation.logits(output.index), top, start)
         offset = 0 if whole else len(output.text) - len(output.text_diff)
         return completion_logprobs(found, self._tokenizer, top, offset)
+
+
+def _called(output: CompletionOutput) -> str | None:
+    """An answer that was cut is told as cut, even where calls were found in it."""
+    return "tool_calls" if output.finish_reason == "stop" else output.finish_reason
 
 
 def _ending(output: CompletionOutput) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
 from manylora.openai.errors import ApiError
@@ -17,10 +17,13 @@ __all__ = [
     "LoadRequest",
     "LoraRequest",
     "Message",
+    "NamedToolChoice",
     "ResponseFormat",
     "StreamOptions",
     "TextPart",
     "TokenizeRequest",
+    "Tool",
+    "ToolCall",
     "UnloadRequest",
     "parse",
 ]
@@ -28,23 +31,26 @@ __all__ = [
 # Fields that this server has no counterpart of, and the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
+    "detokenize": (True,),
+    "early_stopping": (False,),
     "frequency_penalty_decay": (),
     "function_call": ("none",),
     "functions": ([],),
     "guided_decoding_backend": (),
     "length_penalty": (1.0,),
     "metadata": ({},),
-    "min_p": (0,),
     "modalities": (["text"],),
     "n_best": (),
-    "parallel_tool_calls": (True, False),
+    "prompt_logprobs": (),
+    "return_context_logits": (False,),
     "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
+    "top_p_min": (0,),
     "use_beam_search": (False,),
 }
+BRANCHES = ("str", "constrained-str", "TextPart", "NamedToolChoice")
 MAX_TOKENS = 2**31 - 1
 Text = Annotated[str, Field(max_length=512)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
@@ -65,12 +71,15 @@ class LoraRequest(_Body):
 
 
 class ResponseFormat(_Body):
-    """type json_schema needs json_schema.schema; regex and ebnf need a field of their own name."""
+    """type json_schema needs json_schema.schema; regex, ebnf and lark_grammar need a field of their own name;
+    llguidance needs grammar, in llguidance's JSON form."""
 
-    type: Literal["text", "json_object", "json_schema", "regex", "ebnf"]
+    type: Literal["text", "json_object", "json_schema", "regex", "ebnf", "lark_grammar", "llguidance"]
     json_schema: dict[str, Any] | None = None
     regex: str | None = Field(None, min_length=1, max_length=65536)
     ebnf: str | None = Field(None, min_length=1, max_length=65536)
+    lark_grammar: str | None = Field(None, min_length=1, max_length=65536)
+    grammar: str | dict[str, Any] | None = None
 
 
 class StreamOptions(_Body):
@@ -86,6 +95,7 @@ class GenerationRequest(_Body):
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, ge=0, le=1)
     top_k: int = Field(-1, ge=-1, le=MAX_TOKENS)
+    min_p: float = Field(0.0, ge=0, le=1)
     n: int = Field(1, ge=1, le=128)
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] = []
     stop_token_ids: list[TokenId] = Field([], max_length=64)
@@ -98,6 +108,7 @@ class GenerationRequest(_Body):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     response_format: ResponseFormat | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -115,6 +126,7 @@ class CompletionRequest(GenerationRequest):
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     best_of: int | None = Field(None, ge=1, le=128)
     echo: bool = False
+    add_special_tokens: bool = True
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
@@ -123,20 +135,78 @@ class TextPart(_Body):
     text: str
 
 
+class _CalledFunction(_Body):
+    """arguments: a JSON object, as text."""
+
+    name: str = Field(min_length=1, max_length=64)
+    arguments: str
+
+
+class ToolCall(_Body):
+    id: Text
+    type: Literal["function"] = "function"
+    function: _CalledFunction
+
+
 class Message(_Body):
+    """content may be left out of an assistant's message that has tool_calls. null asks for nothing."""
+
     role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = None
     name: Text | None = None
+    tool_calls: list[ToolCall] = Field([], max_length=128)
+    tool_call_id: Text | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is required")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls belong to the assistant's messages")
+        return self
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "\n".join(part.text for part in self.content)
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class _Function(_Body):
+    """parameters: a JSON schema of an object. strict: arguments must match it."""
+
+    name: str = Field(pattern="^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Body):
+    type: Literal["function"]
+    function: _Function
+
+
+class _ToolName(_Body):
+    name: str = Field(max_length=64)
+
+
+class NamedToolChoice(_Body):
+    type: Literal["function"]
+    function: _ToolName
 
 
 class ChatRequest(GenerationRequest):
     messages: list[Message] = Field(min_length=1, max_length=4096)
+    tools: list[Tool] = Field([], max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice = "auto"
+    parallel_tool_calls: bool = True  # false: at most one call in an answer
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
@@ -209,4 +279,4 @@ def _explain(error: ValidationError) -> ApiError:
 
 
 def _is_branch(part: str) -> bool:
-    return "[" in part or part in ("str", "constrained-str", "TextPart") or part.startswith("function-")
+    return "[" in part or part in BRANCHES or part.startswith("function-")

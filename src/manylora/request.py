@@ -41,8 +41,8 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True)
 class Guide:
-    """What the output must match: any JSON, a JSON schema, a regular expression, a grammar in EBNF, in Lark or
-    in the JSON form of llguidance."""
+    """What the output must match: any JSON, a JSON schema, a regular expression, or a grammar in EBNF, in
+    Lark or in the JSON form of llguidance."""
 
     type: str
     text: str = ""

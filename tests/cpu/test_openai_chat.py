@@ -100,7 +100,7 @@ def test_tools_that_cannot_be_used_are_refused(fields: dict[str, Any], words: st
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_call_that_must_come_comes_with_valid_arguments(server: Running, choice: Any) -> None:
-    body: dict[str, Any] = {"model": "chinese", "messages": QUESTION, "temperature": 0, "max_tokens": 80}
+    body: dict[str, Any] = {"model": "chinese", "messages": QUESTION, "temperature": 0, "max_tokens": 250}
     body |= {"tools": [WEATHER], "tool_choice": choice}
     client = server.client()
     [whole] = client.chat.completions.create(**body).choices

@@ -29,9 +29,9 @@ LLMAPI = [
 ]  # fmt: skip
 OPENAI = [
     "errors", "names", "schema", "messages", "choosing", "tools", "params", "generation", "mailbox",
-    "disk", "reader", "kept", "catalog", "fairness", "backend", "keys",
+    "disk", "reader", "kept", "catalog", "fairness", "history", "backend", "keys",
     "logprobs", "replies", "transport", "inference", "metrics",
-    "models", "openapi", "page", "app", "options", "server",
+    "models", "openapi", "page", "feed", "app", "options", "server",
 ]  # fmt: skip
 INSIDE = {
     "lora": [

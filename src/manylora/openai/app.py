@@ -20,13 +20,14 @@ import manylora
 from manylora.openai.backend import Backend
 from manylora.openai.catalog import Entry
 from manylora.openai.errors import ApiError, as_api_error
+from manylora.openai.feed import Feed
 from manylora.openai.inference import Inference
 from manylora.openai.keys import ApiKey, Keyring
 from manylora.openai.metrics import CONTENT_TYPE, Metrics
 from manylora.openai.models import adapter_card, base_card, state_of, tiers
 from manylora.openai.names import check_name
 from manylora.openai.openapi import document
-from manylora.openai.page import PAGE
+from manylora.openai.page import page_file
 from manylora.openai.schema import (
     ChatRequest,
     CompletionRequest,
@@ -65,10 +66,12 @@ def make_app(start: Callable[[], Awaitable[Service]]) -> Starlette:
     @asynccontextmanager
     async def life(app: Starlette) -> AsyncIterator[None]:
         service = await start()
-        app.state.routes_of = _Routes(service)
+        feed = Feed(service.backend)
+        app.state.routes_of = _Routes(service, feed)
         try:
             yield
         finally:
+            feed.close()
             await service.backend.catalog.close()
             await service.backend.close()
 
@@ -98,14 +101,16 @@ ROUTES = [
     ("GET", "/metrics", "show_metrics"),
     ("GET", "/version", "version"),
     ("GET", "/openapi.json", "describe"),
+    ("GET", "/v1/cache", "cache"),
     ("GET", "/", "page"),
+    ("GET", "/page/{name}", "page"),
 ]
 """Method, path, method of _Routes."""
 
 
 class _Routes:
-    def __init__(self, service: Service) -> None:
-        self.service = service
+    def __init__(self, service: Service, feed: Feed) -> None:
+        self.service, self._feed = service, feed
         self._inference = service.inference
         self._catalog = service.backend.catalog
 
@@ -202,7 +207,14 @@ class _Routes:
         return JSONResponse(document(ROUTES))
 
     async def page(self, request: Request) -> Response:
-        return Response(PAGE, media_type="text/html")
+        name = request.path_params.get("name", "index.html")
+        return page_file(name, request.headers.get("if-none-match", ""))
+
+    async def cache(self, request: Request) -> Response:
+        key = self._key(request)
+        given = {name: _number(request, name) for name in ("changes_after", "points_after")}
+        answer = await self._feed.snapshot(key, **given)
+        return JSONResponse(answer, headers={"Cache-Control": "no-store"})
 
     def _key(self, request: Request) -> ApiKey:
         return self.service.keyring.identify(request.headers.get("authorization", ""))
@@ -221,6 +233,14 @@ class _Routes:
     def _adapter_card(self, entry: Entry, where: dict[str, str]) -> dict[str, object]:
         tier = where.get(entry.name, "disk")
         return adapter_card(entry, self._inference.bases[0], self.service.created, tier)
+
+
+def _number(request: Request, name: str) -> int:
+    """A count in the query, 0 when it is left out. Raises ApiError."""
+    text = request.query_params.get(name, "0")
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise ApiError(400, "invalid_value", f"{name} must be a number, 0 or more", name)
+    return int(text)
 
 
 def _endpoint(name: str, path: str) -> Handler:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from manylora.errors import AdapterNotCachedError
 from manylora.loop import EngineLoop
@@ -14,14 +16,16 @@ from manylora.openai.catalog import AdapterCatalog, Version
 from manylora.openai.errors import ApiError, as_api_error
 from manylora.openai.fairness import FairQueue
 from manylora.openai.generation import Generation
+from manylora.openai.history import History
 from manylora.openai.mailbox import Mailbox
 from manylora.request import Event, LoraInput
-from manylora.stats import EngineStats, Resident
+from manylora.stats import CacheMap, EngineStats, Resident
 
 __all__ = ["Backend", "Call"]
 
 logger = logging.getLogger("manylora")
 
+MAP_TIMEOUT_S = 2.0  # a step of a long prompt may be under way
 MAX_SENDINGS = 4  # an adapter may be evicted again and again before its request is admitted
 Meter = Callable[[LoraInput | None, Event], None]
 
@@ -38,6 +42,8 @@ class Call:
     lora: LoraInput | None = None
     ticket: int | None = None
     answered: asyncio.Future[None] | None = None  # by the engine, for good
+    arrived: float = field(default_factory=time.monotonic)
+    sent: float = 0.0  # to the engine, the last time
     task: asyncio.Task[None] | None = None
 
 
@@ -57,6 +63,7 @@ class Backend:
     ) -> None:
         self.catalog, self.queue = catalog, queue
         self._engine, self._resident, self._meter = loop, resident, meter
+        self.history = History()
         self._carrying: Counter[int] = Counter()  # task ids whose tensors are on their way
         self._mailbox: Mailbox[tuple[Call, Event]] = Mailbox(asyncio.get_running_loop(), self._take)
         self._open: set[Call] = set()
@@ -84,6 +91,10 @@ class Backend:
             self.cancel(call)
         await asyncio.get_running_loop().run_in_executor(None, self._engine.close, False)
 
+    def engine_stats(self) -> EngineStats:
+        """The engine's own, and cheap."""
+        return self._engine.stats()
+
     def stats(self) -> EngineStats:
         """The engine's, with adapters by name, and with those that wait here."""
         stats = self._engine.stats()
@@ -99,6 +110,42 @@ class Backend:
             waiting=stats.waiting + self.queue.num_waiting,
             waiting_adapters=tuple(dict.fromkeys(waiting)),
             adapters=replace(stats.adapters, residents=residents),
+        )
+
+    async def cache_map(self) -> CacheMap | None:
+        """Which adapter is on which pages, by name. None: the engine does not tell, or not in time."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[CacheMap | None] = loop.create_future()
+
+        def settle(found: CacheMap | None) -> None:
+            if not answer.done():
+                answer.set_result(found)
+
+        def take(found: CacheMap | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(settle, found)
+
+        self._engine.cache_map(take)
+        try:
+            found = await asyncio.wait_for(answer, MAP_TIMEOUT_S)
+        except TimeoutError:
+            return None
+        return None if found is None else self._with_names(found)
+
+    def _with_names(self, found: CacheMap) -> CacheMap:
+        names: dict[str, tuple[str, ...]] = {}
+        for entry in self.catalog.entries():
+            if entry.version is not None:
+                task_id = str(entry.version.task_id)
+                names[task_id] = (*names.get(task_id, ()), entry.name)
+
+        def named(task_ids: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(name for task_id in task_ids for name in names.get(task_id, ()))
+
+        return replace(
+            found,
+            adapters=tuple(replace(one, names=named(one.names)) for one in found.adapters),
+            changes=tuple(replace(one, names=named(one.names)) for one in found.changes),
         )
 
     def _names(self, task_id: str) -> list[str]:
@@ -169,7 +216,7 @@ class Backend:
     async def _through_engine(self, call: Call, lora: LoraInput | None) -> None:
         """Raises AdapterNotCachedError when the id alone did not do."""
         call.answered = asyncio.get_running_loop().create_future()
-        call.lora = lora
+        call.lora, call.sent = lora, time.monotonic()
         if lora is not None and lora.has_tensors:
             assert lora.task_id is not None
             self._carrying[lora.task_id] += 1
@@ -196,6 +243,7 @@ class Backend:
             return
         if event.finish_reason is not None:
             self._meter(call.lora, event)
+            self.history.ended(event, call.sent - call.arrived)
         if event.error is not None:
             event = replace(event, error=as_api_error(event.error, call.adapter or ""))
         generation.take(event)

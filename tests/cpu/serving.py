@@ -26,9 +26,10 @@ class Running:
     def __init__(self, **options: Any) -> None:
         given = {"device": "cpu", "served_model_name": ("demo", "llama"), "lora_refresh_seconds": REFRESH_S}
         chosen = ServeOptions(options.pop("model", DEMO / "base"), **{**given, **options})
+        self.app = open_app(chosen)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._server = uvicorn.Server(uvicorn.Config(open_app(chosen), log_level="warning"))
+        self._server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning"))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})
         self._thread.start()
         wait_for(lambda: self._server.started)

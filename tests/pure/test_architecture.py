@@ -31,7 +31,7 @@ OPENAI = [
     "errors", "names", "schema", "messages", "choosing", "tools", "params", "generation", "mailbox",
     "disk", "reader", "kept", "catalog", "fairness", "history", "backend", "keys",
     "logprobs", "replies", "transport", "inference", "metrics",
-    "models", "openapi", "page", "feed", "app", "options", "server",
+    "models", "openapi", "page", "feed", "app", "in_process", "triton", "options", "server",
 ]  # fmt: skip
 INSIDE = {
     "lora": [

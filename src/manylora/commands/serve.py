@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"manylora serve needs {error.name}: pip install 'manylora[openai]'", file=sys.stderr)
         return 1
     try:
-        options = parse_options(sys.argv[2:] if arguments is None else arguments)
+        options = parse_options(sys.argv[1:] if arguments is None else arguments)
         logging.basicConfig(
             level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
         )
@@ -28,3 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -148,7 +148,7 @@ class _Routes:
         body = parse(await self._body(request), LoadRequest)
         name = check_name(body.lora_name, "lora_name")
         await self._catalog.load(name, body.lora_path, replace=body.load_inplace)
-        return PlainTextResponse(f"Success: LoRA adapter {name!r} is loaded.")
+        return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
 
     async def unload(self, request: Request) -> Response:
         self._admin(request)
@@ -157,7 +157,7 @@ class _Routes:
         if left:
             text = f"LoRA adapter {name!r} takes no more requests; {left} are still under way."
             return PlainTextResponse(text, HTTPStatus.ACCEPTED)
-        return PlainTextResponse(f"Success: LoRA adapter {name!r} is removed.")
+        return PlainTextResponse(f"Success: LoRA adapter {name!r} removed successfully.")
 
     async def tokenize(self, request: Request) -> Response:
         self._key(request)

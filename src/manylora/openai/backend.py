@@ -9,25 +9,49 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from manylora.errors import AdapterNotCachedError
-from manylora.loop import EngineLoop
 from manylora.openai.catalog import AdapterCatalog, Version
 from manylora.openai.errors import ApiError, as_api_error
 from manylora.openai.fairness import FairQueue
 from manylora.openai.generation import Generation
 from manylora.openai.history import History
 from manylora.openai.mailbox import Mailbox
-from manylora.request import Event, LoraInput
+from manylora.request import Event, LoraInput, Request, Sink
 from manylora.stats import CacheMap, EngineStats, Resident
 
-__all__ = ["Backend", "Call"]
+__all__ = ["Backend", "Call", "Engine"]
 
 logger = logging.getLogger("manylora")
 
 MAP_TIMEOUT_S = 2.0  # a step of a long prompt may be under way
 MAX_SENDINGS = 4  # an adapter may be evicted again and again before its request is admitted
 Meter = Callable[[LoraInput | None, Event], None]
+
+
+class Engine(Protocol):
+    """An EngineLoop, or what stands for one. submit: whatever goes wrong with the request comes to its sink,
+    from any thread, as one last event."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    def submit(self, request: Request, sink: Sink) -> int: ...
+
+    def cancel(self, ticket: int) -> None: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def resident(self, task_id: int) -> bool:
+        """Whether a task id's adapter need not be sent."""
+        ...
+
+    def cache_map(self, take: Callable[[CacheMap | None], None]) -> None:
+        """Have `take` called with the map, from any thread; None: nothing is known of it."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -48,21 +72,20 @@ class Call:
 
 
 class Backend:
-    """Belongs to the event loop it is made on. resident: whether a task id's adapter is in the cache.
+    """Belongs to the event loop it is made on.
 
     meter: told of every sequence that ends.
     """
 
     def __init__(
         self,
-        loop: EngineLoop,
-        resident: Callable[[int], bool],
+        engine: Engine,
         catalog: AdapterCatalog,
         queue: FairQueue,
         meter: Meter = lambda lora, event: None,
     ) -> None:
         self.catalog, self.queue = catalog, queue
-        self._engine, self._resident, self._meter = loop, resident, meter
+        self._engine, self._meter = engine, meter
         self.history = History()
         self._carrying: Counter[int] = Counter()  # task ids whose tensors are on their way
         self._mailbox: Mailbox[tuple[Call, Event]] = Mailbox(asyncio.get_running_loop(), self._take)
@@ -89,15 +112,16 @@ class Backend:
         for call in list(self._open):
             call.generation.fail(ApiError(503, "stopping", "The server is stopping", retry_after=5))
             self.cancel(call)
-        await asyncio.get_running_loop().run_in_executor(None, self._engine.close, False)
+        await self._engine.close()
 
     def engine_stats(self) -> EngineStats:
-        """The engine's own, and cheap."""
-        return self._engine.stats()
+        """The engine's own, with those that wait here. Cheap: no names are looked up."""
+        stats = self._engine.stats()
+        return replace(stats, waiting=stats.waiting + self.queue.num_waiting)
 
     def stats(self) -> EngineStats:
         """The engine's, with adapters by name, and with those that wait here."""
-        stats = self._engine.stats()
+        stats = self.engine_stats()
         residents = tuple(
             Resident(name, one.pages, one.on_device)
             for one in stats.adapters.residents
@@ -107,7 +131,6 @@ class Backend:
         waiting += [key for key in self.queue.waiting_keys if key]
         return replace(
             stats,
-            waiting=stats.waiting + self.queue.num_waiting,
             waiting_adapters=tuple(dict.fromkeys(waiting)),
             adapters=replace(stats.adapters, residents=residents),
         )
@@ -194,7 +217,7 @@ class Backend:
         for attempt in range(MAX_SENDINGS):
             assert call.version is not None
             task_id = call.version.task_id
-            here = self._resident(task_id) or self._carrying[task_id] > 0
+            here = self._engine.resident(task_id) or self._carrying[task_id] > 0
             if not here and call.policy == "never":
                 raise ApiError(
                     409,

@@ -75,7 +75,8 @@ class Feed:
 
     def _adapters(self, found: CacheMap, key: ApiKey) -> list[dict[str, Any]]:
         """On the device first, then those used last."""
-        ordered = sorted(found.adapters[::-1], key=lambda one: not one.device)
+        latest = found.adapters[::-1]
+        ordered = [*(one for one in latest if one.device), *(one for one in latest if not one.device)]
         told = [self._adapter(one, key) for one in ordered[:MAX_ADAPTERS]]
         rest = ordered[MAX_ADAPTERS:]
         if rest:

@@ -67,7 +67,7 @@ class History:
             self._whole.append(waited_s + (last_ns - metrics.arrival_ns) / 1e9)
 
     def sample(self, stats: EngineStats) -> None:
-        """Close a point. Of an engine elsewhere, which counts no steps, tokens count when their sequence ends."""
+        """Close a point. Of an engine elsewhere, that counts no steps, tokens count when a sequence ends."""
         now = self._clock()
         total = stats.generated_tokens if stats.steps else self._tokens + self._metered
         self._number += 1

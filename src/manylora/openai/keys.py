@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,19 +18,24 @@ from manylora.openai.errors import ApiError
 
 __all__ = ["ApiKey", "Keyring"]
 
-FIELDS = {"name", "sha256", "adapters", "base", "admin", "max_concurrent"}
+FIELDS = {"name", "sha256", "adapters", "base", "admin", "max_concurrent", "requests_per_minute"}
 
 
 @dataclass(eq=False)
 class ApiKey:
-    """adapters: patterns, * for any number of characters. max_concurrent: requests at one time, 0: any."""
+    """adapters: patterns, * for any number of characters. max_concurrent: requests at one time, 0: any.
+
+    requests_per_minute: 0: any. A minute's worth may come at once; then one comes back every 60 / rate seconds.
+    """
 
     name: str
     adapters: tuple[str, ...] = ("*",)
     base: bool = True
     admin: bool = False
     max_concurrent: int = 0
+    requests_per_minute: int = 0
     num_open: int = field(default=0, repr=False)
+    _due_at: float = field(default=0.0, repr=False)  # when all that was spent will have come back
 
     def may_see(self, adapter: str | None) -> bool:
         """None: the base model. What may be seen may be used."""
@@ -57,11 +63,26 @@ class ApiKey:
                 f"This API key may have {self.max_concurrent} requests at one time",
                 retry_after=1,
             )
+        self._spend()
         self.num_open += 1
         try:
             yield
         finally:
             self.num_open -= 1
+
+    def _spend(self) -> None:
+        if not self.requests_per_minute:
+            return
+        each, now = 60 / self.requests_per_minute, time.monotonic()
+        due = max(self._due_at, now) + each
+        if due - now > 60 + 1e-6:
+            raise ApiError(
+                429,
+                "rate_limit_exceeded",
+                f"This API key may send {self.requests_per_minute} requests in a minute",
+                retry_after=max(1, round(due - now - 60)),
+            )
+        self._due_at = due
 
 
 class Keyring:
@@ -121,8 +142,16 @@ def _parse(entry: Any, where: str) -> tuple[str, ApiKey]:
     for flag in ("base", "admin"):
         if not isinstance(entry.get(flag, False), bool):
             raise ConfigError(f"{where}: {flag} must be true or false")
-    most = entry.get("max_concurrent", 0)
-    if not isinstance(most, int) or isinstance(most, bool) or most < 0:
-        raise ConfigError(f"{where}: max_concurrent must be a number, 0 for no limit")
+    for limit in ("max_concurrent", "requests_per_minute"):
+        most = entry.get(limit, 0)
+        if not isinstance(most, int) or isinstance(most, bool) or most < 0:
+            raise ConfigError(f"{where}: {limit} must be a number, 0 for no limit")
     name = str(entry.get("name", digest[:8]))
-    return digest, ApiKey(name, tuple(adapters), entry.get("base", True), entry.get("admin", False), most)
+    return digest, ApiKey(
+        name,
+        tuple(adapters),
+        entry.get("base", True),
+        entry.get("admin", False),
+        entry.get("max_concurrent", 0),
+        entry.get("requests_per_minute", 0),
+    )

@@ -64,18 +64,21 @@ def completion_logprobs(
     for token in tokens:
         offsets.append(offset)
         offset += len(token)
-    alternatives = [
-        {tokenizer.decode([i], skip_special_tokens=False): value for i, value in one.top}
-        if one.logprob is not None
-        else None
-        for one in found
-    ]
+    alternatives = [_by_text(one, tokenizer) if one.logprob is not None else None for one in found]
     return {
         "tokens": tokens,
         "token_logprobs": [one.logprob for one in found],
         "top_logprobs": alternatives if top else None,
         "text_offset": offsets,
     }
+
+
+def _by_text(one: TokenLogprob, tokenizer: Tokenizer) -> dict[str, float]:
+    """Alternatives by their text; of two with one text, as parts of characters have, the more probable."""
+    found: dict[str, float] = {}
+    for token_id, value in one.top:
+        found.setdefault(tokenizer.decode([token_id], skip_special_tokens=False), value)
+    return found
 
 
 def _from_logits(ids: Sequence[int], logits: np.ndarray, top: int) -> list[TokenLogprob]:

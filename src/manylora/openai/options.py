@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -26,6 +27,7 @@ SECTIONS: dict[str, type] = {
     "peft_cache_config": PeftCacheConfig,
     "kv_cache_config": KvCacheConfig,
 }
+ENGINE_OPTIONS = ("device", "dtype", "max_num_tokens", "batch_scheduler_policy", "enable_chunked_prefill")
 ALIASES = {"max_seq_len": ("max_model_len",), "config": ("extra_llm_api_options",)}
 
 
@@ -42,6 +44,11 @@ class ServeOptions:
     port: int = _option(8000, "0 chooses a free one", int)
     served_model_name: tuple[str, ...] = _option((), "names of the base model; default: its folder's")
     tokenizer: Path | None = _option(None, "tokenizer directory; default: the model's", Path)
+    chat_template: Path | None = _option(None, "Jinja file; default: the tokenizer's own template", Path)
+    triton_url: str | None = _option(
+        None, "host:port of a running Triton's gRPC: its model answers in place of an engine in this process"
+    )
+    triton_model: str = _option("tensorrt_llm", "the model of that Triton to ask, with token ids")
     device: str = _option("auto", "auto, cpu, cuda, cuda:N")
     dtype: str = _option("auto", "auto, float32, float16, bfloat16")
     max_batch_size: int = _option(64, "sequences in one step", int)
@@ -72,6 +79,8 @@ class ServeOptions:
         for name in ("max_request_bytes", "max_batch_size", "max_num_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.triton_url is not None:
+            self._check_triton()
         if not 0 < self.lora_refresh_seconds <= 86400:
             raise ConfigError(f"lora_refresh_seconds must be in (0, 86400], got {self.lora_refresh_seconds}")
         for folder in (*self.lora_root, *self.lora_allowed_path):
@@ -79,6 +88,16 @@ class ServeOptions:
                 raise ConfigError(f"{folder} is not a directory: give folders")
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigError(f"log_level must be debug, info, warning or error, got {self.log_level!r}")
+
+    def _check_triton(self) -> None:
+        """What an engine of our own is told would have no effect on Triton's."""
+        mine = {one.name: one.default for one in fields(self) if one.name in ENGINE_OPTIONS}
+        given = [name for name, default in mine.items() if getattr(self, name) != default]
+        given += [name for name in ("peft_cache_config", "kv_cache_config") if name in self.sections]
+        if given:
+            raise ConfigError(
+                f"{given[0]} has no effect with triton_url: set it in Triton's model repository"
+            )
 
     @property
     def bases(self) -> tuple[str, ...]:
@@ -170,13 +189,26 @@ def _read(path: Path) -> dict[str, Any]:
         elif name in known:
             settings[name] = _convert(path, name, value, known[name])
         else:
-            raise ConfigError(f"{path}: {key} is not an option; options are {', '.join([*known, *SECTIONS])}")
+            raise ConfigError(f"{path}: {_unknown(str(key), [*known, *SECTIONS])}")
     return settings | {"sections": sections}
 
 
+def _unknown(key: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(key, known, 1, 0.6)
+    hint = f"did you mean {near[0]}?" if near else f"options are {', '.join(known)}"
+    return f"{key} is not an option; {hint}"
+
+
 def _section(path: Path, name: str, value: Any) -> Any:
+    kind = SECTIONS[name]
+    if not isinstance(value, dict | None):
+        raise ConfigError(f"{path}: {name} must hold options, one key each")
+    known = [one.name for one in fields(kind)]
+    for key in value or {}:
+        if key not in known:
+            raise ConfigError(f"{path}: {name}: {_unknown(str(key), known)}")
     try:
-        return SECTIONS[name](**(value or {}))
+        return kind(**(value or {}))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{path}: {name}: {error}") from error
 

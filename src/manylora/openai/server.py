@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
 
-from manylora.device import open_device
-from manylora.engine.engine import Engine
+from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import ConfigError
-from manylora.loop import EngineLoop
-from manylora.model.weights import compute_dtype
+from manylora.model.checkpoint import read_model_config
+from manylora.openai import backend
 from manylora.openai.app import Service, make_app
 from manylora.openai.backend import Backend
 from manylora.openai.catalog import AdapterCatalog
@@ -41,8 +41,9 @@ def open_app(options: ServeOptions) -> Starlette:
         if not is_name(name):
             raise ConfigError(f"served_model_name {name!r} has characters that a model's name may not have")
     keyring = Keyring(options.api_keys, open_admin=options.allow_runtime_lora_updating)
-    tokenizer = Tokenizer(options.tokenizer or options.model)
-    return make_app(_starter(options, Engine(options.engine_config()), tokenizer, keyring))
+    tokenizer = Tokenizer(options.tokenizer or options.model, options.chat_template)
+    served = _in_process(options) if options.triton_url is None else _through_triton(options)
+    return make_app(_starter(options, served, tokenizer, keyring))
 
 
 def run(options: ServeOptions) -> None:
@@ -61,12 +62,58 @@ def run(options: ServeOptions) -> None:
     )
 
 
+@dataclass(frozen=True)
+class _Served:
+    """What answers, and what is known of it. start: on the event loop. half: it computes in float16."""
+
+    start: Callable[[], backend.Engine]
+    model: ModelConfig
+    max_seq_len: int
+    max_batch_size: int
+    lora: LoraCacheConfig
+    half: bool
+
+
+def _in_process(options: ServeOptions) -> _Served:
+    from manylora.engine.engine import Engine
+    from manylora.openai.in_process import InProcessEngine, computes_in_half
+
+    engine = Engine(options.engine_config())
+    return _Served(
+        lambda: InProcessEngine(engine),
+        engine.model,
+        engine.max_seq_len,
+        engine.config.max_batch_size,
+        engine.config.lora,
+        computes_in_half(engine),
+    )
+
+
+def _through_triton(options: ServeOptions) -> _Served:
+    try:
+        from manylora.openai.triton import TritonEngine, TritonModel
+    except ImportError as error:
+        raise ConfigError(f"triton_url needs {error.name}: pip install 'manylora[server]'") from error
+    url = str(options.triton_url)
+    found = TritonModel.read(url, options.triton_model)
+    model = read_model_config(options.model)
+    return _Served(
+        lambda: TritonEngine(url, found),
+        model,
+        options.max_seq_len or found.number("max_seq_len") or model.max_position_embeddings,
+        found.number("max_num_sequences") or options.max_batch_size,
+        LoraCacheConfig(
+            max_adapter_size=found.number("lora_cache_max_adapter_size") or 64,
+            max_lora_rank=found.number("max_lora_rank"),
+        ),
+        found.half,
+    )
+
+
 def _starter(
-    options: ServeOptions, engine: Engine, tokenizer: Tokenizer, keyring: Keyring
+    options: ServeOptions, served: _Served, tokenizer: Tokenizer, keyring: Keyring
 ) -> Callable[[], Awaitable[Service]]:
-    config = engine.config
-    half = _computes_in_half(engine)
-    reader = AdapterReader(options.model, engine.model, config.lora, half)
+    reader = AdapterReader(options.model, served.model, served.lora, served.half)
     folders = {Path(folder) for folder in getattr(options.sections.get("lora_config"), "lora_dir", ())}
     created = int(time.time())
 
@@ -83,14 +130,13 @@ def _starter(
         for folder in sorted(folders):
             await catalog.load(folder.name, str(folder.resolve()), replace=True)
         metrics = Metrics(options.bases[0])
-        queue = FairQueue(AHEAD * config.max_batch_size, options.max_queue_size)
-        loop = EngineLoop(engine)
-        backend = Backend(loop, engine.adapters.resident, catalog, queue, metrics.meter)
-        limits = Limits(engine.max_seq_len, engine.model.vocab_size)
+        queue = FairQueue(AHEAD * served.max_batch_size, options.max_queue_size)
+        made = Backend(served.start(), catalog, queue, metrics.meter)
+        limits = Limits(served.max_seq_len, served.model.vocab_size)
         base = options.bases[0]
-        inference = Inference(backend, tokenizer, engine.model, limits, options.bases, f"fp_{base}")
+        inference = Inference(made, tokenizer, served.model, limits, options.bases, f"fp_{base}")
         return Service(
-            backend,
+            made,
             inference,
             keyring,
             metrics,
@@ -101,11 +147,6 @@ def _starter(
         )
 
     return start
-
-
-def _computes_in_half(engine: Engine) -> bool:
-    dtype = compute_dtype(engine.config.dtype, engine.model, open_device(engine.config.device))
-    return str(dtype) == "torch.float16"
 
 
 def _text(path: Path | None) -> str | None:

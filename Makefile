@@ -2,13 +2,14 @@
 # make serve   the same server, left running, with commands to try
 # make test    every test, the real server included
 # make check   lint, format, types
+# make browser Chromium for the tests of the page (Debian, Ubuntu; they are skipped without it)
 PYTHON ?= $(firstword $(foreach v,3.11 3.12,$(shell command -v python$(v))) $(shell command -v python3))
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo serve test check clean
+.PHONY: demo serve test check browser clean
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo/run.py demo
@@ -23,6 +24,9 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+browser:
+	apt-get install -y --no-install-recommends chromium chromium-driver fonts-noto-cjk
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed: apt install python3 python3-venv"; exit 1; }

@@ -56,7 +56,8 @@ function showChoices() {
     box.checked = chosen.has(name);
     box.addEventListener("change", () => choose(name, box));
     const text = make("span");
-    text.append(swatch(colour(name)), name === base ? `${name} (base)` : name);
+    text.append(swatch(colour(name)), name);
+    if (name === base) text.append(make("span", "base-mark", "base model"));
     label.append(box, text);
     return label;
   }));
@@ -93,10 +94,16 @@ function showCards() {
   for (const name of names.filter((one) => chosen.has(one))) {
     const article = make("article", "answer");
     article.style.setProperty("--owner", colour(name));
-    const text = make("p", "text");
+    const text = make("div", "text");
     text.append(make("span", "waiting", "No answer yet"));
     const meta = make("p", "small meta");
-    article.append(make("h3", "", name === base ? `${name} (base)` : name), text, meta);
+    const title = make("h3", "", name);
+    if (name === base) title.append(make("span", "base-mark", " base model"));
+    title.id = `answer-${cards.size}`;
+    text.tabIndex = 0; // long answers scroll, by keys too
+    text.setAttribute("role", "region");
+    text.setAttribute("aria-labelledby", title.id);
+    article.append(title, text, meta);
     cards.set(name, { article, text, meta });
   }
   byId("answers").replaceChildren(...[...cards.values()].map((card) => card.article));

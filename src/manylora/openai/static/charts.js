@@ -88,5 +88,5 @@ function whole(value) {
 }
 
 function milliseconds(value) {
-  return value >= 10000 ? `${(value / 1000).toFixed(1)} s` : `${value >= 10 ? Math.round(value) : value.toFixed(1)} ms`;
+  return value >= 1000 ? `${(value / 1000).toFixed(1)} s` : `${value >= 10 ? Math.round(value) : value.toFixed(1)} ms`;
 }

@@ -98,7 +98,9 @@ export class LevelMap {
       if (owner) {
         context.globalAlpha = this.chosen && this.chosen !== owner.id ? 0.18 : 1;
         context.fillStyle = colour(owner);
-        context.fillRect(x, y, side, side);
+        // Pages of one adapter run together, so that it is seen as one thing.
+        const joined = (cell + 1) % columns && this.owners[this.shown(cell + 1, share)]?.id === owner.id;
+        context.fillRect(x, y, joined ? size : side, side);
         if (owner.in_use && size >= 8) {
           context.fillStyle = ink;
           const dot = Math.max(2, Math.round(size / 5));
@@ -111,7 +113,6 @@ export class LevelMap {
         if (left <= 0) {
           this.glows.delete(page);
         } else {
-          context.globalAlpha = left;
           context.fillStyle = owner ? ink : glow.from ? colour(glow.from) : free;
           context.globalAlpha = owner ? left * 0.55 : left;
           context.fillRect(x, y, side, side);

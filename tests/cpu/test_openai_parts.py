@@ -8,16 +8,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from serving import DEMO
 
 from manylora.commands import serve
 from manylora.errors import ConfigError
+from manylora.openai.disk_level import DiskLevel
 from manylora.openai.errors import ApiError
 from manylora.openai.fairness import FairQueue
 from manylora.openai.keys import ApiKey, Keyring
 from manylora.openai.names import is_name
 from manylora.openai.options import parse_options
+from manylora.openai.reader import ReadAdapter
 
 
 def test_a_hot_adapter_waits_for_itself_only() -> None:
@@ -41,6 +44,34 @@ def test_a_hot_adapter_waits_for_itself_only() -> None:
     order = asyncio.run(run())
     assert len(order) == 103
     assert max(order.index(key) for key in "abc") < 12
+
+
+def read_adapter(digest: str, dtype: str = "float32") -> ReadAdapter:
+    weights = np.arange(600, dtype=np.float32).reshape(1, 2, 300)
+    weights = weights.astype(np.float16).view("V2") if dtype == "bfloat16" else weights
+    return ReadAdapter(digest, "peft", dtype, 8, weights, np.ones((1, 2, 3), np.int32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_disk_level_keeps_what_was_used_last_within_its_limit(tmp_path: Path, dtype: str) -> None:
+    first = read_adapter("d0", dtype)
+    disk = DiskLevel(4 * first.num_bytes, tmp_path / "copies")
+    for n in range(3):
+        disk.put(read_adapter(f"d{n}", dtype))
+    found = disk.get("d0")
+    assert found is not None and (found.dtype, found.max_rank, found.kind) == (dtype, 8, "peft")
+    assert found.weights.dtype == first.weights.dtype and found.weights.tobytes() == first.weights.tobytes()
+    disk.put(read_adapter("d3", dtype))
+    assert disk.get("d1") is None and disk.get("d0") is not None
+    used = sum(file.stat().st_size for file in (tmp_path / "copies").iterdir())
+    assert used == disk.num_bytes <= 4 * first.num_bytes
+    again = DiskLevel(4 * first.num_bytes, tmp_path / "copies")
+    assert again.get("d3") is not None and again.num_bytes == used
+    (tmp_path / "copies" / "d3.safetensors").write_bytes(b"broken")
+    assert again.get("d3") is None and again.get("d3") is None
+    nothing = DiskLevel(0)
+    nothing.put(first)
+    assert nothing.get("d0") is None
 
 
 def test_turns_are_given_back_by_who_is_cancelled_and_the_line_has_an_end() -> None:
@@ -120,8 +151,9 @@ def test_a_key_is_known_by_its_hash_and_sees_its_patterns(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "good"),
     [
-        ("sql-lora", True), ("team/a:v1.2", True), ("x" * 128, True), ("x" * 129, False), ("", False), ("a..b", False),
-        ("../x", False), ("/x", False), ("a//b", False), ("a,b", False), ("ü", False), ("a\n", False), ("./a", False),
+        ("sql-lora", True), ("team/a:v1.2", True), ("x" * 128, True), ("x" * 129, False), ("", False),
+        ("a..b", False), ("../x", False), ("/x", False), ("a//b", False), ("a,b", False), ("ü", False),
+        ("a\n", False), ("./a", False),
     ],
 )  # fmt: skip
 def test_names(name: str, good: bool) -> None:

@@ -29,7 +29,7 @@ LLMAPI = [
 ]  # fmt: skip
 OPENAI = [
     "errors", "names", "schema", "messages", "choosing", "tools", "params", "generation", "mailbox",
-    "disk", "reader", "kept", "catalog", "fairness", "history", "backend", "keys",
+    "disk", "reader", "disk_level", "kept", "catalog", "fairness", "history", "backend", "keys",
     "logprobs", "replies", "transport", "inference", "metrics",
     "models", "openapi", "page", "feed", "app", "in_process", "triton", "options", "server",
 ]  # fmt: skip

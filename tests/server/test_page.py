@@ -136,7 +136,9 @@ def browser(session: Browser) -> Iterator[Browser]:
     session.media(prefers_color_scheme="light")
     session.get_log("browser")
     yield session
-    said = [one for one in session.get_log("browser") if one["source"] != "rendering"]  # advice to these tests
+    said = [
+        one for one in session.get_log("browser") if one["source"] != "rendering"
+    ]  # advice to these tests
     assert said == []  # no error, and nothing that the content policy stopped
     session.get("about:blank")
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from manylora.errors import AdapterError, AdapterInvalidError
+from manylora.errors import AdapterError
 from manylora.openai.disk import Fingerprint, Found, find_adapters, fingerprint
+from manylora.openai.disk_level import DiskLevel
 from manylora.openai.errors import ApiError, adapter_problem
 from manylora.openai.kept import KeptTensors
 from manylora.openai.names import is_name
@@ -25,6 +26,7 @@ logger = logging.getLogger("manylora")
 
 Result = TypeVar("Result")
 
+RETRY_S = 0.05  # before files that change are read again
 MAX_SETTLE_S = 1.0  # files that change are left alone for so long after the last change
 
 
@@ -66,6 +68,7 @@ class AdapterCatalog:
     roots:      scanned for adapters. allowed: more folders that adapters may be named in by path.
     refresh_s:  between two looks at the roots is half of this, so what changed serves within it.
     keep_bytes: tensors held in memory beside the engine's cache.
+    disk:       copies of what was read, so that a version outlives its files.
     reserved:   names that no adapter may have.
     """
 
@@ -77,6 +80,7 @@ class AdapterCatalog:
         *,
         refresh_s: float = 5.0,
         keep_bytes: int = 2**28,
+        disk: DiskLevel | None = None,
         reserved: Sequence[str] = (),
     ) -> None:
         self._reader = reader
@@ -88,6 +92,7 @@ class AdapterCatalog:
         self._entries: dict[str, Entry] = {}
         self._unloaded: dict[str, Fingerprint] = {}  # by hand; stays away until its files change
         self._kept = KeptTensors(keep_bytes)
+        self.disk = disk or DiskLevel(0)
         self._files = ThreadPoolExecutor(2, thread_name_prefix="manylora-catalog")
         self._watching: asyncio.Task[None] | None = None
         self.num_failures: dict[str, int] = {}  # by code
@@ -102,7 +107,8 @@ class AdapterCatalog:
             self._watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watching
-        self._files.shutdown(wait=False, cancel_futures=True)
+        self._files.shutdown(wait=True, cancel_futures=True)
+        self.disk.close()
 
     def entries(self) -> list[Entry]:
         return sorted(self._entries.values(), key=lambda entry: entry.name)
@@ -156,6 +162,9 @@ class AdapterCatalog:
         kept = self._kept.get(version.digest)
         if kept is not None:
             return version, kept
+        copy = await self._on_thread(self.disk.get, version.digest)
+        if copy is not None:
+            return version, copy
         entry = self._entries.get(version.name)
         if entry is None:
             raise ApiError(404, "adapter_not_found", f"adapter {version.name!r} does not exist", "model")
@@ -295,24 +304,43 @@ class AdapterCatalog:
 
     async def _read_once(self, entry: Entry) -> ReadAdapter:
         try:
-            before = await self._on_thread(fingerprint, entry.path)
-            entry.tried = before
-            self._see(entry, before)
             try:
-                read = await self._on_thread(self._reader.read, entry.path)
-                if await self._on_thread(fingerprint, entry.path) != before:
-                    entry.tried = ()
-                    raise AdapterInvalidError("its files change while they are read, try again")
+                read = await self._read_settled(entry)
             except AdapterError as error:
                 raise self._report(entry, adapter_problem(entry.name, str(error))) from error
+            except ApiError:
+                raise
             except Exception as error:
                 logger.exception("reading adapter %s failed", entry.name)
                 problem = adapter_problem(entry.name, f"its files cannot be read: {type(error).__name__}")
                 raise self._report(entry, problem) from error
             self._take(entry, read)
+            await self._on_thread(self.disk.put, read)
             return read
         finally:
             entry.reading = None
+
+    async def _read_settled(self, entry: Entry) -> ReadAdapter:
+        """Files that somebody is writing are read again until they rest. Raises AdapterError, ApiError."""
+        give_up = time.monotonic() + 2 * self._settle_s + 1
+        while True:
+            entry.tried = before = await self._on_thread(fingerprint, entry.path)
+            self._see(entry, before)
+            failure: AdapterError | None = None
+            try:
+                read = await self._on_thread(self._reader.read, entry.path)
+            except AdapterError as error:
+                failure = error
+            if await self._on_thread(fingerprint, entry.path) == before:
+                if failure is None:
+                    return read
+                if _age_s(before) >= self._settle_s:
+                    raise failure
+            if time.monotonic() > give_up:
+                entry.tried = ()
+                reason = f"adapter {entry.name!r} is being changed, try again"
+                raise ApiError(503, "adapter_changing", reason, "model", retry_after=1)
+            await asyncio.sleep(RETRY_S)
 
     def _take(self, entry: Entry, read: ReadAdapter) -> None:
         old = entry.version
@@ -344,3 +372,10 @@ class AdapterCatalog:
 
     async def _on_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._files, function, *arguments)
+
+
+def _age_s(found: Fingerprint) -> float:
+    """Since the last change of any file; files from the future have rested long enough."""
+    latest = max((changed for _, _, changed, _ in found), default=0) / 1e9
+    age = time.time() - latest
+    return age if age >= 0 else float("inf")

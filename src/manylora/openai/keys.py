@@ -25,7 +25,7 @@ FIELDS = {"name", "sha256", "adapters", "base", "admin", "max_concurrent", "requ
 class ApiKey:
     """adapters: patterns, * for any number of characters. max_concurrent: requests at one time, 0: any.
 
-    requests_per_minute: 0: any. A minute's worth may come at once; then one comes back every 60 / rate seconds.
+    requests_per_minute: 0: any. A minute's worth may come at once; each comes back 60 / rate seconds later.
     """
 
     name: str

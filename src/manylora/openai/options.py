@@ -62,6 +62,10 @@ class ServeOptions:
     )
     lora_refresh_seconds: float = _option(5.0, "in which a new or changed adapter serves", float)
     lora_keep_bytes: int = _option(2**28, "adapter tensors held in memory beside the cache", int)
+    lora_disk_bytes: int = _option(
+        2**32, "copies of adapters on disk, which outlive their files' changes; 0: none", int
+    )
+    lora_disk_dir: Path | None = _option(None, "folder of these copies; default: a temporary one", Path)
     api_keys: Path | None = _option(None, "file of API keys and what they may use", Path)
     allow_runtime_lora_updating: bool = _option(
         False, "without --api-keys: everyone may load and unload adapters", bool

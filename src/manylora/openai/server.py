@@ -18,6 +18,7 @@ from manylora.openai import backend
 from manylora.openai.app import Service, make_app
 from manylora.openai.backend import Backend
 from manylora.openai.catalog import AdapterCatalog
+from manylora.openai.disk_level import DiskLevel
 from manylora.openai.fairness import FairQueue
 from manylora.openai.inference import Inference
 from manylora.openai.keys import Keyring
@@ -124,6 +125,7 @@ def _starter(
             [*options.lora_allowed_path, *(folder.parent for folder in folders)],
             refresh_s=options.lora_refresh_seconds,
             keep_bytes=options.lora_keep_bytes,
+            disk=DiskLevel(options.lora_disk_bytes, options.lora_disk_dir),
             reserved=options.bases,
         )
         await catalog.start()

@@ -57,7 +57,8 @@ function showLevel(level, state, hit) {
   const here = state.adapters.filter((one) => one[level].length);
   const pages = state.levels[level].pages;
   const used = here.reduce((sum, one) => sum + size(one[level]), 0);
-  maps[level].update(pages, here.map((one) => [one, one[level]]), level === "device" ? hit : new Map());
+  const more = maps[level].update(pages, here.map((one) => [one, one[level]]), level === "device" ? hit : new Map());
+  setText(byId(`${level}-more`), more ? `and ${count(more, "more page")}, free` : "");
   const mebibytes = Math.round((pages * state.page_bytes) / 2 ** 20).toLocaleString("en");
   const text = `${used.toLocaleString("en")} of ${count(pages, "page")} · ${count(here.length, "adapter")} · ${mebibytes} MiB`;
   setText(byId(`${level}-use`), text);

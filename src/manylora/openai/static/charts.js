@@ -3,6 +3,7 @@
 import { byId, make, setText } from "./dom.js";
 
 const KEPT = 150;
+const NEAR = 5;
 const SVG = "http://www.w3.org/2000/svg";
 let points = [];
 
@@ -51,6 +52,11 @@ function draw({ id, lines, unit }) {
     path.setAttribute("d", kind === "area" ? area(key, top) : line(key, top));
     if (kind) path.setAttribute("class", kind);
     svg.append(path);
+    if (kind === "area") continue;
+    const dots = document.createElementNS(SVG, "path");
+    dots.setAttribute("d", alone(key, top));
+    dots.setAttribute("class", `dots ${kind}`);
+    svg.append(dots);
   }
   box.replaceChildren(svg, make("span", "top-value", top ? unit(top) : ""));
 }
@@ -58,17 +64,20 @@ function draw({ id, lines, unit }) {
 const x = (index) => KEPT - points.length + index;
 const y = (value, top) => (top ? 100 - (96 * value) / top : 100).toFixed(2);
 
+const near = (a, b) => Math.abs(a - b) <= NEAR;
+const told = (key) => points.flatMap((point, index) => (point[key] === null ? [] : [index]));
+
 /** A point where nothing ended is left out, and the line goes on to the next one if that is near. */
 function line(key, top) {
-  let path = "";
-  let last = -Infinity;
-  points.forEach((point, index) => {
-    if (point[key] === null) return;
-    path += `${index - last <= 5 ? "L" : "M"}${x(index)} ${y(point[key], top)}`;
-    if (index - last > 5) path += "h0.01";
-    last = index;
-  });
-  return path;
+  const at = told(key);
+  return at.map((index, i) => `${near(index, at[i - 1]) ? "L" : "M"}${x(index)} ${y(points[index][key], top)}`).join("");
+}
+
+/** What has no neighbour to be joined with, as dots. */
+function alone(key, top) {
+  const at = told(key);
+  const lone = at.filter((index, i) => !near(index, at[i - 1]) && !near(index, at[i + 1]));
+  return lone.map((index) => `M${x(index)} ${y(points[index][key], top)}h0.01`).join("");
 }
 
 function area(key, top) {

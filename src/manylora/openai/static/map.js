@@ -7,12 +7,14 @@ const HIGHEST = 250; // pixels of the grid, in CSS
 const SMALLEST = 4;
 const LARGEST = 20;
 const GLOW_MS = 1100;
+const LEAST_SHOWN = 128; // pages
 
 export class LevelMap {
   constructor(canvas, onPoint) {
     this.canvas = canvas;
     this.onPoint = onPoint;
     this.owners = []; // page -> owner or undefined
+    this.extent = 0; // pages that are shown; the rest has never been in use
     this.glows = new Map(); // page -> {from, at}
     this.chosen = null;
     this.frame = 0;
@@ -21,7 +23,8 @@ export class LevelMap {
     canvas.addEventListener("pointerleave", () => onPoint(null));
   }
 
-  /** pages: how many. runs: [owner, [[first, after last], …]]. hit: ids whose pages glow. */
+  /** pages: how many. runs: [owner, [[first, after last], …]]. hit: ids whose pages glow.
+   *  Gives how many pages are not shown, all of them free. */
   update(pages, runs, hit) {
     const owners = new Array(pages);
     for (const [owner, ranges] of runs) {
@@ -37,7 +40,13 @@ export class LevelMap {
       }
     }
     this.owners = owners;
+    // Pages are given out from the front, so a large cache is empty at its end: it is shown when it is needed.
+    const used = owners.findLastIndex((owner) => owner) + 1;
+    this.extent = Math.min(pages, this.extent);
+    while (this.extent < Math.min(pages, used + used / 4)) this.extent = Math.max(LEAST_SHOWN, 2 * this.extent);
+    this.extent = Math.min(pages, Math.max(LEAST_SHOWN, this.extent));
     this.draw();
+    return pages - this.extent;
   }
 
   choose(id) {
@@ -48,7 +57,7 @@ export class LevelMap {
   /** Cells of one size that fit; where there are more pages than cells, several share one. */
   grid() {
     const width = this.canvas.clientWidth;
-    const pages = this.owners.length;
+    const pages = this.extent;
     for (let size = LARGEST; size >= SMALLEST; size -= 1) {
       const columns = Math.max(1, Math.floor(width / size));
       if (Math.ceil(pages / columns) * size <= HIGHEST) return { size, columns, share: 1 };
@@ -64,7 +73,7 @@ export class LevelMap {
   paint() {
     this.frame = 0;
     const { size, columns, share } = this.grid();
-    const cells = Math.ceil(this.owners.length / share);
+    const cells = Math.ceil(this.extent / share);
     const height = Math.max(1, Math.ceil(cells / columns)) * size;
     const scale = window.devicePixelRatio || 1;
     const width = this.canvas.clientWidth;
@@ -127,7 +136,7 @@ export class LevelMap {
   /** The page that stands for a cell: the first of its pages that is in use. */
   shown(cell, share) {
     const first = cell * share;
-    for (let page = first; page < Math.min(first + share, this.owners.length); page += 1) {
+    for (let page = first; page < Math.min(first + share, this.extent); page += 1) {
       if (this.owners[page]) return page;
     }
     return first;
@@ -138,7 +147,7 @@ export class LevelMap {
     const column = Math.floor(event.offsetX / size);
     const cell = Math.floor(event.offsetY / size) * columns + column;
     const page = this.shown(cell, share);
-    if (column >= columns || page >= this.owners.length) this.onPoint(null);
+    if (column >= columns || page >= this.extent) this.onPoint(null);
     else this.onPoint({ page, owner: this.owners[page] });
   }
 }

@@ -20,7 +20,7 @@ from typing import Any
 from manylora.errors import AdapterCacheFullError
 from manylora.pages import PageAllocator
 
-__all__ = ["AdapterCache", "Change", "Entry"]
+__all__ = ["KEPT_CHANGES", "AdapterCache", "Change", "Entry"]
 
 KEPT_CHANGES = 256
 

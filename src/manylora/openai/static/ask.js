@@ -138,7 +138,11 @@ async function answer(name, question, card, signal) {
       const choice = event.choices?.[0];
       const piece = choice?.delta?.content ?? choice?.text ?? "";
       if (piece && !firstAt) firstAt = performance.now();
-      if (piece) card.text.append(piece);
+      if (piece) {
+        const atEnd = card.text.scrollHeight - card.text.scrollTop - card.text.clientHeight < 8;
+        card.text.append(piece);
+        if (atEnd) card.text.scrollTop = card.text.scrollHeight; // who has scrolled back goes on reading there
+      }
       usage = event.usage ?? usage;
     }
     setText(card.meta, summary(firstAt, started, usage));

@@ -39,7 +39,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(root: Path) -> Iterator[Running]:
-    running = Running(lora_root=(root,), allow_runtime_lora_updating=True, drain_seconds=5.0)
+    running = Running(lora_root=(root,), allow_runtime_lora_updating=True, drain_seconds=30.0)
     yield running
     running.close()
 
@@ -358,7 +358,7 @@ def test_unloading_waits_for_the_requests_under_way(server: Running, root: Path)
         wait_for(lambda: server.post(model="busy", prompt="a").status_code == 404)
         assert not unloading.done()
         assert list(lines)[-2] == "data: [DONE]"
-        assert unloading.result(10).status_code == 200
+        assert unloading.result(30).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])

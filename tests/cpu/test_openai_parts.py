@@ -166,11 +166,14 @@ def test_options_come_from_a_file_and_the_command_line_wins(tmp_path: Path, flag
     file.write_text(
         "max_batch_size: 8\nmax_seq_len: 256\nlora_config:\n  max_lora_rank: 16\n  max_loras: 4\n"
         "  max_cpu_loras: 8\n  lora_target_modules: [attn_q, attn_k, attn_v]\n"
-        "peft_cache_config:\n  host_cache_size: 1000000\nkv_cache_config:\n  enable_block_reuse: false\n",
+        f"lora_root: {tmp_path}\n"
+        f"peft_cache_config:\n  host_cache_size: 1000000\n  lora_prefetch_dir: {DEMO / 'adapters'}\n"
+        "kv_cache_config:\n  enable_block_reuse: false\n",
         encoding="utf-8",
     )
     options = parse_options([str(DEMO / "base"), flag, str(file), "--max_batch_size", "4"])
     config = options.engine_config()
+    assert options.lora_root == (tmp_path, DEMO / "adapters")
     assert (config.max_batch_size, config.max_seq_len, config.enable_kv_cache_reuse) == (4, 256, False)
     assert (config.lora.max_lora_rank, config.lora.target_modules) == (16, ("attn_q", "attn_k", "attn_v"))
 

@@ -19,6 +19,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from serving import DEMO, Running, wait_for
 
+from manylora.errors import RequestError
+from manylora.openai.backend import Backend
+from manylora.request import Event
+
 sys.path.insert(0, str(DEMO))
 
 from corpus import questions
@@ -39,7 +43,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(root: Path) -> Iterator[Running]:
-    running = Running(lora_root=(root,), allow_runtime_lora_updating=True, drain_seconds=5.0)
+    running = Running(lora_root=(root,), allow_runtime_lora_updating=True, drain_seconds=30.0)
     yield running
     running.close()
 
@@ -358,7 +362,7 @@ def test_unloading_waits_for_the_requests_under_way(server: Running, root: Path)
         wait_for(lambda: server.post(model="busy", prompt="a").status_code == 404)
         assert not unloading.done()
         assert list(lines)[-2] == "data: [DONE]"
-        assert unloading.result(10).status_code == 200
+        assert unloading.result(30).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -377,6 +381,32 @@ def test_a_client_that_leaves_ends_its_request(server: Running, stream: bool) ->
     raw.close()
     wait_for(lambda: server.metric(name) == before + 1)
     wait_for(lambda: open_requests() == 0)
+
+
+def test_an_error_in_a_stream_is_an_event_before_its_end(server: Running) -> None:
+    body = {"model": "chinese", "prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    backend = server.app.state.routes_of.service.backend
+    with server.http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        assert json.loads(next(lines).removeprefix("data: "))["choices"]
+        [call] = backend._open
+        backend._mailbox.put((call, Event(error=RequestError("Encountered an error in x"), last=True)))
+        *_, error, done = lines
+    assert done == "data: [DONE]"
+    told = json.loads(error.removeprefix("data: "))["error"]
+    assert (told["code"], told["type"]) == ("engine_error", "server_error")
+    with pytest.raises(openai.APIError, match="Encountered an error"):
+        raise_from_stream(server, backend)
+
+
+def raise_from_stream(server: Running, backend: Backend) -> None:
+    stream = server.client().completions.create(
+        model="demo", prompt="a", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    for n, _ in enumerate(stream):
+        if n == 0:
+            [call] = backend._open
+            backend._mailbox.put((call, Event(error=RequestError("Encountered an error in x"), last=True)))
 
 
 def test_keys_limit_what_is_used_and_seen(root: Path, tmp_path: Path) -> None:

@@ -94,7 +94,8 @@ def test_fields_reach_the_engine_and_come_back(gateway: Running) -> None:
     assert all(
         max(one.values()) == value for one, value in zip(top.top_logprobs, top.token_logprobs, strict=True)
     )
-    biased = client.completions.create(**body, temperature=0, logit_bias={str(ord("z")): 100})
+    [letter] = gateway.post("/tokenize", prompt="z", add_special_tokens=False).json()["tokens"]
+    biased = client.completions.create(**body, temperature=0, logit_bias={str(letter): 100})
     assert biased.choices[0].text == "z" * 6
     narrow = client.completions.create(**body, temperature=50.0, seed=1, extra_body={"min_p": 1.0})
     assert narrow.choices[0].text == client.completions.create(**body, temperature=0).choices[0].text

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from manylora.request import Event, LoraInput
 from manylora.stats import EngineStats
-from manylora.wire.metrics import FAMILIES, Family, RequestMeter, Sample, engine_samples
+from manylora.wire.metrics import FAMILIES, LORA_INFO, Family, RequestMeter, Sample, engine_samples
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
@@ -57,7 +57,7 @@ class Metrics:
     def render(self, stats: EngineStats, states: Mapping[str, int], failures: Mapping[str, int]) -> str:
         """states: adapters of the catalog by state. failures: readings by code, since the start."""
         samples: dict[str, list[tuple[Labels, float]]] = defaultdict(list)
-        for one in [*engine_samples(stats), *self._gateway(stats), *_catalog(states, failures)]:
+        for one in [*_engine(stats), *self._gateway(stats), *_catalog(states, failures)]:
             samples[one.family].append((one.labels, one.value))
         for name, values in self._counters.items():
             samples[name] += values.items()
@@ -71,9 +71,11 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
     def _gateway(self, stats: EngineStats) -> Iterator[Sample]:
-        used = (stats.kv_blocks - stats.kv_blocks_free) / max(1, stats.kv_blocks)
         yield Sample("vllm:num_requests_waiting", self._model, stats.waiting)
         yield Sample("vllm:num_requests_running", self._model, stats.running)
+        if not stats.kv_blocks:  # an engine elsewhere, whose cache is not seen from here
+            return
+        used = (stats.kv_blocks - stats.kv_blocks_free) / stats.kv_blocks
         yield Sample("vllm:kv_cache_usage_perc", self._model, used)
         yield Sample("vllm:gpu_cache_usage_perc", self._model, used)
         shape = (("block_size", str(stats.tokens_per_block)), ("num_gpu_blocks", str(stats.kv_blocks)))
@@ -97,6 +99,13 @@ class _Histogram:
             yield f"{name}_bucket{_braces((*labels, ('le', str(bound))))} {count}"
         yield f"{name}_sum{_braces(labels)} {_number(self._sum)}"
         yield f"{name}_count{_braces(labels)} {self._count}"
+
+
+def _engine(stats: EngineStats) -> Iterator[Sample]:
+    """Of an engine elsewhere only what is known here: it exports the rest itself."""
+    for sample in engine_samples(stats):
+        if stats.kv_blocks or sample.family == LORA_INFO:
+            yield sample
 
 
 def _catalog(states: Mapping[str, int], failures: Mapping[str, int]) -> Iterator[Sample]:

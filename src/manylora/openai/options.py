@@ -28,7 +28,11 @@ SECTIONS: dict[str, type] = {
     "kv_cache_config": KvCacheConfig,
 }
 ENGINE_OPTIONS = ("device", "dtype", "max_num_tokens", "batch_scheduler_policy", "enable_chunked_prefill")
-ALIASES = {"max_seq_len": ("max_model_len",), "config": ("extra_llm_api_options",)}
+ALIASES = {
+    "lora_root": ("lora_prefetch_dir",),
+    "max_seq_len": ("max_model_len",),
+    "config": ("extra_llm_api_options",),
+}
 
 
 def _option(default: Any, text: str, kind: type = str) -> Any:
@@ -189,9 +193,13 @@ def _read(path: Path) -> dict[str, Any]:
     for key, value in found.items():
         name = next((name for name, others in ALIASES.items() if key in others), key)
         if name in SECTIONS:
+            if name == "peft_cache_config" and isinstance(value, dict) and value.get("lora_prefetch_dir"):
+                value = dict(value)
+                settings["lora_root"] = (*settings.get("lora_root", ()), Path(value.pop("lora_prefetch_dir")))
             sections[name] = _section(path, name, value)
         elif name in known:
-            settings[name] = _convert(path, name, value, known[name])
+            made = _convert(path, name, value, known[name])
+            settings[name] = (*settings.get(name, ()), *made) if isinstance(made, tuple) else made
         else:
             raise ConfigError(f"{path}: {_unknown(str(key), [*known, *SECTIONS])}")
     return settings | {"sections": sections}

@@ -33,6 +33,7 @@ logger = logging.getLogger("manylora")
 CONNECT_S = 10.0
 CHECK_S = 2.0  # between two looks whether the model is ready
 MAX_KNOWN = 65536  # task ids that the server is known to have had
+MAX_TOLD = 256  # of these, the ones used last, in metrics and as residents
 FINAL = "triton_enable_empty_final_response"
 UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 WIDTHS = {"FP32": "float32", "FP16": "float16", "BF16": "V2"}
@@ -108,12 +109,14 @@ class TritonEngine:
 
     def stats(self) -> EngineStats:
         """What can be seen from here; the server's own metrics port tells the rest."""
-        residents = tuple(Resident(str(task_id), 0, True) for task_id in self._known)
+        known = list(self._known)[-MAX_TOLD:]
+        residents = tuple(Resident(str(task_id), 0, True) for task_id in known)
         waiting = len(self._running) - len(self._begun)
         return EngineStats(
             waiting=waiting,
             running=len(self._begun),
-            adapters=AdapterStats(device_adapters=len(residents), residents=residents),
+            # How many fit is not known here; as far as that goes, one more does.
+            adapters=AdapterStats(max_device_adapters=len(known) + 1, residents=residents),
         )
 
     def cache_map(self, take: Callable[[CacheMap | None], None]) -> None:
@@ -130,7 +133,11 @@ class TritonEngine:
     async def _serve(self, ticket: int, request: Request, sink: Sink) -> None:
         reader, stream = AnswerReader(request), None
         try:
-            message = _message(self.model.name, request.request_id, self._tensors(request))
+            if request.lora is not None and request.lora.has_tensors:  # large: its bytes are made aside
+                running = asyncio.get_running_loop()
+                message = await running.run_in_executor(None, self._message, request)
+            else:
+                message = self._message(request)
             stream = self._stub.ModelStreamInfer(_only(message))
             async for response in stream:
                 for event in reader.read(*_read(response)):
@@ -150,6 +157,9 @@ class TritonEngine:
                 stream.cancel()  # without effect on one that has ended
             self._running.pop(ticket, None)
             self._begun.discard(ticket)
+
+    def _message(self, request: Request) -> ModelInferRequest:
+        return _message(self.model.name, request.request_id, self._tensors(request))
 
     def _tensors(self, request: Request) -> dict[str, np.ndarray]:
         """Raises ApiError for an input that the server's model does not have. A stream with such an input

@@ -267,5 +267,10 @@ def test_a_server_with_keys_asks_for_one_and_keeps_it_in_the_tab(session: Browse
         assert session.texts("#choices label") == ["basebase model", "chinese"]
         assert session.execute_script("return Object.values(sessionStorage)") == ["right"]
         assert session.execute_script("return localStorage.length + document.cookie.length") == 0
+        session.one("#change-key").click()
+        assert session.text("#key-title") == "Another key"
+        session.press(Keys.ESCAPE)
+        wait_for(lambda: not session.one("#key-dialog").get_attribute("open"))
+        assert session.execute_script("return Object.values(sessionStorage)") == ["right"]
         session.get("about:blank")
         session.get_log("browser")  # the refused requests are there

@@ -62,28 +62,30 @@ function tell(text, kind) {
   status.className = `status ${kind}`;
 }
 
-/** Open the dialog and wait for a key. wrong: the last one was refused. */
-function askForKey(wrong) {
+/** Open the dialog until a key is given or it is left. needed: nothing goes on without one. */
+function askForKey(needed, wrong) {
   const dialog = byId("key-dialog");
   const field = byId("key");
+  setText(byId("key-title"), needed ? "This server asks for a key" : "Another key");
   setText(byId("key-problem"), wrong ? "The server does not know this key." : "");
+  byId("key-cancel").hidden = needed;
   return new Promise((resolve) => {
-    dialog.addEventListener("cancel", (event) => event.preventDefault());
+    dialog.onclose = resolve;
+    byId("key-cancel").onclick = () => dialog.close();
     byId("key-form").onsubmit = (event) => {
       event.preventDefault();
       keepKey(field.value.trim());
       field.value = "";
       modelsAt = -Infinity;
       dialog.close();
-      resolve();
     };
     if (!dialog.open) dialog.showModal();
     field.focus();
   });
 }
 
-onKeyNeeded(askForKey);
-byId("change-key").addEventListener("click", () => askForKey(false));
+onKeyNeeded((wrong) => askForKey(true, wrong));
+byId("change-key").addEventListener("click", () => askForKey(false, false));
 dark.addEventListener("change", cache.redraw);
 ask.begin();
 cache.begin();

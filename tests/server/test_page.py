@@ -167,7 +167,7 @@ def test_a_question_gets_three_streamed_answers_and_the_map_shows_who_came(
     assert all("first token" in one and "tokens/s" in one for one in browser.texts(".answer .meta"))
     wait_for(lambda: len(browser.texts("#residents li")) == 2)
     assert sorted(browser.texts("#residents .name")) == ["chinese", "japanese"]
-    assert browser.text("#count-cold_loads") == browser.text("#count-device_loads") == "2"
+    wait_for(lambda: browser.text("#count-cold_loads") == browser.text("#count-device_loads") == "2")
     wait_for(lambda: [browser.execute_script(COLOURS, one) for one in maps] == [3, 3])
     happened = browser.texts("#events .what")
     assert {"chinese cold load to the host", "chinese copied to the device"} <= set(happened)

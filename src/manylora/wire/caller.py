@@ -60,7 +60,7 @@ class AnswerReader:
     def _event(self, tensors: Mapping[str, np.ndarray]) -> Event:
         index = _number(tensors, "sequence_index") or 0
         length = tensors["sequence_length"].reshape(-1)[0] if "sequence_length" in tensors else None
-        ids = tensors["output_ids"].reshape(-1, tensors["output_ids"].shape[-1])[0][:length].tolist()
+        ids = _first_row(tensors["output_ids"])[:length].tolist()
         self._lengths[index] = self._lengths.get(index, 0) + len(ids)
         self._first_token_ns = self._first_token_ns or time.monotonic_ns()
         log_probs: list[float] = []
@@ -162,6 +162,10 @@ def _bytes(text: str) -> np.ndarray:
     return np.array([[text.encode()]], np.object_)
 
 
+def _first_row(array: np.ndarray) -> np.ndarray:
+    return array[(0,) * (array.ndim - 1)]
+
+
 def _number(tensors: Mapping[str, np.ndarray], name: str) -> int | None:
     return int(tensors[name].reshape(-1)[0]) if name in tensors and tensors[name].size else None
 
@@ -177,4 +181,4 @@ def _rows(tensors: Mapping[str, np.ndarray], name: str) -> np.ndarray | None:
     """[rows, vocab] of an output with leading dimensions of 1; None: it was not sent."""
     if name not in tensors or tensors[name].size <= 1:
         return None
-    return tensors[name].reshape(-1, tensors[name].shape[-1]).astype(np.float32)
+    return tensors[name].reshape(tensors[name].shape[-2:]).astype(np.float32)

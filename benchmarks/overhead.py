@@ -13,6 +13,7 @@ Needs the ports 8000 to 8002 free, and an otherwise idle machine.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import queue
 import statistics
@@ -20,11 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import tritonclient.grpc as grpc
+import tritonclient.grpc.aio as aio
 
 from manylora.config import EngineConfig
 from manylora.loop import EngineLoop
@@ -91,26 +92,26 @@ def ask(streams: int, tokens: int) -> float:
     for name, value in values.items():
         kind = {"object": "BYTES", "int32": "INT32", "bool": "BOOL"}[value.dtype.name]
         inputs.append(grpc.InferInput(name, value.shape, kind).set_data_from_numpy(value))
+    return asyncio.run(_ask(inputs, streams, tokens))
 
-    def one(client: grpc.InferenceServerClient) -> None:
-        answers: queue.SimpleQueue = queue.SimpleQueue()
-        client.start_stream(lambda result, error: answers.put((result, error)))
-        client.async_stream_infer("ensemble", inputs, enable_empty_final_response=True)
-        while True:
-            result, error = answers.get()
+
+async def _ask(inputs: list[grpc.InferInput], streams: int, tokens: int) -> float:
+    """One thread for all streams: the client works on the same cores as the server."""
+
+    async def requests():
+        yield {"model_name": "ensemble", "inputs": inputs, "enable_empty_final_response": True}
+
+    async def one(client: aio.InferenceServerClient) -> None:
+        async for result, error in client.stream_infer(requests()):
             if error is not None:
                 raise error
             if result.get_response().parameters["triton_final_response"].bool_param:
                 return
 
-    clients = [grpc.InferenceServerClient("localhost:8001") for _ in range(streams)]
-    began = time.perf_counter()
-    with ThreadPoolExecutor(streams) as pool:
-        list(pool.map(one, clients))
-    took = time.perf_counter() - began
-    for client in clients:
-        client.close()
-    return streams * tokens / took
+    async with aio.InferenceServerClient("localhost:8001") as client:
+        began = time.perf_counter()
+        await asyncio.gather(*(one(client) for _ in range(streams)))
+        return streams * tokens / (time.perf_counter() - began)
 
 
 def fill(repo: Path, model: Path, streams: int) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from manylora.llmapi import (
         LLM,
+        GuidedDecodingParams,
         KvCacheConfig,
         LoraConfig,
         LoRARequest,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "GuidedDecodingParams",
     "KvCacheConfig",
     "LoRARequest",
     "LoraConfig",

@@ -9,8 +9,10 @@ from importlib import import_module
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
+    "bench": ("manylora.commands.bench", "throughput and latency of a model with many adapters"),
     "convert": ("manylora.commands.convert", "an adapter from any source to the tensors of requests"),
     "inspect": ("manylora.commands.inspect", "what an adapter is, and whether a base model would serve it"),
+    "prepare-dataset": ("manylora.commands.prepare_dataset", "random requests for bench"),
     "serve": ("manylora.commands.serve", "the OpenAI server: a model and its adapters over HTTP"),
 }
 """Name -> module with `main(arguments) -> exit status`, and what it is for."""
@@ -29,5 +31,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    lines = [f"  {name:<10}{purpose}" for name, (_, purpose) in COMMANDS.items()]
+    lines = [f"  {name:<17}{purpose}" for name, (_, purpose) in COMMANDS.items()]
     return "\n".join(["usage: manylora COMMAND [options]", "", *lines])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.errors import ConfigError
+from manylora.quant import QuantConfig
 
 __all__ = ["EngineConfig", "LoraCacheConfig", "ModelConfig"]
 
@@ -71,6 +72,7 @@ class EngineConfig:
     enable_chunked_context: bool = True
     batch_scheduler_policy: str = "guaranteed_no_evict"
     max_queue_size: int = 0  # waiting requests; 0: no limit
+    quant: QuantConfig | None = None  # weights in fewer bits; None: as the model directory has them
     wrap_input_ids: bool = False  # ids beyond the vocabulary are taken modulo its size instead of refused
     lora: LoraCacheConfig = field(default_factory=LoraCacheConfig)
 
@@ -114,17 +116,39 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
-    rms_norm_eps: float
+    norm_eps: float
     rope_theta: float
     dtype: str  # of the checkpoint: float32, float16, bfloat16
-    rope_scaling: Mapping[str, Any] | None = None
     tie_word_embeddings: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    # positions
+    learned_positions: bool = False  # a table added to the embedding, in place of rotary ones
+    rope_scaling: Mapping[str, Any] | None = None
+    rope_local_theta: float | None = None  # of layers with a window, unscaled; None: as the other layers
+    partial_rotary_factor: float = 1.0  # the share of head_dim that is rotated, from its start
+    # norms
+    norm: str = "rms"  # rms, rms_plus_one (its weight is 1 + the stored one), layer
+    qk_norm: str = ""  # of q and k before rotary: head (over head_dim), all (over all heads at once), or none
+    # attention
     attention_bias: bool = False  # on q, k, v
     attention_out_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over head_dim of q and k before rotary
+    attention_scale: float | None = None  # None: head_dim ** -0.5
+    attention_softcap: float | None = None
     sliding_windows: tuple[int | None, ...] = ()  # per layer; empty: full attention everywhere
-    eos_token_ids: tuple[int, ...] = ()
+    qkv_groups: int = 1  # a fused matrix of the checkpoint is so many [q; k; v], one after another
+    # MLP
+    activation: str = "silu"  # silu, gelu, gelu_tanh, relu
+    gated_mlp: bool = True
+    mlp_bias: bool = False
+    # how the parts are put together
+    parallel_blocks: bool = False  # attention and MLP read the same input, their outputs are added
+    shared_norm: bool = False  # of parallel blocks: one norm for both
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # on what attention and MLP add
+    logits_scale: float = 1.0
+    logits_softcap: float | None = None
+    head_bias: bool = False
+    transposed_weights: bool = False  # the checkpoint's matrices are [in, out]
 
     @property
     def q_size(self) -> int:
@@ -133,6 +157,10 @@ class ModelConfig:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.partial_rotary_factor)
 
 
 def _at_least(least: int, **values: int) -> None:

@@ -1,7 +1,8 @@
-"""SamplingParams under the path that TensorRT-LLM has it at."""
+"""SamplingParams and GuidedDecodingParams under the path that TensorRT-LLM has them at."""
 
 from __future__ import annotations
 
+from manylora.llmapi.guided import GuidedDecodingParams
 from manylora.llmapi.sampling import SamplingParams
 
-__all__ = ["SamplingParams"]
+__all__ = ["GuidedDecodingParams", "SamplingParams"]

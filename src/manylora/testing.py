@@ -30,6 +30,25 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5, 3.1, 3.8],
+    "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 8.5, 11.5, 15.0],
+}
+GRANITE = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 3.0,
+}
+GEMMA = {
+    "head_dim": 24,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 9,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+FALCON = {"ffn_hidden_size": 96, "tie_word_embeddings": True}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-mha-tied": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
@@ -44,6 +63,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2-sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+    "phi3": ("phi3", {}),
+    "phi3-partial-rotary": ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": 9}),
+    "phi3-longrope": ("phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 64}),
+    "granite": ("granite", GRANITE),
+    "olmo2": ("olmo2", {}),
+    "gemma": ("gemma", {"head_dim": 24, "tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("gemma3_text", {**GEMMA, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gpt2": ("gpt2", {"n_inner": 96, "tie_word_embeddings": True}),
+    "gpt-neox": ("gpt_neox", {}),
+    "gpt-neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    "falcon": ("falcon", FALCON),
+    "falcon-new": ("falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-new-one-norm": (
+        "falcon",
+        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-sequential": (
+        "falcon",
+        {**FALCON, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
+    "phi": ("phi", {"partial_rotary_factor": 0.5}),
+    "starcoder2": ("starcoder2", {"sliding_window": 9}),
 }
 
 
@@ -72,8 +114,8 @@ def make_model(
     config = AutoConfig.for_model(kind, **{**settings, **variant, **overrides})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("bias", "norm.weight")):
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # biases and norms, which start as zeros and ones
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(path, max_shard_size="40KB" if sharded else "5GB")
     _save_tokenizer(Path(path))

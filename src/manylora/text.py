@@ -36,7 +36,8 @@ class Tokenizer:
     """
 
     def __init__(self, directory: Path, chat_template: Path | None = None) -> None:
-        path = Path(directory) / "tokenizer.json"
+        self.directory = Path(directory)
+        path = self.directory / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"tokenizer_dir: {path} does not exist")
         try:

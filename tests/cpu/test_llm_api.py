@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from manylora import LLM, LoraConfig, LoRARequest, PeftCacheConfig, SamplingParams
+from manylora import LLM, GuidedDecodingParams, LoraConfig, LoRARequest, PeftCacheConfig, SamplingParams
 from manylora.errors import AdapterNotCachedError, ConfigError, RequestError
-from manylora.llmapi import service
+from manylora.llmapi.adapters import AdapterPath, AdapterReader
 from manylora.llmapi.result import GenerationResult
 from manylora.testing import make_adapter, make_model, reference_generate
 from manylora.text import Tokenizer
@@ -70,14 +70,14 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         self.opened = threading.Event()
-        read = service.read_adapter
+        read = AdapterReader.read
 
-        def gated(task_id: int, folder: Path):
+        def gated(reader: AdapterReader, task_id: int, path: AdapterPath):
             self.count += 1
             assert self.opened.wait(20)
-            return read(task_id, folder)
+            return read(reader, task_id, path)
 
-        monkeypatch.setattr(service, "read_adapter", gated)
+        monkeypatch.setattr(AdapterReader, "read", gated)
 
 
 def test_a_batch_of_adapters_and_prompts_equals_the_reference(llm: LLM) -> None:
@@ -318,7 +318,12 @@ def test_what_cannot_be_served_is_said_and_leaves_nothing_behind(llm: LLM) -> No
         (([[0] * 600, "a"],), "exceeds maximum input length"),
         ((["a", ["b"]],), "a prompt must be a text or a list of token ids"),
         (({"text": "a"},), "a prompt must be"),
-        (("a", None, LoRARequest("n", 9, str(DEMO), "nemo")), "'nemo' is not supported"),
+        (("a", None, LoRARequest("n", 9, str(ADAPTERS[1]), "nemo")), "is not a checkpoint of kind nemo"),
+        (("a", SamplingParams(guided_decoding=GuidedDecodingParams(regex="a"))), "guided_decoding_backend"),
+        (("a", SamplingParams(embedding_bias=[[1.0]])), "embedding_bias must have one dimension"),
+        (("a", SamplingParams(embedding_bias=[0.0] * 9999)), "embedding_bias must have at most one value"),
+        (("a", SamplingParams(use_beam_search=True, n=65)), "beam_width must be at most max_beam_width"),
+        (("a", SamplingParams(use_beam_search=True, n=2, stop="x")), "cannot be combined with stop texts"),
     ]
     for arguments, text in cases:
         with pytest.raises((ValueError, RequestError), match=re.escape(text)):
@@ -346,7 +351,7 @@ def test_an_llm_without_lora_config_refuses_adapters() -> None:
         ({"dtype": "int4"}, "dtype must be one of"),
         ({"tokenizer": ROOT}, "tokenizer: "),
         ({"peft_cache_config": PeftCacheConfig()}, "peft_cache_config needs a lora_config"),
-        ({"lora_config": LoraConfig(lora_ckpt_source="nemo")}, "'nemo' is not supported"),
+        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend must be one of"),
         (
             {"lora_config": LoraConfig(), "peft_cache_config": PeftCacheConfig(host_cache_size=1)},
             r"Not enough space allocated to host LoRA cache.*PeftCacheConfig\.host_cache_size",

@@ -113,6 +113,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(server: Running) -> None:
         {"model": "chinese"},
         {"model": "demo:chinese"},
         {"model": "llama", "lora_model": "chinese"},
+        {"model": "meta-llama/Llama-3-8B", "lora_model": "chinese"},
         {"model": "llama", "lora_model": "chinese", "load_lora_weights": "always"},
         {"model": "demo", "adapter_id": "chinese"},
         {"model": "demo", "lora_path": "chinese"},
@@ -429,6 +430,12 @@ def test_keys_limit_what_is_used_and_seen(root: Path, tmp_path: Path) -> None:
         seen = [model.id for model in server.client("chinese-only").models.list()]
         assert seen == ["chinese"]
         assert server.post(key="chinese-only", model="chinese", prompt="a").status_code == 200
+        for path in ("japanese", "nowhere", "../etc"):
+            answer = server.post(key="chinese-only", lora_path=path, prompt="a")
+            assert (answer.status_code, code_of(answer)) == (403, "not_allowed")
+        both = {"lora_model": "chinese", "prompt": "a"}
+        for name in ("japanese", "nobody"):
+            assert server.post(key="chinese-only", model=name, **both).status_code == 200
         for name in ("japanese", "nobody", "demo"):  # the same for what exists and what does not
             answer = server.post(key="chinese-only", model=name, prompt="a")
             assert (answer.status_code, code_of(answer)) == (403, "not_allowed")

@@ -145,7 +145,7 @@ def make_phi3_twin(path: Path, model: Path) -> Path:
             num_key_value_heads=config.num_kv_heads,
             max_position_embeddings=config.max_position_embeddings,
             original_max_position_embeddings=config.max_position_embeddings,
-            rms_norm_eps=config.rms_norm_eps,
+            rms_norm_eps=config.norm_eps,
             pad_token_id=0,
         )
     )

@@ -13,19 +13,23 @@ PACKAGE = ROOT / "src" / "manylora"
 
 # Lower levels first; inside a level, earlier names may be imported by later ones.
 ORDER = [
-    ["errors", "request", "config", "stats", "pages", "lifeline"],
+    ["errors", "request", "quant", "config", "stats", "pages", "lifeline"],
     ["wire", "chat_template", "text", "kernels", "device"],
     ["lora"],
     ["model"],
     ["engine"],
     ["loop"],
-    ["launcher", "testing", "llmapi", "openai", "commands", "cli"],
+    ["launcher", "testing", "parity", "llmapi", "bench", "openai", "commands", "cli"],
     ["lora_helper", "lora_manager", "executor", "sampling_params"],
 ]
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
 LLMAPI = [
-    "lora", "llm_args", "sampling", "outputs", "result", "decoding", "continuation", "adapters", "generation",
-    "sizing", "service", "llm",
+    "lora", "llm_args", "guided", "sampling", "outputs", "result", "decoding", "continuation", "adapters",
+    "generation", "sizing", "service", "llm", "options",
+]  # fmt: skip
+BENCH = [
+    "datasets", "popularity", "prepare", "load", "options", "report", "ideal", "sections", "plots", "local",
+    "endpoint", "openai_endpoint", "sides", "run",
 ]  # fmt: skip
 OPENAI = [
     "errors", "names", "schema", "messages", "choosing", "tools", "params", "generation", "mailbox",
@@ -49,7 +53,7 @@ INSIDE = {
         "normalize",
         "report",
     ],
-    "model": ["checkpoint", "batch", "rope", "layers", "decoder", "weights"],
+    "model": ["families", "checkpoint", "plan", "batch", "rope", "layers", "decoder", "quant", "weights"],
     "engine": [
         "sequence",
         "idle_blocks",
@@ -63,13 +67,15 @@ INSIDE = {
         "engine",
     ],
     "llmapi": LLMAPI,
+    "bench": BENCH,
     "openai": OPENAI,
 }
 NO_TORCH = [
-    "errors", "request", "config", "stats", "pages", "lifeline", "wire", "chat_template", "text", "launcher",
+    "errors", "request", "quant", "config", "stats", "pages", "lifeline", "wire", "chat_template", "text",
+    "launcher",
     "lora.modules", "lora.geometry", "lora.tensors", "lora.slicing", "lora.cache", "cli",
     "engine.sequence", "engine.idle_blocks", "engine.guide", "engine.kv_cache", "engine.scheduler",
-    "llmapi", "openai", "lora_helper", "lora_manager", "executor", "sampling_params",
+    "llmapi", "bench", "openai", "lora_helper", "lora_manager", "executor", "sampling_params",
 ]  # fmt: skip
 CUDA_ROOMS = ("device", "kernels.cuda")
 

@@ -11,13 +11,21 @@ from pathlib import Path
 import pytest
 
 import manylora
-from manylora import KvCacheConfig, LoraConfig, LoRARequest, PeftCacheConfig, SamplingParams
+from manylora import (
+    GuidedDecodingParams,
+    KvCacheConfig,
+    LoraConfig,
+    LoRARequest,
+    PeftCacheConfig,
+    SamplingParams,
+)
 from manylora.config import ModelConfig
 from manylora.errors import ConfigError, RequestError
 from manylora.llmapi.decoding import decoding_of
 from manylora.llmapi.sizing import lora_cache_config, no_lora_cache_config
 from manylora.lora.geometry import plan_cache
 from manylora.lora.modules import lora_modules
+from manylora.request import Guide
 from manylora.text import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
@@ -58,6 +66,8 @@ assert "torch" not in sys.modules
         ("lora_helper", "LoraConfig"),
         ("executor.request", "LoRARequest"),
         ("sampling_params", "SamplingParams"),
+        ("sampling_params", "GuidedDecodingParams"),
+        ("llmapi", "GuidedDecodingParams"),
         ("llmapi.llm_args", "PeftCacheConfig"),
         ("llmapi.llm_args", "KvCacheConfig"),
         ("llmapi.llm_args", "LoraConfig"),
@@ -122,6 +132,19 @@ def test_defaults_are_upstreams() -> None:
         (lambda: SamplingParams(stop=["a", ""]), "stop must be a text or a list of texts"),
         (lambda: SamplingParams(logprobs=2), "logprobs must be None or 0, or 1 with greedy decoding, got 2"),
         (lambda: SamplingParams(logprobs=1, top_p=0.9), "logprobs must be None or 0"),
+        (
+            lambda: SamplingParams(use_beam_search=True, early_stopping=2),
+            "early_stopping must be None, 0 or 1",
+        ),
+        (
+            lambda: SamplingParams(use_beam_search=True, n=2, return_generation_logits=True),
+            "use_beam_search cannot be combined with return_generation_logits",
+        ),
+        (lambda: SamplingParams(guided_decoding="a+"), "must be a GuidedDecodingParams"),  # type: ignore[arg-type]
+        (lambda: GuidedDecodingParams(), "exactly one guide, got 0"),
+        (lambda: GuidedDecodingParams(regex="a", json="{}"), "exactly one guide, got 2: json, regex"),
+        (lambda: GuidedDecodingParams(structural_tag="{}"), "structural_tag is not supported"),
+        (lambda: GuidedDecodingParams(json=3), "json must be a schema"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_work_is_refused_in_words(make, text: str) -> None:
@@ -133,10 +156,8 @@ def test_what_cannot_work_is_refused_in_words(make, text: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("use_beam_search", True), ("top_p_min", 0.1), ("top_p_reset_ids", 1), ("top_p_decay", 0.5),
-        ("no_repeat_ngram_size", 2), ("prompt_logprobs", 0), ("return_context_logits", True),
-        ("return_generation_logits", True), ("exclude_input_from_output", False),
-        ("spaces_between_special_tokens", False), ("guided_decoding", object()), ("embedding_bias", [1.0]),
+        ("no_repeat_ngram_size", 2), ("prompt_logprobs", 0),
+        ("exclude_input_from_output", False), ("spaces_between_special_tokens", False),
         ("logits_processor", print),
     ],
 )  # fmt: skip
@@ -170,6 +191,46 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
 )
 def test_what_is_greedy_upstream_is_greedy_in_the_engine(given: dict, greedy: bool) -> None:
     assert decoding_of(SamplingParams(**given), None, []).params.greedy is greedy
+
+
+def test_fields_reach_the_engine_as_they_are() -> None:
+    beams = SamplingParams(
+        use_beam_search=True, n=2, best_of=4, length_penalty=0.5, early_stopping=0,
+        beam_search_diversity_rate=0.2, top_p=0.5,
+    )  # fmt: skip
+    made = decoding_of(beams, None, [])
+    params = made.params
+    assert (params.beam_width, params.num_return_sequences, made.n, made.num_results) == (4, 1, 2, 4)
+    assert (params.length_penalty, params.early_stopping, params.beam_search_diversity_rate) == (
+        0.5,
+        False,
+        0.2,
+    )
+    assert params.top_p is None
+    assert (made.within(7).params.max_tokens, made.within(0).params.max_tokens) == (7, 32)
+    sampled = SamplingParams(
+        top_p=0.9, top_p_min=0.1, top_p_decay=0.5, top_p_reset_ids=7, embedding_bias=[1, 2],
+        return_context_logits=True, return_generation_logits=True,
+    )  # fmt: skip
+    params = decoding_of(sampled, None, []).params
+    assert (params.top_p, params.top_p_min, params.top_p_decay, params.top_p_reset_id) == (0.9, 0.1, 0.5, 7)
+    assert params.logit_bias is not None and params.logit_bias.tolist() == [1.0, 2.0]
+    assert params.return_context_logits and params.return_generation_logits and not params.greedy
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"json_object": True}, Guide("json")),
+        ({"json": {"type": "null"}}, Guide("json_schema", '{"type": "null"}')),
+        ({"json": '{"type":"null"}'}, Guide("json_schema", '{"type":"null"}')),
+        ({"regex": "a+"}, Guide("regex", "a+")),
+        ({"grammar": 'root ::= "a"'}, Guide("ebnf_grammar", 'root ::= "a"')),
+    ],
+)
+def test_guides_reach_the_engine(given: dict, expected: Guide) -> None:
+    params = SamplingParams(guided_decoding=GuidedDecodingParams(**given))
+    assert decoding_of(params, None, []).params.guide == expected
 
 
 def test_values_out_of_range_are_refused_by_the_engine() -> None:

@@ -13,7 +13,7 @@ class Exporter:
         self._meter = RequestMeter()
         self._families = {name: _family(name) for name in FAMILIES}
         self._metrics = {name: {} for name in FAMILIES}  # family -> labels -> metric
-        self._totals = {}  # of counters that come as totals
+        self._last = {}  # (family, labels) -> value of a gauge, or of a counter that comes as a total
 
     def update(self, stats):
         """Gauges and totals. A family of which a label set is gone is made anew without it."""
@@ -22,6 +22,8 @@ class Exporter:
             if family.kind == "gauge":
                 now = {sample.labels for sample in samples if sample.family == name}
                 if self._metrics[name].keys() - now:
+                    for labels in self._metrics[name]:
+                        self._last.pop((name, labels), None)
                     self._metrics[name].clear()
                     del self._families[name]  # Triton drops the series with the family, not with the metric
                     self._families[name] = _family(name)
@@ -40,16 +42,21 @@ class Exporter:
             buckets = {"buckets": list(family.buckets)} if family.buckets else {}
             labels = {**self._common, **dict(sample.labels)}
             metric = metrics[sample.labels] = self._families[sample.family].Metric(labels=labels, **buckets)
+        if family.kind == "histogram":
+            metric.observe(sample.value)
+            return
+        if sample.increment:
+            metric.increment(sample.value)
+            return
+        key = (sample.family, sample.labels)
+        last = self._last.get(key, 0)
+        if sample.value == last:  # a call into the server for each, so only for news
+            return
         if family.kind == "gauge":
             metric.set(sample.value)
-        elif family.kind == "histogram":
-            metric.observe(sample.value)
-        elif sample.increment:
-            metric.increment(sample.value)
         else:
-            key = (sample.family, sample.labels)
-            metric.increment(sample.value - self._totals.get(key, 0))
-            self._totals[key] = sample.value
+            metric.increment(sample.value - last)
+        self._last[key] = sample.value
 
 
 def _family(name):

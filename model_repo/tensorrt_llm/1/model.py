@@ -23,6 +23,8 @@ from manylora.wire.encode import Reply, merge_waiting
 from manylora.wire.parameters import engine_config, flag, logits_dtype, milliseconds, parameters_of
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+# Asking whether a request was cancelled is a call into the server and back, and responses wait for it.
+CHECKS_AT_ONCE = 16
 
 
 @dataclass(eq=False)
@@ -44,6 +46,7 @@ class TritonPythonModel:
         self._decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
         self._calls: dict[str, set[Call]] = {}  # request id -> open calls
         self._live: set[Call] = set()
+        self._unchecked: list[Call] = []  # of the present round of `_cancel_abandoned`
         self._exporter = Exporter(args["model_name"], args["model_version"])
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -168,10 +171,13 @@ class TritonPythonModel:
                 self._calls.pop(call.request_id, None)
 
     def _cancel_abandoned(self):
-        with self._lock:
-            calls = list(self._live)
-        for call in calls:
-            if call.sender.is_cancelled():
+        """Ask for some open calls, the rest in the next periods."""
+        if not self._unchecked:
+            with self._lock:
+                self._unchecked = list(self._live)
+        for _ in range(min(CHECKS_AT_ONCE, len(self._unchecked))):
+            call = self._unchecked.pop()
+            if not call.done and call.sender.is_cancelled():
                 for ticket in call.tickets:
                     self._loop.cancel(ticket)
 

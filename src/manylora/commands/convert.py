@@ -6,11 +6,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from manylora.errors import AdapterInvalidError
+from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.lora.convert import STORAGE_TYPES, convert_source
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.llgtrt import write_llgtrt
 from manylora.lora.formats.npy import write_npy
+from manylora.lora.modules import lora_modules
+from manylora.model.checkpoint import read_model_config
 
 __all__ = ["main"]
 
@@ -23,14 +25,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, required=True, help="npy: a folder; llgtrt: a file")
     parser.add_argument("--to", choices=sorted(WRITERS), default="npy")
     parser.add_argument("--storage-type", choices=STORAGE_TYPES, help="default: the adapter's own")
-    parser.add_argument("--base", type=Path, metavar="MODEL", help="normalise DoRA of PEFT with this model")
+    parser.add_argument(
+        "--base", type=Path, metavar="MODEL", help="the base: normalises DoRA, orders fused rows"
+    )
     parser.add_argument("--allow-bin", action="store_true", help="read PEFT's .bin, tensors only, no code")
     options = parser.parse_args(arguments)
     base = BaseWeights(options.base) if options.base else None
     try:
+        modules = lora_modules(read_model_config(options.base)) if options.base else None
         weights, config = convert_source(
-            options.input, options.storage_type, base=base, allow_bin=options.allow_bin
+            options.input, options.storage_type, modules=modules, base=base, allow_bin=options.allow_bin
         )
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 1
     except AdapterInvalidError as error:
         print(f"{options.input}: {error}", file=sys.stderr)
         return 1

@@ -25,7 +25,7 @@ from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.lora.tensors import Adapter
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import compute_dtype, load_decoder
-from manylora.request import Event, FinishReason, Request
+from manylora.request import Event, FinishReason, LoraInput, Request
 from manylora.stats import EngineStats
 
 __all__ = ["Engine", "Prepared"]
@@ -64,7 +64,9 @@ class Engine:
         self.model = read_model_config(config.model_dir)
         self._device = device = open_device(config.device)
         dtype = compute_dtype(config.dtype, self.model, device)
-        self._decoder = load_decoder(config.model_dir, self.model, dtype, device)
+        self._decoder = load_decoder(
+            config.model_dir, self.model, dtype, device, config.max_seq_len, config.quant
+        )
         plan = plan_kv(config, self.model, dtype, device.torch, device.free_bytes())
         kv_tensor = allocate_kv(plan, config, self.model, dtype, device.torch)
         # On a CPU the cache's pages are not touched yet, so the system still counts them as free.
@@ -283,7 +285,7 @@ class Engine:
 
     def _new_sequence(self, prepared: Prepared, handle: int, index: int, max_len: int) -> Sequence:
         lease, tier = self._acquire(prepared)
-        sequence = Sequence(handle, prepared.request, index, max_len, lease, tier=tier)
+        sequence = Sequence(handle, _without_tensors(prepared.request), index, max_len, lease, tier=tier)
         if prepared.matcher is not None:
             sequence.matcher = prepared.matcher.deep_copy()
         if prepared.request.params.beam_width > 1:
@@ -366,6 +368,14 @@ class Engine:
         for sequence in sequences:
             if isinstance(sequence.lease, AdapterLease):
                 self.adapters.release(sequence.lease)
+
+
+def _without_tensors(request: Request) -> Request:
+    """The lease has the adapter now; its tensors need not stay in memory until the request ends."""
+    lora = request.lora
+    if lora is None or not lora.has_tensors:
+        return request
+    return replace(request, lora=LoraInput(lora.task_id, name=lora.name, source=lora.source))
 
 
 def _leader(sequence: Sequence) -> Sequence:

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.kernels import native
-from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraSegment, LoraTarget
+from manylora.kernels.quantised import QuantisedWeight, pack_for_cpu
+from manylora.kernels.reference import ReferenceOps, attend
+from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraSegment, LoraTarget, Weight
 
 __all__ = ["CpuOps"]
 
@@ -33,14 +33,16 @@ class CpuOps(ReferenceOps):
         self._packs = torch.backends.mkldnn.is_available()
         self._scores = torch.empty(0)
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor | QuantisedWeight) -> Weight:
+        if isinstance(weight, QuantisedWeight):
+            return pack_for_cpu(weight)
         if not self._packs or weight.dtype not in PACKED:
             return weight
         return torch.ops.mkldnn._reorder_linear_weight(weight)
 
-    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-        if not packed.is_mkldnn:
-            return F.linear(x, packed, bias)
+    def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
+        if not isinstance(packed, Tensor) or not packed.is_mkldnn:
+            return super().linear(x, packed, bias)
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
     def lora_add(
@@ -72,6 +74,7 @@ class CpuOps(ReferenceOps):
         batch: AttentionBatch,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         starts = batch.query_starts
         single = [s for s in range(len(batch.kv_lens)) if starts[s + 1] - starts[s] == 1]
@@ -80,13 +83,15 @@ class CpuOps(ReferenceOps):
             rows = torch.tensor([starts[s] for s in single])
             lengths = [batch.kv_lens[s] for s in single]
             table = batch.block_table[torch.tensor(single)]
-            decode = self._decode if self._native is None or q.dtype != torch.float32 else self._decode_native
-            out[rows] = decode(q[rows], k_cache, v_cache, table, lengths, scale, window)
+            if self._native is None or q.dtype != torch.float32 or softcap is not None:
+                out[rows] = self._decode(q[rows], k_cache, v_cache, table, lengths, scale, window, softcap)
+            else:
+                out[rows] = self._decode_native(q[rows], k_cache, v_cache, table, lengths, scale, window)
         for s, kv_len in enumerate(batch.kv_lens):
             if starts[s + 1] - starts[s] > 1:
                 span = slice(starts[s], starts[s + 1])
                 blocks = batch.block_table[s]
-                out[span] = self.attend_one(q[span], k_cache, v_cache, blocks, kv_len, scale, window)
+                out[span] = self.attend_one(q[span], k_cache, v_cache, blocks, kv_len, scale, window, softcap)
         return out
 
     def _add_few(
@@ -151,6 +156,7 @@ class CpuOps(ReferenceOps):
         lengths: list[int],
         scale: float,
         window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         """One query for each sequence. q [S, Hq, D], table [S, blocks] -> [S, Hq, D]."""
         count, num_heads, dim = q.shape
@@ -168,13 +174,8 @@ class CpuOps(ReferenceOps):
         if hidden.any():
             k[hidden] = 0
             v[hidden] = 0
-        mixed = F.scaled_dot_product_attention(
-            q.view(count, kv_heads, num_heads // kv_heads, dim),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask[:, None, None, :],
-            scale=scale,
-        )
+        queries = q.view(count, kv_heads, num_heads // kv_heads, dim)
+        mixed = attend(queries, k.transpose(1, 2), v.transpose(1, 2), mask[:, None, None, :], scale, softcap)
         return mixed.reshape(count, num_heads, dim)
 
 

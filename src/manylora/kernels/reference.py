@@ -8,18 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraTarget
+from manylora.kernels.quantised import QuantisedWeight, quantised_linear
+from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraTarget, Weight
 
-__all__ = ["ReferenceOps"]
+__all__ = ["ReferenceOps", "attend"]
 
 
 class ReferenceOps:
     """Runs on any torch device."""
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor | QuantisedWeight) -> Weight:
         return weight
 
-    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
+        if not isinstance(packed, Tensor):
+            return quantised_linear(x, packed, bias)
         return F.linear(x, packed, bias)
 
     def lora_add(
@@ -57,12 +60,13 @@ class ReferenceOps:
         batch: AttentionBatch,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         out = torch.empty_like(q)
         for s, kv_len in enumerate(batch.kv_lens):
             rows = slice(batch.query_starts[s], batch.query_starts[s + 1])
             out[rows] = self.attend_one(
-                q[rows], k_cache, v_cache, batch.block_table[s], kv_len, scale, window
+                q[rows], k_cache, v_cache, batch.block_table[s], kv_len, scale, window, softcap
             )
         return out
 
@@ -75,6 +79,7 @@ class ReferenceOps:
         kv_len: int,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         """One sequence: the last rows of its kv_len tokens are the queries. q [n, Hq, D] -> [n, Hq, D].
 
@@ -94,22 +99,30 @@ class ReferenceOps:
         mask = keys <= last
         if window is not None:
             mask &= keys > last - window
-        mixed = F.scaled_dot_product_attention(
-            queries.unsqueeze(0),
-            k.unsqueeze(0),
-            v.unsqueeze(0),
-            attn_mask=mask.repeat(groups, 1),
-            scale=scale,
+        mixed = attend(
+            queries.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), mask.repeat(groups, 1), scale, softcap
         )
         return mixed.view(kv_heads, groups, count, dim).permute(2, 0, 1, 3).reshape(count, num_heads, dim)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
-        return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (weight * normed.to(weight.dtype)).to(x.dtype)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x1, x2 = x.chunk(2, dim=-1)
         return x * cos.unsqueeze(1) + torch.cat((-x2, x1), dim=-1) * sin.unsqueeze(1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """softmax(scores) v over the last two dims, masked; with a softcap the scores are capped first."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap))
+    return torch.softmax(scores.float().masked_fill(~mask, float("-inf")), dim=-1).to(v.dtype) @ v
 
 
 def _matrices(pool: Tensor, row: LoraRow, in_dim: int, out_dim: int) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -14,7 +14,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["AttentionBatch", "LoraBatch", "LoraRow", "LoraSegment", "LoraTarget", "Ops"]
+from manylora.kernels.quantised import PackedInt4, QuantisedWeight
+
+__all__ = ["AttentionBatch", "LoraBatch", "LoraRow", "LoraSegment", "LoraTarget", "Ops", "Weight"]
+
+Weight = Tensor | QuantisedWeight | PackedInt4
+"""A weight [N, K] of a linear layer, as it is or packed."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +84,11 @@ class AttentionBatch:
 class Ops(Protocol):
     """The table of operations of one device."""
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor | QuantisedWeight) -> Weight:
         """A weight [N, K] in the form that this device's `linear` likes best; the original may be let go."""
         ...
 
-    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
         """Semantics: x @ weight.T + bias, of a packed weight; x [T, K] -> [T, N]."""
         ...
 
@@ -120,17 +125,27 @@ class Ops(Protocol):
         batch: AttentionBatch,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Causal attention of each row over its own sequence's pages.
 
         Semantics, for query i (absolute position p) of sequence s, over keys j of s:
             softmax_j(scale * q_i . k_j) v_j  with  j <= p  and, with a window w,  j > p - w
+            and, with a softcap c, c * tanh(scale * q_i . k_j / c) in place of scale * q_i . k_j
         q [T, Hq, D], caches [blocks, tokens_per_block, Hkv, D], Hq a multiple of Hkv -> [T, Hq, D].
         """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Semantics: weight * (x.float() * rsqrt(mean(x.float() ** 2, -1) + eps)).to(x.dtype)."""
+        """Semantics: with n = x.float() * rsqrt(mean(x.float() ** 2, -1) + eps),
+            (weight * n.to(weight.dtype)).to(x.dtype)
+
+        weight [N] in the dtype of x, or in float32 where the model needs it exact.
+        """
+        ...
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """Semantics: (x - mean(x, -1)) * rsqrt(var(x, -1) + eps) * weight + bias, in float32, to x.dtype."""
         ...
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from manylora.llmapi.guided import GuidedDecodingParams
 from manylora.llmapi.llm_args import KvCacheConfig, PeftCacheConfig
 from manylora.llmapi.lora import LoraConfig, LoRARequest
 from manylora.llmapi.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimings
 from manylora.llmapi.sampling import SamplingParams
+from manylora.quant import QuantAlgo, QuantConfig
 
 if TYPE_CHECKING:
     from manylora.llmapi.llm import LLM
@@ -18,11 +20,14 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "GuidedDecodingParams",
     "KvCacheConfig",
     "LoRARequest",
     "Logprob",
     "LoraConfig",
     "PeftCacheConfig",
+    "QuantAlgo",
+    "QuantConfig",
     "RequestOutput",
     "RequestTimings",
     "SamplingParams",

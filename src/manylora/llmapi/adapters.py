@@ -1,75 +1,95 @@
-"""AdapterRegistry: which directory each adapter id means, and its tensors."""
+"""AdapterRegistry: which files each adapter id means. AdapterReader: their tensors."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from manylora.errors import AdapterError, AdapterInvalidError, AdapterNotCachedError
 from manylora.llmapi.lora import LoRARequest
-from manylora.lora.catalog import read_adapter_folder
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.sources import find_source, read_source
+from manylora.lora.modules import LoraModule
 from manylora.request import LoraInput
 
-__all__ = ["AdapterRegistry", "read_adapter"]
+__all__ = ["AdapterPath", "AdapterReader", "AdapterRegistry"]
+
+
+@dataclass(frozen=True)
+class AdapterPath:
+    """A directory or file, and what kind of checkpoint it must be: "nemo", or "hf" for every other."""
+
+    path: Path
+    ckpt_source: str
 
 
 @dataclass
 class _Entry:
-    folder: Path
+    path: AdapterPath
     num_open: int = 0  # requests under way
     accepted: bool = False  # the engine took it, or may have
 
 
 class AdapterRegistry:
-    """Any thread. An id belongs to one directory. Only an id whose adapter was refused may be given another
-    one, so that a mistyped path can be mended."""
+    """Any thread. An id belongs to one path. Only an id whose adapter was refused may be given another one,
+    so that a mistyped path can be mended."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._entries: dict[int, _Entry] = {}
 
-    def claim(self, request: LoRARequest) -> Path:
-        """The directory of the request's adapter; to be released when the request ends.
+    def claim(self, request: LoRARequest) -> AdapterPath:
+        """Where the request's adapter is; to be released when the request ends.
 
-        Raises AdapterInvalidError when the id means another directory, AdapterNotCachedError when the request
-        has no path and the id is not known.
+        Raises AdapterInvalidError when the id means another path, AdapterNotCachedError when the request has
+        no path and the id is not known.
         """
-        task_id = request.lora_int_id
-        if request.lora_ckpt_source != "hf":
-            raise AdapterInvalidError(
-                f"lora_ckpt_source '{request.lora_ckpt_source}' is not supported: convert the adapter to a "
-                "PEFT directory"
-            )
-        folder = None if request.lora_path is None else Path(request.lora_path).resolve()
+        task_id, path = request.lora_int_id, None
+        if request.lora_path is not None:
+            path = AdapterPath(Path(request.lora_path).resolve(), request.lora_ckpt_source)
         with self._lock:
             entry = self._entries.get(task_id)
-            if folder is None and entry is None:
+            if path is None and entry is None:
                 raise AdapterNotCachedError(task_id)
             if entry is None:
-                assert folder is not None
-                entry = self._entries[task_id] = _Entry(folder)
-            elif folder not in (None, entry.folder):
+                assert path is not None
+                entry = self._entries[task_id] = _Entry(path)
+            elif path is not None and path != entry.path:
                 if entry.accepted or entry.num_open:
                     raise AdapterInvalidError(
                         f"lora_int_id {task_id} of {request.lora_name!r} belongs to an adapter of another "
                         "path: give each adapter an id of its own"
                     )
-                entry.folder = folder
+                entry.path = path
             entry.num_open += 1
-            return entry.folder
+            return entry.path
 
     def release(self, task_id: int, accepted: bool) -> None:
-        """A request has ended. accepted: not because of its adapter, so the id keeps its directory."""
+        """A request has ended. accepted: not because of its adapter, so the id keeps its path."""
         with self._lock:
             entry = self._entries[task_id]
             entry.num_open -= 1
             entry.accepted = entry.accepted or accepted
 
 
-def read_adapter(task_id: int, folder: Path) -> LoraInput:
-    """An adapter's tensors, from disk. Raises AdapterInvalidError."""
-    try:
-        return LoraInput(task_id, *read_adapter_folder(folder))
-    except AdapterError as error:
-        raise AdapterInvalidError(f"Failed to load LoRA adapter: {error}") from error
+@dataclass(frozen=True)
+class AdapterReader:
+    """modules: the model's, whose dimensions matrices must have. base: what normalises PEFT's DoRA."""
+
+    modules: Mapping[int, LoraModule]
+    base: BaseWeights
+
+    def read(self, task_id: int, path: AdapterPath) -> LoraInput:
+        """An adapter's tensors, from disk. Raises AdapterInvalidError."""
+        try:
+            source = find_source(path.path)
+            if (source.kind == "nemo") != (path.ckpt_source == "nemo"):
+                raise AdapterInvalidError(
+                    f"{path.path.name} is not a checkpoint of kind {path.ckpt_source}, it is {source.kind}"
+                )
+            tensors = read_source(source, modules=self.modules, base=self.base)
+        except AdapterError as error:
+            raise AdapterInvalidError(f"Failed to load LoRA adapter: {error}") from error
+        return LoraInput(task_id, *tensors)

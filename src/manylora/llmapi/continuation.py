@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from manylora.llmapi.decoding import StopRules
 from manylora.llmapi.outputs import CompletionOutput, Logprob
 from manylora.request import FinishReason
@@ -32,10 +34,12 @@ class Continuation:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.generation_logits: np.ndarray | None = None  # [tokens of the engine, vocabulary]
+        self.score: float | None = None  # of a beam, instead of the sum
 
     @property
     def cumulative_logprob(self) -> float:
-        return sum(self._log_probs)
+        return sum(self._log_probs) if self.score is None else self.score
 
     def extend(
         self, token_ids: Sequence[int], log_probs: Sequence[float], finish: FinishReason | None
@@ -79,6 +83,9 @@ class Continuation:
             stop_reason=self.stop_reason,
             text_diff=text[shown:],
             token_ids_diff=self.token_ids[tokens:],
+            generation_logits=None
+            if self.generation_logits is None
+            else self.generation_logits[: len(self.token_ids)],
         )
 
     def _is_stop(self, token: int) -> bool:

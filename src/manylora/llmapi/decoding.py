@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
 
 from manylora import request as engine
 from manylora.llmapi.sampling import SamplingParams
@@ -31,12 +34,22 @@ class StopRules:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How one prompt is continued. n: continuations to give back, of params.num_return_sequences."""
+    """How one prompt is continued. n: continuations to give back, of the engine's num_results."""
 
     params: engine.SamplingParams
     rules: StopRules
     n: int
     logprobs: bool
+
+    @property
+    def num_results(self) -> int:
+        """Continuations that the engine makes: beams, or samples."""
+        return max(self.params.beam_width, self.params.num_return_sequences)
+
+    def within(self, room: int) -> Decoding:
+        """At most `room` new tokens, where there is room at all: then it is known which beams are cut off."""
+        limit = min(self.params.max_tokens, room)
+        return replace(self, params=replace(self.params, max_tokens=limit)) if limit > 0 else self
 
     @property
     def stepwise(self) -> bool:
@@ -64,15 +77,19 @@ def decoding_of(
     )
     # The engine's stop words do not wait for min_tokens: then they are looked for as the output grows.
     words = () if min_tokens else tuple((i,) for i in (*end_ids[1:], *stops))
-    samples = params.num_samples
+    samples, beams = params.num_samples, params.use_beam_search
+    bias = params.embedding_bias
     engine_params = engine.SamplingParams(
         max_tokens=params.max_tokens,
         end_id=end_ids[0] if end_ids else None,
         temperature=1.0 if params.temperature is None else params.temperature,
-        top_k=params.top_k,
+        top_k=None if beams else params.top_k,
         # top_k 0 lifts the limit and asks for sampling; without a top_p the engine would take it for greedy.
-        top_p=1.0 if params.top_k == 0 and not params.top_p else params.top_p,
+        top_p=None if beams else 1.0 if params.top_k == 0 and not params.top_p else params.top_p,
         min_p=_or(params.min_p, 0.0),
+        top_p_min=_or(params.top_p_min, 1e-6),
+        top_p_decay=_or(params.top_p_decay, 1.0),
+        top_p_reset_id=params.top_p_reset_ids,
         seed=params.seed,
         repetition_penalty=_or(params.repetition_penalty, 1.0),
         presence_penalty=_or(params.presence_penalty, 0.0),
@@ -80,14 +97,36 @@ def decoding_of(
         min_tokens=min_tokens,
         stop_words=words,
         bad_words=_bad_words(params, tokenizer),
-        num_return_sequences=samples,
+        num_return_sequences=1 if beams else samples,
+        beam_width=samples if beams else 1,
+        length_penalty=_or(params.length_penalty, 0.0),
+        early_stopping=params.early_stopping is None or bool(params.early_stopping),
+        beam_search_diversity_rate=_or(params.beam_search_diversity_rate, 0.0),
+        logit_bias=None if bias is None else _bias(bias),
+        guide=params.guided_decoding.guide() if params.guided_decoding else None,
         return_log_probs=params.logprobs is not None or samples > params.n,
+        return_context_logits=params.return_context_logits,
+        return_generation_logits=params.return_generation_logits,
     )
-    return Decoding(engine_params, rules, params.n, params.logprobs is not None)
+    decoding = Decoding(engine_params, rules, params.n, params.logprobs is not None)
+    if beams and decoding.stepwise:
+        raise ValueError(
+            "use_beam_search cannot be combined with stop texts, nor with min_tokens and several end or stop "
+            "tokens: beams are looked at when they are finished; use stop_token_ids"
+        )
+    return decoding
 
 
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
+
+
+def _bias(values: Any) -> np.ndarray:
+    """[vocabulary] float32, of a list, an array or a tensor."""
+    bias = np.asarray(values.detach().float().cpu() if hasattr(values, "detach") else values, np.float32)
+    if bias.ndim != 1:
+        raise ValueError(f"embedding_bias must have one dimension, got shape {bias.shape}")
+    return bias
 
 
 def _end_ids(params: SamplingParams, tokenizer: Tokenizer | None, model: Sequence[int]) -> list[int]:

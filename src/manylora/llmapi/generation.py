@@ -6,14 +6,16 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
+import numpy as np
+
+from manylora.llmapi.adapters import AdapterPath
 from manylora.llmapi.continuation import Continuation
 from manylora.llmapi.decoding import Decoding
 from manylora.llmapi.lora import LoRARequest
 from manylora.llmapi.outputs import RequestOutput, RequestTimings
 from manylora.llmapi.result import GenerationResult
-from manylora.request import Event, LoraInput, Request
+from manylora.request import Event, FinishReason, LoraInput, Request, RequestMetrics
 from manylora.text import Tokenizer
 
 __all__ = ["Generation", "Prompt"]
@@ -28,7 +30,7 @@ class Prompt:
 
 
 class Generation:
-    """`take` belongs to one thread. folder: of the adapter, None for the base model."""
+    """`take` belongs to one thread. path: of the adapter, None for the base model."""
 
     def __init__(
         self,
@@ -36,14 +38,15 @@ class Generation:
         prompt: Prompt,
         decoding: Decoding,
         lora_request: LoRARequest | None,
-        folder: Path | None,
+        path: AdapterPath | None,
         streaming: bool,
         tokenizer: Tokenizer | None,
         abort: Callable[[Generation], None],
     ) -> None:
         self.request_id = request_id
         self.lora_request = lora_request
-        self.folder = folder
+        self.path = path
+        self.from_disk = False  # its adapter was not in the cache
         this = weakref.ref(self)  # not a cycle: whoever drops the last result frees the LLM at once
         self.result = GenerationResult(request_id, lambda: _abort_if_open(this(), abort))
         self._prompt = prompt
@@ -51,7 +54,9 @@ class Generation:
         self._streaming = streaming
         self._started = time.monotonic()
         self._first_token: float | None = None
-        count = decoding.params.num_return_sequences
+        self._metrics: RequestMetrics | None = None
+        self._context_logits: np.ndarray | None = None
+        count = decoding.num_results
         self._continuations = [Continuation(decoding.rules, tokenizer) for _ in range(count)]
 
     @property
@@ -75,23 +80,49 @@ class Generation:
         if event.error is not None:
             self.result.fail(event.error)
             return
-        if self._first_token is None and event.token_ids and (self._streaming or self._decoding.stepwise):
+        if self._streaming and self._first_token is None and event.token_ids:
             self._first_token = time.monotonic() - self._started
-        continuation = self._continuations[event.sequence_index]
-        continuation.extend(event.token_ids, event.log_probs, event.finish_reason)
+        self._metrics = event.metrics or self._metrics
+        if event.context_logits is not None:
+            self._context_logits = event.context_logits
+        if event.beams:
+            self._take_beams(event)
+        else:
+            continuation = self._continuations[event.sequence_index]
+            continuation.extend(event.token_ids, event.log_probs, event.finish_reason)
+            if event.generation_logits is not None:
+                continuation.generation_logits = event.generation_logits
         if event.last:
             for other in self._continuations:  # of a request that was cancelled before it began
                 other.extend((), (), event.finish_reason)
-        finished = all(c.finish_reason is not None for c in self._continuations)
-        if finished or self._streaming:
+        # The engine gives logits with the last event of an output, also where a stop text ended it before.
+        finished = self.done and (event.last or not self._decoding.params.return_generation_logits)
+        if finished or (self._streaming and not self.done):
             self.result.publish(self._output(finished))
+
+    @property
+    def done(self) -> bool:
+        """Every output has ended: the engine need not go on."""
+        return all(c.finish_reason is not None for c in self._continuations)
+
+    def _take_beams(self, event: Event) -> None:
+        longest = self._decoding.params.max_tokens
+        for continuation, beam in zip(self._continuations, event.beams, strict=False):
+            cut_off = len(beam.token_ids) >= longest
+            reason = FinishReason.LENGTH if cut_off else FinishReason.STOP
+            continuation.extend(beam.token_ids, beam.log_probs, reason)
+            continuation.score = beam.cum_log_prob
+        del self._continuations[len(event.beams) :]
 
     def _output(self, finished: bool) -> RequestOutput:
         chosen = self._continuations
         log_probs = self._decoding.logprobs
-        cumulative = self._decoding.params.return_log_probs
+        beams = self._decoding.params.beam_width > 1
+        cumulative = self._decoding.params.return_log_probs or beams
         if self._decoding.n < len(chosen):
-            chosen = sorted(chosen, key=lambda c: -c.cumulative_logprob)[: self._decoding.n]
+            # Beams come the best first, by a score that knows the length penalty.
+            chosen = chosen if beams else sorted(chosen, key=lambda c: -c.cumulative_logprob)
+            chosen = chosen[: self._decoding.n]
         total = time.monotonic() - self._started if finished else None
         return RequestOutput(
             request_id=self.request_id,
@@ -100,8 +131,22 @@ class Generation:
             outputs=[c.report(index, log_probs, cumulative) for index, c in enumerate(chosen)],
             finished=finished,
             lora_request=self.lora_request,
-            timings=RequestTimings(self._first_token, total),
+            timings=RequestTimings(self._first_token_s(), total),
+            adapter_tier=self._tier(),
+            metrics=self._metrics,
+            context_logits=self._context_logits,
         )
+
+    def _first_token_s(self) -> float | None:
+        if self._first_token is None and self._metrics and self._metrics.first_token_ns:
+            return self._metrics.first_token_ns * 1e-9 - self._started
+        return self._first_token
+
+    def _tier(self) -> str:
+        if self.task_id is None:
+            return ""
+        # Read here and sent along, or by another request meanwhile: either way it was waited for.
+        return "disk" if self.from_disk else self._metrics.adapter_tier if self._metrics else ""
 
 
 def _abort_if_open(generation: Generation | None, abort: Callable[[Generation], None]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from manylora.config import EngineConfig
 from manylora.engine.engine import Engine
 from manylora.errors import ConfigError, RequestError
+from manylora.llmapi.adapters import AdapterReader
 from manylora.llmapi.decoding import decoding_of
 from manylora.llmapi.generation import Generation, Prompt
 from manylora.llmapi.llm_args import KvCacheConfig, PeftCacheConfig
@@ -25,7 +26,10 @@ from manylora.llmapi.sampling import SamplingParams
 from manylora.llmapi.service import Service
 from manylora.llmapi.sizing import lora_cache_config, no_lora_cache_config, parameter_names
 from manylora.loop import EngineLoop
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
+from manylora.quant import QuantConfig
 from manylora.stats import EngineStats
 from manylora.text import Tokenizer
 
@@ -39,6 +43,8 @@ Input = str | Sequence[int] | Mapping[str, Any]
 CARRIED_BYTES = 2**30
 """Tensors of adapters that may be on their way to the cache, where the host level is smaller than this."""
 
+GUIDE_BACKENDS = ("llguidance", "xgrammar")
+
 # Arguments of TensorRT-LLM that mean nothing here, and the values that ask for nothing. None always does.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "backend": ("pytorch",),
@@ -47,7 +53,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "context_parallel_size": (1,),
-    "max_beam_width": (1,),
     "trust_remote_code": (True, False),
     "disable_overlap_scheduler": (True, False),
 }
@@ -65,6 +70,9 @@ class LLM:
                max_batch_size. max_seq_len: prompt and output, in tokens; None: what the model allows.
     enable_chunked_prefill: long prompts in pieces, beside decoding.
     batch_scheduler_policy: guaranteed_no_evict or max_utilization.
+    max_beam_width: beams of one request; None: max_batch_size.
+    guided_decoding_backend: llguidance, or xgrammar, which means the same here; None: no guided decoding.
+    quant_config: weights in fewer bits; None: as the directory has them.
 
     Raises ConfigError when it cannot be served so, also for an unknown argument.
     """
@@ -85,6 +93,9 @@ class LLM:
         max_seq_len: int | None = None,
         enable_chunked_prefill: bool = True,
         batch_scheduler_policy: str = "guaranteed_no_evict",
+        max_beam_width: int | None = None,
+        guided_decoding_backend: str | None = None,
+        quant_config: QuantConfig | None = None,
         enable_lora: bool | None = None,
         **others: Any,
     ) -> None:
@@ -99,14 +110,18 @@ class LLM:
         try:
             self._model = read_model_config(folder)
             self._tokenizer = None if skip_tokenizer_init else _open_tokenizer(tokenizer or folder)
+            base = BaseWeights(folder)
             lora = no_lora_cache_config(self._model)
             if lora_config is not None:
-                lora = lora_cache_config(lora_config, peft_cache_config or PeftCacheConfig(), self._model)
+                cache = peft_cache_config or PeftCacheConfig()
+                lora = lora_cache_config(lora_config, cache, self._model, base)
             config = EngineConfig(
                 folder,
                 device=device,
                 dtype=dtype,
                 max_batch_size=max_batch_size,
+                max_beam_width=max_beam_width or max_batch_size,
+                tokenizer_dir=_guide_tokenizer(guided_decoding_backend, self._tokenizer),
                 max_num_tokens=max_num_tokens or max(2048, max_batch_size),
                 max_seq_len=max_seq_len,
                 tokens_per_block=kv.tokens_per_block,
@@ -115,16 +130,20 @@ class LLM:
                 enable_kv_cache_reuse=kv.enable_block_reuse,
                 enable_chunked_context=enable_chunked_prefill,
                 batch_scheduler_policy=batch_scheduler_policy,
+                quant=quant_config,
                 lora=lora,
             )
             engine = Engine(config)
         except ConfigError as error:
             raise ConfigError(parameter_names(str(error))) from error
         self._serves_lora = lora_config is not None
+        self._guided = config.tokenizer_dir is not None
+        self._max_seq_len = engine.max_seq_len
         self._loop = EngineLoop(engine)
         adapters = engine.adapters.stats()
         room = max(CARRIED_BYTES, adapters.host_pages * adapters.page_bytes)
-        self._service = Service(self._loop, engine.adapters.resident, room)
+        reader = AdapterReader(lora_modules(self._model, lora.target_modules), base)
+        self._service = Service(self._loop, reader, engine.adapters.resident, room)
         self._ids = itertools.count()
         self._finalizer = weakref.finalize(self, _dispose, self._service)
 
@@ -207,16 +226,21 @@ class LLM:
         decoding = decoding_of(params, self._tokenizer, self._model.eos_token_ids)
         if streaming and decoding.n < params.num_samples:
             raise ValueError(f"best_of ({params.best_of}) must equal n ({params.n}) when streaming")
+        if streaming and decoding.params.beam_width > 1:
+            raise ValueError("use_beam_search cannot stream: beams may still change their beginning")
+        if params.guided_decoding and not self._guided:
+            raise ValueError("guided_decoding needs LLM(guided_decoding_backend='llguidance')")
         prompt = self._encode(inputs, params)
-        folder = None
+        decoding = decoding.within(self._max_seq_len - len(prompt.token_ids))
+        path = None
         if lora_request is not None:
             if not self._serves_lora:
                 raise RequestError(
                     "lora_request needs an LLM with a lora_config: this one serves no adapters"
                 )
-            folder = self._service.registry.claim(lora_request)
+            path = self._service.registry.claim(lora_request)
         return Generation(
-            next(self._ids), prompt, decoding, lora_request, folder, streaming, self._tokenizer, self._abort
+            next(self._ids), prompt, decoding, lora_request, path, streaming, self._tokenizer, self._abort
         )
 
     def _submit(self, generation: Generation) -> GenerationResult:
@@ -259,6 +283,17 @@ def _dispose(service: Service) -> None:
 
 def _open_tokenizer(tokenizer: str | Path | Tokenizer) -> Tokenizer:
     return tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(Path(tokenizer))
+
+
+def _guide_tokenizer(backend: str | None, tokenizer: Tokenizer | None) -> Path | None:
+    """Where the tokenizer of guided decoding is read from; None: there is no guided decoding."""
+    if backend is None:
+        return None
+    if backend not in GUIDE_BACKENDS:
+        raise ConfigError(f"guided_decoding_backend must be one of {GUIDE_BACKENDS}, got {backend!r}")
+    if tokenizer is None:
+        raise ConfigError("guided_decoding_backend needs a tokenizer: leave skip_tokenizer_init out")
+    return tokenizer.directory
 
 
 def _check_others(others: Mapping[str, Any]) -> None:

@@ -6,23 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from manylora.llmapi.guided import GuidedDecodingParams
+
 __all__ = ["SamplingParams"]
 
-# Fields that this engine has no counterpart of, and the values that ask for nothing. Without beam search
-# beam_search_diversity_rate, length_penalty and early_stopping have no meaning, so they may have any value.
+# Fields that this engine has no counterpart of, and the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
-    "top_p_min": (None,),
-    "top_p_reset_ids": (None,),
-    "top_p_decay": (None, 1.0),
     "no_repeat_ngram_size": (None, 0),
     "prompt_logprobs": (None,),
-    "return_context_logits": (False,),
-    "return_generation_logits": (False,),
     "exclude_input_from_output": (True,),
     "spaces_between_special_tokens": (True,),
-    "guided_decoding": (None,),
-    "embedding_bias": (None,),
     "logits_processor": (None,),
 }
 
@@ -42,6 +35,15 @@ class SamplingParams:
     min_p:        when sampling, tokens less probable than this times the most probable one are not drawn.
     min_tokens:   nothing ends the output before this many tokens.
     n, best_of:   of best_of samples the n with the highest cumulative log probability, best first.
+    use_beam_search: best_of is the number of beams, of which the best n come back. length_penalty: of a
+                  beam's score, log probability / length ** length_penalty. early_stopping: 1, ends when
+                  best_of beams have ended; 0, when no other can become better. Only here have these three and
+                  beam_search_diversity_rate a meaning.
+    top_p_min, top_p_decay, top_p_reset_ids: top_p is multiplied by top_p_decay with every token, down to
+                  top_p_min, and returns to its first value after the token top_p_reset_ids.
+    embedding_bias: [vocabulary or fewer], added to the logits.
+    guided_decoding: what the output must match.
+    return_context_logits, return_generation_logits: of each prompt token, and of each output token.
     logprobs:     0: of each output token; 1: the same when greedy, where the most probable token is taken.
     truncate_prompt_tokens: only the last so many tokens of the prompt are used.
     seed:         None: 0, so that a repeated request repeats its answer.
@@ -87,7 +89,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    guided_decoding: Any = None
+    guided_decoding: GuidedDecodingParams | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -99,7 +101,7 @@ class SamplingParams:
 
     @property
     def num_samples(self) -> int:
-        """Continuations to generate: best_of, or n."""
+        """Continuations to generate, or beams: best_of, or n."""
         return self.n if self.best_of is None else self.best_of
 
     @property
@@ -119,6 +121,11 @@ class SamplingParams:
         self._check_counts()
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+        if self.use_beam_search:
+            self._check_beams()
+        guide = self.guided_decoding
+        if not (guide is None or isinstance(guide, GuidedDecodingParams)):
+            raise ValueError(f"guided_decoding must be a GuidedDecodingParams, got {guide!r:.80}")
         for name in ("stop", "bad"):
             texts = _texts(getattr(self, name))
             if not all(isinstance(text, str) and text for text in texts):
@@ -128,6 +135,16 @@ class SamplingParams:
                 f"logprobs must be None or 0, or 1 with greedy decoding, got {self.logprobs}: "
                 "only the log probability of the tokens of the output is known"
             )
+
+    def _check_beams(self) -> None:
+        if self.early_stopping not in (None, 0, 1):
+            raise ValueError(f"early_stopping must be None, 0 or 1, got {self.early_stopping}")
+        for name, asked in (
+            ("guided_decoding", self.guided_decoding),
+            ("return_generation_logits", self.return_generation_logits),
+        ):
+            if asked:
+                raise ValueError(f"use_beam_search cannot be combined with {name}")
 
     def _check_counts(self) -> None:
         for name, least in (("max_tokens", 1), ("n", 1), ("best_of", 1), ("min_tokens", 0), ("logprobs", 0)):

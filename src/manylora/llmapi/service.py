@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+
+import numpy as np
 
 from manylora.errors import AdapterError, AdapterNotCachedError, ManyloraError, RequestError
-from manylora.llmapi.adapters import AdapterRegistry, read_adapter
+from manylora.llmapi.adapters import AdapterPath, AdapterReader, AdapterRegistry
 from manylora.llmapi.generation import Generation
 from manylora.loop import EngineLoop
 from manylora.request import Event, FinishReason, LoraInput
@@ -34,9 +36,12 @@ class Service:
     max_bytes: tensors that may be on their way to the cache at one time, though never less than one adapter.
     """
 
-    def __init__(self, loop: EngineLoop, resident: Callable[[int], bool], max_bytes: int) -> None:
+    def __init__(
+        self, loop: EngineLoop, reader: AdapterReader, resident: Callable[[int], bool], max_bytes: int
+    ) -> None:
         self.registry = AdapterRegistry()
         self._loop = loop
+        self._adapters = reader
         self._resident = resident
         self._carried = _Carried(max_bytes)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="manylora-read")
@@ -92,6 +97,7 @@ class Service:
         self._texts.join()
 
     def _read_soon(self, generation: Generation, task_id: int, again: bool) -> None:
+        generation.from_disk = True
         try:
             self._reader.submit(self._read, generation, task_id, again)
         except RuntimeError:  # closing
@@ -99,31 +105,34 @@ class Service:
 
     def _read(self, generation: Generation, task_id: int, again: bool) -> None:
         """On the reading thread. again: the id alone was tried and did not do."""
-        folder = generation.folder
-        assert folder is not None
+        path = generation.path
+        assert path is not None
         try:
             if not again and (self._resident(task_id) or self._carried.has(task_id)):
                 self._send(generation, LoraInput(task_id))
             elif generation in self._aborted:
                 self._send(generation, None)
             else:
-                self._carry(generation, task_id, folder)
+                self._carry(generation, task_id, path)
         except ManyloraError as error:
             self._end(generation, error)
         except Exception as error:
             logger.exception("reading an adapter failed")
             self._end(generation, RequestError(f"The adapter could not be read: {type(error).__name__}"))
 
-    def _carry(self, generation: Generation, task_id: int, folder: Path) -> None:
-        lora = read_adapter(task_id, folder)
+    def _carry(self, generation: Generation, task_id: int, path: AdapterPath) -> None:
+        lora = self._adapters.read(task_id, path)
         assert lora.weights is not None
-        self._carried.add(generation, task_id, lora.weights.nbytes)
+        self._carried.add(generation, task_id, lora.weights)
         self._send(generation, lora)
 
     def _send(self, generation: Generation, lora: LoraInput | None) -> None:
+        # Not the tensors themselves: the sink lives as long as the request.
+        task_id = None if lora is None or lora.has_tensors else lora.task_id
+
         def sink(event: Event) -> None:
-            if lora and not lora.has_tensors and isinstance(event.error, AdapterNotCachedError):
-                self._send_again(generation, lora)
+            if task_id is not None and isinstance(event.error, AdapterNotCachedError):
+                self._send_again(generation, task_id)
             else:
                 if event.last:
                     self._carried.drop(generation)
@@ -140,12 +149,11 @@ class Service:
                 event = Event(finish_reason=FinishReason.CANCELLED, last=True)
         sink(event)
 
-    def _send_again(self, generation: Generation, lora: LoraInput) -> None:
-        assert lora.task_id is not None
+    def _send_again(self, generation: Generation, task_id: int) -> None:
         with self._lock:
             if generation in self._tickets:
                 self._tickets[generation] = None
-        self._read_soon(generation, lora.task_id, again=True)
+        self._read_soon(generation, task_id, again=True)
 
     def _end(self, generation: Generation, error: Exception) -> None:
         self._carried.drop(generation)
@@ -170,7 +178,7 @@ class Service:
         except Exception as error:
             logger.exception("making text failed")
             generation.result.fail(RequestError(f"The text could not be made: {type(error).__name__}"))
-        if generation.result.finished and not event.last:  # by a stop text: the engine need not go on
+        if generation.done and not event.last:  # by a stop text: the engine need not go on
             self.abort(generation)
         return True
 
@@ -184,26 +192,40 @@ class Service:
 
 
 class _Carried:
-    """Requests that have their adapter's tensors with them, and how many bytes these are."""
+    """Tensors of adapters on their way to the cache: how many bytes of them are in memory.
+
+    They count until nobody holds them any more, the engine once they are stored being the last, or until the
+    request that brought them has ended: an error may keep what it came from.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
+        self._num_bytes = 0
         self._changed = threading.Condition()
         self._requests: dict[Generation, tuple[int, int]] = {}  # task id, bytes
 
     def has(self, task_id: int) -> bool:
         with self._changed:
-            return any(task_id == other for other, _ in self._requests.values())
+            return any(task_id == other for other, _ in list(self._requests.values()))
 
-    def add(self, generation: Generation, task_id: int, num_bytes: int) -> None:
+    def add(self, generation: Generation, task_id: int, weights: np.ndarray) -> None:
         """Waits until there is room."""
+        owner = weights
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
         with self._changed:
-            self._changed.wait_for(lambda: not self._requests or self._sum() + num_bytes <= self._max_bytes)
-            self._requests[generation] = task_id, num_bytes
+            self._changed.wait_for(
+                lambda: not self._requests or self._num_bytes + owner.nbytes <= self._max_bytes
+            )
+            self._requests[generation] = entry = (task_id, owner.nbytes)
+            self._num_bytes += owner.nbytes
+        weakref.finalize(owner, self.drop, generation, entry).atexit = False
 
-    def drop(self, generation: Generation) -> None:
+    def drop(self, generation: Generation, entry: tuple[int, int] | None = None) -> None:
+        """entry: only if this is still what the request carries; None: whatever it is."""
         with self._changed:
-            self._requests.pop(generation, None)
+            if entry is None or entry is self._requests.get(generation):
+                self._num_bytes -= self._requests.pop(generation, (0, 0))[1]
             self._changed.notify_all()
 
     def open_up(self) -> None:
@@ -211,9 +233,6 @@ class _Carried:
         with self._changed:
             self._max_bytes = 2**62
             self._changed.notify_all()
-
-    def _sum(self) -> int:
-        return sum(num_bytes for _, num_bytes in self._requests.values())
 
 
 def _last(error: Exception) -> Event:

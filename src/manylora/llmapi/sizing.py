@@ -10,7 +10,8 @@ from manylora.errors import AdapterError, ConfigError
 from manylora.llmapi.llm_args import PeftCacheConfig
 from manylora.llmapi.lora import LoraConfig
 from manylora.lora.catalog import read_adapter_folder
-from manylora.lora.formats.peft import MODULE_IDS
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.peft import ATTENTION_IDS, MLP_IDS
 from manylora.lora.modules import MODULE_NAMES, lora_modules
 
 __all__ = ["lora_cache_config", "no_lora_cache_config", "parameter_names"]
@@ -27,22 +28,20 @@ NAMES = {
 }
 
 
-def lora_cache_config(lora: LoraConfig, cache: PeftCacheConfig, model: ModelConfig) -> LoraCacheConfig:
+def lora_cache_config(
+    lora: LoraConfig, cache: PeftCacheConfig, model: ModelConfig, base: BaseWeights | None = None
+) -> LoraCacheConfig:
     """Sizes of the adapter cache. M (layer, module) pairs are the target modules on every layer:
 
     num_device_module_layer = max_lora_rank * M * max_loras, on the host likewise with max_cpu_loras.
+    base: the base model's weights, for a lora_dir with DoRA.
 
     Raises ConfigError for what cannot be served, ValueError for a lora_dir that is no adapter.
     """
-    if lora.lora_ckpt_source != "hf":
-        raise ConfigError(
-            f"lora_ckpt_source '{lora.lora_ckpt_source}' is not supported: convert the adapters to PEFT "
-            "directories"
-        )
     if not lora.swap_gate_up_proj_lora_b_weight:
         raise ConfigError("swap_gate_up_proj_lora_b_weight=False is not supported: leave it out")
     _check_names(lora)
-    targets = _targets(lora)
+    targets = _targets(lora, base)
     counted = sum(module.counted for module in lora_modules(model, targets).values())
     rows = lora.max_lora_rank * model.num_layers * counted
     return LoraCacheConfig(
@@ -79,7 +78,7 @@ def parameter_names(text: str) -> str:
     return text
 
 
-def _targets(lora: LoraConfig) -> tuple[str, ...]:
+def _targets(lora: LoraConfig, base: BaseWeights | None) -> tuple[str, ...]:
     if lora.lora_target_modules:
         return (*lora.lora_target_modules, *lora.missing_qkv_modules)
     if not lora.lora_dir:
@@ -88,14 +87,15 @@ def _targets(lora: LoraConfig) -> tuple[str, ...]:
             "the cache is sized for each of them"
         )
         return ()
-    names = {name for folder in lora.lora_dir for name in _modules_of(Path(folder))}
+    nemo = lora.lora_ckpt_source == "nemo"
+    names = {name for folder in lora.lora_dir for name in _modules_of(Path(folder), nemo, base)}
     return tuple(name for name in MODULE_NAMES if name in names)
 
 
-def _modules_of(folder: Path) -> set[str]:
+def _modules_of(folder: Path, nemo: bool, base: BaseWeights | None) -> set[str]:
     """Names of the modules that an adapter has."""
     config = folder / "adapter_config.json"
-    if not (folder / "model.lora_weights.npy").exists():
+    if not (nemo or (folder / "model.lora_weights.npy").exists()):
         if not config.exists():
             raise ValueError(f"{config} does not exist")
         if not config.is_file():
@@ -103,7 +103,7 @@ def _modules_of(folder: Path) -> set[str]:
         if not any(folder.glob("adapter_model.*")):
             raise ValueError(f"adapter_model file does not exist in {folder}")
     try:
-        _, rows = read_adapter_folder(folder)
+        _, rows = read_adapter_folder(folder, base)
     except AdapterError as error:
         raise ConfigError(f"lora_dir {folder}: {error}") from error
     return {MODULE_NAMES[module_id] for module_id in rows[0, :, 0].tolist()}
@@ -111,11 +111,13 @@ def _modules_of(folder: Path) -> set[str]:
 
 def _check_names(lora: LoraConfig) -> None:
     """The names that the reader knows may be given again; it cannot be taught others."""
+    known: dict[str, list[str]] = {}
+    for hf_name, module_id in [*ATTENTION_IDS.items(), *MLP_IDS.items()]:
+        known.setdefault(MODULE_NAMES[module_id], []).append(hf_name)
     for name, theirs in lora.trtllm_modules_to_hf_modules.items():
         for hf_name in [theirs] if isinstance(theirs, str) else theirs:
-            module_id = MODULE_IDS.get(hf_name)
-            if module_id is None or MODULE_NAMES[module_id] != name:
+            if hf_name not in known.get(name, ()):
                 raise ConfigError(
                     f"trtllm_modules_to_hf_modules: {name} as {hf_name!r} is not supported; known are "
-                    + ", ".join(hf for hf, i in MODULE_IDS.items() if MODULE_NAMES[i] == name)
+                    + (", ".join(known.get(name, ())) or "none")
                 )

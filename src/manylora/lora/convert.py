@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.peft import read_peft
 from manylora.lora.formats.sources import find_source, read_source, source_dtype
-from manylora.lora.modules import MODULE_NAMES
+from manylora.lora.modules import MODULE_NAMES, LoraModule
 from manylora.lora.tensors import (
     check_shapes,
     is_bfloat16,
@@ -32,16 +33,17 @@ def convert_source(
     path: Path,
     storage_type: str | None = None,
     *,
+    modules: Mapping[int, LoraModule] | None = None,
     base: BaseWeights | None = None,
     allow_bin: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] and config [1, rows, 3 or 4] int32 of an adapter from any source.
 
-    storage_type: None keeps the source's; bfloat16 comes as 2-byte void. base, allow_bin: as for
+    storage_type: None keeps the source's; bfloat16 comes as 2-byte void. modules, base, allow_bin: as for
     `read_source`. Raises AdapterInvalidError.
     """
     source = find_source(Path(path))
-    weights, config = read_source(source, base=base, allow_bin=allow_bin)
+    weights, config = read_source(source, modules=modules, base=base, allow_bin=allow_bin)
     _check_config(check_shapes(LoraInput(0, weights, config))[1])
     return store_as(weights, config, storage_type or source_dtype(source, allow_bin=allow_bin)), config
 

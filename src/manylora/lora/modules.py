@@ -36,6 +36,8 @@ class Split(Enum):
 class LoraModule:
     """A [rank, in_dim] and B [out_dim, rank], sizes over all ranks.
 
+    groups, transposed: how a checkpoint keeps the base's matrix: as so many stacks of the parts one after
+    another, and [in, out].
     counted: whether it takes part in the page geometry. Fused modules beside their parts do not: they would
     double the size of a page without ever being used together with them. parts: of a fused module, the sizes
     whose sum out_dim is.
@@ -47,6 +49,8 @@ class LoraModule:
     split: Split
     counted: bool = True
     parts: tuple[int, ...] = ()
+    groups: int = 1
+    transposed: bool = False
 
     @property
     def name(self) -> str:
@@ -72,6 +76,10 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
     """
     hidden, inner = model.hidden_size, model.intermediate_size
     q, kv = model.q_size, model.kv_size
+    gated = {
+        "mlp_gate": (hidden, inner, Split.B_ROWS),
+        "mlp_gate_up": (hidden, 2 * inner, Split.B_ROWS),
+    }
     dims = {
         "attn_qkv": (hidden, q + 2 * kv, Split.B_ROWS),
         "attn_q": (hidden, q, Split.B_ROWS),
@@ -80,8 +88,7 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
         "attn_dense": (q, hidden, Split.A_COLS),
         "mlp_h_to_4h": (hidden, inner, Split.B_ROWS),
         "mlp_4h_to_h": (inner, hidden, Split.A_COLS),
-        "mlp_gate": (hidden, inner, Split.B_ROWS),
-        "mlp_gate_up": (hidden, 2 * inner, Split.B_ROWS),
+        **(gated if model.gated_mlp else {}),
     }
     for name in names:
         if name not in dims:
@@ -96,5 +103,8 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
             module_id = MODULE_NAMES.index(name)
             counted = not (parts and wanted.issuperset(parts))
             sizes = tuple(dims[part][1] for part in parts)
-            found[module_id] = LoraModule(module_id, in_dim, out_dim, split, counted, sizes)
+            groups = model.qkv_groups if name == "attn_qkv" else 1
+            found[module_id] = LoraModule(
+                module_id, in_dim, out_dim, split, counted, sizes, groups, model.transposed_weights
+            )
     return found

@@ -45,7 +45,9 @@ def normalize_dora(
                 magnitude = decode(key, tensors[key])
                 if magnitude.size != len(b):
                     raise AdapterInvalidError(f"{key} has {magnitude.size} values, the module {len(b)} rows")
-                normal = magnitude / base.row_norms(path, a, b).reshape(magnitude.shape)
+                normal = magnitude / base.row_norms(path, a, b, config.fan_in_fan_out).reshape(
+                    magnitude.shape
+                )
                 changed[key] = encode(key, normal, tensors[key].dtype)
     if not changed:
         raise AdapterInvalidError("the adapter holds no LoRA matrices")

@@ -9,12 +9,10 @@ from typing import Any
 
 from manylora.config import ModelConfig
 from manylora.errors import ConfigError
+from manylora.model.families import FAMILIES
+from manylora.model.families.common import read_common
 
-__all__ = ["SUPPORTED", "read_model_config"]
-
-SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-ROPE_NAMES = ("default", "linear", "dynamic", "llama3", "yarn")
-DTYPES = ("float32", "float16", "bfloat16")
+__all__ = ["read_model_config"]
 
 
 def read_model_config(model_dir: Path) -> ModelConfig:
@@ -24,86 +22,22 @@ def read_model_config(model_dir: Path) -> ModelConfig:
         raise ConfigError(f"the model directory {model_dir} does not exist")
     raw = _read_json(model_dir / "config.json", required=True)
     architecture = (raw.get("architectures") or ["none"])[0]
-    if architecture not in SUPPORTED:
+    family = FAMILIES.get(architecture)
+    if family is None:
         raise ConfigError(
             f"{model_dir}/config.json: architecture {architecture} is not supported; supported are "
-            + ", ".join(SUPPORTED)
+            + ", ".join(FAMILIES)
         )
     if raw.get("quantization_config"):
         raise ConfigError(f"{model_dir}/config.json: quantised checkpoints are not supported")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ConfigError(
-            f"{model_dir}/config.json: hidden_act {raw['hidden_act']!r} is not supported, silu is"
-        )
     try:
-        return _parse(architecture, raw, _eos_ids(raw, model_dir))
+        usual = family.usual(raw)
+        fields = {**read_common(usual), **family.config(usual)}
     except KeyError as error:
         raise ConfigError(f"{model_dir}/config.json lacks {error}") from error
-
-
-def _parse(architecture: str, raw: Mapping[str, Any], eos: tuple[int, ...]) -> ModelConfig:
-    num_heads = raw["num_attention_heads"]
-    num_layers = raw["num_hidden_layers"]
-    theta, scaling = _rope(raw)
-    qwen2 = architecture == "Qwen2ForCausalLM"
-    llama = architecture == "LlamaForCausalLM"
-    bias = qwen2 or bool(raw.get("attention_bias", False))
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=raw.get("num_key_value_heads") or num_heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // num_heads,
-        max_position_embeddings=raw["max_position_embeddings"],
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        dtype=_dtype(raw),
-        rope_scaling=scaling,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        attention_bias=bias and architecture != "MistralForCausalLM",
-        attention_out_bias=bool(raw.get("attention_bias", False)) and not qwen2,
-        mlp_bias=llama and bool(raw.get("mlp_bias", False)),
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        sliding_windows=_windows(architecture, raw, num_layers),
-        eos_token_ids=eos,
-    )
-
-
-def _rope(raw: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None]:
-    """Both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters`."""
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling")
-    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
-    if kind not in ROPE_NAMES:
-        raise ConfigError(
-            f"config.json: rope scaling {kind!r} is not supported; supported are {', '.join(ROPE_NAMES)}"
-        )
-    theta = (scaling or {}).get("rope_theta") or raw.get("rope_theta") or 10000.0
-    return float(theta), scaling
-
-
-def _windows(architecture: str, raw: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    window = raw.get("sliding_window")
-    if architecture == "LlamaForCausalLM" or window is None:
-        return ()
-    if architecture == "MistralForCausalLM":
-        return (window,) * num_layers
-    if not raw.get("use_sliding_window", False):
-        return ()
-    types = raw.get("layer_types")
-    if types:
-        return tuple(window if t == "sliding_attention" else None for t in types)
-    first = raw.get("max_window_layers", 0)
-    return tuple(window if layer >= first else None for layer in range(num_layers))
-
-
-def _dtype(raw: Mapping[str, Any]) -> str:
-    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-    if name not in DTYPES:
-        raise ConfigError(f"config.json: dtype {name!r} is not supported; supported are {', '.join(DTYPES)}")
-    return name
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{model_dir}/config.json has a value of the wrong type: {error}") from error
+    return ModelConfig(architecture=architecture, eos_token_ids=_eos_ids(raw, model_dir), **fields)
 
 
 def _eos_ids(raw: Mapping[str, Any], model_dir: Path) -> tuple[int, ...]:

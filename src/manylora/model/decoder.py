@@ -1,15 +1,17 @@
-"""Decoder: one dense transformer for every supported family; the families differ in their ModelConfig."""
+"""Decoder: one transformer for every supported family; the families differ in their ModelConfig."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config import ModelConfig
-from manylora.kernels.spec import LoraTarget, Ops
+from manylora.kernels.spec import LoraTarget, Ops, Weight
 from manylora.model.batch import ForwardBatch
-from manylora.model.layers import Attention, Block, LoraLinear, Mlp
+from manylora.model.layers import ACTIVATIONS, Attention, Block, FeedForward, LoraLinear, Mlp, Norm
 from manylora.model.rope import rope_frequencies
 
 __all__ = ["Decoder"]
@@ -20,17 +22,33 @@ MLP_H_TO_4H, MLP_4H_TO_H, MLP_GATE, MLP_GATE_UP = 5, 6, 7, 18
 
 
 class Decoder:
-    """weights: our names to tensors on one device, in one dtype, as `model.weights` makes them."""
+    """weights: our names to tensors on one device, in one dtype, as `model.weights` makes them; matrices as
+    `ops.pack` does.
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], ops: Ops) -> None:
+    max_seq_len: the longest sequence that will come; None: what the model allows.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: dict[str, Any], ops: Ops, max_seq_len: int | None = None
+    ) -> None:
         self.config = config
+        self._weights, self._ops = weights, ops
         self._embedding = weights["embed"]
-        self._head = weights["head"]
-        self._norm = weights["norm"]
-        self._ops = ops
-        self._blocks = [_block(config, weights, ops, layer) for layer in range(config.num_layers)]
-        frequencies, self._rotary_factor = rope_frequencies(config)
-        self._frequencies = frequencies.to(self._embedding.device)
+        self._positions = weights.get("positions")
+        self._head, self._head_bias = weights["head.weight"], weights.get("head.bias")
+        norm = self._norm("norm")
+        assert norm is not None
+        self._final_norm = norm
+        self._blocks = [self._block(layer) for layer in range(config.num_layers)]
+        self._ropes: list[tuple[Tensor, float]] = []
+        if not config.learned_positions:
+            self._ropes.append(rope_frequencies(config, max_seq_len))
+            if config.rope_local_theta is not None:
+                self._ropes.append(rope_frequencies(config, max_seq_len, local=True))
+        device = self._embedding.device
+        self._ropes = [(frequencies.to(device), factor) for frequencies, factor in self._ropes]
+        # Rounded to the compute dtype before it is used, as the models were trained.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -38,14 +56,8 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        tensors = [self._embedding, self._norm]
-        if self._head is not self._embedding:
-            tensors.append(self._head)
-        for b in self._blocks:
-            tensors += [b.attention_norm, b.mlp_norm]
-            for linear in (b.attention.qkv, b.attention.out, b.mlp.up_gate, b.mlp.down):
-                tensors += [t for t in (linear.weight, linear.bias) if t is not None]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        weights = {id(weight): weight for weight in self._weights.values()}
+        return sum(_nbytes(weight) for weight in weights.values())
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
@@ -53,55 +65,94 @@ class Decoder:
 
         kv [num_layers, 2, num_blocks, tokens_per_block, num_kv_heads, head_dim].
         """
+        config = self.config
+        x = self._embed(batch)
+        rotary = [self._rotary(batch.positions, rope) for rope in self._ropes]
+        for layer, block in enumerate(self._blocks):
+            # The last base is that of layers with a window; most models have one base only.
+            angles = rotary[-1 if block.attention.window is not None else 0] if rotary else None
+            x = block(x, angles, batch.attention, batch.lora, kv[layer])
+        x = self._final_norm(x[batch.logits_rows])
+        logits = self._ops.linear(x, self._head, self._head_bias).float()
+        if config.logits_scale != 1:
+            logits *= config.logits_scale
+        if config.logits_softcap is not None:
+            logits = torch.tanh(logits / config.logits_softcap) * config.logits_softcap
+        return logits
+
+    def _embed(self, batch: ForwardBatch) -> Tensor:
+        """The embedding's scale is for tokens: vectors of a request are taken as they come."""
         x = F.embedding(batch.input_ids, self._embedding)
+        if self.config.embedding_scale != 1:
+            x = x * self._embedding_scale
         if batch.embeddings is not None:
             rows, vectors = batch.embeddings
             x[rows] = vectors
-        rotary = self._rotary(batch.positions)
-        for layer, block in enumerate(self._blocks):
-            x = block(x, rotary, batch.attention, batch.lora, kv[layer])
-        x = self._ops.rms_norm(x[batch.logits_rows], self._norm, self.config.rms_norm_eps)
-        return self._ops.linear(x, self._head, None).float()
+        if self._positions is not None:
+            x = x + F.embedding(batch.positions, self._positions)
+        return x
 
-    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, head_dim] in the compute dtype; angles in float32."""
-        angles = positions.float().unsqueeze(1) * self._frequencies
+    def _rotary(self, positions: Tensor, rope: tuple[Tensor, float]) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, rotary_dim] in the compute dtype; angles in float32."""
+        frequencies, factor = rope
+        angles = positions.float().unsqueeze(1) * frequencies
         angles = torch.cat((angles, angles), dim=-1)
-        factor = self._rotary_factor
         return (angles.cos() * factor).to(self.dtype), (angles.sin() * factor).to(self.dtype)
 
+    def _block(self, layer: int) -> Block:
+        norms = {
+            name: self._norm(f"{layer}.{name}")
+            for name in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+        }
+        return Block(self.config, self._attention(layer), self._feed_forward(layer), **norms)
 
-def _block(config: ModelConfig, weights: dict[str, Tensor], ops: Ops, layer: int) -> Block:
-    def get(name: str) -> Tensor | None:
-        return weights.get(f"{layer}.{name}")
+    def _attention(self, layer: int) -> Attention:
+        config = self.config
+        q, kv = config.q_size, config.kv_size
+        return Attention(
+            config,
+            self._ops,
+            qkv=self._linear(
+                layer,
+                "qkv",
+                LoraTarget(ATTN_QKV, 0, q + 2 * kv),
+                LoraTarget(ATTN_Q, 0, q),
+                LoraTarget(ATTN_K, q, kv),
+                LoraTarget(ATTN_V, q + kv, kv),
+            ),
+            out=self._linear(layer, "out", LoraTarget(ATTN_DENSE, 0, config.hidden_size)),
+            q_norm=self._norm(f"{layer}.q_norm"),
+            k_norm=self._norm(f"{layer}.k_norm"),
+            window=config.sliding_windows[layer] if config.sliding_windows else None,
+        )
 
-    def linear(name: str, *targets: LoraTarget) -> LoraLinear:
-        return LoraLinear(ops, layer, weights[f"{layer}.{name}.weight"], get(f"{name}.bias"), targets)
-
-    q, kv, inner, hidden = config.q_size, config.kv_size, config.intermediate_size, config.hidden_size
-    attention = Attention(
-        config,
-        ops,
-        qkv=linear(
-            "qkv",
-            LoraTarget(ATTN_QKV, 0, q + 2 * kv),
-            LoraTarget(ATTN_Q, 0, q),
-            LoraTarget(ATTN_K, q, kv),
-            LoraTarget(ATTN_V, q + kv, kv),
-        ),
-        out=linear("out", LoraTarget(ATTN_DENSE, 0, hidden)),
-        q_norm=get("q_norm"),
-        k_norm=get("k_norm"),
-        window=config.sliding_windows[layer] if config.sliding_windows else None,
-    )
-    mlp = Mlp(
-        up_gate=linear(
-            "up_gate",
+    def _feed_forward(self, layer: int) -> FeedForward:
+        config, inner = self.config, self.config.intermediate_size
+        gated = (
             LoraTarget(MLP_GATE_UP, 0, 2 * inner),
             LoraTarget(MLP_GATE, 0, inner),
             LoraTarget(MLP_H_TO_4H, inner, inner),
-        ),
-        down=linear("down", LoraTarget(MLP_4H_TO_H, 0, hidden)),
-    )
-    norms = weights[f"{layer}.attention_norm"], weights[f"{layer}.mlp_norm"]
-    return Block(config, ops, norms[0], attention, norms[1], mlp)
+        )
+        targets = gated if config.gated_mlp else (LoraTarget(MLP_H_TO_4H, 0, inner),)
+        return Mlp(
+            up_gate=self._linear(layer, "up_gate", *targets),
+            down=self._linear(layer, "down", LoraTarget(MLP_4H_TO_H, 0, config.hidden_size)),
+            activation=ACTIVATIONS[config.activation],
+            gated=config.gated_mlp,
+        )
+
+    def _linear(self, layer: int, name: str, *targets: LoraTarget) -> LoraLinear:
+        name = f"{layer}.{name}"
+        weight, bias = self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias")
+        return LoraLinear(self._ops, layer, weight, bias, targets)
+
+    def _norm(self, name: str) -> Norm | None:
+        weight = self._weights.get(f"{name}.weight")
+        if weight is None:
+            return None
+        return Norm(self._ops, weight, self._weights.get(f"{name}.bias"), self.config.norm_eps)
+
+
+def _nbytes(weight: Weight) -> int:
+    """Of tensors in every layout; some do not tell."""
+    return weight.numel() * weight.element_size() if isinstance(weight, Tensor) else weight.nbytes

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config import ModelConfig
-from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraTarget, Ops
+from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraTarget, Ops, Weight
 
-__all__ = ["Attention", "Block", "LoraLinear", "Mlp"]
+__all__ = ["ACTIVATIONS", "Attention", "Block", "FeedForward", "LoraLinear", "Mlp", "Norm"]
+
+Rotary = tuple[Tensor, Tensor]  # cos and sin [T, rotary_dim]
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm, or LayerNorm where there is a bias. weight [N], in the input's dtype or in float32."""
+
+    ops: Ops
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.bias is not None:
+            return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
+        return self.ops.rms_norm(x, self.weight, self.eps)
 
 
 @dataclass(frozen=True)
@@ -22,7 +49,7 @@ class LoraLinear:
 
     ops: Ops
     layer: int
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None
     targets: tuple[LoraTarget, ...]
 
@@ -35,69 +62,107 @@ class LoraLinear:
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention over paged keys and values. q_norm, k_norm [head_dim] or None."""
+    """Grouped-query attention over paged keys and values.
+
+    q_norm, k_norm: over head_dim, or over all heads at once when config.qk_norm is `all`.
+    """
 
     config: ModelConfig
     ops: Ops
     qkv: LoraLinear
     out: LoraLinear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    q_norm: Norm | None
+    k_norm: Norm | None
     window: int | None
 
     def __call__(
         self,
         x: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Rotary | None,
         batch: AttentionBatch,
         lora: LoraBatch | None,
         kv: Tensor,
     ) -> Tensor:
         config, ops, rows = self.config, self.ops, x.shape[0]
         q, k, v = self.qkv(x, lora).split((config.q_size, config.kv_size, config.kv_size), dim=-1)
+        if config.qk_norm == "all":
+            q, k = self._normalise(q, k)
         q = q.reshape(rows, config.num_heads, config.head_dim)
         k = k.reshape(rows, config.num_kv_heads, config.head_dim)
         v = v.reshape(rows, config.num_kv_heads, config.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q = ops.rms_norm(q, self.q_norm, config.rms_norm_eps)
-            k = ops.rms_norm(k, self.k_norm, config.rms_norm_eps)
-        q, k = ops.rotary(q, *rotary), ops.rotary(k, *rotary)
+        if config.qk_norm == "head":
+            q, k = self._normalise(q, k)
+        if rotary is not None:
+            q, k = self._rotate(q, rotary), self._rotate(k, rotary)
         ops.store_kv(k, v, kv[0], kv[1], batch)
-        mixed = ops.attention(q, kv[0], kv[1], batch, config.head_dim**-0.5, self.window)
+        scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        mixed = ops.attention(q, kv[0], kv[1], batch, scale, self.window, config.attention_softcap)
         return self.out(mixed.reshape(rows, config.q_size), lora)
+
+    def _normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.q_norm is not None and self.k_norm is not None
+        return self.q_norm(q), self.k_norm(k)
+
+    def _rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
+        size = self.config.rotary_dim
+        if size == self.config.head_dim:
+            return self.ops.rotary(x, *rotary)
+        return torch.cat((self.ops.rotary(x[..., :size].contiguous(), *rotary), x[..., size:]), dim=-1)
+
+
+class FeedForward(Protocol):
+    """What follows attention in a block; x [T, hidden] -> [T, hidden]."""
+
+    def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """down(silu(gate x) * up x). The fused weight's rows are [up; gate]."""
+    """down(f(gate x) * up x), the fused weight's rows being [up; gate]; without a gate down(f(up x))."""
 
     up_gate: LoraLinear
     down: LoraLinear
+    activation: Callable[[Tensor], Tensor]
+    gated: bool
 
     def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
-        up, gate = self.up_gate(x, lora).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up, lora)
+        y = self.up_gate(x, lora)
+        if not self.gated:
+            return self.down(self.activation(y), lora)
+        up, gate = y.chunk(2, dim=-1)
+        return self.down(self.activation(gate) * up, lora)
 
 
 @dataclass(frozen=True)
 class Block:
-    """One pre-norm decoder layer."""
+    """One decoder layer. A norm that the family does not have is None; post norms are on what is added."""
 
     config: ModelConfig
-    ops: Ops
-    attention_norm: Tensor
     attention: Attention
-    mlp_norm: Tensor
-    mlp: Mlp
+    mlp: FeedForward
+    attention_norm: Norm | None
+    attention_post_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp_post_norm: Norm | None
 
     def __call__(
         self,
         x: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Rotary | None,
         batch: AttentionBatch,
         lora: LoraBatch | None,
         kv: Tensor,
     ) -> Tensor:
-        eps = self.config.rms_norm_eps
-        x = x + self.attention(self.ops.rms_norm(x, self.attention_norm, eps), rotary, batch, lora, kv)
-        return x + self.mlp(self.ops.rms_norm(x, self.mlp_norm, eps), lora)
+        seen = _apply(self.attention_norm, x)
+        mixed = _apply(self.attention_post_norm, self.attention(seen, rotary, batch, lora, kv))
+        if self.config.parallel_blocks:
+            return x + mixed + self.mlp(seen if self.config.shared_norm else _apply(self.mlp_norm, x), lora)
+        x = x + self._scaled(mixed)
+        return x + self._scaled(_apply(self.mlp_post_norm, self.mlp(_apply(self.mlp_norm, x), lora)))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.config.residual_scale == 1 else x * self.config.residual_scale
+
+
+def _apply(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)

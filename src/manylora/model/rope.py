@@ -1,4 +1,4 @@
-"""Rotary frequencies of the released checkpoints: default, linear, dynamic, llama3, yarn."""
+"""Rotary frequencies of the released checkpoints: default, linear, dynamic, llama3, yarn, longrope."""
 
 from __future__ import annotations
 
@@ -13,12 +13,21 @@ from manylora.errors import ConfigError
 
 __all__ = ["ROPE_TYPES", "rope_frequencies"]
 
-Rope = tuple[Tensor, float]  # inverse frequencies [head_dim / 2], and the factor on cos and sin
+Rope = tuple[Tensor, float]  # inverse frequencies [rotary_dim / 2], and the factor on cos and sin
 
 
-def rope_frequencies(config: ModelConfig) -> Rope:
-    """Inverse frequencies [head_dim / 2] float32 and the attention factor that scales cos and sin."""
+def rope_frequencies(config: ModelConfig, max_seq_len: int | None = None, local: bool = False) -> Rope:
+    """Inverse frequencies [rotary_dim / 2] float32 and the attention factor that scales cos and sin.
+
+    max_seq_len: the longest sequence served (None: what the model allows); it chooses the factors of longrope
+    once for all sequences, since cached keys must not depend on how long a sequence will get. local: those of
+    layers with a window, where they have a base of their own.
+    """
+    if local:
+        assert config.rope_local_theta is not None
+        return _plain(config, config.rope_local_theta), 1.0
     scaling = dict(config.rope_scaling or {})
+    scaling["max_seq_len"] = max_seq_len or config.max_position_embeddings
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     try:
         return ROPE_TYPES[kind](config, scaling)
@@ -26,9 +35,9 @@ def rope_frequencies(config: ModelConfig) -> Rope:
         raise ConfigError(f"config.json: rope scaling {kind!r} lacks {error}") from error
 
 
-def _plain(config: ModelConfig) -> Tensor:
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    return 1.0 / config.rope_theta**exponents
+def _plain(config: ModelConfig, theta: float | None = None) -> Tensor:
+    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.int64).float() / config.rotary_dim
+    return 1.0 / (theta or config.rope_theta) ** exponents
 
 
 def _default(config: ModelConfig, scaling: dict) -> Rope:
@@ -53,7 +62,7 @@ def _llama3(config: ModelConfig, scaling: dict) -> Rope:
 
 
 def _yarn(config: ModelConfig, scaling: dict) -> Rope:
-    dim, base = config.head_dim, config.rope_theta
+    dim, base = config.rotary_dim, config.rope_theta
     context = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
     factor = scaling.get("factor") or config.max_position_embeddings / context
 
@@ -81,10 +90,27 @@ def _yarn_attention(scaling: dict, factor: float) -> float:
     return magnitude(1.0)
 
 
+def _longrope(config: ModelConfig, scaling: dict) -> Rope:
+    """One factor for each frequency: the long ones when sequences may outgrow the original context."""
+    context = scaling["original_max_position_embeddings"]
+    chosen = scaling["long_factor" if scaling["max_seq_len"] > context else "short_factor"]
+    plain = _plain(config)
+    if len(chosen) != len(plain):
+        raise ConfigError(
+            f"config.json: longrope needs {len(plain)} factors, one for each frequency, got {len(chosen)}"
+        )
+    stretch = scaling.get("factor") or config.max_position_embeddings / context
+    attention = scaling.get("attention_factor")
+    if attention is None:
+        attention = math.sqrt(1 + math.log(stretch) / math.log(context)) if stretch > 1 else 1.0
+    return plain / torch.tensor(chosen, dtype=torch.float32), float(attention)
+
+
 ROPE_TYPES: dict[str, Callable[[ModelConfig, dict], Rope]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _default,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }

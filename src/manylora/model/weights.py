@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,16 @@ from torch import Tensor
 from manylora.config import ModelConfig
 from manylora.device import Device
 from manylora.errors import ConfigError
+from manylora.kernels.quantised import QuantisedWeight
 from manylora.model.decoder import Decoder
+from manylora.model.plan import Part, checkpoint_plan, head_name
+from manylora.model.quant import chosen, quantise, read_quantised, stored_names, stored_parts
+from manylora.quant import QuantConfig
 
 __all__ = ["compute_dtype", "load_decoder"]
 
-# Buffers that some checkpoints carry and that the configuration determines.
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Our tensor is these checkpoint tensors stacked along rows; row counts, and columns (0: a vector)."""
-
-    sources: tuple[str, ...]
-    rows: tuple[int, ...]
-    columns: int = 0
+# Buffers that some checkpoints carry and that the configuration determines; the biases are causal masks.
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bias")
 
 
 def compute_dtype(choice: str, config: ModelConfig, device: Device) -> torch.dtype:
@@ -41,56 +35,31 @@ def compute_dtype(choice: str, config: ModelConfig, device: Device) -> torch.dty
     return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[choice]
 
 
-def load_decoder(model_dir: Path, config: ModelConfig, dtype: torch.dtype, device: Device) -> Decoder:
-    """Weights of `model_dir` in `dtype` on `device`. Raises ConfigError naming a missing, unknown or
-    wrongly shaped tensor, or a broken file."""
-    plan = _plan(config)
+def load_decoder(
+    model_dir: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: Device,
+    max_seq_len: int | None = None,
+    quant: QuantConfig | None = None,
+) -> Decoder:
+    """Weights of `model_dir` in `dtype` on `device`, for sequences of up to max_seq_len tokens (None: what
+    the model allows), linear layers as `quant` says or as they are stored. Raises ConfigError naming a
+    missing, unknown or wrongly shaped tensor, or a broken file."""
     with ExitStack() as stack:
         files = _open_files(Path(model_dir), stack)
-        _check_names(files, plan, config)
-        weights: dict[str, Tensor] = {}
+        plan = checkpoint_plan(config, files)
+        _check_names(files, plan, config, quant)
+        weights: dict[str, Any] = {}
         for name, part in plan.items():  # packed one by one, so that no more than one matrix is here twice
-            tensor = _read(part, files, dtype, device)
-            weights[name] = device.ops.pack(tensor) if part.columns and name != "embed" else tensor
+            tensor = _read(part, files, torch.float32 if part.plus_one else dtype, device)
+            sources = [piece.source for piece in part.pieces]
+            if quant and isinstance(tensor, Tensor) and chosen(name, sources, quant):
+                tensor = quantise(tensor, quant)
+            weights[name] = device.ops.pack(tensor) if part.is_matrix else tensor
     if config.tie_word_embeddings:
-        weights["head"] = device.ops.pack(weights["embed"])
-    return Decoder(config, weights, device.ops)
-
-
-def _plan(config: ModelConfig) -> dict[str, _Part]:
-    hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-    q, kv, head = config.q_size, config.kv_size, config.head_dim
-    plan = {
-        "embed": _Part(("model.embed_tokens.weight",), (vocab,), hidden),
-        "norm": _Part(("model.norm.weight",), (hidden,)),
-    }
-    if not config.tie_word_embeddings:
-        plan["head"] = _Part(("lm_head.weight",), (vocab,), hidden)
-    for layer in range(config.num_layers):
-        base = f"model.layers.{layer}."
-        attention, mlp = base + "self_attn.", base + "mlp."
-        linears: list[tuple[str, tuple[str, ...], tuple[int, ...], int, bool]] = [
-            (
-                "qkv",
-                tuple(attention + f"{n}_proj" for n in "qkv"),
-                (q, kv, kv),
-                hidden,
-                config.attention_bias,
-            ),
-            ("out", (attention + "o_proj",), (hidden,), q, config.attention_out_bias),
-            ("up_gate", (mlp + "up_proj", mlp + "gate_proj"), (inner, inner), hidden, config.mlp_bias),
-            ("down", (mlp + "down_proj",), (hidden,), inner, config.mlp_bias),
-        ]
-        for name, sources, rows, columns, biased in linears:
-            plan[f"{layer}.{name}.weight"] = _Part(tuple(s + ".weight" for s in sources), rows, columns)
-            if biased:
-                plan[f"{layer}.{name}.bias"] = _Part(tuple(s + ".bias" for s in sources), rows)
-        plan[f"{layer}.attention_norm"] = _Part((base + "input_layernorm.weight",), (hidden,))
-        plan[f"{layer}.mlp_norm"] = _Part((base + "post_attention_layernorm.weight",), (hidden,))
-        if config.qk_norm:
-            plan[f"{layer}.q_norm"] = _Part((attention + "q_norm.weight",), (head,))
-            plan[f"{layer}.k_norm"] = _Part((attention + "k_norm.weight",), (head,))
-    return plan
+        weights["head.weight"] = device.ops.pack(weights["embed"])
+    return Decoder(config, weights, device.ops, max_seq_len)
 
 
 def _open_files(model_dir: Path, stack: ExitStack) -> dict[str, Any]:
@@ -116,14 +85,19 @@ def _open_files(model_dir: Path, stack: ExitStack) -> dict[str, Any]:
     return found
 
 
-def _check_names(files: dict[str, Any], plan: dict[str, _Part], config: ModelConfig) -> None:
-    wanted = {source for part in plan.values() for source in part.sources}
+def _check_names(
+    files: dict[str, Any], plan: dict[str, Part], config: ModelConfig, quant: QuantConfig | None
+) -> None:
+    sources = {piece.source for part in plan.values() for piece in part.pieces}
+    wanted = {name for source in sources for name in stored_names(source, files)}
+    if quant and quant.bits and wanted != sources:
+        raise ConfigError("the model directory is quantised already: leave quant_algo out")
     missing = sorted(wanted - files.keys())
     if missing:
         raise ConfigError(f"the checkpoint lacks {missing[0]} ({len(missing)} tensors missing)")
     unknown = {n for n in files.keys() - wanted if not n.endswith(IGNORED_SUFFIXES)}
     if config.tie_word_embeddings:
-        unknown.discard("lm_head.weight")
+        unknown -= {f"{head_name(config)}.weight"}
     if unknown:
         raise ConfigError(
             f"the checkpoint holds {min(unknown)}, which {config.architecture} with this config.json does "
@@ -131,15 +105,25 @@ def _check_names(files: dict[str, Any], plan: dict[str, _Part], config: ModelCon
         )
 
 
-def _read(part: _Part, files: dict[str, Any], dtype: torch.dtype, device: Device) -> Tensor:
-    shape = (sum(part.rows), part.columns) if part.columns else (sum(part.rows),)
-    fused = torch.empty(shape, dtype=dtype, device=device.torch)
+def _read(part: Part, files: dict[str, Any], dtype: torch.dtype, device: Device) -> Tensor | QuantisedWeight:
+    if any(stored_parts(piece.source, files) for piece in part.pieces):
+        return read_quantised(
+            [(piece.source, piece.start, piece.rows) for piece in part.pieces],
+            part.shape[1],
+            files,
+            lambda name: files[name].get_tensor(name).to(device.torch),
+            dtype,
+        )
+    fused = torch.empty(part.shape, dtype=dtype, device=device.torch)
     start = 0
-    for source, rows in zip(part.sources, part.rows, strict=True):
-        tensor = files[source].get_tensor(source)
-        expected = (rows, part.columns) if part.columns else (rows,)
-        if tuple(tensor.shape) != expected:
-            raise ConfigError(f"{source} must be {expected} by config.json, got {tuple(tensor.shape)}")
-        fused[start : start + rows].copy_(tensor)
-        start += rows
-    return fused
+    for piece in part.pieces:
+        tensor, expected = files[piece.source].get_slice(piece.source), part.stored_shape(piece)
+        if tuple(tensor.get_shape()) != expected:
+            raise ConfigError(
+                f"{piece.source} must be {expected} by config.json, got {tuple(tensor.get_shape())}"
+            )
+        rows = slice(piece.start, piece.start + piece.rows)
+        values = tensor[:, rows].T if part.transposed else tensor[rows]
+        fused[start : start + piece.rows].copy_(values)
+        start += piece.rows
+    return fused.add_(1) if part.plus_one else fused

@@ -33,11 +33,11 @@ def choose(
     Raises ApiError, 400 and naming both fields when two of them disagree.
     """
     found = [
-        *_by_model(body.model, bases, known),
         *_by_names(body),
         *_by_path(body, known, name_of_path),
         *_by_lora_request(body, known, name_of_path),
     ]
+    found = [*_by_model(body.model, bases, known, label=bool(found)), *found]
     for other in found[1:]:
         if other.name != found[0].name:
             raise ApiError(
@@ -50,11 +50,17 @@ def choose(
     return max(found, key=lambda choice: choice.source is not None, default=Choice())
 
 
-def _by_model(model: str, bases: Sequence[str], known: Callable[[str], bool]) -> Iterator[Choice]:
+def _by_model(
+    model: str, bases: Sequence[str], known: Callable[[str], bool], *, label: bool
+) -> Iterator[Choice]:
+    """label: another field chooses. A name that is no adapter's is then the client's own word for the base
+    model, as servers take it that do not check the field."""
     if not model or model in bases:
         return
     if not known(model):  # a known adapter may have a name that begins like a base's
         base = next((base for base in bases if model.startswith(base + ":")), None)
+        if base is None and label:
+            return
         model = model if base is None else model[len(base) + 1 :]
     yield Choice("model", check_name(model, "model"))
 

@@ -101,7 +101,12 @@ class Inference:
         kind: type[Reply],
     ) -> Response:
         catalog = self.backend.catalog
-        choice = choose(body, self.bases, catalog.has, catalog.name_of_path)
+        choice = choose(
+            body,
+            self.bases,
+            lambda name: catalog.has(name) and key.may_see(name),
+            lambda path: _path_for(key, path, catalog.name_of_path),
+        )
         key.check(choice.name)
         best_of = getattr(body, "best_of", None) or body.n
         if len(prompts) * best_of > self.limits.max_sequences:
@@ -236,6 +241,16 @@ class _Run:
     def _leave(self) -> None:
         self._left = True
         self._changed.set()
+
+
+def _path_for(key: ApiKey, path: str, name_of_path: Callable[[str], str]) -> str:
+    """A key that does not see all must not learn where something is."""
+    try:
+        return name_of_path(path)
+    except ApiError as error:
+        if key.sees_all:
+            raise
+        raise ApiError(403, "not_allowed", "This API key may not use this lora_path", "lora_path") from error
 
 
 def _prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from manylora.lora.formats import one_line
 __all__ = ["BaseReader", "BaseWeights"]
 
 INDEX = "model.safetensors.index.json"
+LAYER = re.compile(r"(?=(?:^|(?<=\.))(?:layers|h)\.\d)")  # where the name of a layer starts
 CHUNK = 2**22  # elements of a base weight in memory at one time
 DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -41,27 +43,30 @@ class BaseReader:
         self._model_dir, self._stack = model_dir, stack
         self._files: dict[str, Any] | None = None
 
-    def row_norms(self, path: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    def row_norms(self, path: str, a: np.ndarray, b: np.ndarray, transposed: bool = False) -> np.ndarray:
         """Norms [out] of the rows of W0 + B A, float32, at the module `path` of a PEFT adapter.
 
-        a [rank, in], b [out, rank] with the scaling in it. W0 is read some rows at a time. Raises
+        a [rank, in], b [out, rank] with the scaling in it; transposed: W0 is stored [in, out] (Conv1D of
+        GPT-2). W0 is read some rows at a time. Raises
         AdapterInvalidError when the base has no such weight, another shape there, or a row of norm 0.
         """
         import torch
 
         weight = self._slice(path)
         out_dim, in_dim = len(b), a.shape[1]
-        if tuple(weight.get_shape()) != (out_dim, in_dim) or weight.get_dtype() not in DTYPES:
+        expected = [in_dim, out_dim] if transposed else [out_dim, in_dim]
+        if list(weight.get_shape()) != expected or weight.get_dtype() not in DTYPES:
             raise AdapterInvalidError(
                 f"{path} is {weight.get_dtype()} {weight.get_shape()} in the base model, the adapter needs a "
-                f"floating {[out_dim, in_dim]}"
+                f"floating {expected}"
             )
         norms = torch.empty(out_dim)
         step = max(1, CHUNK // in_dim)
         low, high = torch.from_numpy(a), torch.from_numpy(b)
         for start in range(0, out_dim, step):
             rows = slice(start, min(start + step, out_dim))
-            merged = torch.addmm(weight[rows].float(), high[rows], low)
+            stored = weight[:, rows].T if transposed else weight[rows]
+            merged = torch.addmm(stored.float(), high[rows], low)
             norms[rows] = torch.linalg.vector_norm(merged, dim=1)
         if not bool((torch.isfinite(norms) & (norms > 0)).all()):
             raise AdapterInvalidError(
@@ -81,7 +86,7 @@ class BaseReader:
             ) from error
         name = path.removeprefix("base_model.model.") + ".weight"
         if name not in self._files:
-            tail = name[name.index("layers.") :]
+            tail = LAYER.split(name, maxsplit=1)[1]
             same = [other for other in self._files if other.endswith(f".{tail}") or other == tail]
             if len(same) != 1:
                 raise AdapterInvalidError(f"{path}: the base model has no {name} to normalise DoRA with")

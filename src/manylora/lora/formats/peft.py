@@ -24,17 +24,25 @@ __all__ = ["PEFT_KEY", "has_peft", "peft_tensors", "read_peft"]
 
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
-MODULE_IDS = {
-    "qkv_proj": 0, "query_key_value": 0, "q_proj": 1, "k_proj": 2, "v_proj": 3, "o_proj": 4, "dense": 4,
-    "gate_proj": 5, "c_fc": 5, "down_proj": 6, "c_proj": 6, "up_proj": 7, "gate_up_proj": 18,
+ATTENTION_IDS = {
+    "qkv_proj": 0, "query_key_value": 0, "c_attn": 0, "q_proj": 1, "k_proj": 2, "v_proj": 3,
+    "o_proj": 4, "dense": 4, "c_proj": 4,
 }  # fmt: skip
-GATE_UP = MODULE_IDS["gate_up_proj"]
+MLP_IDS = {
+    "gate_proj": 5, "c_fc": 5, "fc1": 5, "dense_h_to_4h": 5,
+    "down_proj": 6, "c_proj": 6, "fc2": 6, "dense_4h_to_h": 6, "up_proj": 7, "gate_up_proj": 18,
+}  # fmt: skip
+GATE_UP = MLP_IDS["gate_up_proj"]
+# Names under which some families stack [q; k; v] once for each group of heads, others once.
+GROUPED = "query_key_value"
 PEFT_KEY = re.compile(
-    r"(?P<path>(?P<root>(?:(?:base_model|model|language_model|transformer)\.)*)"
-    r"layers\.(?P<layer>\d{1,5})\.(?:self_attn|mlp)\.(?P<name>\w+))\."
+    r"(?P<path>(?P<root>(?:(?:base_model|model|language_model|transformer|gpt_neox)\.)*)"
+    r"(?:layers|h)\.(?P<layer>\d{1,5})\.(?:(?P<mlp>mlp)|self_attn|self_attention|attention|attn)"
+    r"\.(?P<name>\w+))\."
     r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
 )
-"""path: the module's; side: A or B, None for a DoRA magnitude as PEFT or NVlabs name it."""
+"""path: the module's; mlp: of the MLP, not of attention; side: A or B, None for a DoRA magnitude as PEFT or
+NVlabs name it."""
 DORA = re.compile(r"lora_magnitude_vector|weight_m_wdecomp")
 DORA_REASON = (
     "DoRA magnitudes must be divided by the base's row norms before they are served; normalise the adapter "
@@ -99,11 +107,12 @@ def _gather(tensors: Mapping[str, RawTensor], partial: list[str] | None) -> dict
     roots: dict[str, str] = {}
     for key, tensor in sorted(tensors.items()):
         match = PEFT_KEY.fullmatch(key)
-        if match is None or match["name"] not in MODULE_IDS:
+        ids = MLP_IDS if match and match["mlp"] else ATTENTION_IDS
+        if match is None or match["name"] not in ids:
             _leave_out(key, partial)
             continue
         roots.setdefault(match["root"], key)
-        parts = found.setdefault((int(match["layer"]), MODULE_IDS[match["name"]]), {})
+        parts = found.setdefault((int(match["layer"]), ids[match["name"]]), {})
         part = match["side"] or "magnitude"
         if part in parts:
             raise AdapterInvalidError(f"{key} and {parts[part][0]} mean the same module")
@@ -136,15 +145,19 @@ def _row(
         present = next(iter(parts.values()))[0]
         raise AdapterInvalidError(f"{present} is missing its lora_{missing[0]} matrix")
     (path, a), (_, b) = parts["A"], parts["B"]
-    check_dims(path, a, b, modules.get(module_id) if modules else None)
+    module = modules.get(module_id) if modules else None
+    check_dims(path, a, b, module)
     b = b * np.float32(config.scale(path, a.shape[0]))
     columns: list[np.ndarray] = [b]
     if "magnitude" in parts:
-        columns.append(_magnitude(path, parts["magnitude"][1], a, b, config, base))
+        transposed = config.fan_in_fan_out if module is None else module.transposed
+        columns.append(_magnitude(path, parts["magnitude"][1], a, b, config, base, transposed))
     elif config.use_dora:
         raise AdapterInvalidError(f"{path} is missing its DoRA magnitude")
     if module_id == GATE_UP:
         columns = [_swap_halves(path, column) for column in columns]
+    elif path.endswith(GROUPED):
+        columns = [_ungroup(path, column, module) for column in columns]
     payload = np.concatenate([a.ravel(), *(column.ravel() for column in columns)])
     return AdapterRow(module_id, layer, a.shape[0], "magnitude" in parts, payload)
 
@@ -156,8 +169,9 @@ def _magnitude(
     b: np.ndarray,
     config: PeftConfig,
     base: BaseReader | None,
+    transposed: bool,
 ) -> np.ndarray:
-    """Normalised, [out]; b has the scaling in it."""
+    """Normalised, [out]; b has the scaling in it. transposed: the base's matrix is stored [in, out]."""
     if magnitude.size != len(b):
         raise AdapterInvalidError(f"{path} has {len(b)} rows and a DoRA magnitude of {magnitude.size}")
     magnitude = magnitude.reshape(-1)
@@ -165,9 +179,7 @@ def _magnitude(
         return magnitude
     if base is None:
         raise AdapterInvalidError(f"{path}: {DORA_REASON}")
-    if config.fan_in_fan_out:
-        raise AdapterInvalidError(f"{CONFIG} sets fan_in_fan_out, which is not supported together with DoRA")
-    return magnitude / base.row_norms(path, a, b)
+    return magnitude / base.row_norms(path, a, b, transposed)
 
 
 def _swap_halves(path: str, rows: np.ndarray) -> np.ndarray:
@@ -176,3 +188,15 @@ def _swap_halves(path: str, rows: np.ndarray) -> np.ndarray:
     if odd:
         raise AdapterInvalidError(f"{path}: the fused gate and up must have an even number of rows")
     return np.concatenate((rows[half:], rows[:half]))
+
+
+def _ungroup(path: str, rows: np.ndarray, module: LoraModule | None) -> np.ndarray:
+    """The base keeps these rows as [q; k; v] once for each group of heads, the tensor format once."""
+    if module is None:
+        raise AdapterInvalidError(
+            f"{path}: how the rows of {GROUPED} are ordered depends on the base model, which is not known here; "
+            "name it (--base)"
+        )
+    stacks = rows.reshape(module.groups, -1, *rows.shape[1:])
+    ends = np.cumsum([part // module.groups for part in module.parts])[:-1]
+    return np.concatenate([part.reshape(-1, *rows.shape[1:]) for part in np.split(stacks, ends, axis=1)])

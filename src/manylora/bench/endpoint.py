@@ -1,0 +1,194 @@
+"""EndpointTarget: the `tensorrt_llm` model of a running Triton server, over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from manylora.bench.datasets import BenchRequest
+from manylora.bench.load import Answer
+from manylora.errors import ConfigError, RequestError
+from manylora.lora.catalog import read_adapter_folder
+from manylora.lora.tensors import is_bfloat16, narrow_to_bfloat16, widen_bfloat16
+
+__all__ = ["MAX_CONNECTIONS", "EndpointTarget"]
+
+MAX_CONNECTIONS = 256
+NOT_CACHED = "Please send LoRA weights with request"
+ANSWER_TIMEOUT_S = 600.0
+MODEL = "tensorrt_llm"
+# Fields of SamplingParams that the server is told, under which name and type.
+WIRE = {
+    "end_id": ("end_id", np.int32),
+    "temperature": ("temperature", np.float32),
+    "top_k": ("runtime_top_k", np.int32),
+    "top_p": ("runtime_top_p", np.float32),
+    "seed": ("random_seed", np.uint64),
+}
+
+
+class EndpointTarget:
+    """One connection for each request under way: on a stream of many an error does not say whose it is.
+
+    An adapter's tensors go with the first request that asks for it, and again whenever the server says that
+    it has it no longer. sampling: fields of SamplingParams. encode: texts to token ids; None where every
+    prompt is token ids. Raises ConfigError for a field that cannot be sent, and when the server is not ready.
+    """
+
+    def __init__(
+        self, url: str, connections: int, *, streaming: bool, sampling: dict[str, Any],
+        encode: Callable[[str], list[int]] | None,
+    ) -> None:  # fmt: skip
+        try:
+            import tritonclient.grpc as grpc
+        except ImportError as error:
+            raise ConfigError("--endpoint needs tritonclient: pip install 'tritonclient[grpc]'") from error
+        unknown = sorted(sampling.keys() - WIRE.keys())
+        if unknown:
+            raise ConfigError(f"--sampler_options: {unknown[0]} is not sent to an --endpoint; leave it out")
+        self._grpc: Any = grpc
+        self._url = url.removeprefix("grpc://")
+        self._streaming, self._encode = streaming, encode
+        self._sampling = {WIRE[name][0]: (value, WIRE[name][1]) for name, value in sampling.items()}
+        self._pool = ThreadPoolExecutor(min(connections or MAX_CONNECTIONS, MAX_CONNECTIONS))
+        self._local = threading.local()
+        self._clients: list[Any] = []
+        self._lock = threading.Lock()
+        self._sent: set[int] = set()  # adapter ids that went with their tensors
+        self._check_ready()
+
+    async def send(self, request: BenchRequest) -> Answer:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._ask, request)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+        for client in self._clients:
+            client.close()
+
+    def _check_ready(self) -> None:
+        client = self._grpc.InferenceServerClient(self._url)
+        try:
+            ready = client.is_model_ready(MODEL)
+            config = client.get_model_config(MODEL).config if ready else None
+        except Exception as error:
+            raise ConfigError(f"--endpoint {self._url} does not answer: {error}") from error
+        finally:
+            client.close()
+        if config is None:
+            raise ConfigError(f"--endpoint {self._url}: model {MODEL} is not ready")
+        if not config.model_transaction_policy.decoupled:
+            raise ConfigError(f"--endpoint {self._url}: model {MODEL} must have decoupled_mode")
+        from tritonclient.grpc import model_config_pb2
+
+        types = {tensor.name: tensor.data_type for tensor in config.input}
+        self._weights_type = model_config_pb2.DataType.Name(types["lora_weights"])
+
+    def _ask(self, request: BenchRequest) -> Answer:
+        ids = list(request.input_ids or ())
+        if not ids:
+            assert request.prompt is not None
+            if self._encode is None:
+                raise RequestError("a prompt of text needs --model, for its tokenizer")
+            ids = self._encode(request.prompt)
+        lora = request.lora
+        with self._lock:
+            first_time = lora is not None and lora.lora_int_id not in self._sent
+            if lora is not None:
+                self._sent.add(lora.lora_int_id)
+        try:
+            return self._exchange(request, ids, with_tensors=first_time)
+        except RequestError as error:
+            if lora is None or NOT_CACHED not in str(error):
+                raise
+            return self._exchange(request, ids, with_tensors=True)
+
+    def _exchange(self, request: BenchRequest, ids: list[int], with_tensors: bool) -> Answer:
+        client, answers = self._connection()
+        client.async_stream_infer(
+            MODEL, self._inputs(request, ids, with_tensors), enable_empty_final_response=True
+        )
+        tokens: list[int] = []
+        first, tier, final = None, "", False
+        while not final:
+            result, error = answers.get(timeout=ANSWER_TIMEOUT_S)
+            if error is not None:
+                self._drop_connection()
+                raise RequestError(str(error))
+            response = result.get_response()
+            final = response.parameters["triton_final_response"].bool_param
+            found = result.as_numpy("output_ids") if response.outputs else None
+            if found is None:
+                continue
+            count = int(result.as_numpy("sequence_length")[0, 0])
+            if count and first is None and self._streaming:
+                first = time.monotonic()
+            tokens += found[0, 0, :count].tolist()
+            told = result.as_numpy("lora_cache_tier")
+            tier = told.reshape(-1)[0].decode() if told is not None and told.size else tier
+        return Answer(first, len(ids), len(tokens), tuple(tokens), adapter_tier=tier)
+
+    def _inputs(self, request: BenchRequest, ids: list[int], with_tensors: bool) -> list[Any]:
+        settings: dict[str, tuple[Any, Any]] = {
+            "input_lengths": (len(ids), np.int32),
+            "request_output_len": (request.output_tokens, np.int32),
+            "streaming": (self._streaming, np.bool_),
+            "exclude_input_in_output": (True, np.bool_),
+            **self._sampling,
+        }
+        inputs = [self._tensor("input_ids", np.array([ids], np.int32))]
+        inputs += [self._tensor(name, np.array([[v]], dtype)) for name, (v, dtype) in settings.items()]
+        lora = request.lora
+        if lora is not None:
+            inputs.append(self._tensor("lora_task_id", np.array([[lora.lora_int_id]], np.uint64)))
+            if with_tensors:
+                assert lora.lora_path is not None
+                weights, config = _read(lora.lora_path, self._weights_type)
+                inputs += [self._tensor("lora_weights", weights), self._tensor("lora_config", config)]
+        return inputs
+
+    def _tensor(self, name: str, value: np.ndarray) -> Any:
+        if value.dtype.kind == "V":  # bfloat16 has no NumPy type: its bits
+            made = self._grpc.InferInput(name, value.shape, "BF16")
+            made._raw_content = value.tobytes()
+            return made
+        from tritonclient.utils import np_to_triton_dtype
+
+        made = self._grpc.InferInput(name, value.shape, np_to_triton_dtype(value.dtype))
+        made.set_data_from_numpy(value)
+        return made
+
+    def _connection(self) -> tuple[Any, queue.SimpleQueue[Any]]:
+        """This thread's own, with a stream open."""
+        if getattr(self._local, "client", None) is None:
+            answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            client = self._grpc.InferenceServerClient(self._url)
+            client.start_stream(lambda result, error: answers.put((result, error)))
+            with self._lock:
+                self._clients.append(client)
+            self._local.client, self._local.answers = client, answers
+        return self._local.client, self._local.answers
+
+    def _drop_connection(self) -> None:
+        """After an error more may come for the same request: the next one begins on a new stream."""
+        self._local.client.stop_stream(cancel_requests=True)
+        self._local.client = None
+
+
+@functools.lru_cache(maxsize=64)
+def _read(path: str, weights_type: str) -> tuple[np.ndarray, np.ndarray]:
+    """An adapter's tensors in the type that the server's repository says."""
+    weights, config = read_adapter_folder(Path(path))
+    if is_bfloat16(weights.dtype):
+        weights = widen_bfloat16(weights)
+    if weights_type == "TYPE_BF16":
+        return narrow_to_bfloat16(weights), config
+    return weights.astype(np.float16 if weights_type == "TYPE_FP16" else np.float32), config

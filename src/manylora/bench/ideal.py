@@ -1,0 +1,59 @@
+"""The ideal ratio: how much slower adapters must make decoding, by the bytes that a step has to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from manylora.bench.load import Sample
+from manylora.llmapi.lora import LoRARequest
+from manylora.lora.catalog import read_adapter_folder
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.modules import lora_modules
+from manylora.model.checkpoint import read_model_config
+
+__all__ = ["Traffic", "adapter_elements", "mean_traffic"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one mean step of a run reads: the base's weights, the keys and values of what runs, and each
+    adapter in the batch once. Activations are left out."""
+
+    weight_bytes: float
+    kv_bytes: float
+    adapters_in_batch: float
+    adapter_bytes: float  # of one
+
+    @property
+    def ideal_ratio(self) -> float:
+        """Decoding speed with these adapters / without, were it bound by memory bandwidth alone."""
+        base = self.weight_bytes + self.kv_bytes
+        return base / (base + self.adapters_in_batch * self.adapter_bytes)
+
+
+def mean_traffic(samples: Sequence[Sample], adapter_bytes: float) -> Traffic | None:
+    """Over the samples in which something ran; None when there are none."""
+    busy = [stats for _, stats in samples if stats.running]
+    if not busy:
+        return None
+    held = [(s.kv_blocks - s.kv_blocks_free) / s.kv_blocks * s.kv_bytes for s in busy]
+    return Traffic(
+        weight_bytes=busy[0].weight_bytes,
+        kv_bytes=sum(held) / len(busy),
+        adapters_in_batch=sum(s.adapters.device_pinned for s in busy) / len(busy),
+        adapter_bytes=adapter_bytes,
+    )
+
+
+def adapter_elements(adapters: Sequence[LoRARequest], model_dir: Path) -> float:
+    """Elements of A and B, and of the magnitude with DoRA, in the mean of the adapters."""
+    modules = lora_modules(read_model_config(model_dir))
+    total = 0
+    for adapter in adapters:
+        assert adapter.lora_path is not None
+        _, config = read_adapter_folder(Path(adapter.lora_path), BaseWeights(model_dir), modules)
+        for module_id, _, rank, *dora in config[0].tolist():
+            total += modules[module_id].row_elements(rank, bool(dora and dora[0]))
+    return total / len(adapters)

@@ -1,0 +1,106 @@
+"""LocalTarget: an LLM in this process under load, and what its engine looked like meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from manylora.bench.datasets import BenchRequest
+from manylora.bench.load import Answer, Sample
+from manylora.device import open_device
+from manylora.llmapi import LLM, KvCacheConfig, LoraConfig, RequestOutput, SamplingParams
+from manylora.model.checkpoint import read_model_config
+from manylora.model.weights import compute_dtype
+
+__all__ = ["LocalTarget", "Sampler", "open_llm"]
+
+PERIOD_S = 0.05
+
+
+class LocalTarget:
+    """streaming: each step's tokens are taken as they come. sampling: fields of SamplingParams."""
+
+    def __init__(self, llm: LLM, streaming: bool, sampling: dict[str, Any]) -> None:
+        self._llm, self._streaming, self._sampling = llm, streaming, sampling
+
+    async def send(self, request: BenchRequest) -> Answer:
+        params = SamplingParams(**{**self._sampling, "max_tokens": request.output_tokens})
+        prompt = request.prompt if request.input_ids is None else request.input_ids
+        assert prompt is not None
+        result = self._llm.generate_async(prompt, params, request.lora, self._streaming)
+        first: float | None = None
+        if self._streaming:
+            async for piece in result:
+                if first is None and piece.outputs[0].token_ids:
+                    first = time.monotonic()
+        return _answer(await result, first)
+
+
+class Sampler:
+    """A context manager that takes the engine's figures every PERIOD_S seconds."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.samples: list[Sample] = []
+        self._llm = llm
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        going = True
+        while going:
+            going = not self._stop.wait(PERIOD_S)
+            self.samples.append((time.monotonic(), self._llm.stats()))
+
+
+def open_llm(
+    model_dir: Path, arguments: dict[str, Any], tokenizer: bool, adapters: bool
+) -> tuple[LLM, dict[str, Any]]:
+    """An LLM as a benchmark wants it, and what it is, for the report.
+
+    Prefix reuse is off unless the arguments say so, for a dataset often repeats its prompts. With adapters
+    and no lora_config every module is a target. Raises ConfigError.
+    """
+    settings: dict[str, Any] = {"kv_cache_config": KvCacheConfig(enable_block_reuse=False), **arguments}
+    settings.setdefault("skip_tokenizer_init", not tokenizer)
+    if adapters:
+        settings.setdefault("lora_config", LoraConfig())
+    llm = LLM(model_dir, **settings)
+    device = open_device(settings.get("device", "auto"))
+    dtype = compute_dtype(settings.get("dtype", "auto"), read_model_config(model_dir), device)
+    name = str(dtype).removeprefix("torch.")
+    batch = llm.stats().max_batch_size
+    return llm, {
+        "engine": {"dtype": name, "kv_cache_dtype": name, "quantization": None},
+        "element_bytes": dtype.itemsize,
+        "device": device.name,
+        "world": {
+            "max_batch_size": batch,
+            "max_num_tokens": settings.get("max_num_tokens") or max(2048, batch),
+            "scheduling_policy": settings.get("batch_scheduler_policy", "guaranteed_no_evict"),
+            "kv_cache_percentage": 100 * (settings["kv_cache_config"].free_gpu_memory_fraction or 0.9),
+        },
+    }
+
+
+def _answer(output: RequestOutput, first: float | None) -> Answer:
+    metrics, one = output.metrics, output.outputs[0]
+    if first is None and metrics is not None and metrics.first_token_ns:
+        first = metrics.first_token_ns * 1e-9
+    return Answer(
+        first_token=first,
+        num_input_tokens=len(output.prompt_token_ids),
+        num_output_tokens=len(one.token_ids),
+        token_ids=tuple(one.token_ids),
+        text=one.text or None,
+        adapter_tier=output.adapter_tier,
+    )

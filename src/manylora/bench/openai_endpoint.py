@@ -1,0 +1,197 @@
+"""OpenAiTarget: a running server with the completions API of OpenAI, over HTTP with server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from manylora.bench.datasets import BenchRequest
+from manylora.bench.endpoint import ANSWER_TIMEOUT_S, MAX_CONNECTIONS
+from manylora.bench.load import Answer
+from manylora.errors import ConfigError, RequestError
+
+__all__ = ["OpenAiTarget"]
+
+FIELDS = ("temperature", "top_k", "top_p", "seed")
+LONGEST_ERROR = 300
+
+
+class OpenAiTarget:
+    """POST <url>/v1/completions. The adapter goes as `lora_request`, with its absolute path.
+
+    sampling: fields of SamplingParams; end_id -1 is `ignore_eos`. How many tokens an answer has is the
+    server's `usage`. Raises ConfigError for a field that cannot be sent, and when the server does not answer.
+    """
+
+    def __init__(self, url: str, connections: int, *, streaming: bool, sampling: dict[str, Any]) -> None:
+        parts = urlsplit(url)
+        if not parts.hostname:
+            raise ConfigError(f"--endpoint {url} names no host; wanted is http://HOST:PORT")
+        self._host, self._port, self._secure = parts.hostname, parts.port, parts.scheme == "https"
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
+        self._streaming, self._fields = streaming, _fields(sampling)
+        self._pool = ThreadPoolExecutor(min(connections or MAX_CONNECTIONS, MAX_CONNECTIONS))
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._clients: list[http.client.HTTPConnection] = []
+        self._model = self._first_model(url)
+
+    async def send(self, request: BenchRequest) -> Answer:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._ask, request)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+        for client in self._clients:
+            client.close()
+
+    def _first_model(self, url: str) -> str:
+        client = self._connect()
+        try:
+            client.request("GET", f"{self._prefix}/models")
+            reply = client.getresponse()
+            body = reply.read()
+            if reply.status == 200:
+                return str(json.loads(body)["data"][0]["id"])
+        except (OSError, http.client.HTTPException) as error:
+            raise ConfigError(f"--endpoint {url} does not answer: {error}") from error
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise ConfigError(f"--endpoint {url}: {self._prefix}/models names no model") from error
+        finally:
+            client.close()
+        raise ConfigError(f"--endpoint {url}: {self._prefix}/models answers {_reason(reply.status, body)}")
+
+    def _ask(self, request: BenchRequest) -> Answer:
+        client = self._connection()
+        try:
+            body = json.dumps(self._body(request), ensure_ascii=False).encode()
+            headers = {"Content-Type": "application/json"}
+            client.request("POST", f"{self._prefix}/completions", body, headers)
+            reply = client.getresponse()
+            if reply.status != 200:
+                raise RequestError(_reason(reply.status, reply.read()))
+            return _streamed(reply) if self._streaming else _whole(reply)
+        except (OSError, http.client.HTTPException) as error:
+            client.close()  # it opens again with the next request
+            raise RequestError(f"the server broke off: {error or type(error).__name__}") from error
+        except BaseException:
+            client.close()
+            raise
+
+    def _body(self, request: BenchRequest) -> dict[str, Any]:
+        ids = request.input_ids
+        body: dict[str, Any] = {
+            "model": self._model,
+            "prompt": request.prompt if ids is None else list(ids),
+            "max_tokens": request.output_tokens,
+            **self._fields,
+        }
+        if self._streaming:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        lora = request.lora
+        if lora is not None:
+            assert lora.lora_path is not None
+            body["lora_request"] = {
+                "lora_name": lora.lora_name,
+                "lora_int_id": lora.lora_int_id,
+                "lora_path": str(Path(lora.lora_path).absolute()),
+            }
+        return body
+
+    def _connection(self) -> http.client.HTTPConnection:
+        """This thread's own."""
+        if getattr(self._local, "client", None) is None:
+            self._local.client = client = self._connect()
+            with self._lock:
+                self._clients.append(client)
+        return self._local.client
+
+    def _connect(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        return kind(self._host, self._port, timeout=ANSWER_TIMEOUT_S)
+
+
+def _fields(sampling: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in sampling.items():
+        if name == "end_id" and value == -1:
+            found["ignore_eos"] = True
+        elif name in FIELDS:
+            found[name] = value
+        else:
+            raise ConfigError(
+                f"{'--eos_id' if name == 'end_id' else f'--sampler_options: {name}'} is not sent to an "
+                "OpenAI server; leave it out"
+            )
+    # The API's own default is to sample; a benchmark's is to be repeatable.
+    return {"temperature": 0.0, **found}
+
+
+def _whole(reply: http.client.HTTPResponse) -> Answer:
+    body = _parse(reply.read())
+    return _answer(body.get("usage"), None, "".join(_texts(body)))
+
+
+def _streamed(reply: http.client.HTTPResponse) -> Answer:
+    first, usage, texts = None, None, []
+    for event in _events(reply):
+        if "error" in event:
+            raise RequestError(_message(event["error"]))
+        usage = event.get("usage") or usage
+        pieces = _texts(event)
+        if first is None and any(pieces):
+            first = time.monotonic()
+        texts += pieces
+    return _answer(usage, first, "".join(texts))
+
+
+def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The objects of a stream of server-sent events, up to [DONE]; RequestError without it."""
+    for line in reply:
+        data = line.strip().removeprefix(b"data:").strip()
+        if not line.startswith(b"data:"):
+            continue
+        if data == b"[DONE]":
+            reply.read()  # the connection is used again
+            return
+        yield _parse(data)
+    raise RequestError("the server ended the stream without [DONE]")
+
+
+def _texts(body: dict[str, Any]) -> list[str]:
+    return [choice.get("text") or "" for choice in body.get("choices") or ()]
+
+
+def _answer(usage: Any, first: float | None, text: str) -> Answer:
+    if not isinstance(usage, dict):
+        raise RequestError("the server tells no usage, so the tokens of its answer are not known")
+    return Answer(first, usage["prompt_tokens"], usage["completion_tokens"], text=text)
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        made = json.loads(data)
+    except ValueError as error:
+        raise RequestError("the server's answer is not JSON") from error
+    if not isinstance(made, dict):
+        raise RequestError("the server's answer is not a JSON object")
+    return made
+
+
+def _reason(status: int, body: bytes) -> str:
+    try:
+        text = _message(json.loads(body)["error"])
+    except (ValueError, KeyError, TypeError):
+        text = body.decode("utf-8", "replace")
+    return f"HTTP {status}: {text[:LONGEST_ERROR]}"
+
+
+def _message(error: Any) -> str:
+    return str(error.get("message", error) if isinstance(error, dict) else error)

@@ -1,0 +1,147 @@
+"""One benchmark: open the target, warm it up, load it, and put the report together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import manylora
+from manylora.bench.datasets import BenchRequest, adapters_of, read_dataset, with_adapters
+from manylora.bench.load import Record, Sample, run_load
+from manylora.bench.options import BenchOptions
+from manylora.bench.popularity import spread
+from manylora.bench.report import Performance, dataset_details, measure, tier_figures
+from manylora.bench.sides import Side, open_side
+from manylora.errors import ConfigError
+from manylora.llmapi.lora import LoRARequest
+from manylora.stats import AdapterStats
+
+__all__ = ["Outcome", "run_bench"]
+
+CACHE_COUNTERS = (
+    "host_stores", "host_evictions", "device_loads", "device_evictions", "host_adapters", "device_adapters",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """records and samples: of the last run with the adapters asked for."""
+
+    report: dict[str, Any]
+    records: list[Record]
+    samples: list[Sample]
+
+
+def run_bench(options: BenchOptions) -> Outcome:
+    """Raises ConfigError for what cannot be run, ValueError when nothing was answered."""
+    requests = read_dataset(options.dataset, options.num_requests)
+    loads = _share_out(options, requests)
+    with ExitStack() as stack:
+        side = open_side(options, requests, stack)
+        bare = with_adapters(requests, [None] * len(requests))
+        asyncio.run(run_load(side.target, bare[: options.warmup], concurrency=options.concurrency))
+        sweep: list[dict[str, Any]] = []
+        for load in loads:
+            before = side.cache()
+            records, samples = side.run(load, options)
+            done = measure(records, streaming=options.streaming)
+            throughput = done.system_output_throughput_tok_s
+            sweep.append(
+                {"num_adapters": len(adapters_of(load)), "system_output_throughput_tok_s": throughput}
+            )
+        adapters = {
+            "num_distinct": len(adapters_of(loads[-1])),
+            "num_requests": sum(request.lora is not None for request in loads[-1]),
+            "popularity": options.popularity,
+            "tiers": tier_figures(records),
+            "cache": _difference(before, side.cache()),
+            "ratio": None,
+            "sweep": sweep if len(sweep) > 1 else None,
+        }
+        if options.compare_base and adapters["num_distinct"]:
+            plain, _ = side.run(bare, options)
+            base = measure(plain, streaming=options.streaming).system_output_throughput_tok_s
+            adapters["ratio"] = {"measured": throughput / base} | side.ideal(loads[-1], samples)
+        report = _report(options, side, done, records) | {"adapters": adapters}
+    return Outcome(report, records, samples)
+
+
+def _share_out(options: BenchOptions, requests: list[BenchRequest]) -> list[list[BenchRequest]]:
+    """The dataset under the adapters asked for, once for each number of them."""
+    if not (options.popularity or options.num_adapters or options.lora_dir):
+        return [requests]
+    pool: list[LoRARequest] = adapters_of(requests)
+    if options.lora_dir is not None:
+        try:
+            folders = sorted(path for path in options.lora_dir.iterdir() if path.is_dir())
+        except OSError as error:
+            raise ConfigError(f"--lora_dir {options.lora_dir} cannot be read: {error.strerror}") from error
+        pool = [LoRARequest(path.name, number, str(path)) for number, path in enumerate(folders)]
+    numbers = options.num_adapters or (len(pool),)
+    if not pool or max(numbers) > len(pool) or min(numbers) < 0:
+        raise ConfigError(
+            f"--num_adapters: there are {len(pool)} adapters in "
+            f"{'--lora_dir' if options.lora_dir else 'the dataset'}"
+        )
+    loads = []
+    for number in numbers:
+        chosen: list[LoRARequest | None] = [None] * len(requests)
+        if number:
+            shape = options.popularity or "uniform"
+            chosen = list(spread(shape, pool[:number], len(requests), random.Random(options.seed)))
+        loads.append(with_adapters(requests, chosen))
+    return loads
+
+
+def _difference(before: AdapterStats | None, after: AdapterStats | None) -> dict[str, int] | None:
+    """Counters of the run, and what is in the cache after it."""
+    if before is None or after is None:
+        return None
+    found = {name: getattr(after, name) for name in CACHE_COUNTERS}
+    for name in CACHE_COUNTERS:
+        if not name.endswith("_adapters"):
+            found[name] -= getattr(before, name)
+    return found
+
+
+def _report(
+    options: BenchOptions, side: Side, done: Performance, records: Sequence[Record]
+) -> dict[str, Any]:
+    rate = done.issue_rate
+    return {
+        "engine": {
+            "model": options.model,
+            "model_path": str(options.model_dir) if options.model_dir else None,
+            "backend": "pytorch",
+            "version": manylora.__version__,
+            **side.engine(),
+        },
+        "machine": {"name": _cpu_name(), **side.device(), "memory": _memory_gib(), "cores": os.cpu_count()},
+        "world_info": {
+            "tp_size": 1, "pp_size": 1, "ep_size": 1, "world_size": 1, **side.world(),
+            "issue_rate": None if rate == float("inf") else rate,
+        },
+        "request_info": done.request_info(),
+        "performance": done.performance(),
+        "streaming_metrics": done.streaming_metrics(),
+        "decoding_stats": None,
+        "dataset": {"path": str(options.dataset), **dataset_details(records)},
+    }  # fmt: skip
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return "unknown"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _memory_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

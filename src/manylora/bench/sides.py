@@ -1,0 +1,139 @@
+"""Sides: an engine in this process, or a server; what each of them can be asked beyond answers."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import random
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from manylora.bench.datasets import BenchRequest, adapters_of
+from manylora.bench.load import Record, Sample, Target, poisson_arrivals, run_load
+from manylora.bench.options import BenchOptions
+from manylora.stats import AdapterStats
+
+__all__ = ["Side", "open_side"]
+
+
+def open_side(options: BenchOptions, requests: list[BenchRequest], stack: ExitStack) -> Side:
+    """What the options name, opened; the stack closes it. Raises ConfigError."""
+    return _Server(options, stack) if options.endpoint else _InProcess(options, requests, stack)
+
+
+class Side:
+    """A target, and what is known of it."""
+
+    target: Target
+
+    def run(self, requests: list[BenchRequest], options: BenchOptions) -> tuple[list[Record], list[Sample]]:
+        return _load(self.target, requests, options), []
+
+    def cache(self) -> AdapterStats | None:
+        return None
+
+    def ideal(self, requests: Sequence[BenchRequest], samples: Sequence[Sample]) -> dict[str, Any]:
+        return {"ideal": None}
+
+    def engine(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def world(self) -> dict[str, Any]:
+        return {}
+
+    def device(self) -> dict[str, Any]:
+        return {}
+
+
+class _InProcess(Side):
+    def __init__(self, options: BenchOptions, requests: list[BenchRequest], stack: ExitStack) -> None:
+        from manylora.bench import local
+
+        assert options.model_dir is not None
+        needs_tokenizer = options.keep_text or any(r.input_ids is None for r in requests)
+        wants_adapters = any(r.lora for r in requests) or options.lora_dir is not None
+        self._model_dir, self._local = options.model_dir, local
+        self._llm, self._about = local.open_llm(
+            options.model_dir, options.llm, needs_tokenizer, wants_adapters
+        )
+        stack.enter_context(self._llm)
+        self.target = local.LocalTarget(self._llm, options.streaming, options.sampling)
+
+    def run(self, requests: list[BenchRequest], options: BenchOptions) -> tuple[list[Record], list[Sample]]:
+        with self._local.Sampler(self._llm) as sampler:
+            return _load(self.target, requests, options), sampler.samples
+
+    def cache(self) -> AdapterStats | None:
+        return self._llm.stats().adapters
+
+    def ideal(self, requests: Sequence[BenchRequest], samples: Sequence[Sample]) -> dict[str, Any]:
+        from manylora.bench.ideal import adapter_elements, mean_traffic
+
+        elements = adapter_elements(adapters_of(requests), self._model_dir)
+        traffic = mean_traffic(samples, elements * self._about["element_bytes"])
+        if traffic is None:
+            return {"ideal": None}
+        return {"ideal": traffic.ideal_ratio, "adapters_in_batch": traffic.adapters_in_batch}
+
+    def engine(self) -> dict[str, Any]:
+        return self._about["engine"]
+
+    def world(self) -> dict[str, Any]:
+        return self._about["world"]
+
+    def device(self) -> dict[str, Any]:
+        return {"device": self._about["device"]}
+
+
+class _Server(Side):
+    def __init__(self, options: BenchOptions, stack: ExitStack) -> None:
+        from manylora.bench.endpoint import EndpointTarget
+        from manylora.bench.openai_endpoint import OpenAiTarget
+        from manylora.text import Tokenizer
+
+        assert options.endpoint is not None
+        self._url = options.endpoint
+        target: EndpointTarget | OpenAiTarget
+        if options.endpoint.startswith(("http://", "https://")):
+            target = OpenAiTarget(
+                options.endpoint, options.concurrency, streaming=options.streaming, sampling=options.sampling
+            )
+        else:
+            target = EndpointTarget(
+                options.endpoint,
+                options.concurrency,
+                streaming=options.streaming,
+                sampling=options.sampling,
+                encode=Tokenizer(options.model_dir).encode if options.model_dir else None,
+            )
+        self.target = target
+        stack.callback(target.close)
+
+    def engine(self) -> dict[str, Any]:
+        return {"endpoint": self._url}
+
+
+def _load(target: Target, requests: list[BenchRequest], options: BenchOptions) -> list[Record]:
+    arrivals = None
+    if options.request_rate:
+        arrivals = poisson_arrivals(len(requests), options.request_rate, random.Random(options.seed))
+    close, advance = _progress(len(requests), options.progress)
+    try:
+        return asyncio.run(
+            run_load(target, requests, concurrency=options.concurrency, arrivals=arrivals, on_done=advance)
+        )
+    finally:
+        close()
+
+
+def _progress(total: int, wanted: bool) -> tuple[Callable[[], None], Callable[[Record], None]]:
+    """How to end the bar, and how to advance it. On a terminal, where tqdm is installed."""
+    try:
+        tqdm = importlib.import_module("tqdm").tqdm
+    except ImportError:
+        wanted = False
+    if not wanted:
+        return (lambda: None), (lambda record: None)
+    bar = tqdm(total=total, desc="Requests", dynamic_ncols=True, disable=None)
+    return bar.close, lambda record: bar.update()

@@ -1,0 +1,260 @@
+"""manylora bench: throughput and latency of a base model with many adapters, in this process or on a server.
+
+manylora bench --model M throughput|latency --dataset F [options]
+manylora bench --model M prepare-dataset [options]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from manylora.bench.load import Record, Sample
+from manylora.bench.options import BenchOptions
+from manylora.bench.plots import check_plot, write_plot
+from manylora.bench.popularity import POPULARITIES
+from manylora.bench.run import Outcome, run_bench
+from manylora.bench.sections import render
+from manylora.commands import prepare_dataset
+from manylora.errors import ConfigError
+from manylora.llmapi.llm_args import KvCacheConfig
+from manylora.llmapi.options import llm_arguments, read_options
+
+__all__ = ["main"]
+
+WORLD = ("tp", "pp", "ep")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if "prepare-dataset" in given:
+        at = given.index("prepare-dataset")
+        options = _common().parse_args(given[:at])
+        return prepare_dataset.main(given[at + 1 :], options.model_path or Path(options.model or ""))
+    options = _parser().parse_args(given)
+    try:
+        plan = _plan(options)
+        if options.plot:
+            check_plot(options.plot)
+        outcome = run_bench(plan)
+    except (ConfigError, ValueError) as error:
+        print(f"manylora bench: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print(render(outcome.report))
+    try:
+        _write(options, outcome)
+    except OSError as error:
+        print(f"manylora bench: {error.filename} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+    return _failures(outcome.records)
+
+
+def _common(**settings: Any) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="manylora bench", **settings)
+    _add(parser, "--model", help="a Hugging Face directory, or the name the report gives it")
+    _add(parser, "--model_path", type=Path, help="the directory, where --model is a name")
+    return parser
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _common(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    throughput = commands.add_parser("throughput", help="many requests at a time")
+    latency = commands.add_parser("latency", help="one request at a time, streaming")
+    commands.add_parser("prepare-dataset", help="see manylora prepare-dataset --help")
+    for command in (throughput, latency):
+        _add_load(command)
+        _add_adapters(command)
+        _add_engine(command)
+        _add_reports(command)
+    latency.set_defaults(concurrency=1, streaming=True)
+    return parser
+
+
+def _add(parser: Any, name: str, **settings: Any) -> None:
+    """An option, spelt with underscores and with dashes."""
+    parser.add_argument(*dict.fromkeys((name, "--" + name[2:].replace("_", "-"))), **settings)
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("load")
+    _add(group, "--dataset", type=Path, required=True, help="JSON Lines, one request a line")
+    _add(group, "--num_requests", type=int, default=0, help="the first so many; 0: all")
+    _add(group, "--warmup", type=int, default=2, help="requests to the base model before; default 2")
+    _add(group, "--concurrency", type=int, default=-1, help="requests under way at one time; -1: no limit")
+    _add(group, "--request_rate", type=float, help="open loop: Poisson arrivals, requests a second")
+    _add(group, "--streaming", action="store_true", help="take tokens as they come; tells TTFT and TPOT")
+    _add(
+        group,
+        "--endpoint",
+        metavar="HOST:PORT",
+        help="gRPC of a running Triton server, or http://HOST:PORT of an OpenAI server, not an own engine",
+    )
+    _add(group, "--eos_id", type=int, default=-1, help="ends an answer; -1: all have their output_tokens")
+    _add(group, "--beam_width", type=int, default=1)
+    _add(group, "--sampler_options", type=Path, help="fields of SamplingParams, YAML or JSON")
+    _add(group, "--random_seed", type=int, default=420, help="of arrivals and popularity")
+
+
+def _add_adapters(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("adapters (without these, each request has its line's lora_request)")
+    _add(group, "--lora_dir", type=Path, help="share out the adapters in its directories")
+    _add(group, "--popularity", choices=POPULARITIES, help="share adapters out so; default: uniform")
+    _add(group, "--num_adapters", type=int, nargs="+", default=[], help="so many; several: one run for each")
+    _add(group, "--compare_base", action="store_true", help="run again without adapters, and give the ratio")
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    _add(group, "--backend", choices=("pytorch",), default="pytorch")
+    group.add_argument(
+        "--config",
+        "--extra_llm_api_options",
+        type=Path,
+        help="arguments of LLM, YAML or JSON; flags override",
+    )
+    _add(group, "--device", help="auto, cpu, cuda, cuda:N")
+    _add(group, "--dtype")
+    for name in ("max_batch_size", "max_num_tokens", "max_seq_len"):
+        _add(group, f"--{name}", type=int)
+    _add(group, "--kv_cache_free_gpu_mem_fraction", type=float)
+    _add(group, "--scheduler_policy", choices=("guaranteed_no_evict", "max_utilization"))
+    chunks = group.add_mutually_exclusive_group()
+    _add(chunks, "--enable_chunked_context", dest="chunked", action="store_true", default=None)
+    _add(chunks, "--disable_chunked_context", dest="chunked", action="store_false", default=None)
+    _add(group, "--no_skip_tokenizer_init", action="store_true", help="make text of the answers")
+    for name in WORLD:
+        _add(group, f"--{name}", type=int, default=1, help="only 1")
+
+
+def _add_reports(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("reports")
+    _add(group, "--report_json", type=Path, help="the report")
+    _add(group, "--output_json", type=Path, help="the answers")
+    _add(group, "--request_json", type=Path, help="each request's times")
+    _add(group, "--iteration_log", type=Path, help="the engine's figures every 50 ms, JSON Lines")
+    _add(group, "--plot", type=Path, help="a .png or .html file")
+
+
+def _plan(options: argparse.Namespace) -> BenchOptions:
+    for name in WORLD:
+        if getattr(options, name) != 1:
+            raise ConfigError(f"--{name}: only 1 is supported")
+    if options.concurrency == 0 or options.concurrency < -1:
+        raise ConfigError(f"--concurrency must be -1 or at least 1, got {options.concurrency}")
+    if options.request_rate is not None and options.request_rate <= 0:
+        raise ConfigError(f"--request_rate must be > 0, got {options.request_rate}")
+    model_dir = options.model_path or (Path(options.model) if options.model else None)
+    if model_dir is None and options.endpoint is None:
+        raise ConfigError("--model must name the model's directory")
+    if options.endpoint and (options.iteration_log or options.config):
+        raise ConfigError(
+            "--iteration_log and --config belong to an engine in this process, not to --endpoint"
+        )
+    return BenchOptions(
+        model=options.model or str(model_dir or options.endpoint),
+        model_dir=model_dir,
+        dataset=options.dataset,
+        llm={} if options.endpoint else _llm_arguments(options),
+        sampling=_sampling(options),
+        endpoint=options.endpoint,
+        num_requests=options.num_requests,
+        warmup=options.warmup,
+        concurrency=max(0, options.concurrency),
+        streaming=options.streaming,
+        request_rate=options.request_rate,
+        popularity=options.popularity,
+        num_adapters=tuple(options.num_adapters),
+        lora_dir=options.lora_dir,
+        compare_base=options.compare_base,
+        keep_text=options.no_skip_tokenizer_init,
+        seed=options.random_seed,
+    )
+
+
+def _llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    found = llm_arguments(read_options(options.config) if options.config else {})
+    for name in ("device", "dtype", "max_batch_size", "max_num_tokens", "max_seq_len"):
+        if getattr(options, name) is not None:
+            found[name] = getattr(options, name)
+    if options.scheduler_policy is not None:
+        found["batch_scheduler_policy"] = options.scheduler_policy
+    if options.chunked is not None:
+        found["enable_chunked_prefill"] = options.chunked
+    fraction = options.kv_cache_free_gpu_mem_fraction
+    if fraction is not None:
+        cache = found.get("kv_cache_config", KvCacheConfig(enable_block_reuse=False))
+        found["kv_cache_config"] = replace(cache, free_gpu_memory_fraction=fraction)
+    return found
+
+
+def _sampling(options: argparse.Namespace) -> dict[str, Any]:
+    found = read_options(options.sampler_options) if options.sampler_options else {}
+    if options.beam_width > 1:
+        found |= {"use_beam_search": True, "n": 1, "best_of": options.beam_width}
+    return {**found, "end_id": options.eos_id}
+
+
+def _write(options: argparse.Namespace, outcome: Outcome) -> None:
+    if options.report_json:
+        _write_json(options.report_json, outcome.report)
+    if options.output_json:
+        _write_json(options.output_json, [_output(record) for record in outcome.records])
+    if options.request_json:
+        _write_json(options.request_json, [_times(record) for record in outcome.records])
+    if options.iteration_log:
+        lines = [json.dumps(_figures(sample)) for sample in outcome.samples]
+        options.iteration_log.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    if options.plot:
+        write_plot(options.plot, outcome.report, outcome.records, outcome.samples)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+def _output(record: Record) -> dict[str, Any]:
+    answer = record.answer
+    return {
+        "task_id": record.request.task_id,
+        "output_ids": list(answer.token_ids) if answer and answer.token_ids is not None else None,
+        "output_text": answer.text if answer else None,
+        "error": record.error,
+    }
+
+
+def _times(record: Record) -> dict[str, Any]:
+    request, answer = record.request, record.answer
+    first = answer.first_token if answer else None
+    return {
+        "task_id": request.task_id,
+        "lora_name": request.lora.lora_name if request.lora else None,
+        "adapter_tier": answer.adapter_tier if answer else None,
+        "num_input_tokens": answer.num_input_tokens if answer else None,
+        "num_output_tokens": answer.num_output_tokens if answer else None,
+        "start_s": record.started,
+        "latency_ms": (record.finished - record.started) * 1e3,
+        "ttft_ms": None if first is None else (first - record.started) * 1e3,
+        "error": record.error,
+    }
+
+
+def _figures(sample: Sample) -> dict[str, Any]:
+    at, stats = sample
+    figures = asdict(stats)
+    del figures["adapters"]["residents"]
+    return {"time_s": at, **figures}
+
+
+def _failures(records: Sequence[Record]) -> int:
+    errors = [record for record in records if record.error is not None]
+    for record in errors[:5]:
+        print(f"manylora bench: request {record.request.task_id}: {record.error}", file=sys.stderr)
+    return 1 if errors else 0

@@ -1,0 +1,98 @@
+"""manylora prepare-dataset: a dataset of random prompts for `manylora bench`, with or without adapters."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from pathlib import Path
+
+from manylora.bench.datasets import to_line, write_dataset
+from manylora.bench.popularity import POPULARITIES
+from manylora.bench.prepare import Lengths, adapter_named, normal_lengths, random_requests, uniform_lengths
+from manylora.errors import ConfigError
+from manylora.llmapi.lora import LoRARequest
+from manylora.text import Tokenizer
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str] | None = None, tokenizer: Path | None = None) -> int:
+    """tokenizer: of the model that `manylora bench --model` named."""
+    options = _parser(tokenizer).parse_args(arguments)
+    rng = random.Random(options.random_seed)
+    try:
+        requests = random_requests(
+            options.num_requests,
+            *_lengths(options),
+            vocab_size=Tokenizer(options.tokenizer).vocab_size,
+            rng=rng,
+            adapters=_adapters(options),
+            popularity=options.popularity,
+        )
+        if options.stdout:
+            print("\n".join(map(to_line, requests)))
+        else:
+            write_dataset(options.output, requests)
+    except OSError as error:
+        print(f"{options.output} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+    except (ConfigError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser(tokenizer: Path | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="manylora prepare-dataset", description=__doc__)
+    add = parser.add_argument
+    add(
+        "--tokenizer", type=Path, default=tokenizer, required=tokenizer is None, help="a model's directory",
+    )  # fmt: skip
+    add("--output", type=Path, default=Path("preprocessed_dataset.json"), help="JSON Lines")
+    add("--stdout", action="store_true", help="print it instead")
+    add("--random-seed", type=int, default=420)
+    add("--task-id", type=int, default=-1, help="the adapter of every request; -1: none")
+    add(
+        "--rand-task-id", type=int, nargs=2, metavar=("LO", "HI"), help="adapters LO to HI, -1 the base model"
+    )
+    add("--lora-dir", type=Path, help="adapters are <lora-dir>/<id>")
+    add("--popularity", choices=POPULARITIES, default="uniform", help="of the adapters; default: uniform")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    normal = kinds.add_parser("token-norm-dist", help="lengths from a normal distribution")
+    uniform = kinds.add_parser("token-unif-dist", help="lengths from a uniform distribution")
+    for kind in (normal, uniform):
+        kind.add_argument("--num-requests", type=int, required=True)
+    for side in ("input", "output"):
+        normal.add_argument(f"--{side}-mean", type=float, required=True, help="tokens")
+        normal.add_argument(f"--{side}-stdev", type=float, required=True, help="tokens")
+        uniform.add_argument(f"--{side}-min", type=int, required=True, help="tokens")
+        uniform.add_argument(f"--{side}-max", type=int, required=True, help="tokens")
+    return parser
+
+
+def _lengths(options: argparse.Namespace) -> tuple[Lengths, Lengths]:
+    if options.num_requests < 1:
+        raise ValueError(f"--num-requests must be at least 1, got {options.num_requests}")
+    if options.kind == "token-norm-dist":
+        return (
+            normal_lengths(options.input_mean, options.input_stdev),
+            normal_lengths(options.output_mean, options.output_stdev),
+        )
+    for side in ("input", "output"):
+        low, high = getattr(options, f"{side}_min"), getattr(options, f"{side}_max")
+        if not 1 <= low <= high:
+            raise ValueError(f"--{side}-min must be from 1 to --{side}-max ({high}), got {low}")
+    return (
+        uniform_lengths(options.input_min, options.input_max),
+        uniform_lengths(options.output_min, options.output_max),
+    )
+
+
+def _adapters(options: argparse.Namespace) -> list[LoRARequest | None]:
+    low, high = options.rand_task_id or (options.task_id, options.task_id)
+    if not -1 <= low <= high:
+        raise ValueError(f"adapter ids must be -1 or more, the lower one first, got {low} and {high}")
+    if high >= 0 and options.lora_dir is None:
+        raise ValueError("--task-id and --rand-task-id need --lora-dir")
+    return [adapter_named(options.lora_dir or Path(), number) for number in range(low, high + 1)]

@@ -1,0 +1,130 @@
+"""Weights in 8 or 4 bits, and the linear layer on them: PyTorch's own kernels where they are exact enough,
+else the product with weights made wide again, some rows at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["PackedInt4", "QuantisedWeight", "pack_for_cpu", "quantised_linear"]
+
+WIDE_ELEMENTS = 2**22  # of a weight that are made wide at one time
+INT8_ROWS = 64  # token rows up to which the 8-bit CPU kernel is ahead
+INT4_ROWS = 16  # token rows that the 4-bit CPU kernel takes best at a time
+INT4_GROUPS = (32, 64, 128, 256)  # group sizes that it knows
+
+
+@dataclass(frozen=True)
+class QuantisedWeight:
+    """A weight [N, K], N outputs: weight[n, k] = scales[n, g] * value[n, k] + offsets[n, g], g = k // group.
+
+    values:  8 bits: int8 [N, K]. 4 bits: uint8 [N, K / 2], input 2i in the low half of byte i; the value is
+             the half minus 8.
+    scales:  [N, K / group_size], compute dtype. offsets: likewise, or None for 0.
+    """
+
+    values: Tensor
+    scales: Tensor
+    offsets: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.values.shape
+        return rows, columns * (2 if self.values.dtype == torch.uint8 else 1)
+
+    @property
+    def group_size(self) -> int:
+        return self.shape[1] // self.scales.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        offsets = 0 if self.offsets is None else self.offsets.nbytes
+        return self.values.nbytes + self.scales.nbytes + offsets
+
+    def halves(self) -> Tensor:
+        """4 bits only: uint8 [N, K] from 0 to 15."""
+        return torch.stack((self.values & 15, self.values >> 4), dim=-1).flatten(1)
+
+    def wide(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows [start, stop) as a plain weight in the compute dtype."""
+        rows = slice(start, stop)
+        part = QuantisedWeight(
+            self.values[rows], self.scales[rows], None if self.offsets is None else self.offsets[rows]
+        )
+        scales = part.scales.unsqueeze(-1)
+        four = self.values.dtype == torch.uint8
+        values = (part.halves().to(scales.dtype) - 8) if four else part.values.to(scales.dtype)
+        grouped = values.view(len(values), scales.shape[1], -1) * scales
+        if part.offsets is not None:
+            grouped += part.offsets.unsqueeze(-1)
+        return grouped.view(len(values), -1)
+
+
+@dataclass(frozen=True)
+class PackedInt4:
+    """A 4-bit weight as PyTorch's CPU kernel likes it, in bfloat16. table [groups, N, 2]: scales, offsets."""
+
+    packed: Tensor
+    table: Tensor
+    group_size: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes + self.table.nbytes
+
+
+def pack_for_cpu(weight: QuantisedWeight) -> QuantisedWeight | PackedInt4:
+    """The 4-bit kernel rounds activations to bfloat16, so it is for models that compute in it."""
+    kernel_takes = (
+        weight.offsets is not None
+        and weight.values.dtype == torch.uint8
+        and weight.scales.dtype == torch.bfloat16
+        and weight.group_size in INT4_GROUPS
+        and weight.shape[0] % 16 == 0
+    )
+    if not kernel_takes:
+        return weight
+    assert weight.offsets is not None
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.halves().int(), 1)
+    table = torch.stack((weight.scales.T, weight.offsets.T), dim=-1).contiguous()
+    return PackedInt4(packed, table, weight.group_size)
+
+
+def quantised_linear(x: Tensor, weight: QuantisedWeight | PackedInt4, bias: Tensor | None) -> Tensor:
+    """Semantics: x @ weight.wide().T + bias; x [T, K] in the compute dtype -> [T, N]."""
+    if isinstance(weight, PackedInt4):
+        y = _int4(x, weight)
+    elif _int8_kernel(x, weight):
+        y = torch.ops.aten._weight_int8pack_mm(x.contiguous(), weight.values, weight.scales.flatten())
+    else:
+        return _wide(x, weight, bias)
+    return y if bias is None else y.add_(bias)
+
+
+def _int8_kernel(x: Tensor, weight: QuantisedWeight) -> bool:
+    fits = weight.values.dtype == torch.int8 and weight.scales.shape[1] == 1 and weight.offsets is None
+    return fits and x.device.type == "cpu" and x.dtype == torch.bfloat16 and len(x) <= INT8_ROWS
+
+
+def _int4(x: Tensor, weight: PackedInt4) -> Tensor:
+    def some(rows: Tensor) -> Tensor:
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(
+            rows.contiguous(), weight.packed, weight.group_size, weight.table
+        )
+
+    return some(x) if len(x) <= INT4_ROWS else torch.cat([some(rows) for rows in x.split(INT4_ROWS)])
+
+
+def _wide(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
+    rows, columns = weight.shape
+    step = max(1, WIDE_ELEMENTS // columns)
+    if step >= rows:
+        return F.linear(x, weight.wide(), bias)
+    y = torch.empty((len(x), rows), dtype=x.dtype, device=x.device)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        y[:, start:stop] = F.linear(x, weight.wide(start, stop), None if bias is None else bias[start:stop])
+    return y

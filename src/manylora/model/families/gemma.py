@@ -1,0 +1,85 @@
+"""Gemma 1, 2 and the text model of Gemma 3: norms of 1 + weight, a scaled embedding, gated GELU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from manylora.errors import ConfigError
+from manylora.model.families.common import read_activation, read_rope, read_windows, refuse
+from manylora.model.families.family import Family, Names
+
+__all__ = ["FAMILIES"]
+
+GEMMA = Names()
+GEMMA2 = Names(
+    block_norms={
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    }
+)
+
+
+def _gemma(raw: Mapping[str, Any]) -> dict[str, Any]:
+    refuse(raw, "use_bidirectional_attention")
+    activation = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
+    # The first releases of Gemma 1 say gelu and mean its tanh form.
+    activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
+    biased = bool(raw.get("attention_bias", False))
+    return {
+        "norm": "rms_plus_one",
+        "activation": read_activation(activation),
+        "embedding_scale": float(raw["hidden_size"]) ** 0.5,
+        "tie_word_embeddings": bool(raw.get("tie_word_embeddings", True)),
+        "attention_bias": biased,
+        "attention_out_bias": biased,
+    }
+
+
+def _gemma2(raw: Mapping[str, Any]) -> dict[str, Any]:
+    every_second = [layer % 2 == 0 for layer in range(raw["num_hidden_layers"])]
+    return {**_gemma(raw), **_caps(raw), "sliding_windows": read_windows(raw, every_second)}
+
+
+def _gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers with a window have a rotary base of their own."""
+    pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
+    sliding = [(layer + 1) % pattern != 0 for layer in range(raw["num_hidden_layers"])]
+    local = float(raw.get("rope_local_base_freq", 10000.0))
+    parameters = raw.get("rope_parameters") or {}
+    flat = dict(raw)
+    if "full_attention" in parameters:
+        own = parameters.get("sliding_attention") or {}
+        if own.get("rope_type", "default") != "default":
+            raise ConfigError(
+                f"config.json: rope scaling {own['rope_type']!r} of sliding_attention is not supported"
+            )
+        local = float(own.get("rope_theta", local))
+        flat["rope_parameters"] = parameters["full_attention"]
+    elif not raw.get("rope_theta"):
+        flat["rope_theta"] = 1_000_000.0
+    return {
+        **_gemma(raw),
+        **_caps(raw),
+        **read_rope(flat),
+        "rope_local_theta": local,
+        "qk_norm": "head",
+        "sliding_windows": read_windows(raw, sliding),
+    }
+
+
+def _caps(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "attention_scale": float(raw["query_pre_attn_scalar"]) ** -0.5,
+        "attention_softcap": raw.get("attn_logit_softcapping"),
+        "logits_softcap": raw.get("final_logit_softcapping"),
+    }
+
+
+FAMILIES = {
+    "GemmaForCausalLM": Family(_gemma, lambda _: GEMMA),
+    "Gemma2ForCausalLM": Family(_gemma2, lambda _: GEMMA2),
+    "Gemma3ForCausalLM": Family(_gemma3, lambda _: GEMMA2),
+}

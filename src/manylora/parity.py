@@ -1,0 +1,241 @@
+"""Parity: the decoder beside transformers + PEFT, for every family, kind of adapter and source.
+
+`python -m manylora.parity` prints what agrees and what is refused as the tables of docs/models.md.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manylora.config import ModelConfig
+from manylora.device import open_device
+from manylora.errors import ManyloraError
+from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraSegment
+from manylora.lora.catalog import read_adapter_folder
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.llgtrt import write_llgtrt
+from manylora.lora.formats.npy import write_npy
+from manylora.lora.modules import lora_modules
+from manylora.model.batch import ForwardBatch
+from manylora.model.checkpoint import read_model_config
+from manylora.model.decoder import Decoder
+from manylora.model.families import FAMILIES as ARCHITECTURES
+from manylora.model.weights import load_decoder
+from manylora.testing import FAMILIES, make_adapter, make_model, reference_logits
+
+__all__ = ["KINDS", "Driver", "agree", "linear_names", "main", "make_kind", "read_from"]
+
+BLOCK, BLOCKS = 8, 128
+LONGEST = 60
+Tensors = tuple[np.ndarray, np.ndarray]  # weights and config, as a request carries them
+Shape = tuple[tuple[str, ...], str]  # names of the linear layers, attention's first; name of the layer list
+# What an adapter of PEFT is like, for a model of some shape.
+KINDS: dict[str, Callable[[Shape], dict[str, Any]]] = {
+    "LoRA": lambda _: {"rank": 5},
+    "rank 1": lambda _: {"rank": 1},
+    "rank 64": lambda shape: {"rank": 64, "modules": (shape[0][0], shape[0][-1])},
+    "patterns": lambda shape: {"rank": 4, **_patterns(shape)},
+    "some layers": lambda shape: {"rank": 6, "layers_to_transform": [1], "layers_pattern": shape[1]},
+    "rsLoRA": lambda shape: {"rank": 9, "use_rslora": True, "rank_pattern": {shape[0][-1]: 2}},
+    "DoRA": lambda _: {"rank": 6, "use_dora": True},
+    "DoRA + rsLoRA + patterns": lambda shape: {
+        "rank": 3,
+        "use_dora": True,
+        "use_rslora": True,
+        **_patterns(shape),
+    },
+    "bias": lambda _: {"rank": 4, "bias": "lora_only"},
+    "lm_head": lambda shape: {"rank": 4, "modules": (shape[0][0], "lm_head")},
+    "modules_to_save": lambda _: {"rank": 4, "modules_to_save": ["lm_head"]},
+}
+SOURCES = ("peft", "npy", "llgtrt")
+
+
+def _patterns(shape: Shape) -> dict[str, Any]:
+    names, layers = shape
+    return {
+        "rank_pattern": {names[0]: 3, f"{layers}.1.mlp.{names[-1]}": 17},
+        "alpha_pattern": {names[-1]: 1, f"{layers}.0.*{names[0]}": 30},
+    }
+
+
+def linear_names(model: ModelConfig) -> Shape:
+    """The last part of the name of each linear layer in PEFT, and the name of the list of layers."""
+    names = ARCHITECTURES[model.architecture].names(model)
+    linears = (*names.qkv, names.out, *names.up_gate, names.down)
+    return tuple(dict.fromkeys(name.rpartition(".")[2] for name in linears)), names.layers
+
+
+def make_kind(path: Path, model_dir: Path, kind: str, seed: int) -> Path:
+    """An adapter of PEFT of one of KINDS, on all linear layers unless the kind says which."""
+    shape = linear_names(read_model_config(model_dir))
+    return make_adapter(path, model_dir, seed, **{"modules": shape[0], **KINDS[kind](shape)})
+
+
+def read_from(source: str, adapter: Path, model_dir: Path) -> Tensors:
+    """A PEFT adapter's tensors, through a source of SOURCES. Raises AdapterInvalidError."""
+    modules = lora_modules(read_model_config(model_dir))
+    tensors = read_adapter_folder(adapter, BaseWeights(model_dir), modules)
+    if source == "peft":
+        return tensors
+    copy = adapter.with_name(f"{adapter.name}-{source}")
+    if source == "npy":
+        write_npy(copy, *tensors)
+    else:
+        write_llgtrt(copy / "adapter.safetensors", *tensors)
+    return read_adapter_folder(copy)
+
+
+def agree(found: Tensor, expected: Tensor) -> bool:
+    """Within 1e-4 of the largest logit, and the same greedy token at each position."""
+    near = (found - expected).abs().max() / expected.abs().max() < 1e-4
+    return bool(near) and torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+class Driver:
+    """Feeds several sequences to a decoder in packed steps, blocks scattered, and keeps all logits."""
+
+    def __init__(
+        self, decoder: Decoder, sequences: Sequence[Sequence[int]], adapters: Sequence[Tensors | None]
+    ) -> None:
+        config = decoder.config
+        shape = (config.num_layers, 2, BLOCKS, BLOCK, config.num_kv_heads, config.head_dim)
+        self._kv = torch.full(shape, float("nan"), dtype=decoder.dtype)
+        self._decoder, self._sequences = decoder, sequences
+        blocks = list(range(BLOCKS))
+        random.Random(5).shuffle(blocks)
+        self._blocks = [[blocks.pop() for _ in range(-(-len(s) // BLOCK))] for s in sequences]
+        pool, self._rows = _lay_out(adapters, config)
+        self._pool = pool.to(decoder.dtype)
+        self._done = [0] * len(sequences)
+        self._logits: list[list[Tensor]] = [[] for _ in sequences]
+
+    def run(self) -> list[Tensor]:
+        """Logits [len, vocab] of each sequence: unequal chunks first, then the rest token by token, everything
+        packed together."""
+        plans = [[max(len(s) // 2, 1), max(len(s) // 4, 1)] for s in self._sequences]
+        while any(d < len(s) for d, s in zip(self._done, self._sequences, strict=True)):
+            counts = []
+            for s, plan in enumerate(plans):
+                left = len(self._sequences[s]) - self._done[s]
+                counts.append(min(plan.pop(0) if plan else 1, left))
+            self._step(counts)
+        return [torch.cat(parts) for parts in self._logits]
+
+    def _step(self, counts: list[int]) -> None:
+        live = [(s, n) for s, n in enumerate(counts) if n]
+        starts, ids, positions, slots, lens, table, segments = [0], [], [], [], [], [], []
+        width = max(len(b) for b in self._blocks)
+        for s, n in live:
+            span = range(self._done[s], self._done[s] + n)
+            ids += [self._sequences[s][p] for p in span]
+            positions += span
+            slots += [self._blocks[s][p // BLOCK] * BLOCK + p % BLOCK for p in span]
+            if self._rows[s]:
+                segments.append(LoraSegment(starts[-1], starts[-1] + n, self._rows[s]))
+            starts.append(starts[-1] + n)
+            lens.append(self._done[s] + n)
+            table.append(self._blocks[s] + [0] * (width - len(self._blocks[s])))
+        batch = ForwardBatch(
+            torch.tensor(ids),
+            torch.tensor(positions),
+            AttentionBatch(starts, lens, torch.tensor(table, dtype=torch.int32), torch.tensor(slots)),
+            LoraBatch(self._pool, tuple(segments)) if segments else None,
+            torch.arange(len(ids)),
+        )
+        logits = self._decoder.forward(batch, self._kv)
+        for (s, n), start in zip(live, starts, strict=False):
+            self._logits[s].append(logits[start : start + n])
+            self._done[s] += n
+
+
+def _lay_out(
+    adapters: Sequence[Tensors | None], model: ModelConfig
+) -> tuple[Tensor, list[Mapping[tuple[int, int], LoraRow]]]:
+    """Adapters in one flat pool, each row at an odd place and NaN between them."""
+    modules = lora_modules(model)
+    pieces, places, used = [np.full(13, np.nan, np.float32)], [], 13
+    for adapter in adapters:
+        rows: dict[tuple[int, int], LoraRow] = {}
+        for payload, row in zip(adapter[0][0], adapter[1][0], strict=True) if adapter else ():
+            module_id, layer, rank, dora = (*row.tolist(), 0)[:4]  # the fourth column may be absent
+            module = modules[module_id]
+            middle = rank * module.in_dim
+            end = middle + rank * module.out_dim
+            b = payload[middle:end].reshape(module.out_dim, rank)
+            rest = payload[end : end + module.out_dim * dora]
+            rows[layer, module_id] = LoraRow(used, rank, bool(dora))
+            pieces += [payload[:middle], b.T.ravel(), rest, np.full(5, np.nan, np.float32)]
+            used += end + len(rest) + 5
+        places.append(rows)
+    return torch.from_numpy(np.concatenate(pieces)), places
+
+
+def _verdicts(folder: Path, family: str) -> dict[str, str]:
+    """Kind of adapter, and `base`, to `pass`, `differs`, or why it is refused; sources told apart if unequal."""
+    model_dir = make_model(folder / family, family, seed=3)
+    config = read_model_config(model_dir)
+    decoder = load_decoder(model_dir, config, torch.float32, open_device("cpu"), LONGEST)
+    ids = [random.Random(len(family)).randrange(250) for _ in range(LONGEST)]
+    verdicts, adapters, labels = {}, [None], [("base", "")]
+    folders: dict[str, Path | None] = {"base": None}
+    for seed, kind in enumerate(KINDS):
+        try:
+            folders[kind] = adapter = make_kind(folder / f"{family}-{seed}", model_dir, kind, seed)
+            for source in SOURCES:
+                adapters.append(read_from(source, adapter, model_dir))
+                labels.append((kind, source))
+        except ManyloraError as error:
+            verdicts[kind] = f"refused: {str(error).rpartition(': ')[2]}"
+    found = []
+    for first in range(0, len(adapters), 8):
+        part = adapters[first : first + 8]
+        found += Driver(decoder, [ids] * len(part), part).run()
+    for (kind, source), logits in zip(labels, found, strict=True):
+        expected = reference_logits(model_dir, folders[kind], ids)
+        verdict = "pass" if agree(logits, expected) else f"differs {source}".strip()
+        if verdicts.setdefault(kind, verdict) != verdict:
+            verdicts[kind] = f"{verdicts[kind]}, {verdict}"
+    return verdicts
+
+
+def main() -> int:
+    """Print the tables. Returns 1 when something differs."""
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    warnings.simplefilter("ignore")
+    reasons: list[str] = []
+    kinds = ("base", *KINDS)
+    print("| model | " + " | ".join(kinds) + " |\n|" + "---|" * (len(kinds) + 1))
+    good = True
+    with tempfile.TemporaryDirectory() as folder:
+        for family in FAMILIES:
+            verdicts = _verdicts(Path(folder), family)
+            cells = []
+            for kind in kinds:
+                verdict = verdicts[kind]
+                good = good and "differs" not in verdict
+                if verdict.startswith("refused: "):
+                    if verdict not in reasons:
+                        reasons.append(verdict)
+                    verdict = f"refused ({reasons.index(verdict) + 1})"
+                cells.append(verdict)
+            print(f"| {family} | " + " | ".join(cells) + " |", flush=True)
+    print(f"\nSources, each of them in each cell: {', '.join(SOURCES)}.\n")
+    for number, reason in enumerate(reasons, 1):
+        print(f"({number}) {reason}")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

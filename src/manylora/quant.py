@@ -1,0 +1,140 @@
+"""QuantAlgo and QuantConfig: how the weights of a model are held, in the names of TensorRT-LLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from typing import Any
+
+__all__ = ["KV_CACHE_ALGOS", "SERVED", "QuantAlgo", "QuantConfig"]
+
+
+class QuantAlgo(StrEnum):
+    """Equal to its own name as text."""
+
+    W8A16 = "W8A16"
+    W4A16 = "W4A16"
+    W4A16_AWQ = "W4A16_AWQ"
+    W4A8_AWQ = "W4A8_AWQ"
+    W8A16_GPTQ = "W8A16_GPTQ"
+    W4A16_GPTQ = "W4A16_GPTQ"
+    W8A8_SQ_PER_CHANNEL = "W8A8_SQ_PER_CHANNEL"
+    W8A8_SQ_PER_TENSOR_PLUGIN = "W8A8_SQ_PER_TENSOR_PLUGIN"
+    W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN = "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN"
+    W8A8_SQ_PER_CHANNEL_PER_TENSOR_PLUGIN = "W8A8_SQ_PER_CHANNEL_PER_TENSOR_PLUGIN"
+    W8A8_SQ_PER_TENSOR_PER_TOKEN_PLUGIN = "W8A8_SQ_PER_TENSOR_PER_TOKEN_PLUGIN"
+    W4A8_QSERVE_PER_GROUP = "W4A8_QSERVE_PER_GROUP"
+    W4A8_QSERVE_PER_CHANNEL = "W4A8_QSERVE_PER_CHANNEL"
+    FP8 = "FP8"
+    FP8_PER_CHANNEL_PER_TOKEN = "FP8_PER_CHANNEL_PER_TOKEN"
+    FP8_BLOCK_SCALES = "FP8_BLOCK_SCALES"
+    INT8 = "INT8"
+    MIXED_PRECISION = "MIXED_PRECISION"
+    NVFP4 = "NVFP4"
+    W4A8_NVFP4_FP8 = "W4A8_NVFP4_FP8"
+    W4A8_MXFP4_FP8 = "W4A8_MXFP4_FP8"
+    W4A8_MXFP4_MXFP8 = "W4A8_MXFP4_MXFP8"
+    W4A16_MXFP4 = "W4A16_MXFP4"
+    NO_QUANT = "NO_QUANT"
+
+    __str__ = str.__str__
+
+
+SERVED = (QuantAlgo.W8A16, QuantAlgo.W4A16)
+"""What plain weights can be turned into here."""
+CALIBRATED = (QuantAlgo.W4A16_AWQ, QuantAlgo.W4A16_GPTQ, QuantAlgo.W8A16_GPTQ)
+KV_CACHE_ALGOS = (QuantAlgo.FP8, QuantAlgo.INT8, QuantAlgo.NVFP4)
+# Fields that the algorithms served here have no use of, and the values that ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "smoothquant_val": (0.5,),
+    "clamp_val": (None,),
+    "use_meta_recipe": (False,),
+    "has_zero_point": (False,),
+    "pre_quant_scale": (False,),
+}
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """How weights are held in fewer bits. Adapters and activations keep the compute dtype. Raises ValueError.
+
+    quant_algo:  W8A16: 8-bit integers with a scale for each output. W4A16: 4-bit integers with a scale and an
+                 offset for each group of inputs. None or NO_QUANT: as they are. All others are refused.
+    kv_cache_quant_algo: only None or NO_QUANT; keys and values keep the compute dtype.
+    group_size:  inputs that share a scale with W4A16: 32, 64, 128 or 256. Where a matrix has no whole number
+                 of groups, the next smaller size that fits is taken.
+    exclude_modules: patterns such as `*o_proj`; a linear layer whose name matches is left as it is.
+    The embedding and the output head are never quantised.
+    """
+
+    quant_algo: QuantAlgo | str | None = None
+    kv_cache_quant_algo: QuantAlgo | str | None = None
+    group_size: int = 128
+    smoothquant_val: float = 0.5
+    clamp_val: list[float] | None = None
+    use_meta_recipe: bool = False
+    has_zero_point: bool = False
+    pre_quant_scale: bool = False
+    exclude_modules: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("quant_algo", "kv_cache_quant_algo"):
+            object.__setattr__(self, name, _algo(name, getattr(self, name)))
+        if self.kv_cache_quant_algo not in (None, QuantAlgo.NO_QUANT):
+            raise ValueError(
+                f"kv_cache_quant_algo {self.kv_cache_quant_algo} is not supported: no attention kernel here "
+                "reads a quantised KV cache; leave it out"
+            )
+        _check_served(self.quant_algo)
+        if self.group_size not in (32, 64, 128, 256):
+            raise ValueError(f"group_size must be 32, 64, 128 or 256, got {self.group_size}")
+        for name, neutral in NEUTRAL.items():
+            if getattr(self, name) not in neutral:
+                raise ValueError(
+                    f"QuantConfig: {name} is not supported, got {getattr(self, name)!r}; leave it out"
+                )
+
+    @property
+    def bits(self) -> int:
+        """Of a weight; 0: nothing is quantised."""
+        return {QuantAlgo.W8A16: 8, QuantAlgo.W4A16: 4}.get(self.quant_algo, 0)  # type: ignore[call-overload]
+
+    def quantises(self, module: str) -> bool:
+        """module: a linear layer by its name in the checkpoint, as `model.layers.0.self_attn.q_proj`."""
+        excluded = self.exclude_modules or ()
+        return self.bits > 0 and not any(fnmatchcase(module, pattern) for pattern in excluded)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields as JSON has them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> QuantConfig:
+        """Raises ValueError for a field that is not there."""
+        unknown = sorted(values.keys() - {field.name for field in fields(cls)})
+        if unknown:
+            raise ValueError(f"QuantConfig has no field {unknown[0]}")
+        return cls(**values)
+
+
+def _algo(name: str, value: QuantAlgo | str | None) -> QuantAlgo | None:
+    if value is None:
+        return None
+    try:
+        return QuantAlgo(value)
+    except ValueError as error:
+        raise ValueError(f"{name} must be one of {', '.join(QuantAlgo)}, got {value!r}") from error
+
+
+def _check_served(algo: QuantAlgo | str | None) -> None:
+    if algo in (None, QuantAlgo.NO_QUANT, *SERVED):
+        return
+    if algo in CALIBRATED:
+        reason = "it needs a checkpoint that was calibrated so, and those are not read"
+    elif "A16" in str(algo):
+        reason = "no kernel here reads such weights"
+    else:
+        reason = "activations are not quantised here, only weights"
+    raise ValueError(f"quant_algo {algo} is not supported: {reason}; use {' or '.join(SERVED)}")

@@ -1,0 +1,173 @@
+"""Protects `manylora bench` from end to end on the demo: the answers are the model's, every figure and file
+is there, and what fails is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
+from manylora.bench.datasets import BenchRequest, write_dataset
+from manylora.bench.load import Record
+from manylora.bench.options import BenchOptions
+from manylora.bench.run import run_bench
+from manylora.cli import main
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
+QUESTION = "Where is the capital of Japan? \\n答案:"
+ADAPTERS = [
+    None,
+    *(LoRARequest(n, i, str(DEMO / "adapters" / n)) for i, n in enumerate(("chinese", "japanese"), 1)),
+]
+BASE = ["bench", "--model", "demo", "--model_path", str(DEMO / "base")]
+PERFORMANCE = {
+    "total_latency_ms", "avg_request_latency_ms", "request_throughput_req_s",
+    "system_output_throughput_tok_s", "system_total_throughput_tok_s",
+    "output_throughput_per_user_tok_s", "output_throughput_per_gpu_tok_s",
+    "request_latency_percentiles_ms",
+}  # fmt: skip
+
+
+def write(path: Path, count: int, output_tokens: int = 8) -> Path:
+    requests = [BenchRequest(i, QUESTION, None, output_tokens, ADAPTERS[i % 3]) for i in range(count)]
+    write_dataset(path, requests)
+    return path
+
+
+def test_a_run_gives_the_models_answers_and_every_figure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = write(tmp_path / "data", 12), tmp_path / "out"
+    out.mkdir()
+    flags = [
+        "--dataset",
+        str(data),
+        "--concurrency",
+        "4",
+        "--streaming",
+        "--no_skip_tokenizer_init",
+        "--compare_base",
+    ]
+    flags += [f for n in ("report", "output", "request") for f in (f"--{n}_json", str(out / n))]
+    (tmp_path / "options.yaml").write_text(
+        "lora_config:\n  lora_target_modules: [attn_q, attn_k, attn_v]\n  max_lora_rank: 16\n  max_loras: 1\n"
+        "  max_cpu_loras: 2\nmax_batch_size: 8\ndevice: cpu\n"
+    )
+    flags += ["--extra_llm_api_options", str(tmp_path / "options.yaml"), "--iteration-log", str(out / "log")]
+    assert main([*BASE, "throughput", *flags]) == 0
+    printed = capsys.readouterr().out
+    report = json.loads((out / "report").read_text())
+    assert set(report) == {
+        "engine", "machine", "world_info", "request_info", "performance", "streaming_metrics",
+        "decoding_stats", "dataset", "adapters",
+    }  # fmt: skip
+    assert set(report["performance"]) == PERFORMANCE
+    assert set(report["performance"]["request_latency_percentiles_ms"]) == {
+        "minimum", "maximum", "average", "p50", "p90", "p95", "p99",
+    }  # fmt: skip
+    assert report["engine"]["dtype"] == "float32" and report["world_info"]["max_batch_size"] == 8
+    assert report["request_info"]["num_requests"] == 12
+    assert report["request_info"]["avg_output_length"] == 8
+    throughput = report["performance"]["request_throughput_req_s"]
+    assert re.search(rf"Request Throughput \(req/sec\): +{throughput:.4f}", printed)
+    adapters = report["adapters"]
+    assert (adapters["num_distinct"], adapters["num_requests"]) == (2, 8)
+    assert set(adapters["tiers"]) >= {"base", "disk_cold"}
+    assert sum(tier["num_requests"] for tier in adapters["tiers"].values()) == 12
+    assert adapters["ratio"]["measured"] > 0 and 0.8 < adapters["ratio"]["ideal"] < 1
+    answers = json.loads((out / "output").read_text())
+    for answer, expected in zip(answers, ["Tokyo", "东京", "東京"] * 4, strict=True):
+        assert answer["output_text"].strip().startswith(expected) and len(answer["output_ids"]) == 8
+    times = json.loads((out / "request").read_text())
+    assert [entry["lora_name"] for entry in times[:3]] == [None, "chinese", "japanese"]
+    assert all(0 < entry["ttft_ms"] < entry["latency_ms"] for entry in times)
+    states = [json.loads(line) for line in (out / "log").read_text().splitlines()]
+    assert states[-1]["requests_finished"] >= 12 and states[-1]["adapters"]["device_loads"] >= 2
+
+
+def test_adapters_are_shared_out_anew_for_each_number_of_them(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    data = write(tmp_path / "data", 9, 4)
+    flags = ["--dataset", str(data), "--lora-dir", str(DEMO / "adapters"), "--num_adapters", "0", "1", "2"]
+    flags += ["--popularity", "zipf", "--request_rate", "200", "--plot", str(tmp_path / "report.html")]
+    flags += ["--report_json", str(tmp_path / "report"), "--device", "cpu"]
+    assert main([*BASE, "throughput", *flags]) == 0
+    report = json.loads((tmp_path / "report").read_text())
+    assert [entry["num_adapters"] for entry in report["adapters"]["sweep"]] == [0, 1, 2]
+    assert report["adapters"]["popularity"] == "zipf" and report["adapters"]["num_requests"] == 9
+    assert report["world_info"]["issue_rate"] > 0
+    page = (tmp_path / "report.html").read_text()
+    assert "data:image/png;base64,iVBOR" in page and "PERFORMANCE OVERVIEW" in page
+
+
+def test_latency_sends_one_request_at_a_time(tmp_path: Path) -> None:
+    flags = ["--dataset", str(write(tmp_path / "data", 4)), "--report_json", str(tmp_path / "report")]
+    assert main([*BASE, "latency", *flags, "--device", "cpu", "--warmup", "0", "--num-requests", "3"]) == 0
+    report = json.loads((tmp_path / "report").read_text())
+    assert report["request_info"]["avg_num_concurrent_requests"] <= 1 + 1e-9
+    assert report["streaming_metrics"]["ttft_ms"]["p50"] > 0
+
+
+def test_the_answers_are_those_of_generate_and_no_time_is_longer_than_the_run(tmp_path: Path) -> None:
+    data = write(tmp_path / "data", 24, 32)
+    config = LoraConfig(lora_target_modules=["attn_q", "attn_k", "attn_v"], max_lora_rank=16)
+    options = BenchOptions(
+        "demo", DEMO / "base", data, {"device": "cpu", "lora_config": config}, {"end_id": -1}, progress=False
+    )
+    started = time.perf_counter()
+    outcome = run_bench(options)
+    around = 1e3 * (time.perf_counter() - started)
+    with LLM(DEMO / "base", device="cpu", lora_config=config) as llm:
+        adapters = [record.request.lora for record in outcome.records]
+        outputs = llm.generate([QUESTION] * 24, SamplingParams(max_tokens=32, end_id=-1), adapters, False)
+    assert [tuple(o.outputs[0].token_ids) for o in outputs] == [answer_of(r) for r in outcome.records]
+    performance = outcome.report["performance"]
+    latencies = [1e3 * (record.finished - record.started) for record in outcome.records]
+    assert max(latencies) <= performance["total_latency_ms"] <= around
+    assert performance["system_output_throughput_tok_s"] == pytest.approx(
+        24 * 32e3 / performance["total_latency_ms"]
+    )
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    """The dataset and the command of TensorRT-LLM's documents, on the demo."""
+    command = tmp_path / "bin" / "manylora"
+    command.parent.mkdir()
+    code = "import sys; from manylora.cli import main; sys.exit(main())"
+    command.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n", encoding="utf-8")
+    command.chmod(0o755)
+    path = f"{command.parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["examples/bench/bench.sh", str(tmp_path / "out")],
+        cwd=DEMO.parents[1], env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "= ADAPTERS" in done.stdout
+    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    assert report["request_info"]["num_requests"] == 64 and report["adapters"]["num_distinct"] == 2
+    assert report["request_info"]["avg_num_concurrent_requests"] <= 16
+
+
+def answer_of(record: Record) -> tuple[int, ...]:
+    assert record.answer is not None and record.answer.token_ids is not None
+    return record.answer.token_ids
+
+
+def test_requests_that_fail_are_counted_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = BenchRequest(0, QUESTION, None, 4)
+    bad = BenchRequest(1, QUESTION, None, 4, LoRARequest("base", 3, str(DEMO / "base")))
+    write_dataset(tmp_path / "data", [good, bad])
+    flags = ["--dataset", str(tmp_path / "data"), "--device", "cpu"]
+    assert main([*BASE, "throughput", *flags, "--report_json", str(tmp_path / "report")]) == 1
+    assert "request 1: Failed to load LoRA adapter" in capsys.readouterr().err
+    assert json.loads((tmp_path / "report").read_text())["request_info"]["num_failed"] == 1
+    write_dataset(tmp_path / "data", [bad])
+    assert main([*BASE, "throughput", *flags]) == 1
+    assert "no request was answered: Failed to load" in capsys.readouterr().err

@@ -5,13 +5,14 @@
 # make parity  every model family and kind of adapter beside transformers + PEFT, as a table; takes minutes
 # make test-gpu    the tests that need a CUDA GPU, and the GPU's kernels on it
 # make bench-gpu   the GPU benchmark, with any Python that has torch, triton and numpy
+# make browser Chromium for the tests of the page (Debian, Ubuntu; they are skipped without it)
 PYTHON ?= $(firstword $(foreach v,3.11 3.12,$(shell command -v python$(v))) $(shell command -v python3))
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo serve test check parity test-gpu bench-gpu clean
+.PHONY: demo serve test check parity browser test-gpu bench-gpu clean
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo/run.py demo
@@ -35,6 +36,9 @@ check: $(STAMP)
 
 parity: $(STAMP)
 	@$(BIN)/python -m manylora.parity
+
+browser:
+	apt-get install -y --no-install-recommends chromium chromium-driver fonts-noto-cjk
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed: apt install python3 python3-venv"; exit 1; }

@@ -14,6 +14,7 @@ COMMANDS = {
     "convert": ("manylora.commands.convert", "an adapter from any source to the tensors of requests"),
     "inspect": ("manylora.commands.inspect", "what an adapter is, and whether a base model would serve it"),
     "prepare-dataset": ("manylora.commands.prepare_dataset", "random requests for bench"),
+    "serve": ("manylora.commands.serve", "the OpenAI server: a model and its adapters over HTTP"),
 }
 """Name -> module with `main(arguments) -> exit status`, and what it is for."""
 

@@ -14,7 +14,7 @@ from manylora.config import EngineConfig
 from manylora.engine.engine import Engine, Prepared
 from manylora.errors import AdapterNotCachedError, DrainingError, EngineDeadError, RequestError
 from manylora.request import Event, FinishReason, Request, Sink
-from manylora.stats import EngineStats
+from manylora.stats import CacheMap, EngineStats
 
 __all__ = ["EngineLoop"]
 
@@ -91,6 +91,10 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         """At most STATS_S old while the engine works, exact when it is idle. Any thread."""
         return self._stats
+
+    def cache_map(self, take: Callable[[CacheMap], None]) -> None:
+        """Have `take` called with the map, on the engine's thread between two steps. Not when it has died."""
+        self._inbox.put(lambda: take(self._engine.adapters.map()))
 
     @property
     def num_open(self) -> int:

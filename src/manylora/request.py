@@ -27,7 +27,7 @@ __all__ = [
 MAX_SEED = 2**64 - 1
 
 
-GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
+GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "lark_grammar", "llguidance")
 
 
 class FinishReason(StrEnum):
@@ -41,7 +41,8 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class Guide:
-    """What the output must match: any JSON, a JSON schema, a regular expression, an EBNF grammar."""
+    """What the output must match: any JSON, a JSON schema, a regular expression, or a grammar in EBNF, in
+    Lark or in the JSON form of llguidance."""
 
     type: str
     text: str = ""
@@ -74,6 +75,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int | None = None  # 0 or None: no limit
     top_p: float | None = None  # 0 or None: not set
+    min_p: float = 0.0  # tokens less probable than this times the most probable one are not drawn
     top_p_min: float = 1e-6  # top_p decays by top_p_decay with every token, down to this,
     top_p_decay: float = 1.0
     top_p_reset_id: int | None = None  # and returns to its first value after this token
@@ -127,6 +129,7 @@ class SamplingParams:
         _require(
             self.num_return_sequences > 0, "num_return_sequences", "must be > 0", self.num_return_sequences
         )
+        _require(0 <= self.min_p <= 1, "min_p", "must be in [0, 1]", self.min_p)
         _require(0 < self.top_p_min <= 1, "runtime_top_p_min", "must be in (0, 1]", self.top_p_min)
         _require(0 < self.top_p_decay <= 1, "runtime_top_p_decay", "must be in (0, 1]", self.top_p_decay)
         self._check_beams()

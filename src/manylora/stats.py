@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["AdapterStats", "EngineStats", "Resident"]
+__all__ = ["AdapterStats", "CacheChange", "CacheMap", "EngineStats", "MappedAdapter", "Resident", "Runs"]
+
+Runs = tuple[tuple[int, int], ...]
+"""Pages as ranges: the first, and one past the last."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,50 @@ class AdapterStats:
     device_pinned: int = 0
     host_stores: int = 0  # adapters written to the host level
     host_evictions: int = 0
+    device_hits: int = 0  # sequences that found their adapter on the device
     device_loads: int = 0  # host -> device copies
     device_evictions: int = 0
     source_loads: int = 0  # read from the prefetch directory or the catalog, the first time or again
     max_device_adapters: int = 0  # of the largest rank, with every module, that fit the device level
     residents: tuple[Resident, ...] = ()
+
+
+@dataclass(frozen=True)
+class MappedAdapter:
+    """Where an adapter lies. names: its task ids as text, or the names it has in the catalog.
+
+    in_use: sequences that run under it. hits: since it came to the device.
+    """
+
+    digest: str
+    names: tuple[str, ...]
+    host: Runs
+    device: Runs = ()
+    in_use: int = 0
+    hits: int = 0
+
+
+@dataclass(frozen=True)
+class CacheChange:
+    """An adapter that came to a level or left it. number: counts from 1. at: seconds of time.monotonic."""
+
+    number: int
+    at: float
+    level: str  # host, device
+    loaded: bool  # else evicted
+    digest: str
+    names: tuple[str, ...]
+    pages: int
+
+
+@dataclass(frozen=True)
+class CacheMap:
+    """Every page of both levels and who is on it; the last changes, oldest first."""
+
+    host_pages: int = 0
+    device_pages: int = 0
+    adapters: tuple[MappedAdapter, ...] = ()
+    changes: tuple[CacheChange, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Library
 
-from manylora.errors import ConfigError, RequestError
+from manylora.chat_template import ChatTemplate
+from manylora.errors import ConfigError
 from manylora.wire.parameters import value_of
 
 __all__ = ["Tokenizer", "open_tokenizer"]
@@ -31,9 +30,12 @@ ALPHABET = _byte_alphabet()
 
 
 class Tokenizer:
-    """tokenizer.json and tokenizer_config.json of a Hugging Face directory. Raises ConfigError."""
+    """tokenizer.json and tokenizer_config.json of a Hugging Face directory. Raises ConfigError.
 
-    def __init__(self, directory: Path) -> None:
+    chat_template: a file to use in place of the directory's own.
+    """
+
+    def __init__(self, directory: Path, chat_template: Path | None = None) -> None:
         self.directory = Path(directory)
         path = self.directory / "tokenizer.json"
         if not path.is_file():
@@ -44,6 +46,7 @@ class Tokenizer:
         except Exception as error:
             raise ConfigError(f"tokenizer_dir: {path} is not a tokenizer: {error}") from error
         self._settings = self._read_settings(Path(directory) / "tokenizer_config.json")
+        self._chat = ChatTemplate(Path(directory), self._settings, chat_template)
         self._byte_level = '"ByteLevel"' in decoder
         added = self._library.get_added_tokens_decoder()
         self._special = {i for i, token in added.items() if token.special}
@@ -90,19 +93,14 @@ class Tokenizer:
         after = self.decode(ids, skip_special_tokens) if final else self._stable(ids, skip_special_tokens)
         return after[len(before) :]
 
-    def chat(self, messages: list[dict[str, str]]) -> str:
-        """Messages through the chat template, ready for the assistant's answer."""
-        template = self._settings.get("chat_template")
-        if not template:
-            raise RequestError("this model has no chat template: send a plain prompt")
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        names = {key: self._content(key) for key in ("bos_token", "eos_token")}
-        try:
-            return environment.from_string(template).render(
-                messages=messages, add_generation_prompt=True, **names
-            )
-        except TemplateError as error:
-            raise RequestError(f"the chat template cannot render these messages: {error}") from error
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template shows the model the tools of a request."""
+        return self._chat.takes_tools
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Messages through the chat template, ready for the assistant's answer. Raises RequestError."""
+        return self._chat.render(messages, tools)
 
     def _suffix(self, window: Sequence[int]) -> Sequence[int]:
         start = max(0, len(window) - CONTEXT)

@@ -67,6 +67,8 @@ def test_the_distribution_is_cut_and_followed() -> None:
         ({"top_k": 2}, {0, 1}),
         ({"top_p": 0.6}, {0, 1}),
         ({"top_p": 0.5}, {0}),
+        ({"top_p": 1.0, "min_p": 0.2}, {0, 1, 2}),
+        ({"top_p": 1.0, "min_p": 1.0}, {0}),
         ({"top_k": 4}, {0, 1, 2, 3}),
     ]:
         drawn = Counter(one(logits, sequence(SamplingParams(seed=s, **params)))[0] for s in range(600))

@@ -14,12 +14,12 @@ PACKAGE = ROOT / "src" / "manylora"
 # Lower levels first; inside a level, earlier names may be imported by later ones.
 ORDER = [
     ["errors", "request", "quant", "config", "built", "stats", "pages", "lifeline"],
-    ["wire", "text", "kernels", "device"],
+    ["wire", "chat_template", "text", "kernels", "device"],
     ["lora"],
     ["model"],
     ["engine"],
     ["loop"],
-    ["launcher", "testing", "parity", "builder", "llmapi", "bench", "commands", "cli"],
+    ["launcher", "testing", "parity", "builder", "llmapi", "bench", "openai", "commands", "cli"],
     ["lora_helper", "lora_manager", "executor", "sampling_params", "models", "quantization", "_torch"],
 ]
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
@@ -30,6 +30,12 @@ LLMAPI = [
 BENCH = [
     "datasets", "popularity", "prepare", "load", "options", "report", "ideal", "sections", "plots", "local",
     "endpoint", "openai_endpoint", "sides", "run",
+]  # fmt: skip
+OPENAI = [
+    "errors", "names", "schema", "messages", "choosing", "tools", "params", "generation", "mailbox",
+    "disk", "reader", "disk_level", "kept", "catalog", "fairness", "history", "backend", "keys",
+    "logprobs", "replies", "transport", "inference", "metrics",
+    "models", "openapi", "page", "feed", "app", "in_process", "triton", "options", "server",
 ]  # fmt: skip
 INSIDE = {
     "lora": [
@@ -77,6 +83,7 @@ INSIDE = {
     ],
     "llmapi": LLMAPI,
     "bench": BENCH,
+    "openai": OPENAI,
     "kernels": [
         "quantised",
         "panels",
@@ -91,10 +98,11 @@ INSIDE = {
     ],
 }
 NO_TORCH = [
-    "errors", "request", "quant", "config", "built", "stats", "pages", "lifeline", "wire", "text", "launcher",
+    "errors", "request", "quant", "config", "built", "stats", "pages", "lifeline", "wire", "chat_template",
+    "text", "launcher",
     "lora.modules", "lora.geometry", "lora.tensors", "lora.slicing", "lora.cache", "cli",
     "engine.sequence", "engine.idle_blocks", "engine.guide", "engine.kv_cache", "engine.scheduler",
-    "kernels.cuda.plan", "llmapi", "bench", "lora_helper", "lora_manager", "executor",
+    "kernels.cuda.plan", "llmapi", "bench", "openai", "lora_helper", "lora_manager", "executor",
     "sampling_params", "models", "quantization",
 ]  # fmt: skip
 CUDA_ROOMS = ("device", "kernels.cuda")

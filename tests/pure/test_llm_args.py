@@ -158,7 +158,7 @@ def test_what_cannot_work_is_refused_in_words(make, text: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("no_repeat_ngram_size", 2), ("min_p", 0.1), ("prompt_logprobs", 0),
+        ("no_repeat_ngram_size", 2), ("prompt_logprobs", 0),
         ("exclude_input_from_output", False), ("spaces_between_special_tokens", False),
         ("logits_processor", print),
     ],

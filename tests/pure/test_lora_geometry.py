@@ -7,7 +7,7 @@ import random
 import pytest
 
 from manylora.errors import AdapterCacheFullError, ConfigError
-from manylora.lora.cache import AdapterCache
+from manylora.lora.cache import KEPT_CHANGES, AdapterCache
 from manylora.lora.geometry import CacheGeometry, cache_geometry, place_rows
 from manylora.lora.modules import LoraModule, Split
 
@@ -136,6 +136,30 @@ def test_what_others_wait_for_leaves_the_host_only_by_force() -> None:
     assert cache.host_victims(1, {"a"}, force=False) == ["b"]
     assert cache.host_victims(1, {"a", "b"}, force=False) is None
     assert cache.host_victims(1, {"a", "b"}, force=True) == ["a"]
+
+
+def test_every_coming_and_going_is_noted_in_order() -> None:
+    cache = AdapterCache(3, 1)
+    store(cache, "a", 1)
+    cache.load("a", None)
+    store(cache, "b", 1)
+    cache.load("b", None)
+    cache.evict("b")
+    noted = [(one.digest, one.level, one.loaded, one.pages) for one in cache.changes]
+    assert noted == [
+        ("a", "host", True, 1),
+        ("a", "device", True, 1),
+        ("b", "host", True, 1),
+        ("a", "device", False, 1),
+        ("b", "device", True, 1),
+        ("b", "device", False, 1),
+        ("b", "host", False, 1),
+    ]
+    assert [one.number for one in cache.changes] == list(range(1, 8))
+    for _ in range(KEPT_CHANGES):
+        store(cache, "c", 1)
+        cache.evict("c")
+    assert len(cache.changes) == KEPT_CHANGES
 
 
 def test_random_traffic_adds_up() -> None:

@@ -52,4 +52,7 @@ class Guides:
             return make.grammar_from_json_schema(guide.text)
         if guide.type == "regex":
             return make.grammar_from_regex(guide.text)
-        return make.grammar_from_lark(self._to_lark(guide.text))
+        if guide.type == "llguidance":
+            return guide.text
+        lark = guide.text if guide.type == "lark_grammar" else self._to_lark(guide.text)
+        return make.grammar_from_lark(lark)

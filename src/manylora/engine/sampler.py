@@ -142,7 +142,10 @@ def _scale(logits: Tensor, drawn: list[int], rows: Rows[Row]) -> None:
 
 
 def _draw(logits: Tensor, rows: Rows[Row]) -> list[int]:
-    """Inverse-CDF sampling over the sorted distribution, cut by top-k, then by top-p. logits [R, vocab]."""
+    """Inverse-CDF sampling over the sorted distribution, cut by top-k and min-p, then by top-p.
+
+    logits [R, vocab].
+    """
     vocab = logits.shape[-1]
     params = [sequence.request.params for sequence, _ in rows]
     top_k = torch.tensor([[p.top_k or vocab] for p in params], device=logits.device)
@@ -150,6 +153,9 @@ def _draw(logits: Tensor, rows: Rows[Row]) -> list[int]:
     draws = [uniform(s.request.params.seed or 0, s.index, length) for s, length in rows]
     ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
     ordered = ordered.masked_fill(torch.arange(vocab, device=logits.device) >= top_k, -torch.inf)
+    if any(p.min_p for p in params):
+        least = torch.tensor([[p.min_p] for p in params], device=logits.device, dtype=logits.dtype).log()
+        ordered = ordered.masked_fill(ordered < ordered[:, :1] + least, -torch.inf)
     probs = torch.softmax(ordered, dim=-1)
     before = torch.cumsum(probs, dim=-1) - probs
     probs = probs.masked_fill(before >= top_p, 0.0)

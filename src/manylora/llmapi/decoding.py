@@ -86,6 +86,7 @@ def decoding_of(
         top_k=None if beams else params.top_k,
         # top_k 0 lifts the limit and asks for sampling; without a top_p the engine would take it for greedy.
         top_p=None if beams else 1.0 if params.top_k == 0 and not params.top_p else params.top_p,
+        min_p=_or(params.min_p, 0.0),
         top_p_min=_or(params.top_p_min, 1e-6),
         top_p_decay=_or(params.top_p_decay, 1.0),
         top_p_reset_id=params.top_p_reset_ids,

@@ -13,7 +13,6 @@ __all__ = ["SamplingParams"]
 # Fields that this engine has no counterpart of, and the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (None, 0),
-    "min_p": (None, 0),
     "prompt_logprobs": (None,),
     "exclude_input_from_output": (True,),
     "spaces_between_special_tokens": (True,),
@@ -33,6 +32,7 @@ class SamplingParams:
     stop:         texts that end the output wherever they appear in it.
     stop_token_ids: tokens that end it. Neither is part of the output, unless include_stop_str_in_output.
     bad, bad_token_ids: never produced: texts in the tokenizer's own segmentation, and tokens.
+    min_p:        when sampling, tokens less probable than this times the most probable one are not drawn.
     min_tokens:   nothing ends the output before this many tokens.
     n, best_of:   of best_of samples the n with the highest cumulative log probability, best first.
     use_beam_search: best_of is the number of beams, of which the best n come back. length_penalty: of a
@@ -119,6 +119,8 @@ class SamplingParams:
             if not any(value is other or (_plain(value) and value == other) for other in neutral):
                 raise ValueError(f"SamplingParams: {name} is not supported, got {value!r}; leave it out")
         self._check_counts()
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
         if self.use_beam_search:
             self._check_beams()
         guide = self.guided_decoding

@@ -10,30 +10,63 @@ requests wait for go last, and only when the caller says so.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from manylora.errors import AdapterCacheFullError
 from manylora.pages import PageAllocator
 
-__all__ = ["AdapterCache", "Entry"]
+__all__ = ["KEPT_CHANGES", "AdapterCache", "Change", "Entry"]
+
+KEPT_CHANGES = 256
 
 
 @dataclass
 class Entry:
-    """An adapter on one level. content: what the caller keeps about it for as long as it is here."""
+    """An adapter on one level. content: what the caller keeps about it for as long as it is here.
+
+    hits: counted by the caller.
+    """
 
     pages: list[int]
     content: Any
     pins: int = 0
+    hits: int = 0
+
+
+@dataclass(frozen=True)
+class Change:
+    """An adapter that came to a level or left it. number: counts from 1. at: of time.monotonic."""
+
+    number: int
+    at: float
+    level: str
+    loaded: bool
+    digest: str
+    pages: int
+
+
+@dataclass
+class _Journal:
+    """The last changes of both levels, for who looks at the cache from outside."""
+
+    changes: deque[Change] = field(default_factory=lambda: deque(maxlen=KEPT_CHANGES))
+    numbers: count[int] = field(default_factory=lambda: count(1))
+
+    def note(self, level: str, loaded: bool, digest: str, pages: int) -> None:
+        change = Change(next(self.numbers), time.monotonic(), level, loaded, digest, pages)
+        self.changes.append(change)
 
 
 class _Level:
     """One level: pages, and entries in order of release, the oldest first."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, name: str, num_pages: int, journal: _Journal) -> None:
+        self._name, self._journal = name, journal
         self.pages = PageAllocator(num_pages)
         self.entries: OrderedDict[str, Entry] = OrderedDict()
         self.num_evictions = 0
@@ -64,10 +97,13 @@ class _Level:
         pages = self.pages.claim(num_pages)
         assert pages is not None
         entry = self.entries[digest] = Entry(pages, content)
+        self._journal.note(self._name, True, digest, num_pages)
         return entry
 
     def evict(self, digest: str) -> None:
-        self.pages.release(self.entries.pop(digest).pages)
+        pages = self.entries.pop(digest).pages
+        self.pages.release(pages)
+        self._journal.note(self._name, False, digest, len(pages))
         self.num_evictions += 1
 
     def check(self) -> None:
@@ -80,8 +116,14 @@ class AdapterCache:
     """Host and device level of the same page geometry."""
 
     def __init__(self, host_pages: int, device_pages: int) -> None:
-        self.host = _Level(host_pages)
-        self.device = _Level(device_pages)
+        self._journal = _Journal()
+        self.host = _Level("host", host_pages, self._journal)
+        self.device = _Level("device", device_pages, self._journal)
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """The last ones, oldest first."""
+        return tuple(self._journal.changes)
 
     def can_ever_hold(self, num_pages: int) -> bool:
         return num_pages <= min(self.host.pages.num_pages, self.device.pages.num_pages)

@@ -22,7 +22,7 @@ from manylora.lora.modules import LoraModule, lora_modules
 from manylora.lora.pool import AdapterPool
 from manylora.lora.tensors import Adapter, adapter_from_tensors
 from manylora.request import LoraInput
-from manylora.stats import AdapterStats, Resident
+from manylora.stats import AdapterStats, CacheChange, CacheMap, MappedAdapter, Resident, Runs
 
 __all__ = ["AdapterLease", "AdapterStore"]
 
@@ -67,7 +67,7 @@ class AdapterStore:
         self._in_hand: WeakValueDictionary[str, Adapter] = WeakValueDictionary()  # read, not on the host yet
         self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
         self._loading: dict[str, torch.Event] = {}  # on their way to the device
-        self._num_stores = self._num_loads = self._num_source_loads = 0
+        self._num_stores = self._num_loads = self._num_source_loads = self._num_hits = 0
         self._max_device_adapters = plan.adapters_of_rank(modules.values(), model.num_layers, rank_limit)[1]
         self._residents: tuple[tuple[int, ...], tuple[Resident, ...]] = ((), ())  # state, and what it gave
 
@@ -167,6 +167,9 @@ class AdapterStore:
         if adapter is not None:
             self._catalog.bind(lora.task_id, digest, self._servable)
         lease = AdapterLease(digest, lora.task_id, layout, adapter, tier=self._tier(digest, lora))
+        if lease.tier == "device":
+            self._cache.device.entries[digest].hits += 1
+            self._num_hits += 1
         if self._settle(lease, force=False):
             self._waiting.setdefault(digest, set()).add(lease)
         return lease
@@ -243,12 +246,38 @@ class AdapterStore:
             device_pinned=sum(entry.pins > 0 for entry in device.entries.values()),
             host_stores=self._num_stores,
             host_evictions=host.num_evictions,
+            device_hits=self._num_hits,
             device_loads=self._num_loads,
             device_evictions=device.num_evictions,
             source_loads=self._num_source_loads,
             max_device_adapters=self._max_device_adapters,
             residents=self._list_residents(),
         )
+
+    def map(self) -> CacheMap:
+        """Every page's adapter. As much work as there are pages in use: for who asks, not for each step."""
+        names: dict[str, list[str]] = {}
+        for task_id, digest in self._catalog.bound():
+            names.setdefault(digest, []).append(self._catalog.name_of(task_id))
+        host, device = self._cache.host, self._cache.device
+        adapters = []
+        for digest, entry in host.entries.items():
+            copy = device.entries.get(digest)
+            adapters.append(
+                MappedAdapter(
+                    digest,
+                    tuple(names.get(digest, ())),
+                    _runs(entry.pages),
+                    _runs(copy.pages) if copy else (),
+                    entry.pins,
+                    copy.hits if copy else 0,
+                )
+            )
+        changes = tuple(
+            CacheChange(c.number, c.at, c.level, c.loaded, c.digest, tuple(names.get(c.digest, ())), c.pages)
+            for c in self._cache.changes
+        )
+        return CacheMap(host.pages.num_pages, device.pages.num_pages, tuple(adapters), changes)
 
     def name_of(self, task_id: int) -> str:
         """How metrics call an adapter."""
@@ -366,3 +395,13 @@ class AdapterStore:
             self.release(lease)
             count += 1
         logger.info("prefetched %d adapters", count)
+
+
+def _runs(pages: Sequence[int]) -> Runs:
+    runs: list[tuple[int, int]] = []
+    for page in sorted(pages):
+        if runs and runs[-1][1] == page:
+            runs[-1] = (runs[-1][0], page + 1)
+        else:
+            runs.append((page, page + 1))
+    return tuple(runs)

@@ -155,6 +155,7 @@ def _params(item: _Item, sequences: int, width: int) -> SamplingParams:
         length_penalty=item.scalar("len_penalty", 0.0),
         early_stopping=bool(item.scalar("early_stopping", True)),
         beam_search_diversity_rate=item.scalar("beam_search_diversity_rate", 0.0),
+        min_p=item.scalar("min_p", 0.0),
         top_p_min=item.scalar("runtime_top_p_min", 1e-6),
         top_p_decay=item.scalar("runtime_top_p_decay", 1.0),
         top_p_reset_id=item.scalar("runtime_top_p_reset_ids"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from manylora.request import Event, FinishReason, LoraInput, RequestMetrics
 from manylora.stats import EngineStats
 
-__all__ = ["FAMILIES", "Family", "RequestMeter", "Sample", "engine_samples"]
+__all__ = ["FAMILIES", "LORA_INFO", "Family", "RequestMeter", "Sample", "engine_samples"]
 
 TOKEN_BUCKETS = (10.0, 50.0, 100.0, 500.0, 1000.0)
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

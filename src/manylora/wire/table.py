@@ -97,6 +97,7 @@ TENSORRT_LLM = Model(
         Tensor("runtime_top_k", "INT32", scalar=True),
         *_many("FP32", "runtime_top_p runtime_top_p_min runtime_top_p_decay", scalar=True),
         Tensor("runtime_top_p_reset_ids", "INT32", scalar=True),
+        Tensor("min_p", "FP32", scalar=True),  # ours
         Tensor("len_penalty", "FP32", scalar=True),
         Tensor("early_stopping", "BOOL", scalar=True),
         Tensor("repetition_penalty", "FP32", scalar=True),

@@ -1,0 +1,94 @@
+"""ChatTemplate: messages to a prompt, by the Jinja template of a tokenizer directory."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from jinja2.meta import find_undeclared_variables
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from manylora.errors import ConfigError, RequestError
+
+__all__ = ["ChatTemplate"]
+
+Messages = Sequence[Mapping[str, Any]]
+FILE = "chat_template.jinja"
+
+
+class ChatTemplate:
+    """settings: of tokenizer_config.json. path: a file that replaces the template of the directory.
+
+    Templates see what transformers shows them: messages, tools, special tokens, `raise_exception`,
+    `strftime_now`, and a `tojson` that leaves HTML alone. Raises ConfigError when a template cannot be read.
+    """
+
+    def __init__(self, directory: Path, settings: Mapping[str, Any], path: Path | None = None) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = _now
+        self._tokens = {
+            name: value["content"] if isinstance(value, dict) else value
+            for name, value in settings.items()
+            if name.endswith("_token") and isinstance(value, str | dict)
+        }
+        self._templates: dict[str, Any] = {}
+        self.takes_tools = False
+        for name, text in _sources(directory, settings, path).items():
+            try:
+                self._templates[name] = environment.from_string(text)
+                names = find_undeclared_variables(environment.parse(text))
+            except TemplateError as error:
+                raise ConfigError(f"the chat template is not valid: {error}") from error
+            self.takes_tools = self.takes_tools or "tools" in names
+
+    def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The prompt, ready for the assistant's answer. Raises RequestError."""
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        template = self._templates.get(name)
+        if template is None:
+            raise RequestError("this model has no chat template: send a plain prompt")
+        try:
+            return template.render(
+                messages=messages, tools=list(tools) or None, add_generation_prompt=True, **self._tokens
+            )
+        except TemplateError as error:
+            raise RequestError(f"the chat template cannot render these messages: {error}") from error
+        except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
+            # Whatever expressions of a template run into; its author did not think of such messages.
+            raise RequestError(
+                f"the chat template cannot render these messages: {type(error).__name__}"
+            ) from error
+
+
+def _sources(directory: Path, settings: Mapping[str, Any], path: Path | None) -> dict[str, str]:
+    """Templates by name; `default` is the usual one."""
+    file = path or (directory / FILE if (directory / FILE).is_file() else None)
+    if file is not None:
+        try:
+            return {"default": file.read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat template {file} cannot be read: {error}") from error
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        return {str(one.get("name")): str(one.get("template")) for one in found}
+    return {"default": found} if found else {}
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **how: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **how)
+
+
+def _raise(text: str) -> None:
+    raise TemplateError(text)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)

@@ -1,0 +1,1 @@
+"""The OpenAI server: HTTP in front of one engine loop, with adapters by name."""

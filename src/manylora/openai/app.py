@@ -1,0 +1,273 @@
+"""The routes: HTTP to inference, catalog and metrics, behind API keys."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+import manylora
+from manylora.openai.backend import Backend
+from manylora.openai.catalog import Entry
+from manylora.openai.errors import ApiError, as_api_error
+from manylora.openai.feed import Feed
+from manylora.openai.inference import Inference
+from manylora.openai.keys import ApiKey, Keyring
+from manylora.openai.metrics import CONTENT_TYPE, Metrics
+from manylora.openai.models import adapter_card, base_card, state_of, tiers
+from manylora.openai.names import check_name
+from manylora.openai.openapi import document
+from manylora.openai.page import page_file
+from manylora.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    LoadRequest,
+    TokenizeRequest,
+    UnloadRequest,
+    parse,
+)
+from manylora.openai.transport import error_response, read_body
+
+__all__ = ["Service", "make_app"]
+
+logger = logging.getLogger("manylora")
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(eq=False)
+class Service:
+    """What the routes need. drain_s: that unloading waits for the requests under way."""
+
+    backend: Backend
+    inference: Inference
+    keyring: Keyring
+    metrics: Metrics
+    max_body_bytes: int = 2**24
+    drain_s: float = 30.0
+    open_metrics: bool = False
+    created: int = 0
+
+
+def make_app(start: Callable[[], Awaitable[Service]]) -> Starlette:
+    """start: makes the service, on the event loop that will serve it."""
+
+    @asynccontextmanager
+    async def life(app: Starlette) -> AsyncIterator[None]:
+        service = await start()
+        feed = Feed(service.backend)
+        app.state.routes_of = _Routes(service, feed)
+        try:
+            yield
+        finally:
+            feed.close()
+            await service.backend.catalog.close()
+            await service.backend.close()
+
+    routes = [Route(path, _endpoint(name, path), methods=[method]) for method, path, name in ROUTES]
+    handlers = {HTTPException: _http_error, Exception: _unexpected}
+    return Starlette(routes=routes, exception_handlers=handlers, lifespan=life)  # type: ignore[arg-type]
+
+
+ROUTES = [
+    ("POST", "/v1/completions", "completions"),
+    ("POST", "/v1/chat/completions", "chat"),
+    ("GET", "/v1/models", "models"),
+    ("GET", "/v1/models/{name:path}", "model"),
+    ("POST", "/v1/load_lora_adapter", "load"),
+    ("POST", "/v1/unload_lora_adapter", "unload"),
+    ("POST", "/load_lora_adapter", "load"),
+    ("POST", "/unload_lora_adapter", "unload"),
+    ("POST", "/tokenize", "tokenize"),
+    ("POST", "/detokenize", "detokenize"),
+    ("GET", "/health", "live"),
+    ("GET", "/health/live", "live"),
+    ("GET", "/health/ready", "ready"),
+    ("GET", "/health/model", "probe"),
+    ("GET", "/v1/health/live", "live"),
+    ("GET", "/v1/health/ready", "ready"),
+    ("GET", "/v1/health/model", "probe"),
+    ("GET", "/metrics", "show_metrics"),
+    ("GET", "/version", "version"),
+    ("GET", "/openapi.json", "describe"),
+    ("GET", "/v1/cache", "cache"),
+    ("GET", "/", "page"),
+    ("GET", "/page/{name}", "page"),
+]
+"""Method, path, method of _Routes."""
+
+
+class _Routes:
+    def __init__(self, service: Service, feed: Feed) -> None:
+        self.service, self._feed = service, feed
+        self._inference = service.inference
+        self._catalog = service.backend.catalog
+
+    async def completions(self, request: Request) -> Response:
+        key = self._key(request)
+        body = parse(await self._body(request), CompletionRequest)
+        return await self._inference.complete(request, body, key)
+
+    async def chat(self, request: Request) -> Response:
+        key = self._key(request)
+        body = parse(await self._body(request), ChatRequest)
+        return await self._inference.chat(request, body, key)
+
+    async def models(self, request: Request) -> Response:
+        key = self._key(request)
+        where = tiers(self.service.backend.stats())
+        cards = [self._base_card(name) for name in self._inference.bases if key.may_see(None)]
+        for entry in self._catalog.entries():
+            if key.may_see(entry.name) and (entry.version is not None or entry.problem is None):
+                cards.append(self._adapter_card(entry, where))
+        return JSONResponse({"object": "list", "data": cards})
+
+    async def model(self, request: Request) -> Response:
+        key, name = self._key(request), request.path_params["name"]
+        if name in self._inference.bases:
+            key.check(None)
+            return JSONResponse(self._base_card(name))
+        key.check(check_name(name, "model"))
+        await self._catalog.version(name)
+        entry = next(entry for entry in self._catalog.entries() if entry.name == name)
+        return JSONResponse(self._adapter_card(entry, tiers(self.service.backend.stats())))
+
+    async def load(self, request: Request) -> Response:
+        self._admin(request)
+        body = parse(await self._body(request), LoadRequest)
+        name = check_name(body.lora_name, "lora_name")
+        await self._catalog.load(name, body.lora_path, replace=body.load_inplace)
+        return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
+
+    async def unload(self, request: Request) -> Response:
+        self._admin(request)
+        name = check_name(parse(await self._body(request), UnloadRequest).lora_name, "lora_name")
+        left = await self._catalog.unload(name, self.service.drain_s)
+        if left:
+            text = f"LoRA adapter {name!r} takes no more requests; {left} are still under way."
+            return PlainTextResponse(text, HTTPStatus.ACCEPTED)
+        return PlainTextResponse(f"Success: LoRA adapter {name!r} removed successfully.")
+
+    async def tokenize(self, request: Request) -> Response:
+        self._key(request)
+        body = parse(await self._body(request), TokenizeRequest)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "missing_field", "prompt or messages is required, one of them", "prompt")
+        text = self._inference.render(body.messages) if body.messages else body.prompt or ""
+        special = body.add_special_tokens and body.messages is None
+        ids = self._inference.tokenizer.encode(text, special)
+        most = self._inference.limits.max_seq_len
+        return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids})
+
+    async def detokenize(self, request: Request) -> Response:
+        self._key(request)
+        body = parse(await self._body(request), DetokenizeRequest)
+        if max(body.tokens, default=0) >= self._inference.limits.vocab_size:
+            raise ApiError(400, "invalid_value", "tokens: one of them is no token of this model", "tokens")
+        text = self._inference.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return JSONResponse({"prompt": text})
+
+    async def live(self, request: Request) -> Response:
+        return JSONResponse({"status": "live"})
+
+    async def ready(self, request: Request) -> Response:
+        if not self.service.backend.alive:
+            raise ApiError(503, "engine_dead", "The engine has stopped")
+        return JSONResponse({"status": "ready"})
+
+    async def probe(self, request: Request) -> Response:
+        self._key(request)
+        await self._inference.probe()
+        return JSONResponse({"status": "healthy"})
+
+    async def show_metrics(self, request: Request) -> Response:
+        if not self.service.open_metrics and not self._key(request).sees_all:
+            raise ApiError(403, "not_allowed", "Metrics name every adapter: this API key may not see them")
+        states = Counter(state_of(entry) for entry in self._catalog.entries())
+        stats, failures = self.service.backend.stats(), self._catalog.num_failures
+        return PlainTextResponse(
+            self.service.metrics.render(stats, states, failures), media_type=CONTENT_TYPE
+        )
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": manylora.__version__})
+
+    async def describe(self, request: Request) -> Response:
+        return JSONResponse(document(ROUTES))
+
+    async def page(self, request: Request) -> Response:
+        name = request.path_params.get("name", "index.html")
+        return page_file(name, request.headers.get("if-none-match", ""))
+
+    async def cache(self, request: Request) -> Response:
+        key = self._key(request)
+        given = {name: _number(request, name) for name in ("changes_after", "points_after")}
+        answer = await self._feed.snapshot(key, **given)
+        return JSONResponse(answer, headers={"Cache-Control": "no-store"})
+
+    def _key(self, request: Request) -> ApiKey:
+        return self.service.keyring.identify(request.headers.get("authorization", ""))
+
+    def _admin(self, request: Request) -> None:
+        if not self._key(request).admin:
+            raise ApiError(403, "not_allowed", "Loading and unloading adapters needs an admin key")
+
+    async def _body(self, request: Request) -> bytes:
+        return await read_body(request, self.service.max_body_bytes)
+
+    def _base_card(self, name: str) -> dict[str, object]:
+        bases, limits = self._inference.bases, self._inference.limits
+        return base_card(name, bases[0], self.service.created, limits.max_seq_len)
+
+    def _adapter_card(self, entry: Entry, where: dict[str, str]) -> dict[str, object]:
+        tier = where.get(entry.name, "disk")
+        return adapter_card(entry, self._inference.bases[0], self.service.created, tier)
+
+
+def _number(request: Request, name: str) -> int:
+    """A count in the query, 0 when it is left out. Raises ApiError."""
+    text = request.query_params.get(name, "0")
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise ApiError(400, "invalid_value", f"{name} must be a number, 0 or more", name)
+    return int(text)
+
+
+def _endpoint(name: str, path: str) -> Handler:
+    """One route: every error becomes an error object, every answer is counted."""
+
+    async def handle(request: Request) -> Response:
+        routes: _Routes = request.app.state.routes_of
+        started = time.monotonic()
+        try:
+            response: Response = await getattr(routes, name)(request)
+        except Exception as error:
+            known = as_api_error(error)
+            if known.code == "internal_error":
+                logger.exception("%s failed", path)
+            response = error_response(known)
+        routes.service.metrics.count_answer(path, response.status_code)
+        logger.debug("%s %d in %.3f s", path, response.status_code, time.monotonic() - started)
+        return response
+
+    handle.__name__ = name
+    return handle
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    code = HTTPStatus(error.status_code).name.lower()
+    return error_response(ApiError(error.status_code, code, HTTPStatus(error.status_code).phrase))
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    return error_response(ApiError(500, "internal_error", "The server failed to answer this request"))

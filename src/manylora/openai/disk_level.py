@@ -1,0 +1,114 @@
+"""DiskLevel: copies of adapters that were read, for when their own files are changed, broken or gone."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import tempfile
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from manylora.lora.tensors import is_bfloat16
+from manylora.openai.reader import ReadAdapter
+
+__all__ = ["DiskLevel"]
+
+logger = logging.getLogger("manylora")
+
+
+class DiskLevel:
+    """By digest, in files of a folder of its own. Over max_bytes the one that was used longest ago goes.
+
+    folder: None makes a temporary one, which goes with `close`. max_bytes 0 keeps nothing. Any thread.
+    """
+
+    def __init__(self, max_bytes: int, folder: Path | None = None) -> None:
+        self._max_bytes, self._folder = max_bytes, folder
+        self._temporary = folder is None
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+        self._lock = threading.Lock()
+        self.num_bytes = 0
+        if folder is not None and folder.is_dir():
+            for file in sorted(folder.glob("*.safetensors"), key=lambda one: one.stat().st_mtime):
+                self._enter(file.stem, file.stat().st_size)
+
+    def put(self, adapter: ReadAdapter) -> None:
+        """Write it, if it is not there. A full or broken disk is a warning: nothing but this copy is lost."""
+        with self._lock:
+            if adapter.num_bytes > self._max_bytes or self._use(adapter.digest):
+                return
+            self._make_room(adapter.num_bytes)
+            try:
+                self._enter(adapter.digest, self._write(adapter))
+            except OSError as error:
+                logger.warning("lora disk level: a copy cannot be written: %s", error.strerror)
+
+    def get(self, digest: str) -> ReadAdapter | None:
+        with self._lock:
+            if not self._use(digest):
+                return None
+            try:
+                return self._read(digest)
+            except (OSError, SafetensorError, KeyError, ValueError) as error:
+                logger.warning("lora disk level: a copy cannot be read: %s", type(error).__name__)
+                self._drop(digest)
+                return None
+
+    def close(self) -> None:
+        if self._temporary and self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _use(self, digest: str) -> bool:
+        if digest not in self._sizes:
+            return False
+        self._sizes.move_to_end(digest)
+        return True
+
+    def _enter(self, digest: str, size: int) -> None:
+        self._sizes[digest] = size
+        self.num_bytes += size
+
+    def _make_room(self, num_bytes: int) -> None:
+        while self._sizes and self.num_bytes + num_bytes > self._max_bytes:
+            self._drop(next(iter(self._sizes)))
+
+    def _drop(self, digest: str) -> None:
+        self.num_bytes -= self._sizes.pop(digest)
+        with contextlib.suppress(OSError):
+            self._path(digest).unlink()
+
+    def _path(self, digest: str) -> Path:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="manylora-adapters-"))
+        return self._folder / f"{digest}.safetensors"
+
+    def _write(self, adapter: ReadAdapter) -> int:
+        """Whole or not at all: another process, or the next start, may read this folder."""
+        path = self._path(adapter.digest)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        bits = is_bfloat16(adapter.weights.dtype)
+        weights = adapter.weights.view(np.uint16) if bits else adapter.weights
+        facts = {"kind": adapter.kind, "dtype": adapter.dtype, "max_rank": str(adapter.max_rank)}
+        part = path.with_suffix(".part")
+        save_file(
+            {"weights": np.ascontiguousarray(weights), "config": np.ascontiguousarray(adapter.config)},
+            part,
+            facts,
+        )
+        size = part.stat().st_size
+        part.replace(path)
+        return size
+
+    def _read(self, digest: str) -> ReadAdapter:
+        with safe_open(self._path(digest), "numpy") as file:
+            facts = file.metadata()
+            weights, config = file.get_tensor("weights"), file.get_tensor("config")
+        if facts["dtype"] == "bfloat16":
+            weights = weights.view("V2")
+        return ReadAdapter(digest, facts["kind"], facts["dtype"], int(facts["max_rank"]), weights, config)

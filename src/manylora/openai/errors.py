@@ -1,0 +1,107 @@
+"""ApiError: what goes wrong, as HTTP status, stable code and one sentence."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from manylora.errors import (
+    AdapterCacheFullError,
+    AdapterError,
+    AdapterInvalidError,
+    AdapterNotCachedError,
+    AdapterNotFoundError,
+    DrainingError,
+    EngineDeadError,
+    QueueFullError,
+    RequestError,
+)
+
+__all__ = ["ApiError", "adapter_problem", "as_api_error"]
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+}
+
+# The readers of adapters have one exception with a sentence; the first pattern that is in it gives the code.
+PROBLEMS = (
+    ("adapter_rank_too_large", r"low_rank|rank .*(limit|larger)"),
+    (
+        "adapter_wrong_base",
+        r"another model|of this model|enabled for this model|numModelLayers|in the base model",
+    ),
+    ("adapter_unsupported", r"support|would be|pickle|not served|cannot be served"),
+)
+SERVER_FAULTS = ("The model's logits", "Encountered an error in", "The adapter could not be read")
+
+
+class ApiError(Exception):
+    """code is stable. message: for the client, without a path of the server. param: the field at fault."""
+
+    def __init__(
+        self, status: int, code: str, message: str, param: str | None = None, retry_after: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message, self.param = status, code, message, param
+        self.retry_after = retry_after
+
+    @property
+    def headers(self) -> dict[str, str]:
+        found = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        return found | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
+
+    def body(self) -> dict[str, Any]:
+        """The error object of the OpenAI API."""
+        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def event(self) -> bytes:
+        """The same inside a stream whose headers are sent."""
+        return f"data: {json.dumps(self.body(), ensure_ascii=False)}\n\n".encode()
+
+
+def adapter_problem(name: str, reason: str) -> ApiError:
+    """Why an adapter that is there cannot be used."""
+    code = next((code for code, pattern in PROBLEMS if re.search(pattern, reason)), "adapter_broken")
+    return ApiError(422, code, f"adapter {name!r} cannot be served: {reason}", "model")
+
+
+def as_api_error(error: Exception, adapter: str = "") -> ApiError:
+    """Any error as the client is told it. adapter: its name, for what is wrong with it."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, AdapterError):
+        return _of_adapter(error, adapter)
+    if isinstance(error, QueueFullError):
+        return ApiError(429, "overloaded", str(error), retry_after=1)
+    if isinstance(error, DrainingError):
+        return ApiError(503, "stopping", str(error), retry_after=5)
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, "engine_dead", "The engine has stopped")
+    if isinstance(error, RequestError) and str(error).startswith(SERVER_FAULTS):
+        return ApiError(500, "engine_error", str(error))
+    if isinstance(error, RequestError | ValueError):
+        if str(error).startswith("guided_decoding"):
+            reason = str(error).replace("guided_decoding_guide", "the format")
+            return ApiError(400, "invalid_response_format", reason, "response_format")
+        return ApiError(400, "invalid_value", str(error))
+    return ApiError(500, "internal_error", "The server failed to answer this request")
+
+
+def _of_adapter(error: AdapterError, name: str) -> ApiError:
+    if isinstance(error, AdapterNotFoundError):
+        return ApiError(404, "adapter_not_found", f"adapter {name!r} does not exist", "model")
+    if isinstance(error, AdapterNotCachedError):
+        return ApiError(409, "adapter_not_cached", f"adapter {name!r} is not in the cache", "model")
+    if isinstance(error, AdapterCacheFullError):
+        reason = "it needs more room than the adapter cache has"
+        return ApiError(422, "adapter_too_large", f"adapter {name!r} cannot be served: {reason}", "model")
+    if isinstance(error, AdapterInvalidError):
+        return adapter_problem(name, str(error))
+    return ApiError(422, "adapter_broken", f"adapter {name!r} cannot be served: {error}", "model")

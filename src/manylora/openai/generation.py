@@ -1,0 +1,105 @@
+"""Generation: one prompt on its way. Its events become text; whoever waits is woken."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from manylora.llmapi.continuation import Continuation
+from manylora.llmapi.outputs import CompletionOutput
+from manylora.openai.params import Plan
+from manylora.request import Event, FinishReason, LoraInput, Request, RequestMetrics
+from manylora.text import Tokenizer
+
+__all__ = ["Generation"]
+
+
+@dataclass(eq=False)
+class Generation:
+    """Belongs to the event loop.
+
+    changed: set when there is news; several generations of one call may share it.
+    error:   why it ended without an answer.
+    """
+
+    prompt: tuple[int, ...]
+    plan: Plan
+    streaming: bool
+    tokenizer: Tokenizer
+    request_id: str
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    error: Exception | None = None
+    ended: bool = False  # nothing more comes from the engine
+    started: bool = False  # the engine has made something of it
+    metrics: RequestMetrics | None = None
+    context_logits: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        count = self.plan.decoding.params.num_return_sequences
+        rules = self.plan.decoding.rules
+        self._outputs = [Continuation(rules, self.tokenizer) for _ in range(count)]
+        self._logits: list[np.ndarray | None] = [None] * count
+        self._kept = list(range(count))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every output has ended: perhaps by a stop text, which the engine does not know of."""
+        return all(output.finish_reason is not None for output in self._outputs)
+
+    @property
+    def finished(self) -> bool:
+        return self.error is not None or self.complete
+
+    def request(self, lora: LoraInput | None) -> Request:
+        """What the engine gets."""
+        decoding = self.plan.decoding
+        return Request(
+            prompt=self.prompt,
+            params=decoding.params,
+            lora=lora,
+            streaming=self.streaming or decoding.stepwise,
+            request_id=self.request_id,
+        )
+
+    def take(self, event: Event) -> None:
+        """Add an event. Without effect once the generation has finished."""
+        self.ended = self.ended or event.last
+        if self.finished:
+            return
+        self.started = self.started or event.error is None
+        self.metrics = event.metrics or self.metrics
+        if event.context_logits is not None:
+            self.context_logits = event.context_logits
+        if event.generation_logits is not None:
+            self._logits[event.sequence_index] = event.generation_logits
+        if event.error is not None:
+            self.error = event.error
+        else:
+            output = self._outputs[event.sequence_index]
+            output.extend(event.token_ids, event.log_probs, event.finish_reason)
+            if event.last:
+                for other in self._outputs:  # of a request that was cancelled before it began
+                    other.extend((), (), event.finish_reason or FinishReason.CANCELLED)
+        self.changed.set()
+
+    def fail(self, error: Exception) -> None:
+        """The end, without an answer."""
+        self.ended = True
+        if not self.finished:
+            self.error = error
+        self.changed.set()
+
+    def report(self) -> list[CompletionOutput]:
+        """The outputs to give back so far, the best first where more were made, with what is new in them."""
+        decoding = self.plan.decoding
+        if decoding.n < len(self._outputs) and self.complete:
+            ranked = sorted(self._kept, key=lambda i: -self._outputs[i].cumulative_logprob)
+            self._kept = ranked[: decoding.n]
+        wanted = self._kept[: decoding.n]
+        return [self._outputs[i].report(at, decoding.logprobs, False) for at, i in enumerate(wanted)]
+
+    def logits(self, index: int) -> np.ndarray | None:
+        """Of the output that `report` lists at `index`: [tokens, vocab], where they were asked for."""
+        return self._logits[self._kept[index]]

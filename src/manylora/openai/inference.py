@@ -1,0 +1,271 @@
+"""Inference: a checked body to an answer, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from manylora.config import ModelConfig
+from manylora.errors import RequestError
+from manylora.openai.backend import Backend, Call
+from manylora.openai.choosing import choose
+from manylora.openai.errors import ApiError, as_api_error
+from manylora.openai.generation import Generation
+from manylora.openai.keys import ApiKey
+from manylora.openai.messages import rendered
+from manylora.openai.params import Limits, plan
+from manylora.openai.replies import DONE, ChatReply, CompletionReply, Reply, sse
+from manylora.openai.schema import ChatRequest, CompletionRequest, GenerationRequest, Message
+from manylora.openai.tools import ToolUse, tool_use
+from manylora.openai.transport import EventStream, watch
+from manylora.text import Tokenizer
+
+__all__ = ["Inference"]
+
+LONG = 4096  # characters of a prompt from which encoding would hold up the event loop
+Result = TypeVar("Result")
+
+
+class Inference:
+    """bases: the base model's names, its own first. fingerprint: of the base model."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        model: ModelConfig,
+        limits: Limits,
+        bases: Sequence[str],
+        fingerprint: str,
+    ) -> None:
+        self.backend, self.tokenizer, self.limits, self.bases = backend, tokenizer, limits, bases
+        self._model, self._fingerprint = model, fingerprint
+
+    async def chat(self, request: Request, body: ChatRequest, key: ApiKey) -> Response:
+        text = self.render(body.messages, tool_use(body))
+        prompt = await _aside(len(text), self.tokenizer.encode, text, False)
+        return await self._answer(request, body, key, [tuple(prompt)], ChatReply)
+
+    async def complete(self, request: Request, body: CompletionRequest, key: ApiKey) -> Response:
+        special = body.add_special_tokens
+        prompts = [
+            await _aside(len(prompt), self._encode, prompt, special) for prompt in _prompts(body.prompt)
+        ]
+        return await self._answer(request, body, key, prompts, CompletionReply)
+
+    async def probe(self) -> None:
+        """Two tokens of the base model. Raises ApiError when they do not come."""
+        body = CompletionRequest.model_validate({"prompt": "a", "max_tokens": 2, "temperature": 0.0})
+        call = self._call(body, self._encode("a"), None, "", asyncio.Event(), "health")
+        self.backend.submit(call)
+        try:
+            while not call.generation.finished:
+                await call.generation.changed.wait()
+                call.generation.changed.clear()
+        finally:
+            self.backend.cancel(call)
+        if call.generation.error is not None:
+            raise as_api_error(call.generation.error)
+
+    def render(self, messages: Sequence[Message], use: ToolUse | None = None) -> str:
+        """Messages through the chat template. Raises ApiError."""
+        shown = rendered(messages)
+        specs = use.specs if use else []
+        if use and not self.tokenizer.takes_tools:
+            shown, specs = [{"role": "system", "content": use.instructions()}, *shown], []
+        try:
+            return self.tokenizer.chat(shown, specs)
+        except RequestError as error:
+            raise ApiError(400, "invalid_value", str(error), "messages") from error
+
+    def _encode(self, prompt: str | list[int], special: bool = True) -> tuple[int, ...]:
+        ids = self.tokenizer.encode(prompt, special) if isinstance(prompt, str) else prompt
+        if not ids:
+            raise ApiError(400, "invalid_value", "prompt: it has no tokens", "prompt")
+        if max(ids) >= self.limits.vocab_size:
+            most = self.limits.vocab_size - 1
+            raise ApiError(400, "invalid_value", f"prompt: token ids must be at most {most}", "prompt")
+        return tuple(ids)
+
+    async def _answer(
+        self,
+        request: Request,
+        body: GenerationRequest,
+        key: ApiKey,
+        prompts: Sequence[tuple[int, ...]],
+        kind: type[Reply],
+    ) -> Response:
+        catalog = self.backend.catalog
+        choice = choose(
+            body,
+            self.bases,
+            lambda name: catalog.has(name) and key.may_see(name),
+            lambda path: _path_for(key, path, catalog.name_of_path),
+        )
+        key.check(choice.name)
+        best_of = getattr(body, "best_of", None) or body.n
+        if len(prompts) * best_of > self.limits.max_sequences:
+            raise ApiError(
+                400,
+                "invalid_value",
+                f"n: at most {self.limits.max_sequences} outputs in one request, of all prompts together",
+                "n",
+            )
+        if choice.name is not None and not catalog.has(choice.name):
+            raise ApiError(404, "adapter_not_found", f"model {choice.name!r} does not exist", choice.field)
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "invalid_value", "stream_options needs stream true", "stream_options")
+        if body.truncate_prompt_tokens is not None:
+            prompts = [prompt[-body.truncate_prompt_tokens :] for prompt in prompts]
+        changed = asyncio.Event()
+        calls = [
+            self._call(body, prompt, choice.name, choice.source or "", changed, str(number))
+            for number, prompt in enumerate(prompts)
+        ]
+        stack = ExitStack()
+        stack.enter_context(key.request())
+        run = _Run(self.backend, calls, changed, stack, request)
+        try:
+            await run.begin()
+            reply = self._reply(kind, body, calls, choice.name)
+            if body.stream:
+                usage = body.stream_options is not None and body.stream_options.include_usage
+                return EventStream(run.stream(reply, usage), run.watcher, run.close)
+            await run.finish()
+            answer = JSONResponse(reply.whole())
+        except BaseException:
+            run.close()
+            raise
+        run.close()
+        return answer
+
+    def _call(
+        self,
+        body: GenerationRequest,
+        prompt: tuple[int, ...],
+        adapter: str | None,
+        source: str,
+        changed: asyncio.Event,
+        request_id: str,
+    ) -> Call:
+        try:
+            made = plan(body, len(prompt), self.tokenizer, self._model, self.limits)
+        except (ValueError, RequestError) as error:
+            raise as_api_error(error) from error
+        generation = Generation(prompt, made, body.stream, self.tokenizer, request_id, changed)
+        return Call(generation, adapter, body.load_lora_weights, source or None)
+
+    def _reply(
+        self, kind: type[Reply], body: GenerationRequest, calls: Sequence[Call], adapter: str | None
+    ) -> Reply:
+        model = body.model or adapter or self.bases[0]
+        version = calls[0].version
+        print_ = self._fingerprint if version is None else f"{self._fingerprint}-{version.digest[:12]}"
+        generations = [call.generation for call in calls]
+        arguments = (generations, body.n, model, print_, self.tokenizer)
+        if isinstance(body, CompletionRequest) and body.echo:
+            prompts = _prompts(body.prompt)
+            texts = [p if isinstance(p, str) else self.tokenizer.decode(p, False) for p in prompts]
+            return CompletionReply(*arguments, echoes=texts)
+        if isinstance(body, ChatRequest):
+            return ChatReply(*arguments, use=tool_use(body))
+        return kind(*arguments)
+
+
+class _Run:
+    """The calls of one HTTP request, for as long as its client is there."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        calls: Sequence[Call],
+        changed: asyncio.Event,
+        stack: ExitStack,
+        request: Request,
+    ) -> None:
+        self._backend, self._calls, self._changed, self._stack = backend, calls, changed, stack
+        self._left = False
+        self.watcher = watch(request.receive, self._leave)
+
+    async def begin(self) -> None:
+        """Start, and wait for the first news: until then an error is an HTTP status."""
+        for call in self._calls:
+            self._backend.submit(call)
+        await self._wait()
+
+    async def finish(self) -> None:
+        while not all(call.generation.finished for call in self._calls):
+            await self._wait()
+
+    async def stream(self, reply: Reply, usage: bool) -> AsyncIterator[bytes]:
+        try:
+            for chunk in reply.opening():
+                yield sse(chunk)
+            while True:
+                finished = all(call.generation.finished for call in self._calls)
+                chunks = reply.news()
+                if chunks:  # what came at once leaves at once
+                    yield b"".join(sse(chunk) for chunk in chunks)
+                if finished:
+                    break
+                await self._wait()
+            if usage:
+                yield sse(reply.closing())
+        except ApiError as error:
+            yield error.event()
+        yield DONE
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.watcher.cancel()
+        for call in self._calls:
+            if not call.generation.ended:
+                self._backend.cancel(call)
+        self._stack.close()
+
+    async def _wait(self) -> None:
+        """For news. Raises ApiError when a call has failed or the client has left."""
+        await self._changed.wait()
+        self._changed.clear()
+        if self._left:
+            raise ApiError(499, "client_left", "The client has closed the connection")
+        for call in self._calls:
+            if call.generation.error is not None:
+                raise as_api_error(call.generation.error)
+
+    def _leave(self) -> None:
+        self._left = True
+        self._changed.set()
+
+
+def _path_for(key: ApiKey, path: str, name_of_path: Callable[[str], str]) -> str:
+    """A key that does not see all must not learn where something is."""
+    try:
+        return name_of_path(path)
+    except ApiError as error:
+        if key.sees_all:
+            raise
+        raise ApiError(403, "not_allowed", "This API key may not use this lora_path", "lora_path") from error
+
+
+def _prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
+    """A text or token ids, or several of either."""
+    if isinstance(given, str):
+        return [given]
+    if given and isinstance(given[0], int):
+        return [given]
+    if not given:
+        raise ApiError(400, "invalid_value", "prompt: there is none", "prompt")
+    return list(given)  # type: ignore[arg-type]
+
+
+async def _aside(length: int, function: Callable[..., Result], *arguments: Any) -> Result:
+    """What takes long goes to a thread."""
+    if length < LONG:
+        return function(*arguments)
+    return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)

@@ -1,0 +1,128 @@
+"""Metrics in Prometheus' text format: the families of every door, and those a gateway routes by."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+from manylora.request import Event, LoraInput
+from manylora.stats import EngineStats
+from manylora.wire.metrics import FAMILIES, LORA_INFO, Family, RequestMeter, Sample, engine_samples
+
+__all__ = ["CONTENT_TYPE", "Metrics"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+Labels = tuple[tuple[str, str], ...]
+# The names that inference gateways look for by default.
+GATEWAY = {
+    "vllm:num_requests_waiting": Family("Requests that wait"),
+    "vllm:num_requests_running": Family("Sequences under way"),
+    "vllm:kv_cache_usage_perc": Family("KV cache in use, from 0 to 1"),
+    "vllm:gpu_cache_usage_perc": Family("KV cache in use, from 0 to 1: the older name"),
+    "vllm:cache_config_info": Family("Shape of the KV cache, in labels"),
+}
+OWN = {
+    "manylora_http_requests_total": Family("Answers by route and status", "counter"),
+    "manylora_catalog_adapters": Family("Adapters in the catalog by state"),
+    "manylora_adapter_read_failures_total": Family("Adapters that could not be read, by code", "counter"),
+    "manylora_clients_left_total": Family("Requests whose client left before the answer", "counter"),
+}
+
+
+class Metrics:
+    """Counters and histograms live here; gauges are asked for when somebody looks. Event loop only."""
+
+    def __init__(self, model: str) -> None:
+        self._model = (("model_name", model),)
+        self._meter = RequestMeter()
+        self._counters: dict[str, dict[Labels, float]] = defaultdict(lambda: defaultdict(float))
+        self._histograms: dict[str, dict[Labels, _Histogram]] = defaultdict(dict)
+
+    def count_answer(self, route: str, status: int) -> None:
+        labels = (("route", route), ("status", str(status)))
+        self._counters["manylora_http_requests_total"][labels] += 1
+        if status == 499:
+            self._counters["manylora_clients_left_total"][()] += 1
+
+    def meter(self, lora: LoraInput | None, event: Event) -> None:
+        """A sequence has ended."""
+        for sample in self._meter.samples(lora, event):
+            family = FAMILIES[sample.family]
+            if family.kind == "histogram":
+                known = self._histograms[sample.family]
+                known.setdefault(sample.labels, _Histogram(family.buckets)).observe(sample.value)
+            else:
+                self._counters[sample.family][sample.labels] += sample.value
+
+    def render(self, stats: EngineStats, states: Mapping[str, int], failures: Mapping[str, int]) -> str:
+        """states: adapters of the catalog by state. failures: readings by code, since the start."""
+        samples: dict[str, list[tuple[Labels, float]]] = defaultdict(list)
+        for one in [*_engine(stats), *self._gateway(stats), *_catalog(states, failures)]:
+            samples[one.family].append((one.labels, one.value))
+        for name, values in self._counters.items():
+            samples[name] += values.items()
+        lines: list[str] = []
+        for name, family in {**FAMILIES, **GATEWAY, **OWN}.items():
+            if name in samples or name in self._histograms:
+                lines += [f"# HELP {name} {family.help}", f"# TYPE {name} {family.kind}"]
+                lines += [f"{name}{_braces(labels)} {_number(value)}" for labels, value in samples[name]]
+                for labels, histogram in self._histograms.get(name, {}).items():
+                    lines += histogram.lines(name, labels)
+        return "\n".join(lines) + "\n"
+
+    def _gateway(self, stats: EngineStats) -> Iterator[Sample]:
+        yield Sample("vllm:num_requests_waiting", self._model, stats.waiting)
+        yield Sample("vllm:num_requests_running", self._model, stats.running)
+        if not stats.kv_blocks:  # an engine elsewhere, whose cache is not seen from here
+            return
+        used = (stats.kv_blocks - stats.kv_blocks_free) / stats.kv_blocks
+        yield Sample("vllm:kv_cache_usage_perc", self._model, used)
+        yield Sample("vllm:gpu_cache_usage_perc", self._model, used)
+        shape = (("block_size", str(stats.tokens_per_block)), ("num_gpu_blocks", str(stats.kv_blocks)))
+        yield Sample("vllm:cache_config_info", (*self._model, *shape), 1)
+
+
+class _Histogram:
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * len(bounds)
+        self._count, self._sum = 0, 0.0
+
+    def observe(self, value: float) -> None:
+        self._count += 1
+        self._sum += value
+        for i, bound in enumerate(self._bounds):
+            self._counts[i] += value <= bound
+
+    def lines(self, name: str, labels: Labels) -> Iterator[str]:
+        for bound, count in zip((*self._bounds, "+Inf"), (*self._counts, self._count), strict=True):
+            yield f"{name}_bucket{_braces((*labels, ('le', str(bound))))} {count}"
+        yield f"{name}_sum{_braces(labels)} {_number(self._sum)}"
+        yield f"{name}_count{_braces(labels)} {self._count}"
+
+
+def _engine(stats: EngineStats) -> Iterator[Sample]:
+    """Of an engine elsewhere only what is known here: it exports the rest itself."""
+    for sample in engine_samples(stats):
+        if stats.kv_blocks or sample.family == LORA_INFO:
+            yield sample
+
+
+def _catalog(states: Mapping[str, int], failures: Mapping[str, int]) -> Iterator[Sample]:
+    for state, count in states.items():
+        yield Sample("manylora_catalog_adapters", (("state", state),), count)
+    for code, count in failures.items():
+        yield Sample("manylora_adapter_read_failures_total", (("code", code),), count)
+
+
+def _braces(labels: Iterable[tuple[str, str]]) -> str:
+    inside = ",".join(f'{name}="{_escape(value)}"' for name, value in labels)
+    return f"{{{inside}}}" if inside else ""
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() else repr(float(value))

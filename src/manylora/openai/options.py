@@ -1,0 +1,237 @@
+"""ServeOptions: what a user may say of the server, on the command line or in a YAML file."""
+
+# ruff: noqa: RUF009 - _option makes a dataclass field, nothing that instances would share.
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from manylora.config import EngineConfig, LoraCacheConfig
+from manylora.errors import ConfigError
+from manylora.llmapi.llm_args import KvCacheConfig, PeftCacheConfig
+from manylora.llmapi.lora import LoraConfig
+from manylora.llmapi.sizing import lora_cache_config
+from manylora.model.checkpoint import read_model_config
+
+__all__ = ["ServeOptions", "parse_options"]
+
+SECTIONS: dict[str, type] = {
+    "lora_config": LoraConfig,
+    "peft_cache_config": PeftCacheConfig,
+    "kv_cache_config": KvCacheConfig,
+}
+ENGINE_OPTIONS = ("device", "dtype", "max_num_tokens", "batch_scheduler_policy", "enable_chunked_prefill")
+ALIASES = {
+    "lora_root": ("lora_prefetch_dir",),
+    "max_seq_len": ("max_model_len",),
+    "config": ("extra_llm_api_options",),
+}
+
+
+def _option(default: Any, text: str, kind: type = str) -> Any:
+    return field(default=default, metadata={"help": text, "kind": kind})
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Each field is a flag, and a key of the file; tuples are flags that may be repeated."""
+
+    model: Path
+    host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
+    port: int = _option(8000, "0 chooses a free one", int)
+    served_model_name: tuple[str, ...] = _option((), "names of the base model; default: its folder's")
+    tokenizer: Path | None = _option(None, "tokenizer directory; default: the model's", Path)
+    chat_template: Path | None = _option(None, "Jinja file; default: the tokenizer's own template", Path)
+    triton_url: str | None = _option(
+        None, "host:port of a running Triton's gRPC: its model answers in place of an engine in this process"
+    )
+    triton_model: str = _option("tensorrt_llm", "the model of that Triton to ask, with token ids")
+    device: str = _option("auto", "auto, cpu, cuda, cuda:N")
+    dtype: str = _option("auto", "auto, float32, float16, bfloat16")
+    max_batch_size: int = _option(64, "sequences in one step", int)
+    max_num_tokens: int = _option(2048, "token rows in one step", int)
+    max_seq_len: int | None = _option(None, "prompt and output, in tokens; default: the model's", int)
+    batch_scheduler_policy: str = _option("guaranteed_no_evict", "guaranteed_no_evict or max_utilization")
+    enable_chunked_prefill: bool = _option(True, "long prompts in pieces", bool)
+    lora_root: tuple[Path, ...] = _option((), "folder of adapters by name; watched", Path)
+    lora_allowed_path: tuple[Path, ...] = _option(
+        (), "another folder that requests may name adapters in by path", Path
+    )
+    lora_refresh_seconds: float = _option(5.0, "in which a new or changed adapter serves", float)
+    lora_keep_bytes: int = _option(2**28, "adapter tensors held in memory beside the cache", int)
+    lora_disk_bytes: int = _option(
+        2**32, "copies of adapters on disk, which outlive their files' changes; 0: none", int
+    )
+    lora_disk_dir: Path | None = _option(None, "folder of these copies; default: a temporary one", Path)
+    api_keys: Path | None = _option(None, "file of API keys and what they may use", Path)
+    allow_runtime_lora_updating: bool = _option(
+        False, "without --api-keys: everyone may load and unload adapters", bool
+    )
+    open_metrics: bool = _option(False, "/metrics without a key", bool)
+    max_request_bytes: int = _option(2**24, "larger bodies are refused", int)
+    max_queue_size: int = _option(1024, "requests that wait; more are refused; 0: no limit", int)
+    drain_seconds: float = _option(30.0, "that requests under way have when the server stops", float)
+    ssl_certfile: Path | None = _option(None, "PEM file, for HTTPS", Path)
+    ssl_keyfile: Path | None = _option(None, "PEM file, for HTTPS", Path)
+    log_level: str = _option("info", "debug, info, warning, error")
+    sections: Mapping[str, Any] = field(default_factory=dict)  # of SECTIONS, from the file
+
+    def __post_init__(self) -> None:
+        for name in ("max_request_bytes", "max_batch_size", "max_num_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.triton_url is not None:
+            self._check_triton()
+        if not 0 < self.lora_refresh_seconds <= 86400:
+            raise ConfigError(f"lora_refresh_seconds must be in (0, 86400], got {self.lora_refresh_seconds}")
+        for folder in (*self.lora_root, *self.lora_allowed_path):
+            if not folder.is_dir():
+                raise ConfigError(f"{folder} is not a directory: give folders")
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise ConfigError(f"log_level must be debug, info, warning or error, got {self.log_level!r}")
+
+    def _check_triton(self) -> None:
+        """What an engine of our own is told would have no effect on Triton's."""
+        mine = {one.name: one.default for one in fields(self) if one.name in ENGINE_OPTIONS}
+        given = [name for name, default in mine.items() if getattr(self, name) != default]
+        given += [name for name in ("peft_cache_config", "kv_cache_config") if name in self.sections]
+        if given:
+            raise ConfigError(
+                f"{given[0]} has no effect with triton_url: set it in Triton's model repository"
+            )
+
+    @property
+    def bases(self) -> tuple[str, ...]:
+        """Names of the base model."""
+        return self.served_model_name or (self.model.resolve().name,)
+
+    def engine_config(self) -> EngineConfig:
+        """Raises ConfigError, ValueError."""
+        kv: KvCacheConfig = self.sections.get("kv_cache_config", KvCacheConfig())
+        return EngineConfig(
+            self.model,
+            device=self.device,
+            dtype=self.dtype,
+            max_batch_size=self.max_batch_size,
+            tokenizer_dir=self.tokenizer or self.model,
+            max_num_tokens=max(self.max_num_tokens, self.max_batch_size),
+            max_seq_len=self.max_seq_len,
+            tokens_per_block=kv.tokens_per_block,
+            kv_cache_free_gpu_mem_fraction=kv.free_gpu_memory_fraction or 0.9,
+            max_tokens_in_paged_kv_cache=kv.max_tokens,
+            enable_kv_cache_reuse=kv.enable_block_reuse,
+            enable_chunked_context=self.enable_chunked_prefill,
+            batch_scheduler_policy=self.batch_scheduler_policy,
+            lora=self._lora(),
+        )
+
+    def _lora(self) -> LoraCacheConfig:
+        cache: PeftCacheConfig = self.sections.get("peft_cache_config", PeftCacheConfig())
+        lora = self.sections.get("lora_config")
+        if lora is not None:
+            return lora_cache_config(lora, cache, read_model_config(self.model))
+        return LoraCacheConfig(
+            optimal_adapter_size=cache.optimal_adapter_size,
+            max_adapter_size=cache.max_adapter_size,
+            gpu_memory_fraction=cache.device_cache_percent,
+            host_memory_bytes=cache.host_cache_size,
+            num_device_module_layer=cache.num_device_module_layer,
+            num_host_module_layer=cache.num_host_module_layer,
+        )
+
+
+def parse_options(arguments: Sequence[str]) -> ServeOptions:
+    """The command line, over the file that it names. Raises ConfigError; argparse ends the process."""
+    parser = argparse.ArgumentParser(prog="manylora serve", description="An OpenAI server with adapters.")
+    parser.add_argument("model", type=Path, metavar="MODEL", help="Hugging Face directory")
+    _add(parser, "config", type=Path, metavar="FILE", help="YAML file: keys as the flags, with underscores")
+    for one in fields(ServeOptions):
+        if not one.metadata:
+            continue
+        kind, text = one.metadata["kind"], one.metadata["help"]
+        if kind is bool:
+            _add(parser, one.name, action=argparse.BooleanOptionalAction, help=text)
+        elif isinstance(one.default, tuple):
+            _add(parser, one.name, type=kind, action="append", metavar="X", help=text)
+        else:
+            shown = "" if one.default in (None, MISSING) else f" (default: {one.default})"
+            _add(parser, one.name, type=kind, metavar="X", help=text + shown)
+    given = vars(parser.parse_args(arguments))
+    file = given.pop("config", None)
+    settings = {} if file is None else _read(file)
+    settings |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    try:
+        return ServeOptions(**settings)
+    except TypeError as error:
+        raise ConfigError(f"serve: {error}") from error
+
+
+def _add(parser: argparse.ArgumentParser, name: str, **how: Any) -> None:
+    """With dashes and with underscores, under every name."""
+    names = [name, *ALIASES.get(name, ())]
+    flags = dict.fromkeys(flag for one in names for flag in (f"--{one.replace('_', '-')}", f"--{one}"))
+    parser.add_argument(*flags, dest=name, default=argparse.SUPPRESS, **how)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must hold options, one key each")
+    known = {one.name: one for one in fields(ServeOptions) if one.metadata}
+    settings: dict[str, Any] = {}
+    sections: dict[str, Any] = {}
+    for key, value in found.items():
+        name = next((name for name, others in ALIASES.items() if key in others), key)
+        if name in SECTIONS:
+            if name == "peft_cache_config" and isinstance(value, dict) and value.get("lora_prefetch_dir"):
+                value = dict(value)
+                settings["lora_root"] = (*settings.get("lora_root", ()), Path(value.pop("lora_prefetch_dir")))
+            sections[name] = _section(path, name, value)
+        elif name in known:
+            made = _convert(path, name, value, known[name])
+            settings[name] = (*settings.get(name, ()), *made) if isinstance(made, tuple) else made
+        else:
+            raise ConfigError(f"{path}: {_unknown(str(key), [*known, *SECTIONS])}")
+    return settings | {"sections": sections}
+
+
+def _unknown(key: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(key, known, 1, 0.6)
+    hint = f"did you mean {near[0]}?" if near else f"options are {', '.join(known)}"
+    return f"{key} is not an option; {hint}"
+
+
+def _section(path: Path, name: str, value: Any) -> Any:
+    kind = SECTIONS[name]
+    if not isinstance(value, dict | None):
+        raise ConfigError(f"{path}: {name} must hold options, one key each")
+    known = [one.name for one in fields(kind)]
+    for key in value or {}:
+        if key not in known:
+            raise ConfigError(f"{path}: {name}: {_unknown(str(key), known)}")
+    try:
+        return kind(**(value or {}))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: {name}: {error}") from error
+
+
+def _convert(path: Path, name: str, value: Any, one: Any) -> Any:
+    kind = one.metadata["kind"]
+    try:
+        if isinstance(one.default, tuple):
+            return tuple(kind(item) for item in (value if isinstance(value, list) else [value]))
+        if kind is bool and not isinstance(value, bool):
+            raise ValueError("it must be true or false")
+        return None if value is None else kind(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: {name}: {error}") from error

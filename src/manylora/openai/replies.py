@@ -1,0 +1,218 @@
+"""What is sent back: completions and chats, whole and in chunks."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from manylora.llmapi.outputs import CompletionOutput
+from manylora.openai.generation import Generation
+from manylora.openai.logprobs import chat_logprobs, completion_logprobs, of_output, of_prompt
+from manylora.openai.tools import Calls, ToolText, ToolUse
+from manylora.text import Tokenizer
+
+__all__ = ["ChatReply", "CompletionReply", "Reply", "sse"]
+
+DONE = b"data: [DONE]\n\n"
+
+
+def sse(body: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+class Reply:
+    """The answer to one call: the generations of its prompts, n choices of each.
+
+    model: as the client named it. fingerprint: of the base model and the adapter's content.
+    """
+
+    prefix = object = chunk_object = ""
+
+    def __init__(
+        self, generations: Sequence[Generation], n: int, model: str, fingerprint: str, tokenizer: Tokenizer
+    ) -> None:
+        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self.generations = generations
+        self._n, self._tokenizer = n, tokenizer
+        self._head = {"created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
+        self._tokens_sent: dict[int, int] = {}
+        self._ended: set[int] = set()
+
+    def whole(self) -> dict[str, Any]:
+        """The complete answer."""
+        choices, num_output = [], 0
+        for number, generation in enumerate(self.generations):
+            for output in generation.report():
+                num_output += 0 if generation.plan.prompt_only else output.length
+                choice = self._choice(generation, output)
+                choices.append({"index": number * self._n + output.index, **_ending(output), **choice})
+        return self._body(self.object, choices) | {"usage": self._usage(num_output)}
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Chunks that come before there is any output."""
+        return []
+
+    def news(self) -> list[dict[str, Any]]:
+        """Chunks for what is new since the last call, one for each choice that has news."""
+        chunks = []
+        for number, generation in enumerate(self.generations):
+            for output in generation.report():
+                index = number * self._n + output.index
+                if index not in self._ended and self._has_news(generation, output):
+                    chunks += self._chunk(index, generation, output)
+        return chunks
+
+    def closing(self) -> dict[str, Any]:
+        """The chunk that stream_options.include_usage asks for."""
+        return self._body(self.chunk_object, []) | {"usage": self._usage(sum(self._tokens_sent.values()))}
+
+    def _has_news(self, generation: Generation, output: CompletionOutput) -> bool:
+        if output.finish_reason is not None or output.text_diff:
+            return True
+        return bool(generation.plan.top is not None and output.token_ids_diff)
+
+    def _chunk(self, index: int, generation: Generation, output: CompletionOutput) -> list[dict[str, Any]]:
+        start = self._tokens_sent.get(index, 0)
+        self._tokens_sent[index] = output.length
+        if output.finish_reason is not None:
+            self._ended.add(index)
+        deltas = self._deltas(index, generation, output, start)
+        return [self._body(self.chunk_object, [{"index": index, **delta}]) for delta in deltas]
+
+    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, **self._head, "choices": choices}
+
+    def _usage(self, num_output: int) -> dict[str, Any]:
+        num_prompt = sum(len(generation.prompt) for generation in self.generations)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+        }
+
+    def _choice(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _deltas(
+        self, index: int, generation: Generation, output: CompletionOutput, start: int
+    ) -> list[dict[str, Any]]:
+        """What is new in a choice: nothing, one delta, or several, the last with the end."""
+        raise NotImplementedError
+
+
+class ChatReply(Reply):
+    """use: the tools that its answers may call."""
+
+    prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, *arguments: Any, use: ToolUse | None = None) -> None:
+        super().__init__(*arguments)
+        self._use = use
+        self._growing: dict[int, ToolText] = {}
+
+    def opening(self) -> list[dict[str, Any]]:
+        role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        count = len(self.generations) * self._n
+        return [self._body(self.chunk_object, [{"index": index, **role}]) for index in range(count)]
+
+    def _choice(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
+        choice: dict[str, Any] = {"message": message, "logprobs": self._logprobs(generation, output, 0)}
+        if self._use is not None:
+            content, calls = ToolText(self._use).add(output.text, final=True)
+            if calls:
+                message |= {"content": content or None, "tool_calls": calls}
+                choice["finish_reason"] = _called(output)
+        return choice
+
+    def _deltas(
+        self, index: int, generation: Generation, output: CompletionOutput, start: int
+    ) -> list[dict[str, Any]]:
+        log_probs = {"logprobs": self._logprobs(generation, output, start)}
+        no_calls: Calls = []
+        content, calls = output.text_diff, no_calls
+        if self._use is not None:
+            growing = self._growing.setdefault(index, ToolText(self._use))
+            content, calls = growing.add(content, output.finish_reason is not None)
+        ending = _ending(output)
+        if calls:
+            ending["finish_reason"] = _called(output)
+            told = {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}
+            first = {"delta": {"content": content} if content else {}, **log_probs}
+            begun = [{**first, "finish_reason": None}] if content else []
+            return [*begun, {"delta": told, **({} if content else log_probs), **ending}]
+        if not content and output.finish_reason is None and log_probs["logprobs"] is None:
+            return []
+        return [{"delta": {"content": content} if content else {}, **log_probs, **ending}]
+
+    def _logprobs(
+        self, generation: Generation, output: CompletionOutput, start: int
+    ) -> dict[str, Any] | None:
+        top = generation.plan.top
+        if top is None:
+            return None
+        found = of_output(output, generation.logits(output.index), top, start)
+        return chat_logprobs(found, self._tokenizer)
+
+
+class CompletionReply(Reply):
+    """echoes: the texts of the prompts, where they come back before the output."""
+
+    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, *arguments: Any, echoes: Sequence[str] | None = None) -> None:
+        super().__init__(*arguments)
+        self._echoes = echoes
+
+    def opening(self) -> list[dict[str, Any]]:
+        none = {"logprobs": None, "finish_reason": None}
+        return [
+            self._body(self.chunk_object, [{"index": number * self._n + i, "text": text, **none}])
+            for number, text in enumerate(self._echoes or ())
+            for i in range(self._n)
+        ]
+
+    def _echo(self, generation: Generation) -> str:
+        if self._echoes is None:
+            return ""
+        return self._echoes[list(self.generations).index(generation)]
+
+    def _choice(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
+        only = generation.plan.prompt_only
+        text = self._echo(generation) + ("" if only else output.text)
+        return {"text": text, "logprobs": self._logprobs(generation, output, 0, whole=True)}
+
+    def _deltas(
+        self, index: int, generation: Generation, output: CompletionOutput, start: int
+    ) -> list[dict[str, Any]]:
+        text = "" if generation.plan.prompt_only else output.text_diff
+        log_probs = self._logprobs(generation, output, start, whole=False)
+        return [{"text": text, "logprobs": log_probs, **_ending(output)}]
+
+    def _logprobs(
+        self, generation: Generation, output: CompletionOutput, start: int, *, whole: bool
+    ) -> dict[str, Any] | None:
+        top = generation.plan.top
+        if top is None:
+            return None
+        found = []
+        if generation.context_logits is not None:
+            found = of_prompt(generation.prompt, generation.context_logits, top)
+        if not generation.plan.prompt_only:
+            found += of_output(output, generation.logits(output.index), top, start)
+        offset = 0 if whole else len(output.text) - len(output.text_diff)
+        return completion_logprobs(found, self._tokenizer, top, offset)
+
+
+def _called(output: CompletionOutput) -> str | None:
+    """An answer that was cut is told as cut, even where calls were found in it."""
+    return "tool_calls" if output.finish_reason == "stop" else output.finish_reason
+
+
+def _ending(output: CompletionOutput) -> dict[str, Any]:
+    found: dict[str, Any] = {"finish_reason": output.finish_reason}
+    return found if output.stop_reason is None else found | {"stop_reason": output.stop_reason}

@@ -1,0 +1,155 @@
+"""From options to a running server."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+
+from manylora.config import LoraCacheConfig, ModelConfig
+from manylora.errors import ConfigError
+from manylora.model.checkpoint import read_model_config
+from manylora.openai import backend
+from manylora.openai.app import Service, make_app
+from manylora.openai.backend import Backend
+from manylora.openai.catalog import AdapterCatalog
+from manylora.openai.disk_level import DiskLevel
+from manylora.openai.fairness import FairQueue
+from manylora.openai.inference import Inference
+from manylora.openai.keys import Keyring
+from manylora.openai.metrics import Metrics
+from manylora.openai.names import is_name
+from manylora.openai.options import ServeOptions
+from manylora.openai.params import Limits
+from manylora.openai.reader import AdapterReader
+from manylora.text import Tokenizer
+
+__all__ = ["open_app", "run"]
+
+logger = logging.getLogger("manylora")
+
+AHEAD = 2  # batches with the engine: one runs, one is ready to follow
+
+
+def open_app(options: ServeOptions) -> Starlette:
+    """Load everything that can fail, and give the application. Raises ConfigError, ValueError."""
+    for name in options.bases:
+        if not is_name(name):
+            raise ConfigError(f"served_model_name {name!r} has characters that a model's name may not have")
+    keyring = Keyring(options.api_keys, open_admin=options.allow_runtime_lora_updating)
+    tokenizer = Tokenizer(options.tokenizer or options.model, options.chat_template)
+    served = _in_process(options) if options.triton_url is None else _through_triton(options)
+    return make_app(_starter(options, served, tokenizer, keyring))
+
+
+def run(options: ServeOptions) -> None:
+    """Serve until a signal. Requests under way then have drain_seconds to end."""
+    app = open_app(options)
+    uvicorn.run(
+        app,
+        host=options.host,
+        port=options.port,
+        ssl_certfile=_text(options.ssl_certfile),
+        ssl_keyfile=_text(options.ssl_keyfile),
+        timeout_graceful_shutdown=max(1, int(options.drain_seconds)),
+        log_level=options.log_level,
+        access_log=False,
+        server_header=False,
+    )
+
+
+@dataclass(frozen=True)
+class _Served:
+    """What answers, and what is known of it. start: on the event loop. half: it computes in float16."""
+
+    start: Callable[[], backend.Engine]
+    model: ModelConfig
+    max_seq_len: int
+    max_batch_size: int
+    lora: LoraCacheConfig
+    half: bool
+
+
+def _in_process(options: ServeOptions) -> _Served:
+    from manylora.engine.engine import Engine
+    from manylora.openai.in_process import InProcessEngine, computes_in_half
+
+    engine = Engine(options.engine_config())
+    return _Served(
+        lambda: InProcessEngine(engine),
+        engine.model,
+        engine.max_seq_len,
+        engine.config.max_batch_size,
+        engine.config.lora,
+        computes_in_half(engine),
+    )
+
+
+def _through_triton(options: ServeOptions) -> _Served:
+    try:
+        from manylora.openai.triton import TritonEngine, TritonModel
+    except ImportError as error:
+        raise ConfigError(f"triton_url needs {error.name}: pip install 'manylora[server]'") from error
+    url = str(options.triton_url)
+    found = TritonModel.read(url, options.triton_model)
+    model = read_model_config(options.model)
+    return _Served(
+        lambda: TritonEngine(url, found),
+        model,
+        options.max_seq_len or found.number("max_seq_len") or model.max_position_embeddings,
+        found.number("max_num_sequences") or options.max_batch_size,
+        LoraCacheConfig(
+            max_adapter_size=found.number("lora_cache_max_adapter_size") or 64,
+            max_lora_rank=found.number("max_lora_rank"),
+        ),
+        found.half,
+    )
+
+
+def _starter(
+    options: ServeOptions, served: _Served, tokenizer: Tokenizer, keyring: Keyring
+) -> Callable[[], Awaitable[Service]]:
+    reader = AdapterReader(options.model, served.model, served.lora, served.half)
+    folders = {Path(folder) for folder in getattr(options.sections.get("lora_config"), "lora_dir", ())}
+    created = int(time.time())
+
+    async def start() -> Service:
+        catalog = AdapterCatalog(
+            reader,
+            options.lora_root,
+            [*options.lora_allowed_path, *(folder.parent for folder in folders)],
+            refresh_s=options.lora_refresh_seconds,
+            keep_bytes=options.lora_keep_bytes,
+            disk=DiskLevel(options.lora_disk_bytes, options.lora_disk_dir),
+            reserved=options.bases,
+        )
+        await catalog.start()
+        for folder in sorted(folders):
+            await catalog.load(folder.name, str(folder.resolve()), replace=True)
+        metrics = Metrics(options.bases[0])
+        queue = FairQueue(AHEAD * served.max_batch_size, options.max_queue_size)
+        made = Backend(served.start(), catalog, queue, metrics.meter)
+        limits = Limits(served.max_seq_len, served.model.vocab_size)
+        base = options.bases[0]
+        inference = Inference(made, tokenizer, served.model, limits, options.bases, f"fp_{base}")
+        return Service(
+            made,
+            inference,
+            keyring,
+            metrics,
+            max_body_bytes=options.max_request_bytes,
+            drain_s=options.drain_seconds,
+            open_metrics=options.open_metrics,
+            created=created,
+        )
+
+    return start
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

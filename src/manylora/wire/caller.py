@@ -1,0 +1,184 @@
+"""The contract of `tensorrt_llm` from its caller's side: Requests to input tensors, responses to Events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from manylora.request import Event, FinishReason, LoraInput, Request, RequestMetrics, SamplingParams
+
+__all__ = ["AnswerReader", "request_tensors"]
+
+Tensors = dict[str, np.ndarray]
+
+
+def request_tensors(request: Request) -> Tensors:
+    """Inputs by name, each with a leading batch dimension of 1. What has its default is left out.
+
+    Prompt tables, drafts, retention and beams are not told: nothing that calls this asks for them.
+    """
+    params = request.params
+    found: Tensors = {
+        "input_ids": np.array([request.prompt], np.int32),
+        "input_lengths": _one(len(request.prompt), np.int32),
+        "request_output_len": _one(params.max_tokens, np.int32),
+        "streaming": _one(request.streaming, np.bool_),
+        "exclude_input_in_output": _one(True, np.bool_),
+    }
+    return found | _sampling(params) | _limits(params) | _lora(request.lora)
+
+
+@dataclass
+class AnswerReader:
+    """Responses to one request, as they come. The request ends when its sequences have ended, or with the
+    final response; which of the two is told first depends on the server."""
+
+    request: Request
+    _lengths: dict[int, int] = field(default_factory=dict)  # tokens so far of every sequence
+    _open: set[int] = field(default_factory=set)
+    _arrival_ns: int = field(default_factory=time.monotonic_ns)
+    _first_token_ns: int = 0
+
+    def __post_init__(self) -> None:
+        self._open = set(range(self.request.params.num_return_sequences))
+
+    @property
+    def done(self) -> bool:
+        """Whether the last event has been given."""
+        return not self._open
+
+    def read(self, tensors: Mapping[str, np.ndarray], final: bool) -> list[Event]:
+        """tensors: outputs of one response; empty: a response that only says that it is the final one."""
+        events = [self._event(tensors)] if "output_ids" in tensors and not self.done else []
+        if final and self._open:
+            events += self._endings()
+        return events
+
+    def _event(self, tensors: Mapping[str, np.ndarray]) -> Event:
+        index = _number(tensors, "sequence_index") or 0
+        length = tensors["sequence_length"].reshape(-1)[0] if "sequence_length" in tensors else None
+        ids = _first_row(tensors["output_ids"])[:length].tolist()
+        self._lengths[index] = self._lengths.get(index, 0) + len(ids)
+        self._first_token_ns = self._first_token_ns or time.monotonic_ns()
+        log_probs: list[float] = []
+        if self.request.params.return_log_probs and "output_log_probs" in tensors and ids:
+            log_probs = tensors["output_log_probs"].reshape(-1)[-len(ids) :].tolist()
+        reason = _text(tensors, "finish_reason")
+        if reason:
+            self._open.discard(index)
+        return Event(
+            token_ids=tuple(ids),
+            log_probs=tuple(log_probs),
+            sequence_index=index,
+            finish_reason=FinishReason(reason) if reason else None,
+            last=self.done,
+            context_logits=_rows(tensors, "context_logits"),
+            generation_logits=_rows(tensors, "generation_logits"),
+            metrics=self._metrics(index, _text(tensors, "lora_cache_tier")),
+        )
+
+    def _endings(self) -> list[Event]:
+        """Of sequences whose end was not told: NVIDIA's server says it with the final response only."""
+        params = self.request.params
+        events = []
+        for index in sorted(self._open):
+            self._open.discard(index)
+            full = self._lengths.get(index, 0) >= params.max_tokens
+            reason = FinishReason.LENGTH if full else FinishReason.STOP
+            metrics = self._metrics(index, "")
+            events.append(Event((), (), index, reason, last=self.done, metrics=metrics))
+        return events
+
+    def _metrics(self, index: int, tier: str) -> RequestMetrics:
+        return RequestMetrics(
+            self._arrival_ns,
+            first_token_ns=self._first_token_ns if self.request.streaming else 0,
+            prompt_tokens=len(self.request.prompt),
+            output_tokens=self._lengths.get(index, 0),
+            adapter_tier=tier,
+        )
+
+
+def _sampling(params: SamplingParams) -> Tensors:
+    values = {
+        "temperature": (params.temperature, 1.0, np.float32),
+        "runtime_top_k": (params.top_k, None, np.int32),
+        "runtime_top_p": (params.top_p, None, np.float32),
+        "min_p": (params.min_p, 0.0, np.float32),
+        "random_seed": (params.seed, None, np.uint64),
+        "repetition_penalty": (params.repetition_penalty, 1.0, np.float32),
+        "presence_penalty": (params.presence_penalty, 0.0, np.float32),
+        "frequency_penalty": (params.frequency_penalty, 0.0, np.float32),
+        "num_return_sequences": (params.num_return_sequences, 1, np.int32),
+        "return_log_probs": (params.return_log_probs, False, np.bool_),
+        "return_context_logits": (params.return_context_logits, False, np.bool_),
+        "return_generation_logits": (params.return_generation_logits, False, np.bool_),
+    }
+    return {n: _one(value, dtype) for n, (value, default, dtype) in values.items() if value != default}
+
+
+def _limits(params: SamplingParams) -> Tensors:
+    found: Tensors = {}
+    if params.end_id is not None:
+        found["end_id"] = found["pad_id"] = _one(params.end_id, np.int32)
+    if params.min_tokens:
+        found["min_length"] = _one(params.min_tokens, np.int32)
+    for name, words in (("stop_words_list", params.stop_words), ("bad_words_list", params.bad_words)):
+        if words:
+            found[name] = _word_list(words)
+    if params.logit_bias is not None:
+        found["embedding_bias"] = params.logit_bias[np.newaxis].astype(np.float32)
+    if params.guide is not None:
+        found["guided_decoding_guide_type"] = _bytes(params.guide.type)
+        if params.guide.text:
+            found["guided_decoding_guide"] = _bytes(params.guide.text)
+    return found
+
+
+def _lora(lora: LoraInput | None) -> Tensors:
+    if lora is None:
+        return {}
+    found: Tensors = {"lora_task_id": _one(lora.task_id, np.uint64)}
+    if lora.weights is not None and lora.config is not None:
+        found |= {"lora_weights": lora.weights, "lora_config": lora.config.astype(np.int32)}
+    return found
+
+
+def _word_list(words: Sequence[Sequence[int]]) -> np.ndarray:
+    """[1, 2, L]: ids, and running ends padded with -1."""
+    ids = [token for word in words for token in word]
+    ends = np.cumsum([len(word) for word in words]).tolist()
+    return np.array([[ids, ends + [-1] * (len(ids) - len(ends))]], np.int32)
+
+
+def _one(value: object, dtype: type) -> np.ndarray:
+    return np.array([[value]], dtype)
+
+
+def _bytes(text: str) -> np.ndarray:
+    return np.array([[text.encode()]], np.object_)
+
+
+def _first_row(array: np.ndarray) -> np.ndarray:
+    return array[(0,) * (array.ndim - 1)]
+
+
+def _number(tensors: Mapping[str, np.ndarray], name: str) -> int | None:
+    return int(tensors[name].reshape(-1)[0]) if name in tensors and tensors[name].size else None
+
+
+def _text(tensors: Mapping[str, np.ndarray], name: str) -> str:
+    if name not in tensors or not tensors[name].size:
+        return ""
+    value = tensors[name].reshape(-1)[0]
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def _rows(tensors: Mapping[str, np.ndarray], name: str) -> np.ndarray | None:
+    """[rows, vocab] of an output with leading dimensions of 1; None: it was not sent."""
+    if name not in tensors or tensors[name].size <= 1:
+        return None
+    return tensors[name].reshape(tensors[name].shape[-2:]).astype(np.float32)

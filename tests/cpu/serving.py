@@ -1,0 +1,60 @@
+"""The OpenAI server on the demo model, on a thread of the tests' process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+
+from manylora.openai.options import ServeOptions
+from manylora.openai.server import open_app
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
+REFRESH_S = 0.4
+
+
+class Running:
+    """A real server on a thread, on a port that was free."""
+
+    def __init__(self, **options: Any) -> None:
+        given = {"device": "cpu", "served_model_name": ("demo", "llama"), "lora_refresh_seconds": REFRESH_S}
+        chosen = ServeOptions(options.pop("model", DEMO / "base"), **{**given, **options})
+        self.app = open_app(chosen)
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning"))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})
+        self._thread.start()
+        wait_for(lambda: self._server.started)
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def post(self, path: str = "/v1/completions", key: str = "", **body: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return self.http.post(path, json=body, headers=headers)
+
+    def metric(self, name: str) -> float:
+        lines = self.http.get("/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+    def close(self) -> None:
+        self.http.close()
+        self._server.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive(), "the server does not stop"
+
+
+def wait_for(done: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.02)

@@ -1,0 +1,198 @@
+"""Protects chats: templates, tools, grammars that bind the answer, and their streams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import DEMO, Running
+
+from manylora.chat_template import ChatTemplate
+from manylora.errors import ConfigError, RequestError
+from manylora.openai.errors import ApiError
+from manylora.openai.schema import ChatRequest, parse
+from manylora.openai.tools import ToolText, ToolUse, tool_use
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "of a city", "parameters": CITY},
+}
+TIME = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
+QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    running = Running(lora_root=(DEMO / "adapters",))
+    yield running
+    running.close()
+
+
+def use(**fields: Any) -> ToolUse:
+    body = parse(json.dumps({"messages": QUESTION, "tools": [WEATHER, TIME], **fields}).encode(), ChatRequest)
+    found = tool_use(body)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "names"),
+    [
+        (CALL, "", ["weather"]),
+        (f"\n {CALL}\n", "", ["weather"]),
+        (CALL.replace("arguments", "parameters"), "", ["weather"]),
+        (f"<|python_tag|>{CALL}", "", ["weather"]),
+        (f'[TOOL_CALLS] [{CALL}, {{"name": "clock", "arguments": {{}}}}]', "", ["weather", "clock"]),
+        (f"Let me see.\n<tool_call>\n{CALL}\n</tool_call>\n", "Let me see.", ["weather"]),
+        (f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>", "", ["weather", "weather"]),
+        (f"<tool_call>{CALL}", "", ["weather"]),
+        ("Paris.", "Paris.", []),
+        ("a < b <tool", "a < b <tool", []),
+        ('{"name": "unknown", "arguments": {}}', '{"name": "unknown", "arguments": {}}', []),
+        ('{"name": "weather", "arguments": "x"}', '{"name": "weather", "arguments": "x"}', []),
+        ("[1, 2]", "[1, 2]", []),
+        ("[" * 5000, "[" * 5000, []),
+        ("<tool_call>nothing</tool_call> more", "<tool_call>nothing</tool_call> more", []),
+    ],
+)
+def test_calls_are_found_in_the_text_whole_and_in_pieces(text: str, content: str, names: list[str]) -> None:
+    whole, calls = ToolText(use()).add(text, final=True)
+    assert (whole, [call["function"]["name"] for call in calls]) == (content, names)
+    for size in (1, 3, 7):
+        growing, shown = ToolText(use()), ""
+        for start in range(0, len(text), size):
+            piece, early = growing.add(text[start : start + size], final=False)
+            assert not early
+            shown += piece
+        rest, late = growing.add("", final=True)
+        assert (shown + rest).rstrip() == content.rstrip()
+        assert [call["function"] for call in late] == [call["function"] for call in calls]
+
+
+def test_one_call_where_only_one_is_wanted() -> None:
+    text = f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>"
+    assert len(ToolText(use(parallel_tool_calls=False)).add(text, final=True)[1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tools": [], "tool_choice": "required"}, "needs tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, "no tool 'fly'"),
+        ({"tools": [WEATHER, WEATHER]}, "same name"),
+        ({"response_format": {"type": "json_object"}}, "cannot be combined"),
+    ],
+)
+def test_tools_that_cannot_be_used_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ApiError, match=words):
+        use(**fields)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_that_must_come_comes_with_valid_arguments(server: Running, choice: Any) -> None:
+    body: dict[str, Any] = {"model": "chinese", "messages": QUESTION, "temperature": 0, "max_tokens": 250}
+    body |= {"tools": [WEATHER], "tool_choice": choice}
+    client = server.client()
+    [whole] = client.chat.completions.create(**body).choices
+    assert whole.finish_reason == "tool_calls" and whole.message.content is None
+    [call] = whole.message.tool_calls
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    chunks = [c.choices[0] for c in client.chat.completions.create(**body, stream=True)]
+    told = [one for chunk in chunks for one in chunk.delta.tool_calls or []]
+    assert [one.function.arguments for one in told] == [call.function.arguments]
+    assert not any(chunk.delta.content for chunk in chunks)
+    assert chunks[-1].finish_reason == "tool_calls"
+
+
+def test_tools_that_are_not_called_leave_the_answer_alone(server: Running) -> None:
+    body: dict[str, Any] = {"model": "demo", "messages": QUESTION, "temperature": 0, "tools": [WEATHER]}
+    client = server.client()
+    ignored = client.chat.completions.create(**body, tool_choice="none").choices[0]
+    plain = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0).choices[0]
+    assert ignored.message.content == plain.message.content
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    for tools in ([WEATHER], [strict]):
+        answer = client.chat.completions.create(**{**body, "tools": tools, "max_tokens": 20}).choices[0]
+        assert answer.message.content or answer.message.tool_calls
+
+
+def test_a_conversation_with_calls_goes_on(server: Running) -> None:
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
+    }
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+        {"role": "user", "content": [{"type": "text", "text": "And?"}]},
+    ]
+    answer = server.post("/v1/chat/completions", model="demo", messages=messages, max_tokens=4)
+    assert answer.status_code == 200, answer.text
+    bad = [{"role": "assistant", "tool_calls": [{**call, "function": {"name": "x", "arguments": "["}}]}]
+    for wrong in (bad, [{"role": "user"}], [{"role": "user", "content": "a", "tool_calls": [call]}]):
+        refused = server.post("/v1/chat/completions", model="demo", messages=wrong)
+        assert refused.status_code == 400 and "messages" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"type": "regex", "regex": "(yes|no)"},
+        {"type": "ebnf", "ebnf": 'root ::= "yes" | "no"'},
+        {"type": "lark_grammar", "lark_grammar": 'start: "yes" | "no"'},
+        {"type": "llguidance", "grammar": {"grammars": [{"lark_grammar": 'start: "yes" | "no"'}]}},
+    ],
+)
+def test_a_grammar_binds_the_answer(server: Running, wanted: dict[str, Any]) -> None:
+    for path, prompt in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": QUESTION}),
+    ):
+        answer = server.post(path, model="japanese", response_format=wanted, temperature=0, **prompt)
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
+        assert (choice.get("text") or choice["message"]["content"]) in ("yes", "no")
+
+
+def test_min_p_leaves_the_probable_tokens_only(server: Running) -> None:
+    body = {"model": "demo", "prompt": "What is the capital of France?\nAnswer:", "temperature": 2.0}
+    for seed in range(5):
+        answer = server.post(**body, min_p=1.0, seed=seed, max_tokens=6)
+        assert answer.json()["choices"][0]["text"].strip() == "Paris"
+
+
+def template(tmp_path: Path, text: str) -> ChatTemplate:
+    return ChatTemplate(tmp_path, {"chat_template": text, "bos_token": {"content": "<s>"}})
+
+
+def test_templates_see_what_transformers_shows_them(tmp_path: Path) -> None:
+    made = template(
+        tmp_path,
+        "{{ bos_token }}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{{ m.content | tojson }}{% endfor %}{{ tools | tojson }}{{ strftime_now('%Y') | length }}",
+    )
+    assert made.takes_tools
+    messages = [{"role": "user", "content": "<é>"}, {"role": "user", "content": "b"}]
+    assert made.render(messages, [{"a": 1}]) == '<s>"<é>"[{"a": 1}]4'
+    refusing = template(tmp_path, "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(RequestError, match="roles must alternate"):
+        refusing.render(messages)
+    with pytest.raises(RequestError, match="TypeError"):
+        template(tmp_path, "{{ messages + 1 }}").render(messages)
+    with pytest.raises(ConfigError, match="not valid"):
+        template(tmp_path, "{% for %}")
+    (tmp_path / "chat_template.jinja").write_text("from a file", encoding="utf-8")
+    assert template(tmp_path, "x").render(messages) == "from a file"

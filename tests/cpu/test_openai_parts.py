@@ -1,0 +1,201 @@
+"""Protects the parts of the OpenAI server alone: fair turns, keys, options, adapters that are kept."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from serving import DEMO
+
+from manylora.commands import serve
+from manylora.errors import ConfigError
+from manylora.openai.disk_level import DiskLevel
+from manylora.openai.errors import ApiError
+from manylora.openai.fairness import FairQueue
+from manylora.openai.keys import ApiKey, Keyring
+from manylora.openai.names import is_name
+from manylora.openai.options import parse_options
+from manylora.openai.reader import ReadAdapter
+
+
+def test_a_hot_adapter_waits_for_itself_only() -> None:
+    """100 requests of one adapter ahead of one each of three others: these go next, not last."""
+
+    async def run() -> list[str]:
+        queue, order = FairQueue(2), []
+
+        async def one(key: str) -> None:
+            async with queue.turn(key, 1):
+                order.append(key)
+                await asyncio.sleep(0)
+
+        tasks = [asyncio.create_task(one("hot")) for _ in range(100)]
+        await asyncio.sleep(0)
+        tasks += [asyncio.create_task(one(key)) for key in ("a", "b", "c")]
+        await asyncio.gather(*tasks)
+        assert queue.num_waiting == 0 and not queue.waiting_keys
+        return order
+
+    order = asyncio.run(run())
+    assert len(order) == 103
+    assert max(order.index(key) for key in "abc") < 12
+
+
+def read_adapter(digest: str, dtype: str = "float32") -> ReadAdapter:
+    weights = np.arange(600, dtype=np.float32).reshape(1, 2, 300)
+    weights = weights.astype(np.float16).view("V2") if dtype == "bfloat16" else weights
+    return ReadAdapter(digest, "peft", dtype, 8, weights, np.ones((1, 2, 3), np.int32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_disk_level_keeps_what_was_used_last_within_its_limit(tmp_path: Path, dtype: str) -> None:
+    first = read_adapter("d0", dtype)
+    disk = DiskLevel(4 * first.num_bytes, tmp_path / "copies")
+    for n in range(3):
+        disk.put(read_adapter(f"d{n}", dtype))
+    found = disk.get("d0")
+    assert found is not None and (found.dtype, found.max_rank, found.kind) == (dtype, 8, "peft")
+    assert found.weights.dtype == first.weights.dtype and found.weights.tobytes() == first.weights.tobytes()
+    disk.put(read_adapter("d3", dtype))
+    assert disk.get("d1") is None and disk.get("d0") is not None
+    used = sum(file.stat().st_size for file in (tmp_path / "copies").iterdir())
+    assert used == disk.num_bytes <= 4 * first.num_bytes
+    again = DiskLevel(4 * first.num_bytes, tmp_path / "copies")
+    assert again.get("d3") is not None and again.num_bytes == used
+    (tmp_path / "copies" / "d3.safetensors").write_bytes(b"broken")
+    assert again.get("d3") is None and again.get("d3") is None
+    nothing = DiskLevel(0)
+    nothing.put(first)
+    assert nothing.get("d0") is None
+
+
+def test_turns_are_given_back_by_who_is_cancelled_and_the_line_has_an_end() -> None:
+    async def run() -> None:
+        queue = FairQueue(1, max_waiting=2)
+        inside, leave = asyncio.Event(), asyncio.Event()
+
+        async def hold(key: str) -> None:
+            async with queue.turn(key, 1):
+                inside.set()
+                await leave.wait()
+
+        first = asyncio.create_task(hold("a"))
+        await inside.wait()
+        waiting = [asyncio.create_task(hold("a")), asyncio.create_task(hold("b"))]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="Too many requests wait") as error:
+            await hold("c")
+        assert (error.value.status, error.value.retry_after) == (429, 1)
+        waiting[0].cancel()
+        await asyncio.sleep(0)
+        assert queue.waiting_keys == ["b"]
+        leave.set()
+        await asyncio.gather(first, waiting[1])
+        assert queue.num_waiting == 0
+
+    asyncio.run(run())
+
+
+def test_a_key_has_its_rate_and_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("manylora.openai.keys.time.monotonic", lambda: now)
+    key = ApiKey("k", requests_per_minute=3, max_concurrent=1)
+    for _ in range(3):
+        with key.request():
+            pass
+    with pytest.raises(ApiError, match="3 requests in a minute") as error, key.request():
+        pass
+    assert (error.value.status, error.value.code, error.value.retry_after) == (429, "rate_limit_exceeded", 20)
+    now += 20.5
+    with key.request(), pytest.raises(ApiError, match="1 requests at one time"), key.request():
+        pass
+    with pytest.raises(ApiError, match="in a minute"), key.request():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({}, "must have sha256"),
+        ({"sha256": "abc"}, "64 hexadecimal"),
+        ({"sha256": "a" * 64, "adapter": ["x"]}, "must have sha256"),
+        ({"sha256": "a" * 64, "adapters": "x"}, "list of names"),
+        ({"sha256": "a" * 64, "admin": 1}, "true or false"),
+        ({"sha256": "a" * 64, "requests_per_minute": -1}, "requests_per_minute must be a number"),
+    ],
+)
+def test_key_files_that_are_wrong_are_refused(tmp_path: Path, entry: dict[str, Any], words: str) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(json.dumps({"keys": [entry]}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=words):
+        Keyring(file)
+
+
+def test_a_key_is_known_by_its_hash_and_sees_its_patterns(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    digest = hashlib.sha256(b"secret").hexdigest()
+    file.write_text(f"keys:\n- sha256: {digest}\n  adapters: ['team-a/*']\n  base: false\n", encoding="utf-8")
+    key = Keyring(file).identify("Bearer secret")
+    assert key.may_see("team-a/x") and not key.may_see("team-b/x") and not key.may_see(None)
+    for wrong in ("", "Bearer", "Bearer Secret", "Basic secret", f"Bearer {digest}"):
+        with pytest.raises(ApiError) as error:
+            Keyring(file).identify(wrong)
+        assert error.value.status == 401
+
+
+@pytest.mark.parametrize(
+    ("name", "good"),
+    [
+        ("sql-lora", True), ("team/a:v1.2", True), ("x" * 128, True), ("x" * 129, False), ("", False),
+        ("a..b", False), ("../x", False), ("/x", False), ("a//b", False), ("a,b", False), ("ü", False),
+        ("a\n", False), ("./a", False),
+    ],
+)  # fmt: skip
+def test_names(name: str, good: bool) -> None:
+    assert is_name(name) == good
+
+
+@pytest.mark.parametrize("flag", ["--config", "--extra_llm_api_options", "--extra-llm-api-options"])
+def test_options_come_from_a_file_and_the_command_line_wins(tmp_path: Path, flag: str) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text(
+        "max_batch_size: 8\nmax_seq_len: 256\nlora_config:\n  max_lora_rank: 16\n  max_loras: 4\n"
+        "  max_cpu_loras: 8\n  lora_target_modules: [attn_q, attn_k, attn_v]\n"
+        f"lora_root: {tmp_path}\n"
+        f"peft_cache_config:\n  host_cache_size: 1000000\n  lora_prefetch_dir: {DEMO / 'adapters'}\n"
+        "kv_cache_config:\n  enable_block_reuse: false\n",
+        encoding="utf-8",
+    )
+    options = parse_options([str(DEMO / "base"), flag, str(file), "--max_batch_size", "4"])
+    config = options.engine_config()
+    assert options.lora_root == (tmp_path, DEMO / "adapters")
+    assert (config.max_batch_size, config.max_seq_len, config.enable_kv_cache_reuse) == (4, 256, False)
+    assert (config.lora.max_lora_rank, config.lora.target_modules) == (16, ("attn_q", "attn_k", "attn_v"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("max_batchsize: 8", "did you mean max_batch_size"),
+        ("lora_config: {max_rank: 8}", "did you mean max_lora_rank"),
+        ("frobnicate: 1", "options are host, port"),
+        ("[1]", "must hold options"),
+        ("lora_config: [1]", "must hold options"),
+        ("max_batch_size: many", "max_batch_size"),
+        ("open_metrics: 'yes'", "true or false"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_files_of_options_that_are_wrong_say_what_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
+) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text(text, encoding="utf-8")
+    assert serve.main([str(DEMO / "base"), "--config", str(file)]) == 1
+    [line] = capsys.readouterr().err.strip().splitlines()[:1]
+    assert words in line

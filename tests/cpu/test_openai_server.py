@@ -1,0 +1,448 @@
+"""Protects the OpenAI server: the official client works unchanged; adapters, hot reload, errors, keys."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from safetensors.numpy import load_file, save_file
+from serving import DEMO, Running, wait_for
+
+from manylora.errors import RequestError
+from manylora.openai.backend import Backend
+from manylora.request import Event
+
+sys.path.insert(0, str(DEMO))
+
+from corpus import questions
+
+LANGUAGES = {"demo": "en", "chinese": "zh", "japanese": "ja"}
+QUESTION = "What is the capital of France?"
+LINE = QUESTION + "\nAnswer:"
+CAPITALS = {"demo": "Paris", "chinese": "巴黎", "japanese": "パリ"}
+KEYS = {"all": ["*"], "chinese-only": ["chinese"], "boss": ["*"]}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    shutil.copytree(DEMO / "adapters", folder, dirs_exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(root: Path) -> Iterator[Running]:
+    running = Running(lora_root=(root,), allow_runtime_lora_updating=True, drain_seconds=30.0)
+    yield running
+    running.close()
+
+
+def ask(server: Running, model: str, **body: Any) -> str:
+    """The answer's text to the capital of France."""
+    answer = server.post(model=model, prompt=LINE, temperature=0, **body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"].strip()
+
+
+def code_of(answer: httpx.Response) -> str:
+    """The stable code, from an error object that tells nothing of the server."""
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "/tmp" not in error["message"] and "Traceback" not in error["message"]
+    assert "examples" not in error["message"]
+    return error["code"]
+
+
+def test_answers_of_the_official_client_are_right_for_mixed_adapters_at_once(server: Running) -> None:
+    client = server.client()
+    wanted = []
+    for model, language in LANGUAGES.items():
+        rows = [row for row in questions(language) if row[0] in ("line", "chat")]
+        wanted += [(model, *row) for row in rows[::48]]
+
+    def answer(row: tuple[str, str, str, str]) -> str:
+        model, layout, text, _ = row
+        if layout == "chat":
+            reply = client.chat.completions.create(
+                model=model, messages=[{"role": "user", "content": text}], temperature=0
+            )
+            return reply.choices[0].message.content or ""
+        return (
+            client.completions.create(model=model, prompt=text, temperature=0, max_tokens=64).choices[0].text
+        )
+
+    with ThreadPoolExecutor(16) as pool:
+        got = list(pool.map(answer, wanted))
+    assert len(wanted) > 40
+    assert [text.strip() for text in got] == [row[3].strip() for row in wanted]
+    assert server.metric('manylora_lora_cache_adapters{level="host"}') >= 2
+
+
+def test_a_stream_is_the_whole_answer_in_pieces(server: Running) -> None:
+    client = server.client()
+    messages: Any = [{"role": "user", "content": "日本について教えてください。"}]
+    body: dict[str, Any] = {"model": "japanese", "messages": messages, "temperature": 0, "logprobs": True}
+    whole = client.chat.completions.create(**body)
+    chunks = list(client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}))
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(pieces) == whole.choices[0].message.content
+    assert len([piece for piece in pieces if piece]) > 5
+    assert chunks[-1].usage == whole.usage
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
+    streamed = [
+        one for c in chunks if c.choices and c.choices[0].logprobs for one in c.choices[0].logprobs.content
+    ]
+    assert [one.token for one in streamed] == [one.token for one in whole.choices[0].logprobs.content]
+    assert whole.usage is not None and len(streamed) == whole.usage.completion_tokens
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "chinese"},
+        {"model": "demo:chinese"},
+        {"model": "llama", "lora_model": "chinese"},
+        {"model": "meta-llama/Llama-3-8B", "lora_model": "chinese"},
+        {"model": "llama", "lora_model": "chinese", "load_lora_weights": "always"},
+        {"model": "demo", "adapter_id": "chinese"},
+        {"model": "demo", "lora_path": "chinese"},
+        {"model": "demo", "lora_request": {"lora_name": "chinese", "lora_int_id": 7}},
+        {
+            "model": "demo",
+            "lora_request": {"lora_name": "x", "lora_int_id": 1, "lora_path": "{root}/chinese"},
+        },
+        {"model": "chinese", "lora_model": "chinese", "adapter_id": "chinese"},
+    ],
+)
+def test_every_way_to_choose_an_adapter_gives_its_answer(
+    server: Running, root: Path, fields: dict[str, Any]
+) -> None:
+    fields = json.loads(json.dumps(fields).replace("{root}", str(root)))
+    assert ask(server, **fields) == CAPITALS["chinese"]
+
+
+def test_sampling_fields_have_their_effect(server: Running) -> None:
+    client = server.client()
+    ask_base: dict[str, Any] = {"model": "demo", "prompt": LINE}
+    first = client.completions.create(**ask_base, temperature=0)
+    assert first.choices[0].text.strip() == "Paris" and first.choices[0].finish_reason == "stop"
+    several = client.completions.create(**ask_base, n=3, seed=5, temperature=8.0, max_tokens=6)
+    assert [choice.index for choice in several.choices] == [0, 1, 2]
+    assert len({choice.text for choice in several.choices}) > 1
+    again = client.completions.create(**ask_base, n=3, seed=5, temperature=8.0, max_tokens=6)
+    assert [c.text for c in again.choices] == [c.text for c in several.choices]
+    free = {
+        client.completions.create(**ask_base, temperature=8.0, max_tokens=6).choices[0].text for _ in "abc"
+    }
+    assert len(free) > 1, "without a seed answers must differ"
+    stopped = client.completions.create(**ask_base, temperature=0, stop=["ri"])
+    assert stopped.choices[0].text.strip() == "Pa" and stopped.choices[0].finish_reason == "stop"
+    short = client.completions.create(**ask_base, temperature=0, max_tokens=1)
+    assert short.choices[0].finish_reason == "length" and short.usage.completion_tokens == 1
+    longer = client.completions.create(**ask_base, temperature=0, extra_body={"min_tokens": 8})
+    assert longer.usage.completion_tokens >= 8
+    top = client.completions.create(**ask_base, temperature=8.0, max_tokens=4, extra_body={"top_k": 1})
+    assert first.choices[0].text.startswith(top.choices[0].text)
+    ids = server.post("/tokenize", model="demo", prompt=" Rome", add_special_tokens=False).json()["tokens"]
+    biased = client.completions.create(**ask_base, temperature=0, max_tokens=1, logit_bias={str(ids[0]): 100})
+    assert server.post("/detokenize", tokens=ids[:1]).json()["prompt"] == biased.choices[0].text
+    pairs = client.completions.create(
+        model="demo", prompt=[LINE, LINE.replace("France", "Italy")], temperature=0
+    )
+    assert [choice.text.strip() for choice in pairs.choices] == ["Paris", "Rome"]
+
+
+def test_log_probabilities_of_prompt_and_alternatives_agree(server: Running) -> None:
+    client = server.client()
+    body: dict[str, Any] = {"model": "chinese", "temperature": 0, "logprobs": 2}
+    plain = client.completions.create(prompt=LINE, **body).choices[0]
+    echoed = client.completions.create(prompt=LINE + plain.text, echo=True, max_tokens=0, **body).choices[0]
+    assert echoed.text == LINE + plain.text
+    count = len(plain.logprobs.tokens)
+    assert echoed.logprobs.tokens[-count:] == plain.logprobs.tokens
+    assert echoed.logprobs.token_logprobs[-count:] == pytest.approx(plain.logprobs.token_logprobs, abs=1e-3)
+    assert echoed.logprobs.token_logprobs[0] is None
+    assert all(len(one) == 2 for one in plain.logprobs.top_logprobs)
+    assert max(plain.logprobs.top_logprobs[0].values()) == plain.logprobs.token_logprobs[0]
+
+
+def test_a_response_format_binds_the_answer(server: Running) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "number", "strict": True, "schema": schema}}
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    reply = server.client().chat.completions.create(
+        model="chinese", messages=messages, temperature=0, response_format=wanted
+    )
+    assert json.loads(reply.choices[0].message.content or "")["n"] in (1, 2)
+    bad = server.post(model="demo", prompt="a", response_format={"type": "regex", "regex": "("})
+    assert (bad.status_code, code_of(bad)) == (400, "invalid_response_format")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "param"),
+    [
+        ({"model": "nobody"}, 404, "adapter_not_found", "model"),
+        ({"lora_model": "nobody"}, 404, "adapter_not_found", "lora_model"),
+        ({"model": "../etc"}, 400, "invalid_adapter_name", "model"),
+        ({"model": "chinese", "lora_model": "japanese"}, 400, "adapter_conflict", "lora_model"),
+        ({"lora_request": {"lora_path": "/etc"}}, 404, "adapter_not_found", "lora_path"),
+        ({"lora_request": {"lora_path": "../../../etc"}}, 404, "adapter_not_found", "lora_path"),
+        ({"tools": [{"type": "function"}]}, 400, "unsupported_field", "tools"),
+        ({"use_beam_search": True}, 400, "unsupported_field", "use_beam_search"),
+        ({"min_p": 1.5}, 400, "invalid_value", "min_p"),
+        ({"frobnicate": 1}, 400, "unsupported_field", "frobnicate"),
+        ({"temperature": -1}, 400, "invalid_value", "temperature"),
+        ({"temperature": "hot"}, 400, "invalid_value", "temperature"),
+        ({"max_tokens": 4000}, 400, "context_length_exceeded", "prompt"),
+        ({"prompt": "long " * 600}, 400, "context_length_exceeded", "prompt"),
+        ({"prompt": []}, 400, "invalid_value", "prompt"),
+        ({"prompt": None}, 400, "missing_field", "prompt"),
+        ({"n": 3, "best_of": 2}, 400, "invalid_value", "best_of"),
+        ({"logit_bias": {"99999999": 1}}, 400, "invalid_value", "logit_bias"),
+        ({"load_lora_weights": "sometimes"}, 400, "invalid_value", "load_lora_weights"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(
+    server: Running, body: dict[str, Any], status: int, code: str, param: str
+) -> None:
+    answer = server.post(**{"model": "demo", "prompt": "a", **body})
+    assert (answer.status_code, code_of(answer)) == (status, code)
+    assert answer.json()["error"]["param"] == param
+
+
+def test_every_path_answers_with_an_error_object(server: Running) -> None:
+    send = server.http.post
+    json_type = {"content-type": "application/json"}
+    for answer, status in [
+        (server.http.get("/nowhere"), 404),
+        (server.http.get("/v1/completions"), 405),
+        (server.http.get("/v1/models/nobody"), 404),
+        (send("/v1/completions", content=b"{", headers=json_type), 400),
+        (send("/v1/completions", content=b"[]", headers=json_type), 400),
+        (send("/v1/completions", content=b"[" * 100000, headers=json_type), 400),
+        (send("/v1/completions", content=b'{"prompt": "\xff"}', headers=json_type), 400),
+        (send("/v1/completions", content=b'{"temperature": NaN}', headers=json_type), 400),
+        (send("/v1/completions", content=b"a=b", headers={"content-type": "text/plain"}), 415),
+        (send("/v1/completions", content=b" " * (2**24 + 1), headers=json_type), 413),
+    ]:
+        assert answer.status_code == status
+        code_of(answer)
+
+
+def test_models_and_health_tell_what_is_served(server: Running) -> None:
+    cards = {card["id"]: card for card in server.http.get("/v1/models").json()["data"]}
+    assert {"demo", "llama", "chinese", "japanese"} <= set(cards)
+    assert (cards["chinese"]["parent"], cards["chinese"]["rank"]) == ("demo", 8)
+    ask(server, "chinese")
+    wait_for(lambda: server.http.get("/v1/models/chinese").json()["tier"] == "device")
+    for path in ("/health/live", "/health/ready", "/health/model", "/version", "/openapi.json", "/"):
+        assert server.http.get(path).status_code == 200, path
+
+
+def test_a_gateway_finds_what_it_routes_by(server: Running) -> None:
+    ask(server, "japanese")
+    text = server.http.get("/metrics").text
+    info = [line for line in text.splitlines() if line.startswith("vllm:lora_requests_info{")]
+    assert len(info) == 1
+    running = info[0].partition('running_lora_adapters="')[2].partition('"')[0].split(",")
+    assert "japanese" in running
+    for name in ("vllm:num_requests_waiting{", "vllm:num_requests_running{", "vllm:kv_cache_usage_perc{"):
+        assert any(line.startswith(name) for line in text.splitlines()), name
+    assert 'manylora_adapter_requests_total{adapter="japanese",finish_reason="stop"}' in text
+
+
+def test_folders_are_served_as_they_come_change_break_and_go(server: Running, root: Path) -> None:
+    def refused() -> bool:
+        return server.post(model="team/new", prompt="a").status_code == 404
+
+    assert refused()
+    new = root / "team" / "new"
+    shutil.copytree(DEMO / "adapters" / "chinese", new)
+    wait_for(lambda: not refused())
+    assert ask(server, "team/new") == CAPITALS["chinese"]
+
+    shutil.copytree(DEMO / "adapters" / "japanese", new, dirs_exist_ok=True)
+    wait_for(lambda: ask(server, "team/new") == CAPITALS["japanese"])
+    card = server.http.get("/v1/models/team/new").json()
+    assert card["rank"] == 16 and "problem" not in card
+
+    (new / "adapter_model.safetensors").write_bytes(b"broken")
+    wait_for(lambda: "problem" in server.http.get("/v1/models/team/new").json())
+    assert ask(server, "team/new") == CAPITALS["japanese"], "the last good version goes on"
+    forced = server.post(model="team/new", prompt="a", lora_model="team/new", load_lora_weights="always")
+    assert (forced.status_code, code_of(forced)) == (422, "adapter_broken")
+
+    shutil.rmtree(root / "team")
+    wait_for(refused)
+
+
+def wide(name: str, tensor: np.ndarray) -> np.ndarray:
+    """The same adapter at rank 80."""
+    side = 0 if "lora_A" in name else 1
+    padding = [(0, 0), (0, 0)]
+    padding[side] = (0, 80 - tensor.shape[side])
+    return np.pad(tensor, padding)
+
+
+def short(name: str, tensor: np.ndarray) -> np.ndarray:
+    """Made for a narrower model."""
+    return tensor[:, :64] if "lora_A" in name else tensor
+
+
+def not_a_number(name: str, tensor: np.ndarray) -> np.ndarray:
+    return np.full_like(tensor, np.nan)
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "code", "words"),
+    [
+        (None, {"use_qalora": True}, "adapter_unsupported", "use_qalora"),
+        (wide, {"r": 80}, "adapter_rank_too_large", "80"),
+        (short, {}, "adapter_wrong_base", "another model"),
+        (not_a_number, {}, "adapter_broken", "NaN"),
+    ],
+)
+def test_adapters_that_cannot_serve_say_why(
+    server: Running, root: Path, change: Any, settings: dict[str, Any], code: str, words: str
+) -> None:
+    bad = root / code
+    shutil.copytree(DEMO / "adapters" / "chinese", bad)
+    config = json.loads((bad / "adapter_config.json").read_text())
+    (bad / "adapter_config.json").write_text(json.dumps(config | settings))
+    if change is not None:
+        file = bad / "adapter_model.safetensors"
+        save_file({name: change(name, tensor).copy() for name, tensor in load_file(file).items()}, file)
+    wait_for(lambda: server.post(model=code, prompt="a").status_code == 422)
+    answer = server.post(model=code, prompt="a")
+    assert code_of(answer) == code
+    assert words in answer.json()["error"]["message"]
+    assert code not in [card["id"] for card in server.http.get("/v1/models").json()["data"]]
+    shutil.rmtree(bad)
+
+
+def test_loading_and_unloading_by_hand(server: Running, root: Path) -> None:
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    never = {"prompt": "a", "lora_model": "hand", "load_lora_weights": "never"}
+    path = str(root / "japanese")
+    assert server.post(load, lora_name="hand", lora_path="/etc").status_code == 404
+    assert server.post(load, lora_name="hand", lora_path=path).status_code == 200
+    assert ask(server, "hand") == CAPITALS["japanese"]
+    assert server.post(**never, max_tokens=1).status_code == 200
+    assert code_of(server.post(load, lora_name="hand", lora_path=path)) == "adapter_exists"
+    again = server.post(load, lora_name="hand", lora_path=str(root / "chinese"), load_inplace=True)
+    assert again.status_code == 200
+    assert ask(server, "hand") == CAPITALS["chinese"]
+    assert server.post(unload, lora_name="hand").status_code == 200
+    assert code_of(server.post(model="hand", prompt="a")) == "adapter_not_found"
+    assert code_of(server.post(unload, lora_name="hand")) == "adapter_not_found"
+
+
+def test_unloading_waits_for_the_requests_under_way(server: Running, root: Path) -> None:
+    server.post("/v1/load_lora_adapter", lora_name="busy", lora_path=str(root / "chinese"))
+    body = {"model": "busy", "prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with ThreadPoolExecutor(1) as pool, server.http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        unloading = pool.submit(server.post, "/v1/unload_lora_adapter", lora_name="busy")
+        wait_for(lambda: server.post(model="busy", prompt="a").status_code == 404)
+        assert not unloading.done()
+        assert list(lines)[-2] == "data: [DONE]"
+        assert unloading.result(30).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_request(server: Running, stream: bool) -> None:
+    def open_requests() -> float:
+        return server.metric("vllm:num_requests_running")
+
+    body = {"model": "chinese", "prompt": "a", "max_tokens": 450, "ignore_eos": True, "stream": stream}
+    text = json.dumps(body).encode()
+    name = 'manylora_adapter_requests_total{adapter="chinese",finish_reason="cancelled"}'
+    before = server.metric(name)
+    raw = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
+    head = "POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"
+    raw.sendall("\r\n".join([*head, f"Content-Length: {len(text)}", "", ""]).encode() + text)
+    wait_for(lambda: open_requests() == 1)
+    raw.close()
+    wait_for(lambda: server.metric(name) == before + 1)
+    wait_for(lambda: open_requests() == 0)
+
+
+def test_an_error_in_a_stream_is_an_event_before_its_end(server: Running) -> None:
+    body = {"model": "chinese", "prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    backend = server.app.state.routes_of.service.backend
+    with server.http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        assert json.loads(next(lines).removeprefix("data: "))["choices"]
+        [call] = backend._open
+        backend._mailbox.put((call, Event(error=RequestError("Encountered an error in x"), last=True)))
+        *_, error, done = lines
+    assert done == "data: [DONE]"
+    told = json.loads(error.removeprefix("data: "))["error"]
+    assert (told["code"], told["type"]) == ("engine_error", "server_error")
+    with pytest.raises(openai.APIError, match="Encountered an error"):
+        raise_from_stream(server, backend)
+
+
+def raise_from_stream(server: Running, backend: Backend) -> None:
+    stream = server.client().completions.create(
+        model="demo", prompt="a", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    for n, _ in enumerate(stream):
+        if n == 0:
+            [call] = backend._open
+            backend._mailbox.put((call, Event(error=RequestError("Encountered an error in x"), last=True)))
+
+
+def test_keys_limit_what_is_used_and_seen(root: Path, tmp_path: Path) -> None:
+    keys = [
+        {
+            "name": name,
+            "sha256": hashlib.sha256(name.encode()).hexdigest(),
+            "adapters": adapters,
+            "admin": name == "boss",
+            "base": name != "chinese-only",
+        }
+        for name, adapters in KEYS.items()
+    ]
+    file = tmp_path / "keys.yaml"
+    file.write_text(json.dumps({"keys": keys}))
+    server = Running(lora_root=(root,), api_keys=file)
+    try:
+        with pytest.raises(openai.AuthenticationError):
+            server.client("wrong").models.list()
+        seen = [model.id for model in server.client("chinese-only").models.list()]
+        assert seen == ["chinese"]
+        assert server.post(key="chinese-only", model="chinese", prompt="a").status_code == 200
+        for path in ("japanese", "nowhere", "../etc"):
+            answer = server.post(key="chinese-only", lora_path=path, prompt="a")
+            assert (answer.status_code, code_of(answer)) == (403, "not_allowed")
+        both = {"lora_model": "chinese", "prompt": "a"}
+        for name in ("japanese", "nobody"):
+            assert server.post(key="chinese-only", model=name, **both).status_code == 200
+        for name in ("japanese", "nobody", "demo"):  # the same for what exists and what does not
+            answer = server.post(key="chinese-only", model=name, prompt="a")
+            assert (answer.status_code, code_of(answer)) == (403, "not_allowed")
+        assert server.http.get("/health/ready").status_code == 200
+        assert server.http.get("/metrics").status_code == 401
+        load = {"lora_name": "more", "lora_path": "japanese"}
+        assert server.post("/v1/load_lora_adapter", key="all", **load).status_code == 403
+        assert server.post("/v1/load_lora_adapter", key="boss", **load).status_code == 200
+    finally:
+        server.close()

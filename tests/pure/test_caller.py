@@ -1,0 +1,83 @@
+"""Protects the caller's side of the contract: what is asked arrives, and what comes back is read."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from manylora.request import Event, FinishReason, Guide, LoraInput, Request, RequestMetrics, SamplingParams
+from manylora.wire.caller import AnswerReader, request_tensors
+from manylora.wire.decode import decode_requests
+from manylora.wire.encode import Reply
+from manylora.wire.table import TENSORRT_LLM
+
+FULL = SamplingParams(
+    max_tokens=9, end_id=2, temperature=0.5, top_k=7, top_p=0.75, min_p=0.25, seed=2**63 + 1, min_tokens=3,
+    repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=-0.5, stop_words=((1, 2), (3,)),
+    bad_words=((4,),), num_return_sequences=2, guide=Guide("lark_grammar", 'start: "é"'),
+    return_log_probs=True, return_context_logits=True, return_generation_logits=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), FULL])
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_request_arrives_as_it_was_sent(params: SamplingParams, streaming: bool) -> None:
+    sent = Request((5, 6, 7), params, streaming=streaming)
+    tensors = request_tensors(sent)
+    kinds = {one.name: one.dtype for one in TENSORRT_LLM.inputs}
+    assert set(tensors) <= set(kinds)
+    [found] = decode_requests(tensors, "", decoupled=True)
+    assert found.request.params == sent.params
+    assert (found.request.prompt, found.request.streaming) == (sent.prompt, streaming)
+    assert found.exclude_input is True
+
+
+def test_biases_and_adapters_arrive() -> None:
+    weights, config = np.ones((1, 2, 4), np.float32), np.ones((1, 2, 3), np.int32)
+    bias = np.arange(5, dtype=np.float32)
+    lora = LoraInput(2**63 + 5, weights, config, name="never told")
+    sent = Request((5,), SamplingParams(logit_bias=bias), lora)
+    [found] = decode_requests(request_tensors(sent), "", decoupled=True)
+    assert (
+        found.request.params.logit_bias is not None
+        and found.request.params.logit_bias.tolist() == bias.tolist()
+    )
+    assert found.request.lora is not None and found.request.lora.task_id == 2**63 + 5
+    assert np.array_equal(found.request.lora.weights, weights)
+    assert np.array_equal(found.request.lora.config, config)
+
+
+def test_answers_are_read_as_events() -> None:
+    request = Request((5, 6), SamplingParams(num_return_sequences=2, return_log_probs=True), streaming=True)
+    writer, reader = Reply(request, None, True), AnswerReader(request)
+    metrics = RequestMetrics(1, adapter_tier="wire")
+    sent = [
+        Event((1, 2), (-0.5, -1.0), 0),
+        Event((3,), (-2.0,), 1, metrics=metrics),
+        Event((4,), (-3.0,), 0, FinishReason.STOP),
+        Event((), (), 1, FinishReason.LENGTH, last=True),
+    ]
+    found = [one for event in sent for one in reader.read(dict(writer.encode(event)), False)]
+    assert reader.done
+    told = [(e.token_ids, e.log_probs, e.sequence_index, e.finish_reason, e.last) for e in found]
+    assert told == [(e.token_ids, e.log_probs, e.sequence_index, e.finish_reason, e.last) for e in sent]
+    assert found[1].metrics is not None and found[1].metrics.adapter_tier == "wire"
+    assert reader.read({}, True) == []
+
+
+def test_a_server_that_tells_no_reason_ends_with_its_final_response() -> None:
+    """As NVIDIA's: output_ids, padded to the longest, sequence_length, and the final marker."""
+    reader = AnswerReader(Request((5,), SamplingParams(max_tokens=3, num_return_sequences=2)))
+    for index, ids in enumerate(([1, 2, 3], [1, 2])):
+        tensors = {
+            "output_ids": np.array([[ids + [2] * (3 - len(ids))]], np.int32),
+            "sequence_length": np.array([[len(ids)]], np.int32),
+            "sequence_index": np.array([[index]], np.int32),
+        }
+        [event] = reader.read(tensors, False)
+        assert (event.token_ids, event.finish_reason, event.last) == (tuple(ids), None, False)
+    ends = reader.read({}, True)
+    assert [(e.sequence_index, e.finish_reason, e.last) for e in ends] == [
+        (0, FinishReason.LENGTH, False),
+        (1, FinishReason.STOP, True),
+    ]

@@ -1,0 +1,146 @@
+"""Protects the OpenAI server on Triton's engine: the reference's answers; clients that leave are noticed."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Running as Triton
+from conftest import World
+
+from manylora.errors import ConfigError
+from manylora.testing import reference_generate
+from manylora.text import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
+from serving import Running, wait_for
+
+NEW = 10
+
+
+@pytest.fixture(scope="module")
+def gateway(server: Triton, world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    root = tmp_path_factory.mktemp("named")
+    for task_id, folder in world.adapters.items():
+        (root / f"adapter-{task_id}").symlink_to(folder)
+    running = Running(
+        model=world.model,
+        device="auto",
+        served_model_name=("base",),
+        triton_url=f"127.0.0.1:{server.grpc}",
+        lora_root=(root,),
+    )
+    yield running
+    running.close()
+
+
+def expected(world: World, prompt: str, task_id: int | None, count: int = NEW) -> str:
+    tokenizer = Tokenizer(world.model)
+    adapter = world.adapters[task_id] if task_id else None
+    return tokenizer.decode(reference_generate(world.model, adapter, tokenizer.encode(prompt), count))
+
+
+def test_adapters_by_name_in_company_answer_as_the_reference(gateway: Running, world: World) -> None:
+    cases = [((None, 1, 2, 3, 4)[i % 5], "Hello "[: 1 + i % 6], i % 2 == 0) for i in range(30)]
+    client = gateway.client()
+
+    def one(case: tuple) -> str:
+        task_id, prompt, stream = case
+        model = f"adapter-{task_id}" if task_id else "base"
+        body: dict[str, Any] = {"model": model, "prompt": prompt, "temperature": 0, "max_tokens": NEW}
+        body["extra_body"] = {"ignore_eos": True}
+        if stream:
+            chunks = client.completions.create(**body, stream=True)
+            return "".join(chunk.choices[0].text for chunk in chunks)
+        return client.completions.create(**body).choices[0].text
+
+    with ThreadPoolExecutor(10) as pool:
+        found = list(pool.map(one, cases))
+    assert found == [expected(world, prompt, task_id) for task_id, prompt, _ in cases]
+    cards = {card["id"]: card for card in gateway.http.get("/v1/models").json()["data"]}
+    assert cards["adapter-2"]["tier"] == "device" and cards["adapter-2"]["rank"] == 16
+
+
+def test_an_adapter_that_triton_forgot_is_sent_again(gateway: Running, world: World) -> None:
+    before = gateway.post(model="adapter-1", prompt="a", temperature=0, max_tokens=4)
+    engine = gateway.app.state.routes_of.service.backend._engine
+    task_id = next(iter(gateway.app.state.routes_of.service.backend.catalog.entries())).version.task_id
+    engine._known[task_id ^ 1] = None  # an id that the server has never seen
+    entry = next(e for e in gateway.app.state.routes_of.service.backend.catalog.entries())
+    assert entry.name == "adapter-1"
+    object.__setattr__(entry.version, "task_id", task_id ^ 1)
+    again = gateway.post(model="adapter-1", prompt="a", temperature=0, max_tokens=4)
+    assert again.json()["choices"] == before.json()["choices"]
+    object.__setattr__(entry.version, "task_id", task_id)
+
+
+def test_fields_reach_the_engine_and_come_back(gateway: Running) -> None:
+    client = gateway.client()
+    body: dict[str, Any] = {"model": "adapter-2", "prompt": "abc", "max_tokens": 6}
+    several = client.completions.create(**body, n=3, seed=4, temperature=2.0, logprobs=0, echo=True)
+    assert [choice.index for choice in several.choices] == [0, 1, 2]
+    assert len({choice.text for choice in several.choices}) > 1
+    assert all(choice.text.startswith("abc") for choice in several.choices)
+    again = client.completions.create(**body, n=3, seed=4, temperature=2.0)
+    assert ["abc" + choice.text for choice in again.choices] == [choice.text for choice in several.choices]
+    top = client.completions.create(**body, temperature=0, logprobs=3).choices[0].logprobs
+    assert all(
+        max(one.values()) == value for one, value in zip(top.top_logprobs, top.token_logprobs, strict=True)
+    )
+    [letter] = gateway.post("/tokenize", prompt="z", add_special_tokens=False).json()["tokens"]
+    biased = client.completions.create(**body, temperature=0, logit_bias={str(letter): 100})
+    assert biased.choices[0].text == "z" * 6
+    narrow = client.completions.create(**body, temperature=50.0, seed=1, extra_body={"min_p": 1.0})
+    assert narrow.choices[0].text == client.completions.create(**body, temperature=0).choices[0].text
+    bound = gateway.post(**body, response_format={"type": "regex", "regex": "(yes|no)"})
+    assert bound.json()["choices"][0]["text"] in ("yes", "no")
+    bad = gateway.post(**body, response_format={"type": "regex", "regex": "("})
+    assert (bad.status_code, bad.json()["error"]["code"]) == (400, "invalid_response_format")
+    chat = gateway.post("/v1/chat/completions", model="base", messages=[{"role": "user", "content": "a"}])
+    assert chat.status_code == 200
+    assert gateway.http.get("/health/model").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_stops_the_engine(gateway: Running, server: Triton, stream: bool) -> None:
+    name = "manylora_adapter_requests_total{"
+
+    def cancelled() -> float:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if line.startswith(name) and 'finish_reason="cancelled"' in line
+        )
+
+    def under_way() -> float:
+        return sum(gateway.metric(f"vllm:num_requests_{state}") for state in ("running", "waiting"))
+
+    before = cancelled()
+    body = {"model": "base", "prompt": "a", "max_tokens": 250, "ignore_eos": True, "stream": stream}
+    text = json.dumps(body).encode()
+    raw = socket.create_connection(("127.0.0.1", int(gateway.url.rpartition(":")[2])))
+    head = "POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"
+    raw.sendall("\r\n".join([*head, f"Content-Length: {len(text)}", "", ""]).encode() + text)
+    wait_for(
+        lambda: gateway.metric("vllm:num_requests_running") + gateway.metric("vllm:num_requests_waiting") > 0
+    )
+    raw.close()
+    wait_for(lambda: cancelled() == before + 1)
+
+
+def test_what_cannot_be_connected_says_so(world: World, server: Triton) -> None:
+    with pytest.raises(ConfigError, match="does not answer"):
+        Running(model=world.model, device="auto", triton_url="127.0.0.1:1")
+    with pytest.raises(ConfigError, match="does not answer"):
+        Running(model=world.model, device="auto", triton_url=f"127.0.0.1:{server.grpc}", triton_model="no")
+    with pytest.raises(ConfigError, match="device has no effect"):
+        Running(model=world.model, device="cpu", triton_url=f"127.0.0.1:{server.grpc}")

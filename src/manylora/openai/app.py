@@ -72,8 +72,8 @@ def make_app(start: Callable[[], Awaitable[Service]]) -> Starlette:
             yield
         finally:
             feed.close()
-            await service.backend.catalog.close()
             await service.backend.close()
+            await service.backend.catalog.close()
 
     routes = [Route(path, _endpoint(name, path), methods=[method]) for method, path, name in ROUTES]
     handlers = {HTTPException: _http_error, Exception: _unexpected}

@@ -107,7 +107,11 @@ class AdapterCatalog:
             self._watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watching
-        self._files.shutdown(wait=True, cancel_futures=True)
+        reading = [entry.reading for entry in self._entries.values() if entry.reading is not None]
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+        await asyncio.get_running_loop().run_in_executor(None, self._files.shutdown)
         self.disk.close()
 
     def entries(self) -> list[Entry]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import uvicorn
 
@@ -33,12 +33,12 @@ class Running:
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})
         self._thread.start()
         wait_for(lambda: self._server.started)
-        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.http = httpx2.Client(base_url=self.url, timeout=60)
 
     def client(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
 
-    def post(self, path: str = "/v1/completions", key: str = "", **body: Any) -> httpx.Response:
+    def post(self, path: str = "/v1/completions", key: str = "", **body: Any) -> httpx2.Response:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         return self.http.post(path, json=body, headers=headers)
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from serving import DEMO, Running
 
@@ -111,7 +111,7 @@ def complaint(server: Running, request: dict[str, Any]) -> str | None:
     """What is wrong with the answer."""
     try:
         answer = server.http.request(**request, timeout=60)
-    except httpx.HTTPError as error:
+    except httpx2.HTTPError as error:
         return f"{type(error).__name__}: no answer"
     text = answer.text
     if answer.status_code >= 500 or '"internal_error"' in text:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import openai
 import pytest
@@ -55,7 +55,7 @@ def ask(server: Running, model: str, **body: Any) -> str:
     return answer.json()["choices"][0]["text"].strip()
 
 
-def code_of(answer: httpx.Response) -> str:
+def code_of(answer: httpx2.Response) -> str:
     """The stable code, from an error object that tells nothing of the server."""
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}

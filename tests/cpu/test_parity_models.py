@@ -27,7 +27,14 @@ from manylora.model.families import FAMILIES as ARCHITECTURES
 from manylora.model.weights import load_decoder
 from manylora.parity import Driver, agree, linear_names, make_kind, read_from
 from manylora.request import LoraInput, Request, SamplingParams
-from manylora.testing import FAMILIES, make_adapter, make_model, reference_generate, reference_logits
+from manylora.testing import (
+    FAMILIES,
+    MOE_FAMILIES,
+    make_adapter,
+    make_model,
+    reference_generate,
+    reference_logits,
+)
 
 # Lengths of the sequences in one batch, and what each runs under.
 LENGTHS = (1, 37, 18, 60, 23)
@@ -62,7 +69,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_architecture_has_a_tiny_model() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-    made = {CLASSES[kind] for kind, _ in FAMILIES.values()}
+    made = {CLASSES[kind] for kind, _ in (FAMILIES | MOE_FAMILIES).values()}
     assert made | {"Gemma3ForConditionalGeneration"} == set(ARCHITECTURES)
 
 

@@ -3,6 +3,7 @@ exact as making the weight wide first, and the engine answers with adapters on s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from manylora.testing import make_model
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 ALGOS = ("W8A16", "W4A16", "FP8")
+OPS = {type(ops).__name__: ops for ops in (open_device("cpu").ops, CpuOps(), ReferenceOps())}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -65,7 +67,7 @@ def test_four_bits_are_the_nearest_there_are(
     assert made.nbytes <= 0.75 * 32 * columns
 
 
-@pytest.mark.parametrize("ops", [CpuOps(), ReferenceOps()])
+@pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("algo", ALGOS)
 @pytest.mark.parametrize("tokens", [1, 7, 70])
@@ -83,7 +85,7 @@ def test_products_are_as_exact_as_of_wide_weights(
     )
     found = ops.linear(x, packed, bias)
     assert found.dtype == dtype and found.shape == (tokens, 80)
-    assert _distance(found, truth) <= 1.05 * _distance(wide, truth) + 1e-7
+    assert _distance(found, truth) <= 1.05 * _distance(wide, truth) + 3e-7 * float(truth.abs().mean())
     plain = ops.linear(x[:, :], packed, None)
     assert torch.allclose(plain + bias, found, rtol=0.02, atol=0.02)
 
@@ -107,19 +109,18 @@ def test_a_decoder_is_that_of_its_wide_weights(tmp_path: Path, algo: str) -> Non
     model = make_model(tmp_path / "model", "llama-biases", seed=5)
     device, config = open_device("cpu"), read_model_config(model)
     quant = QuantConfig(algo, group_size=32, exclude_modules=["*.1.self_attn.o_proj"])
-    plain = load_decoder(model, config, torch.float32, device)
+    plain = load_decoder(model, config, torch.float32, replace(device, ops=ReferenceOps()))
     made = load_decoder(model, config, torch.float32, device, quant=quant)
-    assert made.weight_bytes < 0.6 * plain.weight_bytes
+    assert made.weight_bytes < 0.7 * plain.weight_bytes
     x = torch.randn(5, 64)
     for layer, (a, b) in enumerate(zip(plain._blocks, made._blocks, strict=True)):
         for name in ("qkv", "out"):
             ours, theirs = getattr(b.attention, name), getattr(a.attention, name)
             kept = (layer, name) == (1, "out")
-            assert isinstance(ours.weight, torch.Tensor) == kept
+            assert (ours.weight.nbytes >= theirs.weight.nbytes) == kept
             expected = theirs(x, None)
             if not kept:
-                dense = theirs.weight.to_dense()
-                expected = F.linear(x, quantise(dense, quant).wide(), theirs.bias)
+                expected = F.linear(x, quantise(theirs.weight, quant).wide(), theirs.bias)
             assert torch.allclose(ours(x, None), expected, atol=1e-4)
 
 

@@ -17,7 +17,7 @@ from manylora.model.weights import compute_dtype
 
 __all__ = ["LocalTarget", "Sampler", "open_llm"]
 
-PERIOD_S = 0.05
+PERIOD_S = 0.02
 
 
 class LocalTarget:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -175,7 +176,9 @@ class CompiledOps(CpuOps):
             table.clear()
         found = [(t, segment.rows.get((layer, t.module_id))) for t in targets]
         places = [(t.start, t.width, row.offset, row.rank, row.dora) for t, row in found if row is not None]
-        if any(dora or rank > LARGEST_RANK for *_, rank, dora in places):
+        columns = sorted((start, start + width) for start, width, *_ in places)
+        shared = any(stop > start for (_, stop), (start, _) in pairwise(columns))  # threads would collide
+        if shared or any(dora or rank > LARGEST_RANK for *_, rank, dora in places):
             known: _Parts = (segment.rows, None, -1)
         elif places:
             known = (segment.rows, np.array([place[:4] for place in places], np.int64), len(places))

@@ -18,7 +18,7 @@ from manylora.cli import main
 def test_a_server_answers_as_the_engine_in_this_process(
     server: Running, world: World, tmp_path: Path, streaming: bool
 ) -> None:
-    first = 900 + 10 * streaming
+    first = 7000 + 10 * streaming
     adapters = [LoRARequest(f"a{i}", first + i, str(world.adapters[i])) for i in (1, 2, 3)]
     requests = [
         BenchRequest(i, None if i % 2 else "Hi", (7, i + 1) if i % 2 else None, 6, [None, *adapters][i % 4])

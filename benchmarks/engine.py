@@ -23,11 +23,12 @@ import resource
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from manylora.config import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -118,6 +119,15 @@ def warm(loop: EngineLoop, loras: list[LoraInput | None]) -> None:
         assert event.error is None, event.error
 
 
+def store_as(path: Path, dtype: str) -> None:
+    """Rewrite a float32 checkpoint; the engine then computes as it does by itself for such a model."""
+    file = path / "model.safetensors"
+    weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    (path / "config.json").write_text(json.dumps(config | {"dtype": dtype}), encoding="utf-8")
+
+
 def roofline(dtype: torch.dtype) -> tuple[float, float]:
     """Bytes per second of a large copy (read), FLOPs per second of a large GEMM."""
     big = torch.ones(256 * 2**20 // 4)
@@ -133,23 +143,46 @@ def roofline(dtype: torch.dtype) -> tuple[float, float]:
     return bandwidth, 10 * 2 * 1024**3 / (time.perf_counter() - began)
 
 
-def ideal_ratio(
-    case: Case, modules: dict[int, LoraModule], loop: EngineLoop, limits: tuple, size: int
-) -> float:
-    """Of a decode step of AT_ONCE sequences: time of the base by time with this case's adapters."""
-    weights = loop.stats().weight_bytes
-    bandwidth, rate = limits
-    layers = loop._engine.model.num_layers
-    base = max(weights / bandwidth, 2 * weights / size * AT_ONCE / rate)
-    if not case.adapters:
-        return 1.0
-    per_rank = layers * sum(modules[m].in_dim + modules[m].out_dim for m in case.modules)
-    distinct = min(case.adapters, AT_ONCE)
-    ranks = [case.ranks[i % len(case.ranks)] for i in range(distinct)]
-    extra_bytes = sum(ranks) * per_rank * size
-    extra_flops = 2 * sum(ranks) / distinct * per_rank * AT_ONCE
-    both = max((weights + extra_bytes) / bandwidth, (2 * weights / size * AT_ONCE + extra_flops) / rate)
-    return base / both
+@dataclass(frozen=True)
+class Ideal:
+    """Times of this machine at its limits: bytes at the measured bandwidth, FLOPs at the measured rate."""
+
+    weights: int  # of the layers
+    head: int  # weights that only rows with logits meet
+    weight_size: int  # bytes of one
+    adapter_size: int
+    bandwidth: float
+    rate: float
+
+    def step(self, extra_bytes: float = 0, extra_flops: float = 0) -> float:
+        """Seconds of a decode step of AT_ONCE sequences."""
+        weights = self.weights + self.head
+        flops = 2 * weights * AT_ONCE + extra_flops
+        return max((weights * self.weight_size + extra_bytes) / self.bandwidth, flops / self.rate)
+
+    def throughput(self) -> float:
+        """Output tokens per second of the whole base run, prompts included."""
+        prompts = 2 * self.weights * PROMPT * REQUESTS / self.rate
+        return REQUESTS * OUTPUT / (prompts + REQUESTS / AT_ONCE * OUTPUT * self.step())
+
+    def ratio(self, case: Case, modules: dict[int, LoraModule], layers: int) -> float:
+        """Of a decode step: time of the base by time with this case's adapters."""
+        if not case.adapters:
+            return 1.0
+        per_rank = layers * sum(modules[m].in_dim + modules[m].out_dim for m in case.modules)
+        distinct = min(case.adapters, AT_ONCE)
+        ranks = [case.ranks[i % len(case.ranks)] for i in range(distinct)]
+        extra_bytes = sum(ranks) * per_rank * self.adapter_size
+        return self.step() / self.step(extra_bytes, 2 * sum(ranks) / distinct * per_rank * AT_ONCE)
+
+
+def ideal_of(engine: Engine) -> Ideal:
+    model, size = engine.model, getattr(torch, engine.model.dtype).itemsize
+    embedding = model.vocab_size * model.hidden_size
+    total = engine.stats().weight_bytes // size
+    bandwidth, rate = roofline(engine._decoder.dtype)
+    pool = engine.adapters._pool.flat
+    return Ideal(total - 2 * embedding, embedding, size, pool.element_size(), bandwidth, rate)
 
 
 def main() -> None:
@@ -163,22 +196,22 @@ def main() -> None:
     options = parser.parse_args()
     wanted = options.cases.split(",")
     cases = [case for case in CASES if case.name in wanted or case.name == BASE]
-    limits = roofline(getattr(torch, options.dtype))
-    print(f"read bandwidth {limits[0] / 1e9:.1f} GB/s, GEMM {limits[1] / 1e9:.0f} GFLOP/s", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         from manylora.testing import make_model
 
         kind, shape = MODELS[options.model]
         path = make_model(Path(folder) / "model", kind, **COMMON, **shape)
+        store_as(path, options.dtype)
         began = time.perf_counter()
         lora = LoraCacheConfig(gpu_memory_bytes=2**31, host_memory_bytes=2**31)
-        engine = Engine(EngineConfig(path, device="cpu", dtype=options.dtype, max_batch_size=AT_ONCE,
+        engine = Engine(EngineConfig(path, device="cpu", max_batch_size=AT_ONCE,
                                      enable_kv_cache_reuse=False, lora=lora))  # fmt: skip
         started = time.perf_counter() - began
-        modules = lora_modules(engine.model)
+        modules, ideal = lora_modules(engine.model), ideal_of(engine)
+        print(f"read bandwidth {ideal.bandwidth / 1e9:.1f} GB/s, GEMM {ideal.rate / 1e9:.0f} GFLOP/s: at most "
+              f"{ideal.throughput():.0f} tokens/s", flush=True)  # fmt: skip
         loop = EngineLoop(engine)
         throughput(loop, [None])
-        size = getattr(torch, options.dtype).itemsize
         results: dict[str, list[float]] = {case.name: [] for case in cases}
         ttft: dict[str, list[float]] = {case.name: [] for case in cases}
         ids: dict[str, list[LoraInput | None]] = {}
@@ -194,17 +227,18 @@ def main() -> None:
                 ttft[case.name].append(first)
             print(f"round {number + 1} done", flush=True)
         base = statistics.median(results[BASE])
-        print(f"\n{options.model}, {options.dtype}, started in {started:.1f} s")
+        print(f"\n{options.model}, {options.dtype}, started in {started:.1f} s, base at "
+              f"{base / ideal.throughput():.2f} of the limit")  # fmt: skip
         print(f"{'case':12} {'tokens/s':>9} {'of base':>8} {'ideal':>6} {'TTFT ms':>8}")
         for case in cases:
             rate = statistics.median(results[case.name])
-            best = ideal_ratio(case, modules, loop, limits, size)
+            best = ideal.ratio(case, modules, engine.model.num_layers)
             first = statistics.median(ttft[case.name]) * 1000
             print(f"{case.name:12} {rate:9.0f} {rate / base:8.2f} {best:6.2f} {first:8.0f}")
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         print(f"peak resident memory {peak:.2f} GiB")
         loop.close()
-        print(json.dumps({"results": results, "ttft": ttft, "limits": limits, "start_s": started,
+        print(json.dumps({"results": results, "ttft": ttft, "ideal": asdict(ideal), "start_s": started,
                           "peak_gib": peak, **vars(options)}))  # fmt: skip
 
 

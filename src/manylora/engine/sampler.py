@@ -29,10 +29,9 @@ def sample(logits: Tensor, rows: Rows[Row]) -> tuple[list[int], list[float | Non
     logits [L, vocab] float32, changed in place; row i is for rows[i].
     """
     if all(_is_plain(sequence) for sequence, _ in rows):  # one wait for the device, not three
-        finite = torch.isfinite(logits).all(dim=-1)
-        return torch.where(finite, torch.argmax(logits, dim=-1), NOT_FINITE).tolist(), [None] * len(rows)
+        return torch.where(_are_finite(logits), _best(logits), NOT_FINITE).tolist(), [None] * len(rows)
     broken = adjust(logits, rows)
-    tokens = torch.argmax(logits, dim=-1).tolist()
+    tokens = _best(logits).tolist()
     drawn = [i for i, (s, _) in enumerate(rows) if not s.request.params.greedy and not broken[i]]
     if drawn:
         _scale(logits, drawn, rows)
@@ -47,7 +46,7 @@ def sample(logits: Tensor, rows: Rows[Row]) -> tuple[list[int], list[float | Non
 
 def adjust(logits: Tensor, rows: Rows[Row]) -> list[bool]:
     """Apply biases, penalties, bans and guides in place. Returns which rows were not finite before."""
-    broken = (~torch.isfinite(logits).all(dim=-1)).tolist()
+    broken = (~_are_finite(logits)).tolist()
     for row, (sequence, length) in enumerate(rows):
         if broken[row]:
             continue
@@ -56,6 +55,18 @@ def adjust(logits: Tensor, rows: Rows[Row]) -> list[bool]:
         if sequence.matcher is not None:
             _apply_guide(logits[row], sequence)
     return broken
+
+
+def _are_finite(logits: Tensor) -> Tensor:
+    """Of each row. One NaN or infinity makes the sum one; looking at every logit costs thirty times more."""
+    return torch.isfinite(logits.sum(dim=-1))
+
+
+def _best(logits: Tensor) -> Tensor:
+    """The first largest logit of each row. NumPy's search is several times faster than torch's on a CPU."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return torch.argmax(logits, dim=-1)
 
 
 def uniform(seed: int, index: int, position: int) -> float:

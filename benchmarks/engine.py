@@ -208,8 +208,8 @@ def main() -> None:
                                      enable_kv_cache_reuse=False, lora=lora))  # fmt: skip
         started = time.perf_counter() - began
         modules, ideal = lora_modules(engine.model), ideal_of(engine)
-        print(f"read bandwidth {ideal.bandwidth / 1e9:.1f} GB/s, GEMM {ideal.rate / 1e9:.0f} GFLOP/s: at most "
-              f"{ideal.throughput():.0f} tokens/s", flush=True)  # fmt: skip
+        print(f"read bandwidth {ideal.bandwidth / 1e9:.1f} GB/s, GEMM {ideal.rate / 1e9:.0f} GFLOP/s: "
+              f"at most {ideal.throughput():.0f} tokens/s", flush=True)  # fmt: skip
         loop = EngineLoop(engine)
         throughput(loop, [None])
         results: dict[str, list[float]] = {case.name: [] for case in cases}

@@ -5,6 +5,7 @@
 # make parity  every model family and kind of adapter beside transformers + PEFT, as a table; takes minutes
 # make test-gpu    the tests that need a CUDA GPU, and the GPU's kernels on it
 # make bench-gpu   the GPU benchmark, with any Python that has torch, triton and numpy
+# make bench   the engine with and without adapters, against this machine's limits; under 5 minutes
 # make browser Chromium for the tests of the page (Debian, Ubuntu; they are skipped without it)
 PYTHON ?= $(firstword $(foreach v,3.11 3.12,$(shell command -v python$(v))) $(shell command -v python3))
 TORCH_INDEX ?=
@@ -12,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo serve test check parity browser test-gpu bench-gpu clean
+.PHONY: demo serve test check parity bench browser test-gpu bench-gpu clean
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo/run.py demo
@@ -33,6 +34,9 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench: $(STAMP)
+	@$(BIN)/python benchmarks/engine.py --rounds 2 --dtype bfloat16
 
 parity: $(STAMP)
 	@$(BIN)/python -m manylora.parity

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""What the server costs: tokens per second through the ensemble over gRPC, against the engine in-process.
+"""What the servers cost: tokens per second through the ensemble over gRPC and through the OpenAI server over
+HTTP, against the engine in-process.
 
 Same model, same requests, same number of streams, in turns within one run; prints every round and the ratio
 of the medians. The model's step is the work; everything the server adds is overhead: with a step of s seconds
-and n streams the engine makes n / s tokens per second, and the server must carry as many responses.
+and n streams the engine makes n / s tokens per second, and a server must carry as many responses. Client,
+server and engine share the cores here.
 
     overhead.py --streams 64 --rounds 3
 
-Needs the ports 8000 to 8002 free, and an otherwise idle machine.
+Needs the ports 8000 to 8003 free, and an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import asyncio
 import json
 import queue
+import socket
 import statistics
 import subprocess
 import sys
@@ -33,6 +36,7 @@ from manylora.request import Request, SamplingParams
 from manylora.text import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
+OPENAI_PORT = 8003
 TEXT = "Tell me about Japan. \nAnswer:"
 
 
@@ -114,6 +118,49 @@ async def _ask(inputs: list[grpc.InferInput], streams: int, tokens: int) -> floa
         return streams * tokens / (time.perf_counter() - began)
 
 
+def through_openai(model: Path, streams: int, tokens: int) -> float:
+    command = [sys.executable, "-m", "manylora.cli", "serve", model, "--port", str(OPENAI_PORT)]
+    server = subprocess.Popen(
+        [*command, "--max-batch-size", str(streams), "--device", "cpu", "--log-level", "warning"]
+    )
+    try:
+        until = time.monotonic() + 60
+        while server.poll() is None and time.monotonic() < until:
+            try:
+                with socket.create_connection(("127.0.0.1", OPENAI_PORT)):
+                    break
+            except OSError:
+                time.sleep(0.1)
+        return [asyncio.run(_ask_openai(streams, tokens)) for _ in range(2)][-1]
+    finally:
+        server.terminate()
+        server.wait()
+
+
+async def _ask_openai(streams: int, tokens: int) -> float:
+    """Bytes as they come, until the server closes: the client is to cost as little as it can."""
+    body = json.dumps(
+        {"model": "model", "prompt": TEXT, "max_tokens": tokens, "temperature": 0, "stream": True,
+         "ignore_eos": True}
+    ).encode()  # fmt: skip
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+
+    async def one() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", OPENAI_PORT)
+        writer.write(head.encode() + body)
+        answer = await reader.read()
+        if not answer.startswith(b"HTTP/1.1 200") or b"[DONE]" not in answer:
+            raise RuntimeError(answer[:500].decode())
+        writer.close()
+
+    began = time.perf_counter()
+    await asyncio.gather(*(one() for _ in range(streams)))
+    return streams * tokens / (time.perf_counter() - began)
+
+
 def fill(repo: Path, model: Path, streams: int) -> None:
     import shutil
 
@@ -146,17 +193,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         model = make_model(work / "model", options.hidden, options.layers)
-        engine, server = [], []
+        rates: dict[str, list[float]] = {"engine": [], "triton": [], "openai": []}
         for number in range(options.rounds):
-            engine.append(in_process(model, options.streams, options.tokens))
-            server.append(through_the_server(model, work, options.streams, options.tokens))
-            print(
-                f"round {number + 1}: engine {engine[-1]:.0f} tokens/s, server {server[-1]:.0f}", flush=True
-            )
-    ratio = statistics.median(server) / statistics.median(engine)
-    print(f"median: engine {statistics.median(engine):.0f}, server {statistics.median(server):.0f}, "
-          f"ratio {ratio:.3f}")  # fmt: skip
-    print(json.dumps({"engine": engine, "server": server, "ratio": ratio, **vars(options)}))
+            rates["engine"].append(in_process(model, options.streams, options.tokens))
+            rates["triton"].append(through_the_server(model, work, options.streams, options.tokens))
+            rates["openai"].append(through_openai(model, options.streams, options.tokens))
+            found = ", ".join(f"{name} {values[-1]:.0f}" for name, values in rates.items())
+            print(f"round {number + 1}: {found} tokens/s", flush=True)
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    for name, median in medians.items():
+        print(f"{name:8} {median:6.0f} tokens/s, {median / medians['engine']:.3f} of the engine")
+    print(json.dumps({"rates": rates, "medians": medians, **vars(options)}))
 
 
 if __name__ == "__main__":

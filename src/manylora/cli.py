@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -28,7 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"manylora: there is no command {name!r}\n{_usage()}", file=sys.stderr)
         return 2
-    return import_module(COMMANDS[name][0]).main(given[1:])
+    try:
+        return import_module(COMMANDS[name][0]).main(given[1:])
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _usage() -> str:

@@ -25,6 +25,7 @@ from manylora.llmapi.decoding import decoding_of
 from manylora.llmapi.sizing import lora_cache_config, no_lora_cache_config
 from manylora.lora.geometry import plan_cache
 from manylora.lora.modules import lora_modules
+from manylora.model.checkpoint import read_model_config
 from manylora.request import Guide
 from manylora.text import Tokenizer
 
@@ -309,16 +310,19 @@ def test_cache_sizes_come_from_the_cache_config_without_max_loras() -> None:
 
 
 def test_target_modules_are_completed_inferred_or_all() -> None:
+    demo = read_model_config(CHINESE.parents[1] / "base")
     shape = model(256, 128, 2)
 
-    def targets(**given: object) -> set[str]:
+    def targets(shape: ModelConfig = shape, **given: object) -> set[str]:
         config = lora_cache_config(LoraConfig(**given), PeftCacheConfig(), shape)  # type: ignore[arg-type]
         return {module.name for module in lora_modules(shape, config.target_modules).values()}
 
     assert LoraConfig(lora_target_modules=["attn_k", "mlp_gate"]).missing_qkv_modules == ["attn_q", "attn_v"]
     assert LoraConfig(lora_target_modules=["mlp_gate"]).missing_qkv_modules == []
     assert targets(lora_target_modules=["attn_q", "attn_dense"]) == {"attn_qkv", *QKV, "attn_dense"}
-    assert targets(lora_dir=[str(CHINESE)]) == {"attn_qkv", *QKV}
+    assert targets(demo, lora_dir=[str(CHINESE)]) == {"attn_qkv", *QKV}
+    with pytest.raises(ConfigError, match="made for another model"):
+        targets(lora_dir=[str(CHINESE)])
     assert targets() == {module.name for module in lora_modules(shape).values()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from manylora.lora.catalog import read_adapter_folder
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft import ATTENTION_IDS, MLP_IDS
 from manylora.lora.formats.peft_experts import EXPERT_PATHS
-from manylora.lora.modules import MODULE_NAMES, lora_modules
+from manylora.lora.modules import MODULE_NAMES, LoraModule, lora_modules
 
 __all__ = ["built_lora_config", "lora_cache_config", "no_lora_cache_config", "parameter_names"]
 
@@ -44,7 +45,7 @@ def lora_cache_config(
     if not lora.swap_gate_up_proj_lora_b_weight:
         raise ConfigError("swap_gate_up_proj_lora_b_weight=False is not supported: leave it out")
     _check_names(lora)
-    targets = _targets(lora, base)
+    targets = _targets(lora, model, base)
     counted = sum(module.counted for module in lora_modules(model, targets).values())
     rows = lora.max_lora_rank * model.num_layers * counted
     return LoraCacheConfig(
@@ -95,7 +96,7 @@ def parameter_names(text: str) -> str:
     return text
 
 
-def _targets(lora: LoraConfig, base: BaseWeights | None) -> tuple[str, ...]:
+def _targets(lora: LoraConfig, model: ModelConfig, base: BaseWeights | None) -> tuple[str, ...]:
     if lora.lora_target_modules:
         return (*lora.lora_target_modules, *lora.missing_qkv_modules)
     if not lora.lora_dir:
@@ -105,11 +106,14 @@ def _targets(lora: LoraConfig, base: BaseWeights | None) -> tuple[str, ...]:
         )
         return ()
     nemo = lora.lora_ckpt_source == "nemo"
-    names = {name for folder in lora.lora_dir for name in _modules_of(Path(folder), nemo, base)}
+    modules = lora_modules(model)
+    names = {name for folder in lora.lora_dir for name in _modules_of(Path(folder), nemo, modules, base)}
     return tuple(name for name in MODULE_NAMES if name in names)
 
 
-def _modules_of(folder: Path, nemo: bool, base: BaseWeights | None) -> set[str]:
+def _modules_of(
+    folder: Path, nemo: bool, modules: Mapping[int, LoraModule], base: BaseWeights | None
+) -> set[str]:
     """Names of the modules that an adapter has."""
     config = folder / "adapter_config.json"
     if not (nemo or (folder / "model.lora_weights.npy").exists()):
@@ -120,7 +124,7 @@ def _modules_of(folder: Path, nemo: bool, base: BaseWeights | None) -> set[str]:
         if not any(folder.glob("adapter_model.*")):
             raise ValueError(f"adapter_model file does not exist in {folder}")
     try:
-        _, rows = read_adapter_folder(folder, base)
+        _, rows = read_adapter_folder(folder, base, modules)
     except AdapterError as error:
         raise ConfigError(f"lora_dir {folder}: {error}") from error
     return {MODULE_NAMES[module_id] for module_id in rows[0, :, 0].tolist()}

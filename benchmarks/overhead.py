@@ -119,7 +119,7 @@ async def _ask(inputs: list[grpc.InferInput], streams: int, tokens: int) -> floa
 
 
 def through_openai(model: Path, streams: int, tokens: int) -> float:
-    command = [sys.executable, "-m", "manylora.cli", "serve", model, "--port", str(OPENAI_PORT)]
+    command = [sys.executable, "-m", "manylora.commands.serve", model, "--port", str(OPENAI_PORT)]
     server = subprocess.Popen(
         [*command, "--max-batch-size", str(streams), "--device", "cpu", "--log-level", "warning"]
     )

@@ -2,8 +2,9 @@
  *
  * W [out, in] is packed in panels of PANEL outputs: [panels, in, PANEL], the last one padded with zeros. A tile of
  * up to TILE_ROWS rows of x and one panel is summed in registers; x is read as it lies. With few rows this streams
- * W once, at the speed of memory; with many, a block of W is widened once for all tiles. The sums of a row are
- * made in the same order whatever rows come with it. */
+ * W once, at the speed of memory; with many, a block of W is widened once for all tiles. While a block is
+ * multiplied the next one is fetched, so that memory and arithmetic work at once. The sums of a row are made in the
+ * same order whatever rows come with it. */
 
 #include "vectors.h"
 
@@ -27,6 +28,8 @@ typedef struct {
     int64_t y_stride, x_stride, columns;
     const float *scale, *bias; /* of this panel; NULL: none */
     int adds;                  /* to y, which holds the products of the depths before */
+    const char *next;          /* to be fetched meanwhile, */
+    int64_t hop;               /* so many bytes for each input */
 } Tile;
 
 /* Takes a tile's sums, rows of PANEL, to y. Apart from the sums, so that they are compiled once for each height. */
@@ -47,7 +50,10 @@ INLINE void tile(const int rows, const Kind kind, Tile t, const char *w, int64_t
         UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = all(0);
     for (int64_t k = 0; k < depth; k++, w += step) {
         vector in[VECTORS];
-        for (int64_t line = 0; line < step; line += 64) __builtin_prefetch(w + 16 * step + line);
+        const char *soon = t.next + k * t.hop;
+        __builtin_prefetch(soon, 0, 2);
+        if (t.hop > 64) __builtin_prefetch(soon + 64, 0, 2);
+        if (t.hop > 128) __builtin_prefetch(soon + 128, 0, 2);
         UNROLL for (int v = 0; v < VECTORS; v++) in[v] = widen(kind, w + v * LANES * size_of(kind));
         UNROLL for (int r = 0; r < rows; r++) {
             const vector one = all(t.x[r * t.x_stride + k]);
@@ -67,10 +73,13 @@ INLINE void tiles(const Kind kind, Tile t, int64_t rows, const char *w, int64_t 
     const int64_t count = (rows + TILE_ROWS - 1) / TILE_ROWS;
     float *const y = t.y;
     const float *const x = t.x;
+    const char *const next = t.next;
+    t.hop = (t.hop + count - 1) / count; /* each tile fetches its share */
     for (int64_t i = 0; i < count; i++) { /* of equal height: 9 rows are 4 and 5 */
         const int64_t start = rows * i / count, stop = rows * (i + 1) / count;
         t.y = y + start * t.y_stride;
         t.x = x + start * t.x_stride;
+        t.next = next + i * t.hop * depth;
         switch (stop - start) {
             CASE(1) CASE(2) CASE(3) CASE(4)
 #ifdef __AVX512F__
@@ -84,7 +93,8 @@ INLINE void linear(const Kind kind, float *y, int64_t y_stride, const float *x, 
                    const char *w, int64_t in, int64_t out, const float *scale, const float *bias) {
     const int64_t panels = (out + PANEL - 1) / PANEL, step = PANEL * size_of(kind);
     const int widens = rows > (kind == FLOAT32 ? 4 : 1) * TILE_ROWS; /* float32: only a copy that lies well */
-#pragma omp parallel for schedule(dynamic, 1)
+    const int64_t run = panels < 16 ? 1 : 4; /* panels in a row, so that the next one is this thread's, too */
+#pragma omp parallel for schedule(dynamic, run)
     for (int64_t p = 0; p < panels; p++) {
         float wide[BLOCK * PANEL];
         const int64_t column = p * PANEL;
@@ -92,7 +102,8 @@ INLINE void linear(const Kind kind, float *y, int64_t y_stride, const float *x, 
             const int64_t depth = least(in - k, BLOCK);
             const char *part = w + (p * in + k) * step;
             const Tile t = {y + column, x + k, y_stride, x_stride, least(out - column, PANEL),
-                            scale ? scale + column : NULL, bias ? bias + column : NULL, k > 0};
+                            scale ? scale + column : NULL, bias ? bias + column : NULL, k > 0,
+                            part + depth * step, step};
             if (!widens) {
                 tiles(kind, t, rows, part, depth);
                 continue;

@@ -91,7 +91,7 @@ def test_attention_reads_pages_as_the_reference_does(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize("rows", [0, 1, 5, 70])
 @pytest.mark.parametrize("biased", [True, False])
 def test_a_packed_linear_is_the_linear(ops: CpuOps, rows: int, dtype: torch.dtype, biased: bool) -> None:
     torch.manual_seed(0)

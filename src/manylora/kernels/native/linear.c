@@ -94,6 +94,7 @@ INLINE void linear(const Kind kind, float *y, int64_t y_stride, const float *x, 
     const int64_t panels = (out + PANEL - 1) / PANEL, step = PANEL * size_of(kind);
     const int widens = rows > (kind == FLOAT32 ? 4 : 1) * TILE_ROWS; /* float32: only a copy that lies well */
     const int64_t run = panels < 16 ? 1 : 4; /* panels in a row, so that the next one is this thread's, too */
+    if (!rows) return;
 #pragma omp parallel for schedule(dynamic, run)
     for (int64_t p = 0; p < panels; p++) {
         float wide[BLOCK * PANEL];

@@ -209,10 +209,10 @@ WEIGHTS = {
 
 
 def refused_at_once(path: Path, reason: str) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(AdapterInvalidError, match=reason) as raised:
         read_source(find_source(path), allow_bin=True)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
     assert str(path.parent) not in str(raised.value)
     assert "\n" not in str(raised.value)
     assert not RAN.exists()

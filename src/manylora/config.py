@@ -59,7 +59,7 @@ class EngineConfig:
 
     model_dir: Path
     device: str = "auto"  # auto, cpu, cuda, cuda:N
-    dtype: str = "auto"  # auto: as the checkpoint says on a GPU; on a CPU float32 for float16 checkpoints
+    dtype: str = "auto"  # the checkpoint's; float32 where a CPU does not compute that itself
     max_batch_size: int = 64  # sequences in one step; each beam counts
     max_beam_width: int = 1
     tokenizer_dir: Path | None = None  # for guided decoding; None: such requests are refused

@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_kernels import needs_compiler
 
-from manylora.kernels import native
-from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.experts import pair_up
 from manylora.kernels.reference import ReferenceOps
@@ -17,15 +14,6 @@ from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment, LoraTarget
 EXPERTS, IN, WIDTHS = 5, 48, (32, 24)
 TARGETS = tuple(LoraTarget(13 + m, sum(WIDTHS[:m]), width) for m, width in enumerate(WIDTHS))
 LAYER = 3
-
-
-@pytest.fixture(params=["torch", pytest.param("native", marks=needs_compiler)])
-def ops(request: pytest.FixtureRequest) -> CpuOps:
-    if request.param == "torch":
-        return CpuOps()
-    library = native.load()
-    assert library is not None
-    return CompiledOps(library)
 
 
 def batch_of(lengths: list[int], ranks: list[int]) -> tuple[LoraBatch, list[dict]]:

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 
 from manylora.kernels import native
-from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraSegment, LoraTarget
 
 IN, WIDTHS = 48, (32, 16, 80)
 TARGETS = tuple(LoraTarget(m, sum(WIDTHS[:m]), width) for m, width in enumerate(WIDTHS))
-needs_compiler = pytest.mark.skipif(
-    not (shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")), reason="needs a C compiler"
-)
-
-
-@pytest.fixture(params=["torch", pytest.param("native", marks=needs_compiler)])
-def ops(request: pytest.FixtureRequest) -> CpuOps:
-    if request.param == "torch":
-        return CpuOps()
-    library = native.load()
-    assert library is not None
-    return CompiledOps(library)
 
 
 def lora_batch(lengths: list[int], ranks: list[int], dora: bool = False) -> LoraBatch:

@@ -35,13 +35,6 @@ KEYS = {"all": ["*"], "chinese-only": ["chinese"], "boss": ["*"]}
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("adapters")
-    shutil.copytree(DEMO / "adapters", folder, dirs_exist_ok=True)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def server(root: Path) -> Iterator[Running]:
     running = Running(lora_root=(root,), allow_runtime_lora_updating=True, drain_seconds=30.0)
     yield running

@@ -20,13 +20,6 @@ KEYS = {"boss": ["*"], "one": ["chinese"], "other": ["nothing-*"]}
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("adapters")
-    shutil.copytree(DEMO / "adapters", folder, dirs_exist_ok=True)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def server(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     keys = [
         {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "adapters": adapters}

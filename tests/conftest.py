@@ -1,5 +1,5 @@
-"""What several tests start from. Without a GPU the kernels in the Triton language run under its interpreter; it
-must be told before they are imported, and any test may import them."""
+"""What several tests start from. Without a GPU the kernels in the Triton language run under its interpreter;
+it must be told before they are imported, and any test may import them."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,8 +94,8 @@ def allocate_kv(
 ) -> Tensor:
     """The cache itself: [layers, 2, blocks, tokens_per_block, kv_heads, head_dim], zeros.
 
-    Zeros matter: masked positions are multiplied by a probability of 0, which must not meet a NaN. On Linux
-    fresh zero pages cost no memory until they are written.
+    Zeros matter: masked positions are multiplied by a probability of 0, which must not meet a NaN. On a CPU
+    they are the system's, which cost no memory until they are written; torch.zeros would write them.
     """
     shape = (
         model.num_layers,
@@ -105,8 +106,10 @@ def allocate_kv(
         model.head_dim,
     )
     try:
+        if device.type == "cpu":
+            return torch.from_numpy(np.zeros(plan.num_bytes, np.uint8)).view(dtype).view(shape)
         return torch.zeros(shape, dtype=dtype, device=device)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         raise ConfigError(
             f"the KV cache of {plan.num_bytes} bytes cannot be allocated; "
             "lower kv_cache_free_gpu_mem_fraction"

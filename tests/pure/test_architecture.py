@@ -28,7 +28,7 @@ LLMAPI = [
     "generation", "sizing", "service", "llm", "options",
 ]  # fmt: skip
 BENCH = [
-    "datasets", "popularity", "prepare", "load", "options", "report", "ideal", "sections", "plots", "local",
+    "datasets", "popularity", "prepare", "load", "options", "report", "ideal", "sections", "plots", "local", "remote",
     "endpoint", "openai_endpoint", "sides", "run",
 ]  # fmt: skip
 OPENAI = [
@@ -79,6 +79,7 @@ INSIDE = {
         "inputs",
         "graphs",
         "runner",
+        "checks",
         "engine",
     ],
     "llmapi": LLMAPI,

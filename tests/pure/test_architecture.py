@@ -28,8 +28,8 @@ LLMAPI = [
     "generation", "sizing", "service", "llm", "options",
 ]  # fmt: skip
 BENCH = [
-    "datasets", "popularity", "prepare", "load", "options", "report", "ideal", "sections", "plots", "local", "remote",
-    "endpoint", "openai_endpoint", "sides", "run",
+    "datasets", "popularity", "prepare", "load", "options", "report", "ideal", "sections", "plots", "local",
+    "remote", "endpoint", "openai_endpoint", "sides", "run",
 ]  # fmt: skip
 OPENAI = [
     "errors", "names", "schema", "messages", "choosing", "tools", "params", "generation", "mailbox",

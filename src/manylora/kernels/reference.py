@@ -69,7 +69,7 @@ class ReferenceOps:
                 if row is None:
                     continue
                 columns = slice(target.start, target.start + target.width)
-                a, b, magnitude = _matrices(batch.pool, row, x.shape[-1], target.width, x.dtype)
+                a, b, magnitude = _matrices(batch.pool, row, x, target.width)
                 out = y[segment.start : segment.stop, columns]
                 out.addmm_(rows @ a.T, b)
                 if magnitude is not None:
@@ -176,10 +176,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap:
     return torch.softmax(scores.float().masked_fill(~mask, float("-inf")), dim=-1).to(v.dtype) @ v
 
 
-def _matrices(
-    pool: Tensor, row: LoraRow, in_dim: int, out_dim: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """In `dtype`, which may be wider than the pool's."""
-    sizes = [row.rank * in_dim, row.rank * out_dim, out_dim if row.dora else 0]
-    a, b, magnitude = pool[row.offset : row.offset + sum(sizes)].to(dtype).split(sizes)
-    return a.view(row.rank, in_dim), b.view(row.rank, out_dim), magnitude if row.dora else None
+def _matrices(pool: Tensor, row: LoraRow, x: Tensor, out_dim: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """In the dtype of x."""
+    a_size, b_size = row.rank * x.shape[-1], row.rank * out_dim
+    piece = pool[row.offset : row.offset + a_size + b_size + out_dim * row.dora].to(x.dtype)
+    a, b, magnitude = piece.split((a_size, b_size, out_dim * row.dora))
+    return a.view(row.rank, -1), b.view(row.rank, -1), magnitude if row.dora else None

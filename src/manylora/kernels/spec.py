@@ -62,7 +62,7 @@ class LoraSegment:
 class LoraBatch:
     """All adapters of one forward pass. Rows outside every segment belong to the base model.
 
-    pool: flat, [elements], compute dtype, on the device.
+    pool: flat, [elements], on the device; in the compute dtype, or on a CPU in bfloat16 under float32.
     segments: ascending, disjoint, at most one for each adapter (the runner orders sequences by adapter); over
               the pairs of experts, one for each of their groups.
     alignment: elements; every offset of every row is a multiple of it.

@@ -9,19 +9,6 @@
 #include "vectors.h"
 
 enum { VECTORS = 3, PANEL = LANES * VECTORS, BLOCK = 256 };
-typedef enum { FLOAT32, BFLOAT16, INT8 } Kind;
-
-INLINE int64_t size_of(Kind kind) { return kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1; }
-
-INLINE vector widen(Kind kind, const char *at) {
-    if (kind == FLOAT32) return load((const float *)at);
-    if (kind == INT8) return __builtin_convertvector(__builtin_convertvector(*(const bytes *)at, integers), vector);
-    const words bits = __builtin_convertvector(*(const halves *)at, words) << 16;
-    vector value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 typedef struct {
     float *y;
     const float *x;

@@ -26,6 +26,29 @@ INLINE vector load(const float *at) { return *(const vector *)at; }
 INLINE void store(float *at, vector value) { *(vector *)at = value; }
 INLINE vector all(float value) { return (vector){0} + value; }
 
+/* Elements in memory; all are float32 in registers. */
+typedef enum { FLOAT32, BFLOAT16, INT8 } Kind;
+
+INLINE int64_t size_of(Kind kind) { return kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1; }
+
+INLINE vector widen(Kind kind, const char *at) {
+    if (kind == FLOAT32) return load((const float *)at);
+    if (kind == INT8) return __builtin_convertvector(__builtin_convertvector(*(const bytes *)at, integers), vector);
+    const words bits = __builtin_convertvector(*(const halves *)at, words) << 16;
+    vector value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* A single float32 or bfloat16. */
+INLINE float widen_one(Kind kind, const char *at) {
+    uint32_t bits = 0;
+    memcpy((char *)&bits + 4 - size_of(kind), at, size_of(kind)); /* little-endian: the upper half */
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 /* The sum of the lanes, as a tree: GCC and clang make few instructions of these halves. */
 INLINE float total(vector v) {
     typedef float half __attribute__((vector_size(2 * LANES)));

@@ -23,7 +23,7 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.geometry import CacheGeometry, ExtraPlace, Layout, Piece
 from manylora.request import LoraExtra
 
-__all__ = ["check_extras", "refuse_extras", "with_extras"]
+__all__ = ["check_extras", "with_extras"]
 
 LAYER = re.compile(r"layers\.(\d+)\.")
 
@@ -34,17 +34,6 @@ def check_extras(extras: Iterable[LoraExtra], num_layers: int) -> None:
         found = LAYER.match(extra.name)
         if found and int(found[1]) >= num_layers:
             raise AdapterInvalidError(f"{extra.name}: the model has {num_layers} layers")
-
-
-def refuse_extras(extras: Iterable[LoraExtra]) -> None:
-    """Raises AdapterInvalidError naming what the tensor form of an adapter cannot carry."""
-    names = sorted(extra.name for extra in extras)
-    if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise AdapterInvalidError(
-            f"{names[0]}{more}: biases, norms, embedding and head have no place in the tensors of an adapter; "
-            "serve its PEFT directory itself"
-        )
 
 
 def with_extras(layout: Layout, extras: Iterable[LoraExtra], geometry: CacheGeometry) -> Layout:

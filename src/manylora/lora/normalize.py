@@ -71,7 +71,7 @@ def _suffix(folder: Path, stem: str) -> str:
 
 
 def _is_magnitude(key: str) -> bool:
-    """Of a linear layer. Biases, norms, embedding and head go through as they are, but for their magnitudes."""
+    """Of a linear layer. Biases, norms, embedding and head go through as they are; their magnitudes don't."""
     found = PEFT_KEY.fullmatch(key)
     if found is None and (not is_extra(key) or "magnitude" in key):
         raise AdapterInvalidError(f"Encountered unknown weight: {key}")

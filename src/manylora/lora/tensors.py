@@ -47,8 +47,8 @@ class AdapterRow:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """Immutable; rows ascend by layer, then module, extras by name. Equal content has an equal digest, however
-    it came."""
+    """Immutable; rows ascend by layer, then module, extras by name. Equal content has an equal digest,
+    however it came."""
 
     digest: str
     rows: tuple[AdapterRow, ...]

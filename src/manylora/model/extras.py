@@ -1,4 +1,4 @@
-"""What an adapter's extras do to its rows; `manylora.lora.extras` lists them. The base's rows are not touched."""
+"""What the extras of adapters, listed in `manylora.lora.extras`, do to their own rows of a batch."""
 
 from __future__ import annotations
 

@@ -77,8 +77,10 @@ class BaseReader:
         return norms.numpy()
 
     def find(self, key: str) -> str | None:
-        """The checkpoint's name of the tensor that PEFT calls `key`, or of the only one with the same layer and
-        name, or, outside layers, the same last two parts. None: there is none. Raises AdapterInvalidError."""
+        """The checkpoint's name of the tensor that PEFT calls `key`, or of the only one with the same layer
+        and name, or, outside layers, the same last two parts. None: there is none.
+
+        Raises AdapterInvalidError."""
         files = self._all()
         name = key.removeprefix("base_model.model.")
         if name in files:

@@ -42,8 +42,8 @@ REFUSED = (
     (DORA, "this DoRA magnitude belongs to no known LoRA module"),
     (
         re.compile(r"^(?!.*\.lora_)"),
-        "full weights and biases of this module are not supported: of modules_to_save the embedding, the head "
-        "and norms are",
+        "full weights and biases of this module are not supported: of modules_to_save the embedding, the "
+        "head and norms are",
     ),
 )
 

@@ -55,7 +55,9 @@ class PeftConfig:
         if not named and is_embedding:
             named = [ids for name, ids in self.token_indices.items() if not name]
         if len(named) != 1:
-            raise AdapterInvalidError(f"{CONFIG}: trainable_token_indices must name the tokens of {path} once")
+            raise AdapterInvalidError(
+                f"{CONFIG}: trainable_token_indices must name the tokens of {path} once"
+            )
         return named[0]
 
     def scale(self, path: str, rank: int) -> float:
@@ -134,7 +136,8 @@ def _token_indices(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         numbers = isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
         if not numbers or len(set(ids)) != len(ids):
             raise AdapterInvalidError(
-                f"{CONFIG}: trainable_token_indices must be a list of different token ids, or one for each module"
+                f"{CONFIG}: trainable_token_indices must be a list of different token ids, or map modules to "
+                "such lists"
             )
     return {str(name): tuple(ids) for name, ids in lists.items()}
 

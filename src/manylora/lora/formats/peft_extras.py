@@ -78,8 +78,8 @@ def read_extras(
 def _known(key: str, base: BaseReader | None) -> BaseReader:
     if base is None:
         raise AdapterInvalidError(
-            f"{key} is relative to the base model, which is not known here: name it with --base, or serve the "
-            "directory"
+            f"{key} is relative to the base model, which is not known here: name it with --base, or serve "
+            "the directory"
         )
     return base
 
@@ -123,8 +123,8 @@ def _less_base(key: str, values: np.ndarray, base: BaseReader) -> np.ndarray:
         return values
     if base.shape(name) != values.shape:
         raise AdapterInvalidError(
-            f"{key} has shape {values.shape}, that of the base model {base.shape(name)}: the adapter was made "
-            "for another model"
+            f"{key} has shape {values.shape}, that of the base model {base.shape(name)}: the adapter was "
+            "made for another model"
         )
     return values - base.read(name)
 
@@ -151,10 +151,9 @@ class _Table:
     ) -> None:
         self._kind, self._path, self._parts = kind, path, dict(parts)
         self._config, self._base = config, base
-        names = [base.find(f"{path}.weight")]
-        if kind == "head":  # a tied one is the embedding
-            names += [base.find(f"{other}.weight") for other in EMBEDDINGS]
-        name = next((name for name in names if name), None)
+        # A checkpoint may call them as another release of transformers did; a tied head is the embedding.
+        others = (*HEADS, *EMBEDDINGS) if kind == "head" else EMBEDDINGS
+        name = next(filter(None, (base.find(f"{other}.weight") for other in (path, *others))), None)
         if name is None or len(base.shape(name)) != 2:
             raise AdapterInvalidError(f"{path}: the base model has no such matrix")
         self._name = name
@@ -178,8 +177,8 @@ class _Table:
             key, tensor = self._parts[part]
             if tensor.shape != (self._vocab, self._hidden):
                 raise AdapterInvalidError(
-                    f"{key} has shape {tensor.shape}, that of the base model {(self._vocab, self._hidden)}: a "
-                    "changed vocabulary is not supported"
+                    f"{key} has shape {tensor.shape}, that of the base model {(self._vocab, self._hidden)}: "
+                    "a changed vocabulary is not supported"
                 )
             if self._base.holds(self._name, tensor):
                 continue
@@ -216,8 +215,8 @@ class _Table:
         given = a.shape[1], len(b)
         if given != ((self._vocab, self._hidden) if embed else (self._hidden, self._vocab)):
             raise AdapterInvalidError(
-                f"{self._path} goes from {given[0]} to {given[1]} dimensions, the model has {self._vocab} tokens "
-                f"of {self._hidden} values: the adapter was made for another model"
+                f"{self._path} goes from {given[0]} to {given[1]} dimensions, the model has {self._vocab} "
+                f"tokens of {self._hidden} values: the adapter was made for another model"
             )
         b = b * np.float32(self._config.scale(self._path, a.shape[0]))
         yield self._extra("lora_A", np.ascontiguousarray(a.T) if embed else a)

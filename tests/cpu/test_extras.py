@@ -407,6 +407,14 @@ def test_a_bias_that_the_base_does_not_have_is_added_whole(workshop: Path) -> No
     np.testing.assert_array_equal(extra.values, bias.numpy())
 
 
+def test_trained_tokens_of_a_tied_head_that_is_replaced_are_refused(model: Path, workshop: Path) -> None:
+    source = make_kind(workshop / "tied", model, "token indices", 1)
+    saved = {f"{PREFIX}lm_head.weight": torch.randn(272, 64)}
+    folder = changed(workshop / "tied-b", source, {"modules_to_save": ["lm_head"]}, **saved)
+    with pytest.raises(AdapterInvalidError, match="mean nothing in PEFT either"):
+        read(folder, model)
+
+
 def test_full_matrices_are_kept_in_their_type(model: Path, workshop: Path) -> None:
     source = make_adapter(workshop / "typed", model, 1, rank=2, modules=("q_proj",))
     saved = {f"{PREFIX}lm_head.weight": torch.randn(272, 64).bfloat16()}

@@ -70,8 +70,15 @@ def read_extras(
     for (kind, path), parts in tables.items():
         extras += _Table(kind, path, parts, config, _known(path, base)).read()
     made = extras + [LoraExtra(name, values) for name, values in sums.items()]
-    if len({extra.name for extra in made}) < len(made):
+    names = {extra.name for extra in made}
+    if len(names) < len(made):
         raise AdapterInvalidError("the adapter has two tensors for the same bias or norm")
+    if base is not None and "embed.tokens" in names and names & {"head.weight", "head.magnitude"}:
+        if not any(base.find(f"{head}.weight") for head in HEADS):
+            raise AdapterInvalidError(
+                "the base model's head is its embedding: trainable_token_indices beside a head that is saved "
+                "or has DoRA mean nothing in PEFT either"
+            )
     return made
 
 

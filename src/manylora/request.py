@@ -16,6 +16,7 @@ __all__ = [
     "Event",
     "FinishReason",
     "Guide",
+    "LoraExtra",
     "LoraInput",
     "Request",
     "RequestMetrics",
@@ -170,6 +171,21 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, eq=False)
+class LoraExtra:
+    """A part of an adapter that has no row in the tensor form: a bias, a norm, something of the embedding or
+    the head.
+
+    name: as `manylora.lora.extras` lists them.
+    values: [n] or [rows, columns], of the types of `LoraInput.weights`, the scaling in them.
+    token_ids: of a matrix that has rows for these tokens only; ascending.
+    """
+
+    name: str
+    values: np.ndarray
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
 class LoraInput:
     """The adapter part of a request, as it came.
 
@@ -178,6 +194,7 @@ class LoraInput:
     config:  [1, rows, 3 or 4] int32, columns module id, layer, rank[, is_dora]; None when cached.
     name:    of an adapter in the server's catalog, in place of all of these.
     source:  what kind of checkpoint `name` must be, "hf" or "nemo"; None: whatever it is.
+    extras:  parts of the adapter beside its tensors; they come from files and cross no wire.
     Shapes and contents are checked by `manylora.lora.tensors`, not here.
     """
 
@@ -186,6 +203,7 @@ class LoraInput:
     config: np.ndarray | None = None
     name: str | None = None
     source: str | None = None
+    extras: tuple[LoraExtra, ...] = ()
 
     @property
     def has_tensors(self) -> bool:

@@ -43,6 +43,7 @@ INSIDE = {
         "expert_rules",
         "geometry",
         "tensors",
+        "extras",
         "slicing",
         "formats",
         "cache",
@@ -61,6 +62,7 @@ INSIDE = {
         "plan",
         "batch",
         "rope",
+        "extras",
         "layers",
         "moe",
         "decoder",
@@ -88,6 +90,7 @@ INSIDE = {
     "kernels": [
         "quantised",
         "panels",
+        "extras",
         "spec",
         "experts",
         "moving",
@@ -101,7 +104,7 @@ INSIDE = {
 NO_TORCH = [
     "errors", "request", "quant", "config", "built", "stats", "pages", "lifeline", "wire", "chat_template",
     "text", "launcher",
-    "lora.modules", "lora.geometry", "lora.tensors", "lora.slicing", "lora.cache", "cli",
+    "lora.modules", "lora.geometry", "lora.tensors", "lora.extras", "lora.slicing", "lora.cache", "cli",
     "engine.sequence", "engine.idle_blocks", "engine.guide", "engine.kv_cache", "engine.scheduler",
     "kernels.cuda.plan", "llmapi", "bench", "openai", "lora_helper", "lora_manager", "executor",
     "sampling_params", "models", "quantization",

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manylora.kernels.extras import ExtraSegment
 from manylora.kernels.panels import Panels
 from manylora.kernels.quantised import PackedInt4, QuantisedWeight
 
@@ -66,11 +67,13 @@ class LoraBatch:
     segments: ascending, disjoint, at most one for each adapter (the runner orders sequences by adapter); over
               the pairs of experts, one for each of their groups.
     alignment: elements; every offset of every row is a multiple of it.
+    extras: of the adapters that have any, as `segments`. No operation of `Ops` reads them: the layers do.
     """
 
     pool: Tensor
     segments: tuple[LoraSegment, ...]
     alignment: int = 1
+    extras: tuple[ExtraSegment, ...] = ()
 
 
 @dataclass(frozen=True)

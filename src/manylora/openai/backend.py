@@ -228,7 +228,8 @@ class Backend:
             lora = LoraInput(task_id, name=call.adapter)
             if attempt > 0 or not here:
                 call.version, read = await self.catalog.tensors(call.version)
-                lora = LoraInput(call.version.task_id, read.weights, read.config, name=call.adapter)
+                tensors = read.weights, read.config
+                lora = LoraInput(call.version.task_id, *tensors, name=call.adapter, extras=read.extras)
             try:
                 await self._through_engine(call, lora)
                 return

@@ -10,11 +10,12 @@ import numpy as np
 
 from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterInvalidError
+from manylora.lora.extras import check_extras
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.sources import find_source, read_source
+from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
 from manylora.lora.tensors import adapter_from_tensors, is_bfloat16
-from manylora.request import LoraInput
+from manylora.request import LoraExtra
 
 __all__ = ["AdapterReader", "ReadAdapter"]
 
@@ -29,6 +30,7 @@ class ReadAdapter:
     max_rank: int
     weights: np.ndarray
     config: np.ndarray
+    extras: tuple[LoraExtra, ...] = ()
 
     @property
     def task_id(self) -> int:
@@ -39,7 +41,7 @@ class ReadAdapter:
 
     @property
     def num_bytes(self) -> int:
-        return self.weights.nbytes + self.config.nbytes
+        return self.weights.nbytes + self.config.nbytes + sum(one.values.nbytes for one in self.extras)
 
 
 class AdapterReader:
@@ -55,12 +57,15 @@ class AdapterReader:
         """Raises AdapterInvalidError."""
         try:
             source = find_source(path)
-            weights, config = read_source(source, modules=self._modules, base=self._base)
+            lora = read_lora(source, 0, modules=self._modules, base=self._base)
         except OSError as error:
             raise AdapterInvalidError(f"its files cannot be read: {error.strerror}") from error
+        check_extras(lora.extras, self._model.num_layers)
         checked = adapter_from_tensors(
-            LoraInput(0, weights, config), self._modules, self._model.num_layers, self._rank_limit, self._half
+            lora, self._modules, self._model.num_layers, self._rank_limit, self._half
         )
+        weights, config = lora.weights, lora.config
+        assert weights is not None and config is not None
         dtype = "bfloat16" if is_bfloat16(weights.dtype) else weights.dtype.name
-        rank = max(row.rank for row in checked.rows)
-        return ReadAdapter(checked.digest, source.kind, dtype, rank, weights, config)
+        rank = max((row.rank for row in checked.rows), default=0)
+        return ReadAdapter(checked.digest, source.kind, dtype, rank, weights, config, lora.extras)

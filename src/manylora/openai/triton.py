@@ -165,6 +165,14 @@ class TritonEngine:
         """Raises ApiError for an input that the server's model does not have. A stream with such an input
         would be refused by Triton as well, and leave a reference to the model behind."""
         lora = request.lora
+        if lora is not None and lora.extras:
+            raise ApiError(
+                422,
+                "adapter_not_sendable",
+                f"the adapter has {lora.extras[0].name}, which a request to Triton cannot carry: put its "
+                "directory into the server's lora_catalog_dir, or serve with an engine of this process",
+                "model",
+            )
         if lora is not None and lora.weights is not None:
             wanted = self.model.inputs.get("lora_weights", "FP32")
             request = replace(request, lora=replace(lora, weights=_as_type(lora.weights, wanted)))

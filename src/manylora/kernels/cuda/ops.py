@@ -54,6 +54,7 @@ class CudaOps(ReferenceOps):
             pool=lora.pool,
             segments=lora.segments,
             alignment=lora.alignment,
+            extras=lora.extras,
             places=self._places,
             tiles=torch.from_numpy(plan.tiles),
             tile_size=plan.tile_size,

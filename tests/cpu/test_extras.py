@@ -268,7 +268,7 @@ def test_the_pool_gives_back_what_it_took_in_pieces() -> None:
     for one, other in zip(back.extras, adapter.extras, strict=True):
         assert (one.name, one.token_ids) == (other.name, other.token_ids)
         np.testing.assert_array_equal(one.values, other.values)
-    found = pool.extras(layout, device)
+    found = pool.extras(layout, pool.read_pages(host, device))
     table, rows = found["embed.tokens"], torch.tensor([12, 0, 4, 5, 12])
     x = torch.randn(4, 5)
     assert torch.equal(table.gather(rows, torch.float32), torch.from_numpy(matrix)[rows])

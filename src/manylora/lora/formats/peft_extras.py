@@ -73,12 +73,12 @@ def read_extras(
     names = {extra.name for extra in made}
     if len(names) < len(made):
         raise AdapterInvalidError("the adapter has two tensors for the same bias or norm")
-    if base is not None and "embed.tokens" in names and names & {"head.weight", "head.magnitude"}:
-        if not any(base.find(f"{head}.weight") for head in HEADS):
-            raise AdapterInvalidError(
-                "the base model's head is its embedding: trainable_token_indices beside a head that is saved "
-                "or has DoRA mean nothing in PEFT either"
-            )
+    tied = base is not None and not any(base.find(f"{head}.weight") for head in HEADS)
+    if tied and "embed.tokens" in names and names & {"head.weight", "head.magnitude"}:
+        raise AdapterInvalidError(
+            "the base model's head is its embedding: trainable_token_indices beside a head that is saved "
+            "or has DoRA mean nothing in PEFT either"
+        )
     return made
 
 

@@ -37,7 +37,7 @@ class CompiledOps(CpuOps):
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__()
         self._library = library
-        self._width = library.panel_width()
+        self._width, self._block = library.panel_width(), library.panel_block()
         self._scores = torch.empty(0)
         self._parts: dict[tuple[int, tuple[LoraTarget, ...]], dict[int, _Parts]] = {}
 
@@ -50,15 +50,15 @@ class CompiledOps(CpuOps):
             return super().pack(weight)
         if isinstance(weight, Tensor) and weight.dtype == torch.bfloat16 and self.has_bfloat16:
             return super().pack(weight)
-        return to_panels(weight, self._width) or super().pack(weight)
+        return to_panels(weight, self._width, self._block) or super().pack(weight)
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
         if not isinstance(packed, Panels):
             return super().linear(x, packed, bias)
         if x.dtype == torch.float32:
-            return panels_linear(self._library, x, packed, bias)
+            return panels_linear(self._library, x, packed, bias, self._block)
         wide = None if bias is None else bias.float()
-        return panels_linear(self._library, x.float(), packed, wide).to(x.dtype)
+        return panels_linear(self._library, x.float(), packed, wide, self._block).to(x.dtype)
 
     def lora_add(
         self,

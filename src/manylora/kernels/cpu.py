@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manylora.kernels.experts import HostPairs
 from manylora.kernels.quantised import QuantisedWeight, pack_for_cpu
 from manylora.kernels.reference import ReferenceOps, attend
 from manylora.kernels.spec import AttentionBatch, ExpertPairs, LoraBatch, LoraTarget, Weight
@@ -48,6 +49,7 @@ class CpuOps(ReferenceOps):
         targets: Sequence[LoraTarget],
     ) -> None:
         """Groups of many rows one by one; all those of few rows at once, which while decoding is all."""
+        assert isinstance(pairs, HostPairs)
         groups = pairs.groups
         few = groups[:, 1] - groups[:, 0] < FEW_ROWS
         if few.any():

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora.kernels.experts import group_segments
+from manylora.kernels.experts import HostPairs, group_segments, pair_up
 from manylora.kernels.panels import Panels
 from manylora.kernels.quantised import QuantisedWeight, quantised_linear
 from manylora.kernels.spec import (
@@ -149,7 +149,13 @@ class ReferenceOps:
         x1, x2 = x.chunk(2, dim=-1)
         return x * cos.unsqueeze(1) + torch.cat((-x2, x1), dim=-1) * sin.unsqueeze(1)
 
+    def pair_up(
+        self, choices: Tensor, num_experts: int, lora: LoraBatch | None
+    ) -> tuple[ExpertPairs, Tensor]:
+        return pair_up(choices, num_experts, lora)
+
     def expert_linear(self, x: Tensor, pairs: ExpertPairs, weights: Sequence[Weight]) -> Tensor:
+        assert isinstance(pairs, HostPairs)
         runs = zip(pairs.starts, pairs.starts[1:], weights, strict=False)
         return torch.cat([self.linear(x[start:stop], w, None) for start, stop, w in runs if start < stop])
 
@@ -162,6 +168,7 @@ class ReferenceOps:
         layer: int,
         targets: Sequence[LoraTarget],
     ) -> None:
+        assert isinstance(pairs, HostPairs)
         sized = [(target, x.shape[-1] + target.width) for target in targets]
         segments = group_segments(batch, pairs.groups, layer, sized)
         if segments:

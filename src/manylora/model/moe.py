@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from manylora.config import MoeConfig
-from manylora.kernels.experts import pair_up
 from manylora.kernels.spec import ExpertPairs, LoraBatch, LoraTarget, Ops, Weight
 from manylora.model.layers import LoraLinear, Mlp
 
@@ -67,7 +66,7 @@ class Moe:
 
     def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
         weights, choices = route(self.router(x, lora), self.config)
-        pairs, places = pair_up(choices, self.config.num_experts, lora)
+        pairs, places = self.up_gate.ops.pair_up(choices, self.config.num_experts, lora)
         up, gate = self.up_gate(x[pairs.rows], pairs, lora).chunk(2, dim=-1)
         y = self.down(self.activation(gate) * up, pairs, lora)
         # Back to each token's own order of experts, so that its sum does not depend on its company.

@@ -37,6 +37,7 @@ class AttentionBackend(Protocol):
         batch: PagedBatch,
         scale: float,
         window: int | None,
+        softcap: float | None,
     ) -> Tensor: ...
 
 
@@ -58,11 +59,20 @@ def choose(
 def _installed(device: torch.device) -> Sequence[AttentionBackend]:
     if device.type != "cuda":
         return (PagedAttention(),)
+    found: list[AttentionBackend] = []
     try:
         from manylora.kernels.cuda.varlen import VarlenAttention
+
+        found.append(VarlenAttention())
+    except ImportError as error:
+        logger.info("attention: torch.nn.attention.varlen is not used: %s", error)
+    try:
+        from manylora.kernels.cuda.flashinfer import FlashInferAttention
+
+        found.append(FlashInferAttention(device))
     except ImportError:
-        return (PagedAttention(),)
-    return VarlenAttention(), PagedAttention()
+        pass
+    return *found, PagedAttention()
 
 
 def _refusal(backend: AttentionBackend, limits: BatchLimits, device: torch.device) -> str | None:
@@ -71,7 +81,8 @@ def _refusal(backend: AttentionBackend, limits: BatchLimits, device: torch.devic
     size, columns = limits.tokens_per_block, -(-max(KEYS) // limits.tokens_per_block)
     pages = 1 + len(KEYS) * columns
     shape = (pages, size, limits.num_kv_heads, limits.head_dim)
-    k, v = (torch.randn(shape, generator=made).to(limits.dtype).to(device) for _ in "kv")
+    cached = limits.kv_dtype or limits.dtype
+    k, v = (torch.randn(shape, generator=made).to(cached).to(device) for _ in "kv")
     q = torch.randn(sum(QUERIES), limits.num_heads, limits.head_dim, generator=made)
     q = q.to(limits.dtype).to(device)
     starts = [sum(QUERIES[:s]) for s in range(len(QUERIES) + 1)]
@@ -80,9 +91,9 @@ def _refusal(backend: AttentionBackend, limits: BatchLimits, device: torch.devic
     planned = to_device(plan_attention(batch, limits, fixed=False), device)
     scale = limits.head_dim**-0.5
     for window in limits.windows:
-        want = ReferenceOps().attention(q, k, v, planned, scale, window)
+        want = ReferenceOps().attention(q, k, v, planned, scale, window, limits.softcap)
         try:
-            got = backend(q, k, v, planned, scale, window)
+            got = backend(q, k, v, planned, scale, window, limits.softcap)
             worst = float((got.float() - want.float()).abs().max())
         except Exception as error:  # whatever a foreign kernel raises, another one serves
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -18,7 +18,7 @@ def _rms_norm(x, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     values = tl.load(x + row * WIDTH + column, mask=inside, other=0).to(tl.float32)
     scaled = values * tl.rsqrt(tl.sum(values * values, axis=0) / WIDTH + eps)
     # Rounded before the weight, as the checkpoints were trained.
-    rounded = scaled.to(out.dtype.element_ty).to(tl.float32)
+    rounded = scaled.to(weight.dtype.element_ty).to(tl.float32)
     weights = tl.load(weight + column, mask=inside, other=0).to(tl.float32)
     tl.store(out + row * WIDTH + column, (rounded * weights).to(out.dtype.element_ty), mask=inside)
 

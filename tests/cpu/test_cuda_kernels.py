@@ -6,10 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.cuda import kv, rows
 from manylora.kernels.cuda.attention import PagedAttention
 from manylora.kernels.cuda.backends import choose
-from manylora.kernels.cuda.fp8 import FP8
+from manylora.kernels.cuda.fp8 import FP8, FP8_MAX, quantise_rows
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.cuda.tables import PagedBatch, plan_attention
 from manylora.kernels.moving import copy_into, to_device
@@ -190,6 +191,38 @@ def test_norm_and_rotary_are_the_references(dtype: torch.dtype) -> None:
     cos, sin = (torch.randn(3, 24).to(dtype).to(DEVICE) for _ in "cs")
     strided = torch.randn(3, 96).to(dtype).to(DEVICE)[:, 48:].view(3, 2, 24)
     close(rows.rotary(strided, cos, sin), reference.rotary(strided, cos, sin))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_rows_are_the_references(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    reference, x = ReferenceOps(), torch.randn(3, 2 * 24).to(dtype).to(DEVICE)
+    delta, weight = torch.randn(3, 24).to(dtype).to(DEVICE), torch.randn(24).to(DEVICE)
+    for kept in (weight, weight.to(dtype)):  # of some models a norm's weight stays wide
+        got = rows.add_rms_norm(x[:, :24], delta, kept, 1e-5)
+        for one, want in zip(got, reference.add_rms_norm(x[:, :24], delta, kept, 1e-5), strict=True):
+            close(one, want)
+    for activation in ACTIVATIONS:
+        close(rows.gated(x, activation), reference.gated(x, activation))
+
+
+def test_eight_bit_floats_are_torchs() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = codes.view(FP8).float()
+    finite = values[~values.isnan()]
+    ties = (finite[1:] + finite[:-1]) / 2
+    x = torch.cat(
+        (finite, ties, ties * 1.0001, torch.randn(500) * 100, torch.randn(500) / 300, torch.tensor([900.0]))
+    )
+    cache, spare = (torch.zeros(1, len(x), 1, 1, device=DEVICE).to(FP8) for _ in "kv")
+    wide = x.to(DEVICE).view(-1, 1, 1)
+    kv.store_kv(wide, wide, cache, spare, torch.arange(len(x), device=DEVICE))
+    want = x.clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    assert torch.equal(cache.flatten().cpu().view(torch.uint8), want.view(torch.uint8))
+    many = x[:1200].view(6, 200).to(DEVICE)
+    quantised, scales = quantise_rows(many)
+    torch.testing.assert_close(scales, many.abs().amax(1, keepdim=True) / FP8_MAX)
+    assert torch.equal(quantised.view(torch.uint8), (many / scales).to(FP8).view(torch.uint8))
 
 
 class _Wrong(PagedAttention):

@@ -85,6 +85,7 @@ INSIDE = {
     "bench": BENCH,
     "openai": OPENAI,
     "kernels": [
+        "activations",
         "quantised",
         "panels",
         "spec",

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.experts import HostPairs, group_segments, pair_up
 from manylora.kernels.panels import Panels
 from manylora.kernels.quantised import QuantisedWeight, quantised_linear
@@ -141,6 +142,14 @@ class ReferenceOps:
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return (weight * normed.to(weight.dtype)).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + delta
+        return total, self.rms_norm(total, weight, eps)
+
+    def gated(self, y: Tensor, activation: str) -> Tensor:
+        up, gate = y.chunk(2, dim=-1)
+        return ACTIVATIONS[activation](gate) * up
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return F.layer_norm(x, weight.shape, weight, bias, eps)

@@ -219,6 +219,17 @@ class Ops(Protocol):
         """
         ...
 
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Semantics: x + delta, and rms_norm(x + delta, weight, eps). x, delta [T, N]."""
+        ...
+
+    def gated(self, y: Tensor, activation: str) -> Tensor:
+        """Semantics: with up, gate = y.chunk(2, -1):  f(gate) * up, f = ACTIVATIONS[activation]
+
+        y [T, 2N], last dimension contiguous -> [T, N].
+        """
+        ...
+
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """Semantics: (x - mean(x, -1)) * rsqrt(var(x, -1) + eps) * weight + bias, in float32, to x.dtype."""
         ...

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config import ModelConfig
+from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraTarget, Ops, Weight
 
-__all__ = ["ACTIVATIONS", "Attention", "Block", "FeedForward", "LoraLinear", "Mlp", "Norm"]
+__all__ = ["Attention", "Block", "FeedForward", "LoraLinear", "Mlp", "Norm"]
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin [T, rotary_dim]
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
 
 
 @dataclass(frozen=True)
@@ -38,6 +30,13 @@ class Norm:
         if self.bias is not None:
             return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
         return self.ops.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """x + delta, and that normalised."""
+        if self.bias is None:
+            return self.ops.add_rms_norm(x, delta, self.weight, self.eps)
+        total = x + delta
+        return total, self(total)
 
 
 @dataclass(frozen=True)
@@ -122,15 +121,14 @@ class Mlp:
 
     up_gate: LoraLinear
     down: LoraLinear
-    activation: Callable[[Tensor], Tensor]
+    activation: str
     gated: bool
 
     def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
         y = self.up_gate(x, lora)
-        if not self.gated:
-            return self.down(self.activation(y), lora)
-        up, gate = y.chunk(2, dim=-1)
-        return self.down(self.activation(gate) * up, lora)
+        if self.gated:
+            return self.down(self.up_gate.ops.gated(y, self.activation), lora)
+        return self.down(ACTIVATIONS[self.activation](y), lora)
 
 
 @dataclass(frozen=True)
@@ -157,8 +155,8 @@ class Block:
         mixed = _apply(self.attention_post_norm, self.attention(seen, rotary, batch, lora, kv))
         if self.config.parallel_blocks:
             return x + mixed + self.mlp(seen if self.config.shared_norm else _apply(self.mlp_norm, x), lora)
-        x = x + self._scaled(mixed)
-        return x + self._scaled(_apply(self.mlp_post_norm, self.mlp(_apply(self.mlp_norm, x), lora)))
+        x, seen = _add(self.mlp_norm, x, self._scaled(mixed))
+        return x + self._scaled(_apply(self.mlp_post_norm, self.mlp(seen, lora)))
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.config.residual_scale == 1 else x * self.config.residual_scale
@@ -166,3 +164,10 @@ class Block:
 
 def _apply(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
+
+
+def _add(norm: Norm | None, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    if norm is not None:
+        return norm.add(x, delta)
+    total = x + delta
+    return total, total

@@ -168,13 +168,13 @@ class PagedAttention:
         block_d = max(16, triton.next_power_of_2(dim))
         block_m = max(16, triton.next_power_of_2(heads // kv_heads)) if split else batch.block_rows
         _attend[(tiles.shape[0], kv_heads, splits)](
-            q, as_bytes(k_cache), as_bytes(v_cache), out, part_out, part_top, part_sum, tiles, batch.starts, batch.lengths,
-            batch.block_table, scale, 0 if window is None else window,
-            1.0 if softcap is None else softcap, batch.split_keys, q.stride(0),
-            batch.block_table.stride(0), splits,
+            q, as_bytes(k_cache), as_bytes(v_cache), out, part_out, part_top, part_sum, tiles, batch.starts,
+            batch.lengths, batch.block_table, scale, 0 if window is None else window,
+            1.0 if softcap is None else softcap, batch.split_keys, q.stride(0), batch.block_table.stride(0),
+            splits,
             GROUP=heads // kv_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, WINDOWED=window is not None,
-            CAPPED=softcap is not None, NARROW=k_cache.dtype == FP8, SPLIT=split, BLOCK_M=block_m, BLOCK_N=BLOCK_KEYS, BLOCK_D=block_d,
-            WIDEN=widens(q.dtype),
+            CAPPED=softcap is not None, NARROW=k_cache.dtype == FP8, SPLIT=split, BLOCK_M=block_m,
+            BLOCK_N=BLOCK_KEYS, BLOCK_D=block_d, WIDEN=widens(q.dtype),
         )  # fmt: skip
         if split:
             _join[(tiles.shape[0], heads)](

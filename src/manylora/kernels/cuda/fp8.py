@@ -1,4 +1,4 @@
-"""8-bit floats (e4m3) by their bits: on GPUs whose processor does not know them, and under the interpreter."""
+"""8-bit floats (e4m3) by their bits: on GPUs that do not know them, and under the interpreter."""
 
 from __future__ import annotations
 

@@ -119,6 +119,12 @@ class CudaOps(ReferenceOps):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rows.rms_norm(x, weight, eps)
 
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return rows.add_rms_norm(x, delta, weight, eps)
+
+    def gated(self, y: Tensor, activation: str) -> Tensor:
+        return rows.gated(y, activation)
+
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return rows.rotary(x, cos, sin)
 

@@ -9,7 +9,6 @@ import torch
 from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.cuda import kv, rows
 from manylora.kernels.cuda.attention import PagedAttention
-from manylora.kernels.cuda.backends import choose
 from manylora.kernels.cuda.fp8 import FP8, FP8_MAX, quantise_rows
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.cuda.tables import PagedBatch, plan_attention
@@ -223,29 +222,6 @@ def test_eight_bit_floats_are_torchs() -> None:
     quantised, scales = quantise_rows(many)
     torch.testing.assert_close(scales, many.abs().amax(1, keepdim=True) / FP8_MAX)
     assert torch.equal(quantised.view(torch.uint8), (many / scales).to(FP8).view(torch.uint8))
-
-
-class _Wrong(PagedAttention):
-    name = "wrong"
-
-    def __call__(self, q, k_cache, v_cache, batch, scale, window, softcap):  # type: ignore[no-untyped-def]
-        return super().__call__(q, k_cache, v_cache, batch, 2 * scale, window, softcap)
-
-
-class _Raises(PagedAttention):
-    name = "raises"
-
-    def __call__(self, q, k_cache, v_cache, batch, scale, window, softcap):  # type: ignore[no-untyped-def]
-        raise RuntimeError("page size must be divisible by 256")
-
-
-def test_the_first_attention_that_is_right_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "manylora")
-    own, spare = PagedAttention(), PagedAttention()
-    assert choose(limits(), DEVICE, [_Raises(), _Wrong(), own, spare]) is own
-    assert "raises is not used: RuntimeError: page size must be divisible by 256" in caplog.text
-    assert "away from the reference's" in caplog.text
-    assert choose(limits(windows=frozenset({None, 5})), DEVICE, [own, spare]) is own
 
 
 def test_tables_are_refilled_in_place_and_other_shapes_refused() -> None:

@@ -3,8 +3,8 @@ the libraries document stand in for them."""
 
 from __future__ import annotations
 
-import importlib
 import sys
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
@@ -15,6 +15,7 @@ from torch import Tensor
 from manylora.kernels.cuda import varlen
 from manylora.kernels.cuda.attention import PagedAttention
 from manylora.kernels.cuda.backends import choose
+from manylora.kernels.cuda.flashinfer import FlashInferAttention
 from manylora.kernels.cuda.tables import plan_attention
 from manylora.kernels.moving import to_device
 from manylora.kernels.reference import ReferenceOps
@@ -64,7 +65,7 @@ def documented_decode(
     window_left: int = -1,
     kv_layout: str = "HND",
 ) -> Tensor:
-    """docs.flashinfer.ai, flashinfer.decode.trtllm_batch_decode_with_kv_cache, one query for each sequence."""
+    """As docs.flashinfer.ai has flashinfer.decode.trtllm_batch_decode_with_kv_cache, for one query each."""
     k, v = kv_cache
     num_pages, page_size, num_kv_heads, head_dim = k.shape
     assert (kv_layout, v.shape) == ("NHD", k.shape)
@@ -87,19 +88,15 @@ def test_flashinfer_is_called_as_it_documents(monkeypatch: pytest.MonkeyPatch) -
     decode.trtllm_batch_decode_with_kv_cache = documented_decode  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", fake)
     monkeypatch.setitem(sys.modules, "flashinfer.decode", decode)
-    module = importlib.import_module("manylora.kernels.cuda.flashinfer")
-    monkeypatch.delitem(sys.modules, module.__name__)
-    made = module.FlashInferAttention(DEVICE)
-    own = PagedAttention()
+    made, own = FlashInferAttention(DEVICE), PagedAttention()
     for windows in ({None}, {None, 5}):
         assert choose(limits(windows=frozenset(windows)), DEVICE, [made, own]) is made
     assert choose(limits(softcap=30.0), DEVICE, [made, own]) is own
     fixed = to_device(plan_attention(attention_batch([1, 1], [9, 30]), limits(), fixed=True), DEVICE)
     k, v = (torch.randn(128, 4, 2, 24, device=DEVICE) for _ in "kv")
     q = torch.randn(2, 6, 48, device=DEVICE)[..., :24]
-    torch.testing.assert_close(
-        made(q, k, v, fixed, 0.3, None, None), own(q.contiguous(), k, v, fixed, 0.3, None, None)
-    )
+    want = own(q.contiguous(), k, v, fixed, 0.3, None, None)
+    torch.testing.assert_close(made(q, k, v, fixed, 0.3, None, None), want)
 
 
 def test_varlen_attention_is_called_as_it_documents(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +109,7 @@ def test_varlen_attention_is_called_as_it_documents(monkeypatch: pytest.MonkeyPa
         assert cu_seq_q.dtype == seqused_k.dtype == block_table.dtype == torch.int32
         starts, lengths = cu_seq_q.tolist(), seqused_k.tolist()
         assert max(lengths) <= max_k
-        assert max(b - a for a, b in zip(starts, starts[1:], strict=False)) <= max_q
+        assert max(stop - start for start, stop in pairwise(starts)) <= max_q
         left, right = window_size
         assert right == 0, "causal"
         batch = AttentionBatch(starts, lengths, block_table, torch.empty(0))

@@ -27,7 +27,7 @@ class CpuOps(ReferenceOps):
         self._packs = torch.backends.mkldnn.is_available()
         self.has_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
-    def pack(self, weight: Tensor | QuantisedWeight) -> Weight:
+    def pack(self, weight: Tensor | QuantisedWeight, routed: bool = False) -> Weight:
         if isinstance(weight, QuantisedWeight):
             return pack_for_cpu(weight)
         if not self._packs or weight.dtype not in PACKED:

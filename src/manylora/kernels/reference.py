@@ -45,7 +45,7 @@ class ReferenceOps:
     def keeps(self, stored: torch.dtype, compute: torch.dtype) -> bool:
         return stored == compute
 
-    def pack(self, weight: Tensor | QuantisedWeight) -> Weight:
+    def pack(self, weight: Tensor | QuantisedWeight, routed: bool = False) -> Weight:
         return weight
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:

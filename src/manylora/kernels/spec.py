@@ -158,8 +158,9 @@ class Ops(Protocol):
         """Whether `linear` reads a weight as it is stored, though it computes in `compute`."""
         ...
 
-    def pack(self, weight: Tensor | QuantisedWeight) -> Weight:
-        """A weight [N, K] in the form that this device's `linear` likes best; the original may be let go."""
+    def pack(self, weight: Tensor | QuantisedWeight, routed: bool = False) -> Weight:
+        """A weight [N, K] in the form that this device's `linear` likes best, or when routed `expert_linear`;
+        the original may be let go."""
         ...
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:

@@ -12,7 +12,9 @@ from manylora.kernels.cuda import kv, lora, routing, rows
 from manylora.kernels.cuda.backends import AttentionBackend, choose
 from manylora.kernels.cuda.grouped import WeightTable, grouped_linear, weight_table
 from manylora.kernels.cuda.plan import MODULES, PLACE, Places, plan_lora
+from manylora.kernels.cuda.quantised import QuantisedLinears
 from manylora.kernels.cuda.tables import MIN_SPLIT_KEYS, PagedBatch, PlannedLora, plan_attention
+from manylora.kernels.quantised import PackedInt4, QuantisedWeight
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, BatchLimits, ExpertPairs, LoraBatch, LoraTarget, Weight
 
@@ -30,6 +32,7 @@ class CudaOps(ReferenceOps):
 
     def __init__(self, split_keys: int = MIN_SPLIT_KEYS) -> None:
         self._split_keys = split_keys
+        self._quantised = QuantisedLinears()
         self._targets: dict[tuple[LoraTarget, ...], Tensor] = {}
         self._tables: dict[int, tuple[Sequence[Weight], WeightTable]] = {}
 
@@ -65,6 +68,16 @@ class CudaOps(ReferenceOps):
             **routed,
         )
         return paged, planned
+
+    def pack(self, weight: Tensor | QuantisedWeight, routed: bool = False) -> Weight:
+        if isinstance(weight, Tensor) or routed:
+            return weight
+        return self._quantised.pack(weight)
+
+    def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
+        if isinstance(packed, QuantisedWeight | PackedInt4):
+            return self._quantised(x, packed, bias)
+        return super().linear(x, packed, bias)
 
     def lora_add(
         self,

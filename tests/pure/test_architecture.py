@@ -88,6 +88,7 @@ INSIDE = {
     "bench": BENCH,
     "openai": OPENAI,
     "kernels": [
+        "activations",
         "quantised",
         "panels",
         "extras",

@@ -73,7 +73,7 @@ class Engine:
         if self._decoder.has_quantised_experts:
             targets = targets_beside_quantised_experts(lora.target_modules, self.model)
             lora = replace(lora, target_modules=targets)
-        kv_dtype = kv_cache_dtype(config, dtype, device.torch)
+        kv_dtype = kv_cache_dtype(config, dtype)
         plan = plan_kv(config, self.model, kv_dtype, device.torch, device.free_bytes())
         kv_tensor = allocate_kv(plan, config, self.model, kv_dtype, device.torch)
         # On a CPU the cache's pages are not touched yet, so the system still counts them as free.
@@ -219,9 +219,7 @@ class Engine:
                     "cuda_graph_mode has no effect on %s: steps are not recorded", self._device.name
                 )
             return
-        if self.model.moe is not None or self.model.attention_softcap is not None:
-            logger.info("steps are not recorded: experts and soft caps read tables of the host")
-        elif wanted is None or wanted:
+        if wanted is None or wanted:
             self._runner.record_decoding(self.config.cuda_graph_cache_size or DEFAULT_GRAPHS)
 
     def _waiting_ids(self) -> list[int]:

@@ -31,13 +31,10 @@ class KvPlan:
         return self.num_blocks * self.block_bytes
 
 
-def kv_cache_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Of keys and values. Raises ConfigError where the device's attention does not read it."""
-    if config.quant is None or not config.quant.fp8_kv_cache:
-        return dtype
-    if device.type != "cpu":
-        raise ConfigError("kv_cache_quant_algo FP8 is served on a CPU only; leave it out")
-    return torch.float8_e4m3fn
+def kv_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """Of keys and values."""
+    fp8 = config.quant is not None and config.quant.fp8_kv_cache
+    return torch.float8_e4m3fn if fp8 else dtype
 
 
 def plan_kv(
@@ -85,7 +82,10 @@ def batch_limits(
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         dtype=dtype,
+        kv_dtype=kv_cache_dtype(config, dtype),
+        softcap=model.attention_softcap,
         windows=frozenset(model.sliding_windows or (None,)),
+        num_experts=model.moe.num_experts if model.moe is not None else 0,
     )
 
 

@@ -45,7 +45,7 @@ class CompiledOps(CpuOps):
         """bfloat16 weights are widened to float32 in registers, exactly, and half the bytes are read."""
         return compute == torch.float32 and stored == torch.bfloat16
 
-    def pack(self, weight: Tensor | QuantisedWeight) -> Weight:
+    def pack(self, weight: Tensor | QuantisedWeight, routed: bool = False) -> Weight:
         if isinstance(weight, QuantisedWeight) and weight.scales.dtype != torch.float32:
             return super().pack(weight)
         if isinstance(weight, Tensor) and weight.dtype == torch.bfloat16 and self.has_bfloat16:

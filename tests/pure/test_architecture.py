@@ -14,7 +14,7 @@ PACKAGE = ROOT / "src" / "manylora"
 # Lower levels first; inside a level, earlier names may be imported by later ones.
 ORDER = [
     ["errors", "request", "quant", "config", "built", "stats", "pages", "lifeline"],
-    ["wire", "chat_template", "text", "kernels", "device"],
+    ["wire", "chat_template", "text_stream", "text", "kernels", "device"],
     ["lora"],
     ["model"],
     ["engine"],
@@ -32,7 +32,7 @@ BENCH = [
     "endpoint", "openai_endpoint", "sides", "run",
 ]  # fmt: skip
 OPENAI = [
-    "errors", "names", "schema", "messages", "choosing", "tools", "params", "generation", "mailbox",
+    "errors", "names", "schema", "messages", "choosing", "tools", "params", "mailbox", "generation",
     "disk", "reader", "disk_level", "kept", "catalog", "fairness", "history", "backend", "keys",
     "logprobs", "replies", "transport", "inference", "metrics",
     "models", "openapi", "page", "feed", "app", "in_process", "triton", "options", "server",

@@ -9,6 +9,7 @@ from manylora.device import open_device
 from manylora.engine.engine import Engine
 from manylora.loop import EngineLoop
 from manylora.model.weights import compute_dtype
+from manylora.openai.backend import Wake
 from manylora.request import Request, Sink
 from manylora.stats import CacheMap, EngineStats
 
@@ -20,7 +21,11 @@ class InProcessEngine:
 
     def __init__(self, engine: Engine) -> None:
         self._adapters = engine.adapters
-        self._loop = EngineLoop(engine)
+        self._wake: Wake = lambda: None
+        self._loop = EngineLoop(engine, lambda: self._wake())
+
+    def on_news(self, wake: Wake) -> None:
+        self._wake = wake
 
     @property
     def alive(self) -> bool:

@@ -21,6 +21,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype, ser
 
 from manylora.errors import AdapterNotCachedError, ConfigError, DrainingError, RequestError
 from manylora.lora.tensors import is_bfloat16, narrow_to_bfloat16, widen_bfloat16
+from manylora.openai.backend import Wake
 from manylora.openai.errors import ApiError
 from manylora.request import Event, FinishReason, LoraInput, Request, Sink
 from manylora.stats import AdapterStats, CacheMap, EngineStats, Resident
@@ -84,8 +85,12 @@ class TritonEngine:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._begun: set[int] = set()  # tickets that have given a token
         self._known: OrderedDict[int, None] = OrderedDict()  # task ids, the one used last at the end
+        self._wake: Wake = lambda: None
         self._ready = True
         self._checking = asyncio.create_task(self._check())
+
+    def on_news(self, wake: Wake) -> None:
+        self._wake = wake
 
     @property
     def alive(self) -> bool:
@@ -144,6 +149,7 @@ class TritonEngine:
                     self._begun.add(ticket)
                     self._remember(request.lora)
                     sink(event)
+                self._wake()
             if not reader.done:
                 raise RequestError("Encountered an error in the engine: its answer broke off")
         except asyncio.CancelledError:
@@ -157,6 +163,7 @@ class TritonEngine:
                 stream.cancel()  # without effect on one that has ended
             self._running.pop(ticket, None)
             self._begun.discard(ticket)
+            self._wake()
 
     def _message(self, request: Request) -> ModelInferRequest:
         return _message(self.model.name, request.request_id, self._tensors(request))

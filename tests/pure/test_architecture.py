@@ -99,7 +99,7 @@ INSIDE = {
 }
 NO_TORCH = [
     "errors", "request", "quant", "config", "built", "stats", "pages", "lifeline", "wire", "chat_template",
-    "text", "launcher",
+    "text_stream", "text", "launcher",
     "lora.modules", "lora.geometry", "lora.tensors", "lora.slicing", "lora.cache", "cli",
     "engine.sequence", "engine.idle_blocks", "engine.guide", "engine.kv_cache", "engine.scheduler",
     "kernels.cuda.plan", "llmapi", "bench", "openai", "lora_helper", "lora_manager", "executor",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum
 
 import numpy as np
 
@@ -30,8 +30,10 @@ MAX_SEED = 2**64 - 1
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "lark_grammar", "llguidance")
 
 
-class FinishReason(StrEnum):
+class FinishReason(str, Enum):
     """Why a sequence ended."""
+
+    __str__ = str.__str__  # StrEnum, for Python 3.10
 
     STOP = "stop"  # end_id or a stop word
     LENGTH = "length"  # max_tokens, or the model's longest sequence

@@ -25,7 +25,7 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.lora.tensors import Adapter
 from manylora.model.checkpoint import read_model_config
-from manylora.model.weights import compute_dtype, load_decoder
+from manylora.model.weights import adapter_dtype, compute_dtype, load_decoder
 from manylora.request import Event, FinishReason, LoraInput, Request
 from manylora.stats import EngineStats
 
@@ -80,8 +80,9 @@ class Engine:
         # On a CPU the cache's pages are not touched yet, so the system still counts them as free.
         untouched = plan.num_bytes if device.torch.type == "cpu" else 0
         left = max(0, device.free_bytes() - untouched)
+        pages = adapter_dtype(config.dtype, self.model, dtype, device)
         self.adapters = AdapterStore.open(
-            self.model, lora, device.torch, dtype, left, BaseWeights(config.model_dir)
+            self.model, lora, device.torch, pages, left, BaseWeights(config.model_dir)
         )
         self.max_seq_len = plan.max_seq_len
         self._plan = plan

@@ -146,7 +146,7 @@ def _add_batched(
     places = torch.from_numpy(starts[:, None] + np.arange(counts.max())).clamp_(max=len(x) - 1)
     real = torch.from_numpy(np.arange(counts.max()) < counts[:, None])
     size = rank * (in_dim + target.width)
-    pieces = torch.stack([pool[offset : offset + size] for offset in groups[:, 2].tolist()])
+    pieces = torch.stack([pool[offset : offset + size] for offset in groups[:, 2].tolist()]).to(x.dtype)
     a, b = pieces.split((rank * in_dim, rank * target.width), dim=1)
     low = torch.bmm(x[places], a.view(-1, rank, in_dim).transpose(1, 2))
     delta = torch.bmm(low, b.view(-1, rank, target.width))

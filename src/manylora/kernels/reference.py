@@ -69,7 +69,7 @@ class ReferenceOps:
                 if row is None:
                     continue
                 columns = slice(target.start, target.start + target.width)
-                a, b, magnitude = _matrices(batch.pool, row, x.shape[-1], target.width)
+                a, b, magnitude = _matrices(batch.pool, row, x.shape[-1], target.width, x.dtype)
                 out = y[segment.start : segment.stop, columns]
                 out.addmm_(rows @ a.T, b)
                 if magnitude is not None:
@@ -176,9 +176,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap:
     return torch.softmax(scores.float().masked_fill(~mask, float("-inf")), dim=-1).to(v.dtype) @ v
 
 
-def _matrices(pool: Tensor, row: LoraRow, in_dim: int, out_dim: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    middle = row.offset + row.rank * in_dim
-    end = middle + row.rank * out_dim
-    a = pool[row.offset : middle].view(row.rank, in_dim)
-    b = pool[middle:end].view(row.rank, out_dim)
-    return a, b, pool[end : end + out_dim] if row.dora else None
+def _matrices(
+    pool: Tensor, row: LoraRow, in_dim: int, out_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """In `dtype`, which may be wider than the pool's."""
+    sizes = [row.rank * in_dim, row.rank * out_dim, out_dim if row.dora else 0]
+    a, b, magnitude = pool[row.offset : row.offset + sum(sizes)].to(dtype).split(sizes)
+    return a.view(row.rank, in_dim), b.view(row.rank, out_dim), magnitude if row.dora else None

@@ -83,6 +83,7 @@ class AdapterStore:
     ) -> AdapterStore:
         """Size the levels, allocate them, and prefetch. Raises ConfigError.
 
+        dtype: of the pages.
         free_bytes: of the device, after weights and KV cache; the device level takes its fraction of these.
         base: what the DoRA magnitudes of PEFT directories are normalised with; None refuses such adapters.
         """
@@ -187,7 +188,8 @@ class AdapterStore:
             return False
         if not self._cache.on_device(digest):
             entry = self._cache.load(digest, {})
-            entry.content = self._pool.rows(lease.layout, entry.pages)
+            host_pages = self._cache.host.entries[digest].pages
+            entry.content = self._pool.rows(lease.layout, host_pages, entry.pages)
             self._load(digest)
         self._forget_waiting(lease)
         self._cache.host.pin(digest)

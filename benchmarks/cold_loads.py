@@ -217,9 +217,8 @@ def main() -> None:
             server.terminate()
             server.wait()
     p50 = {side: statistics.median(times) for side, times in found.items()}
-    print(
-        f"adapters of {size / 2**20:.1f} MiB; their own first token: P50 {1000 * statistics.median(first):.1f} ms"
-    )
+    own_p50 = 1000 * statistics.median(first)
+    print(f"adapters of {size / 2**20:.1f} MiB; their own first token: P50 {own_p50:.1f} ms")
     print(f"warm requests: {1000 * p50['calm']:.1f} ms calm, {1000 * p50['cold']:.1f} ms beside cold loads")
     print(f"ratio {p50['cold'] / p50['calm']:.3f}; of rounds {', '.join(f'{one:.3f}' for one in ratios)}")
     print(json.dumps({"p50": p50, "ratios": ratios, "adapter_bytes": size, **vars(options)}))

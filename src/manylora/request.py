@@ -178,6 +178,8 @@ class LoraInput:
     config:  [1, rows, 3 or 4] int32, columns module id, layer, rank[, is_dora]; None when cached.
     name:    of an adapter in the server's catalog, in place of all of these.
     source:  what kind of checkpoint `name` must be, "hf" or "nemo"; None: whatever it is.
+    checked: the `lora.tensors.Adapter` that the engine's own store made of these tensors before: then
+             they are not checked and digested again.
     Shapes and contents are checked by `manylora.lora.tensors`, not here.
     """
 
@@ -186,6 +188,7 @@ class LoraInput:
     config: np.ndarray | None = None
     name: str | None = None
     source: str | None = None
+    checked: object | None = None
 
     @property
     def has_tensors(self) -> bool:

@@ -234,7 +234,9 @@ class Backend:
             lora = LoraInput(task_id, name=call.adapter)
             if attempt > 0 or not here:
                 call.version, read = await self.catalog.tensors(call.version)
-                lora = LoraInput(call.version.task_id, read.weights, read.config, name=call.adapter)
+                lora = LoraInput(
+                    call.version.task_id, read.weights, read.config, name=call.adapter, checked=read.checked
+                )
             try:
                 await self._through_engine(call, lora)
                 return

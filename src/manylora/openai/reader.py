@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.sources import find_source, read_source
-from manylora.lora.modules import lora_modules
-from manylora.lora.tensors import adapter_from_tensors, is_bfloat16
+from manylora.lora.modules import LoraModule
+from manylora.lora.tensors import Adapter, is_bfloat16
 from manylora.request import LoraInput
 
 __all__ = ["AdapterReader", "ReadAdapter"]
@@ -21,7 +21,8 @@ __all__ = ["AdapterReader", "ReadAdapter"]
 
 @dataclass(frozen=True, eq=False)
 class ReadAdapter:
-    """digest: of the content. kind: peft, nemo, npy, llgtrt."""
+    """digest: of the content. kind: peft, nemo, npy, llgtrt. checked: views of weights, for an engine of the
+    same model in this process; None of a copy, which is checked when it is used."""
 
     digest: str
     kind: str
@@ -29,6 +30,7 @@ class ReadAdapter:
     max_rank: int
     weights: np.ndarray
     config: np.ndarray
+    checked: Adapter | None = None
 
     @property
     def task_id(self) -> int:
@@ -43,12 +45,15 @@ class ReadAdapter:
 
 
 class AdapterReader:
-    """Reads for one base model. Any thread. half: the engine computes in float16."""
+    """Reads for one base model. Any thread.
 
-    def __init__(self, model_dir: Path, model: ModelConfig, lora: LoraCacheConfig, half: bool) -> None:
-        self._model, self._half = model, half
-        self._rank_limit = lora.rank_limit
-        self._modules = lora_modules(model, lora.target_modules)
+    modules: of the base, by id. verify: tensors to what the engine would take; raises AdapterInvalidError.
+    """
+
+    def __init__(
+        self, model_dir: Path, modules: Mapping[int, LoraModule], verify: Callable[[LoraInput], Adapter]
+    ) -> None:
+        self._modules, self._verify = modules, verify
         self._base = BaseWeights(model_dir)
 
     def read(self, path: Path) -> ReadAdapter:
@@ -58,9 +63,7 @@ class AdapterReader:
             weights, config = read_source(source, modules=self._modules, base=self._base)
         except OSError as error:
             raise AdapterInvalidError(f"its files cannot be read: {error.strerror}") from error
-        checked = adapter_from_tensors(
-            LoraInput(0, weights, config), self._modules, self._model.num_layers, self._rank_limit, self._half
-        )
+        checked = self._verify(LoraInput(0, weights, config))
         dtype = "bfloat16" if is_bfloat16(weights.dtype) else weights.dtype.name
         rank = max(row.rank for row in checked.rows)
-        return ReadAdapter(checked.digest, source.kind, dtype, rank, weights, config)
+        return ReadAdapter(checked.digest, source.kind, dtype, rank, weights, config, checked)

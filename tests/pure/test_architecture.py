@@ -195,7 +195,7 @@ def test_the_server_module_is_imported_only_by_the_model_repository() -> None:
             if isinstance(node, ast.Import | ast.ImportFrom)
         )
     }
-    assert users <= {"model_repo"}
+    assert users <= {"model_repo", "tests"}  # tests: the stand-in for a model of NVIDIA's
 
 
 @pytest.mark.parametrize("module", modules())

@@ -195,6 +195,8 @@ class LoraInput:
     name:    of an adapter in the server's catalog, in place of all of these.
     source:  what kind of checkpoint `name` must be, "hf" or "nemo"; None: whatever it is.
     extras:  parts of the adapter beside its tensors; they come from files and cross no wire.
+    checked: the `lora.tensors.Adapter` that the engine's own store made of these tensors before: then
+             they are not checked and digested again.
     Shapes and contents are checked by `manylora.lora.tensors`, not here.
     """
 
@@ -204,6 +206,7 @@ class LoraInput:
     name: str | None = None
     source: str | None = None
     extras: tuple[LoraExtra, ...] = ()
+    checked: object | None = None
 
     @property
     def has_tensors(self) -> bool:

@@ -25,7 +25,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest
 
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest tests/gpu tests/cpu/test_cuda_kernels.py
+	$(BIN)/python -m pytest tests/gpu $(addprefix tests/cpu/test_cuda_,kernels.py experts.py backends.py quantised.py)
 
 bench-gpu:
 	PYTHONPATH=src $(or $(wildcard $(BIN)/python),python3) benchmarks/gpu.py $(BENCH_ARGS)

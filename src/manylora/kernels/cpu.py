@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.kernels.quantised import QuantisedWeight, pack_for_cpu
+from manylora.kernels.quantised import QuantisedWeight, StackedWeight, pack_for_cpu
 from manylora.kernels.reference import ReferenceOps, attend
 from manylora.kernels.spec import AttentionBatch, ExpertPairs, LoraBatch, LoraTarget, Weight
 
@@ -26,7 +26,9 @@ class CpuOps(ReferenceOps):
         self._packs = torch.backends.mkldnn.is_available()
         self.has_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
-    def pack(self, weight: Tensor | QuantisedWeight) -> Weight:
+    def pack(self, weight: Tensor | QuantisedWeight | StackedWeight) -> Weight:
+        if isinstance(weight, StackedWeight):
+            return weight.map(self.pack)
         if isinstance(weight, QuantisedWeight):
             return pack_for_cpu(weight)
         if not self._packs or weight.dtype not in PACKED:

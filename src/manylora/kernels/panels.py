@@ -37,7 +37,8 @@ def to_panels(weight: Tensor | QuantisedWeight, width: int) -> Panels | None:
     scale = None
     if isinstance(weight, QuantisedWeight):
         scales = weight.scales
-        if weight.values.dtype != torch.int8 or scales.shape[1] != 1 or weight.offsets is not None:
+        extra = weight.offsets is not None or weight.zeros is not None or weight.order is not None
+        if weight.values.dtype != torch.int8 or scales.shape[1] != 1 or extra:
             return None
         weight, scale = weight.values, scales[:, 0].float().contiguous()
     if weight.dtype not in KINDS:

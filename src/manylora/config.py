@@ -9,6 +9,7 @@ from typing import Any
 
 from manylora.errors import ConfigError
 from manylora.quant import QuantConfig
+from manylora.quant_checkpoint import CheckpointQuant
 
 __all__ = ["EngineConfig", "LoraCacheConfig", "ModelConfig", "MoeConfig"]
 
@@ -164,6 +165,7 @@ class ModelConfig:
     logits_softcap: float | None = None
     head_bias: bool = False
     transposed_weights: bool = False  # the checkpoint's matrices are [in, out]
+    quant: CheckpointQuant | None = None  # how its weights are quantised; None: plain, or built here
 
     @property
     def q_size(self) -> int:

@@ -11,7 +11,12 @@ from torch import Tensor
 from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.experts import HostPairs, group_segments, pair_up
 from manylora.kernels.panels import Panels
-from manylora.kernels.quantised import QuantisedWeight, quantised_linear
+from manylora.kernels.quantised import (
+    QuantisedWeight,
+    StackedWeight,
+    quantised_linear,
+    stacked_linear,
+)
 from manylora.kernels.spec import (
     AttentionBatch,
     BatchLimits,
@@ -45,10 +50,12 @@ class ReferenceOps:
     def keeps(self, stored: torch.dtype, compute: torch.dtype) -> bool:
         return stored == compute
 
-    def pack(self, weight: Tensor | QuantisedWeight, routed: bool = False) -> Weight:
+    def pack(self, weight: Tensor | QuantisedWeight | StackedWeight, routed: bool = False) -> Weight:
         return weight
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
+        if isinstance(packed, StackedWeight):
+            return stacked_linear(self.linear, x, packed, bias)
         if not isinstance(packed, Tensor):
             assert not isinstance(packed, Panels)
             return quantised_linear(x, packed, bias)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from manylora.kernels.extras import ExtraSegment
 from manylora.kernels.panels import Panels
-from manylora.kernels.quantised import PackedInt4, QuantisedWeight
+from manylora.kernels.quantised import PackedInt4, QuantisedWeight, StackedWeight
 
 __all__ = [
     "AttentionBatch",
@@ -31,7 +31,7 @@ __all__ = [
     "Weight",
 ]
 
-Weight = Tensor | QuantisedWeight | PackedInt4 | Panels
+Weight = Tensor | QuantisedWeight | PackedInt4 | StackedWeight | Panels
 """A weight [N, K] of a linear layer, as it is or packed."""
 
 
@@ -161,7 +161,7 @@ class Ops(Protocol):
         """Whether `linear` reads a weight as it is stored, though it computes in `compute`."""
         ...
 
-    def pack(self, weight: Tensor | QuantisedWeight, routed: bool = False) -> Weight:
+    def pack(self, weight: Tensor | QuantisedWeight | StackedWeight, routed: bool = False) -> Weight:
         """A weight [N, K] in the form that this device's `linear` likes best, or when routed `expert_linear`;
         the original may be let go."""
         ...

@@ -14,7 +14,7 @@ from manylora.kernels.cuda.grouped import WeightTable, grouped_linear, weight_ta
 from manylora.kernels.cuda.plan import MODULES, PLACE, Places, plan_lora
 from manylora.kernels.cuda.quantised import QuantisedLinears
 from manylora.kernels.cuda.tables import MIN_SPLIT_KEYS, PagedBatch, PlannedLora, plan_attention
-from manylora.kernels.quantised import PackedInt4, QuantisedWeight
+from manylora.kernels.quantised import PackedInt4, QuantisedWeight, StackedWeight
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, BatchLimits, ExpertPairs, LoraBatch, LoraTarget, Weight
 
@@ -70,9 +70,13 @@ class CudaOps(ReferenceOps):
         )
         return paged, planned
 
-    def pack(self, weight: Tensor | QuantisedWeight, routed: bool = False) -> Weight:
-        if isinstance(weight, Tensor) or routed:
+    def pack(self, weight: Tensor | QuantisedWeight | StackedWeight, routed: bool = False) -> Weight:
+        if isinstance(weight, StackedWeight):
+            return weight.map(self.pack)
+        if isinstance(weight, Tensor):
             return weight
+        if routed:  # the experts' kernel knows neither zeros nor orders
+            return weight if weight.is_plain else weight.wide()
         return self._quantised.pack(weight)
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:

@@ -16,6 +16,7 @@ __all__ = ["WINDOW", "Reply", "merge", "merge_waiting"]
 WINDOW = 128
 """Ids before a chunk that its text may depend on. More only for a run of byte tokens longer than this."""
 
+_NOTHING = np.empty((1, 1, 0), np.int32)
 
 Item = tuple[Any, "Reply | None", Any] | None
 """(call, reply, event) that waits to be sent; reply None: an error or an empty answer; None: the end."""
@@ -30,7 +31,7 @@ class Reply:
     exclude_input: bool
     statistics: bool = False
     logits_dtype: str = "float32"
-    _sent: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    _sent: dict[int, np.ndarray] = field(default_factory=lambda: defaultdict(lambda: _NOTHING))
     _log_probs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     _context_logits: np.ndarray | None = None
     _vocab_size: int = 0
@@ -56,11 +57,12 @@ class Reply:
         if self.statistics and event.metrics is not None:
             tensors += _statistics(event.metrics)
         if streaming:
-            window = self._sent[event.sequence_index][-WINDOW:]
-            self._sent[event.sequence_index] = window + list(event.token_ids)
-            tensors.append(("previous_ids", _table([window], np.int32)))
-        reason = event.finish_reason.value if event.finish_reason else ""
-        tensors.append(("finish_reason", _text(reason)))
+            window = self._sent[event.sequence_index]
+            tensors.append(("previous_ids", window))
+            new = np.array([[event.token_ids]], np.int32)
+            self._sent[event.sequence_index] = np.concatenate((window, new), axis=2)[:, :, -WINDOW:]
+        if event.finish_reason is not None:
+            tensors.append(("finish_reason", _text(event.finish_reason.value)))
         if event.metrics is not None and event.metrics.adapter_tier:
             tensors.append(("lora_cache_tier", _text(event.metrics.adapter_tier)))
         return tensors
@@ -134,6 +136,8 @@ def merge_waiting(batch: Sequence[Item]) -> list[Item]:
 
 def _table(rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
     """[1, rows, longest row]; shorter ones end in -1."""
+    if len(rows) == 1:
+        return np.array([rows], dtype)
     table: np.ndarray = np.full((1, len(rows), max(map(len, rows))), -1, dtype)
     for i, row in enumerate(rows):
         table[0, i, : len(row)] = row

@@ -88,9 +88,8 @@ class Tokenizer:
         all deltas is the decoded text of all ids.
         """
         if skip_special_tokens:
-            window = [i for i in window if i not in self._special]
             new = [i for i in new if i not in self._special]
-        window = self._suffix(window)
+        window = self._suffix(window, skip_special_tokens)
         ids = [*window, *new]
         before = self._stable(window, skip_special_tokens)
         after = self.decode(ids, skip_special_tokens) if final else self._stable(ids, skip_special_tokens)
@@ -118,11 +117,16 @@ class Tokenizer:
         """Messages through the chat template, ready for the assistant's answer. Raises RequestError."""
         return self._chat.render(messages, tools)
 
-    def _suffix(self, window: Sequence[int]) -> Sequence[int]:
-        start = max(0, len(window) - CONTEXT)
-        while start > 0 and window[start] in self._byte_tokens:
-            start -= 1
-        return window[start:]
+    def _suffix(self, window: Sequence[int], skip: bool) -> list[int]:
+        """The last CONTEXT ids, and more until the first is no byte token."""
+        kept: list[int] = []
+        for i in reversed(window):
+            if skip and i in self._special:
+                continue
+            kept.append(i)
+            if len(kept) >= CONTEXT and i not in self._byte_tokens:
+                break
+        return kept[::-1]
 
     def _stable(self, ids: Sequence[int], skip: bool) -> str:
         end = len(ids)

@@ -28,14 +28,15 @@ class TritonPythonModel:
     def _answer(self, request):
         arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         tokens, lengths = arrays["TOKENS_BATCH"], arrays["SEQUENCE_LENGTH"]
-        windows, reason = arrays.get("PREVIOUS_IDS"), arrays.get("FINISH_REASON")
-        final = reason is None or bool(reason.reshape(-1)[0])
+        windows, final = arrays.get("PREVIOUS_IDS"), "FINISH_REASON" in arrays
         texts = []
-        for item in np.ndindex(lengths.shape):
-            ids = tokens[item][: lengths[item]].tolist()
-            if windows is None:
-                texts.append(self._tokenizer.decode(ids, self._skip))
-            else:
-                texts.append(self._tokenizer.delta(windows[item].tolist(), ids, final, self._skip))
-        output = np.array([text.encode() for text in texts], np.object_)
+        for item, row in enumerate(lengths.tolist()):
+            for beam, length in enumerate(row):
+                ids = tokens[item, beam, :length].tolist()
+                if windows is None:
+                    text = self._tokenizer.decode(ids, self._skip)
+                else:
+                    text = self._tokenizer.delta(windows[item, beam].tolist(), ids, final, self._skip)
+                texts.append(text.encode())
+        output = np.array(texts, np.object_)
         return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", output)])

@@ -135,7 +135,8 @@ class Sequence:
 
     def take_event(self, last: bool) -> Event:
         """What happened since the last event."""
-        start, logits = self.num_reported, self.generation_logits
+        start = self.num_reported
+        logits = self.generation_logits[start:]
         self.num_reported = self.num_output
         return Event(
             token_ids=()
@@ -148,7 +149,7 @@ class Sequence:
             error=self.error,
             beams=self.results,
             context_logits=self.context_logits if start == 0 else None,
-            generation_logits=np.stack(logits) if logits and self.finished else None,
+            generation_logits=np.stack(logits) if logits else None,
             metrics=self._metrics(),
         )
 

@@ -70,7 +70,9 @@ class Generation:
         if event.context_logits is not None:
             self.context_logits = event.context_logits
         if event.generation_logits is not None:
-            self._logits[event.sequence_index] = event.generation_logits
+            before = self._logits[event.sequence_index]
+            rows = [event.generation_logits] if before is None else [before, event.generation_logits]
+            self._logits[event.sequence_index] = np.concatenate(rows)
         if event.error is not None:
             self.error = event.error
         else:

@@ -20,17 +20,20 @@ from torch import Tensor
 from manylora.config import ModelConfig
 from manylora.device import open_device
 from manylora.errors import ManyloraError
+from manylora.kernels.extras import Extra, ExtraSegment
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraSegment
 from manylora.lora.catalog import read_adapter_folder
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.llgtrt import write_llgtrt
 from manylora.lora.formats.npy import write_npy
+from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
 from manylora.model.batch import ForwardBatch
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.families import FAMILIES as ARCHITECTURES
 from manylora.model.weights import load_decoder
+from manylora.request import LoraExtra, LoraInput
 from manylora.testing import FAMILIES, make_adapter, make_model, reference_logits
 
 __all__ = ["KINDS", "Driver", "agree", "linear_names", "main", "make_kind", "read_from"]
@@ -38,7 +41,11 @@ __all__ = ["KINDS", "Driver", "agree", "linear_names", "main", "make_kind", "rea
 BLOCK, BLOCKS = 8, 128
 LONGEST = 60
 Tensors = tuple[np.ndarray, np.ndarray]  # weights and config, as a request carries them
+Given = Tensors | LoraInput | None  # an adapter, whole where it has extras; None: the base model
 Shape = tuple[tuple[str, ...], str]  # names of the linear layers, attention's first; name of the layer list
+# As the families call them; PEFT passes over names that a model does not have.
+EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
+NORMS = ("norm", "layernorm", "ln_1", "ln_2", "ln_attn", "ln_mlp", "ln_f", "layer_norm")
 # What an adapter of PEFT is like, for a model of some shape.
 KINDS: dict[str, Callable[[Shape], dict[str, Any]]] = {
     "LoRA": lambda _: {"rank": 5},
@@ -54,9 +61,19 @@ KINDS: dict[str, Callable[[Shape], dict[str, Any]]] = {
         "use_rslora": True,
         **_patterns(shape),
     },
-    "bias": lambda _: {"rank": 4, "bias": "lora_only"},
+    "bias": lambda shape: {"rank": 4, "bias": "all", "modules": shape[0][1:]},
+    "lora_bias": lambda _: {"rank": 4, "lora_bias": True},
+    "DoRA + bias": lambda _: {"rank": 4, "bias": "lora_only", "use_dora": True},
+    "embedding": lambda shape: {"rank": 4, "modules": (shape[0][0], *EMBEDDINGS)},
     "lm_head": lambda shape: {"rank": 4, "modules": (shape[0][0], "lm_head")},
-    "modules_to_save": lambda _: {"rank": 4, "modules_to_save": ["lm_head"]},
+    "both + DoRA": lambda shape: {
+        "rank": 4,
+        "modules": (shape[0][0], *EMBEDDINGS, "lm_head"),
+        "use_dora": True,
+    },
+    "modules_to_save": lambda _: {"rank": 4, "modules_to_save": [*EMBEDDINGS, "lm_head"]},
+    "norms saved": lambda _: {"rank": 4, "modules_to_save": list(NORMS)},
+    "token indices": lambda _: {"rank": 4, "trainable_token_indices": list(range(248, 0, -3))},
 }
 REFUSED = "refused: "
 SOURCES = ("peft", "npy", "llgtrt")
@@ -107,7 +124,7 @@ class Driver:
     """Feeds several sequences to a decoder in packed steps, blocks scattered, and keeps all logits."""
 
     def __init__(
-        self, decoder: Decoder, sequences: Sequence[Sequence[int]], adapters: Sequence[Tensors | None]
+        self, decoder: Decoder, sequences: Sequence[Sequence[int]], adapters: Sequence[Given]
     ) -> None:
         config = decoder.config
         shape = (config.num_layers, 2, BLOCKS, BLOCK, config.num_kv_heads, config.head_dim)
@@ -118,6 +135,10 @@ class Driver:
         self._blocks = [[blocks.pop() for _ in range(-(-len(s) // BLOCK))] for s in sequences]
         pool, self._rows = _lay_out(adapters, config)
         self._pool = pool.to(decoder.dtype)
+        self._extras = [
+            {e.name: _scatter(e, decoder.dtype) for e in one.extras} if isinstance(one, LoraInput) else {}
+            for one in adapters
+        ]
         self._done = [0] * len(sequences)
         self._logits: list[list[Tensor]] = [[] for _ in sequences]
 
@@ -136,6 +157,7 @@ class Driver:
     def _step(self, counts: list[int]) -> None:
         live = [(s, n) for s, n in enumerate(counts) if n]
         starts, segments = [0], []
+        extras: list[ExtraSegment] = []
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -147,8 +169,10 @@ class Driver:
             ids += [self._sequences[s][p] for p in span]
             positions += span
             slots += [self._blocks[s][p // BLOCK] * BLOCK + p % BLOCK for p in span]
-            if self._rows[s]:
+            if self._rows[s] or self._extras[s]:
                 segments.append(LoraSegment(starts[-1], starts[-1] + n, self._rows[s]))
+            if self._extras[s]:
+                extras.append(ExtraSegment(starts[-1], starts[-1] + n, self._extras[s]))
             starts.append(starts[-1] + n)
             lens.append(self._done[s] + n)
             table.append(self._blocks[s] + [0] * (width - len(self._blocks[s])))
@@ -156,7 +180,7 @@ class Driver:
             torch.tensor(ids),
             torch.tensor(positions),
             AttentionBatch(starts, lens, torch.tensor(table, dtype=torch.int32), torch.tensor(slots)),
-            LoraBatch(self._pool, tuple(segments)) if segments else None,
+            LoraBatch(self._pool, tuple(segments), extras=tuple(extras)) if segments else None,
             torch.arange(len(ids)),
         )
         logits = self._decoder.forward(batch, self._kv)
@@ -165,15 +189,31 @@ class Driver:
             self._done[s] += n
 
 
+def _scatter(extra: LoraExtra, dtype: torch.dtype) -> Extra:
+    """In three pieces of a pool of its own, the first the last, NaN between them."""
+    values = torch.from_numpy(extra.values).to(dtype)
+    values = values if values.ndim == 2 else values.unsqueeze(1)
+    parts = values.split(-(-len(values) // 3))[::-1]
+    gap = torch.full((7,), float("nan"), dtype=dtype)
+    pool = torch.cat([piece for part in parts for piece in (gap, part.reshape(-1))])
+    starts, views, used = [], [], 0
+    for part in parts:
+        starts.append(used + 7)
+        used += 7 + part.numel()
+        views.append(pool[starts[-1] : used].view(part.shape))
+    ids = torch.tensor(extra.token_ids) if extra.token_ids else None
+    return Extra(pool, tuple(views[::-1]), torch.tensor(starts[::-1]), ids)
+
+
 def _lay_out(
-    adapters: Sequence[Tensors | None], model: ModelConfig
+    adapters: Sequence[Given], model: ModelConfig
 ) -> tuple[Tensor, list[dict[tuple[int, int], LoraRow]]]:
     """Adapters in one flat pool, each row at an odd place and NaN between them."""
     modules = lora_modules(model)
     pieces, places, used = [np.full(13, np.nan, np.float32)], [], 13
-    for adapter in adapters:
+    for given in adapters:
         rows: dict[tuple[int, int], LoraRow] = {}
-        for payload, row in zip(adapter[0][0], adapter[1][0], strict=True) if adapter else ():
+        for payload, row in zip(*_tensors(given), strict=True) if given else ():
             module_id, layer, rank, dora = (*row.tolist(), 0)[:4]  # the fourth column may be absent
             module = modules[module_id]
             middle = rank * module.in_dim
@@ -187,6 +227,13 @@ def _lay_out(
     return torch.from_numpy(np.concatenate(pieces)), places
 
 
+def _tensors(given: Tensors | LoraInput) -> tuple[np.ndarray, np.ndarray]:
+    """Weights [rows, W] and config [rows, 3 or 4]."""
+    weights, config = (given.weights, given.config) if isinstance(given, LoraInput) else given
+    assert weights is not None and config is not None
+    return weights[0], config[0]
+
+
 def _verdicts(folder: Path, family: str) -> dict[str, str]:
     """Kind of adapter, and `base`, to `pass`, `differs`, or why it is refused; sources apart if unequal."""
     model_dir = make_model(folder / family, family, seed=3)
@@ -195,14 +242,16 @@ def _verdicts(folder: Path, family: str) -> dict[str, str]:
     picks = random.Random(len(family))
     ids = [picks.randrange(250) for _ in range(LONGEST)]
     verdicts: dict[str, str] = {}
-    adapters: list[Tensors | None] = [None]
+    modules, base = lora_modules(config), BaseWeights(model_dir)
+    adapters: list[Given] = [None]
     labels = [("base", "")]
     folders: dict[str, Path | None] = {"base": None}
     for seed, kind in enumerate(KINDS):
         try:
             folders[kind] = adapter = make_kind(folder / f"{family}-{seed}", model_dir, kind, seed)
-            for source in SOURCES:
-                adapters.append(read_from(source, adapter, model_dir))
+            whole = read_lora(find_source(adapter), 0, modules=modules, base=base)
+            for source in SOURCES[:1] if whole.extras else SOURCES:
+                adapters.append(whole if whole.extras else read_from(source, adapter, model_dir))
                 labels.append((kind, source))
         except ManyloraError as error:
             verdicts[kind] = REFUSED + str(error).partition(": ")[2]

@@ -16,6 +16,7 @@ __all__ = [
     "Event",
     "FinishReason",
     "Guide",
+    "LoraExtra",
     "LoraInput",
     "Request",
     "RequestMetrics",
@@ -170,6 +171,21 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, eq=False)
+class LoraExtra:
+    """A part of an adapter that has no row in the tensor form: a bias, a norm, something of the embedding or
+    the head.
+
+    name: as `manylora.lora.extras` lists them.
+    values: [n] or [rows, columns], of the types of `LoraInput.weights`, the scaling in them.
+    token_ids: of a matrix that has rows for these tokens only; ascending.
+    """
+
+    name: str
+    values: np.ndarray
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
 class LoraInput:
     """The adapter part of a request, as it came.
 
@@ -178,6 +194,7 @@ class LoraInput:
     config:  [1, rows, 3 or 4] int32, columns module id, layer, rank[, is_dora]; None when cached.
     name:    of an adapter in the server's catalog, in place of all of these.
     source:  what kind of checkpoint `name` must be, "hf" or "nemo"; None: whatever it is.
+    extras:  parts of the adapter beside its tensors; they come from files and cross no wire.
     checked: the `lora.tensors.Adapter` that the engine's own store made of these tensors before: then
              they are not checked and digested again.
     Shapes and contents are checked by `manylora.lora.tensors`, not here.
@@ -188,6 +205,7 @@ class LoraInput:
     config: np.ndarray | None = None
     name: str | None = None
     source: str | None = None
+    extras: tuple[LoraExtra, ...] = ()
     checked: object | None = None
 
     @property
@@ -283,7 +301,8 @@ class Event:
     error: set exactly when finish_reason is ERROR.
     beams: of a beam search, the best first; token_ids is empty then.
     context_logits: [prompt, vocab] float32, on the first event, when asked for.
-    generation_logits: [output, vocab] float32, on the last event of the sequence, when asked for.
+    generation_logits: [output, vocab] float32, on the last event of the sequence, when asked for; of a stream
+               [len(token_ids), vocab] on each of its events.
     metrics: on the last event of each sequence, and on every event of a stream.
     """
 

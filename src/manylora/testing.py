@@ -169,6 +169,8 @@ def make_adapter(
                 parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
             elif "lora_" in name:
                 parameter.copy_(torch.randn_like(parameter) * (0.3 / rank**0.25))
+            elif parameter.requires_grad:  # biases, modules_to_save, rows of tokens: copies of the base's
+                parameter.add_(torch.randn_like(parameter) * 0.2)
     adapted.save_pretrained(str(path))
     return Path(path)
 

@@ -29,7 +29,7 @@ LLMAPI = [
 ]  # fmt: skip
 BENCH = [
     "datasets", "popularity", "prepare", "load", "options", "report", "ideal", "sections", "plots", "local",
-    "endpoint", "openai_endpoint", "sides", "run",
+    "remote", "endpoint", "openai_endpoint", "sides", "run",
 ]  # fmt: skip
 OPENAI = [
     "errors", "names", "schema", "messages", "choosing", "tools", "params", "mailbox", "generation",
@@ -43,6 +43,7 @@ INSIDE = {
         "expert_rules",
         "geometry",
         "tensors",
+        "extras",
         "slicing",
         "formats",
         "cache",
@@ -61,6 +62,7 @@ INSIDE = {
         "plan",
         "batch",
         "rope",
+        "extras",
         "layers",
         "moe",
         "decoder",
@@ -79,14 +81,17 @@ INSIDE = {
         "inputs",
         "graphs",
         "runner",
+        "checks",
         "engine",
     ],
     "llmapi": LLMAPI,
     "bench": BENCH,
     "openai": OPENAI,
     "kernels": [
+        "activations",
         "quantised",
         "panels",
+        "extras",
         "spec",
         "experts",
         "moving",
@@ -100,7 +105,7 @@ INSIDE = {
 NO_TORCH = [
     "errors", "request", "quant", "config", "built", "stats", "pages", "lifeline", "wire", "chat_template",
     "text_stream", "text", "launcher",
-    "lora.modules", "lora.geometry", "lora.tensors", "lora.slicing", "lora.cache", "cli",
+    "lora.modules", "lora.geometry", "lora.tensors", "lora.extras", "lora.slicing", "lora.cache", "cli",
     "engine.sequence", "engine.idle_blocks", "engine.guide", "engine.kv_cache", "engine.scheduler",
     "kernels.cuda.plan", "llmapi", "bench", "openai", "lora_helper", "lora_manager", "executor",
     "sampling_params", "models", "quantization",

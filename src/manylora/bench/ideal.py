@@ -8,8 +8,8 @@ from pathlib import Path
 
 from manylora.bench.load import Sample
 from manylora.llmapi.lora import LoRARequest
-from manylora.lora.catalog import read_adapter_folder
 from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 
@@ -53,7 +53,10 @@ def adapter_elements(adapters: Sequence[LoRARequest], model_dir: Path) -> float:
     total = 0
     for adapter in adapters:
         assert adapter.lora_path is not None
-        _, config = read_adapter_folder(Path(adapter.lora_path), BaseWeights(model_dir), modules)
-        for module_id, _, rank, *dora in config[0].tolist():
+        source = find_source(Path(adapter.lora_path))
+        lora = read_lora(source, 0, modules=modules, base=BaseWeights(model_dir))
+        assert lora.config is not None
+        for module_id, _, rank, *dora in lora.config[0].tolist():
             total += modules[module_id].row_elements(rank, bool(dora and dora[0]))
+        total += sum(extra.values.size for extra in lora.extras)
     return total / len(adapters)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from manylora.config import LoraCacheConfig
 from manylora.errors import ConfigError
 from manylora.lora.report import AdapterReport, BaseModel, inspect_adapter
 from manylora.model.checkpoint import read_model_config
+from manylora.request import LoraExtra
 
 __all__ = ["main"]
 
@@ -46,6 +48,8 @@ def _lines(report: AdapterReport, judged: bool) -> Iterator[tuple[str, object]]:
         yield "module", f"{name}: {_ranks(ranks)}"
     if report.num_dora:
         yield "dora", f"{report.num_dora} rows"
+    for extra in _extras(report.extras):
+        yield "extra", extra
     if report.num_bytes is not None:
         yield "size", f"{report.num_bytes} bytes"
     if report.modules is not None:
@@ -62,6 +66,22 @@ def _ranks(ranks: Mapping[int, int]) -> str:
     if len(set(ranks.values())) == 1:
         return f"rank {next(iter(ranks.values()))} in {_layers(sorted(ranks))}"
     return ", ".join(f"rank {rank} in layer {layer}" for layer, rank in sorted(ranks.items()))
+
+
+def _extras(extras: Sequence[LoraExtra]) -> Iterator[str]:
+    """A line for each kind, the layers together."""
+    layers: dict[str, list[int]] = defaultdict(list)
+    for extra in extras:
+        name = extra.name
+        layer = None
+        if name.startswith("layers."):
+            _, layer, name = name.split(".", 2)
+        line = f"{name}: {' x '.join(map(str, extra.values.shape))}"
+        if extra.token_ids:
+            line += f" of tokens {', '.join(map(str, extra.token_ids))}"
+        layers[line] += [] if layer is None else [int(layer)]
+    for line, found in layers.items():
+        yield f"{line} in {_layers(sorted(found))}" if found else line
 
 
 def _layers(layers: list[int]) -> str:

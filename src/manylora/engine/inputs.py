@@ -33,9 +33,13 @@ class StepInputs:
 
     @property
     def decodes(self) -> bool:
-        """Whether each sequence has one row, and its logits are wanted: what a recorded graph can do."""
+        """Whether each sequence has one row, and its logits are wanted: what a recorded graph can do.
+
+        Not with extras of adapters, whose shapes and places a graph would have to know.
+        """
         rows = len(self.input_ids)
-        return self.embeddings is None and rows == len(self.lengths) == len(self.logits_rows)
+        plain = self.embeddings is None and not (self.lora and self.lora.extras)
+        return plain and rows == len(self.lengths) == len(self.logits_rows)
 
     def pad(self, rows: int) -> StepInputs:
         """The same with sequences of one token behind it, which store nothing, up to that many rows."""

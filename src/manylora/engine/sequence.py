@@ -135,8 +135,10 @@ class Sequence:
 
     def take_event(self, last: bool) -> Event:
         """What happened since the last event."""
-        start, logits = self.num_reported, self.generation_logits
+        start, logits = self.num_reported, []
         self.num_reported = self.num_output
+        if self.finished or self.request.streaming:
+            logits, self.generation_logits = self.generation_logits, []
         return Event(
             token_ids=()
             if self.results
@@ -148,7 +150,7 @@ class Sequence:
             error=self.error,
             beams=self.results,
             context_logits=self.context_logits if start == 0 else None,
-            generation_logits=np.stack(logits) if logits and self.finished else None,
+            generation_logits=np.stack(logits) if logits else None,
             metrics=self._metrics(),
         )
 

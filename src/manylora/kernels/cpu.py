@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manylora.kernels.experts import HostPairs
 from manylora.kernels.quantised import QuantisedWeight, pack_for_cpu
 from manylora.kernels.reference import ReferenceOps, attend
 from manylora.kernels.spec import AttentionBatch, ExpertPairs, LoraBatch, LoraTarget, Weight
@@ -26,7 +27,7 @@ class CpuOps(ReferenceOps):
         self._packs = torch.backends.mkldnn.is_available()
         self.has_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
-    def pack(self, weight: Tensor | QuantisedWeight) -> Weight:
+    def pack(self, weight: Tensor | QuantisedWeight, routed: bool = False) -> Weight:
         if isinstance(weight, QuantisedWeight):
             return pack_for_cpu(weight)
         if not self._packs or weight.dtype not in PACKED:
@@ -48,6 +49,7 @@ class CpuOps(ReferenceOps):
         targets: Sequence[LoraTarget],
     ) -> None:
         """Groups of many rows one by one; all those of few rows at once, which while decoding is all."""
+        assert isinstance(pairs, HostPairs)
         groups = pairs.groups
         few = groups[:, 1] - groups[:, 0] < FEW_ROWS
         if few.any():

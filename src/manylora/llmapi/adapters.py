@@ -10,7 +10,7 @@ from pathlib import Path
 from manylora.errors import AdapterError, AdapterInvalidError, AdapterNotCachedError
 from manylora.llmapi.lora import LoRARequest
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.sources import find_source, read_source
+from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import LoraModule
 from manylora.request import LoraInput
 
@@ -89,7 +89,6 @@ class AdapterReader:
                 raise AdapterInvalidError(
                     f"{path.path.name} is not a checkpoint of kind {path.ckpt_source}, it is {source.kind}"
                 )
-            tensors = read_source(source, modules=self.modules, base=self.base)
+            return read_lora(source, task_id, modules=self.modules, base=self.base)
         except AdapterError as error:
             raise AdapterInvalidError(f"Failed to load LoRA adapter: {error}") from error
-        return LoraInput(task_id, *tensors)

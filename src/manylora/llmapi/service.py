@@ -123,7 +123,7 @@ class Service:
     def _carry(self, generation: Generation, task_id: int, path: AdapterPath) -> None:
         lora = self._adapters.read(task_id, path)
         assert lora.weights is not None
-        self._carried.add(generation, task_id, lora.weights)
+        self._carried.add(generation, task_id, lora.weights, sum(one.values.nbytes for one in lora.extras))
         self._send(generation, lora)
 
     def _send(self, generation: Generation, lora: LoraInput | None) -> None:
@@ -208,17 +208,16 @@ class _Carried:
         with self._changed:
             return any(task_id == other for other, _ in list(self._requests.values()))
 
-    def add(self, generation: Generation, task_id: int, weights: np.ndarray) -> None:
-        """Waits until there is room."""
+    def add(self, generation: Generation, task_id: int, weights: np.ndarray, more: int = 0) -> None:
+        """Waits until there is room. more: bytes that go with the weights."""
         owner = weights
         while isinstance(owner.base, np.ndarray):
             owner = owner.base
+        size = owner.nbytes + more
         with self._changed:
-            self._changed.wait_for(
-                lambda: not self._requests or self._num_bytes + owner.nbytes <= self._max_bytes
-            )
-            self._requests[generation] = entry = (task_id, owner.nbytes)
-            self._num_bytes += owner.nbytes
+            self._changed.wait_for(lambda: not self._requests or self._num_bytes + size <= self._max_bytes)
+            self._requests[generation] = entry = (task_id, size)
+            self._num_bytes += size
         weakref.finalize(owner, self.drop, generation, entry).atexit = False
 
     def drop(self, generation: Generation, entry: tuple[int, int] | None = None) -> None:

@@ -12,10 +12,10 @@ from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterError, ConfigError
 from manylora.llmapi.llm_args import PeftCacheConfig
 from manylora.llmapi.lora import LoraConfig
-from manylora.lora.catalog import read_adapter_folder
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.peft import ATTENTION_IDS, MLP_IDS
 from manylora.lora.formats.peft_experts import EXPERT_PATHS
+from manylora.lora.formats.peft_names import ATTENTION_IDS, MLP_IDS
+from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import MODULE_NAMES, LoraModule, lora_modules
 
 __all__ = ["built_lora_config", "lora_cache_config", "no_lora_cache_config", "parameter_names"]
@@ -124,9 +124,10 @@ def _modules_of(
         if not any(folder.glob("adapter_model.*")):
             raise ValueError(f"adapter_model file does not exist in {folder}")
     try:
-        _, rows = read_adapter_folder(folder, base, modules)
+        rows = read_lora(find_source(folder), 0, base=base, modules=modules).config
     except AdapterError as error:
         raise ConfigError(f"lora_dir {folder}: {error}") from error
+    assert rows is not None
     return {MODULE_NAMES[module_id] for module_id in rows[0, :, 0].tolist()}
 
 

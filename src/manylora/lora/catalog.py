@@ -11,7 +11,7 @@ import numpy as np
 
 from manylora.errors import AdapterError, AdapterInvalidError, AdapterNotFoundError, ConfigError
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.sources import find_source, read_source
+from manylora.lora.formats.sources import find_source, read_lora, read_source
 from manylora.lora.modules import LoraModule
 from manylora.lora.tensors import Adapter
 from manylora.request import LoraInput
@@ -152,8 +152,8 @@ class Catalog:
         return adapter
 
     def _read(self, task_id: int, folder: Path) -> Adapter:
-        weights, config = read_adapter_folder(folder, self._base, self._modules)
-        return self._check(LoraInput(task_id, weights, config))
+        found = read_lora(find_source(folder), task_id, modules=self._modules, base=self._base)
+        return self._check(found)
 
 
 def read_adapter_folder(

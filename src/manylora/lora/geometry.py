@@ -13,7 +13,17 @@ from manylora.config import LoraCacheConfig
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.lora.modules import LoraModule
 
-__all__ = ["CacheGeometry", "CachePlan", "Layout", "Placement", "cache_geometry", "place_rows", "plan_cache"]
+__all__ = [
+    "CacheGeometry",
+    "CachePlan",
+    "ExtraPlace",
+    "Layout",
+    "Piece",
+    "Placement",
+    "cache_geometry",
+    "place_rows",
+    "plan_cache",
+]
 
 REMEDIES = {
     "host": "raise lora_cache_host_memory_bytes",
@@ -136,11 +146,33 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """So many rows of an extra, from this slot of this page (counted within the adapter) on."""
+
+    page: int
+    slot: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraPlace:
+    """Where one extra [rows, columns] lies; a vector has one column. Every piece but the last has the same
+    number of rows."""
+
+    name: str
+    columns: int
+    pieces: tuple[Piece, ...]
+    is_matrix: bool
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """How one adapter lies in its pages: its placements, and for each page how many slots are in use."""
 
     placements: tuple[Placement, ...]
     used_slots: tuple[int, ...]
+    extras: tuple[ExtraPlace, ...] = ()
 
     @classmethod
     def of(cls, rows: Iterable[tuple[LoraModule, int, int, bool]], geometry: CacheGeometry) -> Layout:

@@ -10,8 +10,10 @@ import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.peft import PEFT_KEY, peft_tensors
+from manylora.lora.formats.peft import peft_tensors
 from manylora.lora.formats.peft_config import CONFIG, NORMALIZED, PeftConfig, read_peft_config
+from manylora.lora.formats.peft_extras import is_extra
+from manylora.lora.formats.peft_names import PEFT_KEY
 from manylora.lora.formats.tensor_files import RawTensor, decode, encode, write_safetensors, write_torch
 from manylora.lora.tensors import check_dims
 
@@ -34,7 +36,7 @@ def normalize_dora(
     if config.dora_normalized:
         raise AdapterInvalidError(f"{CONFIG} sets {NORMALIZED}: the magnitudes are normalised already")
     tensors = peft_tensors(in_dir, allow_bin)
-    magnitudes = {key: _path(key) for key in tensors if _side(key) is None}
+    magnitudes = {key: _path(key) for key in tensors if _is_magnitude(key)}
     if strip:
         changed = {key: tensor for key, tensor in tensors.items() if key not in magnitudes}
     else:
@@ -68,11 +70,12 @@ def _suffix(folder: Path, stem: str) -> str:
     raise AdapterInvalidError(f"{folder} does not contain .safetensors or .bin weights")
 
 
-def _side(key: str) -> str | None:
+def _is_magnitude(key: str) -> bool:
+    """Of a linear layer. Biases, norms, embedding and head go through as they are; their magnitudes don't."""
     found = PEFT_KEY.fullmatch(key)
-    if found is None:
+    if found is None and (not is_extra(key) or "magnitude" in key):
         raise AdapterInvalidError(f"Encountered unknown weight: {key}")
-    return found["side"]
+    return found is not None and found["side"] is None
 
 
 def _path(key: str) -> str:

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from manylora.device import CopyStream
 from manylora.errors import ConfigError
+from manylora.kernels.extras import Extra
 from manylora.kernels.spec import LoraRow
-from manylora.lora.geometry import CacheGeometry, Layout, Placement
+from manylora.lora.geometry import CacheGeometry, ExtraPlace, Layout, Piece, Placement
 from manylora.lora.tensors import BFLOAT16, Adapter, AdapterRow, is_bfloat16
+from manylora.request import LoraExtra
 
 __all__ = ["AdapterPool"]
 
@@ -70,6 +72,11 @@ class AdapterPool:
         self._copies.finish()  # these pages may still be the source of a copy
         for row, place in zip(adapter.rows, layout.placements, strict=True):
             _turn_b(_tensor(row.payload), self._slots(pages, place)[: row.payload.size], place)
+        for extra, where in zip(adapter.extras, layout.extras, strict=True):
+            sizes = [piece.rows * where.columns for piece in where.pieces]
+            parts = np.split(extra.values.reshape(-1), np.cumsum(sizes)[:-1])
+            for piece, part in zip(where.pieces, parts, strict=True):
+                self._slots(pages, piece)[: part.size].copy_(_tensor(part))
 
     def read_host(self, digest: str, layout: Layout, pages: Sequence[int]) -> Adapter:
         """The adapter in these pages, in their dtype; a copy."""
@@ -79,7 +86,7 @@ class AdapterPool:
             stored = self._slots(pages, place)[:size]
             payload = _array(_turn_b(stored, torch.empty_like(stored), place, back=True))
             rows.append(AdapterRow(place.module_id, place.layer, place.rank, place.dora, payload))
-        return Adapter(digest, tuple(rows))
+        return Adapter(digest, tuple(rows), tuple(self._read_extra(place, pages) for place in layout.extras))
 
     def load(
         self, layout: Layout, host_pages: Sequence[int], device_pages: Sequence[int]
@@ -99,11 +106,13 @@ class AdapterPool:
         """Let the forward pass that is queued next wait for a load."""
         self._copies.hold(event)
 
-    def rows(
-        self, layout: Layout, host_pages: Sequence[int], device_pages: Sequence[int]
-    ) -> dict[tuple[int, int], LoraRow]:
-        """Where each (layer, module id) of an adapter on these pages lies in `flat`."""
-        geometry, pages = self._geometry, host_pages if self._shared else device_pages
+    def read_pages(self, host_pages: Sequence[int], device_pages: Sequence[int]) -> Sequence[int]:
+        """Which of an adapter's pages are those of `flat`."""
+        return host_pages if self._shared else device_pages
+
+    def rows(self, layout: Layout, pages: Sequence[int]) -> dict[tuple[int, int], LoraRow]:
+        """Where each (layer, module id) of an adapter on these pages of `flat` lies."""
+        geometry = self._geometry
         return {
             (place.layer, place.module_id): LoraRow(
                 pages[place.page] * geometry.page_elements + place.slot * geometry.page_width,
@@ -113,7 +122,29 @@ class AdapterPool:
             for place in layout.placements
         }
 
-    def _slots(self, pages: Sequence[int], place: Placement) -> Tensor:
+    def extras(self, layout: Layout, pages: Sequence[int]) -> dict[str, Extra]:
+        """The extras of an adapter on these pages of `flat`, by name."""
+        geometry, flat, found = self._geometry, self.flat, {}
+        for place in layout.extras:
+            starts = [
+                pages[piece.page] * geometry.page_elements + piece.slot * geometry.page_width
+                for piece in place.pieces
+            ]
+            views = tuple(
+                flat[start : start + piece.rows * place.columns].view(piece.rows, place.columns)
+                for start, piece in zip(starts, place.pieces, strict=True)
+            )
+            ids = torch.tensor(place.token_ids, device=flat.device) if place.token_ids else None
+            found[place.name] = Extra(flat, views, torch.tensor(starts, device=flat.device), ids)
+        return found
+
+    def _read_extra(self, place: ExtraPlace, pages: Sequence[int]) -> LoraExtra:
+        parts = [self._slots(pages, piece)[: piece.rows * place.columns] for piece in place.pieces]
+        values = _array(torch.cat(parts))
+        shaped = values.reshape(-1, place.columns) if place.is_matrix else values
+        return LoraExtra(place.name, shaped, place.token_ids)
+
+    def _slots(self, pages: Sequence[int], place: Placement | Piece) -> Tensor:
         return self._host[pages[place.page], place.slot * self._geometry.page_width :]
 
 

@@ -6,16 +6,15 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterError, ConfigError
+from manylora.lora.extras import check_extras, with_extras
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.sources import Source, find_source, read_rows, read_source, source_dtype
+from manylora.lora.formats.sources import Source, find_source, read_source, read_whole, source_dtype
 from manylora.lora.geometry import Layout, cache_geometry
 from manylora.lora.modules import MODULE_NAMES, lora_modules
 from manylora.lora.tensors import Adapter, adapter_from_rows, adapter_from_tensors, check_shapes, pack_rows
-from manylora.request import LoraInput
+from manylora.request import LoraExtra, LoraInput
 
 __all__ = ["AdapterReport", "BaseModel", "inspect_adapter"]
 
@@ -40,6 +39,7 @@ class AdapterReport:
     dtype: str | None = None  # of the source
     modules: dict[str, dict[int, int]] | None = None  # name -> layer -> rank
     num_dora: int = 0  # rows with a magnitude
+    extras: tuple[LoraExtra, ...] = ()  # by name
     num_bytes: int | None = None  # in the source's type, without padding where the rows' sizes are known
     digest: str | None = None
     num_pages: int | None = None
@@ -67,21 +67,22 @@ def _read(report: AdapterReport, source: Source, base: BaseModel | None, allow_b
     if source.kind in ("peft", "nemo"):
         weights_of_base = BaseWeights(base.model_dir) if base else None
         modules = lora_modules(base.config, base.cache.target_modules) if base else None
-        rows = read_rows(source, modules=modules, base=weights_of_base, allow_bin=allow_bin)
-        adapter = adapter_from_rows(rows)
-        weights, config = pack_rows(adapter.rows)
+        rows, extras = read_whole(source, modules=modules, base=weights_of_base, allow_bin=allow_bin)
+        adapter = adapter_from_rows(rows, extras=extras)
+        lora = LoraInput(0, *pack_rows(adapter.rows), extras=adapter.extras)
     else:
-        weights, config = read_source(source)
-    _describe(report, weights, check_shapes(LoraInput(0, weights, config))[1])
+        lora = LoraInput(0, *read_source(source))
+    _describe(report, lora)
     assert report.dtype is not None
     if base is not None:
-        adapter = _judge(report, base, weights, config)
+        adapter = _judge(report, base, lora)
     if adapter is not None:
         report.digest = adapter.digest
         report.num_bytes = adapter.num_elements * ITEM_BYTES[report.dtype]
 
 
-def _describe(report: AdapterReport, weights: np.ndarray, config: np.ndarray) -> None:
+def _describe(report: AdapterReport, lora: LoraInput) -> None:
+    weights, config = check_shapes(lora)
     found: dict[str, dict[int, int]] = defaultdict(dict)
     for module_id, layer, rank in config[:, :3].tolist():
         known = 0 <= module_id < len(MODULE_NAMES)
@@ -89,18 +90,18 @@ def _describe(report: AdapterReport, weights: np.ndarray, config: np.ndarray) ->
     report.modules = dict(found)
     report.num_dora = int(config[:, 3].sum()) if config.shape[1] == 4 else 0
     report.num_bytes = weights.nbytes
+    report.extras = lora.extras
 
 
-def _judge(report: AdapterReport, base: BaseModel, weights: np.ndarray, config: np.ndarray) -> Adapter:
+def _judge(report: AdapterReport, base: BaseModel, lora: LoraInput) -> Adapter:
     """As the engine does at a request, with the geometry of the cache settings on one device."""
     model, cache, limit = base.config, base.cache, base.cache.rank_limit
     modules = lora_modules(model, cache.target_modules)
-    adapter = adapter_from_tensors(
-        LoraInput(0, weights, config), modules, model.num_layers, limit, model.dtype == "float16"
-    )
+    check_extras(lora.extras, model.num_layers)
+    adapter = adapter_from_tensors(lora, modules, model.num_layers, limit, model.dtype == "float16")
     optimal, largest = min(cache.optimal_adapter_size, limit), min(cache.max_adapter_size, limit)
     geometry = cache_geometry(modules.values(), model.num_layers, optimal, largest)
     rows = [(modules[row.module_id], row.layer, row.rank, row.dora) for row in adapter.rows]
-    report.num_pages = Layout.of(rows, geometry).num_pages
+    report.num_pages = with_extras(Layout.of(rows, geometry), adapter.extras, geometry).num_pages
     report.page_bytes = geometry.page_elements * ITEM_BYTES[model.dtype]
     return adapter

@@ -12,10 +12,12 @@ import torch
 
 from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterCacheFullError, AdapterInvalidError, AdapterNotCachedError, ConfigError
-from manylora.kernels.spec import LoraBatch, LoraSegment
+from manylora.kernels.extras import Extra, ExtraSegment
+from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment
 from manylora.lora.cache import AdapterCache
 from manylora.lora.catalog import Catalog
 from manylora.lora.expert_rules import beside_experts
+from manylora.lora.extras import check_extras, with_extras
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.geometry import CachePlan, Layout, plan_cache
 from manylora.lora.modules import LoraModule, lora_modules
@@ -43,6 +45,14 @@ class AdapterLease:
     carried: Adapter | None = None
     admitted: bool = False
     tier: str = ""  # where the adapter was found: device, host, disk (its source), wire (sent along)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """An adapter on the device: where its rows lie, and its extras."""
+
+    rows: dict[tuple[int, int], LoraRow]
+    extras: dict[str, Extra]
 
 
 class AdapterStore:
@@ -122,6 +132,7 @@ class AdapterStore:
     def verify(self, lora: LoraInput) -> Adapter:
         """Tensors, checked as those of a request are. Any thread. Raises AdapterInvalidError."""
         half = self._pool.flat.dtype == torch.float16
+        check_extras(lora.extras, self._num_layers)
         return adapter_from_tensors(lora, self._modules, self._num_layers, self._rank_limit, half)
 
     def resident(self, task_id: int) -> bool:
@@ -198,8 +209,9 @@ class AdapterStore:
             return False
         if not self._cache.on_device(digest):
             entry = self._cache.load(digest, {})
-            host_pages = self._cache.host.entries[digest].pages
-            entry.content = self._pool.rows(lease.layout, host_pages, entry.pages)
+            layout, host = lease.layout, self._cache.host.entries[digest]
+            pages = self._pool.read_pages(host.pages, entry.pages)
+            entry.content = _Loaded(self._pool.rows(layout, pages), self._pool.extras(layout, pages))
             self._load(digest)
         self._forget_waiting(lease)
         self._cache.host.pin(digest)
@@ -238,10 +250,12 @@ class AdapterStore:
             if lease.digest in self._loading:
                 self._pool.hold(self._loading[lease.digest])
         entries = self._cache.device.entries
+        loaded = [(start, stop, entries[lease.digest].content) for start, stop, lease in segments]
         return LoraBatch(
             self._pool.flat,
-            tuple(LoraSegment(start, stop, entries[lease.digest].content) for start, stop, lease in segments),
+            tuple(LoraSegment(start, stop, content.rows) for start, stop, content in loaded),
             self._pool.alignment,
+            tuple(ExtraSegment(start, stop, one.extras) for start, stop, one in loaded if one.extras),
         )
 
     def stats(self) -> AdapterStats:
@@ -344,7 +358,7 @@ class AdapterStore:
 
     def _lay_out(self, adapter: Adapter, task_id: int) -> Layout:
         rows = [(self._modules[r.module_id], r.layer, r.rank, r.dora) for r in adapter.rows]
-        layout = Layout.of(rows, self._geometry)
+        layout = with_extras(Layout.of(rows, self._geometry), adapter.extras, self._geometry)
         if not self._cache.can_ever_hold(layout.num_pages):
             host, device = self._cache.host.pages.num_pages, self._cache.device.pages.num_pages
             raise AdapterCacheFullError(

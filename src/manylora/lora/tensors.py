@@ -11,7 +11,7 @@ import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.modules import EXPERT_IDS, MODULE_NAMES, LoraModule
-from manylora.request import LoraInput
+from manylora.request import LoraExtra, LoraInput
 
 __all__ = [
     "BFLOAT16",
@@ -30,6 +30,7 @@ __all__ = [
 BFLOAT16 = np.dtype("V2")
 """How NumPy arrays hold bfloat16: two bytes without a meaning, the bits of the number."""
 FLOAT16_MAX = 65504.0
+CHUNK = 2**22  # elements of an extra that are widened at one time
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,18 +47,20 @@ class AdapterRow:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """Immutable; rows ascend by layer, then module. Equal content has an equal digest, however it came."""
+    """Immutable; rows ascend by layer, then module, extras by name. Equal content has an equal digest,
+    however it came."""
 
     digest: str
     rows: tuple[AdapterRow, ...]
+    extras: tuple[LoraExtra, ...] = ()
 
     @property
     def num_elements(self) -> int:
-        return sum(row.payload.size for row in self.rows)
+        return sum(row.payload.size for row in self.rows) + sum(extra.values.size for extra in self.extras)
 
     @property
     def nbytes(self) -> int:
-        return sum(row.payload.nbytes for row in self.rows)
+        return sum(row.payload.nbytes for row in self.rows) + sum(e.values.nbytes for e in self.extras)
 
 
 def is_bfloat16(dtype: np.dtype) -> bool:
@@ -87,13 +90,15 @@ def adapter_from_tensors(
     """
     weights, config = check_shapes(lora)
     rows = [_check_row(weights[i], config[i], modules, num_layers, rank_limit) for i in range(len(config))]
-    adapter = adapter_from_rows(rows, half)
-    _check_surplus(weights, max(row.payload.size for row in rows))
+    adapter = adapter_from_rows(rows, half, lora.extras)
+    _check_surplus(weights, max((row.payload.size for row in rows), default=0))
     return adapter
 
 
-def adapter_from_rows(rows: Iterable[AdapterRow], half: bool = False) -> Adapter:
-    """Check the values of rows, and make them canonical. Raises AdapterInvalidError."""
+def adapter_from_rows(
+    rows: Iterable[AdapterRow], half: bool = False, extras: Iterable[LoraExtra] = ()
+) -> Adapter:
+    """Check the values of rows and extras, and make them canonical. Raises AdapterInvalidError."""
     rows = sorted(rows, key=lambda row: (row.layer, row.module_id))
     for row, following in pairwise(rows):
         if (row.layer, row.module_id) == (following.layer, following.module_id):
@@ -101,19 +106,23 @@ def adapter_from_rows(rows: Iterable[AdapterRow], half: bool = False) -> Adapter
                 f"lora_config names module {MODULE_NAMES[row.module_id]} of layer {row.layer} more than once"
             )
     for row in rows:
-        _check_values(row, half)
-    return Adapter(_digest(rows), tuple(rows))
+        _check_values(f"{MODULE_NAMES[row.module_id]} of layer {row.layer}", row.payload, half)
+    extras = sorted(extras, key=lambda extra: extra.name)
+    for extra in extras:
+        for first in range(0, extra.values.size, CHUNK):
+            _check_values(extra.name, extra.values.reshape(-1)[first : first + CHUNK], half)
+    return Adapter(_digest(rows, extras), tuple(rows), tuple(extras))
 
 
 def pack_rows(rows: Iterable[AdapterRow]) -> tuple[np.ndarray, np.ndarray]:
     """Rows to the tensors of the wire: weights [1, rows, W] padded with zeros, config [1, rows, 4] int32."""
     rows = list(rows)
-    width = max(row.payload.size for row in rows)
-    weights = np.zeros((1, len(rows), width), dtype=rows[0].payload.dtype)
+    width = max((row.payload.size for row in rows), default=0)
+    weights = np.zeros((1, len(rows), width), dtype=rows[0].payload.dtype if rows else np.float32)
     for i, row in enumerate(rows):
         weights[0, i, : row.payload.size] = row.payload
-    config = np.array([[[r.module_id, r.layer, r.rank, int(r.dora)] for r in rows]], dtype=np.int32)
-    return weights, config
+    config = np.array([[r.module_id, r.layer, r.rank, int(r.dora)] for r in rows], dtype=np.int32)
+    return weights, config.reshape(1, -1, 4)
 
 
 def check_dims(where: str, a: np.ndarray, b: np.ndarray, module: LoraModule | None) -> None:
@@ -151,7 +160,9 @@ def check_shapes(lora: LoraInput) -> tuple[np.ndarray, np.ndarray]:
         config.shape[2] in (3, 4),
         f"Expected dim2 of lora_keys to have a size in [3, 4], got {config.shape[2]}",
     )
-    _require(config.shape[1] > 0, "lora_config has no rows: an adapter needs at least one")
+    _require(
+        config.shape[1] > 0 or bool(lora.extras), "lora_config has no rows: an adapter needs at least one"
+    )
     _require(
         weights.dtype in (np.float32, np.float16) or is_bfloat16(weights.dtype),
         "Expected lora weights to be the same data type as base model, or float32, float16 or bfloat16, "
@@ -192,9 +203,8 @@ def _check_row(
     return AdapterRow(module_id, layer, rank, bool(dora), weights[:size])
 
 
-def _check_values(row: AdapterRow, half: bool) -> None:
-    where = f"{MODULE_NAMES[row.module_id]} of layer {row.layer}"
-    values = widen_bfloat16(row.payload) if is_bfloat16(row.payload.dtype) else row.payload
+def _check_values(where: str, values: np.ndarray, half: bool) -> None:
+    values = widen_bfloat16(values) if is_bfloat16(values.dtype) else values
     _require(bool(np.isfinite(values).all()), f"lora_weights holds a NaN or an infinity in {where}")
     if half and values.dtype != np.float16:
         too_large = bool((np.abs(values) > FLOAT16_MAX).any())
@@ -212,14 +222,21 @@ def _check_surplus(weights: np.ndarray, needed: int) -> None:
     )
 
 
-def _digest(rows: list[AdapterRow]) -> str:
-    """Over the rows in canonical order: what they are, their type, and every payload byte; no padding."""
+def _digest(rows: list[AdapterRow], extras: list[LoraExtra]) -> str:
+    """Over rows and extras in canonical order: what they are, their type, and every byte; no padding."""
     digest = hashlib.blake2b(digest_size=20)
     for row in rows:
-        kind = "bfloat16" if is_bfloat16(row.payload.dtype) else row.payload.dtype.name
-        digest.update(repr((row.module_id, row.layer, row.rank, row.dora, kind)).encode())
+        digest.update(repr((row.module_id, row.layer, row.rank, row.dora, _kind(row.payload))).encode())
         digest.update(row.payload.view(np.uint8).data)
+    for extra in extras:
+        values = np.ascontiguousarray(extra.values)
+        digest.update(repr((extra.name, values.shape, extra.token_ids, _kind(values))).encode())
+        digest.update(values.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
+
+
+def _kind(values: np.ndarray) -> str:
+    return "bfloat16" if is_bfloat16(values.dtype) else values.dtype.name
 
 
 def _require(ok: bool, text: str) -> None:

@@ -12,7 +12,9 @@ from manylora.config import ModelConfig, MoeConfig
 from manylora.kernels.panels import Panels
 from manylora.kernels.spec import LoraTarget, Ops, Weight
 from manylora.model.batch import ForwardBatch
-from manylora.model.layers import ACTIVATIONS, Attention, Block, FeedForward, LoraLinear, Mlp, Norm
+from manylora.model.extras import adapt_embedding, adapt_head
+from manylora.model.families import FAMILIES
+from manylora.model.layers import Attention, Block, FeedForward, LoraLinear, Mlp, Norm
 from manylora.model.moe import Experts, Moe, SharedExpert
 from manylora.model.rope import rope_frequencies
 
@@ -42,11 +44,12 @@ class Decoder:
         max_seq_len: int | None = None,
     ) -> None:
         self.config, self.dtype = config, dtype
+        self._names = FAMILIES[config.architecture].names(config)
         self._weights, self._ops = weights, ops
         self._embedding = weights["embed"]
         self._positions = weights.get("positions")
         self._head, self._head_bias = weights["head.weight"], weights.get("head.bias")
-        norm = self._norm("norm")
+        norm = self._norm("norm", "norm")
         assert norm is not None
         self._final_norm = norm
         self._blocks = [self._block(layer) for layer in range(config.num_layers)]
@@ -83,17 +86,27 @@ class Decoder:
             # The last base is that of layers with a window; most models have one base only.
             angles = rotary[-1 if block.attention.window is not None else 0] if rotary else None
             x = block(x, angles, batch.attention, batch.lora, kv[layer])
-        x = self._final_norm(x[batch.logits_rows])
-        logits = self._ops.linear(x, self._head, self._head_bias).float()
+        logits = self._logits(x, batch)
         if config.logits_scale != 1:
             logits *= config.logits_scale
         if config.logits_softcap is not None:
             logits = torch.tanh(logits / config.logits_softcap) * config.logits_softcap
         return logits
 
+    def _logits(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        rows, lora = batch.logits_rows, batch.lora
+        if lora is None or not lora.extras:
+            return self._ops.linear(self._final_norm(x[rows]), self._head, self._head_bias).float()
+        x = self._final_norm(x, lora)[rows]
+        logits = self._ops.linear(x, self._head, self._head_bias).float()
+        adapt_head(logits, x, rows, lora.extras, self._head_bias, self.config.tie_word_embeddings)
+        return logits
+
     def _embed(self, batch: ForwardBatch) -> Tensor:
         """The embedding's scale is for tokens: vectors of a request are taken as they come."""
         x = F.embedding(batch.input_ids, self._embedding).to(self.dtype)
+        if batch.lora is not None and batch.lora.extras:
+            adapt_embedding(x, batch.input_ids, batch.lora.extras)
         if self.config.embedding_scale != 1:
             x = x * self._embedding_scale
         if batch.embeddings is not None:
@@ -112,7 +125,7 @@ class Decoder:
 
     def _block(self, layer: int) -> Block:
         norms = {
-            name: self._norm(f"{layer}.{name}")
+            name: self._norm(f"{layer}.{name}", f"layers.{layer}.{self._names.block_norms.get(name)}")
             for name in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
         }
         return Block(self.config, self._attention(layer), self._feed_forward(layer), **norms)
@@ -132,8 +145,8 @@ class Decoder:
                 LoraTarget(ATTN_V, q + kv, kv),
             ),
             out=self._linear(layer, "out", LoraTarget(ATTN_DENSE, 0, config.hidden_size)),
-            q_norm=self._norm(f"{layer}.q_norm"),
-            k_norm=self._norm(f"{layer}.k_norm"),
+            q_norm=self._norm(f"{layer}.q_norm", f"layers.{layer}.{self._names.q_norm}"),
+            k_norm=self._norm(f"{layer}.k_norm", f"layers.{layer}.{self._names.k_norm}"),
             window=config.sliding_windows[layer] if config.sliding_windows else None,
         )
 
@@ -150,13 +163,13 @@ class Decoder:
         return Mlp(
             up_gate=self._linear(layer, "up_gate", *targets),
             down=self._linear(layer, "down", LoraTarget(MLP_4H_TO_H, 0, config.hidden_size)),
-            activation=ACTIVATIONS[config.activation],
+            activation=config.activation,
             gated=config.gated_mlp,
         )
 
     def _moe(self, layer: int, moe: MoeConfig) -> Moe:
         hidden, inner, shared = self.config.hidden_size, moe.intermediate_size, moe.shared_intermediate_size
-        activation = ACTIVATIONS[self.config.activation]
+        activation = self.config.activation
         extra = None
         if shared:
             mlp = Mlp(
@@ -193,11 +206,13 @@ class Decoder:
         weight, bias = self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias")
         return LoraLinear(self._ops, layer, weight, bias, targets)
 
-    def _norm(self, name: str) -> Norm | None:
-        weight = self._weights.get(f"{name}.weight")
+    def _norm(self, name: str, extra: str) -> Norm | None:
+        """name: among the weights; extra: among an adapter's extras."""
+        weight, bias = (self._weights.get(f"{name}.{part}") for part in ("weight", "bias"))
         if weight is None:
             return None
-        return Norm(self._ops, weight, self._weights.get(f"{name}.bias"), self.config.norm_eps)
+        config = self.config
+        return Norm(self._ops, weight, bias, config.norm_eps, extra, config.norm == "rms_plus_one")
 
 
 def _nbytes(weight: Weight) -> int:

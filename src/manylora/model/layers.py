@@ -2,42 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config import ModelConfig
+from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraTarget, Ops, Weight
+from manylora.model.extras import adapt_linear, adapt_norm
 
-__all__ = ["ACTIVATIONS", "Attention", "Block", "FeedForward", "LoraLinear", "Mlp", "Norm"]
+__all__ = ["Attention", "Block", "FeedForward", "LoraLinear", "Mlp", "Norm"]
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin [T, rotary_dim]
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
 
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm, or LayerNorm where there is a bias. weight [N], in the input's dtype or in float32."""
+    """RMSNorm, or LayerNorm where there is a bias. weight [N], in the input's dtype or in float32.
+
+    name: as extras of adapters call it. plus_one: the checkpoint's weight is one less.
+    """
 
     ops: Ops
     weight: Tensor
     bias: Tensor | None
     eps: float
+    name: str = ""
+    plus_one: bool = False
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, lora: LoraBatch | None = None) -> Tensor:
+        y = self._norm(x, self.weight)
+        self._adapt(y, x, lora)
+        return y
+
+    def add(self, x: Tensor, delta: Tensor, lora: LoraBatch | None = None) -> tuple[Tensor, Tensor]:
+        """x + delta, and that normalised."""
         if self.bias is not None:
-            return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
-        return self.ops.rms_norm(x, self.weight, self.eps)
+            total = x + delta
+            return total, self(total, lora)
+        total, y = self.ops.add_rms_norm(x, delta, self.weight, self.eps)
+        self._adapt(y, total, lora)
+        return total, y
+
+    def _adapt(self, y: Tensor, x: Tensor, lora: LoraBatch | None) -> None:
+        if lora is not None and lora.extras:
+            adapt_norm(y, x, lora.extras, self.name, self._with)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self.bias is not None:
+            return self.ops.layer_norm(x, weight, self.bias, self.eps)
+        return self.ops.rms_norm(x, weight, self.eps)
+
+    def _with(self, x: Tensor, stored: Tensor) -> Tensor:
+        weight = stored + 1 if self.plus_one else stored
+        return self._norm(x, weight.to(self.weight.dtype))
 
 
 @dataclass(frozen=True)
@@ -57,6 +77,8 @@ class LoraLinear:
         y = self.ops.linear(x, self.weight, self.bias)
         if lora is not None:
             self.ops.lora_add(y, x, lora, self.layer, self.targets, self.bias)
+            if lora.extras:
+                adapt_linear(y, lora.extras, self.layer, self.targets)
         return y
 
 
@@ -86,12 +108,12 @@ class Attention:
         config, ops, rows = self.config, self.ops, x.shape[0]
         q, k, v = self.qkv(x, lora).split((config.q_size, config.kv_size, config.kv_size), dim=-1)
         if config.qk_norm == "all":
-            q, k = self._normalise(q, k)
+            q, k = self._normalise(q, k, lora)
         q = q.reshape(rows, config.num_heads, config.head_dim)
         k = k.reshape(rows, config.num_kv_heads, config.head_dim)
         v = v.reshape(rows, config.num_kv_heads, config.head_dim)
         if config.qk_norm == "head":
-            q, k = self._normalise(q, k)
+            q, k = self._normalise(q, k, lora)
         if rotary is not None:
             q, k = self._rotate(q, rotary), self._rotate(k, rotary)
         ops.store_kv(k, v, kv[0], kv[1], batch)
@@ -99,9 +121,9 @@ class Attention:
         mixed = ops.attention(q, kv[0], kv[1], batch, scale, self.window, config.attention_softcap)
         return self.out(mixed.reshape(rows, config.q_size), lora)
 
-    def _normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def _normalise(self, q: Tensor, k: Tensor, lora: LoraBatch | None) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None and self.k_norm is not None
-        return self.q_norm(q), self.k_norm(k)
+        return self.q_norm(q, lora), self.k_norm(k, lora)
 
     def _rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
         size = self.config.rotary_dim
@@ -122,15 +144,14 @@ class Mlp:
 
     up_gate: LoraLinear
     down: LoraLinear
-    activation: Callable[[Tensor], Tensor]
+    activation: str
     gated: bool
 
     def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
         y = self.up_gate(x, lora)
-        if not self.gated:
-            return self.down(self.activation(y), lora)
-        up, gate = y.chunk(2, dim=-1)
-        return self.down(self.activation(gate) * up, lora)
+        if self.gated:
+            return self.down(self.up_gate.ops.gated(y, self.activation), lora)
+        return self.down(ACTIVATIONS[self.activation](y), lora)
 
 
 @dataclass(frozen=True)
@@ -153,16 +174,24 @@ class Block:
         lora: LoraBatch | None,
         kv: Tensor,
     ) -> Tensor:
-        seen = _apply(self.attention_norm, x)
-        mixed = _apply(self.attention_post_norm, self.attention(seen, rotary, batch, lora, kv))
+        seen = _apply(self.attention_norm, x, lora)
+        mixed = _apply(self.attention_post_norm, self.attention(seen, rotary, batch, lora, kv), lora)
         if self.config.parallel_blocks:
-            return x + mixed + self.mlp(seen if self.config.shared_norm else _apply(self.mlp_norm, x), lora)
-        x = x + self._scaled(mixed)
-        return x + self._scaled(_apply(self.mlp_post_norm, self.mlp(_apply(self.mlp_norm, x), lora)))
+            seen = seen if self.config.shared_norm else _apply(self.mlp_norm, x, lora)
+            return x + mixed + self.mlp(seen, lora)
+        x, seen = _add(self.mlp_norm, x, self._scaled(mixed), lora)
+        return x + self._scaled(_apply(self.mlp_post_norm, self.mlp(seen, lora), lora))
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.config.residual_scale == 1 else x * self.config.residual_scale
 
 
-def _apply(norm: Norm | None, x: Tensor) -> Tensor:
-    return x if norm is None else norm(x)
+def _apply(norm: Norm | None, x: Tensor, lora: LoraBatch | None) -> Tensor:
+    return x if norm is None else norm(x, lora)
+
+
+def _add(norm: Norm | None, x: Tensor, delta: Tensor, lora: LoraBatch | None) -> tuple[Tensor, Tensor]:
+    if norm is not None:
+        return norm.add(x, delta, lora)
+    total = x + delta
+    return total, total

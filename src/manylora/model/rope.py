@@ -36,8 +36,12 @@ def rope_frequencies(config: ModelConfig, max_seq_len: int | None = None, local:
 
 
 def _plain(config: ModelConfig, theta: float | None = None) -> Tensor:
+    return 1.0 / _periods(config, theta)
+
+
+def _periods(config: ModelConfig, theta: float | None = None) -> Tensor:
     exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.int64).float() / config.rotary_dim
-    return 1.0 / (theta or config.rope_theta) ** exponents
+    return (theta or config.rope_theta) ** exponents
 
 
 def _default(config: ModelConfig, scaling: dict) -> Rope:
@@ -94,16 +98,17 @@ def _longrope(config: ModelConfig, scaling: dict) -> Rope:
     """One factor for each frequency: the long ones when sequences may outgrow the original context."""
     context = scaling["original_max_position_embeddings"]
     chosen = scaling["long_factor" if scaling["max_seq_len"] > context else "short_factor"]
-    plain = _plain(config)
-    if len(chosen) != len(plain):
+    periods = _periods(config)
+    if len(chosen) != len(periods):
         raise ConfigError(
-            f"config.json: longrope needs {len(plain)} factors, one for each frequency, got {len(chosen)}"
+            f"config.json: longrope needs {len(periods)} factors, one for each frequency, got {len(chosen)}"
         )
     stretch = scaling.get("factor") or config.max_position_embeddings / context
     attention = scaling.get("attention_factor")
     if attention is None:
         attention = math.sqrt(1 + math.log(stretch) / math.log(context)) if stretch > 1 else 1.0
-    return plain / torch.tensor(chosen, dtype=torch.float32), float(attention)
+    # Rounded once after the product, as the models were trained.
+    return 1.0 / (torch.tensor(chosen, dtype=torch.float32) * periods), float(attention)
 
 
 ROPE_TYPES: dict[str, Callable[[ModelConfig, dict], Rope]] = {

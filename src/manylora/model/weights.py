@@ -68,7 +68,7 @@ def load_decoder(
             sources = [piece.source for piece in part.pieces]
             if quant and isinstance(tensor, Tensor) and chosen(name, sources, quant):
                 tensor = quantise(tensor.to(dtype), quant)
-            weights[name] = device.ops.pack(tensor) if part.is_matrix else tensor
+            weights[name] = device.ops.pack(tensor, ".expert." in name) if part.is_matrix else tensor
     if config.tie_word_embeddings:
         weights["head.weight"] = device.ops.pack(weights["embed"])
     return Decoder(config, weights, dtype, device.ops, max_seq_len)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import shutil
 import tempfile
@@ -16,6 +17,7 @@ from safetensors.numpy import save_file
 
 from manylora.lora.tensors import is_bfloat16
 from manylora.openai.reader import ReadAdapter
+from manylora.request import LoraExtra
 
 __all__ = ["DiskLevel"]
 
@@ -92,15 +94,11 @@ class DiskLevel:
         """Whole or not at all: another process, or the next start, may read this folder."""
         path = self._path(adapter.digest)
         path.parent.mkdir(parents=True, exist_ok=True)
-        bits = is_bfloat16(adapter.weights.dtype)
-        weights = adapter.weights.view(np.uint16) if bits else adapter.weights
         facts = {"kind": adapter.kind, "dtype": adapter.dtype, "max_rank": str(adapter.max_rank)}
+        facts["extras"] = json.dumps([{"name": e.name, "token_ids": e.token_ids} for e in adapter.extras])
+        tensors = {"weights": _bits(adapter.weights), "config": np.ascontiguousarray(adapter.config)}
         part = path.with_suffix(".part")
-        save_file(
-            {"weights": np.ascontiguousarray(weights), "config": np.ascontiguousarray(adapter.config)},
-            part,
-            facts,
-        )
+        save_file(tensors | {extra.name: _bits(extra.values) for extra in adapter.extras}, part, facts)
         size = part.stat().st_size
         part.replace(path)
         return size
@@ -109,6 +107,20 @@ class DiskLevel:
         with safe_open(self._path(digest), "numpy") as file:
             facts = file.metadata()
             weights, config = file.get_tensor("weights"), file.get_tensor("config")
+            extras = tuple(
+                LoraExtra(one["name"], _from_bits(file.get_tensor(one["name"])), tuple(one["token_ids"]))
+                for one in json.loads(facts.get("extras", "[]"))
+            )
         if facts["dtype"] == "bfloat16":
             weights = weights.view("V2")
-        return ReadAdapter(digest, facts["kind"], facts["dtype"], int(facts["max_rank"]), weights, config)
+        about = facts["kind"], facts["dtype"], int(facts["max_rank"])
+        return ReadAdapter(digest, *about, weights, config, extras)
+
+
+def _bits(values: np.ndarray) -> np.ndarray:
+    """bfloat16 goes as the integers of its bits, which the file format's NumPy side knows."""
+    return np.ascontiguousarray(values.view(np.uint16) if is_bfloat16(values.dtype) else values)
+
+
+def _from_bits(values: np.ndarray) -> np.ndarray:
+    return values.view("V2") if values.dtype == np.uint16 else values

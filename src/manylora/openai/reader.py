@@ -11,10 +11,10 @@ import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.sources import find_source, read_source
+from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import LoraModule
 from manylora.lora.tensors import Adapter, is_bfloat16
-from manylora.request import LoraInput
+from manylora.request import LoraExtra, LoraInput
 
 __all__ = ["AdapterReader", "ReadAdapter"]
 
@@ -30,6 +30,7 @@ class ReadAdapter:
     max_rank: int
     weights: np.ndarray
     config: np.ndarray
+    extras: tuple[LoraExtra, ...] = ()
     checked: Adapter | None = None
 
     @property
@@ -41,7 +42,7 @@ class ReadAdapter:
 
     @property
     def num_bytes(self) -> int:
-        return self.weights.nbytes + self.config.nbytes
+        return self.weights.nbytes + self.config.nbytes + sum(one.values.nbytes for one in self.extras)
 
 
 class AdapterReader:
@@ -60,10 +61,12 @@ class AdapterReader:
         """Raises AdapterInvalidError."""
         try:
             source = find_source(path)
-            weights, config = read_source(source, modules=self._modules, base=self._base)
+            lora = read_lora(source, 0, modules=self._modules, base=self._base)
         except OSError as error:
             raise AdapterInvalidError(f"its files cannot be read: {error.strerror}") from error
-        checked = self._verify(LoraInput(0, weights, config))
+        checked = self._verify(lora)
+        weights, config = lora.weights, lora.config
+        assert weights is not None and config is not None
         dtype = "bfloat16" if is_bfloat16(weights.dtype) else weights.dtype.name
-        rank = max(row.rank for row in checked.rows)
-        return ReadAdapter(checked.digest, source.kind, dtype, rank, weights, config, checked)
+        rank = max((row.rank for row in checked.rows), default=0)
+        return ReadAdapter(checked.digest, source.kind, dtype, rank, weights, config, lora.extras, checked)

@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 
 from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import ConfigError
+from manylora.lora.extras import check_extras
 from manylora.lora.modules import lora_modules
 from manylora.lora.tensors import Adapter, adapter_from_tensors
 from manylora.model.checkpoint import read_model_config
@@ -106,6 +107,7 @@ def _through_triton(options: ServeOptions) -> _Served:
     modules = lora_modules(model, lora.target_modules)
 
     def verify(given: LoraInput) -> Adapter:
+        check_extras(given.extras, model.num_layers)
         return adapter_from_tensors(given, modules, model.num_layers, lora.rank_limit, found.half)
 
     return _Served(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from manylora.errors import RequestError
 from manylora.request import Event, FinishReason, LoraInput, Request, RequestMetrics, SamplingParams
 
 __all__ = ["AnswerReader", "request_tensors"]
@@ -147,6 +148,8 @@ def _limits(params: SamplingParams) -> Tensors:
 def _lora(lora: LoraInput | None) -> Tensors:
     if lora is None:
         return {}
+    if lora.extras:
+        raise RequestError(f"the adapter has {lora.extras[0].name}, which tensors of a request cannot carry")
     found: Tensors = {"lora_task_id": _one(lora.task_id, np.uint64)}
     if lora.weights is not None and lora.config is not None:
         found |= {"lora_weights": lora.weights, "lora_config": lora.config.astype(np.int32)}

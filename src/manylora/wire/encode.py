@@ -88,6 +88,7 @@ def merge(events: Sequence[Event]) -> Event:
         token_ids=tuple(token for event in events for token in event.token_ids),
         log_probs=tuple(value for event in events for value in event.log_probs),
         context_logits=events[0].context_logits,
+        generation_logits=_rows([e.generation_logits for e in events if e.generation_logits is not None]),
     )
 
 
@@ -108,6 +109,10 @@ def merge_waiting(batch: Sequence[Item]) -> list[Item]:
             latest[id(reply)] = len(result)
             result.append(item)
     return result
+
+
+def _rows(parts: Sequence[np.ndarray]) -> np.ndarray | None:
+    return np.concatenate(parts) if parts else None
 
 
 def _table(rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:

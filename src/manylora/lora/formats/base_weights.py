@@ -1,4 +1,5 @@
-"""BaseWeights: the base model's linear layers, read for one purpose: to normalise DoRA magnitudes."""
+"""BaseWeights: the base model's checkpoint, read for what an adapter on disk is relative to: the norms that
+DoRA's magnitudes are divided by, trained biases, copies of embeddings."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from safetensors import safe_open
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats import one_line
+from manylora.lora.formats.tensor_files import RawTensor
 
 __all__ = ["BaseReader", "BaseWeights"]
 
@@ -52,7 +54,7 @@ class BaseReader:
         """
         import torch
 
-        weight = self._slice(path)
+        weight = self._open_slice(path)
         out_dim, in_dim = len(b), a.shape[1]
         expected = [in_dim, out_dim] if transposed else [out_dim, in_dim]
         if list(weight.get_shape()) != expected or weight.get_dtype() not in DTYPES:
@@ -74,26 +76,67 @@ class BaseReader:
             )
         return norms.numpy()
 
-    def _slice(self, path: str) -> Any:
-        """The weight of this module, by its full name, else by the only one with the same layer and name."""
+    def find(self, key: str) -> str | None:
+        """The checkpoint's name of the tensor that PEFT calls `key`, or of the only one with the same layer
+        and name, or, outside layers, the same last two parts. None: there is none.
+
+        Raises AdapterInvalidError."""
+        files = self._all()
+        name = key.removeprefix("base_model.model.")
+        if name in files:
+            return name
+        parts = LAYER.split(name, maxsplit=1)
+        tail = parts[1] if len(parts) > 1 else ".".join(name.rsplit(".", 2)[-2:])
+        # A multimodal checkpoint has layers of these names in its vision tower too.
+        text = [other for other in files if "vision" not in other]
+        same = [
+            other
+            for other in text
+            if (other.endswith(f".{tail}") or other == tail) and (len(parts) > 1 or not LAYER.search(other))
+        ]
+        return same[0] if len(same) == 1 else None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that `find` found."""
+        return tuple(self._all()[name].get_slice(name).get_shape())
+
+    def read(self, name: str) -> np.ndarray:
+        """A small tensor that `find` found, in float32."""
+        return self._all()[name].get_tensor(name).float().numpy()
+
+    def holds(self, name: str, copy: RawTensor) -> bool:
+        """Whether a tensor that `find` found has the same values as this copy, in the copy's type."""
+        import torch
+
+        stored = self._all()[name].get_slice(name)
+        kinds = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+        kind = kinds.get(copy.dtype)
+        if kind is None or tuple(stored.get_shape()) != copy.shape or len(copy.shape) != 2:
+            return False
+        theirs = torch.frombuffer(bytearray(copy.data), dtype=kind).view(copy.shape)
+        step = max(1, CHUNK // copy.shape[1])
+        return all(
+            torch.equal(stored[first : first + step].to(kind), theirs[first : first + step])
+            for first in range(0, copy.shape[0], step)
+        )
+
+    def _open_slice(self, path: str) -> Any:
+        name = self.find(f"{path}.weight")
+        if name is None:
+            wanted = path.removeprefix("base_model.model.") + ".weight"
+            raise AdapterInvalidError(f"{path}: the base model has no {wanted} to normalise DoRA with")
+        return self._all()[name].get_slice(name)
+
+    def _all(self) -> dict[str, Any]:
         try:
             if self._files is None:
                 self._files = self._open()
         except Exception as error:  # safetensors has no common class for all it raises
             reason = one_line(error)
             raise AdapterInvalidError(
-                f"the base model's weights cannot be read for DoRA: {reason}"
+                f"the base model's weights cannot be read for this adapter: {reason}"
             ) from error
-        name = path.removeprefix("base_model.model.") + ".weight"
-        if name not in self._files:
-            tail = LAYER.split(name, maxsplit=1)[1]
-            # A multimodal checkpoint has layers of these names in its vision tower too.
-            text = [other for other in self._files if "vision" not in other]
-            same = [other for other in text if other.endswith(f".{tail}") or other == tail]
-            if len(same) != 1:
-                raise AdapterInvalidError(f"{path}: the base model has no {name} to normalise DoRA with")
-            name = same[0]
-        return self._files[name].get_slice(name)
+        return self._files
 
     def _open(self) -> dict[str, Any]:
         index = self._model_dir / INDEX

@@ -17,53 +17,33 @@ from manylora.lora.formats import one_line
 from manylora.lora.formats.base_weights import BaseReader, BaseWeights
 from manylora.lora.formats.peft_config import CONFIG, PeftConfig, read_peft_config
 from manylora.lora.formats.peft_experts import EXPERT_KEY, expert_rows
+from manylora.lora.formats.peft_extras import is_extra, read_extras
+from manylora.lora.formats.peft_names import ATTENTION_IDS, MLP_IDS, PEFT_KEY, ROUTER, in_our_order
 from manylora.lora.formats.tensor_files import RawTensor, decode, read_safetensors, read_torch
 from manylora.lora.modules import LoraModule
 from manylora.lora.tensors import AdapterRow, check_dims
+from manylora.request import LoraExtra
 
-__all__ = ["PEFT_KEY", "has_peft", "peft_tensors", "read_peft"]
+__all__ = ["has_peft", "peft_tensors", "read_peft", "read_peft_whole"]
 
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
-ATTENTION_IDS = {
-    "qkv_proj": 0, "query_key_value": 0, "c_attn": 0, "q_proj": 1, "k_proj": 2, "v_proj": 3,
-    "o_proj": 4, "dense": 4, "c_proj": 4,
-}  # fmt: skip
-MLP_IDS = {
-    "gate_proj": 5, "c_fc": 5, "fc1": 5, "dense_h_to_4h": 5,
-    "down_proj": 6, "c_proj": 6, "fc2": 6, "dense_4h_to_h": 6, "up_proj": 7, "gate_up_proj": 18,
-    "gate": 16, "shared_expert_gate": 17,
-    "shared_expert.gate_proj": 19, "shared_expert.down_proj": 20, "shared_expert.up_proj": 21,
-}  # fmt: skip
-MODULE_IDS = {**ATTENTION_IDS, **MLP_IDS}
-"""Module id of each name in PEFT; c_proj is that of the MLP."""
-GATE_UP, ROUTER = MLP_IDS["gate_up_proj"], MLP_IDS["gate"]
-# Names under which some families stack [q; k; v] once for each group of heads, others once.
-GROUPED = "query_key_value"
-PEFT_KEY = re.compile(
-    r"(?P<path>(?P<root>(?:(?:base_model|model|language_model|transformer|gpt_neox)\.)*)"
-    r"(?:layers|h)\.(?P<layer>\d{1,5})\."
-    r"(?:(?P<mlp>mlp|block_sparse_moe)|self_attn|self_attention|attention|attn)"
-    r"\.(?P<name>(?:shared_expert\.)?\w+))\."
-    r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
-)
-"""path: the module's; mlp: of the MLP, not of attention; side: A or B, None for a DoRA magnitude as PEFT or
-NVlabs name it."""
 DORA = re.compile(r"lora_magnitude_vector|weight_m_wdecomp")
 DORA_REASON = (
     "DoRA magnitudes must be divided by the base's row norms before they are served; normalise the adapter "
     "and send its tensors with is_dora 1"
 )
+NO_ROW = (
+    "biases, norms, embedding and head have no place in the tensors of an adapter; serve its PEFT directory "
+    "itself, or train without them"
+)
 REFUSED = (
-    (
-        re.compile(r"(embed|lm_head|wte|wpe).*\.(lora_|base_layer)"),
-        "adapters on the embedding or the head are not supported; leave them out of target_modules",
-    ),
-    (re.compile(r"(?<!lm_head)\.bias$"), 'trained biases are not supported; train with bias "none"'),
+    (re.compile(r"wpe.*\.lora_"), "adapters on the position embedding are not supported"),
     (DORA, "this DoRA magnitude belongs to no known LoRA module"),
     (
         re.compile(r"^(?!.*\.lora_)"),
-        "full weights are not supported; train without modules_to_save, and save without embeddings",
+        "full weights and biases of this module are not supported: of modules_to_save the embedding, the "
+        "head and norms are",
     ),
 )
 
@@ -87,21 +67,34 @@ def read_peft(
     The scaling is `PeftConfig.scale` of the matrix's own rank. partial: a list that takes a line for each
     part left out; None refuses such adapters. modules: the model's, whose dimensions the matrices must then
     have. base: what DoRA magnitudes are normalised with; None refuses DoRA that is not normalised yet.
-    Raises AdapterInvalidError.
+    Raises AdapterInvalidError, for extras too.
     """
-    config = read_peft_config(folder)
-    if config.use_dora and base is None and not config.dora_normalized:
-        raise AdapterInvalidError(f"{CONFIG} sets use_dora: {DORA_REASON}")
-    tensors = peft_tensors(folder, allow_bin)
-    experts = {key: tensors.pop(key) for key in list(tensors) if EXPERT_KEY.fullmatch(key)}
-    found = _gather(tensors, partial)
-    if not found and not experts:
+    config, tensors, extras = _open(folder, base, allow_bin)
+    for key in sorted(extras):
+        if partial is None or DORA.search(key):
+            raise AdapterInvalidError(f"{key}: {NO_ROW}")
+        partial.append(f"no match {key}: {NO_ROW}")
+    rows = _rows(tensors, config, partial, modules, base)
+    if not rows:
         raise AdapterInvalidError("the adapter holds no LoRA matrices")
-    rows = expert_rows({key: decode(key, tensor) for key, tensor in experts.items()}, config, modules)
+    return rows
+
+
+def read_peft_whole(
+    folder: Path,
+    modules: Mapping[int, LoraModule] | None = None,
+    *,
+    base: BaseWeights | None = None,
+    allow_bin: bool = False,
+) -> tuple[list[AdapterRow], list[LoraExtra]]:
+    """As `read_peft`, with what has no row; base: needed for that too, since it is relative to the base."""
+    config, tensors, found = _open(folder, base, allow_bin)
+    rows = _rows(tensors, config, None, modules, base)
     with base.open() if base is not None else nullcontext() as reader:
-        for (layer, module), parts in sorted(found.items()):
-            rows.append(_row(layer, module, parts, config, modules, reader))
-    return sorted(rows, key=lambda row: (row.layer, row.module_id))
+        extras = read_extras(found, tensors, config, modules, reader)
+    if not rows and not extras:
+        raise AdapterInvalidError("the adapter holds no LoRA matrices")
+    return rows, extras
 
 
 def peft_tensors(folder: Path, allow_bin: bool = False) -> dict[str, RawTensor]:
@@ -116,6 +109,34 @@ def peft_tensors(folder: Path, allow_bin: bool = False) -> dict[str, RawTensor]:
             raise AdapterInvalidError(f"{PICKLED} is not readable: {one_line(error)}") from error
     hint = f": {PICKLED} is a pickle and is not read, save as safetensors" if pickled.is_file() else ""
     raise AdapterInvalidError(f"{WEIGHTS} is missing{hint}")
+
+
+def _open(
+    folder: Path, base: BaseWeights | None, allow_bin: bool
+) -> tuple[PeftConfig, dict[str, RawTensor], dict[str, RawTensor]]:
+    """Configuration, the tensors of rows, and those of extras."""
+    config = read_peft_config(folder)
+    if config.use_dora and base is None and not config.dora_normalized:
+        raise AdapterInvalidError(f"{CONFIG} sets use_dora: {DORA_REASON}")
+    tensors = peft_tensors(folder, allow_bin)
+    extras = {key: tensors.pop(key) for key in list(tensors) if is_extra(key)}
+    return config, tensors, extras
+
+
+def _rows(
+    tensors: Mapping[str, RawTensor],
+    config: PeftConfig,
+    partial: list[str] | None,
+    modules: Mapping[int, LoraModule] | None,
+    base: BaseWeights | None,
+) -> list[AdapterRow]:
+    experts = {key: tensor for key, tensor in tensors.items() if EXPERT_KEY.fullmatch(key)}
+    found = _gather({key: tensor for key, tensor in tensors.items() if key not in experts}, partial)
+    rows = expert_rows({key: decode(key, tensor) for key, tensor in experts.items()}, config, modules)
+    with base.open() if base is not None else nullcontext() as reader:
+        for (layer, module), parts in sorted(found.items()):
+            rows.append(_row(layer, module, parts, config, modules, reader))
+    return sorted(rows, key=lambda row: (row.layer, row.module_id))
 
 
 def _gather(tensors: Mapping[str, RawTensor], partial: list[str] | None) -> dict[tuple[int, int], Parts]:
@@ -170,10 +191,7 @@ def _row(
         columns.append(_magnitude(path, parts["magnitude"][1], a, b, config, base, transposed))
     elif config.use_dora:
         raise AdapterInvalidError(f"{path} is missing its DoRA magnitude")
-    if module_id == GATE_UP:
-        columns = [_swap_halves(path, column) for column in columns]
-    elif path.endswith(GROUPED):
-        columns = [_ungroup(path, column, module) for column in columns]
+    columns = [in_our_order(path, module_id, column, module) for column in columns]
     payload = np.concatenate([a.ravel(), *(column.ravel() for column in columns)])
     return AdapterRow(module_id, layer, a.shape[0], "magnitude" in parts, payload)
 
@@ -196,23 +214,3 @@ def _magnitude(
     if base is None:
         raise AdapterInvalidError(f"{path}: {DORA_REASON}")
     return magnitude / base.row_norms(path, a, b, transposed)
-
-
-def _swap_halves(path: str, rows: np.ndarray) -> np.ndarray:
-    """PEFT has [gate; up], the tensor format [up; gate]."""
-    half, odd = divmod(len(rows), 2)
-    if odd:
-        raise AdapterInvalidError(f"{path}: the fused gate and up must have an even number of rows")
-    return np.concatenate((rows[half:], rows[:half]))
-
-
-def _ungroup(path: str, rows: np.ndarray, module: LoraModule | None) -> np.ndarray:
-    """The base keeps these rows as [q; k; v] once for each group of heads, the tensor format once."""
-    if module is None:
-        raise AdapterInvalidError(
-            f"{path}: the order of its rows depends on the base model, which is not known here: name it, or "
-            "convert the adapter with `manylora convert --base`"
-        )
-    stacks = rows.reshape(module.groups, -1, *rows.shape[1:])
-    ends = np.cumsum([part // module.groups for part in module.parts])[:-1]
-    return np.concatenate([part.reshape(-1, *rows.shape[1:]) for part in np.split(stacks, ends, axis=1)])

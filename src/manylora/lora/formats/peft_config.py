@@ -40,6 +40,25 @@ class PeftConfig:
     use_dora: bool = False
     dora_normalized: bool = False
     fan_in_fan_out: bool = False
+    modules_to_save: tuple[str, ...] = ()
+    ensure_weight_tying: bool = False
+    token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """trainable_token_indices by module; of a plain list, by the empty name: the input embedding."""
+
+    def saves(self, path: str) -> bool:
+        """Whether the adapter brings the module at `path` in full."""
+        return self.ensure_weight_tying or any(path.endswith(name) for name in self.modules_to_save)
+
+    def token_ids(self, path: str, is_embedding: bool) -> tuple[int, ...]:
+        """The tokens whose rows of the module at `path` were trained, in the order of the tensor's rows."""
+        named = [ids for name, ids in self.token_indices.items() if name and path.endswith(name)]
+        if not named and is_embedding:
+            named = [ids for name, ids in self.token_indices.items() if not name]
+        if len(named) != 1:
+            raise AdapterInvalidError(
+                f"{CONFIG}: trainable_token_indices must name the tokens of {path} once"
+            )
+        return named[0]
 
     def scale(self, path: str, rank: int) -> float:
         """Of B A for the module at `path`: alpha / r, or alpha / sqrt(r) with use_rslora; alpha is
@@ -88,7 +107,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
     parameters = config.get("target_parameters") or []
     if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
         raise AdapterInvalidError(f"{CONFIG}: target_parameters must be a list of names")
-    flags = ("use_rslora", "use_dora", "dora_normalized", "fan_in_fan_out")
+    flags = ("use_rslora", "use_dora", "dora_normalized", "fan_in_fan_out", "ensure_weight_tying")
     alpha = _finite(config.get("lora_alpha"), "lora_alpha")
     return PeftConfig(
         alpha,
@@ -96,8 +115,31 @@ def read_peft_config(folder: Path) -> PeftConfig:
         config.get("r"),
         ranks,
         tuple(parameters),
+        modules_to_save=_names(config),
+        token_indices=_token_indices(config),
         **{name: bool(config.get(name)) for name in flags},
     )
+
+
+def _names(config: Mapping[str, Any]) -> tuple[str, ...]:
+    names = config.get("modules_to_save") or []
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise AdapterInvalidError(f"{CONFIG}: modules_to_save must be a list of names")
+    return tuple(names)
+
+
+def _token_indices(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    given = config.get("trainable_token_indices") or {}
+    lists = given if isinstance(given, dict) else {"": given}
+    for ids in lists.values():
+        numbers = isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
+        if not numbers or len(set(ids)) != len(ids):
+            raise AdapterInvalidError(
+                f"{CONFIG}: trainable_token_indices must be a list of different token ids, or map modules to "
+                "such lists"
+            )
+    return {str(name): tuple(ids) for name, ids in lists.items()}
 
 
 def _finite(value: Any, name: str) -> float:

@@ -14,12 +14,13 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.llgtrt import is_llgtrt, read_llgtrt
 from manylora.lora.formats.nemo import find_nemo, is_tar, nemo_tensors, read_nemo
 from manylora.lora.formats.npy import has_npy, read_npy
-from manylora.lora.formats.peft import has_peft, peft_tensors, read_peft
+from manylora.lora.formats.peft import has_peft, peft_tensors, read_peft, read_peft_whole
 from manylora.lora.formats.tensor_files import common_dtype
 from manylora.lora.modules import LoraModule
 from manylora.lora.tensors import AdapterRow, is_bfloat16, pack_rows
+from manylora.request import LoraExtra, LoraInput
 
-__all__ = ["Source", "find_source", "read_rows", "read_source", "source_dtype"]
+__all__ = ["Source", "find_source", "read_lora", "read_rows", "read_source", "read_whole", "source_dtype"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def read_source(
 
     modules: the model's, whose dimensions the matrices of PEFT and NeMo must then have; the other sources do
     not say theirs. base: what the DoRA magnitudes of PEFT are normalised with. allow_bin: read PEFT's
-    adapter_model.bin. Raises AdapterInvalidError.
+    adapter_model.bin. Raises AdapterInvalidError, for an adapter with extras too: `read_lora` reads those.
     """
     if source.kind == "npy":
         return read_npy(source.path)
@@ -99,6 +100,33 @@ def read_rows(
     if source.kind == "nemo":
         return read_nemo(source.path, modules)
     return read_peft(source.path, modules=modules, base=base, allow_bin=allow_bin)
+
+
+def read_lora(
+    source: Source,
+    task_id: int,
+    *,
+    modules: Mapping[int, LoraModule] | None = None,
+    base: BaseWeights | None = None,
+) -> LoraInput:
+    """An adapter whole, extras included, as a request in this process carries it; else as `read_source`."""
+    if source.kind != "peft":
+        return LoraInput(task_id, *read_source(source, modules=modules, base=base))
+    rows, extras = read_whole(source, modules=modules, base=base)
+    return LoraInput(task_id, *pack_rows(rows), extras=tuple(extras))
+
+
+def read_whole(
+    source: Source,
+    *,
+    modules: Mapping[int, LoraModule] | None = None,
+    base: BaseWeights | None = None,
+    allow_bin: bool = False,
+) -> tuple[list[AdapterRow], list[LoraExtra]]:
+    """Rows as `read_rows`, and extras, which only PEFT has."""
+    if source.kind == "peft":
+        return read_peft_whole(source.path, modules, base=base, allow_bin=allow_bin)
+    return read_rows(source, modules=modules, base=base, allow_bin=allow_bin), []
 
 
 def source_dtype(source: Source, *, allow_bin: bool = False) -> str:

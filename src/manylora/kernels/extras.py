@@ -1,0 +1,56 @@
+"""What adapters bring beside their low-rank rows, as views of the pool. Plain PyTorch on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["Extra", "ExtraSegment"]
+
+
+@dataclass(frozen=True, eq=False)
+class Extra:
+    """A matrix [R, C] of one adapter (a vector: C = 1), in pieces that lie anywhere in the pool.
+
+    pool: flat. pieces: views of it, [rows, C] each; all but the last have `step` rows.
+    starts: [pieces] int64 on the device, where each begins in the pool.
+    token_ids: [R] int64 on the device, ascending, of a matrix whose rows are those of tokens.
+    """
+
+    pool: Tensor
+    pieces: tuple[Tensor, ...]
+    starts: Tensor
+    token_ids: Tensor | None = None
+
+    @property
+    def step(self) -> int:
+        return self.pieces[0].shape[0]
+
+    def vector(self, dtype: torch.dtype) -> Tensor:
+        """Everything, flat, [R * C]."""
+        parts = [piece.reshape(-1) for piece in self.pieces]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
+
+    def linear(self, x: Tensor) -> Tensor:
+        """x [T, C] times the transpose, [T, R]."""
+        return torch.cat([F.linear(x, piece.to(x.dtype)) for piece in self.pieces], dim=1)
+
+    def gather(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows of these numbers, [T] int64 -> [T, C]. Nothing waits for the device."""
+        columns = torch.arange(self.pieces[0].shape[1], device=rows.device)
+        piece = torch.div(rows, self.step, rounding_mode="floor")
+        first = self.starts[piece] + (rows - piece * self.step) * len(columns)
+        return self.pool[first.unsqueeze(1) + columns].to(dtype)
+
+
+@dataclass(frozen=True)
+class ExtraSegment:
+    """Token rows [start, stop) of the batch run under an adapter with these extras, by name."""
+
+    start: int
+    stop: int
+    values: Mapping[str, Extra]

@@ -1,0 +1,63 @@
+"""Extras: what an adapter may hold beside its rows, how they are called, and where they lie in its pages.
+
+| name | shape | what it does for the adapter's rows |
+|---|---|---|
+| layers.N.MODULE.bias | [out] | added to what the module gives |
+| layers.N.NORM.weight, norm.weight | [n] | in place of a norm's weight; NORM as the checkpoint names it |
+| layers.N.NORM.bias, norm.bias | [n] | added to what a norm gives |
+| embed.weight, head.weight | [vocab, hidden] | in place of the base's |
+| embed.tokens, head.tokens | [tokens, hidden] | in place of the rows of `token_ids` |
+| embed.lora_A, embed.lora_B | [vocab, r], [hidden, r] | LoRA on the embedding |
+| head.lora_A, head.lora_B | [r, hidden], [vocab, r] | LoRA on the head |
+| embed.magnitude, head.magnitude | [hidden], [vocab] | DoRA's, normalised |
+| head.bias | [vocab] | added to the logits |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+
+from manylora.errors import AdapterInvalidError
+from manylora.lora.geometry import CacheGeometry, ExtraPlace, Layout, Piece
+from manylora.request import LoraExtra
+
+__all__ = ["check_extras", "with_extras"]
+
+LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+def check_extras(extras: Iterable[LoraExtra], num_layers: int) -> None:
+    """Raises AdapterInvalidError for an extra of a layer that the model does not have."""
+    for extra in extras:
+        found = LAYER.match(extra.name)
+        if found and int(found[1]) >= num_layers:
+            raise AdapterInvalidError(f"{extra.name}: the model has {num_layers} layers")
+
+
+def with_extras(layout: Layout, extras: Iterable[LoraExtra], geometry: CacheGeometry) -> Layout:
+    """The same layout with extras behind the rows, which take whole slots like rows.
+
+    An extra that does not fit what is left of a page starts on a page of its own, and goes on over as many
+    as it needs. Raises AdapterInvalidError for one whose columns alone are more than a page.
+    """
+    used, places = list(layout.used_slots), []
+    for extra in extras:
+        rows, columns = extra.values.shape if extra.values.ndim == 2 else (extra.values.size, 1)
+        step = geometry.page_elements // columns
+        if step == 0:
+            raise AdapterInvalidError(
+                f"{extra.name} has rows of {columns} values, a page of the LoRA cache has "
+                f"{geometry.page_elements}; serve with a larger lora_cache_max_adapter_size"
+            )
+        pieces = []
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            slots = -(-count * columns // geometry.page_width)
+            if used[-1] + slots > geometry.slots_per_page:
+                used.append(0)
+            pieces.append(Piece(len(used) - 1, used[-1], count))
+            used[-1] += slots
+        places.append(ExtraPlace(extra.name, columns, tuple(pieces), extra.values.ndim == 2, extra.token_ids))
+    return replace(layout, used_slots=tuple(used), extras=tuple(places))

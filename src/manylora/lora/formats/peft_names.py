@@ -1,0 +1,80 @@
+"""How PEFT calls modules, and the order it keeps their rows in."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from manylora.errors import AdapterInvalidError
+from manylora.lora.modules import LoraModule
+
+__all__ = [
+    "ATTENTION_IDS",
+    "LAYER",
+    "MLP_IDS",
+    "MODULE",
+    "MODULE_IDS",
+    "PEFT_KEY",
+    "ROOT",
+    "ROUTER",
+    "in_our_order",
+]
+
+ATTENTION_IDS = {
+    "qkv_proj": 0, "query_key_value": 0, "c_attn": 0, "q_proj": 1, "k_proj": 2, "v_proj": 3,
+    "o_proj": 4, "dense": 4, "c_proj": 4,
+}  # fmt: skip
+MLP_IDS = {
+    "gate_proj": 5, "c_fc": 5, "fc1": 5, "dense_h_to_4h": 5,
+    "down_proj": 6, "c_proj": 6, "fc2": 6, "dense_4h_to_h": 6, "up_proj": 7, "gate_up_proj": 18,
+    "gate": 16, "shared_expert_gate": 17,
+    "shared_expert.gate_proj": 19, "shared_expert.down_proj": 20, "shared_expert.up_proj": 21,
+}  # fmt: skip
+MODULE_IDS = {**ATTENTION_IDS, **MLP_IDS}
+"""Module id of each name in PEFT; c_proj is that of the MLP."""
+GATE_UP, ROUTER = MLP_IDS["gate_up_proj"], MLP_IDS["gate"]
+# Names under which some families stack [q; k; v] once for each group of heads, others once.
+GROUPED = "query_key_value"
+ROOT = r"(?P<root>(?:(?:base_model|model|language_model|transformer|gpt_neox)\.)*)"
+LAYER = r"(?:layers|h)\.(?P<layer>\d{1,5})\."
+MODULE = (
+    rf"(?P<path>{ROOT}{LAYER}"
+    r"(?:(?P<mlp>mlp|block_sparse_moe)|self_attn|self_attention|attention|attn)"
+    r"\.(?P<name>(?:shared_expert\.)?\w+))\."
+)
+PEFT_KEY = re.compile(
+    MODULE + r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
+)
+"""path: the module's; mlp: of the MLP, not of attention; side: A or B, None for a DoRA magnitude as PEFT or
+NVlabs name it."""
+
+
+def in_our_order(path: str, module_id: int, rows: np.ndarray, module: LoraModule | None) -> np.ndarray:
+    """[out] or [out, n] in PEFT's order to the tensor format's. module: the model's, None: not known.
+
+    Raises AdapterInvalidError.
+    """
+    if module_id == GATE_UP:
+        return _swap_halves(path, rows)
+    return _ungroup(path, rows, module) if path.endswith(GROUPED) else rows
+
+
+def _swap_halves(path: str, rows: np.ndarray) -> np.ndarray:
+    """PEFT has [gate; up], the tensor format [up; gate]."""
+    half, odd = divmod(len(rows), 2)
+    if odd:
+        raise AdapterInvalidError(f"{path}: the fused gate and up must have an even number of rows")
+    return np.concatenate((rows[half:], rows[:half]))
+
+
+def _ungroup(path: str, rows: np.ndarray, module: LoraModule | None) -> np.ndarray:
+    """The base keeps these rows as [q; k; v] once for each group of heads, the tensor format once."""
+    if module is None:
+        raise AdapterInvalidError(
+            f"{path}: the order of its rows depends on the base model, which is not known here: name it, or "
+            "convert the adapter with `manylora convert --base`"
+        )
+    stacks = rows.reshape(module.groups, -1, *rows.shape[1:])
+    ends = np.cumsum([part // module.groups for part in module.parts])[:-1]
+    return np.concatenate([part.reshape(-1, *rows.shape[1:]) for part in np.split(stacks, ends, axis=1)])

@@ -1,0 +1,102 @@
+"""What the extras of adapters, listed in `manylora.lora.extras`, do to their own rows of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from manylora.kernels.extras import Extra, ExtraSegment
+from manylora.kernels.spec import LoraTarget
+from manylora.lora.modules import MODULE_NAMES
+
+__all__ = ["adapt_embedding", "adapt_head", "adapt_linear", "adapt_norm"]
+
+Extras = Sequence[ExtraSegment]
+
+
+def adapt_linear(y: Tensor, extras: Extras, layer: int, targets: Sequence[LoraTarget]) -> None:
+    """Add trained biases to y [T, N], in place."""
+    for segment in extras:
+        for target in targets:
+            extra = segment.values.get(f"layers.{layer}.{MODULE_NAMES[target.module_id]}.bias")
+            if extra is not None:
+                columns = slice(target.start, target.start + target.width)
+                y[segment.start : segment.stop, columns] += extra.vector(y.dtype)
+
+
+def adapt_norm(
+    y: Tensor, x: Tensor, extras: Extras, name: str, again: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Put trained weights in place of a norm's, and add trained biases. y = norm(x), changed in place.
+
+    again: the norm of x with another weight, float32, as the checkpoint would have it.
+    """
+    for segment in extras:
+        rows = slice(segment.start, segment.stop)
+        weight, bias = (segment.values.get(f"{name}.{part}") for part in ("weight", "bias"))
+        if weight is not None:
+            y[rows] = again(x[rows], weight.vector(torch.float32))
+        if bias is not None:
+            y[rows] += bias.vector(y.dtype)
+
+
+def adapt_embedding(x: Tensor, ids: Tensor, extras: Extras) -> None:
+    """x [T, hidden]: the embeddings of ids [T], not scaled yet; changed in place."""
+    for segment in extras:
+        rows, values = slice(segment.start, segment.stop), segment.values
+        tokens, mine = ids[rows], x[rows]
+        if "embed.weight" in values:
+            mine.copy_(values["embed.weight"].gather(tokens, x.dtype))
+        if "embed.tokens" in values:
+            mine.copy_(_with_tokens(mine, tokens, values["embed.tokens"]))
+        if "embed.lora_A" in values:
+            low = values["embed.lora_A"].gather(tokens, x.dtype)
+            mine += values["embed.lora_B"].linear(low)
+        if "embed.magnitude" in values:
+            mine *= values["embed.magnitude"].vector(x.dtype)
+
+
+def adapt_head(
+    logits: Tensor, x: Tensor, rows: Tensor, extras: Extras, bias: Tensor | None, tied: bool
+) -> None:
+    """logits [L, vocab] float32 of x [L, hidden], the batch's rows [L]; changed in place. bias: the base's.
+
+    tied: the embedding is the head, and so are the rows that were trained for some tokens.
+    """
+    for segment in extras:
+        values = segment.values
+        trained = values.get("head.tokens", values.get("embed.tokens") if tied else None)
+        if trained is None and not any(name.startswith("head.") for name in values):
+            continue
+        mine = torch.nonzero((rows >= segment.start) & (rows < segment.stop)).squeeze(1)
+        seen = x[mine]
+        logits[mine] = _head(logits[mine], seen, values, trained, bias)
+
+
+def _head(
+    y: Tensor, x: Tensor, values: Mapping[str, Extra], trained: Extra | None, bias: Tensor | None
+) -> Tensor:
+    shift = 0 if bias is None else bias.float()
+    if "head.weight" in values:
+        y = values["head.weight"].linear(x).float() + shift
+    if trained is not None:
+        assert trained.token_ids is not None
+        mine = trained.token_ids
+        y[:, mine] = trained.linear(x).float() + (0 if bias is None else bias.float()[mine])
+    if "head.lora_A" in values:
+        y = y + values["head.lora_B"].linear(values["head.lora_A"].linear(x)).float()
+    if "head.magnitude" in values:
+        y = (y - shift) * values["head.magnitude"].vector(y.dtype) + shift
+    if "head.bias" in values:
+        y = y + values["head.bias"].vector(y.dtype)
+    return y
+
+
+def _with_tokens(x: Tensor, ids: Tensor, trained: Extra) -> Tensor:
+    """x with the trained rows in the places of their tokens."""
+    known = trained.token_ids
+    assert known is not None
+    number = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
+    return torch.where((known[number] == ids).unsqueeze(1), trained.gather(number, x.dtype), x)

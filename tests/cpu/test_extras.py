@@ -1,0 +1,435 @@
+"""Protects what adapters bring beside low-rank matrices of linear layers: biases, norms, embedding, head.
+Logits and greedy tokens equal PEFT's, mixed with other adapters and the base model, through every way into
+the engine; what cannot be served is refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from manylora.commands.inspect import main as inspect
+from manylora.config import EngineConfig, LoraCacheConfig
+from manylora.device import Device, open_device
+from manylora.engine.engine import Engine
+from manylora.errors import AdapterCacheFullError, AdapterInvalidError, RequestError
+from manylora.kernels.cuda.ops import CudaOps
+from manylora.llmapi import LLM, LoraConfig, LoRARequest
+from manylora.llmapi import SamplingParams as Sampling
+from manylora.lora.catalog import read_adapter_folder
+from manylora.lora.extras import with_extras
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.peft import read_peft_whole
+from manylora.lora.formats.sources import find_source, read_lora
+from manylora.lora.geometry import CacheGeometry, Layout
+from manylora.lora.modules import lora_modules
+from manylora.lora.normalize import normalize_dora
+from manylora.lora.pool import AdapterPool
+from manylora.lora.tensors import BFLOAT16, Adapter, adapter_from_rows, narrow_to_bfloat16
+from manylora.model.checkpoint import read_model_config
+from manylora.model.quant import quantise
+from manylora.model.weights import load_decoder
+from manylora.openai.disk_level import DiskLevel
+from manylora.openai.reader import AdapterReader
+from manylora.parity import Driver, agree, make_kind
+from manylora.quant import QuantConfig
+from manylora.request import LoraExtra, LoraInput, Request, SamplingParams
+from manylora.testing import make_adapter, make_model, reference_generate, reference_logits
+from manylora.wire.caller import request_tensors
+
+EXTRA_KINDS = (
+    "bias", "lora_bias", "DoRA + bias", "embedding", "lm_head", "both + DoRA", "modules_to_save",
+    "norms saved", "token indices",
+)  # fmt: skip
+CPU = torch.device("cpu")
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    picks = random.Random(seed)
+    return [picks.randrange(250) for _ in range(count)]
+
+
+def read(adapter: Path, model: Path, task_id: int = 0) -> LoraInput:
+    modules = lora_modules(read_model_config(model))
+    return read_lora(find_source(adapter), task_id, modules=modules, base=BaseWeights(model))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The matrices are so small that threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("extras")
+
+
+@pytest.fixture(scope="module")
+def model(workshop: Path) -> Path:
+    """With biases on its linear layers, and a head that is the embedding."""
+    return make_model(workshop / "model", "llama-biases", seed=7, tie_word_embeddings=True)
+
+
+MOE_OPTIONS: dict[str, dict[str, Any]] = {
+    "embedding": {"modules": ("q_proj", "embed_tokens")},
+    "lm_head": {"modules": ("q_proj", "lm_head"), "use_dora": True},
+    "all saved": {
+        "modules": ("q_proj",),
+        "modules_to_save": ["embed_tokens", "lm_head", "norm", "layernorm"],
+    },
+    "bias": {"modules": ("o_proj",), "bias": "all"},
+}
+
+
+def check_batch(model: Path, adapters: list[Path]) -> None:
+    """Every adapter and the base in one batch; that each of their extras counts for something."""
+    decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
+    loras = [read(path, model) for path in adapters]
+    sequences = [tokens(40 + seed, seed) for seed in range(len(adapters) + 1)]
+    found = Driver(decoder, sequences, [None, *loras]).run()
+    for path, ids, logits in zip([None, *adapters], sequences, found, strict=True):
+        assert agree(logits, reference_logits(model, path, ids)), path
+    plain = Driver(decoder, sequences[1:], [replace(lora, extras=()) for lora in loras]).run()
+    for lora, with_all, without in zip(loras, found[1:], plain, strict=True):
+        assert bool(lora.extras) != agree(with_all, without)
+
+
+@pytest.mark.parametrize("family", ["llama-mha-tied", "gpt2", "gemma3", "gpt-neox"])
+def test_every_kind_in_one_batch(family: str, workshop: Path) -> None:
+    model = make_model(workshop / family, family, seed=3)
+    kinds = enumerate(("LoRA", *EXTRA_KINDS))
+    check_batch(model, [make_kind(workshop / f"{family}-{seed}", model, kind, seed) for seed, kind in kinds])
+
+
+def test_a_mixture_of_experts(workshop: Path) -> None:
+    model = make_model(workshop / "moe", "qwen2-moe", seed=3)
+    made = [
+        make_adapter(workshop / f"moe-{seed}", model, seed, rank=4, **options)
+        for seed, options in enumerate(MOE_OPTIONS.values())
+    ]
+    check_batch(model, made)
+
+
+def answers(
+    engine: Engine, cases: list[tuple[LoraInput | None, list[int]]], new: int = 12
+) -> list[list[int]]:
+    handles = [
+        engine.submit(engine.prepare(Request(tuple(prompt), SamplingParams(max_tokens=new), lora)))
+        for lora, prompt in cases
+    ]
+    found: dict[int, list[int]] = {handle: [] for handle in handles}
+    while engine.has_work:
+        for handle, event in engine.step():
+            assert event.error is None
+            found[handle] += event.token_ids
+    engine.check()
+    return list(found.values())
+
+
+@pytest.mark.parametrize("room", ["ample", "evicting"])
+def test_greedy_tokens_of_the_engine(room: str, model: Path, workshop: Path) -> None:
+    """From the prefetch directory, in chunks, with prefixes reused; evicted and read again without room."""
+    kinds = {
+        2: "bias",
+        3: "both + DoRA",
+        4: "modules_to_save",
+        5: "token indices",
+        6: "LoRA",
+        7: "norms saved",
+    }
+    folder = workshop / "prefetch"
+    if not folder.is_dir():
+        for number, kind in kinds.items():
+            make_kind(folder / str(number), model, kind, number)
+    size = 2**22 if room == "ample" else 5 * 73728
+    cache = LoraCacheConfig(
+        gpu_memory_bytes=size, host_memory_bytes=size, prefetch_dir=folder, max_adapter_size=8
+    )
+    engine = Engine(
+        EngineConfig(model, device="cpu", max_seq_len=64, max_num_tokens=48, max_batch_size=16, lora=cache)
+    )
+    cases = [(None, tokens(21, 1))] + [
+        (LoraInput(n), tokens(20 + i % 3, 1)) for i, n in enumerate([*kinds] * 2)
+    ]
+    for (lora, prompt), got in zip(cases, answers(engine, cases), strict=True):
+        adapter = folder / str(lora.task_id) if lora else None
+        assert got == reference_generate(model, adapter, prompt, 12), adapter
+    stats = engine.stats().adapters
+    assert (stats.host_evictions > 0 and stats.source_loads > 0) == (room == "evicting")
+    engine.close()
+
+
+def test_recorded_steps_leave_batches_with_extras_alone(
+    model: Path, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the GPU's kernels, or their interpreter, with a recorder that runs the function again."""
+    recorded: list[int] = []
+
+    def record(function: Any) -> Any:
+        recorded.append(1)
+        function()
+        return function
+
+    device = Device(CPU, CudaOps(), "interpreted", record)
+    monkeypatch.setattr("manylora.engine.engine.open_device", lambda name: device)
+    small = make_model(workshop / "small", "llama-mha-tied", seed=2, num_hidden_layers=1)
+    adapter = make_kind(workshop / "small-a", small, "both + DoRA", 2)
+    engine = Engine(EngineConfig(small, device="cpu", max_seq_len=32, max_batch_size=2, lora=LoraCacheConfig(
+        gpu_memory_bytes=2**21, host_memory_bytes=2**22)))  # fmt: skip
+    started = len(recorded)
+    cases = [(read(adapter, small, 1), tokens(5, 1)), (None, tokens(6, 2))]
+    found = answers(engine, cases, new=3)
+    assert found[0] == reference_generate(small, adapter, cases[0][1], 3)
+    assert found[1] == reference_generate(small, None, cases[1][1], 3)
+    assert len(recorded) == started
+    engine.close()
+
+
+def test_a_quantised_base(model: Path, workshop: Path) -> None:
+    """Against transformers on the same weights, made wide again."""
+    quant, wide = QuantConfig("W8A16"), workshop / "wide"
+    shutil.copytree(model, wide)
+    weights = load_file(model / "model.safetensors")
+    for name, weight in weights.items():
+        if "_proj.weight" in name:
+            weights[name] = quantise(weight, quant).wide()
+    save_file(weights, wide / "model.safetensors", {"format": "pt"})
+    decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"), quant=quant)
+    kinds = ("bias", "embedding", "lm_head", "modules_to_save", "norms saved", "token indices")
+    adapters = [make_kind(workshop / f"quant-{seed}", model, kind, seed) for seed, kind in enumerate(kinds)]
+    found = Driver(decoder, [tokens(30, 1)] * 6, [read(adapter, model) for adapter in adapters]).run()
+    for adapter, logits in zip(adapters, found, strict=True):
+        assert agree(logits, reference_logits(wide, adapter, tokens(30, 1))), adapter
+
+
+def test_the_llm_api(model: Path, workshop: Path) -> None:
+    made = [
+        make_kind(workshop / f"llm-{i}", model, kind, i) for i, kind in enumerate(("bias", "modules_to_save"))
+    ]
+    lora = LoraConfig(lora_dir=[str(made[0])], max_lora_rank=8)
+    requests = [LoRARequest(str(i), i, str(path)) for i, path in enumerate(made)]
+    prompts = [tokens(9, i) for i in range(3)]
+    with LLM(model, device="cpu", lora_config=lora, skip_tokenizer_init=True, max_seq_len=64) as llm:
+        found = llm.generate(prompts, Sampling(max_tokens=8, ignore_eos=True), [*requests, None], False)
+    for prompt, adapter, output in zip(prompts, [*made, None], found, strict=True):
+        assert output.outputs[0].token_ids == reference_generate(model, adapter, prompt, 8)
+
+
+def test_copies_on_disk_keep_them_and_requests_of_the_wire_refuse_them(model: Path, workshop: Path) -> None:
+    adapter = make_kind(workshop / "copied", model, "token indices", 3)
+    reader = AdapterReader(model, read_model_config(model), LoraCacheConfig(max_adapter_size=8), False)
+    one = reader.read(adapter)
+    bits = narrow_to_bfloat16(one.extras[0].values)
+    one = replace(one, extras=(*one.extras, LoraExtra("head.weight", bits)))
+    disk = DiskLevel(2**24, workshop / "copies")
+    disk.put(one)
+    again = disk.get(one.digest)
+    assert again is not None and again.num_bytes == one.num_bytes
+    for theirs, ours in zip(again.extras, one.extras, strict=True):
+        assert (theirs.name, theirs.token_ids) == (ours.name, ours.token_ids)
+        assert theirs.values.dtype == ours.values.dtype
+        assert theirs.values.tobytes() == ours.values.tobytes()
+    sent = LoraInput(1, one.weights, one.config, extras=one.extras)
+    with pytest.raises(RequestError, match=r"has embed\.tokens, which tensors of a request cannot carry"):
+        request_tensors(Request((1, 2), SamplingParams(), lora=sent))
+
+
+def test_the_pool_gives_back_what_it_took_in_pieces() -> None:
+    geometry = CacheGeometry(page_width=8, slots_per_page=3, min_total_slots=3, widest=1)
+    picks = np.random.default_rng(0)
+    matrix, vector = picks.standard_normal((13, 5), np.float32), picks.standard_normal(30, np.float32)
+    extras = [
+        LoraExtra("embed.tokens", matrix, tuple(range(3, 29, 2))),
+        LoraExtra("head.bias", vector),
+        LoraExtra("head.lora_A", matrix[:1]),
+    ]
+    adapter = adapter_from_rows([], extras=extras)
+    layout = with_extras(Layout.of([], geometry), adapter.extras, geometry)
+    assert [len(place.pieces) for place in layout.extras] == [4, 2, 1]
+    assert layout.num_pages == 6 and max(layout.used_slots) <= 3
+    pool = AdapterPool(geometry, 7, 9, torch.float32, CPU)
+    host, device = [6, 0, 5, 2, 4, 1], [8, 1, 7, 0, 3, 5]
+    pool.write_host(adapter, layout, host)
+    pool.load(layout, host, device)
+    back = pool.read_host(adapter.digest, layout, host)
+    for one, other in zip(back.extras, adapter.extras, strict=True):
+        assert (one.name, one.token_ids) == (other.name, other.token_ids)
+        np.testing.assert_array_equal(one.values, other.values)
+    found = pool.extras(layout, pool.read_pages(host, device))
+    table, rows = found["embed.tokens"], torch.tensor([12, 0, 4, 5, 12])
+    x = torch.randn(4, 5)
+    assert torch.equal(table.gather(rows, torch.float32), torch.from_numpy(matrix)[rows])
+    assert torch.allclose(table.linear(x), x @ torch.from_numpy(matrix).T)
+    assert table.token_ids is not None and table.token_ids.tolist() == list(range(3, 29, 2))
+    assert torch.equal(found["head.bias"].vector(torch.float32), torch.from_numpy(vector))
+    with pytest.raises(AdapterInvalidError, match=r"head\.lora_B has rows of 25 values, a page .* has 24"):
+        with_extras(layout, [LoraExtra("head.lora_B", np.zeros((2, 25), np.float32))], geometry)
+
+
+def test_the_digest_covers_them(model: Path, workshop: Path) -> None:
+    adapter = make_kind(workshop / "digest", model, "token indices", 1)
+    config = read_model_config(model)
+    rows, extras = read_peft_whole(adapter, lora_modules(config), base=BaseWeights(model))
+    [extra] = extras
+    changed = extra.values.copy()
+    changed[0, 0] += 1
+    others = [
+        [], [replace(extra, values=changed)], [replace(extra, name="head.tokens")],
+        [replace(extra, token_ids=(0, *extra.token_ids[1:]))],
+    ]  # fmt: skip
+    digests = {adapter_from_rows(rows, extras=given).digest for given in [extras, *others]}
+    assert len(digests) == 5
+    assert adapter_from_rows(rows, extras=list(extras)).digest in digests
+
+
+def test_inspect_prints_them(model: Path, workshop: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = make_adapter(
+        workshop / "shown", model, 1, rank=4, modules=("q_proj", "lm_head"), bias="all",
+        trainable_token_indices=[9, 4],
+    )  # fmt: skip
+    assert inspect([str(adapter), "--base", str(model)]) == 0
+    shown = capsys.readouterr().out
+    assert "extra    attn_q.bias: 64 in layers 0 to 1\n" in shown
+    assert "extra    head.lora_A: 4 x 64\n" in shown
+    assert "extra    embed.tokens: 2 x 64 of tokens 4, 9\n" in shown
+    assert "verdict  ok" in shown
+    assert inspect([str(adapter)]) == 1
+    assert "is relative to the base model, which is not known here" in capsys.readouterr().out
+
+
+def test_an_adapter_beyond_the_cache_is_refused_by_its_pages(model: Path, workshop: Path) -> None:
+    adapter = make_kind(workshop / "large", model, "modules_to_save", 1)
+    cache = LoraCacheConfig(gpu_memory_bytes=73728, host_memory_bytes=2**22, max_adapter_size=8)
+    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=32, lora=cache))
+    request = Request((1, 2), SamplingParams(max_tokens=2), lora=read(adapter, model, 1))
+    with pytest.raises(AdapterCacheFullError, match="needs 3 pages, the host level has"):
+        engine.submit(engine.prepare(request))
+    engine.close()
+
+
+def changed(folder: Path, source: Path, config: dict | None = None, **tensors: torch.Tensor | None) -> Path:
+    shutil.copytree(source, folder)
+    found = load_file(source / "adapter_model.safetensors")
+    for name, tensor in tensors.items():
+        found.pop(name, None)
+        if tensor is not None:
+            found[name] = tensor
+    save_file(found, folder / "adapter_model.safetensors")
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **(config or {})}))
+    return folder
+
+
+PREFIX = "base_model.model."
+REFUSED = [
+    ({f"{PREFIX}lm_head.weight": torch.ones(275, 64)}, "a changed vocabulary is not supported"),
+    ({f"{PREFIX}model.embed_tokens.weight": torch.ones(272, 64)}, "modules_to_save does not name it"),
+    ({f"{PREFIX}lm_head.base_layer.weight": torch.ones(272, 64)}, "modules_to_save does not name it"),
+    (
+        {f"{PREFIX}model.layers.0.mlp.up_proj.weight": torch.ones(96, 64)},
+        "of modules_to_save the embedding, the",
+    ),
+    (
+        {f"{PREFIX}model.layers.0.self_attn.q_proj.bias": torch.ones(60)},
+        "attn_q of this model gives 64 values",
+    ),
+    ({f"{PREFIX}model.layers.7.input_layernorm.weight": torch.ones(64)}, "the base model has no such norm"),
+    ({f"{PREFIX}model.layers.0.input_layernorm.bias": torch.ones(64)}, "the base model has no such norm"),
+    ({f"{PREFIX}model.norm.weight": torch.ones(32)}, "made for another model"),
+    ({f"{PREFIX}lm_head.lora_A.weight": torch.ones(4, 64)}, "must have lora_A.weight and lora_B.weight"),
+    (
+        {
+            f"{PREFIX}lm_head.lora_A.weight": torch.ones(4, 60),
+            f"{PREFIX}lm_head.lora_B.weight": torch.ones(272, 4),
+        },
+        "goes from 60 to 272 dimensions",
+    ),
+    (
+        {f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(2, 64)},
+        "the tokens of",
+    ),
+    ({f"{PREFIX}model.layers.0.self_attn.q_proj.lora_B.bias": torch.full((64,), torch.inf)}, "an infinity"),
+    ({f"{PREFIX}model.layers.0.self_attn.x_proj.bias": torch.ones(64)}, "biases of this module are not"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
+def test_what_cannot_be_served_is_refused(
+    tensors: dict, reason: str, model: Path, workshop: Path, tmp_path: Path
+) -> None:
+    source = workshop / "plain"
+    if not source.is_dir():
+        make_adapter(source, model, 1, rank=2, modules=("q_proj",))
+    folder = changed(tmp_path / "refused", source, **tensors)
+    with pytest.raises(AdapterInvalidError, match=reason):
+        read(folder, model)
+
+
+@pytest.mark.parametrize("given", [[3, 3], ["a"], [300], {"embed_tokens": 3}, [1]])
+def test_token_indices_must_fit(given: object, model: Path, workshop: Path) -> None:
+    source = make_kind(workshop / f"ids-{given}", model, "token indices", 1)
+    folder = changed(workshop / f"wrong-ids-{given}", source, {"trainable_token_indices": given})
+    with pytest.raises(AdapterInvalidError, match="trainable_token_indices"):
+        read(folder, model)
+
+
+def test_a_copy_of_the_base_is_not_stored_and_tensors_have_no_place_for_the_rest(
+    model: Path, workshop: Path
+) -> None:
+    base = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    source = make_adapter(workshop / "with-copy", model, 1, rank=2, modules=("q_proj",))
+    folder = changed(workshop / "copy", source, **{f"{PREFIX}model.embed_tokens.weight": base.bfloat16()})
+    assert read(folder, model).extras == ()
+    with pytest.raises(AdapterInvalidError, match="have no place in the tensors of an adapter"):
+        read_adapter_folder(folder, BaseWeights(model))
+
+
+def test_a_bias_that_the_base_does_not_have_is_added_whole(workshop: Path) -> None:
+    model = make_model(workshop / "no-bias", "llama", seed=3)
+    source = make_adapter(workshop / "no-bias-a", model, 1, rank=2, modules=("q_proj",))
+    bias = torch.randn(64)
+    key = f"{PREFIX}model.layers.1.self_attn.q_proj.base_layer.bias"
+    [extra] = read(changed(workshop / "no-bias-b", source, **{key: bias}), model).extras
+    assert extra.name == "layers.1.attn_q.bias"
+    np.testing.assert_array_equal(extra.values, bias.numpy())
+
+
+def test_trained_tokens_of_a_tied_head_that_is_replaced_are_refused(model: Path, workshop: Path) -> None:
+    source = make_kind(workshop / "tied", model, "token indices", 1)
+    saved = {f"{PREFIX}lm_head.weight": torch.randn(272, 64)}
+    folder = changed(workshop / "tied-b", source, {"modules_to_save": ["lm_head"]}, **saved)
+    with pytest.raises(AdapterInvalidError, match="mean nothing in PEFT either"):
+        read(folder, model)
+
+
+def test_full_matrices_are_kept_in_their_type(model: Path, workshop: Path) -> None:
+    source = make_adapter(workshop / "typed", model, 1, rank=2, modules=("q_proj",))
+    saved = {f"{PREFIX}lm_head.weight": torch.randn(272, 64).bfloat16()}
+    folder = changed(workshop / "typed-b", source, {"modules_to_save": ["lm_head"]}, **saved)
+    lora = read(folder, model)
+    assert lora.extras[0].values.dtype == BFLOAT16
+    assert isinstance(adapter_from_rows([], extras=lora.extras), Adapter)
+
+
+def test_the_normaliser_takes_biases_along(model: Path, workshop: Path) -> None:
+    adapter = make_kind(workshop / "unnormal", model, "DoRA + bias", 1)
+    assert normalize_dora(adapter, model, workshop / "normal") == 14
+    [one, other] = (read(path, model) for path in (adapter, workshop / "normal"))
+    np.testing.assert_allclose(one.weights, other.weights, rtol=1e-5)
+    assert [e.name for e in one.extras] == [e.name for e in other.extras] != []
+    both = make_kind(workshop / "unnormal-head", model, "both + DoRA", 1)
+    with pytest.raises(AdapterInvalidError, match=r"unknown weight: .*(lm_head|embed_tokens)\.lora_mag"):
+        normalize_dora(both, model, workshop / "normal-head")

@@ -301,7 +301,8 @@ class Event:
     error: set exactly when finish_reason is ERROR.
     beams: of a beam search, the best first; token_ids is empty then.
     context_logits: [prompt, vocab] float32, on the first event, when asked for.
-    generation_logits: [tokens, vocab] float32, of `token_ids`, when asked for.
+    generation_logits: [output, vocab] float32, on the last event of the sequence, when asked for; of a stream
+               [len(token_ids), vocab] on each of its events.
     metrics: on the last event of each sequence, and on every event of a stream.
     """
 

@@ -273,7 +273,7 @@ class Engine:
                     sequence.append(token, log_prob)
                 if sequence.finished:
                     break
-            del sequence.generation_logits[sequence.num_output :]
+            del sequence.generation_logits[sequence.num_output - sequence.num_reported :]
             if sequence.finished:
                 ended.append(sequence)
             elif sequence.request.streaming:

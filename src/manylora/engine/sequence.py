@@ -135,9 +135,10 @@ class Sequence:
 
     def take_event(self, last: bool) -> Event:
         """What happened since the last event."""
-        start = self.num_reported
-        logits = self.generation_logits[start:]
+        start, logits = self.num_reported, []
         self.num_reported = self.num_output
+        if self.finished or self.request.streaming:
+            logits, self.generation_logits = self.generation_logits, []
         return Event(
             token_ids=()
             if self.results

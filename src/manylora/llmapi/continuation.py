@@ -33,7 +33,7 @@ class Continuation:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self.generation_logits: np.ndarray | None = None  # [tokens of the engine, vocabulary]
+        self.generation_logits: list[np.ndarray] = []  # together [tokens of the engine, vocabulary]
         self.score: float | None = None  # of a beam, instead of the sum
 
     @property
@@ -79,9 +79,7 @@ class Continuation:
             stop_reason=self.stop_reason,
             text_diff=text[shown:],
             token_ids_diff=self.token_ids[tokens:],
-            generation_logits=None
-            if self.generation_logits is None
-            else self.generation_logits[: len(self.token_ids)],
+            generation_logits=self._logits(),
         )
 
     def advance(self) -> str:
@@ -89,6 +87,12 @@ class Continuation:
         first = self._reported[0]
         self._reported = (self._shown, len(self.token_ids))
         return self._text[first : self._shown]
+
+    def _logits(self) -> np.ndarray | None:
+        """When finished: of every token, also where a stop text ended the output before the engine did."""
+        if not self.generation_logits or self.finish_reason is None:
+            return None
+        return np.concatenate(self.generation_logits)[: len(self.token_ids)]
 
     def _known(self) -> list[dict[int, Logprob]]:
         pairs = zip(self.token_ids, self._log_probs, strict=False)

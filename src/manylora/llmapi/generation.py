@@ -91,14 +91,14 @@ class Generation:
             continuation = self._continuations[event.sequence_index]
             continuation.extend(event.token_ids, event.log_probs, event.finish_reason)
             if event.generation_logits is not None:
-                before = continuation.generation_logits
-                rows = [event.generation_logits] if before is None else [before, event.generation_logits]
-                continuation.generation_logits = np.concatenate(rows)
+                continuation.generation_logits.append(event.generation_logits)
         if event.last:
             for other in self._continuations:  # of a request that was cancelled before it began
                 other.extend((), (), event.finish_reason)
-        if self.done or self._streaming:
-            self.result.publish(self._output(self.done))
+        # Without a stream logits come with an output's last event, also where a stop text ended it before.
+        finished = self.done and (event.last or not self._decoding.params.return_generation_logits)
+        if finished or (self._streaming and not self.done):
+            self.result.publish(self._output(finished))
 
     @property
     def done(self) -> bool:

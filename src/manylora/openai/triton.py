@@ -123,6 +123,14 @@ class TritonModel:
             )
         request = request if self.decoupled else replace(request, streaming=False)
         lora = request.lora
+        if lora is not None and lora.extras:
+            raise ApiError(
+                422,
+                "adapter_not_sendable",
+                f"the adapter has {lora.extras[0].name}, which a request to Triton cannot carry: put its "
+                "directory into the server's lora_catalog_dir, or serve with an engine of this process",
+                "model",
+            )
         if lora is not None and lora.weights is not None and lora.config is not None:
             weights = _as_type(lora.weights, self.inputs.get("lora_weights", "FP32"))
             lora = replace(lora, weights=weights, config=_columns(lora.config, self.lora_columns))

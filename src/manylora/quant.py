@@ -61,8 +61,8 @@ class QuantConfig:
 
     quant_algo:  W8A16: 8-bit integers with a scale for each output. W4A16: 4-bit integers with a scale and an
                  offset for each group of inputs. FP8: 8-bit floats (e4m3) with a scale for each output; on a
-                 GPU with FP8 units each token's activations are rounded so too. None or NO_QUANT: as they are.
-                 All others are refused.
+                 GPU with FP8 units activations are rounded so too, with a scale for each token. None or
+                 NO_QUANT: as they are. All others are refused.
     kv_cache_quant_algo: FP8: keys and values as 8-bit floats (e4m3) without a scale. None or NO_QUANT: in
                  the compute dtype. All others are refused.
     group_size:  inputs that share a scale with W4A16: 32, 64, 128 or 256. Where a matrix has no whole number

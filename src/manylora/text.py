@@ -103,7 +103,7 @@ class Tokenizer:
         return WindowStream(
             lambda ids: self._stable(ids, False),
             lambda ids: self.decode(ids, False),
-            self._suffix,
+            lambda ids: self._suffix(ids, False),
             skipped,
             lambda i: bool(self._bytes_of(i)),
         )

@@ -1,6 +1,6 @@
 """Protects the GPU path on a GPU: recorded steps, copies on their own stream, the chosen attention, experts
-and quantised weights give the answers of transformers + PEFT or of a CPU. tests/cpu/test_cuda_*.py run its kernels
-there, beside these."""
+and quantised weights give the answers of transformers + PEFT or of a CPU. tests/cpu/test_cuda_*.py, beside
+these, run its kernels there."""
 
 from __future__ import annotations
 

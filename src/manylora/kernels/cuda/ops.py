@@ -16,7 +16,15 @@ from manylora.kernels.cuda.quantised import QuantisedLinears
 from manylora.kernels.cuda.tables import MIN_SPLIT_KEYS, PagedBatch, PlannedLora, plan_attention
 from manylora.kernels.quantised import PackedInt4, QuantisedWeight, StackedWeight
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import AttentionBatch, BatchLimits, ExpertPairs, LoraBatch, LoraTarget, Weight
+from manylora.kernels.spec import (
+    AttentionBatch,
+    BatchLimits,
+    ExpertPairs,
+    LoraBatch,
+    LoraTarget,
+    Rotary,
+    Weight,
+)
 
 __all__ = ["CudaOps"]
 
@@ -118,8 +126,17 @@ class CudaOps(ReferenceOps):
         assert isinstance(batch, PlannedLora) and isinstance(pairs, routing.DevicePairs)
         self._add(y, x, batch, layer, targets, None, pairs.lora_tiles, pairs.lora_tile_size)
 
-    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
-        kv.store_kv(k, v, k_cache, v_cache, batch.slots)
+    def rotate_and_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary: Rotary | None,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        return kv.rotate_and_store(q, k, v, rotary, k_cache, v_cache, batch.slots)
 
     def attention(
         self,
@@ -142,9 +159,6 @@ class CudaOps(ReferenceOps):
 
     def gated(self, y: Tensor, activation: str) -> Tensor:
         return rows.gated(y, activation)
-
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return rows.rotary(x, cos, sin)
 
     def _add(
         self,

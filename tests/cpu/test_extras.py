@@ -346,6 +346,17 @@ REFUSED = [
         {f"{PREFIX}model.layers.0.self_attn.q_proj.bias": torch.ones(60)},
         "attn_q of this model gives 64 values",
     ),
+    (
+        {
+            f"{PREFIX}model.layers.0.self_attn.q_proj.bias": torch.ones(64),
+            f"{PREFIX}model.layers.0.self_attn.q_proj.base_layer.bias": torch.ones(64),
+        },
+        "mean the same bias",
+    ),
+    (
+        {f"{PREFIX}lm_head.bias": torch.ones(272), f"{PREFIX}lm_head.base_layer.bias": torch.ones(272)},
+        "lm_head has two tensors for the same bias",
+    ),
     ({f"{PREFIX}model.layers.7.input_layernorm.weight": torch.ones(64)}, "the base model has no such norm"),
     ({f"{PREFIX}model.layers.0.input_layernorm.bias": torch.ones(64)}, "the base model has no such norm"),
     ({f"{PREFIX}model.norm.weight": torch.ones(32)}, "made for another model"),

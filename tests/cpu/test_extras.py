@@ -44,6 +44,7 @@ from manylora.parity import Driver, agree, make_kind
 from manylora.quant import QuantConfig
 from manylora.request import LoraExtra, LoraInput, Request, SamplingParams
 from manylora.testing import make_adapter, make_model, reference_generate, reference_logits
+from manylora.text import Tokenizer
 from manylora.wire.caller import request_tensors
 
 EXTRA_KINDS = (
@@ -226,6 +227,24 @@ def test_the_llm_api(model: Path, workshop: Path) -> None:
         found = llm.generate(prompts, Sampling(max_tokens=8, ignore_eos=True), [*requests, None], False)
     for prompt, adapter, output in zip(prompts, [*made, None], found, strict=True):
         assert output.outputs[0].token_ids == reference_generate(model, adapter, prompt, 8)
+
+
+def test_the_openai_server(model: Path, workshop: Path) -> None:
+    from serving import Running
+
+    root, ids = workshop / "root", tokens(9, 4)
+    kinds = {"biased": "bias", "saved": "modules_to_save"}
+    made = {name: make_kind(root / name, model, kind, 5) for name, kind in kinds.items()}
+    text = Tokenizer(model)
+    running = Running(model=model, lora_root=(root,), max_seq_len=64)
+    try:
+        for name, adapter in {**made, "demo": None}.items():
+            answer = running.post(model=name, prompt=ids, temperature=0, max_tokens=8, ignore_eos=True)
+            assert answer.status_code == 200, answer.text
+            expected = reference_generate(model, adapter, ids, 8)
+            assert answer.json()["choices"][0]["text"] == text.decode(expected)
+    finally:
+        running.close()
 
 
 def test_copies_on_disk_keep_them_and_requests_of_the_wire_refuse_them(model: Path, workshop: Path) -> None:

@@ -124,6 +124,23 @@ def test_a_mixture_of_experts(workshop: Path) -> None:
     check_batch(model, made)
 
 
+@pytest.mark.parametrize("kind", ["bias", "both + DoRA", "modules_to_save", "norms saved", "token indices"])
+@pytest.mark.parametrize("family", ["llama-biases", "gemma2"])
+def test_bfloat16_is_no_farther_from_the_truth_than_transformers(
+    kind: str, family: str, workshop: Path
+) -> None:
+    model = workshop / f"bf16-{family}"
+    if not model.is_dir():
+        make_model(model, family, seed=6)
+    adapter = make_kind(workshop / f"bf16-{family}-{kind}", model, kind, 6)
+    decoder = load_decoder(model, read_model_config(model), torch.bfloat16, open_device("cpu"))
+    ids = tokens(60, 6)
+    [found] = Driver(decoder, [ids], [read(adapter, model)]).run()
+    truth = reference_logits(model, adapter, ids)
+    theirs = (reference_logits(model, adapter, ids, torch.bfloat16) - truth).square().mean().sqrt()
+    assert (found - truth).square().mean().sqrt() <= 1.3 * theirs
+
+
 def answers(
     engine: Engine, cases: list[tuple[LoraInput | None, list[int]]], new: int = 12
 ) -> list[list[int]]:

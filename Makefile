@@ -7,7 +7,7 @@
 # make bench-gpu   the GPU benchmark, with any Python that has torch, triton and numpy
 # make bench   the engine with and without adapters, against this machine's limits; under 5 minutes
 # make browser Chromium for the tests of the page (Debian, Ubuntu; they are skipped without it)
-PYTHON ?= $(firstword $(foreach v,3.11 3.12,$(shell command -v python$(v))) $(shell command -v python3))
+PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.10,$(shell command -v python$(v))) $(shell command -v python3))
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,7 +25,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest
 
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest tests/gpu tests/cpu/test_cuda_kernels.py
+	$(BIN)/python -m pytest tests/gpu $(addprefix tests/cpu/test_cuda_,kernels.py experts.py backends.py quantised.py)
 
 bench-gpu:
 	PYTHONPATH=src $(or $(wildcard $(BIN)/python),python3) benchmarks/gpu.py $(BENCH_ARGS)
@@ -45,9 +45,9 @@ browser:
 	apt-get install -y --no-install-recommends chromium chromium-driver fonts-noto-cjk
 
 $(STAMP): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed: apt install python3 python3-venv"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || \
-	  { echo "$(PYTHON) is not Python 3.11 or 3.12: set PYTHON=/path/to/python3.11"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Python 3.10, 3.11 or 3.12 is needed: apt install python3 python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \
+	  { echo "$(PYTHON) is not Python 3.10 to 3.12: set PYTHON=/path/to/python3.11"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "venv is missing: apt install python3-venv"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH_INDEX),$(BIN)/pip install --index-url $(TORCH_INDEX) torch==2.13.0)

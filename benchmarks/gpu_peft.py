@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from gpu_world import Clock, model_shape
+from gpu_clock import Clock
+from gpu_world import model_shape
 
 __all__ = ["measure"]
 

@@ -1,19 +1,17 @@
-"""What `gpu.py` measures on: a random model in memory, random adapters in a pool, decode steps and a clock.
+"""What `gpu.py` measures on: a random model in memory, random adapters in a pool, decode steps.
 
 Built from the package's own parts below the engine, so that a PyTorch image without anything else will do.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from manylora.config import ModelConfig
+from manylora.config import ModelConfig, MoeConfig
 from manylora.device import Device
 from manylora.engine.graphs import DecodeGraphs
 from manylora.engine.inputs import StepInputs
@@ -21,67 +19,36 @@ from manylora.kernels.moving import to_device
 from manylora.kernels.spec import BatchLimits, LoraBatch, LoraRow, LoraSegment
 from manylora.lora.modules import LoraModule, lora_modules
 from manylora.model.decoder import Decoder
+from manylora.model.plan import checkpoint_plan
 
-__all__ = ["ALL", "QKV", "Adapters", "Clock", "World", "model_shape"]
+__all__ = ["ALL", "EXPERTS", "QKV", "Adapters", "World", "model_shape"]
 
 QKV, ALL = (1, 2, 3), (1, 2, 3, 4, 5, 6, 7)  # module ids
+EXPERTS = (1, 2, 3, 4, 13, 14, 15)
 PAGE = 64
 SHAPES = {  # hidden, inner, layers, heads, key heads, head size, vocabulary
-    "tiny": (64, 96, 1, 4, 2, 16, 272),
+    "tiny": (32, 48, 1, 2, 1, 16, 64),
     "1B": (2048, 8192, 16, 32, 8, 64, 128256),
     "8B": (4096, 14336, 32, 32, 8, 128, 128256),
+}
+VARIANTS = {  # of `tiny`, for what a Llama does not have
+    "tiny experts": {
+        "architecture": "MixtralForCausalLM",
+        "moe": MoeConfig(4, 2, 48, True, frozenset({0})),
+    },
+    "tiny windows": {"attention_softcap": 2.0, "sliding_windows": (9,)},
 }
 
 
 def model_shape(name: str) -> ModelConfig:
-    hidden, inner, layers, heads, kv_heads, dim, vocab = SHAPES[name]
-    return ModelConfig(
+    hidden, inner, layers, heads, kv_heads, dim, vocab = SHAPES[name.split()[0]]
+    shape = ModelConfig(
         architecture="LlamaForCausalLM", vocab_size=vocab, hidden_size=hidden, intermediate_size=inner,
         num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
-        max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=500000.0, dtype="bfloat16",
+        max_position_embeddings=8192, norm_eps=1e-5, rope_theta=500000.0, dtype="bfloat16",
         tie_word_embeddings=name != "8B",
     )  # fmt: skip
-
-
-class Clock:
-    """Median seconds of a call, the device's work included."""
-
-    def __init__(self, device: Device, repeats: int, deadline: float) -> None:
-        self._device = device
-        self._repeats = repeats
-        self._deadline = deadline
-
-    @property
-    def left(self) -> float:
-        """Seconds of the budget."""
-        return self._deadline - time.perf_counter()
-
-    def sync(self) -> None:
-        if self._device.torch.type == "cuda":
-            torch.cuda.synchronize()
-
-    def time(self, call: Callable[[], object], repeats: int | None = None) -> float:
-        """Each call is waited for, as a step of the engine is."""
-        call()
-        taken = []
-        for _ in range(repeats or self._repeats):
-            self.sync()
-            began = time.perf_counter()
-            call()
-            self.sync()
-            taken.append(time.perf_counter() - began)
-        return statistics.median(taken)
-
-    def time_kernels(self, calls: Sequence[Callable[[], Tensor]]) -> float:
-        """Mean seconds of one of the calls, all launched together from one recorded graph."""
-
-        def everything() -> Tensor:
-            for call in calls:
-                last = call()
-            return last
-
-        assert self._device.capture is not None
-        return self.time(self._device.capture(everything)) / len(calls)
+    return replace(shape, **VARIANTS.get(name, {}))
 
 
 @dataclass(frozen=True)
@@ -97,29 +64,60 @@ class Adapters:
 
 
 class World:
-    """A model in `dtype` with a KV cache for `max_batch` sequences of `context` tokens and a few more."""
+    """A model in `dtype` with a KV cache for `max_batch` sequences of `context` tokens and a few more.
 
-    def __init__(self, shape: str, device: Device, dtype: torch.dtype, max_batch: int, context: int) -> None:
+    kv_dtype: of the cache, None: as `dtype`.
+    """
+
+    def __init__(
+        self,
+        shape: str,
+        device: Device,
+        dtype: torch.dtype,
+        max_batch: int,
+        context: int,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         self.name, self.device, self.dtype, self.context = shape, device, dtype, context
         self.config = config = model_shape(shape)
         self.modules: dict[int, LoraModule] = lora_modules(config)
         self._blocks_each = -(-(context + 8) // PAGE)
         heads = config.num_kv_heads, config.head_dim
         size = (config.num_layers, 2, max_batch * self._blocks_each, PAGE, *heads)
-        self.kv = torch.zeros(size, dtype=dtype, device=device.torch)
+        self.kv = torch.zeros(size, dtype=dtype, device=device.torch).to(kv_dtype or dtype)
         self.weights = self._weights()
-        self.decoder = Decoder(config, self.weights, device.ops)
+        self.decoder = Decoder(config, self.weights, dtype, device.ops, context + 8)
         self.limits = BatchLimits(
-            config.num_layers, max_batch, context + 8, PAGE, config.num_heads, *heads, dtype
-        )
+            config.num_layers, max_batch, context + 8, PAGE, config.num_heads, *heads, dtype,
+            windows=frozenset(config.sliding_windows or (None,)),
+            softcap=config.attention_softcap,
+            kv_dtype=kv_dtype,
+            num_experts=config.moe.num_experts if config.moe else 0,
+        )  # fmt: skip
         device.ops.reserve(self.limits, device.torch)
-        assert device.capture is not None
         self.pool = self._pool()
+        self._new_graphs()
+
+    def let_go(self) -> None:
+        """Give the pool's memory back; graphs hold it too."""
+        self.pool = torch.empty(0, dtype=self.dtype, device=self.device.torch)
+        self._new_graphs()
+
+    def _new_graphs(self) -> None:
+        device = self.device
+        assert device.capture is not None
         self.graphs = DecodeGraphs(self._forward, device.ops, device.capture, device.torch, self.limits, 64)
 
     @property
     def kv_bytes_per_token(self) -> int:
         return self.config.num_layers * 2 * self.config.kv_size * self.dtype.itemsize
+
+    def step_bytes(self, batch: int) -> int:
+        """Read by a base decode step. Of a tied embedding the head's reading counts, else single rows."""
+        config, weights = self.config, self.decoder.weight_bytes
+        if not config.tie_word_embeddings:
+            weights -= config.vocab_size * config.hidden_size * self.dtype.itemsize
+        return weights + batch * self.context * self.kv_bytes_per_token
 
     def adapters(self, count: int, ranks: tuple[int, ...], modules: tuple[int, ...]) -> Adapters:
         """Raises torch.OutOfMemoryError where they do not fit."""
@@ -130,7 +128,7 @@ class World:
                 for module_id in modules:
                     module = self.modules[module_id]
                     rows[layer, module_id] = LoraRow(used, rank)
-                    used += rank * (module.in_dim + module.out_dim)
+                    used += module.row_elements(rank)
             placed.append(rows)
         if used > self.pool.numel():
             raise torch.OutOfMemoryError
@@ -177,28 +175,20 @@ class World:
 
     def _pool(self) -> Tensor:
         """Room for 128 adapters of rank 64 with every module, or for what is left beside the model."""
-        sizes = sum(module.in_dim + module.out_dim for module in self.modules.values() if module.counted)
-        elements = 128 * 64 * self.config.num_layers * sizes
+        sizes = sum(module.row_elements(64) for module in self.modules.values() if module.counted)
+        elements = 128 * self.config.num_layers * sizes
         if self.device.torch.type == "cuda":
-            elements = min(elements, int(0.75 * self.device.free_bytes()) // self.dtype.itemsize)
+            elements = min(elements, int(0.9 * self.device.free_bytes()) // self.dtype.itemsize)
         else:
             elements //= 32
         return torch.empty(elements, dtype=self.dtype, device=self.device.torch).normal_(0, 0.02)
 
     def _weights(self) -> dict[str, Tensor]:
-        config, device = self.config, self.device
-
-        def random(*size: int) -> Tensor:
-            return torch.empty(size, dtype=self.dtype, device=device.torch).normal_(0, 0.02)
-
-        hidden, inner = config.hidden_size, config.intermediate_size
-        found = {"embed": random(config.vocab_size, hidden), "norm": 1 + random(hidden)}
-        found["head"] = found["embed"] if config.tie_word_embeddings else random(config.vocab_size, hidden)
-        for layer in range(config.num_layers):
-            found[f"{layer}.qkv.weight"] = random(config.q_size + 2 * config.kv_size, hidden)
-            found[f"{layer}.out.weight"] = random(hidden, config.q_size)
-            found[f"{layer}.up_gate.weight"] = random(2 * inner, hidden)
-            found[f"{layer}.down.weight"] = random(hidden, inner)
-            found[f"{layer}.attention_norm"] = 1 + random(hidden)
-            found[f"{layer}.mlp_norm"] = 1 + random(hidden)
+        """Random ones under the names that a checkpoint's tensors would get."""
+        found = {}
+        for name, part in checkpoint_plan(self.config, ()).items():
+            weight = torch.empty(part.shape, dtype=self.dtype, device=self.device.torch).normal_(0, 0.02)
+            found[name] = weight if part.columns else weight.add_(1)
+        if self.config.tie_word_embeddings:
+            found["head.weight"] = found["embed"]
         return found

@@ -30,10 +30,13 @@ class EngineLoop:
     Requests that bring tensors, or whose adapter must be read from disk, are prepared on a second thread, so
     that checking a large adapter stalls nobody's tokens. If the engine thread dies, every open request gets
     one error event and later submits raise EngineDeadError.
+
+    delivered: called, from any thread, after sinks were called: once for all events of a step.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, delivered: Callable[[], None] = lambda: None) -> None:
+        self._engine, self._delivered = engine, delivered
+        self._stepping = False  # events are being delivered, and more of the same step follow
         self._lock = threading.Lock()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="manylora-prepare")
@@ -150,8 +153,12 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while self._take_commands():
-                for handle, event in self._engine.step():
+                events = self._engine.step()
+                self._stepping = True
+                for handle, event in events:
                     self._forward(handle, event)
+                self._stepping = False
+                self._delivered()
                 if time.monotonic() - self._stats_at > STATS_S:
                     self._take_stats()
         except BaseException as error:
@@ -215,13 +222,17 @@ class EngineLoop:
             sink(event)
         except Exception:
             logger.exception("a sink failed")
+        if not self._stepping:
+            self._delivered()
 
     def _die(self, death: EngineDeadError) -> None:
         with self._lock:
             self._death = death
             orphans = list(self._sinks)
+        self._stepping = False
         for ticket in orphans:
             self._deliver(ticket, _failure(death))
+        self._delivered()
 
 
 def _failure(error: Exception) -> Event:

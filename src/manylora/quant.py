@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from enum import StrEnum
+from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any
 
 __all__ = ["SERVED", "QuantAlgo", "QuantConfig"]
 
 
-class QuantAlgo(StrEnum):
+class QuantAlgo(str, Enum):
     """Equal to its own name as text."""
+
+    __str__ = str.__str__  # StrEnum, for Python 3.10
 
     W8A16 = "W8A16"
     W4A16 = "W4A16"

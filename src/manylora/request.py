@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum
 
 import numpy as np
 
@@ -31,8 +31,10 @@ MAX_SEED = 2**64 - 1
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "lark_grammar", "llguidance")
 
 
-class FinishReason(StrEnum):
+class FinishReason(str, Enum):
     """Why a sequence ended."""
+
+    __str__ = str.__str__  # StrEnum, for Python 3.10
 
     STOP = "stop"  # end_id or a stop word
     LENGTH = "length"  # max_tokens, or the model's longest sequence
@@ -193,6 +195,8 @@ class LoraInput:
     name:    of an adapter in the server's catalog, in place of all of these.
     source:  what kind of checkpoint `name` must be, "hf" or "nemo"; None: whatever it is.
     extras:  parts of the adapter beside its tensors; they come from files and cross no wire.
+    checked: the `lora.tensors.Adapter` that the engine's own store made of these tensors before: then
+             they are not checked and digested again.
     Shapes and contents are checked by `manylora.lora.tensors`, not here.
     """
 
@@ -202,6 +206,7 @@ class LoraInput:
     name: str | None = None
     source: str | None = None
     extras: tuple[LoraExtra, ...] = ()
+    checked: object | None = None
 
     @property
     def has_tensors(self) -> bool:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Library
 
 from manylora.chat_template import ChatTemplate
 from manylora.errors import ConfigError
+from manylora.text_stream import ByteStream, TextStream, WindowStream
 from manylora.wire.parameters import value_of
 
 __all__ = ["Tokenizer", "open_tokenizer"]
@@ -42,12 +43,14 @@ class Tokenizer:
             raise ConfigError(f"tokenizer_dir: {path} does not exist")
         try:
             self._library = Library.from_file(str(path))
-            decoder = json.dumps(json.loads(path.read_text(encoding="utf-8")).get("decoder"))
+            found = json.loads(path.read_text(encoding="utf-8")).get("decoder")
+            decoder = json.dumps(found)
         except Exception as error:
             raise ConfigError(f"tokenizer_dir: {path} is not a tokenizer: {error}") from error
         self._settings = self._read_settings(Path(directory) / "tokenizer_config.json")
         self._chat = ChatTemplate(Path(directory), self._settings, chat_template)
         self._byte_level = '"ByteLevel"' in decoder
+        self._only_bytes = isinstance(found, dict) and found.get("type") == "ByteLevel"
         added = self._library.get_added_tokens_decoder()
         self._special = {i for i, token in added.items() if token.special}
         fallback = '"ByteFallback"' in decoder
@@ -93,6 +96,19 @@ class Tokenizer:
         after = self.decode(ids, skip_special_tokens) if final else self._stable(ids, skip_special_tokens)
         return after[len(before) :]
 
+    def stream(self, skip_special_tokens: bool = True) -> TextStream:
+        """The text of one output as it grows: as `delta`, for a caller that sees all of its ids."""
+        skipped = self._special if skip_special_tokens else frozenset()
+        if self._only_bytes:
+            return ByteStream(self._bytes_of, skipped)
+        return WindowStream(
+            lambda ids: self._stable(ids, False),
+            lambda ids: self.decode(ids, False),
+            self._suffix,
+            skipped,
+            lambda i: bool(self._bytes_of(i)),
+        )
+
     @property
     def takes_tools(self) -> bool:
         """Whether the chat template shows the model the tools of a request."""
@@ -113,7 +129,7 @@ class Tokenizer:
         while end > 0 and ids[end - 1] in self._byte_tokens:
             end -= 1
         text = self.decode(ids[:end], skip)
-        if self._byte_level and self._ends_inside_character(ids[:end]):
+        if self._byte_level and text.endswith("\ufffd") and self._ends_inside_character(ids[:end]):
             text = text.removesuffix("\ufffd")
         return text
 
@@ -127,11 +143,12 @@ class Tokenizer:
         return False
 
     def _bytes_of(self, token_id: int) -> bytes:
-        if token_id not in self._bytes:
+        found = self._bytes.get(token_id)
+        if found is None:
             token = self._library.id_to_token(token_id) or ""
             known = all(c in ALPHABET for c in token)
-            self._bytes[token_id] = bytes(ALPHABET[c] for c in token) if known else token.encode()
-        return self._bytes[token_id]
+            found = self._bytes[token_id] = bytes(ALPHABET[c] for c in token) if known else token.encode()
+        return found
 
     def _named_id(self, key: str) -> int | None:
         content = self._content(key)

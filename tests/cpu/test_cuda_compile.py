@@ -29,14 +29,17 @@ def compile_only(kernel, grid):
 driver.set_active(NoGpu())
 JITFunction.__getitem__ = compile_only
 
+from manylora.kernels.cuda.fp8 import FP8, quantise_rows
+from manylora.kernels.cuda.grouped import quantised_rows, weight_table
 from manylora.kernels.cuda.ops import CudaOps
+from manylora.kernels.quantised import QuantisedWeight
 from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch, LoraRow, LoraSegment, LoraTarget
 
 dtype, hidden, widths = torch.bfloat16, 4096, (4096, 1024, 1024)
 targets = [LoraTarget(i, sum(widths[:i]), width) for i, width in enumerate(widths)]
 pool, cache = torch.zeros(8, dtype=dtype), torch.zeros(4, 32, 8, 128, dtype=dtype)
 ops = CudaOps()
-ops.reserve(BatchLimits(2, 64, 4096, 32, 32, 8, 128, dtype), torch.device("cpu"))
+ops.reserve(BatchLimits(2, 64, 4096, 32, 32, 8, 128, dtype, num_experts=8), torch.device("cpu"))
 for lengths, rank in (([1, 1], 8), ([1, 3], 64), ([100, 30], 16)):
     starts = [0, lengths[0], sum(lengths)]
     rows = [{(0, t.module_id): LoraRow(0, rank, True) for t in targets} for _ in lengths]
@@ -48,8 +51,25 @@ for lengths, rank in (([1, 1], 8), ([1, 3], 64), ([100, 30], 16)):
     ops.lora_add(y, x, lora, 0, targets, y[0])
     if rank != 64:  # a batch of single tokens, and one of prompts
         ops.attention(q, cache, cache, batch, 0.1, 50 if rank == 8 else None)
+        ops.attention(q, cache.to(FP8), cache.to(FP8), batch, 0.1, 50 if rank == 16 else None, 30.0)
+        pairs, _ = ops.pair_up(torch.zeros(starts[-1], 2, dtype=torch.int64), 8, lora)
+        wide = torch.zeros(2 * starts[-1], hidden, dtype=dtype)
+        ops.expert_linear(wide, pairs, (torch.zeros(widths[0], hidden, dtype=dtype),) * 8)
+        ops.expert_lora_add(torch.zeros(len(wide), widths[0], dtype=dtype), wide, lora, pairs, 0, targets[:1])
+scales = torch.zeros(widths[0], 32, dtype=dtype)
+for values, groups, offsets in (
+    (torch.zeros(widths[0], hidden, dtype=torch.int8), 1, None),
+    (torch.zeros(widths[0], hidden).to(FP8), 1, None),
+    (torch.zeros(widths[0], hidden // 2, dtype=torch.uint8), 32, scales),
+):
+    quantised_rows(x, weight_table([QuantisedWeight(values, scales[:, :groups].contiguous(), offsets)]), None)
+quantise_rows(x)
 ops.store_kv(k, k, cache, cache, batch)
+ops.store_kv(k, k, cache.to(FP8), cache.to(FP8), batch)
 ops.rms_norm(x, x[0], 1e-5)
+ops.add_rms_norm(x, x, x[0].float(), 1e-5)
+for activation in ("silu", "gelu", "gelu_tanh", "relu"):
+    ops.gated(y, activation)
 ops.rotary(q, q[:, 0], q[:, 0])
 """
 
@@ -58,12 +78,13 @@ def test_every_kernel_compiles_and_reads_matrices_in_wide_words(tmp_path: Path) 
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr[-3000:]
     wide: dict[str, int] = {}
     for name, loads, copies in map(str.split, done.stdout.splitlines()):
         wide[name] = min(wide.get(name, 1000), int(loads) + int(copies))
-    names = {"_shrink_rows", "_shrink_tiles", "_expand", "_attend", "_join", "_store", "_rms_norm", "_rotary"}
-    assert set(wide) == names
-    assert all(wide[name] for name in ("_shrink_rows", "_shrink_tiles", "_expand", "_attend", "_store"))
+    reads_matrices = {"_shrink_rows", "_shrink_tiles", "_expand", "_attend", "_grouped"}
+    others = {"_join", "_store", "_rms_norm", "_rotary", "_gated", "_pair", "_tile", "_quantise"}
+    assert set(wide) == reads_matrices | others
+    assert all(wide[name] for name in (*reads_matrices, "_store", "_gated"))

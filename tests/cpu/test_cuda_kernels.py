@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.cuda import kv, rows
 from manylora.kernels.cuda.attention import PagedAttention
-from manylora.kernels.cuda.backends import choose
+from manylora.kernels.cuda.fp8 import FP8, FP8_MAX, quantise_rows
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.cuda.tables import PagedBatch, plan_attention
 from manylora.kernels.moving import copy_into, to_device
@@ -24,7 +25,8 @@ TOLERANCE = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (0.03, 0.06), torch.fl
 
 def limits(dtype: torch.dtype = torch.float32, **changed: object) -> BatchLimits:
     shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 24, "tokens_per_block": 4, "max_seq_len": 64}
-    return BatchLimits(num_layers=3, max_sequences=8, dtype=dtype, **{**shape, **changed})  # type: ignore[arg-type]
+    sizes = {"num_layers": 3, "max_sequences": 8, "dtype": dtype}
+    return BatchLimits(**{**sizes, **shape, **changed})  # type: ignore[arg-type]
 
 
 def ops(dtype: torch.dtype = torch.float32) -> CudaOps:
@@ -123,27 +125,32 @@ def test_a_long_input_is_split_and_summed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "lengths", "window", "dtype"),
+    ("counts", "lengths", "window", "softcap", "dtype", "cached"),
     [
-        ([1, 1, 1], [1, 33, 50], None, torch.float32),
-        ([1, 1], [40, 7], 5, torch.float32),
-        ([1, 6, 1, 3], [9, 6, 50, 20], None, torch.float32),
-        ([1, 30], [50, 34], 9, torch.float32),
-        ([25], [25], None, torch.bfloat16),
-        ([1, 1], [47, 3], None, torch.bfloat16),
+        ([1, 1, 1], [1, 33, 50], None, None, torch.float32, None),
+        ([1, 1], [40, 7], 5, None, torch.float32, None),
+        ([1, 6, 1, 3], [9, 6, 50, 20], None, 0.5, torch.float32, None),
+        ([1, 30], [50, 34], 9, 2.0, torch.float32, FP8),
+        ([25], [25], None, None, torch.bfloat16, None),
+        ([1, 1], [47, 3], None, 1.5, torch.bfloat16, FP8),
     ],
 )
 def test_attention_reads_pages_as_the_reference_does(
-    counts: list[int], lengths: list[int], window: int | None, dtype: torch.dtype
+    counts: list[int],
+    lengths: list[int],
+    window: int | None,
+    softcap: float | None,
+    dtype: torch.dtype,
+    cached: torch.dtype | None,
 ) -> None:
     torch.manual_seed(0)
-    k, v = (torch.randn(128, 4, 2, 24).to(dtype).to(DEVICE) for _ in "kv")
+    k, v = (torch.randn(128, 4, 2, 24).to(cached or dtype).to(DEVICE) for _ in "kv")
     batch = attention_batch(counts, lengths)
     q = torch.randn(sum(counts), 6, 24).to(dtype).to(DEVICE)
     planned = to_device(plan_attention(batch, limits(), fixed=False, min_split_keys=32), DEVICE)
     assert planned.num_splits == -(-max(lengths) // 32)
-    want = ReferenceOps().attention(q.float(), k.float(), v.float(), batch, 0.2, window).to(dtype)
-    close(PagedAttention()(q, k, v, planned, 0.2, window), want)
+    want = ReferenceOps().attention(q.float(), k.float(), v.float(), batch, 0.2, window, softcap)
+    close(PagedAttention()(q, k, v, planned, 0.2, window, softcap), want.to(dtype))
 
 
 def test_a_sequence_does_not_depend_on_its_company() -> None:
@@ -154,7 +161,7 @@ def test_a_sequence_does_not_depend_on_its_company() -> None:
     both = to_device(plan_attention(batch, limits(), fixed=False, min_split_keys=32), DEVICE)
     one = to_device(plan_attention(alone, limits(), fixed=False, min_split_keys=32), DEVICE)
     run = PagedAttention()
-    assert torch.equal(run(q, k, v, both, 0.2, None)[:1], run(q[:1], k, v, one, 0.2, None))
+    assert torch.equal(run(q, k, v, both, 0.2, None, None)[:1], run(q[:1], k, v, one, 0.2, None, None))
 
 
 def test_pages_take_keys_and_values_and_padding_leaves_them_alone() -> None:
@@ -185,27 +192,36 @@ def test_norm_and_rotary_are_the_references(dtype: torch.dtype) -> None:
     close(rows.rotary(strided, cos, sin), reference.rotary(strided, cos, sin))
 
 
-class _Wrong(PagedAttention):
-    name = "wrong"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_rows_are_the_references(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    reference, x = ReferenceOps(), torch.randn(3, 2 * 24).to(dtype).to(DEVICE)
+    delta, weight = torch.randn(3, 24).to(dtype).to(DEVICE), torch.randn(24).to(DEVICE)
+    for kept in (weight, weight.to(dtype)):  # of some models a norm's weight stays wide
+        got = rows.add_rms_norm(x[:, :24], delta, kept, 1e-5)
+        for one, want in zip(got, reference.add_rms_norm(x[:, :24], delta, kept, 1e-5), strict=True):
+            close(one, want)
+    for activation in ACTIVATIONS:
+        close(rows.gated(x, activation), reference.gated(x, activation))
 
-    def __call__(self, q, k_cache, v_cache, batch, scale, window):  # type: ignore[no-untyped-def]
-        return super().__call__(q, k_cache, v_cache, batch, 2 * scale, window)
 
-
-class _Raises(PagedAttention):
-    name = "raises"
-
-    def __call__(self, q, k_cache, v_cache, batch, scale, window):  # type: ignore[no-untyped-def]
-        raise RuntimeError("page size must be divisible by 256")
-
-
-def test_the_first_attention_that_is_right_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "manylora")
-    own, spare = PagedAttention(), PagedAttention()
-    assert choose(limits(), DEVICE, [_Raises(), _Wrong(), own, spare]) is own
-    assert "raises is not used: RuntimeError: page size must be divisible by 256" in caplog.text
-    assert "away from the reference's" in caplog.text
-    assert choose(limits(windows=frozenset({None, 5})), DEVICE, [own, spare]) is own
+def test_eight_bit_floats_are_torchs() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = codes.view(FP8).float()
+    finite = values[~values.isnan()]
+    ties = (finite[1:] + finite[:-1]) / 2
+    x = torch.cat(
+        (finite, ties, ties * 1.0001, torch.randn(500) * 100, torch.randn(500) / 300, torch.tensor([900.0]))
+    )
+    cache, spare = (torch.zeros(1, len(x), 1, 1, device=DEVICE).to(FP8) for _ in "kv")
+    wide = x.to(DEVICE).view(-1, 1, 1)
+    kv.store_kv(wide, wide, cache, spare, torch.arange(len(x), device=DEVICE))
+    want = x.clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    assert torch.equal(cache.flatten().cpu().view(torch.uint8), want.view(torch.uint8))
+    many = x[:1200].view(6, 200).to(DEVICE)
+    quantised, scales = quantise_rows(many)
+    torch.testing.assert_close(scales, many.abs().amax(1, keepdim=True) / FP8_MAX)
+    assert torch.equal(quantised.view(torch.uint8), (many / scales).to(FP8).view(torch.uint8))
 
 
 def test_tables_are_refilled_in_place_and_other_shapes_refused() -> None:

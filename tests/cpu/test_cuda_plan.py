@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from manylora.kernels.cuda.plan import MODULES, PLACE, Places, plan_lora, rank_class, tile_size
+from manylora.kernels.cuda.plan import MODULES, PLACE, TILE, Places, plan_lora, rank_class, tile_size
 from manylora.kernels.spec import LoraRow, LoraSegment
 
 
@@ -22,9 +22,9 @@ def segments(lengths: list[int], rows: list[dict]) -> list[LoraSegment]:
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [1, 20, 3], [200, 1, 70]])
 def test_tiles_cover_each_adapters_rows_once(lengths: list[int]) -> None:
     parts = segments(lengths, [adapter(i) for i in range(3)])
-    plan = plan_lora(parts, Places(4, 2))
+    plan = plan_lora(parts, Places(4, 2), parts[-1].stop + 1)
     covered = {}
-    for first, count, slot in plan.tiles.tolist():
+    for first, count, slot, _ in plan.tiles.tolist():
         assert 1 <= count <= plan.tile_size
         for row in range(first, first + count):
             assert row not in covered
@@ -34,10 +34,11 @@ def test_tiles_cover_each_adapters_rows_once(lengths: list[int]) -> None:
         row: slot for part, slot in zip(parts, slots, strict=True) for row in range(part.start, part.stop)
     }
     assert covered == want
+    assert plan.row_slots.tolist() == [want.get(row, -1) for row in range(parts[-1].stop + 1)]
 
 
 def test_places_say_where_each_layer_and_module_lies() -> None:
-    plan = plan_lora(segments([1], [adapter(7, rank=5)]), Places(2, 2))
+    plan = plan_lora(segments([1], [adapter(7, rank=5)]), Places(2, 2), 4)
     [update] = plan.updates
     assert update.places.shape == (2, MODULES, PLACE)
     assert update.places[1, 1].tolist() == [7001, 5, 0]
@@ -48,10 +49,10 @@ def test_places_say_where_each_layer_and_module_lies() -> None:
 
 
 def test_a_padded_plan_has_a_tile_for_each_row() -> None:
-    plan = plan_lora(segments([4, 1], [adapter(0), adapter(1)]), Places(4, 2), rows=16)
-    assert plan.tiles.shape == (16, 3)
+    plan = plan_lora(segments([4, 1], [adapter(0), adapter(1)]), Places(4, 2), 16, fixed=True)
+    assert plan.tiles.shape == (16, TILE)
     assert plan.tiles[2:, 1].sum() == 0
-    many = plan_lora(segments([200], [adapter(0)]), Places(4, 2), rows=208)
+    many = plan_lora(segments([200], [adapter(0)]), Places(4, 2), 208, fixed=True)
     assert many.tile_size == 16, "prompt tiles are for prompts"
 
 
@@ -60,7 +61,7 @@ def test_slots_are_written_once_and_the_idle_one_gives_way() -> None:
     a, b, c = adapter(0), adapter(1), adapter(2)
 
     def slots(*rows: dict) -> tuple[list[int], int]:
-        plan = plan_lora(segments([1] * len(rows), list(rows)), places)
+        plan = plan_lora(segments([1] * len(rows), list(rows)), places, 9)
         return plan.tiles[:, 2].tolist(), len(plan.updates)
 
     assert slots(a, b) == ([0, 1], 2)

@@ -36,12 +36,15 @@ def batch_of(lengths: list[int], ranks: list[int]) -> tuple[LoraBatch, list[dict
     return LoraBatch(torch.cat(pieces), tuple(segments)), matrices
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "pool"),
+    [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)],
+)
 @pytest.mark.parametrize(
     ("lengths", "ranks"), [([1], [1]), ([3, 1, 2, 9], [64, 8, 4, 3]), ([2, 40, 1, 70], [16, 512, 5, 1])]
 )
 def test_each_pair_gets_its_own_delta(
-    ops: CpuOps, lengths: list[int], ranks: list[int], dtype: torch.dtype
+    ops: CpuOps, lengths: list[int], ranks: list[int], dtype: torch.dtype, pool: torch.dtype
 ) -> None:
     torch.manual_seed(1)
     batch, matrices = batch_of(lengths, ranks)
@@ -58,8 +61,8 @@ def test_each_pair_gets_its_own_delta(
                 a, b = matrices[owner[row]][target.module_id]
                 columns = slice(target.start, target.start + target.width)
                 want[pair, columns] += x[pair] @ a[expert].T @ b[expert]
-    exact = dtype == torch.float32
-    narrow = LoraBatch(batch.pool.to(dtype), batch.segments)
+    exact = pool == torch.float32
+    narrow = LoraBatch(batch.pool.to(pool), batch.segments)
     for made in (ops, ReferenceOps()):
         got = y.to(dtype, copy=True)
         made.expert_lora_add(got, x.to(dtype), narrow, pairs, LAYER, TARGETS)

@@ -34,7 +34,13 @@ from manylora.lora.geometry import CacheGeometry, Layout
 from manylora.lora.modules import lora_modules
 from manylora.lora.normalize import normalize_dora
 from manylora.lora.pool import AdapterPool
-from manylora.lora.tensors import BFLOAT16, Adapter, adapter_from_rows, narrow_to_bfloat16
+from manylora.lora.tensors import (
+    BFLOAT16,
+    Adapter,
+    adapter_from_rows,
+    adapter_from_tensors,
+    narrow_to_bfloat16,
+)
 from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
@@ -266,7 +272,11 @@ def test_the_openai_server(model: Path, workshop: Path) -> None:
 
 def test_copies_on_disk_keep_them_and_requests_of_the_wire_refuse_them(model: Path, workshop: Path) -> None:
     adapter = make_kind(workshop / "copied", model, "token indices", 3)
-    reader = AdapterReader(model, read_model_config(model), LoraCacheConfig(max_adapter_size=8), False)
+    config = read_model_config(model)
+    modules = lora_modules(config)
+    reader = AdapterReader(
+        model, modules, lambda lora: adapter_from_tensors(lora, modules, config.num_layers, 8)
+    )
     one = reader.read(adapter)
     bits = narrow_to_bfloat16(one.extras[0].values)
     one = replace(one, extras=(*one.extras, LoraExtra("head.weight", bits)))
@@ -304,7 +314,7 @@ def test_the_pool_gives_back_what_it_took_in_pieces() -> None:
     for one, other in zip(back.extras, adapter.extras, strict=True):
         assert (one.name, one.token_ids) == (other.name, other.token_ids)
         np.testing.assert_array_equal(one.values, other.values)
-    found = pool.extras(layout, device)
+    found = pool.extras(layout, pool.read_pages(host, device))
     table, rows = found["embed.tokens"], torch.tensor([12, 0, 4, 5, 12])
     x = torch.randn(4, 5)
     assert torch.equal(table.gather(rows, torch.float32), torch.from_numpy(matrix)[rows])

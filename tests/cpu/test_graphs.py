@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from manylora.config import EngineConfig, LoraCacheConfig
 from manylora.device import Device
@@ -101,6 +103,49 @@ def test_replayed_steps_give_the_tokens_of_the_plain_loop(
     before = recorder.recorded
     assert answers(graphed, loads[1][::-1]) == answers(plain, loads[1][::-1])
     assert recorder.recorded == before, "a shape that was recorded is recorded again"
+
+
+class NothingWaits(TorchDispatchMode):
+    """Refuses operations whose result's shape or value must come to the host: no graph can hold one."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "unique", "is_nonzero", "equal")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.name().removeprefix("aten::").split(".")[0]
+        assert not name.startswith(self.WAITING), f"{name} waits for the device"
+        boolean = name == "index" and any(t is not None and t.dtype == torch.bool for t in args[1])
+        assert not boolean, "an index of booleans waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
+def test_soft_caps_windows_and_experts_are_recorded(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded steps wait for nothing, and give the plain loop's tokens."""
+    layers = {} if family == "gemma2" else {"num_hidden_layers": 1}  # of the two only one has a window
+    model = make_model(tmp_path / "model", family, seed=1, **layers)
+    kinds = [{"rank": 4, "modules": ("q_proj", "v_proj")}] * 2
+    if family == "mixtral":
+        parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        kinds = [{"rank": rank, "target_parameters": parameters, "modules": ("q_proj",)} for rank in (4, 9)]
+    adapters = []
+    for i, kind in enumerate(kinds):
+        folder = make_adapter(tmp_path / str(i), model, seed=i, **kind)  # type: ignore[arg-type]
+        adapters.append(LoraInput(i + 1, *convert_peft(folder, "float32")))
+    plain = open_engine(model, monkeypatch, None)
+    ops, recorder = CudaOps(split_keys=32), Recorder()
+    graphed = open_engine(model, monkeypatch, Device(CPU, ops, "interpreted", recorder), max_batch_size=2)
+    forward = graphed._decoder.forward
+
+    def watched(*arguments: Any) -> Tensor:
+        with NothingWaits():
+            return forward(*arguments)
+
+    monkeypatch.setattr(graphed._decoder, "forward", watched)
+    for loras in ([None, None], adapters):
+        assert answers(graphed, loras) == answers(plain, loras)
+    assert recorder.replayed > 0
 
 
 def test_steps_without_adapters_take_graphs_without_them(

@@ -31,18 +31,21 @@ def lora_batch(lengths: list[int], ranks: list[int], dora: bool = False) -> Lora
     return LoraBatch(torch.cat(pieces), tuple(segments))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "pool"),
+    [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)],
+)
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize(
     ("lengths", "ranks"),
-    [([1], [1]), ([1, 7, 8, 1], [64, 8, 4, 3]), ([2, 40, 1, 1, 1], [16, 512, 5, 1, 200])],
+    [([1], [1]), ([1, 7, 8, 1], [64, 8, 4, 3]), ([2, 40, 1, 1, 70], [16, 512, 5, 1, 200])],
 )
 def test_adapters_add_what_the_reference_adds(
-    ops: CpuOps, lengths: list[int], ranks: list[int], dora: bool, dtype: torch.dtype
+    ops: CpuOps, lengths: list[int], ranks: list[int], dora: bool, dtype: torch.dtype, pool: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     batch = lora_batch(lengths, ranks, dora)
-    batch = LoraBatch(batch.pool.to(dtype), batch.segments)
+    batch = LoraBatch(batch.pool.to(pool), batch.segments)
     total = sum(lengths) + len(lengths) + 1
     x = torch.randn(total, 2 * IN, dtype=dtype)[:, IN:]
     y, bias = torch.randn(total, sum(WIDTHS), dtype=dtype), torch.randn(sum(WIDTHS), dtype=dtype)
@@ -53,6 +56,29 @@ def test_adapters_add_what_the_reference_adds(
     spare = [0, *(segment.stop for segment in batch.segments)]
     assert torch.equal(got[spare], y[spare]), "a base row was touched"
     assert not torch.equal(got, y)
+
+
+@pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("in_dim", "width"), [(1, 1), (53, 21), (96, 300), (160, 1100)])
+def test_adapters_of_any_size_add_the_same_alone_and_in_company(
+    ops: CpuOps, in_dim: int, width: int, pool: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(5, in_dim).to(pool), torch.randn(5, width).to(pool)
+    flat = torch.cat((torch.full((3,), float("nan"), dtype=pool), a.flatten(), b.flatten()))
+    rows = {(0, 0): LoraRow(3, 5)}
+    x, y = torch.randn(7, in_dim), torch.randn(7, width + 2)
+    got, target = y.clone(), LoraTarget(0, 1, width)
+    ops.lora_add(got, x, LoraBatch(flat, (LoraSegment(0, 7, rows),)), 0, (target,))
+    want = y[:, 1:-1].double() + x.double() @ a.double().T @ b.double()
+    torch.testing.assert_close(got[:, 1:-1].double(), want, rtol=1e-5, atol=1e-4)
+    assert torch.equal(got[:, [0, -1]], y[:, [0, -1]]), "a column of another target was touched"
+    if type(ops) is CpuOps:
+        return  # products of torch are free to sum in another order
+    for row in range(7):
+        one = y[row : row + 1].clone()
+        ops.lora_add(one, x[row : row + 1], LoraBatch(flat, (LoraSegment(0, 1, rows),)), 0, (target,))
+        assert torch.equal(one[0], got[row])
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,21 @@ from serving import DEMO
 
 from manylora.commands import serve
 from manylora.errors import ConfigError
+from manylora.model.checkpoint import read_model_config
 from manylora.openai.disk_level import DiskLevel
 from manylora.openai.errors import ApiError
 from manylora.openai.fairness import FairQueue
+from manylora.openai.generation import Generation
 from manylora.openai.keys import ApiKey, Keyring
+from manylora.openai.mailbox import Mailbox, Signal
 from manylora.openai.names import is_name
 from manylora.openai.options import parse_options
+from manylora.openai.params import Limits, plan
 from manylora.openai.reader import ReadAdapter
+from manylora.openai.replies import ChatReply, CompletionReply, Reply
+from manylora.openai.schema import CompletionRequest
+from manylora.request import Event
+from manylora.text import Tokenizer
 
 
 def test_a_hot_adapter_waits_for_itself_only() -> None:
@@ -199,3 +208,83 @@ def test_files_of_options_that_are_wrong_say_what_is(
     assert serve.main([str(DEMO / "base"), "--config", str(file)]) == 1
     [line] = capsys.readouterr().err.strip().splitlines()[:1]
     assert words in line
+
+
+def test_a_mailbox_loses_nothing_and_wakes_once_for_a_step() -> None:
+    async def run() -> tuple[list[int], int]:
+        taken: list[int] = []
+        batches: list[int] = []
+        done = asyncio.Event()
+
+        def take(items: list[int]) -> None:
+            taken.extend(items)
+            batches.append(len(items))
+            if len(taken) == 4 * 5000:
+                done.set()
+
+        mailbox: Mailbox[int] = Mailbox(asyncio.get_running_loop(), take)
+
+        def work() -> None:
+            for number in range(5000):
+                mailbox.put(number)
+                if number % 50 == 49:
+                    mailbox.wake()
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        await asyncio.wait_for(done.wait(), 20)
+        for thread in threads:
+            thread.join()
+        mailbox.wake()  # with nothing in it
+        return taken, len(batches)
+
+    taken, num_batches = asyncio.run(run())
+    assert sorted(taken) == sorted(list(range(5000)) * 4)
+    assert num_batches <= 4 * 5000 / 50
+
+
+def test_a_signal_that_comes_first_is_not_lost() -> None:
+    async def run() -> None:
+        signal = Signal()
+        signal.set()
+        await asyncio.wait_for(signal.wait(), 1)
+        waiting = asyncio.create_task(signal.wait())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        signal.set()
+        signal.set()
+        await asyncio.wait_for(waiting, 1)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", [CompletionReply, ChatReply])
+def test_a_prepared_chunk_is_a_chunk(kind: type[Reply]) -> None:
+    """The quick way to a stream's usual chunk gives what the slow way gives."""
+    tokenizer = Tokenizer(DEMO / "base")
+    text = 'a "b"\\\n\t\u2028 华 👩‍👩‍👧 </script>'
+    ids = tokenizer.encode(text)
+    for quick in (True, False):
+        body: Any = {"prompt": "a", "stream": True}
+        made = plan(
+            CompletionRequest.model_validate(body),
+            1,
+            tokenizer,
+            read_model_config(DEMO / "base"),
+            Limits(512, tokenizer.vocab_size),
+        )
+        generation = Generation((1,), made, True, tokenizer, "")
+        reply = kind([generation], 1, 'x"y', "fp", tokenizer)
+        if not quick:
+            reply._is_plain = lambda generation: False  # type: ignore[method-assign]
+        generation.take(Event(tuple(ids)))
+        event = reply.news().decode()
+        assert event.startswith("data: ") and event.endswith("\n\n")
+        found = json.loads(event.removeprefix("data: "))
+        found.pop("id"), found.pop("created")
+        if quick:
+            first = found
+    assert found == first
+    [choice] = found["choices"]
+    assert (choice["text"] if kind is CompletionReply else choice["delta"]["content"]) == text

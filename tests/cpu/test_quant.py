@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, SamplingParams
 from manylora.device import open_device
 from manylora.errors import ConfigError
+from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
-from manylora.kernels.quantised import PackedInt4
+from manylora.kernels.panels import Panels
+from manylora.kernels.quantised import PackedInt4, QuantisedWeight
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch
 from manylora.model.checkpoint import read_model_config
@@ -78,16 +80,50 @@ def test_products_are_as_exact_as_of_wide_weights(
     made = quantise(weight_of(80, 192, dtype), QuantConfig(algo))
     x, bias = torch.randn(tokens, 192).to(dtype), torch.randn(80).to(dtype)
     truth = x.double() @ _exact(made).T + bias.double()
-    wide = F.linear(x, made.wide(), bias)
+    wide = made.wide()
+    worst = max(_distance(y, truth) for y in (F.linear(x, wide, bias), ops.linear(x, ops.pack(wide), bias)))
     packed = ops.pack(made)
     assert isinstance(packed, PackedInt4) == (
         algo == "W4A16" and dtype == torch.bfloat16 and isinstance(ops, CpuOps)
     )
     found = ops.linear(x, packed, bias)
     assert found.dtype == dtype and found.shape == (tokens, 80)
-    assert _distance(found, truth) <= 1.05 * _distance(wide, truth) + 3e-7 * float(truth.abs().mean())
+    assert _distance(found, truth) <= 1.05 * worst + 3e-7 * float(truth.abs().mean())
     plain = ops.linear(x[:, :], packed, None)
     assert torch.allclose(plain + bias, found, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.skipif(not isinstance(open_device("cpu").ops, CompiledOps), reason="needs a C compiler")
+@pytest.mark.parametrize(
+    ("columns", "group", "offsets"),
+    [(32, 32, True), (192, 64, False), (512, 256, True), (1024, 512, True), (320, 320, True)],
+)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_panels_of_integers_are_exact_and_rows_keep_their_bits(
+    bits: int, columns: int, group: int, offsets: bool
+) -> None:
+    """Any group that a checkpoint may have, and rows that fill no panel; each row alone and in company."""
+    torch.manual_seed(columns)
+    ops, groups = open_device("cpu").ops, columns // group
+    values = torch.randint(-127, 128, (53, columns), dtype=torch.int8)
+    if bits == 4:
+        values = torch.randint(0, 256, (53, columns // 2), dtype=torch.uint8)
+    shift = torch.randn(53, groups) if offsets else None
+    weight = QuantisedWeight(values, torch.rand(53, groups), shift)
+    packed, x, bias = ops.pack(weight), torch.randn(21, columns), torch.randn(53)
+    assert isinstance(packed, Panels)
+    found = ops.linear(x, packed, bias)
+    want = x.double() @ _exact(weight).T + bias
+    torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-6 * float(want.abs().max()))
+    for count in (1, 2, 5, 8, 17):
+        assert torch.equal(ops.linear(x[:count], packed, bias), found[:count]), count
+
+
+def test_groups_across_blocks_are_left_to_torch() -> None:
+    weight = QuantisedWeight(torch.zeros(16, 960, dtype=torch.int8), torch.ones(16, 3))
+    packed = open_device("cpu").ops.pack(weight)
+    assert isinstance(packed, QuantisedWeight)
+    assert not open_device("cpu").ops.linear(torch.ones(2, 960), packed, None).any()
 
 
 def _exact(weight) -> torch.Tensor:

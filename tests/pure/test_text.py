@@ -116,6 +116,37 @@ def test_no_delta_shows_half_a_character(tokenizer: Tokenizer) -> None:
             assert "\ufffd" not in tokenizer.delta(ids[max(0, i - WINDOW) : i], [ids[i]], final=False)
 
 
+def grow(tokenizer: Tokenizer, ids: list[int], picks: random.Random, skip: bool) -> list[str]:
+    made, pieces, done = tokenizer.stream(skip), [], 0
+    while done < len(ids):
+        count = picks.choice([1, 1, 1, 2, 5])
+        pieces.append(made.add(ids[done : done + count], False))
+        done += count
+    return [*pieces, made.add([], True)]
+
+
+def test_a_growing_output_is_the_whole_text(tokenizer: Tokenizer) -> None:
+    """Also of ids that have no token, as a model's padded vocabulary has."""
+    picks = random.Random(2)
+    for round_ in range(400):
+        size, most = picks.choice([3, 20, 90]), tokenizer.vocab_size + picks.choice([0, 50])
+        ids = [picks.randrange(most) for _ in range(size)]
+        skip = bool(round_ % 2)
+        assert "".join(grow(tokenizer, ids, picks, skip)) == tokenizer.decode(ids, skip), ids
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        pieces = grow(tokenizer, ids, picks, True)
+        assert "".join(pieces) == tokenizer.decode(ids)
+        assert "\ufffd" in tokenizer.decode(ids) or not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_growing_output_is_shown_at_once(tokenizer: Tokenizer) -> None:
+    """Nothing but half a character, or a run of bytes, is held back."""
+    made = tokenizer.stream()
+    shown = "".join(made.add([i], False) for i in tokenizer.encode("the capital is a"))
+    assert shown.strip() == tokenizer.decode(tokenizer.encode("the capital is a")).strip()
+
+
 def test_ids_and_the_chat_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert tokenizer.decode([tokenizer.eos_id or 0]) == ""
     assert tokenizer.pad_id == tokenizer.eos_id

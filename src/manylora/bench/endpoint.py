@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import queue
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +13,14 @@ import numpy as np
 
 from manylora.bench.datasets import BenchRequest
 from manylora.bench.load import Answer
+from manylora.bench.remote import ANSWER_TIMEOUT_S, RemoteTarget
 from manylora.errors import ConfigError, RequestError
 from manylora.lora.catalog import read_adapter_folder
 from manylora.lora.tensors import is_bfloat16, narrow_to_bfloat16, widen_bfloat16
 
-__all__ = ["MAX_CONNECTIONS", "EndpointTarget"]
+__all__ = ["EndpointTarget"]
 
-MAX_CONNECTIONS = 256
 NOT_CACHED = "Please send LoRA weights with request"
-ANSWER_TIMEOUT_S = 600.0
 MODEL = "tensorrt_llm"
 # Fields of SamplingParams that the server is told, under which name and type.
 WIRE = {
@@ -36,8 +32,8 @@ WIRE = {
 }
 
 
-class EndpointTarget:
-    """One connection for each request under way: on a stream of many an error does not say whose it is.
+class EndpointTarget(RemoteTarget):
+    """One stream for each request under way: on a stream of many an error does not say whose it is.
 
     An adapter's tensors go with the first request that asks for it, and again whenever the server says that
     it has it no longer. sampling: fields of SamplingParams. encode: texts to token ids; None where every
@@ -55,24 +51,13 @@ class EndpointTarget:
         unknown = sorted(sampling.keys() - WIRE.keys())
         if unknown:
             raise ConfigError(f"--sampler_options: {unknown[0]} is not sent to an --endpoint; leave it out")
+        super().__init__(connections)
         self._grpc: Any = grpc
         self._url = url.removeprefix("grpc://")
         self._streaming, self._encode = streaming, encode
         self._sampling = {WIRE[name][0]: (value, WIRE[name][1]) for name, value in sampling.items()}
-        self._pool = ThreadPoolExecutor(min(connections or MAX_CONNECTIONS, MAX_CONNECTIONS))
-        self._local = threading.local()
-        self._clients: list[Any] = []
-        self._lock = threading.Lock()
         self._sent: set[int] = set()  # adapter ids that went with their tensors
         self._check_ready()
-
-    async def send(self, request: BenchRequest) -> Answer:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._ask, request)
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True)
-        for client in self._clients:
-            client.close()
 
     def _check_ready(self) -> None:
         client = self._grpc.InferenceServerClient(self._url)
@@ -112,15 +97,16 @@ class EndpointTarget:
             return self._exchange(request, ids, with_tensors=True)
 
     def _exchange(self, request: BenchRequest, ids: list[int], with_tensors: bool) -> Answer:
-        client, answers = self._connection()
-        client.async_stream_infer(
+        stream: _Stream = self._connection()
+        stream.client.async_stream_infer(
             MODEL, self._inputs(request, ids, with_tensors), enable_empty_final_response=True
         )
         tokens: list[int] = []
         first, tier, final = None, "", False
         while not final:
-            result, error = answers.get(timeout=ANSWER_TIMEOUT_S)
-            if error is not None:
+            result, error = stream.answers.get(timeout=ANSWER_TIMEOUT_S)
+            if error is not None:  # more may come for the same request: the next one begins on a new stream
+                stream.client.stop_stream(cancel_requests=True)
                 self._drop_connection()
                 raise RequestError(str(error))
             response = result.get_response()
@@ -166,21 +152,17 @@ class EndpointTarget:
         made.set_data_from_numpy(value)
         return made
 
-    def _connection(self) -> tuple[Any, queue.SimpleQueue[Any]]:
-        """This thread's own, with a stream open."""
-        if getattr(self._local, "client", None) is None:
-            answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-            client = self._grpc.InferenceServerClient(self._url)
-            client.start_stream(lambda result, error: answers.put((result, error)))
-            with self._lock:
-                self._clients.append(client)
-            self._local.client, self._local.answers = client, answers
-        return self._local.client, self._local.answers
+    def _connect(self) -> _Stream:
+        return _Stream(self._grpc.InferenceServerClient(self._url))
 
-    def _drop_connection(self) -> None:
-        """After an error more may come for the same request: the next one begins on a new stream."""
-        self._local.client.stop_stream(cancel_requests=True)
-        self._local.client = None
+
+class _Stream:
+    """A client with a stream open. answers: (result, error) as they come."""
+
+    def __init__(self, client: Any) -> None:
+        self.client, self.close = client, client.close
+        self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        client.start_stream(lambda result, error: self.answers.put((result, error)))
 
 
 @functools.lru_cache(maxsize=64)

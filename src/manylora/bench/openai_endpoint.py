@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from manylora.bench.datasets import BenchRequest
-from manylora.bench.endpoint import ANSWER_TIMEOUT_S, MAX_CONNECTIONS
 from manylora.bench.load import Answer
+from manylora.bench.remote import ANSWER_TIMEOUT_S, RemoteTarget
 from manylora.errors import ConfigError, RequestError
 
 __all__ = ["OpenAiTarget"]
@@ -24,7 +21,7 @@ FIELDS = ("temperature", "top_k", "top_p", "seed")
 LONGEST_ERROR = 300
 
 
-class OpenAiTarget:
+class OpenAiTarget(RemoteTarget):
     """POST <url>/v1/completions. The adapter goes as `lora_request`, with its absolute path.
 
     sampling: fields of SamplingParams; end_id -1 is `ignore_eos`. How many tokens an answer has is the
@@ -32,25 +29,14 @@ class OpenAiTarget:
     """
 
     def __init__(self, url: str, connections: int, *, streaming: bool, sampling: dict[str, Any]) -> None:
+        super().__init__(connections)
         parts = urlsplit(url)
         if not parts.hostname:
             raise ConfigError(f"--endpoint {url} names no host; wanted is http://HOST:PORT")
         self._host, self._port, self._secure = parts.hostname, parts.port, parts.scheme == "https"
         self._prefix = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         self._streaming, self._fields = streaming, _fields(sampling)
-        self._pool = ThreadPoolExecutor(min(connections or MAX_CONNECTIONS, MAX_CONNECTIONS))
-        self._local = threading.local()
-        self._lock = threading.Lock()
-        self._clients: list[http.client.HTTPConnection] = []
         self._model = self._first_model(url)
-
-    async def send(self, request: BenchRequest) -> Answer:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._ask, request)
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True)
-        for client in self._clients:
-            client.close()
 
     def _first_model(self, url: str) -> str:
         client = self._connect()
@@ -69,7 +55,7 @@ class OpenAiTarget:
         raise ConfigError(f"--endpoint {url}: {self._prefix}/models answers {_reason(reply.status, body)}")
 
     def _ask(self, request: BenchRequest) -> Answer:
-        client = self._connection()
+        client: http.client.HTTPConnection = self._connection()
         try:
             body = json.dumps(self._body(request), ensure_ascii=False).encode()
             headers = {"Content-Type": "application/json"}
@@ -104,14 +90,6 @@ class OpenAiTarget:
                 "lora_path": str(Path(lora.lora_path).absolute()),
             }
         return body
-
-    def _connection(self) -> http.client.HTTPConnection:
-        """This thread's own."""
-        if getattr(self._local, "client", None) is None:
-            self._local.client = client = self._connect()
-            with self._lock:
-                self._clients.append(client)
-        return self._local.client
 
     def _connect(self) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection

@@ -7,11 +7,10 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from manylora.config import EngineConfig
 from manylora.device import open_device
 from manylora.engine.beam import BeamGroup, Choice
+from manylora.engine.checks import check_request
 from manylora.engine.guide import Guides
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.memory import allocate_kv, batch_limits, kv_cache_dtype, plan_kv
@@ -25,7 +24,7 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.lora.tensors import Adapter
 from manylora.model.checkpoint import read_model_config
-from manylora.model.weights import compute_dtype, load_decoder
+from manylora.model.weights import adapter_dtype, compute_dtype, load_decoder
 from manylora.request import Event, FinishReason, LoraInput, Request
 from manylora.stats import EngineStats
 
@@ -74,14 +73,15 @@ class Engine:
         if self._decoder.has_quantised_experts:
             targets = targets_beside_quantised_experts(lora.target_modules, self.model)
             lora = replace(lora, target_modules=targets)
-        kv_dtype = kv_cache_dtype(config, dtype, device.torch)
+        kv_dtype = kv_cache_dtype(config, dtype)
         plan = plan_kv(config, self.model, kv_dtype, device.torch, device.free_bytes())
         kv_tensor = allocate_kv(plan, config, self.model, kv_dtype, device.torch)
         # On a CPU the cache's pages are not touched yet, so the system still counts them as free.
         untouched = plan.num_bytes if device.torch.type == "cpu" else 0
         left = max(0, device.free_bytes() - untouched)
+        pages = adapter_dtype(config.dtype, self.model, dtype, device)
         self.adapters = AdapterStore.open(
-            self.model, lora, device.torch, dtype, left, BaseWeights(config.model_dir)
+            self.model, lora, device.torch, pages, left, BaseWeights(config.model_dir)
         )
         self.max_seq_len = plan.max_seq_len
         self._plan = plan
@@ -123,8 +123,7 @@ class Engine:
         if self.config.wrap_input_ids and request.prompt_table is None:
             vocab = self.model.vocab_size
             request = replace(request, prompt=tuple(token % vocab for token in request.prompt))
-        self._check_prompt(request)
-        self._check_extras(request)
+        check_request(request, self.config, self.model, self.max_seq_len)
         adapter = self.adapters.prepare(request.lora) if request.lora else None
         return Prepared(request, adapter, self._compile(request))
 
@@ -220,69 +219,12 @@ class Engine:
                     "cuda_graph_mode has no effect on %s: steps are not recorded", self._device.name
                 )
             return
-        if self.model.moe is not None or self.model.attention_softcap is not None:
-            logger.info("steps are not recorded: experts and soft caps read tables of the host")
-        elif wanted is None or wanted:
+        if wanted is None or wanted:
             self._runner.record_decoding(self.config.cuda_graph_cache_size or DEFAULT_GRAPHS)
-
-    def _check_prompt(self, request: Request) -> None:
-        length, vocab = len(request.prompt), self.model.vocab_size
-        if length == 0:
-            raise RequestError("A value is required for input_ids: the prompt has no tokens")
-        limit = self.max_seq_len - 1
-        if not self.config.enable_chunked_context:
-            limit = min(limit, self.config.max_num_tokens)
-        if length > limit:
-            raise RequestError(
-                f"Prompt length ({length}) exceeds maximum input length ({limit}). Shorten the prompt or "
-                "serve with a larger max_seq_len"
-            )
-        limit = vocab + (0 if request.prompt_table is None else len(request.prompt_table))
-        if not 0 <= min(request.prompt) <= max(request.prompt) < limit:
-            raise RequestError(
-                f"input_ids must be in [0, {limit}), got {min(request.prompt)} to {max(request.prompt)}"
-            )
 
     def _waiting_ids(self) -> list[int]:
         leases = (sequence.lease for sequence in self._scheduler.waiting)
         return [lease.task_id for lease in leases if isinstance(lease, AdapterLease)]
-
-    def _check_extras(self, request: Request) -> None:
-        params, hidden = request.params, self.model.hidden_size
-        if params.beam_width > self.config.max_beam_width:
-            raise RequestError(
-                f"beam_width must be at most max_beam_width ({self.config.max_beam_width}) of this server, "
-                f"got {params.beam_width}"
-            )
-        if params.beam_width > 1 and 2 * params.beam_width > self.model.vocab_size:
-            raise RequestError(f"beam_width must be at most half the vocabulary, got {params.beam_width}")
-        if params.logit_bias is not None and params.logit_bias.size > self.model.vocab_size:
-            raise RequestError(
-                f"embedding_bias must have at most one value for each of the {self.model.vocab_size} tokens, "
-                f"got {params.logit_bias.size}"
-            )
-        table = request.prompt_table
-        if table is not None and (
-            table.ndim != 2 or table.shape[1] != hidden or not np.isfinite(table).all()
-        ):
-            raise RequestError(
-                f"prompt_embedding_table must hold finite rows of {hidden} values, got shape {table.shape}"
-            )
-        if request.draft:
-            self._check_draft(request)
-
-    def _check_draft(self, request: Request) -> None:
-        count, params = len(request.draft), request.params
-        if params.guide is not None:
-            raise RequestError("draft_input_ids cannot be combined with guided decoding")
-        if not 0 <= min(request.draft) <= max(request.draft) < self.model.vocab_size:
-            raise RequestError(f"draft_input_ids must be in [0, {self.model.vocab_size})")
-        room = min(params.max_tokens, self.max_seq_len - len(request.prompt)) - 1
-        if count > room or count >= self.config.max_num_tokens:
-            raise RequestError(
-                f"draft_input_ids holds {count} tokens; at most {min(room, self.config.max_num_tokens - 1)} "
-                "can be verified: fewer than request_output_len and than max_num_tokens of this server"
-            )
 
     def _compile(self, request: Request) -> Any:
         guide = request.params.guide

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,13 +31,10 @@ class KvPlan:
         return self.num_blocks * self.block_bytes
 
 
-def kv_cache_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Of keys and values. Raises ConfigError where the device's attention does not read it."""
-    if config.quant is None or not config.quant.fp8_kv_cache:
-        return dtype
-    if device.type != "cpu":
-        raise ConfigError("kv_cache_quant_algo FP8 is served on a CPU only; leave it out")
-    return torch.float8_e4m3fn
+def kv_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """Of keys and values."""
+    fp8 = config.quant is not None and config.quant.fp8_kv_cache
+    return torch.float8_e4m3fn if fp8 else dtype
 
 
 def plan_kv(
@@ -84,7 +82,10 @@ def batch_limits(
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         dtype=dtype,
+        kv_dtype=kv_cache_dtype(config, dtype),
+        softcap=model.attention_softcap,
         windows=frozenset(model.sliding_windows or (None,)),
+        num_experts=model.moe.num_experts if model.moe is not None else 0,
     )
 
 
@@ -93,8 +94,8 @@ def allocate_kv(
 ) -> Tensor:
     """The cache itself: [layers, 2, blocks, tokens_per_block, kv_heads, head_dim], zeros.
 
-    Zeros matter: masked positions are multiplied by a probability of 0, which must not meet a NaN. On Linux
-    fresh zero pages cost no memory until they are written.
+    Zeros matter: masked positions are multiplied by a probability of 0, which must not meet a NaN. On a CPU
+    they are the system's, which cost no memory until they are written; torch.zeros would write them.
     """
     shape = (
         model.num_layers,
@@ -105,8 +106,10 @@ def allocate_kv(
         model.head_dim,
     )
     try:
+        if device.type == "cpu":
+            return torch.from_numpy(np.zeros(plan.num_bytes, np.uint8)).view(dtype).view(shape)
         return torch.zeros(shape, dtype=dtype, device=device)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         raise ConfigError(
             f"the KV cache of {plan.num_bytes} bytes cannot be allocated; "
             "lower kv_cache_free_gpu_mem_fraction"

@@ -1,7 +1,8 @@
 """A CPU with the compiled kernels: linear layers, adapters, decode attention and row operations in float32.
 
 The sums of a token's row are made in one order, whatever rows come with it: a decoding request gets the same
-bits alone and in company. Everything that is not float32, or that the kernels do not know, is `CpuOps`'s.
+bits alone and in company. What is not float32 is `CpuOps`'s, and so is what the kernels do not know;
+weights and adapters may be kept in fewer bits, which the kernels widen in registers.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ __all__ = ["CompiledOps"]
 FEW_ROWS = 64  # of one adapter; from there on a matrix product of torch is ahead
 LARGEST_RANK = 1024  # room on the stack
 ADAPTERS_KEPT = 1024
+POOLS = {torch.float32: "lora_add_float32", torch.bfloat16: "lora_add_bfloat16"}
 
 _Parts = tuple[Any, np.ndarray | None, int]  # rows of the adapter; its parts; how many, -1: not for us
 
@@ -35,7 +37,7 @@ class CompiledOps(CpuOps):
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__()
         self._library = library
-        self._width = library.panel_width()
+        self._width, self._block = library.panel_width(), library.panel_block()
         self._scores = torch.empty(0)
         self._parts: dict[tuple[int, tuple[LoraTarget, ...]], dict[int, _Parts]] = {}
 
@@ -43,20 +45,20 @@ class CompiledOps(CpuOps):
         """bfloat16 weights are widened to float32 in registers, exactly, and half the bytes are read."""
         return compute == torch.float32 and stored == torch.bfloat16
 
-    def pack(self, weight: Tensor | QuantisedWeight) -> Weight:
+    def pack(self, weight: Tensor | QuantisedWeight, routed: bool = False) -> Weight:
         if isinstance(weight, QuantisedWeight) and weight.scales.dtype != torch.float32:
             return super().pack(weight)
         if isinstance(weight, Tensor) and weight.dtype == torch.bfloat16 and self.has_bfloat16:
             return super().pack(weight)
-        return to_panels(weight, self._width) or super().pack(weight)
+        return to_panels(weight, self._width, self._block) or super().pack(weight)
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
         if not isinstance(packed, Panels):
             return super().linear(x, packed, bias)
         if x.dtype == torch.float32:
-            return panels_linear(self._library, x, packed, bias)
+            return panels_linear(self._library, x, packed, bias, self._block)
         wide = None if bias is None else bias.float()
-        return panels_linear(self._library, x.float(), packed, wide).to(x.dtype)
+        return panels_linear(self._library, x.float(), packed, wide, self._block).to(x.dtype)
 
     def lora_add(
         self,
@@ -67,7 +69,7 @@ class CompiledOps(CpuOps):
         targets: Sequence[LoraTarget],
         bias: Tensor | None = None,
     ) -> None:
-        if x.dtype != torch.float32 or batch.pool.dtype != torch.float32 or x.stride(1) != 1:
+        if not _can_add(x, batch.pool):
             super().lora_add(y, x, batch, layer, targets, bias)
             return
         table = self._parts.setdefault((layer, tuple(targets)), {})
@@ -89,7 +91,7 @@ class CompiledOps(CpuOps):
                 most, rows = max(most, count), max(rows, height)
         if ours:
             segments = np.array(ours, np.int64)
-            self._library.lora_add(
+            getattr(self._library, POOLS[batch.pool.dtype])(
                 y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), x.shape[1], batch.pool.data_ptr(),
                 segments.ctypes.data, len(ours), most, rows,
             )  # fmt: skip
@@ -99,7 +101,7 @@ class CompiledOps(CpuOps):
     def add_groups(
         self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, ranks: np.ndarray, target: LoraTarget
     ) -> None:
-        if not x.dtype == pool.dtype == torch.float32 or x.stride(1) != 1 or ranks.max() > LARGEST_RANK:
+        if not _can_add(x, pool) or ranks.max() > LARGEST_RANK:
             super().add_groups(y, x, pool, groups, ranks, target)
             return
         count = len(groups)
@@ -108,7 +110,7 @@ class CompiledOps(CpuOps):
         segments = np.empty((count, 4), np.int64)
         segments[:, :2], segments[:, 3] = groups[:, :2], 1
         segments[:, 2] = parts.ctypes.data + np.arange(count) * parts.strides[0]
-        self._library.lora_add(
+        getattr(self._library, POOLS[pool.dtype])(
             y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), x.shape[1], pool.data_ptr(),
             segments.ctypes.data, count, 1, int((groups[:, 1] - groups[:, 0]).max()),
         )  # fmt: skip
@@ -186,6 +188,10 @@ class CompiledOps(CpuOps):
             known = (segment.rows, None, 0)
         table[id(segment.rows)] = known
         return known
+
+
+def _can_add(x: Tensor, pool: Tensor) -> bool:
+    return x.dtype == torch.float32 and pool.dtype in POOLS and x.stride(1) == 1
 
 
 def _whole_rows(x: Tensor) -> bool:

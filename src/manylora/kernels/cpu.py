@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manylora.kernels.experts import HostPairs
 from manylora.kernels.quantised import QuantisedWeight, pack_for_cpu
 from manylora.kernels.reference import ReferenceOps, attend
 from manylora.kernels.spec import AttentionBatch, ExpertPairs, LoraBatch, LoraTarget, Weight
@@ -26,7 +27,7 @@ class CpuOps(ReferenceOps):
         self._packs = torch.backends.mkldnn.is_available()
         self.has_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
-    def pack(self, weight: Tensor | QuantisedWeight) -> Weight:
+    def pack(self, weight: Tensor | QuantisedWeight, routed: bool = False) -> Weight:
         if isinstance(weight, QuantisedWeight):
             return pack_for_cpu(weight)
         if not self._packs or weight.dtype not in PACKED:
@@ -48,6 +49,7 @@ class CpuOps(ReferenceOps):
         targets: Sequence[LoraTarget],
     ) -> None:
         """Groups of many rows one by one; all those of few rows at once, which while decoding is all."""
+        assert isinstance(pairs, HostPairs)
         groups = pairs.groups
         few = groups[:, 1] - groups[:, 0] < FEW_ROWS
         if few.any():
@@ -146,7 +148,7 @@ def _add_batched(
     places = torch.from_numpy(starts[:, None] + np.arange(counts.max())).clamp_(max=len(x) - 1)
     real = torch.from_numpy(np.arange(counts.max()) < counts[:, None])
     size = rank * (in_dim + target.width)
-    pieces = torch.stack([pool[offset : offset + size] for offset in groups[:, 2].tolist()])
+    pieces = torch.stack([pool[offset : offset + size] for offset in groups[:, 2].tolist()]).to(x.dtype)
     a, b = pieces.split((rank * in_dim, rank * target.width), dim=1)
     low = torch.bmm(x[places], a.view(-1, rank, in_dim).transpose(1, 2))
     delta = torch.bmm(low, b.view(-1, rank, target.width))

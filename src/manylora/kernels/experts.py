@@ -1,6 +1,9 @@
-"""Which rows go to which experts, as runs of pairs that kernels can take one by one or all at once."""
+"""Which rows go to which experts, on the host: runs of pairs that can be taken one by one or all at once."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -8,16 +11,25 @@ from torch import Tensor
 
 from manylora.kernels.spec import ExpertPairs, LoraBatch, LoraRow, LoraSegment, LoraTarget
 
-__all__ = ["group_segments", "pair_up"]
+__all__ = ["HostPairs", "group_segments", "pair_up"]
 
 NO_GROUPS = np.empty((0, 4), np.int64)
 
 
-def pair_up(choices: Tensor, num_experts: int, lora: LoraBatch | None) -> tuple[ExpertPairs, Tensor]:
-    """The pairs of one layer, and where each choice [T * k] is among them (int64), to undo the order.
+@dataclass(frozen=True)
+class HostPairs(ExpertPairs):
+    """starts: E + 1 host ints; the pairs starts[e]:starts[e+1] are expert e's.
 
-    choices [T, k] int64: the experts of each row.
+    groups: [G, 4] int64; runs of pairs under one adapter: start, stop, expert, index of the adapter among the
+    batch's segments. Pairs outside every group belong to the base model.
     """
+
+    starts: Sequence[int]
+    groups: np.ndarray
+
+
+def pair_up(choices: Tensor, num_experts: int, lora: LoraBatch | None) -> tuple[HostPairs, Tensor]:
+    """As `Ops.pair_up`. Waits for the device."""
     flat = choices.flatten()
     order = torch.argsort(flat, stable=True)
     rows = torch.div(order, choices.shape[1], rounding_mode="floor")
@@ -25,7 +37,7 @@ def pair_up(choices: Tensor, num_experts: int, lora: LoraBatch | None) -> tuple[
     places[order] = torch.arange(len(order), device=order.device)
     starts = [0, *torch.bincount(flat, minlength=num_experts).cumsum(0).tolist()]
     groups = NO_GROUPS if lora is None else _groups(rows.cpu().numpy(), starts, lora)
-    return ExpertPairs(rows, starts, groups), places
+    return HostPairs(rows, starts, groups), places
 
 
 def group_segments(

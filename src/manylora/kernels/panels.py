@@ -13,53 +13,72 @@ from manylora.kernels.quantised import QuantisedWeight
 
 __all__ = ["Panels", "panels_linear", "to_panels"]
 
-KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}
+KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8", torch.uint8: "int4"}
 
 
 @dataclass(frozen=True, eq=False)
 class Panels:
-    """A weight [N, K] in float32, bfloat16, or int8 with a scale for each row, laid out for native/linear.c.
+    """A weight [N, K] in float32, bfloat16, int8 or int4, laid out for native/linear.c.
 
-    values: [panels, K, width], zeros past the last row. scale: float32 [N], int8 only. rows: N.
+    values:  [panels, K, width], zeros past the last row; of int4 uint8 [panels, K / 2, width], an even input
+             in the low half of a byte and the next one in the high half.
+    scales:  float32 [panels, groups, width], int8 and int4 only. offsets: likewise, or None for 0.
+    rows: N. columns: K.
     """
 
     values: Tensor
-    scale: Tensor | None
+    scales: Tensor | None
+    offsets: Tensor | None
     rows: int
+    columns: int
+
+    @property
+    def group_size(self) -> int:
+        return self.columns if self.scales is None else self.columns // self.scales.shape[1]
 
     @property
     def nbytes(self) -> int:
-        return self.values.nbytes + (0 if self.scale is None else self.scale.nbytes)
+        return sum(part.nbytes for part in (self.values, self.scales, self.offsets) if part is not None)
 
 
-def to_panels(weight: Tensor | QuantisedWeight, width: int) -> Panels | None:
-    """None where the compiled layer has no kernel for it."""
-    scale = None
-    if isinstance(weight, QuantisedWeight):
-        scales = weight.scales
-        if weight.values.dtype != torch.int8 or scales.shape[1] != 1 or weight.offsets is not None:
-            return None
-        weight, scale = weight.values, scales[:, 0].float().contiguous()
-    if weight.dtype not in KINDS:
-        return None
+def to_panels(weight: Tensor | QuantisedWeight, width: int, block: int) -> Panels | None:
+    """None where the compiled layer has no kernel for it. block: inputs that it sums at once."""
     rows, columns = weight.shape
-    panels = -(-rows // width)
-    values = torch.empty(panels, columns, width, dtype=weight.dtype)
-    whole = rows // width
-    values[:whole].copy_(weight[: whole * width].view(whole, width, columns).transpose(1, 2))
-    if whole < panels:
-        values[whole].copy_(F.pad(weight[whole * width :], (0, 0, 0, panels * width - rows)).T)
-    return Panels(values, scale, rows)
+    if isinstance(weight, Tensor):
+        return Panels(_turn(weight, width), None, None, rows, columns) if weight.dtype in KINDS else None
+    group = weight.group_size
+    if weight.values.dtype not in KINDS or (block < group < columns and group % block):
+        return None
+    offsets = None if weight.offsets is None else _turn(weight.offsets.float(), width)
+    return Panels(_turn(weight.values, width), _turn(weight.scales.float(), width), offsets, rows, columns)
 
 
-def panels_linear(library: ctypes.CDLL, x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
-    """x [T, K] float32 -> [T, N] float32."""
+def panels_linear(library: ctypes.CDLL, x: Tensor, weight: Panels, bias: Tensor | None, block: int) -> Tensor:
+    """x [T, K] float32 -> [T, N] float32. block: as for `to_panels`."""
     if x.stride(1) != 1:
         x = x.contiguous()
     y = torch.empty(x.shape[0], weight.rows)
+    totals = None
+    if weight.offsets is not None:
+        totals = torch.empty(x.shape[0], -(-weight.columns // min(block, weight.group_size)))
     getattr(library, "linear_" + KINDS[weight.values.dtype])(
         y.data_ptr(), weight.rows, x.data_ptr(), x.stride(0), x.shape[0], weight.values.data_ptr(),
-        x.shape[1], weight.rows, None if weight.scale is None else weight.scale.data_ptr(),
-        None if bias is None else bias.data_ptr(),
+        weight.columns, weight.rows, _at(weight.scales), _at(weight.offsets), _at(totals), weight.group_size,
+        _at(bias),
     )  # fmt: skip
     return y
+
+
+def _turn(matrix: Tensor, width: int) -> Tensor:
+    """[N, C] -> [panels, C, width]."""
+    rows, columns = matrix.shape
+    panels, whole = -(-rows // width), rows // width
+    turned = torch.empty(panels, columns, width, dtype=matrix.dtype)
+    turned[:whole].copy_(matrix[: whole * width].view(whole, width, columns).transpose(1, 2))
+    if whole < panels:
+        turned[whole].copy_(F.pad(matrix[whole * width :], (0, 0, 0, panels * width - rows)).T)
+    return turned
+
+
+def _at(part: Tensor | None) -> int | None:
+    return None if part is None else part.data_ptr()

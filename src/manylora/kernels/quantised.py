@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["PackedInt4", "QuantisedWeight", "pack_for_cpu", "quantised_linear"]
+__all__ = ["INT4_GROUPS", "PackedInt4", "QuantisedWeight", "pack_for_cpu", "quantised_linear"]
 
 WIDE_ELEMENTS = 2**22  # of a weight that are made wide at one time
 INT8_ROWS = 64  # token rows up to which the 8-bit CPU kernel is ahead
 INT4_ROWS = 16  # token rows that the 4-bit CPU kernel takes best at a time
-INT4_GROUPS = (32, 64, 128, 256)  # group sizes that it knows
+INT4_GROUPS = (32, 64, 128, 256)  # group sizes that the 4-bit kernels know
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,10 @@ class QuantisedWeight:
 
 @dataclass(frozen=True)
 class PackedInt4:
-    """A 4-bit weight as PyTorch's CPU kernel likes it, in bfloat16. table [groups, N, 2]: scales, offsets."""
+    """A 4-bit weight as PyTorch's kernel of the device likes it, in bfloat16.
+
+    table [groups, N, 2]: scales, offsets.
+    """
 
     packed: Tensor
     table: Tensor

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora.kernels.experts import group_segments
+from manylora.kernels.activations import ACTIVATIONS
+from manylora.kernels.experts import HostPairs, group_segments, pair_up
 from manylora.kernels.panels import Panels
 from manylora.kernels.quantised import QuantisedWeight, quantised_linear
 from manylora.kernels.spec import (
@@ -44,7 +45,7 @@ class ReferenceOps:
     def keeps(self, stored: torch.dtype, compute: torch.dtype) -> bool:
         return stored == compute
 
-    def pack(self, weight: Tensor | QuantisedWeight) -> Weight:
+    def pack(self, weight: Tensor | QuantisedWeight, routed: bool = False) -> Weight:
         return weight
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
@@ -69,7 +70,7 @@ class ReferenceOps:
                 if row is None:
                     continue
                 columns = slice(target.start, target.start + target.width)
-                a, b, magnitude = _matrices(batch.pool, row, x.shape[-1], target.width)
+                a, b, magnitude = _matrices(batch.pool, row, x, target.width)
                 out = y[segment.start : segment.stop, columns]
                 out.addmm_(rows @ a.T, b)
                 if magnitude is not None:
@@ -142,6 +143,14 @@ class ReferenceOps:
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return (weight * normed.to(weight.dtype)).to(x.dtype)
 
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + delta
+        return total, self.rms_norm(total, weight, eps)
+
+    def gated(self, y: Tensor, activation: str) -> Tensor:
+        up, gate = y.chunk(2, dim=-1)
+        return ACTIVATIONS[activation](gate) * up
+
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
 
@@ -149,7 +158,13 @@ class ReferenceOps:
         x1, x2 = x.chunk(2, dim=-1)
         return x * cos.unsqueeze(1) + torch.cat((-x2, x1), dim=-1) * sin.unsqueeze(1)
 
+    def pair_up(
+        self, choices: Tensor, num_experts: int, lora: LoraBatch | None
+    ) -> tuple[ExpertPairs, Tensor]:
+        return pair_up(choices, num_experts, lora)
+
     def expert_linear(self, x: Tensor, pairs: ExpertPairs, weights: Sequence[Weight]) -> Tensor:
+        assert isinstance(pairs, HostPairs)
         runs = zip(pairs.starts, pairs.starts[1:], weights, strict=False)
         return torch.cat([self.linear(x[start:stop], w, None) for start, stop, w in runs if start < stop])
 
@@ -162,6 +177,7 @@ class ReferenceOps:
         layer: int,
         targets: Sequence[LoraTarget],
     ) -> None:
+        assert isinstance(pairs, HostPairs)
         sized = [(target, x.shape[-1] + target.width) for target in targets]
         segments = group_segments(batch, pairs.groups, layer, sized)
         if segments:
@@ -176,9 +192,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap:
     return torch.softmax(scores.float().masked_fill(~mask, float("-inf")), dim=-1).to(v.dtype) @ v
 
 
-def _matrices(pool: Tensor, row: LoraRow, in_dim: int, out_dim: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    middle = row.offset + row.rank * in_dim
-    end = middle + row.rank * out_dim
-    a = pool[row.offset : middle].view(row.rank, in_dim)
-    b = pool[middle:end].view(row.rank, out_dim)
-    return a, b, pool[end : end + out_dim] if row.dora else None
+def _matrices(pool: Tensor, row: LoraRow, x: Tensor, out_dim: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """In the dtype of x."""
+    a_size, b_size = row.rank * x.shape[-1], row.rank * out_dim
+    piece = pool[row.offset : row.offset + a_size + b_size + out_dim * row.dora].to(x.dtype)
+    a, b, magnitude = piece.split((a_size, b_size, out_dim * row.dora))
+    return a.view(row.rank, -1), b.view(row.rank, -1), magnitude if row.dora else None

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,7 +62,7 @@ class LoraSegment:
 class LoraBatch:
     """All adapters of one forward pass. Rows outside every segment belong to the base model.
 
-    pool: flat, [elements], compute dtype, on the device.
+    pool: flat, [elements], on the device; in the compute dtype, or on a CPU in bfloat16 under float32.
     segments: ascending, disjoint, at most one for each adapter (the runner orders sequences by adapter); over
               the pairs of experts, one for each of their groups.
     alignment: elements; every offset of every row is a multiple of it.
@@ -104,22 +103,21 @@ class AttentionBatch:
 
 @dataclass(frozen=True)
 class ExpertPairs:
-    """P pairs of a token row and one of its experts, sorted by expert, then by row. Filled by `experts`.
+    """P pairs of a token row and one of its experts, sorted by expert, then by row. Filled by `Ops.pair_up`.
 
-    rows:   [P] int64 on the device; the token row of each pair.
-    starts: E + 1 host ints; the pairs starts[e]:starts[e+1] are expert e's.
-    groups: [G, 4] int64 on the host; runs of pairs under one adapter: start, stop, expert, index of the
-            adapter among the batch's segments. Pairs outside every group belong to the base model.
+    rows: [P] int64 on the device; the token row of each pair. What says whose expert a pair is, a device
+    keeps in a subtype of its own.
     """
 
     rows: Tensor
-    starts: Sequence[int]
-    groups: np.ndarray
 
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """What no batch of one engine exceeds, and the shapes its attention has. Sizes in elements."""
+    """What no batch of one engine exceeds, and the shapes its attention has. Sizes in elements.
+
+    kv_dtype: of the KV cache, None: as `dtype`. softcap: of its attention scores. num_experts: 0 for none.
+    """
 
     num_layers: int
     max_sequences: int
@@ -130,6 +128,9 @@ class BatchLimits:
     head_dim: int
     dtype: torch.dtype
     windows: frozenset[int | None] = frozenset({None})
+    softcap: float | None = None
+    kv_dtype: torch.dtype | None = None
+    num_experts: int = 0
 
 
 class Ops(Protocol):
@@ -160,8 +161,9 @@ class Ops(Protocol):
         """Whether `linear` reads a weight as it is stored, though it computes in `compute`."""
         ...
 
-    def pack(self, weight: Tensor | QuantisedWeight) -> Weight:
-        """A weight [N, K] in the form that this device's `linear` likes best; the original may be let go."""
+    def pack(self, weight: Tensor | QuantisedWeight, routed: bool = False) -> Weight:
+        """A weight [N, K] in the form that this device's `linear` likes best, or when routed `expert_linear`;
+        the original may be let go."""
         ...
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
@@ -189,8 +191,8 @@ class Ops(Protocol):
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
         """Semantics: k_cache.view(-1, H, D)[slots] = k; the same for v.
 
-        k, v [T, H, D]; caches [blocks, tokens_per_block, H, D], one layer's; of k's dtype or, on a CPU,
-        float8_e4m3fn.
+        k, v [T, H, D]; caches [blocks, tokens_per_block, H, D], one layer's; of k's dtype or
+        float8_e4m3fn, to which values are clamped and rounded.
         """
         ...
 
@@ -221,6 +223,17 @@ class Ops(Protocol):
         """
         ...
 
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Semantics: x + delta, and rms_norm(x + delta, weight, eps). x, delta [T, N]."""
+        ...
+
+    def gated(self, y: Tensor, activation: str) -> Tensor:
+        """Semantics: with up, gate = y.chunk(2, -1):  f(gate) * up, f = ACTIVATIONS[activation]
+
+        y [T, 2N], last dimension contiguous -> [T, N].
+        """
+        ...
+
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """Semantics: (x - mean(x, -1)) * rsqrt(var(x, -1) + eps) * weight + bias, in float32, to x.dtype."""
         ...
@@ -229,10 +242,19 @@ class Ops(Protocol):
         """Semantics: x * cos + cat(-x2, x1) * sin, halves of the last dim; x [T, H, D]; cos, sin [T, D]."""
         ...
 
+    def pair_up(
+        self, choices: Tensor, num_experts: int, lora: LoraBatch | None
+    ) -> tuple[ExpertPairs, Tensor]:
+        """The pairs of one layer, and where each choice [T * k] is among them (int64), to undo the order.
+
+        choices [T, k] int64: the experts of each row.
+        """
+        ...
+
     def expert_linear(self, x: Tensor, pairs: ExpertPairs, weights: Sequence[Weight]) -> Tensor:
         """Each pair's row times its expert's weight.
 
-        Semantics, for each expert e: y[starts[e]:starts[e+1]] = x[starts[e]:starts[e+1]] @ weights[e].T
+        Semantics, for each expert e and its pairs p: y[p] = x[p] @ weights[e].T
         x [P, K], weights: E packed ones of [N, K] -> [P, N].
         """
         ...
@@ -248,8 +270,9 @@ class Ops(Protocol):
     ) -> None:
         """Add to each pair the delta of its row's adapter for its expert, in place.
 
-        Semantics, for each group (start, stop, e, segment) and target with a row (A, B) and columns c:
-            y[start:stop, c] += (x[start:stop] @ A[e].T) @ B[e].T
+        Semantics, for each expert e and segment, their pairs p, and each target of the segment's adapter with
+        a row (A, B) and columns c:
+            y[p, c] += (x[p] @ A[e].T) @ B[e].T
         y [P, N], x [P, in_dim].
         """
         ...

@@ -57,7 +57,7 @@ def _from_wheel(run_dir: Path) -> Installation:
     stub = backend / "triton_python_backend_stub"
     source = server / "python_backend_stubs" / version / stub.name
     if not source.is_file():
-        raise ConfigError(f"the tritonserver wheel has no stub for Python {version}: use 3.11 or 3.12")
+        raise ConfigError(f"the tritonserver wheel has no stub for Python {version}: use 3.10, 3.11 or 3.12")
     stub.unlink(missing_ok=True)
     shutil.copy(source, stub)  # a copy: a stub that fails to start makes its own file unreadable
     paths = (sysconfig.get_config_var("LIBDIR"), str(libraries), os.environ.get("LD_LIBRARY_PATH"))

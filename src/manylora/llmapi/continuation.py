@@ -10,7 +10,6 @@ from manylora.llmapi.decoding import StopRules
 from manylora.llmapi.outputs import CompletionOutput, Logprob
 from manylora.request import FinishReason
 from manylora.text import Tokenizer
-from manylora.wire.encode import WINDOW
 
 __all__ = ["Continuation"]
 
@@ -24,11 +23,11 @@ class Continuation:
 
     def __init__(self, rules: StopRules, tokenizer: Tokenizer | None) -> None:
         self._rules = rules
-        self._tokenizer = tokenizer if rules.detokenize or rules.texts else None
+        wanted = tokenizer is not None and (rules.detokenize or rules.texts)
+        self._stream = tokenizer.stream(rules.skip_special_tokens) if tokenizer and wanted else None
         self._text = ""
         self._shown = 0  # characters of _text that are settled
         self._search_from = 0  # no stop text begins before this character
-        self._num_settled_tokens = 0  # tokens whose text is complete
         self._reported = (0, 0)  # characters and tokens of the last report
         self._log_probs: list[float] = []
         self.token_ids: list[int] = []
@@ -70,15 +69,12 @@ class Continuation:
         shown, tokens = self._reported
         text = self._text[: self._shown] if self._rules.detokenize else ""
         self._reported = (len(text), len(self.token_ids))
-        known = [
-            {token: Logprob(value)} for token, value in zip(self.token_ids, self._log_probs, strict=False)
-        ]
         return CompletionOutput(
             index=index,
             text=text,
             token_ids=list(self.token_ids),
             cumulative_logprob=self.cumulative_logprob if cumulative else None,
-            logprobs=known if log_probs else None,
+            logprobs=self._known() if log_probs else None,
             finish_reason=self.finish_reason.value if self.finish_reason else None,
             stop_reason=self.stop_reason,
             text_diff=text[shown:],
@@ -87,6 +83,16 @@ class Continuation:
             if self.generation_logits is None
             else self.generation_logits[: len(self.token_ids)],
         )
+
+    def advance(self) -> str:
+        """The text that is new since the last report, as a report of nothing else."""
+        first = self._reported[0]
+        self._reported = (self._shown, len(self.token_ids))
+        return self._text[first : self._shown]
+
+    def _known(self) -> list[dict[int, Logprob]]:
+        pairs = zip(self.token_ids, self._log_probs, strict=False)
+        return [{token: Logprob(value)} for token, value in pairs]
 
     def _is_stop(self, token: int) -> bool:
         return token in self._rules.end_ids or token in self._rules.ids
@@ -103,15 +109,10 @@ class Continuation:
             self._shown = len(self._text)
 
     def _add_text(self, start: int, final: bool) -> None:
-        """Decode the tokens from `start` on. The window before them reaches back over all whose text is held
-        back, however many these are."""
-        if self._tokenizer is None:
+        """Decode the tokens from `start` on, each of which comes here once."""
+        if self._stream is None:
             return
-        window = self.token_ids[max(0, self._num_settled_tokens - WINDOW) : start]
-        new = self._tokenizer.delta(window, self.token_ids[start:], final, self._rules.skip_special_tokens)
-        if new:
-            self._num_settled_tokens = len(self.token_ids)
-            self._text += new
+        self._text += self._stream.add(self.token_ids[start:], final)
         if not self._rules.texts:
             self._shown = len(self._text)
 

@@ -22,6 +22,9 @@ __all__ = ["AdapterPool"]
 class AdapterPool:
     """Host level: [host_pages, page elements]; pinned memory beside a GPU. Device level: one flat tensor.
 
+    A CPU computes from the host level's memory: there the device level is a number of pages that may be in
+    use, and no bytes of its own.
+
     A row is stored as A [rank, in], B transposed [rank, out], and the magnitude of a DoRA row; a row of a
     routed-expert module as such a pair for each expert, one after the other.
 
@@ -40,14 +43,19 @@ class AdapterPool:
         size = geometry.page_elements
         try:
             self._host = torch.empty((host_pages, size), dtype=dtype, pin_memory=device.type == "cuda")
-            self.flat = torch.empty(device_pages * size, dtype=dtype, device=device)
+            self._shared = device.type == "cpu"
+            self.flat = (
+                self._host.view(-1)
+                if self._shared
+                else torch.empty(device_pages * size, dtype=dtype, device=device)
+            )
         except RuntimeError as error:
             raise ConfigError(
                 f"the LoRA cache of {host_pages} host and {device_pages} device pages of "
                 f"{size * dtype.itemsize} bytes cannot be allocated; lower lora_cache_host_memory_bytes or "
                 "lora_cache_gpu_memory_fraction"
             ) from error
-        self._device_pages = self.flat.view(device_pages, size)
+        self._device_pages = self.flat.view(-1, size)
         self._copies = CopyStream(device)
 
     @property
@@ -60,7 +68,7 @@ class AdapterPool:
         return self._geometry.page_elements * self.flat.dtype.itemsize
 
     def write_host(self, adapter: Adapter, layout: Layout, pages: Sequence[int]) -> None:
-        """Convert an adapter to the compute dtype, into its pages on the host."""
+        """Convert an adapter to the dtype of the pages, into its pages on the host."""
         self._copies.finish()  # these pages may still be the source of a copy
         for row, place in zip(adapter.rows, layout.placements, strict=True):
             _turn_b(_tensor(row.payload), self._slots(pages, place)[: row.payload.size], place)
@@ -71,7 +79,7 @@ class AdapterPool:
                 self._slots(pages, piece)[: part.size].copy_(_tensor(part))
 
     def read_host(self, digest: str, layout: Layout, pages: Sequence[int]) -> Adapter:
-        """The adapter in these pages, in the compute dtype; a copy."""
+        """The adapter in these pages, in their dtype; a copy."""
         rows = []
         for place in layout.placements:
             size = place.in_size + place.out_size + (place.out_size // place.rank if place.dora else 0)
@@ -84,6 +92,8 @@ class AdapterPool:
         self, layout: Layout, host_pages: Sequence[int], device_pages: Sequence[int]
     ) -> torch.Event | None:
         """Begin to copy an adapter host to device: the slots in use, not whole pages. None: it is there."""
+        if self._shared:
+            return None
 
         def copy() -> None:
             for source, target, slots in zip(host_pages, device_pages, layout.used_slots, strict=True):
@@ -96,8 +106,12 @@ class AdapterPool:
         """Let the forward pass that is queued next wait for a load."""
         self._copies.hold(event)
 
+    def read_pages(self, host_pages: Sequence[int], device_pages: Sequence[int]) -> Sequence[int]:
+        """Which of an adapter's pages are those of `flat`."""
+        return host_pages if self._shared else device_pages
+
     def rows(self, layout: Layout, pages: Sequence[int]) -> dict[tuple[int, int], LoraRow]:
-        """Where each (layer, module id) of an adapter on these device pages lies in `flat`."""
+        """Where each (layer, module id) of an adapter on these pages of `flat` lies."""
         geometry = self._geometry
         return {
             (place.layer, place.module_id): LoraRow(
@@ -109,7 +123,7 @@ class AdapterPool:
         }
 
     def extras(self, layout: Layout, pages: Sequence[int]) -> dict[str, Extra]:
-        """The extras of an adapter on these device pages, by name."""
+        """The extras of an adapter on these pages of `flat`, by name."""
         geometry, flat, found = self._geometry, self.flat, {}
         for place in layout.extras:
             starts = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -56,7 +56,7 @@ class _Loaded:
 
 
 class AdapterStore:
-    """Methods belong to the engine's thread, except `prepare` and `resident`."""
+    """Methods belong to the engine's thread, except where they say so."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class AdapterStore:
         self._geometry = plan.geometry
         self._cache = AdapterCache(plan.host_pages, plan.device_pages)
         self._pool = pool
-        self._catalog = Catalog(self._check, modules, base)
+        self._catalog = Catalog(self.verify, modules, base)
         self._in_hand: WeakValueDictionary[str, Adapter] = WeakValueDictionary()  # read, not on the host yet
         self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
         self._loading: dict[str, torch.Event] = {}  # on their way to the device
@@ -93,6 +93,7 @@ class AdapterStore:
     ) -> AdapterStore:
         """Size the levels, allocate them, and prefetch. Raises ConfigError.
 
+        dtype: of the pages.
         free_bytes: of the device, after weights and KV cache; the device level takes its fraction of these.
         base: what the DoRA magnitudes of PEFT directories are normalised with; None refuses such adapters.
         """
@@ -123,6 +124,17 @@ class AdapterStore:
             store._prefetch(config.prefetch_dir)
         return store
 
+    @property
+    def modules(self) -> Mapping[int, LoraModule]:
+        """Those that adapters may have, by id."""
+        return self._modules
+
+    def verify(self, lora: LoraInput) -> Adapter:
+        """Tensors, checked as those of a request are. Any thread. Raises AdapterInvalidError."""
+        half = self._pool.flat.dtype == torch.float16
+        check_extras(lora.extras, self._num_layers)
+        return adapter_from_tensors(lora, self._modules, self._num_layers, self._rank_limit, half)
+
     def resident(self, task_id: int) -> bool:
         """Whether the task's adapter is in the cache now. Any thread."""
         digest = self._catalog.digest(task_id)
@@ -140,7 +152,7 @@ class AdapterStore:
         Raises AdapterInvalidError, AdapterNotCachedError.
         """
         if lora.has_tensors:
-            adapter = self._check(lora)
+            adapter = lora.checked if isinstance(lora.checked, Adapter) else self.verify(lora)
             return self._in_hand.setdefault(adapter.digest, adapter)
         if lora.task_id is None:
             raise AdapterInvalidError("lora_task_id must be set for LoRA inference")
@@ -197,7 +209,8 @@ class AdapterStore:
             return False
         if not self._cache.on_device(digest):
             entry = self._cache.load(digest, {})
-            layout, pages = lease.layout, entry.pages
+            layout, host = lease.layout, self._cache.host.entries[digest]
+            pages = self._pool.read_pages(host.pages, entry.pages)
             entry.content = _Loaded(self._pool.rows(layout, pages), self._pool.extras(layout, pages))
             self._load(digest)
         self._forget_waiting(lease)
@@ -332,11 +345,6 @@ class AdapterStore:
         if event is not None:
             self._loading[digest] = event
         self._num_loads += 1
-
-    def _check(self, lora: LoraInput) -> Adapter:
-        half = self._pool.flat.dtype == torch.float16
-        check_extras(lora.extras, self._num_layers)
-        return adapter_from_tensors(lora, self._modules, self._num_layers, self._rank_limit, half)
 
     def _tier(self, digest: str, lora: LoraInput) -> str:
         if self._cache.on_device(digest):

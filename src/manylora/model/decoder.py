@@ -14,7 +14,7 @@ from manylora.kernels.spec import LoraTarget, Ops, Weight
 from manylora.model.batch import ForwardBatch
 from manylora.model.extras import adapt_embedding, adapt_head
 from manylora.model.families import FAMILIES
-from manylora.model.layers import ACTIVATIONS, Attention, Block, FeedForward, LoraLinear, Mlp, Norm
+from manylora.model.layers import Attention, Block, FeedForward, LoraLinear, Mlp, Norm
 from manylora.model.moe import Experts, Moe, SharedExpert
 from manylora.model.rope import rope_frequencies
 
@@ -163,13 +163,13 @@ class Decoder:
         return Mlp(
             up_gate=self._linear(layer, "up_gate", *targets),
             down=self._linear(layer, "down", LoraTarget(MLP_4H_TO_H, 0, config.hidden_size)),
-            activation=ACTIVATIONS[config.activation],
+            activation=config.activation,
             gated=config.gated_mlp,
         )
 
     def _moe(self, layer: int, moe: MoeConfig) -> Moe:
         hidden, inner, shared = self.config.hidden_size, moe.intermediate_size, moe.shared_intermediate_size
-        activation = ACTIVATIONS[self.config.activation]
+        activation = self.config.activation
         extra = None
         if shared:
             mlp = Mlp(
@@ -221,4 +221,4 @@ def _nbytes(weight: Weight) -> int:
 
 
 def _is_quantised(weight: Weight) -> bool:
-    return weight.scale is not None if isinstance(weight, Panels) else not isinstance(weight, Tensor)
+    return weight.scales is not None if isinstance(weight, Panels) else not isinstance(weight, Tensor)

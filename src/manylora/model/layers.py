@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config import ModelConfig
+from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraTarget, Ops, Weight
 from manylora.model.extras import adapt_linear, adapt_norm
 
-__all__ = ["ACTIVATIONS", "Attention", "Block", "FeedForward", "LoraLinear", "Mlp", "Norm"]
+__all__ = ["Attention", "Block", "FeedForward", "LoraLinear", "Mlp", "Norm"]
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin [T, rotary_dim]
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
 
 
 @dataclass(frozen=True)
@@ -42,9 +34,21 @@ class Norm:
 
     def __call__(self, x: Tensor, lora: LoraBatch | None = None) -> Tensor:
         y = self._norm(x, self.weight)
+        self._adapt(y, x, lora)
+        return y
+
+    def add(self, x: Tensor, delta: Tensor, lora: LoraBatch | None = None) -> tuple[Tensor, Tensor]:
+        """x + delta, and that normalised."""
+        if self.bias is not None:
+            total = x + delta
+            return total, self(total, lora)
+        total, y = self.ops.add_rms_norm(x, delta, self.weight, self.eps)
+        self._adapt(y, total, lora)
+        return total, y
+
+    def _adapt(self, y: Tensor, x: Tensor, lora: LoraBatch | None) -> None:
         if lora is not None and lora.extras:
             adapt_norm(y, x, lora.extras, self.name, self._with)
-        return y
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.bias is not None:
@@ -140,15 +144,14 @@ class Mlp:
 
     up_gate: LoraLinear
     down: LoraLinear
-    activation: Callable[[Tensor], Tensor]
+    activation: str
     gated: bool
 
     def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
         y = self.up_gate(x, lora)
-        if not self.gated:
-            return self.down(self.activation(y), lora)
-        up, gate = y.chunk(2, dim=-1)
-        return self.down(self.activation(gate) * up, lora)
+        if self.gated:
+            return self.down(self.up_gate.ops.gated(y, self.activation), lora)
+        return self.down(ACTIVATIONS[self.activation](y), lora)
 
 
 @dataclass(frozen=True)
@@ -176,9 +179,8 @@ class Block:
         if self.config.parallel_blocks:
             seen = seen if self.config.shared_norm else _apply(self.mlp_norm, x, lora)
             return x + mixed + self.mlp(seen, lora)
-        x = x + self._scaled(mixed)
-        y = self.mlp(_apply(self.mlp_norm, x, lora), lora)
-        return x + self._scaled(_apply(self.mlp_post_norm, y, lora))
+        x, seen = _add(self.mlp_norm, x, self._scaled(mixed), lora)
+        return x + self._scaled(_apply(self.mlp_post_norm, self.mlp(seen, lora), lora))
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.config.residual_scale == 1 else x * self.config.residual_scale
@@ -186,3 +188,10 @@ class Block:
 
 def _apply(norm: Norm | None, x: Tensor, lora: LoraBatch | None) -> Tensor:
     return x if norm is None else norm(x, lora)
+
+
+def _add(norm: Norm | None, x: Tensor, delta: Tensor, lora: LoraBatch | None) -> tuple[Tensor, Tensor]:
+    if norm is not None:
+        return norm.add(x, delta, lora)
+    total = x + delta
+    return total, total

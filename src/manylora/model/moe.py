@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from manylora.config import MoeConfig
-from manylora.kernels.experts import pair_up
 from manylora.kernels.spec import ExpertPairs, LoraBatch, LoraTarget, Ops, Weight
 from manylora.model.layers import LoraLinear, Mlp
 
@@ -62,14 +60,15 @@ class Moe:
     router: LoraLinear
     up_gate: Experts
     down: Experts
-    activation: Callable[[Tensor], Tensor]
+    activation: str
     shared: SharedExpert | None
 
     def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
         weights, choices = route(self.router(x, lora), self.config)
-        pairs, places = pair_up(choices, self.config.num_experts, lora)
-        up, gate = self.up_gate(x[pairs.rows], pairs, lora).chunk(2, dim=-1)
-        y = self.down(self.activation(gate) * up, pairs, lora)
+        ops = self.up_gate.ops
+        pairs, places = ops.pair_up(choices, self.config.num_experts, lora)
+        inner = ops.gated(self.up_gate(x[pairs.rows], pairs, lora), self.activation)
+        y = self.down(inner, pairs, lora)
         # Back to each token's own order of experts, so that its sum does not depend on its company.
         y = y[places].view(*choices.shape, -1).float()
         mixed = (y * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)

@@ -20,11 +20,12 @@ from manylora.model.plan import Part, checkpoint_plan, unused_names
 from manylora.model.quant import chosen, quantise, read_quantised, stored_names, stored_parts
 from manylora.quant import QuantConfig
 
-__all__ = ["check_names", "compute_dtype", "load_decoder", "open_checkpoint"]
+__all__ = ["adapter_dtype", "check_names", "compute_dtype", "load_decoder", "open_checkpoint"]
 
 # Buffers that some checkpoints carry and that the configuration determines; the biases are causal masks.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bias")
 
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -36,7 +37,14 @@ def compute_dtype(choice: str, config: ModelConfig, device: Device) -> torch.dty
         slow = choice == "float16" or (choice == "bfloat16" and not device.ops.has_bfloat16)
         if device.torch.type == "cpu" and slow:
             choice = "float32"
-    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[choice]
+    return DTYPES[choice]
+
+
+def adapter_dtype(choice: str, config: ModelConfig, compute: torch.dtype, device: Device) -> torch.dtype:
+    """What adapters are held in: the compute dtype, or with `auto` the checkpoint's where the operations
+    widen that themselves. Half the bytes to keep and to read; float32 adapters are rounded, as on a GPU."""
+    stored = DTYPES[config.dtype]
+    return stored if choice == "auto" and device.ops.keeps(stored, compute) else compute
 
 
 def load_decoder(
@@ -60,7 +68,7 @@ def load_decoder(
             sources = [piece.source for piece in part.pieces]
             if quant and isinstance(tensor, Tensor) and chosen(name, sources, quant):
                 tensor = quantise(tensor.to(dtype), quant)
-            weights[name] = device.ops.pack(tensor) if part.is_matrix else tensor
+            weights[name] = device.ops.pack(tensor, ".expert." in name) if part.is_matrix else tensor
     if config.tie_word_embeddings:
         weights["head.weight"] = device.ops.pack(weights["embed"])
     return Decoder(config, weights, dtype, device.ops, max_seq_len)

@@ -21,18 +21,23 @@ from manylora.openai.mailbox import Mailbox
 from manylora.request import Event, LoraInput, Request, Sink
 from manylora.stats import CacheMap, EngineStats, Resident
 
-__all__ = ["Backend", "Call", "Engine"]
+__all__ = ["Backend", "Call", "Engine", "Wake"]
 
 logger = logging.getLogger("manylora")
 
 MAP_TIMEOUT_S = 2.0  # a step of a long prompt may be under way
 MAX_SENDINGS = 4  # an adapter may be evicted again and again before its request is admitted
 Meter = Callable[[LoraInput | None, Event], None]
+Wake = Callable[[], None]
 
 
 class Engine(Protocol):
     """An EngineLoop, or what stands for one. submit: whatever goes wrong with the request comes to its sink,
     from any thread, as one last event."""
+
+    def on_news(self, wake: Wake) -> None:
+        """Have `wake` called, from any thread, after sinks were: once for all events of a step."""
+        ...
 
     @property
     def alive(self) -> bool: ...
@@ -89,6 +94,7 @@ class Backend:
         self.history = History()
         self._carrying: Counter[int] = Counter()  # task ids whose tensors are on their way
         self._mailbox: Mailbox[tuple[Call, Event]] = Mailbox(asyncio.get_running_loop(), self._take)
+        engine.on_news(self._mailbox.wake)
         self._open: set[Call] = set()
 
     @property
@@ -228,8 +234,14 @@ class Backend:
             lora = LoraInput(task_id, name=call.adapter)
             if attempt > 0 or not here:
                 call.version, read = await self.catalog.tensors(call.version)
-                tensors = read.weights, read.config
-                lora = LoraInput(call.version.task_id, *tensors, name=call.adapter, extras=read.extras)
+                lora = LoraInput(
+                    call.version.task_id,
+                    read.weights,
+                    read.config,
+                    name=call.adapter,
+                    extras=read.extras,
+                    checked=read.checked,
+                )
             try:
                 await self._through_engine(call, lora)
                 return

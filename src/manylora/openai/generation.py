@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from manylora.llmapi.continuation import Continuation
 from manylora.llmapi.outputs import CompletionOutput
+from manylora.openai.mailbox import Signal
 from manylora.openai.params import Plan
 from manylora.request import Event, FinishReason, LoraInput, Request, RequestMetrics
 from manylora.text import Tokenizer
@@ -22,6 +22,7 @@ class Generation:
 
     changed: set when there is news; several generations of one call may share it.
     error:   why it ended without an answer.
+    complete: every output has ended: perhaps by a stop text, which the engine does not know of.
     """
 
     prompt: tuple[int, ...]
@@ -29,10 +30,11 @@ class Generation:
     streaming: bool
     tokenizer: Tokenizer
     request_id: str
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: Signal = field(default_factory=Signal)
     error: Exception | None = None
     ended: bool = False  # nothing more comes from the engine
     started: bool = False  # the engine has made something of it
+    complete: bool = False
     metrics: RequestMetrics | None = None
     context_logits: np.ndarray | None = None
 
@@ -42,11 +44,6 @@ class Generation:
         self._outputs = [Continuation(rules, self.tokenizer) for _ in range(count)]
         self._logits: list[np.ndarray | None] = [None] * count
         self._kept = list(range(count))
-
-    @property
-    def complete(self) -> bool:
-        """Whether every output has ended: perhaps by a stop text, which the engine does not know of."""
-        return all(output.finish_reason is not None for output in self._outputs)
 
     @property
     def finished(self) -> bool:
@@ -82,6 +79,8 @@ class Generation:
             if event.last:
                 for other in self._outputs:  # of a request that was cancelled before it began
                     other.extend((), (), event.finish_reason or FinishReason.CANCELLED)
+            if output.finish_reason is not None:
+                self.complete = all(one.finish_reason is not None for one in self._outputs)
         self.changed.set()
 
     def fail(self, error: Exception) -> None:
@@ -99,6 +98,11 @@ class Generation:
             self._kept = ranked[: decoding.n]
         wanted = self._kept[: decoding.n]
         return [self._outputs[i].report(at, decoding.logprobs, False) for at, i in enumerate(wanted)]
+
+    @property
+    def growing(self) -> list[Continuation]:
+        """Of a stream: the outputs that it gives back."""
+        return self._outputs[: self.plan.decoding.n]
 
     def logits(self, index: int) -> np.ndarray | None:
         """Of the output that `report` lists at `index`: [tokens, vocab], where they were asked for."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from manylora.device import open_device
 from manylora.engine.engine import Engine
 from manylora.loop import EngineLoop
-from manylora.model.weights import compute_dtype
+from manylora.openai.backend import Wake
 from manylora.request import Request, Sink
 from manylora.stats import CacheMap, EngineStats
 
-__all__ = ["InProcessEngine", "computes_in_half"]
+__all__ = ["InProcessEngine"]
 
 
 class InProcessEngine:
@@ -20,7 +19,11 @@ class InProcessEngine:
 
     def __init__(self, engine: Engine) -> None:
         self._adapters = engine.adapters
-        self._loop = EngineLoop(engine)
+        self._wake: Wake = lambda: None
+        self._loop = EngineLoop(engine, lambda: self._wake())
+
+    def on_news(self, wake: Wake) -> None:
+        self._wake = wake
 
     @property
     def alive(self) -> bool:
@@ -43,9 +46,3 @@ class InProcessEngine:
 
     async def close(self) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self._loop.close, False)
-
-
-def computes_in_half(engine: Engine) -> bool:
-    """Whether values beyond float16 would overflow."""
-    dtype = compute_dtype(engine.config.dtype, engine.model, open_device(engine.config.device))
-    return str(dtype) == "torch.float16"

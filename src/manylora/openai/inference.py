@@ -17,9 +17,10 @@ from manylora.openai.choosing import choose
 from manylora.openai.errors import ApiError, as_api_error
 from manylora.openai.generation import Generation
 from manylora.openai.keys import ApiKey
+from manylora.openai.mailbox import Signal
 from manylora.openai.messages import rendered
 from manylora.openai.params import Limits, plan
-from manylora.openai.replies import DONE, ChatReply, CompletionReply, Reply, sse
+from manylora.openai.replies import DONE, ChatReply, CompletionReply, Reply
 from manylora.openai.schema import ChatRequest, CompletionRequest, GenerationRequest, Message
 from manylora.openai.tools import ToolUse, tool_use
 from manylora.openai.transport import EventStream, watch
@@ -61,12 +62,11 @@ class Inference:
     async def probe(self) -> None:
         """Two tokens of the base model. Raises ApiError when they do not come."""
         body = CompletionRequest.model_validate({"prompt": "a", "max_tokens": 2, "temperature": 0.0})
-        call = self._call(body, self._encode("a"), None, "", asyncio.Event(), "health")
+        call = self._call(body, self._encode("a"), None, "", Signal(), "health")
         self.backend.submit(call)
         try:
             while not call.generation.finished:
                 await call.generation.changed.wait()
-                call.generation.changed.clear()
         finally:
             self.backend.cancel(call)
         if call.generation.error is not None:
@@ -122,7 +122,7 @@ class Inference:
             raise ApiError(400, "invalid_value", "stream_options needs stream true", "stream_options")
         if body.truncate_prompt_tokens is not None:
             prompts = [prompt[-body.truncate_prompt_tokens :] for prompt in prompts]
-        changed = asyncio.Event()
+        changed = Signal()
         calls = [
             self._call(body, prompt, choice.name, choice.source or "", changed, str(number))
             for number, prompt in enumerate(prompts)
@@ -150,7 +150,7 @@ class Inference:
         prompt: tuple[int, ...],
         adapter: str | None,
         source: str,
-        changed: asyncio.Event,
+        changed: Signal,
         request_id: str,
     ) -> Call:
         try:
@@ -184,7 +184,7 @@ class _Run:
         self,
         backend: Backend,
         calls: Sequence[Call],
-        changed: asyncio.Event,
+        changed: Signal,
         stack: ExitStack,
         request: Request,
     ) -> None:
@@ -204,21 +204,20 @@ class _Run:
 
     async def stream(self, reply: Reply, usage: bool) -> AsyncIterator[bytes]:
         try:
-            for chunk in reply.opening():
-                yield sse(chunk)
+            opening = reply.opening()
+            if opening:
+                yield opening
             while True:
-                finished = all(call.generation.finished for call in self._calls)
-                chunks = reply.news()
-                if chunks:  # what came at once leaves at once
-                    yield b"".join(sse(chunk) for chunk in chunks)
+                finished = all(call.generation.complete for call in self._calls)
+                news = reply.news()
                 if finished:
                     break
+                if news:  # what came at once leaves at once
+                    yield news
                 await self._wait()
-            if usage:
-                yield sse(reply.closing())
+            yield news + (reply.closing() if usage else b"") + DONE
         except ApiError as error:
-            yield error.event()
-        yield DONE
+            yield error.event() + DONE
 
     def close(self) -> None:
         """Idempotent."""
@@ -231,7 +230,6 @@ class _Run:
     async def _wait(self) -> None:
         """For news. Raises ApiError when a call has failed or the client has left."""
         await self._changed.wait()
-        self._changed.clear()
         if self._left:
             raise ApiError(499, "client_left", "The client has closed the connection")
         for call in self._calls:

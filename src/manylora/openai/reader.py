@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterInvalidError
-from manylora.lora.extras import check_extras
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.sources import find_source, read_lora
-from manylora.lora.modules import lora_modules
-from manylora.lora.tensors import adapter_from_tensors, is_bfloat16
-from manylora.request import LoraExtra
+from manylora.lora.modules import LoraModule
+from manylora.lora.tensors import Adapter, is_bfloat16
+from manylora.request import LoraExtra, LoraInput
 
 __all__ = ["AdapterReader", "ReadAdapter"]
 
 
 @dataclass(frozen=True, eq=False)
 class ReadAdapter:
-    """digest: of the content. kind: peft, nemo, npy, llgtrt."""
+    """digest: of the content. kind: peft, nemo, npy, llgtrt. checked: views of weights, for an engine of the
+    same model in this process; None of a copy, which is checked when it is used."""
 
     digest: str
     kind: str
@@ -31,6 +31,7 @@ class ReadAdapter:
     weights: np.ndarray
     config: np.ndarray
     extras: tuple[LoraExtra, ...] = ()
+    checked: Adapter | None = None
 
     @property
     def task_id(self) -> int:
@@ -45,12 +46,15 @@ class ReadAdapter:
 
 
 class AdapterReader:
-    """Reads for one base model. Any thread. half: the engine computes in float16."""
+    """Reads for one base model. Any thread.
 
-    def __init__(self, model_dir: Path, model: ModelConfig, lora: LoraCacheConfig, half: bool) -> None:
-        self._model, self._half = model, half
-        self._rank_limit = lora.rank_limit
-        self._modules = lora_modules(model, lora.target_modules)
+    modules: of the base, by id. verify: tensors to what the engine would take; raises AdapterInvalidError.
+    """
+
+    def __init__(
+        self, model_dir: Path, modules: Mapping[int, LoraModule], verify: Callable[[LoraInput], Adapter]
+    ) -> None:
+        self._modules, self._verify = modules, verify
         self._base = BaseWeights(model_dir)
 
     def read(self, path: Path) -> ReadAdapter:
@@ -60,12 +64,9 @@ class AdapterReader:
             lora = read_lora(source, 0, modules=self._modules, base=self._base)
         except OSError as error:
             raise AdapterInvalidError(f"its files cannot be read: {error.strerror}") from error
-        check_extras(lora.extras, self._model.num_layers)
-        checked = adapter_from_tensors(
-            lora, self._modules, self._model.num_layers, self._rank_limit, self._half
-        )
+        checked = self._verify(lora)
         weights, config = lora.weights, lora.config
         assert weights is not None and config is not None
         dtype = "bfloat16" if is_bfloat16(weights.dtype) else weights.dtype.name
         rank = max((row.rank for row in checked.rows), default=0)
-        return ReadAdapter(checked.digest, source.kind, dtype, rank, weights, config, lora.extras)
+        return ReadAdapter(checked.digest, source.kind, dtype, rank, weights, config, lora.extras, checked)

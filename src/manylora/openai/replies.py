@@ -14,14 +14,11 @@ from manylora.openai.logprobs import chat_logprobs, completion_logprobs, of_outp
 from manylora.openai.tools import Calls, ToolText, ToolUse
 from manylora.text import Tokenizer
 
-__all__ = ["ChatReply", "CompletionReply", "Reply", "sse"]
+__all__ = ["DONE", "ChatReply", "CompletionReply", "Reply"]
 
 DONE = b"data: [DONE]\n\n"
 
-
-def sse(body: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class Reply:
@@ -41,6 +38,8 @@ class Reply:
         self._head = {"created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
         self._tokens_sent: dict[int, int] = {}
         self._ended: set[int] = set()
+        head = encode(self._body(self.chunk_object, []))
+        self._chunk_head = "data: " + head.removesuffix("]}")  # the same for all chunks
 
     def whole(self) -> dict[str, Any]:
         """The complete answer."""
@@ -52,36 +51,59 @@ class Reply:
                 choices.append({"index": number * self._n + output.index, **_ending(output), **choice})
         return self._body(self.object, choices) | {"usage": self._usage(num_output)}
 
-    def opening(self) -> list[dict[str, Any]]:
-        """Chunks that come before there is any output."""
-        return []
+    def opening(self) -> bytes:
+        """Server-sent events that come before there is any output."""
+        return b""
 
-    def news(self) -> list[dict[str, Any]]:
-        """Chunks for what is new since the last call, one for each choice that has news."""
-        chunks = []
+    def news(self) -> bytes:
+        """Server-sent events for what is new since the last call, one chunk for each choice that has news."""
+        chunks: list[str] = []
         for number, generation in enumerate(self.generations):
-            for output in generation.report():
-                index = number * self._n + output.index
-                if index not in self._ended and self._has_news(generation, output):
-                    chunks += self._chunk(index, generation, output)
-        return chunks
+            plain = self._is_plain(generation)
+            for at, output in enumerate(generation.growing):
+                index = number * self._n + at
+                if index in self._ended:
+                    continue
+                if plain and output.finish_reason is None:  # nearly all chunks are these
+                    text = output.advance()
+                    if text:
+                        self._tokens_sent[index] = len(output.token_ids)
+                        chunks.append(self._event(self._text_delta(index, encode(text))))
+                    continue
+                report = output.report(at, generation.plan.decoding.logprobs, False)
+                if self._has_news(generation, report):
+                    chunks += self._chunk(index, generation, report)
+        return "".join(chunks).encode()
 
-    def closing(self) -> dict[str, Any]:
+    def closing(self) -> bytes:
         """The chunk that stream_options.include_usage asks for."""
-        return self._body(self.chunk_object, []) | {"usage": self._usage(sum(self._tokens_sent.values()))}
+        usage = {"usage": self._usage(sum(self._tokens_sent.values()))}
+        return f"data: {encode(self._body(self.chunk_object, []) | usage)}\n\n".encode()
+
+    def _is_plain(self, generation: Generation) -> bool:
+        """Whether a chunk that is not a choice's last has nothing but text."""
+        return generation.plan.top is None and not generation.plan.prompt_only
+
+    def _text_delta(self, index: int, text: str) -> str:
+        """A choice with nothing but text, as JSON. text: as JSON, too."""
+        raise NotImplementedError
 
     def _has_news(self, generation: Generation, output: CompletionOutput) -> bool:
         if output.finish_reason is not None or output.text_diff:
             return True
         return bool(generation.plan.top is not None and output.token_ids_diff)
 
-    def _chunk(self, index: int, generation: Generation, output: CompletionOutput) -> list[dict[str, Any]]:
+    def _chunk(self, index: int, generation: Generation, output: CompletionOutput) -> list[str]:
         start = self._tokens_sent.get(index, 0)
         self._tokens_sent[index] = output.length
         if output.finish_reason is not None:
             self._ended.add(index)
         deltas = self._deltas(index, generation, output, start)
-        return [self._body(self.chunk_object, [{"index": index, **delta}]) for delta in deltas]
+        return [self._event(encode({"index": index, **delta})) for delta in deltas]
+
+    def _event(self, choice: str) -> str:
+        """choice: as JSON."""
+        return f"{self._chunk_head}{choice}]}}\n\n"
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, **self._head, "choices": choices}
@@ -114,10 +136,16 @@ class ChatReply(Reply):
         self._use = use
         self._growing: dict[int, ToolText] = {}
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> bytes:
         role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         count = len(self.generations) * self._n
-        return [self._body(self.chunk_object, [{"index": index, **role}]) for index in range(count)]
+        return "".join(self._event(encode({"index": index, **role})) for index in range(count)).encode()
+
+    def _is_plain(self, generation: Generation) -> bool:
+        return self._use is None and super()._is_plain(generation)
+
+    def _text_delta(self, index: int, text: str) -> str:
+        return f'{{"index":{index},"delta":{{"content":{text}}},"logprobs":null,"finish_reason":null}}'
 
     def _choice(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
@@ -168,13 +196,16 @@ class CompletionReply(Reply):
         super().__init__(*arguments)
         self._echoes = echoes
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> bytes:
         none = {"logprobs": None, "finish_reason": None}
-        return [
-            self._body(self.chunk_object, [{"index": number * self._n + i, "text": text, **none}])
+        return "".join(
+            self._event(encode({"index": number * self._n + i, "text": text, **none}))
             for number, text in enumerate(self._echoes or ())
             for i in range(self._n)
-        ]
+        ).encode()
+
+    def _text_delta(self, index: int, text: str) -> str:
+        return f'{{"index":{index},"text":{text},"logprobs":null,"finish_reason":null}}'
 
     def _echo(self, generation: Generation) -> str:
         if self._echoes is None:

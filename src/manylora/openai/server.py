@@ -13,6 +13,9 @@ from starlette.applications import Starlette
 
 from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import ConfigError
+from manylora.lora.extras import check_extras
+from manylora.lora.modules import lora_modules
+from manylora.lora.tensors import Adapter, adapter_from_tensors
 from manylora.model.checkpoint import read_model_config
 from manylora.openai import backend
 from manylora.openai.app import Service, make_app
@@ -27,6 +30,7 @@ from manylora.openai.names import is_name
 from manylora.openai.options import ServeOptions
 from manylora.openai.params import Limits
 from manylora.openai.reader import AdapterReader
+from manylora.request import LoraInput
 from manylora.text import Tokenizer
 
 __all__ = ["open_app", "run"]
@@ -65,19 +69,18 @@ def run(options: ServeOptions) -> None:
 
 @dataclass(frozen=True)
 class _Served:
-    """What answers, and what is known of it. start: on the event loop. half: it computes in float16."""
+    """What answers, and what is known of it. start: on the event loop."""
 
     start: Callable[[], backend.Engine]
     model: ModelConfig
     max_seq_len: int
     max_batch_size: int
-    lora: LoraCacheConfig
-    half: bool
+    reader: AdapterReader
 
 
 def _in_process(options: ServeOptions) -> _Served:
     from manylora.engine.engine import Engine
-    from manylora.openai.in_process import InProcessEngine, computes_in_half
+    from manylora.openai.in_process import InProcessEngine
 
     engine = Engine(options.engine_config())
     return _Served(
@@ -85,8 +88,7 @@ def _in_process(options: ServeOptions) -> _Served:
         engine.model,
         engine.max_seq_len,
         engine.config.max_batch_size,
-        engine.config.lora,
-        computes_in_half(engine),
+        AdapterReader(options.model, engine.adapters.modules, engine.adapters.verify),
     )
 
 
@@ -98,29 +100,34 @@ def _through_triton(options: ServeOptions) -> _Served:
     url = str(options.triton_url)
     found = TritonModel.read(url, options.triton_model)
     model = read_model_config(options.model)
+    lora = LoraCacheConfig(
+        max_adapter_size=found.number("lora_cache_max_adapter_size") or 64,
+        max_lora_rank=found.number("max_lora_rank"),
+    )
+    modules = lora_modules(model, lora.target_modules)
+
+    def verify(given: LoraInput) -> Adapter:
+        check_extras(given.extras, model.num_layers)
+        return adapter_from_tensors(given, modules, model.num_layers, lora.rank_limit, found.half)
+
     return _Served(
         lambda: TritonEngine(url, found),
         model,
         options.max_seq_len or found.number("max_seq_len") or model.max_position_embeddings,
         found.number("max_num_sequences") or options.max_batch_size,
-        LoraCacheConfig(
-            max_adapter_size=found.number("lora_cache_max_adapter_size") or 64,
-            max_lora_rank=found.number("max_lora_rank"),
-        ),
-        found.half,
+        AdapterReader(options.model, modules, verify),
     )
 
 
 def _starter(
     options: ServeOptions, served: _Served, tokenizer: Tokenizer, keyring: Keyring
 ) -> Callable[[], Awaitable[Service]]:
-    reader = AdapterReader(options.model, served.model, served.lora, served.half)
     folders = {Path(folder) for folder in getattr(options.sections.get("lora_config"), "lora_dir", ())}
     created = int(time.time())
 
     async def start() -> Service:
         catalog = AdapterCatalog(
-            reader,
+            served.reader,
             options.lora_root,
             [*options.lora_allowed_path, *(folder.parent for folder in folders)],
             refresh_s=options.lora_refresh_seconds,

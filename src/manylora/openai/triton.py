@@ -19,10 +19,18 @@ from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelReadyRequest, 
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype, serialize_byte_tensor
 
-from manylora.errors import AdapterNotCachedError, ConfigError, DrainingError, RequestError
+from manylora.errors import (
+    AdapterCacheFullError,
+    AdapterInvalidError,
+    AdapterNotCachedError,
+    ConfigError,
+    DrainingError,
+    RequestError,
+)
 from manylora.lora.tensors import is_bfloat16, narrow_to_bfloat16, widen_bfloat16
+from manylora.openai.backend import Wake
 from manylora.openai.errors import ApiError
-from manylora.request import Event, FinishReason, LoraInput, Request, Sink
+from manylora.request import Event, FinishReason, LoraInput, Request, SamplingParams, Sink
 from manylora.stats import AdapterStats, CacheMap, EngineStats, Resident
 from manylora.wire.caller import AnswerReader, request_tensors
 
@@ -37,16 +45,31 @@ MAX_TOLD = 256  # of these, the ones used last, in metrics and as residents
 FINAL = "triton_enable_empty_final_response"
 UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 WIDTHS = {"FP32": "float32", "FP16": "float16", "BF16": "V2"}
+NEEDED = ("input_ids", "input_lengths", "request_output_len")
+RENAMED = {"random_seed": "seed", "min_length": "min_tokens"}  # in NVIDIA's releases after 0.19
+OWN_GUIDES = ("lark_grammar", "llguidance")
+ADAPTER_FAULT = re.compile(r"\blora[ _]|low_rank|adapterSize|layerId")
+STACK = re.compile(
+    r"\s+\d+\s+0x[0-9a-f]{6,}.*|\s*Traceback \(most recent.*", re.DOTALL
+)  # behind an assertion
 PATH = re.compile(r"(?:/[\w.+-]+){2,}(?::\d+)?")
 
 
 @dataclass(frozen=True)
 class TritonModel:
-    """What the server says of its model. inputs: by name, with data types. parameters: of config.pbtxt."""
+    """What the server says of its model: ours, or NVIDIA's of the same name, in any of its releases.
+
+    inputs: by name, with data types. parameters: of config.pbtxt. outputs: names. decoupled: it can answer
+    piece by piece. batched: tensors have a batch dimension. lora_columns: of lora_config, 0: any number.
+    """
 
     name: str
     inputs: dict[str, str]
     parameters: dict[str, str]
+    outputs: frozenset[str] = frozenset()
+    decoupled: bool = True
+    batched: bool = True
+    lora_columns: int = 0
 
     @classmethod
     def read(cls, url: str, name: str) -> TritonModel:
@@ -57,15 +80,72 @@ class TritonModel:
                 config = client.get_model_config(name, client_timeout=CONNECT_S).config
         except InferenceServerException as error:
             raise ConfigError(f"triton_url {url}: model {name} does not answer: {_text_of(error)}") from error
-        if not config.model_transaction_policy.decoupled:
-            raise ConfigError(f"triton_url {url}: model {name} must be decoupled (decoupled_mode:True)")
-        inputs = {one.name: one.datatype for one in metadata.inputs}
-        parameters = {key: value.string_value for key, value in config.parameters.items()}
-        return cls(name, inputs, parameters)
+        columns = next((one.shape[-1] for one in metadata.inputs if one.name == "lora_config"), -1)
+        found = cls(
+            name,
+            inputs={one.name: one.datatype for one in metadata.inputs},
+            parameters={key: value.string_value for key, value in config.parameters.items()},
+            outputs=frozenset(one.name for one in metadata.outputs),
+            decoupled=config.model_transaction_policy.decoupled,
+            batched=config.max_batch_size > 0,
+            lora_columns=max(0, columns),
+        )
+        missing = [name for name in NEEDED if name not in found.inputs]
+        if missing or "output_ids" not in found.outputs:
+            what = f"input {missing[0]}" if missing else "output output_ids"
+            raise ConfigError(f"triton_url {url}: model {name} has no {what}: it is no tensorrt_llm model")
+        if "lora_task_id" not in found.inputs:
+            logger.warning("triton: model %s takes no adapters: it has no input lora_task_id", name)
+        if not found.decoupled:
+            logger.warning("triton: model %s is not decoupled: streams come in one piece, and n is 1", name)
+        return found
 
     @property
     def half(self) -> bool:
         return self.inputs.get("lora_weights") == "FP16"
+
+    @property
+    def ours(self) -> bool:
+        """Whether it takes what only ours does."""
+        return "finish_reason" in self.outputs
+
+    def tensors(self, request: Request) -> dict[str, np.ndarray]:
+        """A request as the inputs of this model. Raises ApiError for what it cannot take: a stream with an
+        unknown input would be refused by Triton as well, and leave a reference to the model behind."""
+        self._check(request.params)
+        if request.lora is not None and request.lora.extras:
+            raise ApiError(
+                422,
+                "adapter_not_sendable",
+                f"the adapter has {request.lora.extras[0].name}, which a request to Triton cannot carry: put "
+                "its directory into the server's lora_catalog_dir, or serve with an engine of this process",
+                "model",
+            )
+        request = request if self.decoupled else replace(request, streaming=False)
+        lora = request.lora
+        if lora is not None and lora.weights is not None and lora.config is not None:
+            weights = _as_type(lora.weights, self.inputs.get("lora_weights", "FP32"))
+            lora = replace(lora, weights=weights, config=_columns(lora.config, self.lora_columns))
+        found = request_tensors(replace(request, lora=lora))
+        if "pad_id" not in self.inputs:
+            found.pop("pad_id", None)  # it fills what is not read
+        named = {name if name in self.inputs else RENAMED.get(name, name): one for name, one in found.items()}
+        unknown = sorted(set(named) - set(self.inputs))
+        if unknown:
+            raise ApiError(
+                400,
+                "unsupported_field",
+                f"The Triton model behind this server has no input {', '.join(unknown)}: leave it out",
+            )
+        return {name: one if self.batched else one[0] for name, one in named.items()}
+
+    def _check(self, params: SamplingParams) -> None:
+        """What NVIDIA's would not refuse, but ignore."""
+        if params.num_return_sequences > 1 and not self.decoupled:
+            raise ApiError(400, "unsupported_field", "n above 1 needs a decoupled Triton model", "n")
+        if params.guide is not None and params.guide.type in OWN_GUIDES and not self.ours:
+            reason = f"The Triton model behind this server knows no {params.guide.type}"
+            raise ApiError(400, "unsupported_field", reason, "response_format")
 
     def number(self, name: str) -> int | None:
         """A parameter that was filled in."""
@@ -84,8 +164,12 @@ class TritonEngine:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._begun: set[int] = set()  # tickets that have given a token
         self._known: OrderedDict[int, None] = OrderedDict()  # task ids, the one used last at the end
+        self._wake: Wake = lambda: None
         self._ready = True
         self._checking = asyncio.create_task(self._check())
+
+    def on_news(self, wake: Wake) -> None:
+        self._wake = wake
 
     @property
     def alive(self) -> bool:
@@ -144,6 +228,7 @@ class TritonEngine:
                     self._begun.add(ticket)
                     self._remember(request.lora)
                     sink(event)
+                self._wake()
             if not reader.done:
                 raise RequestError("Encountered an error in the engine: its answer broke off")
         except asyncio.CancelledError:
@@ -157,34 +242,10 @@ class TritonEngine:
                 stream.cancel()  # without effect on one that has ended
             self._running.pop(ticket, None)
             self._begun.discard(ticket)
+            self._wake()
 
     def _message(self, request: Request) -> ModelInferRequest:
-        return _message(self.model.name, request.request_id, self._tensors(request))
-
-    def _tensors(self, request: Request) -> dict[str, np.ndarray]:
-        """Raises ApiError for an input that the server's model does not have. A stream with such an input
-        would be refused by Triton as well, and leave a reference to the model behind."""
-        lora = request.lora
-        if lora is not None and lora.extras:
-            raise ApiError(
-                422,
-                "adapter_not_sendable",
-                f"the adapter has {lora.extras[0].name}, which a request to Triton cannot carry: put its "
-                "directory into the server's lora_catalog_dir, or serve with an engine of this process",
-                "model",
-            )
-        if lora is not None and lora.weights is not None:
-            wanted = self.model.inputs.get("lora_weights", "FP32")
-            request = replace(request, lora=replace(lora, weights=_as_type(lora.weights, wanted)))
-        tensors = request_tensors(request)
-        unknown = sorted(set(tensors) - set(self.model.inputs) - {"pad_id"})
-        if unknown:
-            raise ApiError(
-                400,
-                "unsupported_field",
-                f"The Triton model behind this server has no input {', '.join(unknown)}: leave it out",
-            )
-        return {name: tensor for name, tensor in tensors.items() if name in self.model.inputs}
+        return _message(self.model.name, request.request_id, self.model.tensors(request))
 
     def _remember(self, lora: LoraInput | None) -> None:
         if lora is None or lora.task_id is None:
@@ -205,12 +266,16 @@ class TritonEngine:
             return AdapterNotCachedError(task_id)
         if "queue size" in text:
             return ApiError(429, "overloaded", "Too many requests wait already, try again", retry_after=1)
-        if "no done tasks to evict" in text:
+        if "ache is full" in text and "it needs" in text:  # ours: more than the whole cache
+            return AdapterCacheFullError(text)
+        if "ache is full" in text:
             return ApiError(
                 503, "adapter_cache_busy", "The adapter cache is too busy, try again", retry_after=1
             )
         if "Server is stopping" in text:
             return DrainingError()
+        if request.lora is not None and ADAPTER_FAULT.search(text):
+            return AdapterInvalidError(text)
         if isinstance(error, InferenceServerException):
             return RequestError(text)
         logger.warning("triton: %s", text)
@@ -266,6 +331,18 @@ def _as_type(weights: np.ndarray, wanted: str) -> np.ndarray:
     return narrow_to_bfloat16(wide) if target == "V2" else wide.astype(target)
 
 
+def _columns(config: np.ndarray, count: int) -> np.ndarray:
+    """lora_config [1, rows, 3 or 4] with as many columns as the server's input has. Raises ApiError."""
+    if count not in (3, 4) or config.shape[2] == count:
+        return config
+    if count == 4:
+        return np.pad(config, ((0, 0), (0, 0), (0, 1)))
+    if config[..., 3].any():
+        reason = "The Triton model behind this server takes no DoRA: its lora_config has 3 columns"
+        raise ApiError(422, "adapter_unsupported", reason, "model")
+    return config[..., :3]
+
+
 def _text_of(error: Exception) -> str:
     """For a client: without paths of the server."""
     text = error.message() if isinstance(error, InferenceServerException) else None
@@ -274,4 +351,4 @@ def _text_of(error: Exception) -> str:
     with contextlib.suppress(ValueError):  # some servers wrap their text in JSON
         found = json.loads(text or "")
         text = found.get("error", text) if isinstance(found, dict) else text
-    return PATH.sub("…", " ".join(str(text or type(error).__name__).split()))[:500]
+    return PATH.sub("…", " ".join(STACK.sub("", str(text or type(error).__name__)).split()))[:500]

@@ -40,6 +40,7 @@ class AnswerReader:
     request: Request
     _lengths: dict[int, int] = field(default_factory=dict)  # tokens so far of every sequence
     _open: set[int] = field(default_factory=set)
+    _stopped: set[int] = field(default_factory=set)  # sequences that have given their end id
     _arrival_ns: int = field(default_factory=time.monotonic_ns)
     _first_token_ns: int = 0
 
@@ -62,6 +63,9 @@ class AnswerReader:
         index = _number(tensors, "sequence_index") or 0
         length = tensors["sequence_length"].reshape(-1)[0] if "sequence_length" in tensors else None
         ids = _first_row(tensors["output_ids"])[:length].tolist()
+        if "finish_reason" not in tensors and ids and ids[-1] == self.request.params.end_id:
+            self._stopped.add(index)  # some servers leave the end id in the output, ours does not
+            ids.pop()
         self._lengths[index] = self._lengths.get(index, 0) + len(ids)
         self._first_token_ns = self._first_token_ns or time.monotonic_ns()
         log_probs: list[float] = []
@@ -87,7 +91,7 @@ class AnswerReader:
         events = []
         for index in sorted(self._open):
             self._open.discard(index)
-            full = self._lengths.get(index, 0) >= params.max_tokens
+            full = self._lengths.get(index, 0) >= params.max_tokens and index not in self._stopped
             reason = FinishReason.LENGTH if full else FinishReason.STOP
             metrics = self._metrics(index, "")
             events.append(Event((), (), index, reason, last=self.done, metrics=metrics))
@@ -104,10 +108,12 @@ class AnswerReader:
 
 
 def _sampling(params: SamplingParams) -> Tensors:
+    # Every server takes top_k 1 for the most probable token; a temperature of 0 some divide by.
+    cold = params.temperature == 0
     values = {
-        "temperature": (params.temperature, 1.0, np.float32),
-        "runtime_top_k": (params.top_k, None, np.int32),
-        "runtime_top_p": (params.top_p, None, np.float32),
+        "temperature": (1.0 if cold else params.temperature, 1.0, np.float32),
+        "runtime_top_k": (1 if cold else params.top_k, None, np.int32),
+        "runtime_top_p": (None if cold else params.top_p, None, np.float32),
         "min_p": (params.min_p, 0.0, np.float32),
         "random_seed": (params.seed, None, np.uint64),
         "repetition_penalty": (params.repetition_penalty, 1.0, np.float32),

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from manylora.kernels.cuda.fp8 import FP8, _from_e4m3, as_bytes
 from manylora.kernels.cuda.interpreter import _dot, widens
 from manylora.kernels.cuda.tables import PagedBatch
 
@@ -23,10 +24,10 @@ BLOCK_KEYS = 32
 @triton.jit
 def _attend(
     q, k_cache, v_cache, out, part_out, part_top, part_sum, tiles, starts, kv_lens, table, scale, window,
-    split_keys, q_stride, table_stride, num_splits,
+    softcap, split_keys, q_stride, table_stride, num_splits,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    WINDOWED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, NARROW: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence, first = tl.load(tiles + tile * 2), tl.load(tiles + tile * 2 + 1)
@@ -62,7 +63,11 @@ def _attend(
         place = ((page.to(tl.int64) * PAGE + n % PAGE) * KV_HEADS + kv_head) * DIM
         k_mask = (d < DIM)[:, None] & there[None, :]
         keys = tl.load(k_cache + place[None, :] + d[:, None], mask=k_mask, other=0)
+        if NARROW:
+            keys = _from_e4m3(keys).to(queries.dtype)
         scores = _dot(queries, keys, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN) * scale
+        if CAPPED:  # tanh by way of the logistic function, which overflows on neither side
+            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
         seen = there[None, :] & (n[None, :] <= position[:, None])
         if WINDOWED:
             seen = seen & (n[None, :] > position[:, None] - window)
@@ -74,6 +79,8 @@ def _attend(
         total = total * fade + tl.sum(weights, axis=1)
         v_mask = there[:, None] & (d < DIM)[None, :]
         values = tl.load(v_cache + place[:, None] + d[None, :], mask=v_mask, other=0)
+        if NARROW:
+            values = _from_e4m3(values).to(queries.dtype)
         mixed = mixed * fade[:, None]
         mixed = _dot(weights.to(values.dtype), values, mixed, WIDEN)
         top = higher
@@ -115,7 +122,8 @@ def _join(
 
 
 class PagedAttention:
-    """Our own kernel: any page size, any head_dim up to 256, grouped heads, windows."""
+    """Our own kernel: any page size, any head_dim up to 256, grouped heads, windows, soft caps, and caches of
+    8-bit floats, which are widened in registers."""
 
     name = "our own kernel in the Triton language"
 
@@ -127,13 +135,14 @@ class PagedAttention:
         batch: PagedBatch,
         scale: float,
         window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         """As `Ops.attention`; the last two dimensions of q are contiguous."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if batch.single_tiles.shape[0]:
-            self._launch(out, q, k_cache, v_cache, batch, scale, window, split=True)
+            self._launch(out, q, k_cache, v_cache, batch, scale, window, softcap, split=True)
         if batch.tiles.shape[0]:
-            self._launch(out, q, k_cache, v_cache, batch, scale, window, split=False)
+            self._launch(out, q, k_cache, v_cache, batch, scale, window, softcap, split=False)
         return out
 
     @staticmethod
@@ -145,6 +154,7 @@ class PagedAttention:
         batch: PagedBatch,
         scale: float,
         window: int | None,
+        softcap: float | None,
         *,
         split: bool,
     ) -> None:
@@ -158,12 +168,13 @@ class PagedAttention:
         block_d = max(16, triton.next_power_of_2(dim))
         block_m = max(16, triton.next_power_of_2(heads // kv_heads)) if split else batch.block_rows
         _attend[(tiles.shape[0], kv_heads, splits)](
-            q, k_cache, v_cache, out, part_out, part_top, part_sum, tiles, batch.starts, batch.lengths,
-            batch.block_table, scale, 0 if window is None else window, batch.split_keys, q.stride(0),
-            batch.block_table.stride(0), splits,
+            q, as_bytes(k_cache), as_bytes(v_cache), out, part_out, part_top, part_sum, tiles, batch.starts,
+            batch.lengths, batch.block_table, scale, 0 if window is None else window,
+            1.0 if softcap is None else softcap, batch.split_keys, q.stride(0), batch.block_table.stride(0),
+            splits,
             GROUP=heads // kv_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, WINDOWED=window is not None,
-            SPLIT=split, BLOCK_M=block_m, BLOCK_N=BLOCK_KEYS, BLOCK_D=block_d,
-            WIDEN=widens(q.dtype),
+            CAPPED=softcap is not None, NARROW=k_cache.dtype == FP8, SPLIT=split, BLOCK_M=block_m,
+            BLOCK_N=BLOCK_KEYS, BLOCK_D=block_d, WIDEN=widens(q.dtype),
         )  # fmt: skip
         if split:
             _join[(tiles.shape[0], heads)](

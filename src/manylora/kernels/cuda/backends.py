@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from manylora.kernels.cuda.attention import PagedAttention
+from manylora.kernels.cuda.flashinfer import FlashInferAttention
 from manylora.kernels.cuda.tables import PagedBatch, plan_attention
 from manylora.kernels.moving import to_device
 from manylora.kernels.reference import ReferenceOps
@@ -19,7 +21,8 @@ __all__ = ["AttentionBackend", "choose"]
 
 logger = logging.getLogger("manylora")
 
-QUERIES, KEYS = (1, 1, 5), (9, 40, 21)  # of the sequences of the trial
+KEYS = (9, 40, 21)  # of the sequences of the trial
+QUERIES = ((1, 1, 5), (1, 1, 1))  # of its two batches: with a prompt, and decoding alone
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
@@ -37,6 +40,7 @@ class AttentionBackend(Protocol):
         batch: PagedBatch,
         scale: float,
         window: int | None,
+        softcap: float | None,
     ) -> Tensor: ...
 
 
@@ -58,11 +62,23 @@ def choose(
 def _installed(device: torch.device) -> Sequence[AttentionBackend]:
     if device.type != "cuda":
         return (PagedAttention(),)
-    try:
-        from manylora.kernels.cuda.varlen import VarlenAttention
-    except ImportError:
-        return (PagedAttention(),)
-    return VarlenAttention(), PagedAttention()
+    found: list[AttentionBackend] = []
+    for name, load in (("torch.nn.attention.varlen", _varlen), ("FlashInfer", _flashinfer)):
+        try:
+            found.append(load(device))
+        except (ImportError, RuntimeError) as error:  # not installed, or not for this machine
+            logger.info("attention: %s is not used: %s", name, error)
+    return *found, PagedAttention()
+
+
+def _varlen(device: torch.device) -> AttentionBackend:
+    from manylora.kernels.cuda.varlen import VarlenAttention
+
+    return VarlenAttention()
+
+
+def _flashinfer(device: torch.device) -> AttentionBackend:
+    return FlashInferAttention(device)
 
 
 def _refusal(backend: AttentionBackend, limits: BatchLimits, device: torch.device) -> str | None:
@@ -70,22 +86,23 @@ def _refusal(backend: AttentionBackend, limits: BatchLimits, device: torch.devic
     made = torch.Generator().manual_seed(0)
     size, columns = limits.tokens_per_block, -(-max(KEYS) // limits.tokens_per_block)
     pages = 1 + len(KEYS) * columns
-    shape = (pages, size, limits.num_kv_heads, limits.head_dim)
-    k, v = (torch.randn(shape, generator=made).to(limits.dtype).to(device) for _ in "kv")
-    q = torch.randn(sum(QUERIES), limits.num_heads, limits.head_dim, generator=made)
-    q = q.to(limits.dtype).to(device)
-    starts = [sum(QUERIES[:s]) for s in range(len(QUERIES) + 1)]
+    shape, cached = (pages, size, limits.num_kv_heads, limits.head_dim), limits.kv_dtype or limits.dtype
+    k, v = (torch.randn(shape, generator=made).to(cached).to(device) for _ in "kv")
     table = torch.arange(1, pages, dtype=torch.int32).view(len(KEYS), columns)
-    batch = AttentionBatch(starts, KEYS, table, torch.zeros(sum(QUERIES), dtype=torch.int64))
-    planned = to_device(plan_attention(batch, limits, fixed=False), device)
     scale = limits.head_dim**-0.5
-    for window in limits.windows:
-        want = ReferenceOps().attention(q, k, v, planned, scale, window)
-        try:
-            got = backend(q, k, v, planned, scale, window)
-            worst = float((got.float() - want.float()).abs().max())
-        except Exception as error:  # whatever a foreign kernel raises, another one serves
-            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        if not worst <= TOLERANCE[limits.dtype]:
-            return f"its answer is {worst:.3g} away from the reference's"
+    for counts in QUERIES:
+        starts = [0, *accumulate(counts)]
+        q = torch.randn(starts[-1], limits.num_heads, limits.head_dim, generator=made)
+        q = q.to(limits.dtype).to(device)
+        batch = AttentionBatch(starts, KEYS, table, torch.zeros(starts[-1], dtype=torch.int64))
+        planned = to_device(plan_attention(batch, limits, fixed=False), device)
+        for window in limits.windows:
+            want = ReferenceOps().attention(q, k, v, planned, scale, window, limits.softcap)
+            try:
+                got = backend(q, k, v, planned, scale, window, limits.softcap)
+                worst = float((got.float() - want.float()).abs().max())
+            except Exception as error:  # whatever a foreign kernel raises, another one serves
+                return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            if not worst <= TOLERANCE[limits.dtype]:
+                return f"its answer is {worst:.3g} away from the reference's"
     return None

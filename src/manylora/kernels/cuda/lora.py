@@ -2,6 +2,7 @@
 
 Both read A [rank, in] and B [rank, out] in place from the pool. `places` says where: for each slot, layer and
 module the offset, the rank (0: no such row, its programs end at once) and whether a DoRA magnitude follows.
+Of routed experts the pieces lie one after the other, and a tile says which is its own.
 Grids depend on shapes alone. Everything is accumulated in float32.
 """
 
@@ -16,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from manylora.kernels.cuda.interpreter import _dot, widens
-from manylora.kernels.cuda.plan import MODULES, PLACE
+from manylora.kernels.cuda.plan import MODULES, PLACE, TILE
 
 __all__ = ["LoraTables", "expand_add", "shrink"]
 
@@ -25,7 +26,7 @@ __all__ = ["LoraTables", "expand_add", "shrink"]
 class LoraTables:
     """What both launches read. Filled by `ops`.
 
-    pool [elements]. places [slots, layers, MODULES, PLACE] int64. tiles [n, 3] int32: first row, rows, slot.
+    pool [elements]. places [slots, layers, MODULES, PLACE] int64. tiles [n, TILE] int32: as in `plan`.
     targets [targets, 3] int32: module, first column, columns. align: elements that every offset, row length
     and column start is a multiple of; a power of two.
     """
@@ -46,22 +47,30 @@ def _place(places, targets, target, slot, layer, layers, MODULES: tl.constexpr, 
     return places + ((slot.to(tl.int64) * layers + layer) * MODULES + module) * PLACE
 
 
+@triton.jit
+def _begin(place, piece, rank, sizes, ALIGN: tl.constexpr):
+    """Where A of a tile's piece begins; sizes: in + out, the elements of one rank."""
+    return tl.multiple_of(tl.load(place) + piece.to(tl.int64) * (rank * sizes), ALIGN)
+
+
 @triton.jit(do_not_specialize=["layer"])
 def _shrink_rows(
     x, pool, places, tiles, targets, partial, layer, layers, x_stride, num_rows, in_dim,
     TARGETS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, ALIGN: tl.constexpr, MODULES: tl.constexpr, PLACE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(2)
     target, block = tl.program_id(1) % TARGETS, tl.program_id(1) // TARGETS
-    if tl.load(tiles + tile * 3 + 1) == 0:
+    if tl.load(tiles + tile * TILE + 1) == 0:
         return
-    row, slot = tl.load(tiles + tile * 3).to(tl.int64), tl.load(tiles + tile * 3 + 2)
+    row, slot = tl.load(tiles + tile * TILE).to(tl.int64), tl.load(tiles + tile * TILE + 2)
     place = _place(places, targets, target, slot, layer, layers, MODULES, PLACE)
     rank = tl.load(place + 1).to(tl.int32)
     if block * BLOCK_R >= rank:
         return
-    a = pool + tl.multiple_of(tl.load(place), ALIGN)
+    sizes = in_dim + tl.load(targets + target * 3 + 2)
+    a = pool + _begin(place, tl.load(tiles + tile * TILE + 3), rank, sizes, ALIGN)
     r = block * BLOCK_R + tl.arange(0, BLOCK_R)
     total = tl.zeros([BLOCK_R], tl.float32)
     span = tl.cdiv(tl.cdiv(in_dim, SPLITS), BLOCK_K) * BLOCK_K
@@ -79,19 +88,20 @@ def _shrink_tiles(
     x, pool, places, tiles, targets, partial, layer, layers, x_stride, num_rows, in_dim,
     TARGETS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, ALIGN: tl.constexpr, MODULES: tl.constexpr, PLACE: tl.constexpr,
-    BLOCK_M: tl.constexpr, WIDEN: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_M: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(2)
     target, block = tl.program_id(1) % TARGETS, tl.program_id(1) // TARGETS
-    count = tl.load(tiles + tile * 3 + 1)
+    count = tl.load(tiles + tile * TILE + 1)
     if count == 0:
         return
-    first, slot = tl.load(tiles + tile * 3).to(tl.int64), tl.load(tiles + tile * 3 + 2)
+    first, slot = tl.load(tiles + tile * TILE).to(tl.int64), tl.load(tiles + tile * TILE + 2)
     place = _place(places, targets, target, slot, layer, layers, MODULES, PLACE)
     rank = tl.load(place + 1).to(tl.int32)
     if block * BLOCK_R >= rank:
         return
-    a = pool + tl.multiple_of(tl.load(place), ALIGN)
+    sizes = in_dim + tl.load(targets + target * 3 + 2)
+    a = pool + _begin(place, tl.load(tiles + tile * TILE + 3), rank, sizes, ALIGN)
     m, r = tl.arange(0, BLOCK_M), block * BLOCK_R + tl.arange(0, BLOCK_R)
     rows = first + m
     total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
@@ -112,13 +122,14 @@ def _expand(
     y, partial, pool, places, tiles, targets, bias, layer, layers, y_stride, num_rows, in_dim, num_columns,
     TARGETS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, MODULES: tl.constexpr, PLACE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BIASED: tl.constexpr, WIDEN: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_M: tl.constexpr, BIASED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     tile, low = tl.program_id(0), tl.program_id(1) * BLOCK_N
-    count = tl.load(tiles + tile * 3 + 1)
+    count = tl.load(tiles + tile * TILE + 1)
     if count == 0:
         return
-    first, slot = tl.load(tiles + tile * 3).to(tl.int64), tl.load(tiles + tile * 3 + 2)
+    first, slot = tl.load(tiles + tile * TILE).to(tl.int64), tl.load(tiles + tile * TILE + 2)
+    piece = tl.load(tiles + tile * TILE + 3)
     ranks = 0
     for target in range(TARGETS):
         start, width = tl.load(targets + target * 3 + 1), tl.load(targets + target * 3 + 2)
@@ -143,7 +154,8 @@ def _expand(
             place = _place(places, targets, target, slot, layer, layers, MODULES, PLACE)
             rank = tl.load(place + 1).to(tl.int32)
             if rank > 0:
-                b = pool + tl.multiple_of(tl.load(place), ALIGN) + tl.multiple_of(rank * in_dim, ALIGN)
+                a = pool + _begin(place, piece, rank, in_dim + width, ALIGN)
+                b = a + tl.multiple_of(rank * in_dim, ALIGN)
                 column = n - start
                 inside = (column >= 0) & (column < width)
                 for bottom in range(0, rank, BLOCK_R):
@@ -185,7 +197,7 @@ def shrink(x: Tensor, tables: LoraTables) -> Tensor:
     )  # fmt: skip
     constants = {
         "TARGETS": num_targets, "RANK": tables.rank, "SPLITS": splits, "BLOCK_R": block_r,
-        "ALIGN": tables.align, "MODULES": MODULES, "PLACE": PLACE,
+        "ALIGN": tables.align, "MODULES": MODULES, "PLACE": PLACE, "TILE": TILE,
     }  # fmt: skip
     if tables.tile_size == 1:
         _shrink_rows[grid](*arguments, **constants, BLOCK_K=256)
@@ -210,7 +222,7 @@ def expand_add(y: Tensor, partial: Tensor, in_dim: int, tables: LoraTables, bias
         tables.layer, tables.places.shape[1], y.stride(0), num_rows, in_dim, num_columns,
         TARGETS=tables.targets.shape[0], RANK=tables.rank, SPLITS=partial.shape[0],
         BLOCK_R=16 if tables.rank <= 16 else 32, BLOCK_N=block_n, ALIGN=tables.align, MODULES=MODULES,
-        PLACE=PLACE, BLOCK_M=tables.tile_size, BIASED=bias is not None, WIDEN=widens(y.dtype),
+        PLACE=PLACE, TILE=TILE, BLOCK_M=tables.tile_size, BIASED=bias is not None, WIDEN=widens(y.dtype),
     )  # fmt: skip
 
 

@@ -8,12 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from manylora.kernels.cuda import kv, lora, rows
+from manylora.kernels.cuda import kv, lora, routing, rows
 from manylora.kernels.cuda.backends import AttentionBackend, choose
+from manylora.kernels.cuda.grouped import WeightTable, grouped_linear, weight_table
 from manylora.kernels.cuda.plan import MODULES, PLACE, Places, plan_lora
+from manylora.kernels.cuda.quantised import QuantisedLinears
 from manylora.kernels.cuda.tables import MIN_SPLIT_KEYS, PagedBatch, PlannedLora, plan_attention
+from manylora.kernels.quantised import PackedInt4, QuantisedWeight
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch, LoraTarget
+from manylora.kernels.spec import AttentionBatch, BatchLimits, ExpertPairs, LoraBatch, LoraTarget, Weight
 
 __all__ = ["CudaOps"]
 
@@ -22,16 +25,16 @@ ALIGNMENTS = (16, 8, 4, 2, 1)
 
 
 class CudaOps(ReferenceOps):
-    """Nothing here waits for the device, but for what is left to the reference: soft caps.
-
-    Tensors may lie elsewhere when the kernels are interpreted.
+    """Nothing here waits for the device. Tensors may lie elsewhere when the kernels are interpreted.
 
     split_keys: keys of one program in decode attention, at least.
     """
 
     def __init__(self, split_keys: int = MIN_SPLIT_KEYS) -> None:
         self._split_keys = split_keys
+        self._quantised = QuantisedLinears()
         self._targets: dict[tuple[LoraTarget, ...], Tensor] = {}
+        self._tables: dict[int, tuple[Sequence[Weight], WeightTable]] = {}
 
     def reserve(self, limits: BatchLimits, device: torch.device) -> None:
         slots = limits.max_sequences + SPARE_SLOTS
@@ -47,9 +50,11 @@ class CudaOps(ReferenceOps):
         paged = plan_attention(attention, self._limits, fixed, self._split_keys)
         if lora is None:
             return paged, None
-        plan = plan_lora(lora.segments, self._host_places, len(attention.slots) if fixed else None)
+        num_rows = len(attention.slots)
+        plan = plan_lora(lora.segments, self._host_places, num_rows, fixed)
         for update in plan.updates:
             self._places[update.slot].copy_(torch.from_numpy(update.places), non_blocking=True)
+        routed = {"row_slots": torch.from_numpy(plan.row_slots)} if self._limits.num_experts else {}
         planned = PlannedLora(
             pool=lora.pool,
             segments=lora.segments,
@@ -60,8 +65,20 @@ class CudaOps(ReferenceOps):
             tile_size=plan.tile_size,
             rank=plan.rank,
             modules=plan.modules,
+            most_adapters=num_rows if fixed else len(lora.segments),
+            **routed,
         )
         return paged, planned
+
+    def pack(self, weight: Tensor | QuantisedWeight, routed: bool = False) -> Weight:
+        if isinstance(weight, Tensor) or routed:
+            return weight
+        return self._quantised.pack(weight)
+
+    def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
+        if isinstance(packed, QuantisedWeight | PackedInt4):
+            return self._quantised(x, packed, bias)
+        return super().linear(x, packed, bias)
 
     def lora_add(
         self,
@@ -73,22 +90,29 @@ class CudaOps(ReferenceOps):
         bias: Tensor | None = None,
     ) -> None:
         assert isinstance(batch, PlannedLora), "a batch goes through `plan` first"
-        present = tuple(target for target in targets if target.module_id in batch.modules)
-        if not present:
-            return
-        in_dim = x.shape[1]
-        common = math.gcd(batch.alignment, in_dim, *(t.start for t in present), *(t.width for t in present))
-        tables = lora.LoraTables(
-            pool=batch.pool,
-            places=batch.places,
-            tiles=batch.tiles,
-            targets=self._target_table(present, x.device),
-            layer=layer,
-            tile_size=batch.tile_size,
-            rank=batch.rank,
-            align=next(size for size in ALIGNMENTS if common % size == 0),
-        )
-        lora.expand_add(y, lora.shrink(x, tables), in_dim, tables, bias)
+        self._add(y, x, batch, layer, targets, bias, batch.tiles, batch.tile_size)
+
+    def pair_up(
+        self, choices: Tensor, num_experts: int, lora: LoraBatch | None
+    ) -> tuple[ExpertPairs, Tensor]:
+        assert lora is None or isinstance(lora, PlannedLora), "a batch goes through `plan` first"
+        return routing.pair_up(choices, num_experts, lora)
+
+    def expert_linear(self, x: Tensor, pairs: ExpertPairs, weights: Sequence[Weight]) -> Tensor:
+        assert isinstance(pairs, routing.DevicePairs)
+        return grouped_linear(x, pairs.tiles, pairs.tile_size, self._weight_table(weights))
+
+    def expert_lora_add(
+        self,
+        y: Tensor,
+        x: Tensor,
+        batch: LoraBatch,
+        pairs: ExpertPairs,
+        layer: int,
+        targets: Sequence[LoraTarget],
+    ) -> None:
+        assert isinstance(batch, PlannedLora) and isinstance(pairs, routing.DevicePairs)
+        self._add(y, x, batch, layer, targets, None, pairs.lora_tiles, pairs.lora_tile_size)
 
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
         kv.store_kv(k, v, k_cache, v_cache, batch.slots)
@@ -104,17 +128,47 @@ class CudaOps(ReferenceOps):
         softcap: float | None = None,
     ) -> Tensor:
         assert isinstance(batch, PagedBatch), "a batch goes through `plan` first"
-        if softcap is not None:
-            return super().attention(q, k_cache, v_cache, batch, scale, window, softcap)
-        return self._attention(q, k_cache, v_cache, batch, scale, window)
+        return self._attention(q, k_cache, v_cache, batch, scale, window, softcap)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if weight.dtype != x.dtype:
-            return super().rms_norm(x, weight, eps)
         return rows.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return rows.add_rms_norm(x, delta, weight, eps)
+
+    def gated(self, y: Tensor, activation: str) -> Tensor:
+        return rows.gated(y, activation)
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return rows.rotary(x, cos, sin)
+
+    def _add(
+        self,
+        y: Tensor,
+        x: Tensor,
+        batch: PlannedLora,
+        layer: int,
+        targets: Sequence[LoraTarget],
+        bias: Tensor | None,
+        tiles: Tensor,
+        tile_size: int,
+    ) -> None:
+        present = tuple(target for target in targets if target.module_id in batch.modules)
+        if not present:
+            return
+        in_dim = x.shape[1]
+        common = math.gcd(batch.alignment, in_dim, *(t.start for t in present), *(t.width for t in present))
+        tables = lora.LoraTables(
+            pool=batch.pool,
+            places=batch.places,
+            tiles=tiles,
+            targets=self._target_table(present, x.device),
+            layer=layer,
+            tile_size=tile_size,
+            rank=batch.rank,
+            align=next(size for size in ALIGNMENTS if common % size == 0),
+        )
+        lora.expand_add(y, lora.shrink(x, tables), in_dim, tables, bias)
 
     def _target_table(self, targets: tuple[LoraTarget, ...], device: torch.device) -> Tensor:
         """[targets, 3] int32 on the device; one for each kind of linear layer, made once."""
@@ -122,3 +176,10 @@ class CudaOps(ReferenceOps):
             values = [(t.module_id, t.start, t.width) for t in targets]
             self._targets[targets] = torch.tensor(values, dtype=torch.int32, device=device)
         return self._targets[targets]
+
+    def _weight_table(self, weights: Sequence[Weight]) -> WeightTable:
+        """Made once for the experts of a layer, which are held, so that their id stays their own."""
+        known = self._tables.get(id(weights))
+        if known is None:
+            known = self._tables[id(weights)] = weights, weight_table(weights)
+        return known[1]

@@ -14,12 +14,26 @@ import numpy as np
 
 from manylora.kernels.spec import LoraRow, LoraSegment
 
-__all__ = ["MODULES", "PLACE", "LoraPlan", "Places", "SlotUpdate", "plan_lora", "rank_class", "tile_size"]
+__all__ = [
+    "MODULES",
+    "PLACE",
+    "TILE",
+    "LoraPlan",
+    "Places",
+    "SlotUpdate",
+    "expert_tile_size",
+    "plan_lora",
+    "rank_class",
+    "tile_size",
+    "tile_size_of",
+]
 
 MODULES = 32  # module ids are below this
 PLACE = 3  # integers of one place: offset, rank, whether a magnitude follows
+TILE = 4  # integers of one tile: first row, number of rows, slot, which of the pieces (experts) at a place
 # Rows of one tile. One: a row reads its matrices alone, as vectors. More: tensor cores share them.
 TILE_SIZES = (1, 16, 64)
+EXPERT_TILE_SIZES = (16, 64)
 RANK_CLASSES = (16, 64, 512)
 
 Rows = Mapping[tuple[int, int], LoraRow]
@@ -35,13 +49,15 @@ class SlotUpdate:
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """tiles [n, 3] int32: first row, number of rows, slot; a tile of 0 rows is padding.
+    """tiles [n, TILE] int32: first row, number of rows, slot, 0; a tile of 0 rows is padding.
 
+    row_slots [rows] int32: the slot of each row, -1 without an adapter.
     tile_size: the most rows a tile has. rank: no rank of the batch is larger; one of a few classes.
     modules: ids that any adapter of the batch has anywhere.
     """
 
     tiles: np.ndarray
+    row_slots: np.ndarray
     tile_size: int
     rank: int
     modules: frozenset[int]
@@ -90,25 +106,30 @@ class Places:
         return SlotUpdate(slot, places)
 
 
-def plan_lora(segments: Sequence[LoraSegment], places: Places, rows: int | None = None) -> LoraPlan:
-    """The tiles of a batch.
+def plan_lora(
+    segments: Sequence[LoraSegment], places: Places, num_rows: int, fixed: bool = False
+) -> LoraPlan:
+    """The tiles of a batch of so many rows.
 
-    rows: pad to that many tiles, for a batch of that many rows and one row for each sequence.
+    fixed: one row for each sequence; pad to a tile for each row.
     """
     entries, updates = places.take([segment.rows for segment in segments])
     size = tile_size([segment.stop - segment.start for segment in segments])
-    if rows is not None:
+    if fixed:
         size = min(size, TILE_SIZES[1])
-    parts = []
+    parts, row_slots = [], np.full(num_rows, -1, np.int32)
     for segment, entry in zip(segments, entries, strict=True):
         starts = np.arange(segment.start, segment.stop, size, np.int32)
         counts = np.minimum(segment.stop - starts, size)
-        parts.append(np.stack((starts, counts, np.full_like(starts, entry.slot)), axis=1))
+        slots = np.full_like(starts, entry.slot)
+        parts.append(np.stack((starts, counts, slots, np.zeros_like(starts)), axis=1))
+        row_slots[segment.start : segment.stop] = entry.slot
     tiles = np.concatenate(parts).astype(np.int32)
-    if rows is not None:
-        tiles = np.concatenate((tiles, np.zeros((rows - len(tiles), 3), np.int32)))
+    if fixed:
+        tiles = np.concatenate((tiles, np.zeros((num_rows - len(tiles), TILE), np.int32)))
     return LoraPlan(
         tiles=tiles,
+        row_slots=row_slots,
         tile_size=size,
         rank=rank_class(max(entry.rank for entry in entries)),
         modules=frozenset().union(*(entry.modules for entry in entries)),
@@ -118,8 +139,17 @@ def plan_lora(segments: Sequence[LoraSegment], places: Places, rows: int | None 
 
 def tile_size(lengths: Sequence[int]) -> int:
     """By the mean rows of an adapter: distinct adapters decode row by row, prompts go in large tiles."""
-    mean = sum(lengths) / len(lengths)
+    return tile_size_of(sum(lengths) / len(lengths))
+
+
+def tile_size_of(mean: float) -> int:
+    """By the mean rows of what shares matrices."""
     return TILE_SIZES[0] if mean < 2 else TILE_SIZES[1] if mean < 48 else TILE_SIZES[2]
+
+
+def expert_tile_size(mean: float) -> int:
+    """By the mean rows of an expert, whose weight always goes through tensor cores."""
+    return EXPERT_TILE_SIZES[0] if mean < 32 else EXPERT_TILE_SIZES[1]
 
 
 def rank_class(rank: int) -> int:

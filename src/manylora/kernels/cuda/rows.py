@@ -1,4 +1,4 @@
-"""Row-wise operations in one launch each: RMSNorm and the rotary embedding, in float32, rounded once."""
+"""Row-wise operations in one launch each, in float32: RMSNorm, gated activations, the rotary embedding."""
 
 from __future__ import annotations
 
@@ -7,20 +7,46 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["rms_norm", "rotary"]
+__all__ = ["add_rms_norm", "gated", "rms_norm", "rotary"]
 
 
 @triton.jit
-def _rms_norm(x, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(
+    x, delta, weight, total, out, eps, ADDED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     values = tl.load(x + row * WIDTH + column, mask=inside, other=0).to(tl.float32)
+    if ADDED:
+        values += tl.load(delta + row * WIDTH + column, mask=inside, other=0).to(tl.float32)
+        rounded = values.to(total.dtype.element_ty)
+        tl.store(total + row * WIDTH + column, rounded, mask=inside)
+        values = rounded.to(tl.float32)
     scaled = values * tl.rsqrt(tl.sum(values * values, axis=0) / WIDTH + eps)
     # Rounded before the weight, as the checkpoints were trained.
-    rounded = scaled.to(out.dtype.element_ty).to(tl.float32)
+    normed = scaled.to(weight.dtype.element_ty).to(tl.float32)
     weights = tl.load(weight + column, mask=inside, other=0).to(tl.float32)
-    tl.store(out + row * WIDTH + column, (rounded * weights).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * WIDTH + column, (normed * weights).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated(y, out, y_stride, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    up = tl.load(y + row * y_stride + column, mask=inside, other=0).to(tl.float32)
+    gate = tl.load(y + row * y_stride + WIDTH + column, mask=inside, other=0).to(tl.float32)
+    if KIND == "silu":
+        active = gate * tl.sigmoid(gate)
+    elif KIND == "gelu":
+        active = 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476))
+    elif KIND == "gelu_tanh":  # (1 + tanh(z)) / 2 is the logistic function of 2 z
+        active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        tl.static_assert(KIND == "relu")
+        active = tl.maximum(gate, 0.0)
+    rounded = active.to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * WIDTH + column, (rounded * up).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -46,8 +72,33 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     width = x.shape[-1]
     if x.numel():
-        grid = (x.numel() // width,)
-        _rms_norm[grid](x, weight, out, eps, WIDTH=width, BLOCK=triton.next_power_of_2(width))
+        _rms_norm[(x.numel() // width,)](
+            x, x, weight, x, out, eps, ADDED=False, WIDTH=width, BLOCK=triton.next_power_of_2(width)
+        )
+    return out
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As `Ops.add_rms_norm`, in one launch."""
+    x, delta = x.contiguous(), delta.contiguous()
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    width = x.shape[-1]
+    if x.numel():
+        _rms_norm[(x.numel() // width,)](
+            x, delta, weight, total, out, eps, ADDED=True, WIDTH=width, BLOCK=triton.next_power_of_2(width)
+        )
+    return total, out
+
+
+def gated(y: Tensor, activation: str) -> Tensor:
+    """As `Ops.gated`."""
+    rows, width = y.shape[0], y.shape[1] // 2
+    out = torch.empty((rows, width), dtype=y.dtype, device=y.device)
+    block = min(1024, triton.next_power_of_2(width))
+    if rows:
+        _gated[(rows, triton.cdiv(width, block))](
+            y, out, y.stride(0), WIDTH=width, KIND=activation, BLOCK=block
+        )
     return out
 
 

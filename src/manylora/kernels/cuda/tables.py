@@ -21,13 +21,18 @@ MAX_SPLITS = 64
 
 @dataclass(frozen=True)
 class PlannedLora(LoraBatch):
-    """places, tiles: as `kernels.cuda.lora.LoraTables`; the rest as `kernels.cuda.plan.LoraPlan`."""
+    """places, tiles: as `kernels.cuda.lora.LoraTables`; the rest as `kernels.cuda.plan.LoraPlan`.
+
+    row_slots: empty for a model without experts. most_adapters: no batch of this shape has more.
+    """
 
     places: Tensor = field(default_factory=lambda: torch.empty(0))
     tiles: Tensor = field(default_factory=lambda: torch.empty(0))
     tile_size: int = 1
     rank: int = 16
     modules: frozenset[int] = frozenset()
+    row_slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+    most_adapters: int = 1
 
     @property
     def shape(self) -> Hashable:

@@ -23,7 +23,12 @@ class VarlenAttention:
         batch: PagedBatch,
         scale: float,
         window: int | None,
+        softcap: float | None,
     ) -> Tensor:
+        if softcap is not None:
+            raise NotImplementedError("it has no soft cap")
+        if k_cache.dtype != q.dtype:
+            raise NotImplementedError(f"it does not read a cache in {k_cache.dtype}")
         out = varlen_attn(
             q,
             k_cache,

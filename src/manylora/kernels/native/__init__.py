@@ -31,10 +31,12 @@ POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 KINDS = {"p": POINTER, "i": INTEGER, "f": REAL}
 # p: pointer, i: integer, f: float; see the C files for their names.
 FUNCTIONS = {
-    "linear_float32": "pipiipiipp",
-    "linear_bfloat16": "pipiipiipp",
-    "linear_int8": "pipiipiipp",
-    "lora_add": "pipiippiii",
+    "linear_float32": "pipiipiipppip",
+    "linear_bfloat16": "pipiipiipppip",
+    "linear_int8": "pipiipiipppip",
+    "linear_int4": "pipiipiipppip",
+    "lora_add_float32": "pipiippiii",
+    "lora_add_bfloat16": "pipiippiii",
     "decode_attention": "pipipppipiiiiifipi",
     "store_rows": "ppipii",
     "rms_norm": "ppipiif",

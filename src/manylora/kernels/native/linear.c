@@ -1,63 +1,70 @@
-/* y = x W^T + bias in float32, W kept in float32, bfloat16, or int8 with a scale for each row of W.
+/* y = x W^T + bias in float32, W kept in float32, bfloat16, int8 or int4. The last two are integers v with
+ * W[n, k] = scale[n, g] v[n, k] + offset[n, g], g = k / group; offsets may be missing.
  *
- * W [out, in] is packed in panels of PANEL outputs: [panels, in, PANEL], the last one padded with zeros. A tile of
- * up to TILE_ROWS rows of x and one panel is summed in registers; x is read as it lies. With few rows this streams
- * W once, at the speed of memory; with many, a block of W is widened once for all tiles. While a block is
- * multiplied the next one is fetched, so that memory and arithmetic work at once. The sums of a row are made in the
- * same order whatever rows come with it. */
+ * W [out, in] is packed in panels of PANEL outputs: [panels, in, PANEL], the last one padded with zeros; of int4
+ * [panels, in / 2, PANEL] bytes, each with an even input in its low half and the next one in its high half, 8 being
+ * zero; scales and offsets [panels, groups, PANEL]. A tile of up to TILE_ROWS rows of x and one panel is summed in
+ * registers; x is read as it lies. With few rows this streams W once, at the speed of memory; with many, a block of
+ * W is widened once for all tiles. While a block is multiplied the next one is fetched, so that memory and arithmetic
+ * work at once. No block is in two groups: integers are summed, and scale and offset enter once for each block. The
+ * sums of a row are made in the same order whatever rows come with it. */
 
 #include "vectors.h"
 
 enum { VECTORS = 3, PANEL = LANES * VECTORS, BLOCK = 256 };
-typedef enum { FLOAT32, BFLOAT16, INT8 } Kind;
 
-INLINE int64_t size_of(Kind kind) { return kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1; }
+/* Inputs whose weights lie in one row of a panel, and its bytes. */
+INLINE int inputs_of(Kind kind) { return kind == INT4 ? 2 : 1; }
+INLINE int64_t bytes_of(Kind kind) { return kind == INT4 ? PANEL : PANEL * size_of(kind); }
 
-INLINE vector widen(Kind kind, const char *at) {
-    if (kind == FLOAT32) return load((const float *)at);
-    if (kind == INT8) return __builtin_convertvector(__builtin_convertvector(*(const bytes *)at, integers), vector);
-    const words bits = __builtin_convertvector(*(const halves *)at, words) << 16;
-    vector value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
+INLINE vector weights(Kind kind, const char *row, int v, int input) {
+    if (kind == INT4) return widen_halves(row + v * LANES, input);
+    return widen(kind, row + v * LANES * size_of(kind));
 }
 
 typedef struct {
     float *y;
     const float *x;
     int64_t y_stride, x_stride, columns;
-    const float *scale, *bias; /* of this panel; NULL: none */
-    int adds;                  /* to y, which holds the products of the depths before */
-    const char *next;          /* to be fetched meanwhile, */
-    int64_t hop;               /* so many bytes for each input */
+    const float *scale, *offset, *bias; /* of this panel and group; NULL: none */
+    const float *totals;                /* of each row of x, over the inputs of the block: what an offset meets */
+    int64_t totals_stride;
+    int adds;         /* to y, which holds the products of the depths before */
+    const char *next; /* to be fetched meanwhile, */
+    int64_t hop;      /* so many bytes for each row of the panel */
 } Tile;
 
-/* Takes a tile's sums, rows of PANEL, to y. Apart from the sums, so that they are compiled once for each height. */
-static void __attribute__((noinline)) finish(int rows, Tile t, const float *sums) {
-    for (int r = 0; r < rows; r++)
+/* Takes a tile's sums, rows of PANEL, to y. A function of its own, so that no height rounds otherwise. */
+static void ONCE finish(int rows, Tile t, const float *sums) {
+    for (int r = 0; r < rows; r++) {
+        const float whole = t.offset ? t.totals[r * t.totals_stride] : 0;
         for (int64_t c = 0; c < t.columns; c++) {
             float *to = t.y + r * t.y_stride + c;
             const float scaled = t.scale ? sums[r * PANEL + c] * t.scale[c] : sums[r * PANEL + c];
-            *to = scaled + (t.adds ? *to : t.bias ? t.bias[c] : 0);
+            const float moved = t.offset ? scaled + t.offset[c] * whole : scaled;
+            *to = moved + (t.adds ? *to : t.bias ? t.bias[c] : 0);
         }
+    }
 }
 
 INLINE void tile(const int rows, const Kind kind, Tile t, const char *w, int64_t depth) {
     vector sum[TILE_ROWS][VECTORS];
     float sums[TILE_ROWS * PANEL];
-    const int64_t step = PANEL * size_of(kind);
+    const int inputs = inputs_of(kind);
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = all(0);
-    for (int64_t k = 0; k < depth; k++, w += step) {
-        vector in[VECTORS];
-        const char *soon = t.next + k * t.hop;
+    for (int64_t k = 0; k < depth; k += inputs, w += bytes_of(kind)) {
+        const char *soon = t.next + k / inputs * t.hop;
         __builtin_prefetch(soon, 0, 2);
         if (t.hop > 64) __builtin_prefetch(soon + 64, 0, 2);
         if (t.hop > 128) __builtin_prefetch(soon + 128, 0, 2);
-        UNROLL for (int v = 0; v < VECTORS; v++) in[v] = widen(kind, w + v * LANES * size_of(kind));
-        UNROLL for (int r = 0; r < rows; r++) {
-            const vector one = all(t.x[r * t.x_stride + k]);
-            UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] += one * in[v];
+        UNROLL for (int i = 0; i < inputs; i++) {
+            vector in[VECTORS];
+            UNROLL for (int v = 0; v < VECTORS; v++) in[v] = weights(kind, w, v, i);
+            UNROLL for (int r = 0; r < rows; r++) {
+                const vector one = all(t.x[r * t.x_stride + k + i]);
+                UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] += one * in[v];
+            }
         }
     }
     UNROLL for (int r = 0; r < rows; r++)
@@ -71,15 +78,14 @@ INLINE void tile(const int rows, const Kind kind, Tile t, const char *w, int64_t
 
 INLINE void tiles(const Kind kind, Tile t, int64_t rows, const char *w, int64_t depth) {
     const int64_t count = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    float *const y = t.y;
-    const float *const x = t.x;
-    const char *const next = t.next;
+    const Tile first = t;
     t.hop = (t.hop + count - 1) / count; /* each tile fetches its share */
     for (int64_t i = 0; i < count; i++) { /* of equal height: 9 rows are 4 and 5 */
         const int64_t start = rows * i / count, stop = rows * (i + 1) / count;
-        t.y = y + start * t.y_stride;
-        t.x = x + start * t.x_stride;
-        t.next = next + i * t.hop * depth;
+        t.y = first.y + start * t.y_stride;
+        t.x = first.x + start * t.x_stride;
+        t.totals = first.totals + start * t.totals_stride;
+        t.next = first.next + i * t.hop * (depth / inputs_of(kind));
         switch (stop - start) {
             CASE(1) CASE(2) CASE(3) CASE(4)
 #ifdef __AVX512F__
@@ -89,40 +95,70 @@ INLINE void tiles(const Kind kind, Tile t, int64_t rows, const char *w, int64_t 
     }
 }
 
+/* totals[row, g] = the sum of x[row] over the inputs of block g. */
+static void sum_blocks(float *totals, const float *x, int64_t x_stride, int64_t rows, int64_t in, int64_t block) {
+    const int64_t count = (in + block - 1) / block;
+#pragma omp parallel for if (rows > TILE_ROWS)
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t g = 0; g < count; g++) {
+            const float *from = x + r * x_stride + g * block;
+            const int64_t depth = least(in - g * block, block), whole = depth - depth % LANES;
+            vector sum = all(0);
+            for (int64_t k = 0; k < whole; k += LANES) sum += load(from + k);
+            float one = total(sum);
+            for (int64_t k = whole; k < depth; k++) one += from[k];
+            totals[r * count + g] = one;
+        }
+}
+
 INLINE void linear(const Kind kind, float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t rows,
-                   const char *w, int64_t in, int64_t out, const float *scale, const float *bias) {
-    const int64_t panels = (out + PANEL - 1) / PANEL, step = PANEL * size_of(kind);
+                   const char *w, int64_t in, int64_t out, const float *scale, const float *offset, float *totals,
+                   int64_t group, const float *bias) {
+    const int64_t panels = (out + PANEL - 1) / PANEL, groups = in / group, step = bytes_of(kind);
+    const int64_t block = least(group, BLOCK), blocks = (in + block - 1) / block;
+    const int inputs = inputs_of(kind);
     const int widens = rows > (kind == FLOAT32 ? 4 : 1) * TILE_ROWS; /* float32: only a copy that lies well */
     const int64_t run = panels < 16 ? 1 : 4; /* panels in a row, so that the next one is this thread's, too */
     if (!rows) return;
+    if (offset) sum_blocks(totals, x, x_stride, rows, in, block);
 #pragma omp parallel for schedule(dynamic, run)
     for (int64_t p = 0; p < panels; p++) {
         float wide[BLOCK * PANEL];
         const int64_t column = p * PANEL;
-        for (int64_t k = 0; k < in; k += BLOCK) {
-            const int64_t depth = least(in - k, BLOCK);
-            const char *part = w + (p * in + k) * step;
-            const Tile t = {y + column, x + k, y_stride, x_stride, least(out - column, PANEL),
-                            scale ? scale + column : NULL, bias ? bias + column : NULL, k > 0,
-                            part + depth * step, step};
+        for (int64_t b = 0; b < blocks; b++) {
+            const int64_t k = b * block, depth = least(in - k, block), at = (p * groups + k / group) * PANEL;
+            const int64_t height = depth / inputs;
+            const char *part = w + (p * in + k) / inputs * step;
+            Tile t = {y + column, x + k, y_stride, x_stride, least(out - column, PANEL), scale ? scale + at : NULL,
+                      offset ? offset + at : NULL, bias ? bias + column : NULL, totals + b, blocks, k > 0,
+                      part + height * step, step};
             if (!widens) {
                 tiles(kind, t, rows, part, depth);
                 continue;
             }
-            for (int64_t i = 0; i < depth * PANEL; i += LANES) store(wide + i, widen(kind, part + i * size_of(kind)));
+            for (int64_t i = 0; i < height; i++)
+                UNROLL for (int h = 0; h < inputs; h++)
+                    UNROLL for (int v = 0; v < VECTORS; v++)
+                        store(wide + (i * inputs + h) * PANEL + v * LANES, weights(kind, part + i * step, v, h));
+            t.hop = (step + inputs - 1) / inputs; /* a row of `wide` has one input */
             tiles(FLOAT32, t, rows, (const char *)wide, depth);
         }
     }
 }
 
+/* totals: room for [rows, in / the lesser of group and 256, rounded up], where there are offsets. group: inputs that
+ * share a scale, a divisor of `in` and, above 256, a multiple of it; without scales `in`. */
 #define LINEAR(name, kind)                                                                                           \
     void name(float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t rows, const char *w, int64_t in, \
-              int64_t out, const float *scale, const float *bias) {                                                  \
-        linear(kind, y, y_stride, x, x_stride, rows, w, in, out, scale, bias);                                       \
+              int64_t out, const float *scale, const float *offset, float *totals, int64_t group,                    \
+              const float *bias) {                                                                                   \
+        linear(kind, y, y_stride, x, x_stride, rows, w, in, out, scale, offset, totals, group, bias);                \
     }
 
 LINEAR(linear_float32, FLOAT32)
 LINEAR(linear_bfloat16, BFLOAT16)
 LINEAR(linear_int8, INT8)
+LINEAR(linear_int4, INT4)
 
 int64_t panel_width(void) { return PANEL; }
+int64_t panel_block(void) { return BLOCK; }

@@ -6,6 +6,9 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 #ifdef __AVX512F__
 enum { LANES = 16, TILE_ROWS = 8 };
@@ -18,13 +21,83 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef int32_t integers __attribute__((vector_size(4 * LANES)));
 typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1)));
+typedef uint8_t octets __attribute__((vector_size(LANES), aligned(1)));
 
 #define INLINE static inline __attribute__((always_inline))
+#ifdef __clang__
+#define ONCE __attribute__((noinline))
+#else
+#define ONCE __attribute__((noipa)) /* neither is it cloned for constant arguments */
+#endif
 #define UNROLL _Pragma("GCC unroll 8")
 
 INLINE vector load(const float *at) { return *(const vector *)at; }
 INLINE void store(float *at, vector value) { *(vector *)at = value; }
 INLINE vector all(float value) { return (vector){0} + value; }
+
+/* Elements in memory; all are float32 in registers. */
+typedef enum { FLOAT32, BFLOAT16, INT8, INT4 } Kind;
+
+/* Not of INT4, two of which share a byte. */
+INLINE int64_t size_of(Kind kind) { return kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1; }
+
+/* LANES integers of 16 or 8 bits as 32. By name where there is one: what GCC makes of __builtin_convertvector is
+ * several times slower. */
+INLINE words widen_uint16(const char *at) {
+#if defined(__AVX512F__)
+    return (words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)at));
+#elif defined(__AVX2__)
+    return (words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)at));
+#else
+    return __builtin_convertvector(*(const halves *)at, words);
+#endif
+}
+
+INLINE words widen_uint8(const char *at) {
+#if defined(__AVX512F__)
+    return (words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at));
+#elif defined(__AVX2__)
+    return (words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)at));
+#else
+    return __builtin_convertvector(*(const octets *)at, words);
+#endif
+}
+
+INLINE integers widen_int8(const char *at) {
+#if defined(__AVX512F__)
+    return (integers)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at));
+#elif defined(__AVX2__)
+    return (integers)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at));
+#else
+    return __builtin_convertvector(*(const bytes *)at, integers);
+#endif
+}
+
+INLINE vector widen(Kind kind, const char *at) {
+    if (kind == FLOAT32) return load((const float *)at);
+    if (kind == INT8) return __builtin_convertvector(widen_int8(at), vector);
+    return (vector)(widen_uint16(at) << 16);
+}
+
+/* INT4: the low or the high halves of LANES bytes, as -8 to 7. */
+INLINE vector widen_halves(const char *at, int high) {
+    const words both = widen_uint8(at), index = high ? both >> 4 : both;
+#ifdef __AVX512F__ /* the four lowest bits choose from a table: two instructions less */
+    const __m512 table = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+    return (vector)_mm512_permutexvar_ps((__m512i)index, table);
+#else
+    return __builtin_convertvector((integers)(index & 15) - 8, vector);
+#endif
+}
+
+/* A single float32 or bfloat16. */
+INLINE float widen_one(Kind kind, const char *at) {
+    uint32_t bits = 0;
+    memcpy((char *)&bits + 4 - size_of(kind), at, size_of(kind)); /* little-endian: the upper half */
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
 
 /* The sum of the lanes, as a tree: GCC and clang make few instructions of these halves. */
 INLINE float total(vector v) {

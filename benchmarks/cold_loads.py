@@ -1,0 +1,228 @@
+#!/usr/bin/env python3
+"""What cold loads do to requests whose adapter is warm: time to first token through the OpenAI server.
+
+Warm requests arrive at equal intervals, over a few adapters that stay on the device. Beside them others
+arrive, in turns within one run: `calm`, for adapters that are warm too, and `cold`, for adapters that must be
+read from their files, checked, put in memory and copied: every time, since there are more of them than the
+cache and the copies of the server hold. So both sides compute the same; what differs is the loading. Ideal is
+a ratio of 1; loading uses a processor, so it can reach that only where one is free.
+
+    cold_loads.py --rounds 3
+    cold_loads.py --hidden 192 --layers 4 --cold-per-second 20
+
+Needs an otherwise idle machine; the processor seconds that others took are shown beside the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+PORT = 8004
+TEXT = "Tell me about Japan. \nAnswer:"
+WARM = 4
+PROJECTIONS = {
+    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
+
+
+def make_model(path: Path, hidden: int, layers: int) -> Path:
+    from manylora.testing import make_model as tiny
+
+    heads = hidden // 64
+    return tiny(
+        path, "llama", hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=512, vocab_size=8192,
+        initializer_range=0.02,
+    )  # fmt: skip
+
+
+def make_adapter(path: Path, hidden: int, layers: int, rank: int, seed: int) -> int:
+    """A PEFT directory on all linear layers. Returns its bytes."""
+    picks, tensors = np.random.default_rng(seed), {}
+    for layer in range(layers):
+        for block, names in PROJECTIONS.items():
+            for name in names:
+                wide_in = 4 * hidden if name == "down_proj" else hidden
+                wide_out = 4 * hidden if name in ("gate_proj", "up_proj") else hidden
+                where = f"base_model.model.model.layers.{layer}.{block}.{name}"
+                for part, shape in (("A", (rank, wide_in)), ("B", (wide_out, rank))):
+                    values = picks.standard_normal(shape, np.float32) * 0.02
+                    tensors[f"{where}.lora_{part}.weight"] = values
+    path.mkdir(parents=True)
+    save_file(tensors, path / "adapter_model.safetensors", {"format": "pt"})
+    names = [name for block in PROJECTIONS.values() for name in block]
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": names, "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return sum(one.nbytes for one in tensors.values())
+
+
+def serve(model: Path, root: Path, work: Path, cache_bytes: int) -> subprocess.Popen[bytes]:
+    """Neither the cache nor the copies beside it hold all adapters; ready when it listens."""
+    config = work / "serve.yaml"
+    # On a CPU the device level is host memory too: a fraction of it, here as large as the host level.
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    sizes = {"host_cache_size": cache_bytes, "device_cache_percent": max(1e-4, cache_bytes / total)}
+    lines = ["peft_cache_config:", *(f"  {name}: {value}" for name, value in sizes.items())]
+    config.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    command = [
+        sys.executable,
+        "-m",
+        "manylora.commands.serve",
+        model,
+        "--port",
+        str(PORT),
+        "--config",
+        config,
+    ]
+    flags = ["--lora-root", root, "--lora-refresh-seconds", "3600", "--lora-keep-bytes", "1"]
+    flags += ["--lora-disk-bytes", "0", "--device", "cpu", "--served-model-name", "model"]
+    server = subprocess.Popen([*command, *flags, "--log-level", "warning"])
+    until = time.monotonic() + 120
+    while server.poll() is None and time.monotonic() < until:
+        try:
+            socket.create_connection(("127.0.0.1", PORT)).close()
+            return server
+        except OSError:
+            time.sleep(0.1)
+    raise RuntimeError("the server does not start")
+
+
+async def first_token(adapter: str, tokens: int) -> float:
+    """Seconds from the request to its first text; reads on to the end."""
+    body = json.dumps(
+        {"model": adapter, "prompt": TEXT, "max_tokens": tokens, "temperature": 0, "stream": True,
+         "ignore_eos": True, "logprobs": 0}
+    ).encode()  # fmt: skip
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    began = time.perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
+    writer.write(head.encode() + body)
+    answer = await reader.readuntil(b"data: ")
+    found = time.perf_counter() - began
+    answer += await reader.read()
+    writer.close()
+    if not answer.startswith(b"HTTP/1.1 200") or b"[DONE]" not in answer:
+        raise RuntimeError(answer[:500].decode())
+    return found
+
+
+async def paced(names: list[str], per_second: float, seconds: float, tokens: int) -> list[float]:
+    """An open loop: the next request does not wait for the last."""
+    count = int(per_second * seconds)
+    began, tasks = time.perf_counter(), []
+    for number in range(count):
+        await asyncio.sleep(max(0.0, began + number / per_second - time.perf_counter()))
+        tasks.append(asyncio.create_task(first_token(names[number % len(names)], tokens)))
+    return list(await asyncio.gather(*tasks))
+
+
+async def measure(beside: list[str], options: argparse.Namespace) -> tuple[list[float], list[float]]:
+    warm = [f"warm-{number}" for number in range(WARM)]
+    return tuple(
+        await asyncio.gather(
+            paced(warm, options.warm_per_second, options.seconds, options.tokens),
+            paced(beside, options.cold_per_second, options.seconds, 1),
+        )
+    )  # type: ignore[return-value]
+
+
+def busy(pid: int) -> tuple[float, float]:
+    """Processor seconds of a process, and of the whole machine."""
+    own = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    user, nice, system, _, _, irq, soft, *_ = map(
+        int, Path("/proc/stat").read_text(encoding="utf-8").split()[1:9]
+    )
+    tick = os.sysconf("SC_CLK_TCK")
+    return (int(own[11]) + int(own[12])) / tick, (user + nice + system + irq + soft) / tick
+
+
+def loads() -> float:
+    """Adapters that the server has put on the host level so far."""
+    with socket.create_connection(("127.0.0.1", PORT)) as one:
+        one.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        text = b"".join(iter(lambda: one.recv(65536), b"")).decode()
+    name = 'manylora_lora_cache_loads_total{level="host"} '
+    return next(float(line.removeprefix(name)) for line in text.splitlines() if line.startswith(name))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--adapters", type=int, default=40, help="cold ones")
+    parser.add_argument("--warm-per-second", type=float, default=4.0)
+    parser.add_argument("--cold-per-second", type=float, default=2.0)
+    parser.add_argument("--tokens", type=int, default=8, help="of a warm request")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each half of a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        model = make_model(work / "model", options.hidden, options.layers)
+        cold = [f"cold-{number:03}" for number in range(options.adapters)]
+        names = [*(f"warm-{number}" for number in range(WARM)), *(f"calm-{number}" for number in range(2))]
+        size = 0
+        for seed, name in enumerate([*names, *cold]):
+            size = make_adapter(work / "adapters" / name, options.hidden, options.layers, options.rank, seed)
+        # Room for those that are warm and for a quarter of the rest.
+        server = serve(model, work / "adapters", work, int(size * (len(names) + options.adapters / 4)))
+        found: dict[str, list[float]] = {"calm": [], "cold": []}
+        ratios, first = [], []
+        try:
+            for name in names:
+                asyncio.run(first_token(name, 2))
+            turn = 0
+            for number in range(options.rounds):
+                medians = {}
+                for side in found:
+                    beside = names[WARM:] if side == "calm" else cold[turn:] + cold[:turn]
+                    before, own, all_ = loads(), *busy(server.pid)
+                    times, others = asyncio.run(measure(beside, options))
+                    own, all_ = (new - old for new, old in zip(busy(server.pid), (own, all_), strict=True))
+                    loaded = loads() - before
+                    turn = (turn + len(others)) % len(cold) if side == "cold" else turn
+                    if side == "cold" and loaded < 0.9 * len(others):
+                        raise RuntimeError(f"only {loaded:.0f} of {len(others)} loads were cold")
+                    medians[side] = statistics.median(times)
+                    found[side] += times
+                    first += others if side == "cold" else []
+                    print(
+                        f"round {number + 1}, {side}: P50 {1000 * medians[side]:.1f} ms, "
+                        f"P95 {1000 * statistics.quantiles(times, n=20)[-1]:.1f} ms; {loaded:.0f} loads; "
+                        f"server {own:.1f} s of processors, others {all_ - own:.1f} s",
+                        flush=True,
+                    )
+                ratios.append(medians["cold"] / medians["calm"])
+        finally:
+            server.terminate()
+            server.wait()
+    p50 = {side: statistics.median(times) for side, times in found.items()}
+    own_p50 = 1000 * statistics.median(first)
+    print(f"adapters of {size / 2**20:.1f} MiB; their own first token: P50 {own_p50:.1f} ms")
+    print(f"warm requests: {1000 * p50['calm']:.1f} ms calm, {1000 * p50['cold']:.1f} ms beside cold loads")
+    print(f"ratio {p50['cold'] / p50['calm']:.3f}; of rounds {', '.join(f'{one:.3f}' for one in ratios)}")
+    print(json.dumps({"p50": p50, "ratios": ratios, "adapter_bytes": size, **vars(options)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Figures of wrong kernels are worth nothing: first, tiny models must say what the reference says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from gpu_report import Report
+from gpu_world import ALL, EXPERTS, World
+from torch import Tensor
+
+from manylora.device import Device
+from manylora.kernels.moving import to_device
+from manylora.kernels.reference import ReferenceOps
+from manylora.model.decoder import Decoder
+
+__all__ = ["check"]
+
+CASES = (("tiny", ALL, None), ("tiny experts", EXPERTS, None), ("tiny windows", ALL, torch.float8_e4m3fn))
+BATCHES = ([1, 1, 1], [5, 1, 20])
+
+
+def check(device: Device, dtype: torch.dtype, report: Report) -> None:
+    """In float32, where nothing but the order of sums may differ, and in the dtype that is measured. Raises
+    SystemExit."""
+    for kind, tolerance in dict.fromkeys(
+        ((torch.float32, 1e-3), (dtype, 1e-3 if dtype == torch.float32 else 0.05))
+    ):
+        for shape, modules, kv_dtype in CASES:
+            worst = _distance(shape, modules, kv_dtype, device, kind)
+            report.add("Check", model=shape, dtype=str(kind), distance=worst, allowed=tolerance)
+            if not worst <= tolerance:
+                raise SystemExit(f"the kernels are wrong: {shape} in {kind}: logits differ by {worst:.3g}")
+
+
+def _distance(
+    shape: str, modules: tuple[int, ...], kv_dtype: torch.dtype | None, device: Device, dtype: torch.dtype
+) -> float:
+    """The largest difference of any logit, as a share of the largest logit."""
+    torch.manual_seed(0)
+    world = World(shape, device, dtype, 3, 24, kv_dtype)
+    adapters = world.adapters(2, (8, 24), modules)
+    twin, worst = Decoder(world.config, world.weights, dtype, ReferenceOps()), 0.0
+    for lengths in BATCHES:
+        for lora in (None, world.batch(adapters, lengths)):
+            inputs = world.inputs(lengths, lora)
+            got = world.decoder.forward(to_device(inputs.plan(device.ops), device.torch), world.kv)
+            want = _reference(twin, inputs, device, world.kv)
+            worst = max(worst, float((got - want).abs().max() / want.abs().max()))
+    return worst
+
+
+def _reference(twin: Decoder, inputs: Any, device: Device, kv: Tensor) -> Tensor:
+    plain: Any = SimpleNamespace(plan=ReferenceOps().plan)
+    return twin.forward(to_device(inputs.plan(plain), device.torch), kv)

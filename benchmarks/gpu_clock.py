@@ -1,0 +1,55 @@
+"""Clock: median seconds of a call with the device's work, and what is left of the time allowed."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from manylora.device import Device
+
+__all__ = ["Clock"]
+
+
+class Clock:
+    """deadline: of time.perf_counter."""
+
+    def __init__(self, device: Device, repeats: int, deadline: float) -> None:
+        self._device = device
+        self._repeats = repeats
+        self._deadline = deadline
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget."""
+        return self._deadline - time.perf_counter()
+
+    def sync(self) -> None:
+        if self._device.torch.type == "cuda":
+            torch.cuda.synchronize()
+
+    def time(self, call: Callable[[], object], repeats: int | None = None) -> float:
+        """Each call is waited for, as a step of the engine is. The first may compile and does not count."""
+        call()
+        taken = []
+        for _ in range(min(repeats or self._repeats, self._repeats)):
+            self.sync()
+            began = time.perf_counter()
+            call()
+            self.sync()
+            taken.append(time.perf_counter() - began)
+        return statistics.median(taken)
+
+    def time_kernels(self, calls: Sequence[Callable[[], Tensor]]) -> float:
+        """Mean seconds of one of the calls, all launched together from one recorded graph."""
+
+        def everything() -> Tensor:
+            for call in calls:
+                last = call()
+            return last
+
+        assert self._device.capture is not None
+        return self.time(self._device.capture(everything)) / len(calls)

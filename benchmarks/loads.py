@@ -1,0 +1,97 @@
+"""The models, adapters and requests that the benchmarks of the CPU share. All of it is random and seeded.
+
+small is a Llama of 125 million parameters, mid a Qwen2 of 387 million. 32 requests, 16 open at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from manylora.testing import make_model
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "small": ("llama", {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+                        "num_key_value_heads": 4, "intermediate_size": 2048}),
+    "mid": ("qwen2", {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+                      "num_key_value_heads": 2, "intermediate_size": 4864, "tie_word_embeddings": True}),
+}  # fmt: skip
+VOCAB = 32000
+COMMON = {"vocab_size": VOCAB, "max_position_embeddings": 1024, "initializer_range": 0.02}
+REQUESTS, AT_ONCE, OUTPUT = 32, 16, 64
+QKV = ("q_proj", "k_proj", "v_proj")
+ALL = (*QKV, "o_proj", "gate_proj", "up_proj", "down_proj")
+ADAPTER_STD = 0.02  # enough to change greedy answers
+
+
+@dataclass(frozen=True)
+class Case:
+    """ranks: in turn over so many distinct adapters. adapters 0: requests of the base model. popularity:
+    "even", or "zipf", where the n-th adapter is asked for 1 / n as often as the first."""
+
+    name: str
+    ranks: tuple[int, ...] = ()
+    modules: tuple[str, ...] = ()
+    adapters: int = 0
+    popularity: str = "even"
+
+    def choose(self, count: int) -> list[int | None]:
+        """The adapter of each of so many requests."""
+        if not self.adapters:
+            return [None] * count
+        if self.popularity == "even":
+            return [i % self.adapters for i in range(count)]
+        weights = 1 / np.arange(1, self.adapters + 1)
+        picks = np.random.default_rng(11).choice(self.adapters, count, p=weights / weights.sum())
+        return [int(i) for i in picks]
+
+
+def prompts(count: int, length: int, seed: int = 7) -> list[list[int]]:
+    picks = np.random.default_rng(seed)
+    return [[int(i) for i in picks.integers(300, VOCAB, length)] for _ in range(count)]
+
+
+def save_model(path: Path, name: str, dtype: str) -> Path:
+    """One of MODELS as a Hugging Face directory with weights in `dtype`."""
+    kind, shape = MODELS[name]
+    make_model(path, kind, **COMMON, **shape)
+    file = path / "model.safetensors"
+    weights = {key: tensor.to(getattr(torch, dtype)) for key, tensor in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    (path / "config.json").write_text(json.dumps(config | {"dtype": dtype}), encoding="utf-8")
+    return path
+
+
+def save_adapter(path: Path, model: str, rank: int, modules: tuple[str, ...], seed: int, dtype: str) -> Path:
+    """A PEFT directory; lora_alpha is twice the rank."""
+    shape = MODELS[model][1]
+    hidden, middle = shape["hidden_size"], shape["intermediate_size"]
+    kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    sizes = {
+        **dict.fromkeys(("q_proj", "o_proj"), (hidden, hidden)),
+        **dict.fromkeys(("k_proj", "v_proj"), (hidden, kv)),
+        **dict.fromkeys(("gate_proj", "up_proj"), (hidden, middle)),
+        "down_proj": (middle, hidden),
+    }
+    random = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(shape["num_hidden_layers"]):
+        for module in modules:
+            block = "self_attn" if module in ALL[:4] else "mlp"
+            stem, (wide, out) = f"base_model.model.model.layers.{layer}.{block}.{module}", sizes[module]
+            for part, size in (("lora_A", (rank, wide)), ("lora_B", (out, rank))):
+                values = torch.randn(size, generator=random) * ADAPTER_STD
+                tensors[f"{stem}.{part}.weight"] = values.to(getattr(torch, dtype))
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank,
+              "target_modules": list(modules), "bias": "none", "lora_dropout": 0.0}  # fmt: skip
+    path.mkdir(parents=True)
+    save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    (path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path

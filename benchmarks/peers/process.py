@@ -1,0 +1,105 @@
+"""The benchmark's side of a worker: start it, ask for runs, see its memory, end it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from peers.worker import Setup
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class WorkerError(Exception):
+    """What a worker said, or that it said nothing."""
+
+
+class Worker:
+    """A context manager. Raises WorkerError, as `run` does, when the engine cannot be started or fails."""
+
+    def __init__(self, python: str, script: Path, setup: Setup, log: Path, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._log = log.open("ab")
+        self._process = subprocess.Popen(
+            [python, "-u", str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+            text=True, encoding="utf-8", start_new_session=True,
+        )  # fmt: skip
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+        try:
+            self.versions: dict[str, str] = self._ask(asdict(setup))["versions"]
+        except BaseException:
+            self.close()
+            raise
+
+    def run(
+        self, prompts: list[list[int]], adapters: list[int | None], tokens: int
+    ) -> tuple[list[list[int]], float]:
+        """The new tokens, and the seconds they took."""
+        answer = self._ask({"prompts": prompts, "adapters": adapters, "tokens": tokens})
+        return answer["tokens"], answer["seconds"]
+
+    def resident(self) -> int:
+        """Bytes of the process and of those it started, as they are now."""
+        parents: dict[int, int] = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            except OSError:
+                continue
+            parents[int(stat.parent.name)] = int(fields[1])
+        family = {self._process.pid}
+        while more := {pid for pid, parent in parents.items() if parent in family} - family:
+            family |= more
+        total = 0
+        for pid in family:
+            try:
+                total += int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1]) * PAGE
+            except OSError:
+                continue
+        return total
+
+    def close(self) -> None:
+        """All processes of the worker end."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it said why before it ended
+        try:
+            line = self._lines.get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise WorkerError(f"no answer in {self._timeout_s:.0f} s, see {self._log.name}") from None
+        if not line:
+            raise WorkerError(f"ended with {self._process.wait()}, see {self._log.name}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise WorkerError(answer["error"])
+        return answer

@@ -1,0 +1,77 @@
+"""OpenVINO GenAI's continuous batching. The model is converted once, by optimum-intel in the same Python.
+
+Adapters mixed in one call all become those of its first request (2026.4.1): each adapter has its own call.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import openvino
+import openvino_genai as genai
+from worker import Setup, serve
+
+ALPHA = 2.0  # lora_alpha / rank of the benchmark's adapters
+
+
+class OpenVino:
+    def __init__(self, setup: Setup) -> None:
+        path = Path(setup.kept) / "openvino"
+        if not path.exists():
+            _convert(setup.model, path)
+        scheduler = genai.SchedulerConfig()
+        scheduler.cache_size = 1  # GiB
+        scheduler.max_num_seqs = setup.at_once
+        scheduler.max_num_batched_tokens = 2048
+        scheduler.enable_prefix_caching = False
+        has_bfloat16 = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        hint = "bf16" if has_bfloat16 and setup.dtype == "bfloat16" else "f32"
+        options = {
+            "INFERENCE_PRECISION_HINT": hint,
+            "KV_CACHE_PRECISION": hint,
+            "INFERENCE_NUM_THREADS": setup.threads,
+        }
+        self._adapters = [genai.Adapter(str(Path(p) / "adapter_model.safetensors")) for p in setup.adapters]
+        if self._adapters:
+            config = genai.AdapterConfig(genai.AdapterConfig.Mode.MODE_DYNAMIC)
+            for adapter in self._adapters:
+                config.add(adapter, ALPHA)
+            options["adapters"] = config
+        self._pipeline = genai.ContinuousBatchingPipeline(str(path), scheduler, "CPU", options)
+
+    def generate(self, prompts: list[list[int]], adapters: list[int | None], tokens: int) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in prompts]
+        for adapter in dict.fromkeys(adapters):
+            places = [n for n, chosen in enumerate(adapters) if chosen == adapter]
+            config = self._config(adapter, tokens)
+            ids = [openvino.Tensor(np.array([prompts[n]], np.int64)) for n in places]
+            results = self._pipeline.generate(ids, [config] * len(ids))
+            for n, result in zip(places, results, strict=True):
+                found[n] = list(result.m_generation_ids[0])
+        return found
+
+    def _config(self, adapter: int | None, tokens: int) -> genai.GenerationConfig:
+        config = genai.GenerationConfig()
+        config.max_new_tokens = config.min_new_tokens = tokens
+        config.ignore_eos = True
+        config.do_sample = False
+        if self._adapters:
+            chosen = genai.AdapterConfig()
+            if adapter is not None:
+                chosen.add(self._adapters[adapter], ALPHA)
+            config.adapters = chosen
+        return config
+
+
+def _convert(model: str, path: Path) -> None:
+    """In float32: the precision of the run is chosen when the model is loaded."""
+    from optimum.exporters.openvino import main_export
+
+    made = path.with_name("openvino.part")
+    main_export(model, output=made, task="text-generation-with-past", ov_config=None, convert_tokenizer=False)
+    made.rename(path)
+
+
+if __name__ == "__main__":
+    serve(OpenVino, lambda: {"openvino": openvino.__version__, "openvino_genai": genai.__version__})

@@ -1,0 +1,67 @@
+"""8-bit floats (e4m3) by their bits: on GPUs that do not know them, and under the interpreter."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["FP8", "FP8_MAX", "as_bytes", "quantise_rows"]
+
+FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
+
+
+@triton.jit
+def _from_e4m3(code):
+    """uint8 -> float32, exact. NaN (0x7f), which is never stored here, becomes 480."""
+    wide = code.to(tl.uint32)
+    # Moved into the fields of float32, whose exponent starts 120 lower; subnormals come out right as well.
+    bits = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+
+
+@triton.jit
+def _to_e4m3(value):
+    """float32 -> uint8, rounded to the nearest, ties to even; beyond 448 the largest. NaN becomes NaN."""
+    broken = value != value
+    size = tl.minimum(tl.abs(value), 448.0)
+    bits = size.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
+    normal = rounded - (120 << 3)
+    # Below 2 ** -6 codes count steps of 2 ** -9; adding 2 ** 23 leaves the nearest whole number in the bits.
+    small = (size * 512.0 + 8388608.0).to(tl.uint32, bitcast=True) - 0x4B000000
+    code = tl.where(size < 0.015625, small, normal)
+    code = tl.where(broken, 0x7F, code)
+    sign = (value.to(tl.uint32, bitcast=True) >> 24) & 0x80
+    return (code | sign).to(tl.uint8)
+
+
+@triton.jit
+def _quantise(x, codes, scales, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    values = tl.load(x + row * x_stride + column, mask=inside, other=0).to(tl.float32)
+    largest = tl.max(tl.abs(values), axis=0)
+    scale = tl.where(largest > 0, largest / 448.0, 1.0)
+    tl.store(codes + row * WIDTH + column, _to_e4m3(values / scale), mask=inside)
+    tl.store(scales + row, scale)
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Semantics: scales = x.abs().amax(1, keepdim=True) / 448; values = x / scales, rounded to e4m3.
+
+    x [T, K], last dimension contiguous -> values float8_e4m3fn [T, K], scales float32 [T, 1].
+    """
+    rows, width = x.shape
+    codes = torch.empty((rows, width), dtype=torch.uint8, device=x.device)
+    scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    if rows:
+        _quantise[(rows,)](x, codes, scales, x.stride(0), WIDTH=width, BLOCK=triton.next_power_of_2(width))
+    return codes.view(FP8), scales
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """A tensor of 8-bit floats as the kernels take it."""
+    return x.view(torch.uint8) if x.dtype == FP8 else x

@@ -1,0 +1,240 @@
+"""Linear layers on quantised weights: for each kind the first kernel that gives the reference's answer.
+
+Chosen by trial at the first weight of a kind, and said in the log. Beyond the rows a kernel is for, and where
+none takes a weight's shape, weights are made wide before the product, some rows at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manylora.kernels.cuda.fp8 import FP8, quantise_rows
+from manylora.kernels.cuda.grouped import quantised_rows, weight_table
+from manylora.kernels.quantised import INT4_GROUPS, PackedInt4, QuantisedWeight, quantised_linear
+
+__all__ = [
+    "KERNELS", "QuantisedKernel", "QuantisedLinears", "ScaledAfterwards", "ScaledRows", "TorchInt4", "TorchInt8",
+    "Widened",
+]  # fmt: skip
+
+logger = logging.getLogger("manylora")
+
+FEW_ROWS = 256  # up to here weights are widened in registers, beyond that once for all rows
+INT8_ROWS = 64  # torch's 8-bit kernel is for decoding
+INNER_TILES = (8, 4, 2)  # of torch's 4-bit layout: each is that many times 16 inputs
+TRIAL_ROWS = (3, 40)
+TOLERANCE = 0.02  # of the largest output; rounding to bfloat16 takes 0.004
+
+
+class QuantisedKernel(ABC):
+    """One way to multiply by quantised weights.
+
+    most_rows: of x that it is good for. narrows: it rounds x to e4m3 as well, with a scale for each row.
+    """
+
+    name: str
+    most_rows: int | None = None
+    narrows = False
+
+    @abstractmethod
+    def takes(self, weight: QuantisedWeight) -> bool:
+        """Whether it knows this kind and shape."""
+
+    def pack(self, weight: QuantisedWeight) -> QuantisedWeight | PackedInt4:
+        """What is kept in the place of the weight."""
+        return weight
+
+    def prepare(self, packed: Any) -> Any:
+        """What a call needs beside it; made once."""
+        return None
+
+    @abstractmethod
+    def __call__(self, x: Tensor, packed: Any, prepared: Any) -> Tensor:
+        """Semantics: x @ W.T; x [T, K], contiguous, in the dtype of the scales -> [T, N]."""
+
+
+class ScaledRows(QuantisedKernel):
+    """The FP8 units, scales of rows and outputs inside the kernel."""
+
+    name = "torch._scaled_mm, scales inside"
+    narrows = True
+
+    def takes(self, weight: QuantisedWeight) -> bool:
+        return _whole_fp8(weight) and weight.scales.dtype == torch.bfloat16
+
+    def prepare(self, packed: QuantisedWeight) -> Tensor:
+        return packed.scales.float().T.contiguous()
+
+    def __call__(self, x: Tensor, packed: QuantisedWeight, prepared: Tensor) -> Tensor:
+        values, scales = quantise_rows(x)
+        return torch._scaled_mm(values, packed.values.t(), scales, prepared, out_dtype=x.dtype)
+
+
+class ScaledAfterwards(QuantisedKernel):
+    """The FP8 units with one scale for a whole tensor, which is 1; scales of rows and outputs behind them."""
+
+    name = "torch._scaled_mm, scales behind it"
+    narrows = True
+
+    def takes(self, weight: QuantisedWeight) -> bool:
+        return _whole_fp8(weight)
+
+    def prepare(self, packed: QuantisedWeight) -> tuple[Tensor, Tensor]:
+        return packed.scales.float().T.contiguous(), torch.ones((), device=packed.values.device)
+
+    def __call__(self, x: Tensor, packed: QuantisedWeight, prepared: tuple[Tensor, Tensor]) -> Tensor:
+        kept, one = prepared
+        values, scales = quantise_rows(x)
+        y = torch._scaled_mm(values, packed.values.t(), one, one, out_dtype=torch.float32)
+        return y.mul_(scales).mul_(kept).to(x.dtype)
+
+
+class TorchInt8(QuantisedKernel):
+    name = "torch._weight_int8pack_mm"
+    most_rows = INT8_ROWS
+
+    def takes(self, weight: QuantisedWeight) -> bool:
+        return weight.values.dtype == torch.int8 and _per_output(weight)
+
+    def prepare(self, packed: QuantisedWeight) -> Tensor:
+        return packed.scales.flatten()
+
+    def __call__(self, x: Tensor, packed: QuantisedWeight, prepared: Tensor) -> Tensor:
+        return torch._weight_int8pack_mm(x, packed.values, prepared)
+
+
+class TorchInt4(QuantisedKernel):
+    """Its layout takes the place of ours, so prompts go through it as well."""
+
+    name = "torch._weight_int4pack_mm"
+
+    def takes(self, weight: QuantisedWeight) -> bool:
+        rows, columns = weight.shape
+        return (
+            weight.values.dtype == torch.uint8
+            and weight.offsets is not None
+            and weight.scales.dtype == torch.bfloat16
+            and weight.group_size in INT4_GROUPS
+            and rows % 8 == 0
+            and columns % (16 * INNER_TILES[-1]) == 0
+        )
+
+    def pack(self, weight: QuantisedWeight) -> PackedInt4:
+        assert weight.offsets is not None
+        inner = next(tiles for tiles in INNER_TILES if weight.shape[1] % (16 * tiles) == 0)
+        swapped = (weight.values << 4) | (weight.values >> 4)  # the first input of two lies in the high half
+        packed = torch._convert_weight_to_int4pack(swapped, inner)
+        table = torch.stack((weight.scales.T, weight.offsets.T), dim=-1).contiguous()
+        return PackedInt4(packed, table, weight.group_size)
+
+    def __call__(self, x: Tensor, packed: PackedInt4, prepared: None) -> Tensor:
+        return torch._weight_int4pack_mm(x, packed.packed, packed.group_size, packed.table)
+
+
+class Widened(QuantisedKernel):
+    name = "our own kernel in the Triton language"
+    most_rows = FEW_ROWS
+
+    def takes(self, weight: QuantisedWeight) -> bool:
+        return weight.shape[1] % weight.group_size == 0
+
+    def prepare(self, packed: QuantisedWeight) -> Any:
+        return weight_table([packed])
+
+    def __call__(self, x: Tensor, packed: QuantisedWeight, prepared: Any) -> Tensor:
+        return quantised_rows(x, prepared, None)
+
+
+KERNELS: tuple[QuantisedKernel, ...] = (
+    ScaledRows(),
+    ScaledAfterwards(),
+    TorchInt8(),
+    TorchInt4(),
+    Widened(),
+)
+
+
+class QuantisedLinears:
+    """The kernel of each weight. The last of the kernels needs no trial."""
+
+    def __init__(self, kernels: Sequence[QuantisedKernel] = KERNELS) -> None:
+        self._kernels = kernels
+        self._works: dict[tuple[Hashable, QuantisedKernel], bool] = {}
+        self._ready: dict[int, tuple[Any, QuantisedKernel, Any]] = {}  # holds weights, so ids stay theirs
+
+    def pack(self, weight: QuantisedWeight) -> QuantisedWeight | PackedInt4:
+        """A weight in the form its kernel likes best; the original may be let go."""
+        for kernel in self._kernels:
+            if kernel.takes(weight) and self._passes(kernel, weight):
+                packed = kernel.pack(weight)
+                self._ready[id(packed)] = packed, kernel, kernel.prepare(packed)
+                return packed
+        return weight
+
+    def __call__(self, x: Tensor, weight: QuantisedWeight | PackedInt4, bias: Tensor | None) -> Tensor:
+        """As `Ops.linear`."""
+        known = self._ready.get(id(weight))
+        if known is None or (known[1].most_rows is not None and len(x) > known[1].most_rows):
+            assert isinstance(weight, QuantisedWeight), "only what was packed here is in a layout of torch's"
+            return quantised_linear(x, weight, bias)
+        y = known[1](x.contiguous(), known[0], known[2])
+        return y if bias is None else y.add_(bias)
+
+    def _passes(self, kernel: QuantisedKernel, weight: QuantisedWeight) -> bool:
+        """Whether it multiplied some rows of the first such weight right."""
+        size = 0 if _per_output(weight) else weight.group_size
+        key = (weight.values.dtype, weight.scales.dtype, weight.offsets is None, size), kernel
+        if key not in self._works:
+            reason = None if kernel is self._kernels[-1] else _refusal(kernel, weight)
+            self._works[key] = reason is None
+            four = weight.values.dtype == torch.uint8
+            kind = "4-bit" if four else str(weight.values.dtype).removeprefix("torch.")
+            says = "" if reason is None else f" is not used: {reason}"
+            logger.info("%s weights: %s%s", kind, kernel.name, says)
+        return self._works[key]
+
+
+def _refusal(kernel: QuantisedKernel, weight: QuantisedWeight) -> str | None:
+    """Why a kernel cannot serve, None if it can: it raised, or its answer is not the reference's."""
+    rows = min(len(weight.values), 256)
+    some = QuantisedWeight(
+        weight.values[:rows].contiguous(),
+        weight.scales[:rows].contiguous(),
+        None if weight.offsets is None else weight.offsets[:rows].contiguous(),
+    )
+    made = torch.Generator().manual_seed(0)
+    for count in TRIAL_ROWS:
+        x = (
+            torch.randn(count, weight.shape[1], generator=made)
+            .to(weight.scales.dtype)
+            .to(weight.values.device)
+        )
+        wide = x.float()
+        if kernel.narrows:
+            values, scales = quantise_rows(x)
+            wide = values.float() * scales
+        want = wide @ some.wide().float().T
+        try:
+            packed = kernel.pack(some)
+            got = kernel(x, packed, kernel.prepare(packed)).float()
+        except Exception as error:  # whatever a foreign kernel raises, another one serves
+            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        worst = float((got - want).abs().max() / want.abs().max().clamp(min=1e-30))
+        if not worst <= TOLERANCE:
+            return f"its answer is {worst:.3g} of the largest away from the reference's"
+    return None
+
+
+def _per_output(weight: QuantisedWeight) -> bool:
+    return weight.scales.shape[1] == 1 and weight.offsets is None
+
+
+def _whole_fp8(weight: QuantisedWeight) -> bool:
+    rows, columns = weight.values.shape
+    return weight.values.dtype == FP8 and _per_output(weight) and rows % 16 == columns % 16 == 0

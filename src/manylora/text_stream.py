@@ -1,0 +1,70 @@
+"""TextStream: ids as they come to text as it is settled. The concatenation is the text of all ids."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Container, Sequence
+from typing import Protocol
+
+__all__ = ["ByteStream", "TextStream", "WindowStream"]
+
+LONG = 16  # ids from which a window is cut back to its suffix
+
+
+class TextStream(Protocol):
+    """Of one output."""
+
+    def add(self, ids: Sequence[int], final: bool) -> str:
+        """The text that new ids settle; with `final`, all that is left. Nothing may follow a final one."""
+        ...
+
+
+class ByteStream:
+    """Where every id is bytes and the text is these bytes in UTF-8: the next text depends on half a character
+    at most.
+
+    bytes_of: an id's bytes; none of an id that has no token. skipped: ids that are not shown.
+    """
+
+    def __init__(self, bytes_of: Callable[[int], bytes], skipped: Container[int]) -> None:
+        self._bytes_of, self._skipped = bytes_of, skipped
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def add(self, ids: Sequence[int], final: bool) -> str:
+        bytes_of, skipped = self._bytes_of, self._skipped
+        return self._decode(b"".join([bytes_of(i) for i in ids if i not in skipped]), final)
+
+
+class WindowStream:
+    """For any tokenizer: a window of the last ids is decoded again with the new ones.
+
+    stable:  ids to the part of their text that nothing can change any more. whole: to their text.
+    suffix:  the end of a window that settles the seam to what follows.
+    skipped: ids that are not shown. has_token: of an id; one without would make the window grow for ever.
+    """
+
+    def __init__(
+        self,
+        stable: Callable[[Sequence[int]], str],
+        whole: Callable[[Sequence[int]], str],
+        suffix: Callable[[Sequence[int]], Sequence[int]],
+        skipped: Container[int],
+        has_token: Callable[[int], bool],
+    ) -> None:
+        self._stable, self._whole, self._suffix = stable, whole, suffix
+        self._skipped, self._has_token = skipped, has_token
+        self._window: list[int] = []
+        self._shown = ""  # what the window's ids have settled
+
+    def add(self, ids: Sequence[int], final: bool) -> str:
+        new = [i for i in ids if i not in self._skipped and self._has_token(i)]
+        if not (new or final):
+            return ""
+        self._window += new
+        text = self._whole(self._window) if final else self._stable(self._window)
+        settled = text[len(self._shown) :]
+        self._shown = text
+        if settled and len(self._window) > LONG:
+            self._window = list(self._suffix(self._window))
+            self._shown = self._stable(self._window)
+        return settled

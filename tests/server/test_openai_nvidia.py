@@ -1,0 +1,139 @@
+"""Protects the OpenAI server in front of NVIDIA's own `tensorrt_llm` model: a stand-in with the tensors of
+tensorrtllm_backend v0.19 and its way with adapters, run by the real server."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, World, new_server
+from standin.config import config
+
+from manylora.testing import reference_generate
+from manylora.text import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
+from serving import Running
+
+NEW = 8
+
+
+@contextmanager
+def in_front_of(world: World, path: Path, **layout: bool) -> Iterator[Running]:
+    """The OpenAI server with room for two adapters behind it. Leaves the last request's tensors in `log`."""
+    repo = path / "models"
+    (repo / "tensorrt_llm" / "1").mkdir(parents=True)
+    shutil.copy(ROOT / "tests/server/standin/model.py", repo / "tensorrt_llm" / "1")
+    values = {"gpt_model_path": str(world.model), "capacity": "2", "log": str(path / "log")}
+    (repo / "tensorrt_llm" / "config.pbtxt").write_text(config(values, **layout), encoding="utf-8")
+    server = new_server(repo)
+    started = server.launch()
+    assert started.returncode == 0, started.stderr
+    root = path / "named"
+    root.mkdir()
+    for task_id, folder in world.adapters.items():
+        (root / f"adapter-{task_id}").symlink_to(folder)
+    try:
+        running = Running(
+            model=world.model,
+            device="auto",
+            served_model_name=("base",),
+            triton_url=f"127.0.0.1:{server.grpc}",
+            lora_root=(root,),
+        )
+        try:
+            yield running
+        finally:
+            running.close()
+    finally:
+        stopped = server.launch("--stop")
+        assert stopped.returncode == 0, stopped.stderr
+
+
+@pytest.fixture(scope="module")
+def gateway(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
+    path = tmp_path_factory.mktemp("nvidia")
+    with in_front_of(world, path) as running:
+        yield running, path / "log"
+
+
+def ask(gateway: Running, task_id: int | None, prompt: str = "Hello", **body: Any) -> str:
+    model = f"adapter-{task_id}" if task_id else "base"
+    answer = gateway.post(
+        model=model, prompt=prompt, temperature=0, max_tokens=NEW, **{"ignore_eos": True, **body}
+    )
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def expected(world: World, task_id: int | None, prompt: str = "Hello") -> str:
+    tokenizer = Tokenizer(world.model)
+    adapter = world.adapters[task_id] if task_id else None
+    return tokenizer.decode(reference_generate(world.model, adapter, tokenizer.encode(prompt), NEW))
+
+
+def test_adapters_that_were_evicted_are_sent_again(gateway: tuple[Running, Path], world: World) -> None:
+    """Four adapters in turns, with room for two: each comes back without the client's knowing."""
+    running, log = gateway
+    sent = []
+    for task_id in (None, 1, 1, 2, 3, 4, 1, 1):
+        assert ask(running, task_id) == expected(world, task_id), task_id
+        sent.append(json.loads(log.read_text(encoding="utf-8")))
+    assert "lora_task_id" not in sent[0]
+    assert sent[1]["lora_weights"][0] == "float16" and sent[1]["lora_config"][1][-1] == 3
+    assert sent[1]["lora_task_id"] == ["uint64", [1, 1]] or sent[1]["lora_task_id"] == ["uint64", [1]]
+    assert "lora_weights" not in sent[2]
+    assert "lora_weights" in sent[6] and "lora_weights" not in sent[7]
+
+
+def test_streams_ends_and_samples(gateway: tuple[Running, Path], world: World) -> None:
+    running, _ = gateway
+    client = running.client()
+    body: dict[str, Any] = {"model": "adapter-2", "prompt": "Hello", "temperature": 0, "max_tokens": NEW}
+    chunks = list(client.completions.create(**body, stream=True, extra_body={"ignore_eos": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected(world, 2)
+    assert len(chunks) > 2 and chunks[-1].choices[0].finish_reason == "length"
+    words = expected(world, 2)
+    stopped = client.completions.create(**body, stop=[words[3]], extra_body={"ignore_eos": True}).choices[0]
+    assert stopped.text == words[: words.index(words[3])] and stopped.finish_reason == "stop"
+    several = client.completions.create(
+        **{**body, "temperature": 2.0}, n=3, seed=4, extra_body={"ignore_eos": True}
+    )
+    assert [choice.index for choice in several.choices] == [0, 1, 2]
+    assert len({choice.text for choice in several.choices}) > 1
+    # The end id that such a server leaves in the output is not counted, and is the reason of the end.
+    tokenizer = Tokenizer(world.model)
+    bias = {str(tokenizer.eos_id): 100}
+    ended = client.completions.create(**body, logit_bias=bias)
+    assert (ended.choices[0].text, ended.choices[0].finish_reason) == ("", "stop")
+    assert ended.usage is not None and ended.usage.completion_tokens == 0
+
+
+def test_what_it_does_not_have_is_refused_by_name(gateway: tuple[Running, Path]) -> None:
+    running, _ = gateway
+    refused = running.post(model="base", prompt="a", min_p=0.2)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_field")
+    assert "min_p" in refused.json()["error"]["message"]
+    grammar = {"type": "lark_grammar", "lark_grammar": 'start: "a"'}
+    refused = running.post(model="base", prompt="a", response_format=grammar)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format")
+
+
+def test_without_decoupling_and_with_later_names(world: World, tmp_path: Path) -> None:
+    with in_front_of(world, tmp_path, decoupled=False, renamed=True) as running:
+        assert ask(running, 3, seed=7) == expected(world, 3)
+        told = json.loads((tmp_path / "log").read_text(encoding="utf-8"))
+        assert "seed" in told and "random_seed" not in told
+        stream = running.client().completions.create(
+            model="adapter-3", prompt="Hello", temperature=0, max_tokens=NEW, stream=True,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        assert "".join(chunk.choices[0].text for chunk in stream) == expected(world, 3)
+        refused = running.post(model="base", prompt="a", n=2)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")

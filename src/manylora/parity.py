@@ -293,7 +293,7 @@ def main() -> int:
                     verdict = f"refused ({reasons.index(reason) + 1})"
                 cells.append(verdict)
             print(f"| {family} | " + " | ".join(cells) + " |", flush=True)
-    print(f"\nSources, each of them in each cell: {', '.join(SOURCES)}.\n")
+    print(f"\nSources, each of them in each cell: {', '.join(SOURCES)}; with extras peft alone.\n")
     for number, reason in enumerate(reasons, 1):
         print(f"({number}) {reason}\n")
     return 0 if good else 1

@@ -15,6 +15,11 @@ from manylora.config import EngineConfig, LoraCacheConfig
 from manylora.device import CopyStream, open_device
 from manylora.engine.engine import Engine
 from manylora.lora.convert import convert_peft
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.sources import find_source, read_lora
+from manylora.lora.modules import lora_modules
+from manylora.model.checkpoint import read_model_config
+from manylora.parity import make_kind
 from manylora.quant import QuantConfig
 from manylora.request import LoraInput, Request, SamplingParams
 from manylora.testing import MOE_FAMILIES, make_adapter, make_model, reference_generate
@@ -76,6 +81,27 @@ def test_a_mixed_batch_answers_as_the_reference(
         assert got == reference_generate(model, adapters[task_id] if task_id else None, prompt, NEW)
     if device_rows:
         assert engine.stats().adapters.device_evictions > 0
+
+
+def test_a_mixed_batch_with_biases_embeddings_and_heads(
+    world: tuple[Path, dict[int, Path]], tmp_path: Path
+) -> None:
+    model, adapters = world
+    kinds = ("lora_bias", "both + DoRA", "modules_to_save", "norms saved", "token indices")
+    paths = {i: make_kind(tmp_path / str(i), model, kind, i) for i, kind in enumerate(kinds, 10)}
+    modules, base = lora_modules(read_model_config(model)), BaseWeights(model)
+    inputs = {i: read_lora(find_source(path), i, modules=modules, base=base) for i, path in paths.items()}
+    inputs[1] = LoraInput(1, *convert_peft(adapters[1], "float32"))
+    paths[1] = adapters[1]
+    picks = np.random.default_rng(0)
+    order = enumerate([None, *paths] * 2)
+    cases = [(i, tuple(int(t) for t in picks.integers(0, 250, 9 + n))) for n, i in order]
+    lora = LoraCacheConfig(host_memory_bytes=2**24, gpu_memory_bytes=2**22)
+    config = EngineConfig(
+        model, device="cuda", max_seq_len=128, max_tokens_in_paged_kv_cache=2**13, lora=lora
+    )
+    for (task_id, prompt), got in zip(cases, answers(Engine(config), cases, inputs), strict=True):
+        assert got == reference_generate(model, paths[task_id] if task_id else None, prompt, NEW)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "gemma2", "gemma3", "mistral-sliding"])

@@ -171,6 +171,13 @@ def test_an_adapter_by_its_name_and_the_tier_it_was_found_in(server: Running, wo
         ask(server, inputs(**named, lora_ckpt_source=np.array([[b"nemo"]], np.object_)))
 
 
+def test_an_adapter_with_an_embedding_and_a_head_by_its_name(server: Running, world: World) -> None:
+    catalog = server.repo.parent / "catalog"
+    expected = reference_generate(world.model, catalog / "tiny-saved", PROMPT, NEW)
+    [result] = ask(server, inputs(lora_name=np.array([[b"tiny-saved"]], np.object_)))
+    assert new_ids([result])[len(PROMPT) :] == expected != reference_generate(world.model, None, PROMPT, NEW)
+
+
 def unseen_adapter() -> dict[str, np.ndarray]:
     values = np.random.default_rng(time.time_ns()).normal(size=(1, 1, 128)).astype(np.float32)
     return {"lora_weights": values, "lora_config": np.array([[[1, 0, 1]]], np.int32)}

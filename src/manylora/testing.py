@@ -5,7 +5,10 @@ Needs transformers and peft, imported where they are used.
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import tarfile
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +16,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["FAMILIES", "MOE_FAMILIES", "make_adapter", "make_model", "reference_generate", "reference_logits"]
+__all__ = [
+    "FAMILIES", "MOE_FAMILIES", "make_adapter", "make_model", "make_nemo", "reference_generate",
+    "reference_logits",
+]  # fmt: skip
 
 BYTES = 256
 SPECIALS = ("<s>", "</s>", "<pad>")
@@ -173,6 +179,44 @@ def make_adapter(
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     adapted.save_pretrained(str(path))
     return Path(path)
+
+
+def make_nemo(path: Path, model_dir: Path, seed: int = 0, rank: int = 6) -> tuple[Path, Path]:
+    """A random NeMo archive for q, k and v together, and the directory of the PEFT adapter that it equals."""
+    from safetensors.torch import load_file, save_file
+
+    from manylora.model.checkpoint import read_model_config
+    from manylora.model.families import FAMILIES as ARCHITECTURES
+
+    model = read_model_config(Path(model_dir))
+    names = [name.rpartition(".")[2] for name in ARCHITECTURES[model.architecture].names(model).qkv]
+    peft = make_adapter(path / "peft", model_dir, seed, rank, names, alpha=rank)
+    tensors = load_file(peft / "adapter_model.safetensors")
+    parts = (model.q_size, model.kv_size, model.kv_size)
+    state: dict[str, torch.Tensor] = {}
+    for layer in range(model.num_layers):
+        a = torch.randn(rank, model.hidden_size) * 0.2
+        b = torch.randn(sum(parts), rank) * 0.2
+        prefix = f"model.decoder.layers.{layer}.self_attention.adapter_layer.lora_kqv_adapter"
+        state[f"{prefix}.linear_in.weight"], state[f"{prefix}.linear_out.weight"] = a, b
+        stacked = [part.reshape(model.qkv_groups, -1, rank) for part in b.split(parts)]
+        grouped = torch.cat(stacked, dim=1).reshape(-1, rank)
+        rows = b.split(parts) if len(names) == 3 else (grouped,)
+        for name, part in zip(names, rows, strict=True):
+            [key] = [k for k in tensors if re.search(rf"\.(layers|h)\.{layer}\..*\.{name}\.lora_A\.", k)]
+            tensors[key], tensors[key.replace("lora_A", "lora_B")] = a.clone(), part.contiguous()
+    save_file(tensors, peft / "adapter_model.safetensors", metadata={"format": "pt"})
+    weights = io.BytesIO()
+    torch.save(state, weights)
+    config = f"num_layers: {model.num_layers}\nhidden_size: {model.hidden_size}\n"
+    archive = path / "adapter.nemo"
+    with tarfile.open(archive, "w") as tar:
+        members = (("model_config.yaml", config.encode()), ("model_weights.ckpt", weights.getvalue()))
+        for name, data in members:
+            info = tarfile.TarInfo(f"./{name}")
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return archive, peft
 
 
 def reference_generate(

@@ -36,7 +36,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	@$(BIN)/python benchmarks/engine.py --rounds 2 --dtype bfloat16
+	@$(BIN)/python benchmarks/engine.py --rounds 2
 
 parity: $(STAMP)
 	@$(BIN)/python -m manylora.parity

@@ -136,8 +136,9 @@ INLINE void linear(const Kind kind, float *y, int64_t y_stride, const float *x, 
             const int64_t k = b * block, depth = least(in - k, block), at = (p * groups + k / group) * PANEL;
             const int64_t height = depth / inputs;
             const char *part = w + (p * in + k) / inputs * step;
-            const Tile t = {y + column, x + k, y_stride, x_stride, least(out - column, PANEL), scale ? scale + at : NULL,
-                      offset ? offset + at : NULL, bias ? bias + column : NULL, totals + b, blocks, k > 0, part + height * step, (step + inputs - 1) / inputs};
+            const Tile t = {y + column, x + k, y_stride, x_stride, least(out - column, PANEL),
+                            scale ? scale + at : NULL, offset ? offset + at : NULL, bias ? bias + column : NULL,
+                            totals + b, blocks, k > 0, part + height * step, (step + inputs - 1) / inputs};
             if (!widens) {
                 tiles(kind, 0, t, rows, part, depth);
                 continue;

@@ -170,6 +170,51 @@ def test_log_probabilities_of_prompt_and_alternatives_agree(server: Running) -> 
     assert max(plain.logprobs.top_logprobs[0].values()) == plain.logprobs.token_logprobs[0]
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_alternatives_stream_as_they_come_whole(server: Running, echo: bool) -> None:
+    client = server.client()
+    body: dict[str, Any] = {
+        "model": "chinese",
+        "prompt": [LINE, "a"],
+        "temperature": 0,
+        "logprobs": 2,
+        "n": 2,
+    }
+    body |= {"max_tokens": 12, "echo": echo, "extra_body": {"ignore_eos": True}}
+    whole = client.completions.create(**body)
+    parts: dict[int, list[Any]] = {}
+    for chunk in client.completions.create(**body, stream=True):
+        parts.setdefault(chunk.choices[0].index, []).append(chunk.choices[0])
+    assert sorted(parts) == [0, 1, 2, 3] and all(len(pieces) > 3 for pieces in parts.values())
+    for choice in whole.choices:
+        pieces = parts[choice.index]
+        assert "".join(piece.text for piece in pieces) == choice.text
+        found = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+        assert [one for part in found for one in part.tokens] == choice.logprobs.tokens
+        for name in ("token_logprobs", "top_logprobs"):
+            told = [one for part in found for one in getattr(part, name)]
+            wanted = getattr(choice.logprobs, name)
+            assert len(told) == len(wanted) and (told[0] is None) == (wanted[0] is None) == echo
+            for one, other in zip(told, wanted, strict=True):
+                assert one == (other if other is None else pytest.approx(other, abs=1e-3))
+        assert found[0].text_offset[0] == 0
+
+
+def test_alternatives_of_a_chat_stream_and_of_one_that_a_stop_text_ends(server: Running) -> None:
+    client = server.client()
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    body: dict[str, Any] = {"model": "demo", "messages": messages, "temperature": 0}
+    body |= {"logprobs": True, "top_logprobs": 3}
+    for stop in ([], ["r"]):
+        whole = client.chat.completions.create(**body, stop=stop).choices[0]
+        chunks = client.chat.completions.create(**body, stop=stop, stream=True)
+        choices = [chunk.choices[0] for chunk in chunks]
+        told = [one for choice in choices if choice.logprobs for one in choice.logprobs.content]
+        assert [one.token for one in told] == [one.token for one in whole.logprobs.content]
+        assert all(len(one.top_logprobs) == 3 for one in told)
+        assert all(one.top_logprobs[0].logprob == one.logprob for one in told)
+
+
 def test_a_response_format_binds_the_answer(server: Running) -> None:
     schema = {
         "type": "object",
@@ -258,6 +303,7 @@ def test_a_gateway_finds_what_it_routes_by(server: Running) -> None:
     for name in ("vllm:num_requests_waiting{", "vllm:num_requests_running{", "vllm:kv_cache_usage_perc{"):
         assert any(line.startswith(name) for line in text.splitlines()), name
     assert 'manylora_adapter_requests_total{adapter="japanese",finish_reason="stop"}' in text
+    assert 'manylora_adapter_queue_seconds_count{adapter="japanese"}' in text
 
 
 def test_folders_are_served_as_they_come_change_break_and_go(server: Running, root: Path) -> None:

@@ -32,10 +32,11 @@ BENCH = [
     "remote", "endpoint", "openai_endpoint", "sides", "run",
 ]  # fmt: skip
 OPENAI = [
-    "errors", "names", "schema", "messages", "choosing", "tools", "params", "mailbox", "generation",
+    "errors", "names", "schema", "messages", "choosing", "tools", "params", "logprobs", "mailbox",
+    "generation",
     "disk", "reader", "disk_level", "kept", "catalog", "fairness", "history", "backend", "keys",
-    "logprobs", "replies", "transport", "inference", "metrics",
-    "models", "openapi", "page", "feed", "app", "in_process", "triton", "options", "server",
+    "replies", "transport", "inference", "metrics",
+    "models", "openapi", "page", "feed", "uploads", "app", "in_process", "triton", "options", "server",
 ]  # fmt: skip
 INSIDE = {
     "lora": [

@@ -12,7 +12,7 @@ from http import HTTPStatus
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -37,7 +37,8 @@ from manylora.openai.schema import (
     UnloadRequest,
     parse,
 )
-from manylora.openai.transport import error_response, read_body
+from manylora.openai.transport import content_type, error_response, read_body
+from manylora.openai.uploads import Uploads
 
 __all__ = ["Service", "make_app"]
 
@@ -48,12 +49,14 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclass(eq=False)
 class Service:
-    """What the routes need. drain_s: that unloading waits for the requests under way."""
+    """What the routes need. uploads: of adapters that come in requests. drain_s: that unloading waits for the
+    requests under way."""
 
     backend: Backend
     inference: Inference
     keyring: Keyring
     metrics: Metrics
+    uploads: Uploads
     max_body_bytes: int = 2**24
     drain_s: float = 30.0
     open_metrics: bool = False
@@ -74,6 +77,7 @@ def make_app(start: Callable[[], Awaitable[Service]]) -> Starlette:
             feed.close()
             await service.backend.close()
             await service.backend.catalog.close()
+            service.uploads.close()
 
     routes = [Route(path, _endpoint(name, path), methods=[method]) for method, path, name in ROUTES]
     handlers = {HTTPException: _http_error, Exception: _unexpected}
@@ -144,16 +148,35 @@ class _Routes:
         return JSONResponse(self._adapter_card(entry, tiers(self.service.backend.stats())))
 
     async def load(self, request: Request) -> Response:
+        """By path, in JSON; or the adapter itself is the body, its name in the query."""
         self._admin(request)
+        if content_type(request) == "application/octet-stream":
+            return await self._load_body(request)
         body = parse(await self._body(request), LoadRequest)
         name = check_name(body.lora_name, "lora_name")
         await self._catalog.load(name, body.lora_path, replace=body.load_inplace)
+        return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
+
+    async def _load_body(self, request: Request) -> Response:
+        uploads = self.service.uploads
+        name = check_name(request.query_params.get("lora_name", ""), "lora_name")
+        replace = _flag(request, "load_inplace")
+        self._catalog.check_new(name, replace=replace)
+        length = request.headers.get("content-length", "")
+        path = await uploads.receive(request.stream(), int(length) if length.isdigit() else 0)
+        try:
+            await self._catalog.load(
+                name, str(path), replace=replace, settle=lambda received: uploads.place(received, name)
+            )
+        finally:
+            uploads.drop(path)  # without effect when it has its place
         return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
 
     async def unload(self, request: Request) -> Response:
         self._admin(request)
         name = check_name(parse(await self._body(request), UnloadRequest).lora_name, "lora_name")
         left = await self._catalog.unload(name, self.service.drain_s)
+        self.service.uploads.discard(name)
         if left:
             text = f"LoRA adapter {name!r} takes no more requests; {left} are still under way."
             return PlainTextResponse(text, HTTPStatus.ACCEPTED)
@@ -243,6 +266,14 @@ def _number(request: Request, name: str) -> int:
     return int(text)
 
 
+def _flag(request: Request, name: str) -> bool:
+    """A boolean in the query, false when it is left out. Raises ApiError."""
+    text = request.query_params.get(name, "false").lower()
+    if text not in ("true", "false"):
+        raise ApiError(400, "invalid_value", f"{name} must be true or false", name)
+    return text == "true"
+
+
 def _endpoint(name: str, path: str) -> Handler:
     """One route: every error becomes an error object, every answer is counted."""
 
@@ -251,6 +282,8 @@ def _endpoint(name: str, path: str) -> Handler:
         started = time.monotonic()
         try:
             response: Response = await getattr(routes, name)(request)
+        except ClientDisconnect:  # with half a body; nobody reads this
+            response = error_response(ApiError(499, "client_left", "The client has closed the connection"))
         except Exception as error:
             known = as_api_error(error)
             if known.code == "internal_error":

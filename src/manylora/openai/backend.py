@@ -27,7 +27,7 @@ logger = logging.getLogger("manylora")
 
 MAP_TIMEOUT_S = 2.0  # a step of a long prompt may be under way
 MAX_SENDINGS = 4  # an adapter may be evicted again and again before its request is admitted
-Meter = Callable[[LoraInput | None, Event], None]
+Meter = Callable[[LoraInput | None, Event, float], None]
 Wake = Callable[[], None]
 
 
@@ -79,7 +79,7 @@ class Call:
 class Backend:
     """Belongs to the event loop it is made on.
 
-    meter: told of every sequence that ends.
+    meter: told of every sequence that ends, and of the seconds that its request waited here.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Backend:
         engine: Engine,
         catalog: AdapterCatalog,
         queue: FairQueue,
-        meter: Meter = lambda lora, event: None,
+        meter: Meter = lambda lora, event, waited_s: None,
     ) -> None:
         self.catalog, self.queue = catalog, queue
         self._engine, self._meter = engine, meter
@@ -278,8 +278,9 @@ class Backend:
                 answered.set_exception(event.error)
             return
         if event.finish_reason is not None:
-            self._meter(call.lora, event)
-            self.history.ended(event, call.sent - call.arrived)
+            waited_s = call.sent - call.arrived
+            self._meter(call.lora, event, waited_s)
+            self.history.ended(event, waited_s)
         if event.error is not None:
             event = replace(event, error=as_api_error(event.error, call.adapter or ""))
         generation.take(event)

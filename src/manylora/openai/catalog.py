@@ -188,22 +188,35 @@ class AdapterCatalog:
         if entry.num_open == 0 and self._entries.get(entry.name) is not entry:
             entry.closed.set()
 
-    async def load(self, name: str, given: str, *, replace: bool) -> None:
-        """Enter an adapter by hand. Raises ApiError; then nothing has changed."""
-        path, _ = self._below_roots(given)
+    def check_new(self, name: str, *, replace: bool) -> None:
+        """Whether an adapter of this name may be entered by hand. Raises ApiError."""
         if name in self._reserved:
             raise ApiError(400, "invalid_adapter_name", f"{name!r} is the base model", "lora_name")
-        old = self._entries.get(name)
-        if old is not None and not replace:
+        if name in self._entries and not replace:
             raise ApiError(
                 400,
                 "adapter_exists",
                 f"adapter {name!r} is loaded already: unload it first, or set load_inplace",
                 "lora_name",
             )
+
+    async def load(
+        self, name: str, given: str, *, replace: bool, settle: Callable[[Path], Path] | None = None
+    ) -> None:
+        """Enter an adapter by hand. Raises ApiError; then nothing has changed.
+
+        settle: called with its path once the adapter was read and is good; gives the path that it has then.
+        """
+        path, _ = self._below_roots(given)
+        self.check_new(name, replace=replace)
+        old = self._entries.get(name)
         entry = self._new(name, Found(path, await self._on_thread(fingerprint, path)), scanned=False)
         await self._read(entry)
-        if old is not None and old.scanned and old.path == path:
+        if settle is not None:
+            self.check_new(name, replace=replace)  # another may have come while this was read
+            entry.path = settle(path)
+            entry.seen = entry.tried = await self._on_thread(fingerprint, entry.path)
+        if old is not None and old.scanned and old.path == entry.path:
             entry.scanned = True
         self._unloaded.pop(name, None)
         self._entries[name] = entry

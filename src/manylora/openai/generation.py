@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from manylora.errors import RequestError
 from manylora.llmapi.continuation import Continuation
 from manylora.llmapi.outputs import CompletionOutput
+from manylora.openai.logprobs import TokenLogprob, from_logits
 from manylora.openai.mailbox import Signal
 from manylora.openai.params import Plan
 from manylora.request import Event, FinishReason, LoraInput, Request, RequestMetrics
@@ -42,7 +44,7 @@ class Generation:
         count = self.plan.decoding.params.num_return_sequences
         rules = self.plan.decoding.rules
         self._outputs = [Continuation(rules, self.tokenizer) for _ in range(count)]
-        self._logits: list[np.ndarray | None] = [None] * count
+        self._alternatives: list[list[TokenLogprob]] = [[] for _ in range(count)]
         self._kept = list(range(count))
 
     @property
@@ -56,7 +58,8 @@ class Generation:
             prompt=self.prompt,
             params=decoding.params,
             lora=lora,
-            streaming=self.streaming or decoding.stepwise,
+            # Rows of logits come with a stream's events; else all of them would be kept until the end.
+            streaming=self.streaming or decoding.stepwise or decoding.params.return_generation_logits,
             request_id=self.request_id,
         )
 
@@ -69,10 +72,8 @@ class Generation:
         self.metrics = event.metrics or self.metrics
         if event.context_logits is not None:
             self.context_logits = event.context_logits
-        if event.generation_logits is not None:
-            before = self._logits[event.sequence_index]
-            rows = [event.generation_logits] if before is None else [before, event.generation_logits]
-            self._logits[event.sequence_index] = np.concatenate(rows)
+        if self.plan.top and event.token_ids:
+            self._take_alternatives(event)
         if event.error is not None:
             self.error = event.error
         else:
@@ -84,6 +85,14 @@ class Generation:
             if output.finish_reason is not None:
                 self.complete = all(one.finish_reason is not None for one in self._outputs)
         self.changed.set()
+
+    def _take_alternatives(self, event: Event) -> None:
+        if event.generation_logits is None:  # of a server whose engine cannot give them
+            self.error = RequestError("The engine gives no logits: alternatives cannot be shown")
+            return
+        rows = event.generation_logits[-len(event.token_ids) :]
+        found = from_logits(event.token_ids, rows, self.plan.top or 0)
+        self._alternatives[event.sequence_index] += found
 
     def fail(self, error: Exception) -> None:
         """The end, without an answer."""
@@ -106,6 +115,6 @@ class Generation:
         """Of a stream: the outputs that it gives back."""
         return self._outputs[: self.plan.decoding.n]
 
-    def logits(self, index: int) -> np.ndarray | None:
-        """Of the output that `report` lists at `index`: [tokens, vocab], where they were asked for."""
-        return self._logits[self._kept[index]]
+    def alternatives(self, index: int) -> list[TokenLogprob]:
+        """Of the tokens of the output that `report` lists at `index`; empty unless they were asked for."""
+        return self._alternatives[self._kept[index]]

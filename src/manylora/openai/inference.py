@@ -50,14 +50,17 @@ class Inference:
     async def chat(self, request: Request, body: ChatRequest, key: ApiKey) -> Response:
         text = self.render(body.messages, tool_use(body))
         prompt = await _aside(len(text), self.tokenizer.encode, text, False)
-        return await self._answer(request, body, key, [tuple(prompt)], ChatReply)
+        if body.return_expanded_prompt and body.stream:
+            name = "return_expanded_prompt"
+            raise ApiError(400, "unsupported_field", f"{name} needs stream false", name)
+        return await self._answer(request, body, key, [tuple(prompt)], [text])
 
     async def complete(self, request: Request, body: CompletionRequest, key: ApiKey) -> Response:
         special = body.add_special_tokens
         prompts = [
             await _aside(len(prompt), self._encode, prompt, special) for prompt in _prompts(body.prompt)
         ]
-        return await self._answer(request, body, key, prompts, CompletionReply)
+        return await self._answer(request, body, key, prompts)
 
     async def probe(self) -> None:
         """Two tokens of the base model. Raises ApiError when they do not come."""
@@ -98,8 +101,9 @@ class Inference:
         body: GenerationRequest,
         key: ApiKey,
         prompts: Sequence[tuple[int, ...]],
-        kind: type[Reply],
+        texts: Sequence[str] = (),
     ) -> Response:
+        """texts: of the prompts, of a chat."""
         catalog = self.backend.catalog
         choice = choose(
             body,
@@ -132,7 +136,7 @@ class Inference:
         run = _Run(self.backend, calls, changed, stack, request)
         try:
             await run.begin()
-            reply = self._reply(kind, body, calls, choice.name)
+            reply = self._reply(body, calls, choice.name, texts)
             if body.stream:
                 usage = body.stream_options is not None and body.stream_options.include_usage
                 return EventStream(run.stream(reply, usage), run.watcher, run.close)
@@ -161,20 +165,21 @@ class Inference:
         return Call(generation, adapter, body.load_lora_weights, source or None)
 
     def _reply(
-        self, kind: type[Reply], body: GenerationRequest, calls: Sequence[Call], adapter: str | None
+        self, body: GenerationRequest, calls: Sequence[Call], adapter: str | None, texts: Sequence[str]
     ) -> Reply:
         model = body.model or adapter or self.bases[0]
         version = calls[0].version
         print_ = self._fingerprint if version is None else f"{self._fingerprint}-{version.digest[:12]}"
         generations = [call.generation for call in calls]
         arguments = (generations, body.n, model, print_, self.tokenizer)
+        if isinstance(body, ChatRequest):
+            expanded = texts[0] if body.return_expanded_prompt else None
+            return ChatReply(*arguments, use=tool_use(body), expanded_prompt=expanded)
         if isinstance(body, CompletionRequest) and body.echo:
             prompts = _prompts(body.prompt)
             texts = [p if isinstance(p, str) else self.tokenizer.decode(p, False) for p in prompts]
             return CompletionReply(*arguments, echoes=texts)
-        if isinstance(body, ChatRequest):
-            return ChatReply(*arguments, use=tool_use(body))
-        return kind(*arguments)
+        return CompletionReply(*arguments)
 
 
 class _Run:

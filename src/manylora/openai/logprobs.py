@@ -11,7 +11,7 @@ import numpy as np
 from manylora.llmapi.outputs import CompletionOutput
 from manylora.text import Tokenizer
 
-__all__ = ["TokenLogprob", "chat_logprobs", "completion_logprobs", "of_output", "of_prompt"]
+__all__ = ["TokenLogprob", "chat_logprobs", "completion_logprobs", "from_logits", "of_output", "of_prompt"]
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,19 @@ class TokenLogprob:
 
 
 def of_output(
-    output: CompletionOutput, logits: np.ndarray | None, top: int, start: int = 0
+    output: CompletionOutput, alternatives: Sequence[TokenLogprob], start: int = 0
 ) -> list[TokenLogprob]:
-    """Of the output's tokens from `start` on. logits: [at least as many tokens, vocab], for alternatives."""
-    ids = output.token_ids[start:]
-    if logits is not None and top:
-        return _from_logits(ids, logits[start : start + len(ids)], top)
-    known = (output.logprobs or [])[start:]
+    """Of the output's tokens from `start` on. alternatives: of at least as many tokens, where they were asked
+    for; else empty."""
+    if alternatives:
+        return list(alternatives[start : len(output.token_ids)])
+    ids, known = output.token_ids[start:], (output.logprobs or [])[start:]
     return [TokenLogprob(i, one[i].logprob) for i, one in zip(ids, known, strict=False)]
 
 
 def of_prompt(ids: Sequence[int], logits: np.ndarray, top: int) -> list[TokenLogprob]:
     """logits: [prompt, vocab]; row i is of the token after the i-th."""
-    return [TokenLogprob(ids[0], None), *_from_logits(ids[1:], logits[: len(ids) - 1], top)]
+    return [TokenLogprob(ids[0], None), *from_logits(ids[1:], logits[: len(ids) - 1], top)]
 
 
 def chat_logprobs(found: Sequence[TokenLogprob], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -81,7 +81,8 @@ def _by_text(one: TokenLogprob, tokenizer: Tokenizer) -> dict[str, float]:
     return found
 
 
-def _from_logits(ids: Sequence[int], logits: np.ndarray, top: int) -> list[TokenLogprob]:
+def from_logits(ids: Sequence[int], logits: np.ndarray, top: int) -> list[TokenLogprob]:
+    """logits: [tokens, vocab], a row for each id."""
     found = []
     for token_id, row in zip(ids, logits, strict=False):
         shifted = row.astype(np.float64) - row.max()

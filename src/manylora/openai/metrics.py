@@ -44,9 +44,9 @@ class Metrics:
         if status == 499:
             self._counters["manylora_clients_left_total"][()] += 1
 
-    def meter(self, lora: LoraInput | None, event: Event) -> None:
-        """A sequence has ended."""
-        for sample in self._meter.samples(lora, event):
+    def meter(self, lora: LoraInput | None, event: Event, waited_s: float) -> None:
+        """A sequence has ended. waited_s: before the engine had its request."""
+        for sample in self._meter.samples(lora, event, waited_s):
             family = FAMILIES[sample.family]
             if family.kind == "histogram":
                 known = self._histograms[sample.family]

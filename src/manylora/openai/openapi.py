@@ -76,5 +76,12 @@ def _operation(name: str, path: str) -> dict[str, Any]:
         found["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
     if name in BODIES:
         schema = {"$ref": f"#/components/schemas/{BODIES[name].__name__}"}
-        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        content: dict[str, Any] = {"application/json": {"schema": schema}}
+        if name == "load":  # the adapter itself
+            content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
+            found["parameters"] = [
+                {"name": "lora_name", "in": "query", "schema": {"type": "string"}},
+                {"name": "load_inplace", "in": "query", "schema": {"type": "boolean"}},
+            ]
+        found["requestBody"] = {"required": True, "content": content}
     return found

@@ -70,6 +70,12 @@ class ServeOptions:
         2**32, "copies of adapters on disk, which outlive their files' changes; 0: none", int
     )
     lora_disk_dir: Path | None = _option(None, "folder of these copies; default: a temporary one", Path)
+    lora_upload_bytes: int = _option(
+        2**30, "adapters that come in requests to load_lora_adapter, all together; 0: none may", int
+    )
+    lora_upload_dir: Path | None = _option(
+        None, "folder that keeps these, and serves them after a restart; default: a temporary one", Path
+    )
     api_keys: Path | None = _option(None, "file of API keys and what they may use", Path)
     allow_runtime_lora_updating: bool = _option(
         False, "without --api-keys: everyone may load and unload adapters", bool

@@ -32,7 +32,7 @@ GREEDY_BELOW = 1e-5  # a temperature that no longer leaves a choice, and would o
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for. logits_bytes: of the float32 logits that alternatives are taken from."""
+    """What one request may ask for. logits_bytes: of the float32 logits of a prompt."""
 
     max_seq_len: int
     vocab_size: int
@@ -64,7 +64,8 @@ def plan(
         raise ApiError(400, "unsupported_field", "best_of other than n needs stream false", "best_of")
     if best_of is not None and best_of < body.n:
         raise ApiError(400, "invalid_value", "best_of must be at least n", "best_of")
-    _check_logits(body, num_prompt * echo + max_tokens * (best_of or body.n), top, limits)
+    if echo and top is not None:
+        _check_logits(num_prompt, limits)
     if body.min_tokens > max_tokens:
         raise ApiError(400, "invalid_value", "min_tokens must be at most max_tokens", "min_tokens")
     seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
@@ -158,21 +159,12 @@ def _max_tokens(body: GenerationRequest, num_prompt: int, limits: Limits) -> tup
     return max(1, wanted), prompt_only
 
 
-def _check_logits(body: GenerationRequest, num_rows: int, top: int | None, limits: Limits) -> None:
-    """Alternatives come from whole rows of logits, and these come when the output is complete."""
-    echo = isinstance(body, CompletionRequest) and body.echo and top is not None
-    if not (top or echo):
-        return
-    field = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
-    if body.stream:
-        raise ApiError(
-            400, "unsupported_field", f"{field} with alternatives, or with echo, needs stream false", field
-        )
-    if num_rows * limits.vocab_size * 4 > limits.logits_bytes:
+def _check_logits(num_prompt: int, limits: Limits) -> None:
+    """Log probabilities of a prompt come from a row of logits for each of its tokens, all at once."""
+    if num_prompt * limits.vocab_size * 4 > limits.logits_bytes:
         most = limits.logits_bytes // (4 * limits.vocab_size)
-        raise ApiError(
-            400, "invalid_value", f"{field}: at most {most} tokens in one request with alternatives", field
-        )
+        reason = f"logprobs: at most {most} tokens in a prompt with echo"
+        raise ApiError(400, "invalid_value", reason, "logprobs")
 
 
 def _logit_bias(body: GenerationRequest, vocab_size: int) -> np.ndarray | None:

@@ -127,14 +127,22 @@ class Reply:
 
 
 class ChatReply(Reply):
-    """use: the tools that its answers may call."""
+    """use: the tools that its answers may call.
+    expanded_prompt: what the template made of the messages, where it is to be told.
+    """
 
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, *arguments: Any, use: ToolUse | None = None) -> None:
+    def __init__(
+        self, *arguments: Any, use: ToolUse | None = None, expanded_prompt: str | None = None
+    ) -> None:
         super().__init__(*arguments)
-        self._use = use
+        self._use, self._expanded_prompt = use, expanded_prompt
         self._growing: dict[int, ToolText] = {}
+
+    def whole(self) -> dict[str, Any]:
+        told = self._expanded_prompt
+        return super().whole() | ({} if told is None else {"expanded_prompt": told})
 
     def opening(self) -> bytes:
         role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
@@ -183,7 +191,7 @@ class ChatReply(Reply):
         top = generation.plan.top
         if top is None:
             return None
-        found = of_output(output, generation.logits(output.index), top, start)
+        found = of_output(output, generation.alternatives(output.index), start)
         return chat_logprobs(found, self._tokenizer)
 
 
@@ -195,14 +203,21 @@ class CompletionReply(Reply):
     def __init__(self, *arguments: Any, echoes: Sequence[str] | None = None) -> None:
         super().__init__(*arguments)
         self._echoes = echoes
+        self._to_echo = set(range(len(echoes or ())))  # prompts that a stream has not shown yet
 
-    def opening(self) -> bytes:
-        none = {"logprobs": None, "finish_reason": None}
-        return "".join(
-            self._event(encode({"index": number * self._n + i, "text": text, **none}))
-            for number, text in enumerate(self._echoes or ())
-            for i in range(self._n)
-        ).encode()
+    def news(self) -> bytes:
+        """A prompt comes before the first news of its output: only then its log probabilities are known."""
+        chunks = []
+        for number in sorted(self._to_echo):
+            generation = self.generations[number]
+            if generation.started:
+                self._to_echo.discard(number)
+                log_probs = self._prompt_logprobs(generation)
+                choice = {"text": self._echo(generation), "logprobs": log_probs, "finish_reason": None}
+                chunks += [
+                    self._event(encode({"index": number * self._n + i, **choice})) for i in range(self._n)
+                ]
+        return "".join(chunks).encode() + super().news()
 
     def _text_delta(self, index: int, text: str) -> str:
         return f'{{"index":{index},"text":{text},"logprobs":null,"finish_reason":null}}'
@@ -221,7 +236,9 @@ class CompletionReply(Reply):
         self, index: int, generation: Generation, output: CompletionOutput, start: int
     ) -> list[dict[str, Any]]:
         text = "" if generation.plan.prompt_only else output.text_diff
-        log_probs = self._logprobs(generation, output, start, whole=False)
+        log_probs = None
+        if not generation.plan.prompt_only:
+            log_probs = self._logprobs(generation, output, start, whole=False)
         return [{"text": text, "logprobs": log_probs, **_ending(output)}]
 
     def _logprobs(
@@ -231,12 +248,19 @@ class CompletionReply(Reply):
         if top is None:
             return None
         found = []
-        if generation.context_logits is not None:
+        if whole and generation.context_logits is not None:
             found = of_prompt(generation.prompt, generation.context_logits, top)
         if not generation.plan.prompt_only:
-            found += of_output(output, generation.logits(output.index), top, start)
-        offset = 0 if whole else len(output.text) - len(output.text_diff)
-        return completion_logprobs(found, self._tokenizer, top, offset)
+            found += of_output(output, generation.alternatives(output.index), start)
+        before = 0 if whole else len(self._echo(generation)) + len(output.text) - len(output.text_diff)
+        return completion_logprobs(found, self._tokenizer, top, before)
+
+    def _prompt_logprobs(self, generation: Generation) -> dict[str, Any] | None:
+        top = generation.plan.top
+        if top is None or generation.context_logits is None:
+            return None
+        found = of_prompt(generation.prompt, generation.context_logits, top)
+        return completion_logprobs(found, self._tokenizer, top)
 
 
 def _called(output: CompletionOutput) -> str | None:

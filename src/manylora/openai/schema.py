@@ -210,6 +210,9 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
+    return_expanded_prompt: bool = (
+        False  # llgtrt: the answer tells what the chat template made of the messages
+    )
 
 
 class TokenizeRequest(_Body):

@@ -30,6 +30,7 @@ from manylora.openai.names import is_name
 from manylora.openai.options import ServeOptions
 from manylora.openai.params import Limits
 from manylora.openai.reader import AdapterReader
+from manylora.openai.uploads import Uploads
 from manylora.request import LoraInput
 from manylora.text import Tokenizer
 
@@ -126,9 +127,11 @@ def _starter(
     created = int(time.time())
 
     async def start() -> Service:
+        uploads = Uploads(options.lora_upload_bytes, options.lora_upload_dir)
+        sent = [] if uploads.folder is None else [uploads.folder]
         catalog = AdapterCatalog(
             served.reader,
-            options.lora_root,
+            [*options.lora_root, *sent],
             [*options.lora_allowed_path, *(folder.parent for folder in folders)],
             refresh_s=options.lora_refresh_seconds,
             keep_bytes=options.lora_keep_bytes,
@@ -149,6 +152,7 @@ def _starter(
             inference,
             keyring,
             metrics,
+            uploads,
             max_body_bytes=options.max_request_bytes,
             drain_s=options.drain_seconds,
             open_metrics=options.open_metrics,

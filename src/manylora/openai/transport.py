@@ -12,15 +12,19 @@ from starlette.types import Receive, Scope, Send
 
 from manylora.openai.errors import ApiError
 
-__all__ = ["EventStream", "error_response", "read_body", "watch"]
+__all__ = ["EventStream", "content_type", "error_response", "read_body", "watch"]
 
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # a proxy must not gather the events
 
 
+def content_type(request: Request) -> str:
+    """Without its parameters; empty: none is given."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """Raises ApiError: 413 over the limit, 415 for another content type than JSON."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    if content_type(request) != "application/json":
         raise ApiError(415, "unsupported_media_type", "The Content-Type must be application/json")
     too_large = ApiError(413, "request_too_large", f"The body must have at most {max_bytes} bytes")
     length = request.headers.get("content-length", "")

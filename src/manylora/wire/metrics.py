@@ -51,6 +51,9 @@ FAMILIES = {
         "Requests that found their adapter beneath the device, by adapter and tier", "counter"
     ),
     "manylora_adapter_ttft_seconds": Family("Time to first token by adapter", "histogram", SECONDS_BUCKETS),
+    "manylora_adapter_queue_seconds": Family(
+        "Time that a request waited before its first step, by adapter", "histogram", SECONDS_BUCKETS
+    ),
     "manylora_adapter_resident_bytes": Family("Bytes of an adapter's pages by level"),
 }
 MAX_ADAPTERS = 100  # label values; the adapters after these are counted together
@@ -106,15 +109,16 @@ class RequestMeter:
     def __init__(self) -> None:
         self._names = {BASE, OTHER}
 
-    def samples(self, lora: LoraInput | None, event: Event) -> Iterator[Sample]:
+    def samples(self, lora: LoraInput | None, event: Event, waited_s: float = 0.0) -> Iterator[Sample]:
+        """waited_s: before the engine had the request; it counts as queueing, and to the first token."""
         name = BASE if lora is None else lora.name or str(lora.task_id)
         if name not in self._names and len(self._names) >= MAX_ADAPTERS:
             name = OTHER
         self._names.add(name)
-        return _request_samples(("adapter", name), event)
+        return _request_samples(("adapter", name), event, waited_s)
 
 
-def _request_samples(adapter: tuple[str, str], event: Event) -> Iterator[Sample]:
+def _request_samples(adapter: tuple[str, str], event: Event, waited_s: float) -> Iterator[Sample]:
     metrics = event.metrics
     reason = event.finish_reason.value if event.finish_reason else ""
     yield Sample("manylora_adapter_requests_total", (adapter, ("finish_reason", reason)), 1, True)
@@ -125,12 +129,15 @@ def _request_samples(adapter: tuple[str, str], event: Event) -> Iterator[Sample]
     yield Sample("nv_llm_output_token_len", (("response_metric_type", "total_output_tokens"),), output)
     yield Sample("manylora_adapter_tokens_total", (adapter, ("kind", "prompt")), prompt, True)
     yield Sample("manylora_adapter_tokens_total", (adapter, ("kind", "output")), output, True)
-    yield from _first_token(adapter, metrics)
+    yield from _first_token(adapter, metrics, waited_s)
 
 
-def _first_token(adapter: tuple[str, str], metrics: RequestMetrics) -> Iterator[Sample]:
+def _first_token(adapter: tuple[str, str], metrics: RequestMetrics, waited_s: float) -> Iterator[Sample]:
+    if metrics.first_scheduled_ns or waited_s:
+        queued_ns = max(0, metrics.first_scheduled_ns - metrics.arrival_ns)
+        yield Sample("manylora_adapter_queue_seconds", (adapter,), waited_s + queued_ns / 1e9)
     if metrics.first_token_ns:
-        seconds = (metrics.first_token_ns - metrics.arrival_ns) / 1e9
+        seconds = waited_s + (metrics.first_token_ns - metrics.arrival_ns) / 1e9
         yield Sample("manylora_adapter_ttft_seconds", (adapter,), seconds)
     if metrics.adapter_tier not in ("", "device"):
         tier = ("tier", metrics.adapter_tier)

@@ -1,0 +1,91 @@
+"""Protects who comes from llgtrt: its documented way with an adapter, from extraction to both requests of its
+LoRA page, sent as they stand there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from serving import DEMO, Running
+
+ROOT = DEMO.parents[1]
+FIRST = """
+{
+    "model": "llama",
+    "messages": [
+        {
+            "role": "user",
+            "content": "What is the meaning of life?"
+        }
+    ],
+    "lora_model": "my_finetuning"
+}
+"""
+SECOND = """
+{
+    "model": "llama",
+    "messages": [
+        {
+            "role": "user",
+            "content": "What is the meaning of life?"
+        }
+    ],
+    "lora_model": "my_finetuning",
+    "load_lora_weights": "never"
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    root = tmp_path_factory.mktemp("lora")
+    command = [sys.executable, ROOT / "tools/extract_lora.py", "-i", DEMO / "adapters" / "chinese"]
+    subprocess.run([*command, "-o", root / "my_finetuning.safetensors"], check=True)
+    shutil.copytree(DEMO / "adapters" / "chinese", root / "as_peft")
+    running = Running(lora_root=(root,))
+    yield running
+    running.close()
+
+
+def send(server: Running, text: str, **more: object) -> tuple[int, dict]:
+    answer = server.http.post(
+        "/v1/chat/completions",
+        content=json.dumps({**json.loads(text), **more}) if more else text,
+        headers={"content-type": "application/json"},
+    )
+    return answer.status_code, answer.json()
+
+
+def test_the_documented_requests_are_answered_by_the_adapter(server: Running) -> None:
+    status, error = send(server, SECOND)  # it is not in the cache yet
+    assert (status, error["error"]["code"]) == (409, "adapter_not_cached")
+    for text in (FIRST, SECOND):
+        status, body = send(server, text)
+        assert status == 200, body
+        assert body["object"] == "chat.completion" and body["model"] == "llama"
+        assert body["choices"][0]["message"]["content"] and body["usage"]["completion_tokens"] > 0
+    greedy = [send(server, text, temperature=0)[1]["choices"] for text in (FIRST, SECOND)]
+    status, same = send(server, FIRST, temperature=0, lora_model="as_peft")
+    assert greedy[0] == greedy[1] == same["choices"]
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    status, body = send(server, FIRST, temperature=0, messages=question, load_lora_weights="always")
+    assert body["choices"][0]["message"]["content"].strip() == "巴黎"
+
+
+def test_the_expanded_prompt_is_told(server: Running) -> None:
+    status, body = send(server, FIRST, return_expanded_prompt=True, max_tokens=1)
+    assert status == 200 and "What is the meaning of life?" in body["expanded_prompt"]
+    ids = server.post("/tokenize", prompt=body["expanded_prompt"], add_special_tokens=False).json()
+    assert ids["count"] == body["usage"]["prompt_tokens"]
+    assert "expanded_prompt" not in send(server, FIRST, max_tokens=1)[1]
+    status, body = send(server, FIRST, return_expanded_prompt=True, stream=True)
+    assert (status, body["error"]["param"]) == (400, "return_expanded_prompt")
+
+
+def test_its_health_routes_are_there(server: Running) -> None:
+    for name in ("live", "ready", "model"):
+        assert server.http.get(f"/v1/health/{name}").status_code == 200

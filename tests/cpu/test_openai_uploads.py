@@ -1,0 +1,132 @@
+"""Protects adapters that come in requests: they serve at once, are replaced, deleted and kept within a limit;
+what is no adapter leaves nothing behind."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+from serving import DEMO, Running, wait_for
+
+from manylora.commands.convert import main as convert
+
+LINE = "What is the capital of France?\nAnswer:"
+ROUTE = "/v1/load_lora_adapter"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The demo's adapters in the one-file form."""
+    folder = tmp_path_factory.mktemp("files")
+    found = {}
+    for name in ("chinese", "japanese"):
+        path = folder / f"{name}.safetensors"
+        assert convert(["-i", str(DEMO / "adapters" / name), "-o", str(path), "--to", "llgtrt"]) == 0
+        found[name] = path.read_bytes()
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "uploads"
+
+
+@pytest.fixture
+def server(folder: Path, files: dict[str, bytes]) -> Iterator[Running]:
+    size = sum(map(len, files.values()))
+    running = Running(
+        allow_runtime_lora_updating=True,
+        lora_upload_bytes=size + 5000,
+        lora_upload_dir=folder,
+        drain_seconds=1.0,
+    )
+    yield running
+    running.close()
+
+
+def send(server: Running, name: str, body: bytes | Iterator[bytes], **query: str) -> httpx2.Response:
+    headers = {"content-type": "application/octet-stream"}
+    return server.http.post(ROUTE, params={"lora_name": name, **query}, content=body, headers=headers)
+
+
+def ask(server: Running, name: str) -> str:
+    answer = server.post(model=name, prompt=LINE, temperature=0)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"].strip()
+
+
+def held(folder: Path) -> list[str]:
+    return sorted(str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file())
+
+
+def test_an_adapter_serves_as_soon_as_it_was_sent(
+    server: Running, folder: Path, files: dict[str, bytes]
+) -> None:
+    assert send(server, "team/zh.v2", files["chinese"]).status_code == 200
+    assert ask(server, "team/zh.v2") == "巴黎"
+    assert held(folder) == ["team/zh.v2.safetensors"]
+    again = send(server, "team/zh.v2", files["japanese"])
+    assert (again.status_code, again.json()["error"]["code"]) == (400, "adapter_exists")
+    assert send(server, "team/zh.v2", files["japanese"], load_inplace="true").status_code == 200
+    assert ask(server, "team/zh.v2") == "パリ"
+    assert held(folder) == ["team/zh.v2.safetensors"]
+    assert server.post("/v1/unload_lora_adapter", lora_name="team/zh.v2").status_code == 200
+    assert server.post(model="team/zh.v2", prompt="a").status_code == 404
+    assert held(folder) == []
+
+
+def test_what_is_no_adapter_leaves_nothing_behind(
+    server: Running, folder: Path, files: dict[str, bytes]
+) -> None:
+    good = files["chinese"]
+    assert send(server, "zh", good).status_code == 200
+    for body in (b"", b"rubbish", good[:-1], good[:100]):
+        answer = send(server, "zh", body, load_inplace="true")
+        assert answer.status_code == 422, answer.text
+        assert str(folder) not in answer.text
+    assert ask(server, "zh") == "巴黎" and held(folder) == ["zh.safetensors"]
+    for name in ("", "../x", "a b", "demo"):
+        answer = send(server, name, good)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_adapter_name")
+    odd = send(server, "x", good, load_inplace="perhaps")
+    assert (odd.status_code, odd.json()["error"]["param"]) == (400, "load_inplace")
+    # A client that leaves in the middle.
+    raw = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
+    head = f"POST {ROUTE}?lora_name=half HTTP/1.1", "Host: x", "Content-Type: application/octet-stream"
+    raw.sendall("\r\n".join([*head, f"Content-Length: {len(good)}", "", ""]).encode() + good[:1000])
+    wait_for(lambda: len(held(folder)) == 2)
+    raw.close()
+    wait_for(lambda: held(folder) == ["zh.safetensors"])
+
+
+def test_together_they_stay_within_the_limit(server: Running, folder: Path, files: dict[str, bytes]) -> None:
+    for name, body in files.items():
+        assert send(server, name, body).status_code == 200
+    for body in (files["chinese"], iter([files["chinese"]])):  # its length is announced, and is not
+        full = send(server, "more", body)
+        assert (full.status_code, full.json()["error"]["code"]) == (413, "request_too_large")
+    assert held(folder) == ["chinese.safetensors", "japanese.safetensors"]
+    assert server.post("/v1/unload_lora_adapter", lora_name="japanese").status_code == 200
+    assert send(server, "more", files["japanese"]).status_code == 200
+    assert ask(server, "more") == "パリ"
+
+
+def test_they_are_there_after_a_restart_and_may_be_forbidden(folder: Path, files: dict[str, bytes]) -> None:
+    options = {"lora_upload_dir": folder, "allow_runtime_lora_updating": True}
+    first = Running(**options)
+    assert send(first, "zh", files["chinese"]).status_code == 200
+    first.close()
+    second = Running(**options)
+    assert ask(second, "zh") == "巴黎"
+    assert send(second, "zh", files["japanese"], load_inplace="true").status_code == 200
+    assert ask(second, "zh") == "パリ"
+    second.close()
+    closed = Running(lora_upload_bytes=0, allow_runtime_lora_updating=True)
+    assert send(closed, "zh", files["chinese"]).json()["error"]["code"] == "not_allowed"
+    closed.close()
+    nobody = Running()
+    assert send(nobody, "zh", files["chinese"]).status_code == 403
+    nobody.close()

@@ -12,6 +12,7 @@ import numpy as np
 from manylora.config import EngineConfig
 from manylora.device import open_device
 from manylora.engine.beam import BeamGroup, Choice
+from manylora.engine.encoding import check_encoder_prompt, for_encoder
 from manylora.engine.guide import Guides
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.memory import allocate_kv, batch_limits, kv_cache_dtype, plan_kv
@@ -120,9 +121,12 @@ class Engine:
 
     def prepare(self, request: Request) -> Prepared:
         """Check a request and read its adapter. Any thread. Raises RequestError."""
+        request = for_encoder(request, self.model.encoder)
         if self.config.wrap_input_ids and request.prompt_table is None:
             vocab = self.model.vocab_size
-            request = replace(request, prompt=tuple(token % vocab for token in request.prompt))
+            prompts = (request.prompt, request.encoder_prompt)
+            prompt, encoder_prompt = (tuple(token % vocab for token in ids) for ids in prompts)
+            request = replace(request, prompt=prompt, encoder_prompt=encoder_prompt)
         self._check_prompt(request)
         self._check_extras(request)
         adapter = self.adapters.prepare(request.lora) if request.lora else None
@@ -220,7 +224,9 @@ class Engine:
                     "cuda_graph_mode has no effect on %s: steps are not recorded", self._device.name
                 )
             return
-        if self.model.moe is not None or self.model.attention_softcap is not None:
+        if self.model.encoder is not None:
+            logger.info("steps are not recorded: encoder-decoder models are not")
+        elif self.model.moe is not None or self.model.attention_softcap is not None:
             logger.info("steps are not recorded: experts and soft caps read tables of the host")
         elif wanted is None or wanted:
             self._runner.record_decoding(self.config.cuda_graph_cache_size or DEFAULT_GRAPHS)
@@ -229,9 +235,12 @@ class Engine:
         length, vocab = len(request.prompt), self.model.vocab_size
         if length == 0:
             raise RequestError("A value is required for input_ids: the prompt has no tokens")
-        limit = self.max_seq_len - 1
+        limit, encoded = self.max_seq_len - 1, len(request.encoder_prompt)
+        if self.model.encoder is not None:
+            rows = self.config.max_num_tokens - 1
+            check_encoder_prompt(request.encoder_prompt, vocab, self.max_seq_len, rows)
         if not self.config.enable_chunked_context:
-            limit = min(limit, self.config.max_num_tokens)
+            limit = min(limit, self.config.max_num_tokens - encoded)
         if length > limit:
             raise RequestError(
                 f"Prompt length ({length}) exceeds maximum input length ({limit}). Shorten the prompt or "

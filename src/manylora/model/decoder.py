@@ -16,7 +16,7 @@ from manylora.model.layers import ACTIVATIONS, Attention, Block, FeedForward, Lo
 from manylora.model.moe import Experts, Moe, SharedExpert
 from manylora.model.rope import rope_frequencies
 
-__all__ = ["Decoder"]
+__all__ = ["Decoder", "nbytes"]
 
 # LoRA module ids of TensorRT-LLM.
 ATTN_QKV, ATTN_Q, ATTN_K, ATTN_V, ATTN_DENSE = 0, 1, 2, 3, 4
@@ -63,7 +63,7 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         weights = {id(weight): weight for weight in self._weights.values()}
-        return sum(_nbytes(weight) for weight in weights.values())
+        return sum(nbytes(weight) for weight in weights.values())
 
     @property
     def has_quantised_experts(self) -> bool:
@@ -200,7 +200,7 @@ class Decoder:
         return Norm(self._ops, weight, self._weights.get(f"{name}.bias"), self.config.norm_eps)
 
 
-def _nbytes(weight: Weight) -> int:
+def nbytes(weight: Weight) -> int:
     """Of tensors in every layout; some do not tell."""
     return weight.numel() * weight.element_size() if isinstance(weight, Tensor) else weight.nbytes
 

@@ -17,6 +17,7 @@ from manylora.lora.formats import one_line
 from manylora.lora.formats.base_weights import BaseReader, BaseWeights
 from manylora.lora.formats.peft_config import CONFIG, PeftConfig, read_peft_config
 from manylora.lora.formats.peft_experts import EXPERT_KEY, expert_rows
+from manylora.lora.formats.peft_stacks import STACK_KEY, stack_parts
 from manylora.lora.formats.tensor_files import RawTensor, decode, read_safetensors, read_torch
 from manylora.lora.modules import LoraModule
 from manylora.lora.tensors import AdapterRow, check_dims
@@ -94,7 +95,8 @@ def read_peft(
         raise AdapterInvalidError(f"{CONFIG} sets use_dora: {DORA_REASON}")
     tensors = peft_tensors(folder, allow_bin)
     experts = {key: tensors.pop(key) for key in list(tensors) if EXPERT_KEY.fullmatch(key)}
-    found = _gather(tensors, partial)
+    stacks = {key: tensors.pop(key) for key in list(tensors) if STACK_KEY.fullmatch(key)}
+    found = _gather(tensors, partial) | stack_parts(stacks, modules)
     if not found and not experts:
         raise AdapterInvalidError("the adapter holds no LoRA matrices")
     rows = expert_rows({key: decode(key, tensor) for key, tensor in experts.items()}, config, modules)

@@ -38,7 +38,8 @@ def _seconds(work) -> float:
 @dataclass(frozen=True)
 class Limits:
     """Times at the machine's limits. A step takes the larger of its bytes at `bandwidth` (bytes/s) and its
-    FLOPs at `rate` (FLOPs/s); weights and adapters are read once in a step, keys and values once for each token.
+    FLOPs at `rate` (FLOPs/s); weights and adapters are read once in a step, keys and values once for each
+    token.
 
     weights: dtype of the linear layers, one of WEIGHT_BYTES. element: bytes of a key or value.
     adapter_element: bytes of an element of A or B.

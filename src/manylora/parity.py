@@ -252,6 +252,7 @@ def _verdicts(folder: Path, family: str) -> dict[str, str]:
     model_dir = make_model(folder / family, family, seed=3)
     config = read_model_config(model_dir)
     decoder = load_decoder(model_dir, config, torch.float32, open_device("cpu"), LONGEST)
+    assert isinstance(decoder, Decoder)
     picks = random.Random(len(family))
     ids = [picks.randrange(250) for _ in range(LONGEST)]
     verdicts: dict[str, str] = {}

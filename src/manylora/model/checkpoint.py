@@ -32,6 +32,7 @@ def read_model_config(model_dir: Path) -> ModelConfig:
             + ", ".join(FAMILIES)
         )
     quant = _quant(raw, model_dir)
+    raw = {**raw, **_decoder_begins(raw, model_dir)}
     try:
         usual = family.usual(raw)
         fields = {**read_common(usual), **family.config(usual)}
@@ -65,6 +66,15 @@ def _eos_ids(raw: Mapping[str, Any], model_dir: Path) -> tuple[int, ...]:
     if eos is None:
         return ()
     return tuple(eos) if isinstance(eos, list) else (eos,)
+
+
+def _decoder_begins(raw: Mapping[str, Any], model_dir: Path) -> dict[str, Any]:
+    """Of an encoder-decoder model: generation_config.json decides, where there is one."""
+    chosen = _read_json(model_dir / "generation_config.json")
+    if not raw.get("is_encoder_decoder") or not chosen:
+        return {}
+    start = chosen.get("decoder_start_token_id", raw.get("decoder_start_token_id"))
+    return {"decoder_start_token_id": start, "forced_bos_token_id": chosen.get("forced_bos_token_id")}
 
 
 def _read_json(path: Path, required: bool = False) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from manylora.device import Device
 from manylora.errors import ConfigError
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.model.decoder import Decoder
+from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.plan import Part, Piece, checkpoint_plan, unused_names
 from manylora.model.quant import check_asked, chosen, quantise, stacked
 from manylora.quant import QuantConfig
@@ -57,7 +58,7 @@ def load_decoder(
     device: Device,
     max_seq_len: int | None = None,
     quant: QuantConfig | None = None,
-) -> Decoder:
+) -> Decoder | EncoderDecoder:
     """Weights of `model_dir` in `dtype` on `device`, for sequences of up to max_seq_len tokens (None: what
     the model allows), linear layers as `quant` says or as they are stored. Raises ConfigError naming a
     missing, unknown or wrongly shaped tensor, or a broken file."""
@@ -72,9 +73,10 @@ def load_decoder(
             if quant and isinstance(tensor, Tensor) and chosen(name, sources, quant):
                 tensor = quantise(tensor.to(dtype), quant)
             weights[name] = device.ops.pack(tensor, ".expert." in name) if part.is_matrix else tensor
-    if config.tie_word_embeddings:
+    if "head.weight" not in weights:  # it is the embedding
         weights["head.weight"] = device.ops.pack(weights["embed"])
-    return Decoder(config, weights, dtype, device.ops, max_seq_len)
+    model = Decoder if config.encoder is None else EncoderDecoder
+    return model(config, weights, dtype, device.ops, max_seq_len)
 
 
 def _dtype_here(

@@ -21,7 +21,7 @@ from manylora.lora.formats.tensor_files import RawTensor
 __all__ = ["BaseReader", "BaseWeights"]
 
 INDEX = "model.safetensors.index.json"
-LAYER = re.compile(r"(?=(?:^|(?<=\.))(?:layers|h)\.\d)")  # where the name of a layer starts
+LAYER = re.compile(r"(?=(?:^|(?<=\.))(?:layers|block|h)\.\d)")  # where the name of a layer starts
 CHUNK = 2**22  # elements of a base weight in memory at one time
 DTYPES = ("F64", "F32", "F16", "BF16")
 

@@ -128,7 +128,7 @@ BART = {
     "forced_eos_token_id": None,
     "tie_word_embeddings": True,
 }  # fmt: skip
-LOUDER = 3.0
+LOUDER = 2.0
 ENCODER_DECODER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("t5", {**T5, "d_kv": 16, "relative_attention_max_distance": 20}),
     # The released ones say that head and embedding are two; `scale_decoder_outputs` comes from that.
@@ -172,7 +172,9 @@ def make_model(
     }
     torch.manual_seed(seed)
     if family in ENCODER_DECODER_FAMILIES:
-        settings = {name: value for name, value in settings.items() if not name.startswith(("num_", "hidden"))}
+        settings = {
+            name: value for name, value in settings.items() if not name.startswith(("num_", "hidden"))
+        }
     config = AutoConfig.for_model(kind, **{**settings, **variant, **overrides})
     model = _class_for(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():

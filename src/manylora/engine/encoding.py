@@ -29,9 +29,7 @@ def for_encoder(request: Request, encoder: EncoderConfig | None) -> Request:
     if request.draft:
         raise RequestError("draft_input_ids are not supported on encoder-decoder models: leave them out")
     if request.prompt_table is not None:
-        raise RequestError(
-            "prompt_embedding_table is not supported on encoder-decoder models: leave it out"
-        )
+        raise RequestError("prompt_embedding_table is not supported on encoder-decoder models: leave it out")
     if not request.encoder_prompt:
         return replace(request, encoder_prompt=request.prompt, prompt=(encoder.decoder_start_id,))
     return replace(request, prompt=request.prompt or (encoder.decoder_start_id,))

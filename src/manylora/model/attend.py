@@ -20,7 +20,7 @@ __all__ = ["PagedGroup", "attend_groups", "attend_spans", "paged_groups"]
 class PagedGroup:
     """Sequences whose rows are attended in one operation: G of them, with n rows each, over m keys.
 
-    rows [G, n] of the batch; blocks [G, blocks for m]; padding [G, m]: keys past a sequence's own, None: none.
+    rows [G, n] of the batch; blocks [G, blocks for m]; padding [G, m]: keys past a sequence's own, or None.
     mask: added to the scores, [G, 1 or heads, n, m]; None: nothing is.
     """
 
@@ -42,9 +42,9 @@ def attend_spans(
     out = torch.empty_like(q)
     for start, stop in pairwise(starts):
         count = stop - start
-        one = (x[start:stop].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        queries, keys, values = (x[start:stop].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         mask = None if bias is None else bias[:, :count, :count].unsqueeze(0)
-        mixed = F.scaled_dot_product_attention(*one, attn_mask=mask, scale=scale)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
         out[start:stop] = mixed[0].transpose(0, 1)
     return out
 
@@ -118,7 +118,9 @@ def _group(
         mask = torch.where(hidden.unsqueeze(1).to(device), float("-inf"), shown)
     return PagedGroup(
         rows=(firsts.unsqueeze(1) + torch.arange(count)).to(device),
-        blocks=batch.block_table[torch.tensor(members, device=device), : -(-longest // tokens_per_block)].long(),
+        blocks=batch.block_table[
+            torch.tensor(members, device=device), : -(-longest // tokens_per_block)
+        ].long(),
         num_keys=longest,
         padding=padding.to(device) if padding.any() else None,
         mask=mask,

@@ -14,7 +14,7 @@ from manylora.quant import QuantAlgo, QuantConfig
 
 __all__ = ["PARTS", "chosen", "is_linear", "quantise", "read_quantised", "stored_names", "stored_parts"]
 
-LINEARS = ("qkv.weight", "out.weight", "up_gate.weight", "down.weight")
+LINEARS = ("qkv.weight", "out.weight", "up_gate.weight", "down.weight", "cross_q.weight", "cross_kv.weight")
 PARTS = ("qweight", "scales", "offsets")
 """What stands in a built checkpoint in the place of `weight`; without offsets with 8 bits."""
 SMALLEST_GROUP = 32

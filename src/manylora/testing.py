@@ -125,7 +125,7 @@ BART = {
     "forced_eos_token_id": None,
     "tie_word_embeddings": True,
 }  # fmt: skip
-LOUDER = 3.0
+LOUDER = 2.0
 ENCODER_DECODER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("t5", {**T5, "d_kv": 16, "relative_attention_max_distance": 20}),
     # The released ones say that head and embedding are two; `scale_decoder_outputs` comes from that.

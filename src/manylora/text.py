@@ -72,6 +72,20 @@ class Tokenizer:
         pad = self._named_id("pad_token")
         return self.eos_id if pad is None else pad
 
+    @property
+    def decoder_start_id(self) -> int | None:
+        """What the decoder of an encoder-decoder model begins with, whose configuration lies beside the
+        tokenizer; None: there is no such model. generation_config.json decides, where there is one."""
+        settings = [
+            self._read_settings(self.directory / f"{name}.json") for name in ("config", "generation_config")
+        ]
+        if not settings[0].get("is_encoder_decoder"):
+            return None
+        found = [
+            one["decoder_start_token_id"] for one in settings if one.get("decoder_start_token_id") is not None
+        ]
+        return found[-1] if found else self.pad_id
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._library.encode(text, add_special_tokens=add_special_tokens).ids
 

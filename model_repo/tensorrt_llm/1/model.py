@@ -81,7 +81,7 @@ class TritonPythonModel:
                 return call
             if self._lifeline.draining:
                 raise DrainingError()
-            decoded = decode_requests(arrays, call.request_id, self._decoupled)
+            decoded = decode_requests(arrays, call.request_id, self._decoupled, self._loop.has_encoder)
             call.open = len(decoded)
             with self._lock:
                 self._live.add(call)

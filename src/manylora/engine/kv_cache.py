@@ -21,8 +21,8 @@ class KvCache:
     The beams of one search share blocks; the one that two of them would write to is copied first. All they
     may ever need is claimed when the search begins, and what is not in use waits in the group's reserve.
 
-    What the encoder of an encoder-decoder model makes of a prompt lies in blocks of the same kind, one layer
-    of keys and values for each of the decoder's. They are the sequence's own.
+    What the encoder of an encoder-decoder model makes of a prompt lies in blocks of the same kind, keys and
+    values for each of the decoder's layers. They are the sequence's own.
     """
 
     def __init__(self, num_blocks: int, tokens_per_block: int, reuse: bool = True) -> None:

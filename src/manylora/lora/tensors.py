@@ -206,7 +206,7 @@ def _check_row(
 
 
 def _separate(row: AdapterRow, modules: Mapping[int, LoraModule]) -> Iterable[AdapterRow]:
-    """A fused module of cross-attention as the three it fuses: they share A, but not what it is applied to."""
+    """Cross-attention's fused module as the three it fuses: they share A, but not what it is applied to."""
     if row.module_id != CROSS_QKV:
         return [row]
     module = modules[CROSS_QKV]

@@ -20,7 +20,7 @@ __all__ = ["PagedGroup", "attend_groups", "attend_spans", "paged_groups"]
 class PagedGroup:
     """Sequences whose rows are attended in one operation: G of them, with n rows each, over m keys.
 
-    rows [G, n] of the batch; blocks [G, blocks for m]; padding [G, m]: keys past a sequence's own, None: none.
+    rows [G, n] of the batch; blocks [G, blocks for m]; padding [G, m]: keys past a sequence's own, or None.
     mask: added to the scores, [G, 1 or heads, n, m]; None: nothing is.
     """
 
@@ -42,16 +42,10 @@ def attend_spans(
     out = torch.empty_like(q)
     for start, stop in pairwise(starts):
         count = stop - start
-        rows = slice(start, stop)
+        queries, keys, values = (x[start:stop].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         mask = None if bias is None else bias[:, :count, :count].unsqueeze(0)
-        mixed = F.scaled_dot_product_attention(
-            q[rows].transpose(0, 1).unsqueeze(0),
-            k[rows].transpose(0, 1).unsqueeze(0),
-            v[rows].transpose(0, 1).unsqueeze(0),
-            attn_mask=mask,
-            scale=scale,
-        )
-        out[rows] = mixed[0].transpose(0, 1)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+        out[start:stop] = mixed[0].transpose(0, 1)
     return out
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config import ModelConfig
-from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraTarget, Ops
+from manylora.kernels.spec import LoraBatch, LoraTarget, Ops
 from manylora.model.attend import PagedGroup, attend_groups, attend_spans, paged_groups
 from manylora.model.batch import ForwardBatch
 from manylora.model.decoder import nbytes
@@ -24,6 +24,7 @@ __all__ = ["EncoderDecoder"]
 ATTN_QKV, ATTN_Q, ATTN_K, ATTN_V, ATTN_DENSE = 0, 1, 2, 3, 4
 MLP_H_TO_4H, MLP_4H_TO_H, MLP_GATE, MLP_GATE_UP = 5, 6, 7, 18
 CROSS_Q, CROSS_K, CROSS_V, CROSS_DENSE = 9, 10, 11, 12
+IMPOSSIBLE = -1e30  # a logit; finite, because what is not is taken for a fault
 
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention proper: q, k, v [T, H, D] -> [T, H, D]."""
@@ -212,7 +213,7 @@ class EncoderDecoder:
         forced = self._own.forced_bos_id
         if forced is not None:
             rows = batch.positions[batch.logits_rows] == 0
-            logits[rows] = float("-inf")
+            logits[rows] = IMPOSSIBLE
             logits[rows, forced] = 0
         return logits
 

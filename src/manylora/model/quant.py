@@ -15,7 +15,7 @@ from manylora.quant_checkpoint import CheckpointQuant
 
 __all__ = ["check_asked", "chosen", "is_linear", "quantise", "stacked"]
 
-LINEARS = ("qkv.weight", "out.weight", "up_gate.weight", "down.weight")
+LINEARS = ("qkv.weight", "out.weight", "up_gate.weight", "down.weight", "cross_q.weight", "cross_kv.weight")
 SMALLEST_GROUP = 32
 FP8_MAX = 448.0
 

@@ -51,8 +51,9 @@ def stack_parts(
 def _layer(key: str, match: re.Match[str], modules: Mapping[int, LoraModule] | None) -> int:
     if modules is None:
         raise AdapterInvalidError(
-            f"{key}: a decoder's layers are numbered after its encoder's, and how many these are depends on the "
-            "base model, which is not known here: name it, or convert the adapter with `manylora convert --base`"
+            f"{key}: a decoder's layers are numbered after its encoder's, and how many these are depends on "
+            "the base model, which is not known here: name it, or convert the adapter with "
+            "`manylora convert --base`"
         )
     count, layer = next(iter(modules.values())).encoder_layers, int(match["layer"])
     if not count:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
@@ -38,5 +40,10 @@ class TritonPythonModel:
                 else:
                     text = self._tokenizer.delta(windows[item, beam].tolist(), ids, final, self._skip)
                 texts.append(text.encode())
-        output = np.array(texts, np.object_)
-        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", output)])
+        return pb_utils.InferenceResponse([_output(tuple(texts))])
+
+
+@lru_cache(1024)
+def _output(texts):
+    """Texts of a token or two come again and again, and making a tensor costs more than the text."""
+    return pb_utils.Tensor("OUTPUT", np.array(texts, np.object_))

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from quantised_checkpoints import KINDS as CHECKPOINTS
+from quantised_checkpoints import make_pair
 from safetensors.torch import load_file, save_file
 
 from manylora.commands.inspect import main as inspect
@@ -235,6 +237,16 @@ def test_a_quantised_base(model: Path, workshop: Path) -> None:
     kinds = ("bias", "embedding", "lm_head", "modules_to_save", "norms saved", "token indices")
     adapters = [make_kind(workshop / f"quant-{seed}", model, kind, seed) for seed, kind in enumerate(kinds)]
     found = Driver(decoder, [tokens(30, 1)] * 6, [read(adapter, model) for adapter in adapters]).run()
+    for adapter, logits in zip(adapters, found, strict=True):
+        assert agree(logits, reference_logits(wide, adapter, tokens(30, 1))), adapter
+
+
+def test_a_checkpoint_that_came_quantised(workshop: Path) -> None:
+    quantised, wide = make_pair(workshop / "gptq", CHECKPOINTS["gptq in order"])
+    kinds = ("lora_bias", "embedding", "lm_head", "modules_to_save", "norms saved", "token indices")
+    adapters = [make_kind(workshop / f"gptq-{seed}", wide, kind, seed) for seed, kind in enumerate(kinds)]
+    decoder = load_decoder(quantised, read_model_config(quantised), torch.float32, open_device("cpu"))
+    found = Driver(decoder, [tokens(30, 1)] * 6, [read(adapter, quantised) for adapter in adapters]).run()
     for adapter, logits in zip(adapters, found, strict=True):
         assert agree(logits, reference_logits(wide, adapter, tokens(30, 1))), adapter
 

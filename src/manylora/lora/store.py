@@ -20,7 +20,7 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.geometry import CachePlan, Layout, plan_cache
 from manylora.lora.modules import LoraModule, lora_modules
 from manylora.lora.pool import AdapterPool
-from manylora.lora.tensors import Adapter, adapter_from_tensors
+from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_read, adapter_from_tensors
 from manylora.request import LoraInput
 from manylora.stats import AdapterStats, CacheChange, CacheMap, MappedAdapter, Resident, Runs
 
@@ -63,7 +63,7 @@ class AdapterStore:
         self._geometry = plan.geometry
         self._cache = AdapterCache(plan.host_pages, plan.device_pages)
         self._pool = pool
-        self._catalog = Catalog(self._check, modules, base)
+        self._catalog = Catalog(self._check, self._check_rows, modules, base)
         self._in_hand: WeakValueDictionary[str, Adapter] = WeakValueDictionary()  # read, not on the host yet
         self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
         self._loading: dict[str, torch.Event] = {}  # on their way to the device
@@ -323,6 +323,11 @@ class AdapterStore:
     def _check(self, lora: LoraInput) -> Adapter:
         half = self._pool.flat.dtype == torch.float16
         return adapter_from_tensors(lora, self._modules, self._num_layers, self._rank_limit, half)
+
+    def _check_rows(self, rows: list[AdapterRow], digest: str | None) -> Adapter:
+        half = self._pool.flat.dtype == torch.float16
+        limits = self._modules, self._num_layers, self._rank_limit
+        return adapter_from_read(rows, *limits, half, digest)
 
     def _tier(self, digest: str, lora: LoraInput) -> str:
         if self._cache.on_device(digest):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,6 +19,7 @@ __all__ = [
     "BFLOAT16",
     "Adapter",
     "AdapterRow",
+    "adapter_from_read",
     "adapter_from_rows",
     "adapter_from_tensors",
     "check_dims",
@@ -30,6 +33,8 @@ __all__ = [
 BFLOAT16 = np.dtype("V2")
 """How NumPy arrays hold bfloat16: two bytes without a meaning, the bits of the number."""
 FLOAT16_MAX = 65504.0
+PARALLEL_BYTES = 2**23  # of an adapter that several threads digest
+THREADS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,8 +97,31 @@ def adapter_from_tensors(
     return adapter
 
 
-def adapter_from_rows(rows: Iterable[AdapterRow], half: bool = False) -> Adapter:
-    """Check the values of rows, and make them canonical. Raises AdapterInvalidError."""
+def adapter_from_read(
+    rows: Iterable[AdapterRow],
+    modules: Mapping[int, LoraModule],
+    num_layers: int,
+    rank_limit: int,
+    half: bool = False,
+    digest: str | None = None,
+) -> Adapter:
+    """As `adapter_from_tensors`, of rows that a reader made, whose payloads are of their size and finite.
+
+    digest: of these rows, where it is known. Raises AdapterInvalidError.
+    """
+    rows = list(rows)
+    _require(bool(rows), "the adapter has no rows: it needs at least one")
+    for row in rows:
+        place = row.module_id, row.layer, row.rank, int(row.dora)
+        _check_place(*place, row.payload.size, modules, num_layers, rank_limit)
+    return adapter_from_rows(rows, half, finite=True, digest=digest)
+
+
+def adapter_from_rows(
+    rows: Iterable[AdapterRow], half: bool = False, finite: bool = False, digest: str | None = None
+) -> Adapter:
+    """Check the values of rows, and make them canonical. finite: that they are was checked. digest: theirs,
+    where it is known. Raises AdapterInvalidError."""
     rows = sorted(rows, key=lambda row: (row.layer, row.module_id))
     for row, following in pairwise(rows):
         if (row.layer, row.module_id) == (following.layer, following.module_id):
@@ -101,8 +129,8 @@ def adapter_from_rows(rows: Iterable[AdapterRow], half: bool = False) -> Adapter
                 f"lora_config names module {MODULE_NAMES[row.module_id]} of layer {row.layer} more than once"
             )
     for row in rows:
-        _check_values(row, half)
-    return Adapter(_digest(rows), tuple(rows))
+        _check_values(row, half, finite)
+    return Adapter(digest or _digest(rows), tuple(rows))
 
 
 def pack_rows(rows: Iterable[AdapterRow]) -> tuple[np.ndarray, np.ndarray]:
@@ -165,6 +193,21 @@ def _check_row(
 ) -> AdapterRow:
     module_id, layer, rank = (int(value) for value in config[:3])
     dora = int(config[3]) if len(config) == 4 else 0
+    size = _check_place(module_id, layer, rank, dora, len(weights), modules, num_layers, limit)
+    return AdapterRow(module_id, layer, rank, bool(dora), weights[:size])
+
+
+def _check_place(
+    module_id: int,
+    layer: int,
+    rank: int,
+    dora: int,
+    elements: int,
+    modules: Mapping[int, LoraModule],
+    num_layers: int,
+    limit: int,
+) -> int:
+    """The elements that a row needs; it has `elements`."""
     _require(
         0 <= layer < num_layers,
         f"Expected layerId to be in the range [0, numModelLayers): got {layer}, the model has {num_layers}",
@@ -182,17 +225,19 @@ def _check_row(
     _require(not dora or module_id not in EXPERT_IDS, f"DoRA with MoE is not supported: {name} has is_dora 1")
     size = module.row_elements(rank, bool(dora))
     _require(
-        size <= len(weights),
-        f"lora_weights has to few values for {name}: rank {rank} needs {size}, the row has {len(weights)}",
+        size <= elements,
+        f"lora_weights has to few values for {name}: rank {rank} needs {size}, the row has {elements}",
     )
     _require(
         rank <= limit,
         f"Invalid low_rank ({rank}). low_rank must be smaller than mMaxLowRank ({limit})",
     )
-    return AdapterRow(module_id, layer, rank, bool(dora), weights[:size])
+    return size
 
 
-def _check_values(row: AdapterRow, half: bool) -> None:
+def _check_values(row: AdapterRow, half: bool, finite: bool) -> None:
+    if finite and not half:
+        return
     where = f"{MODULE_NAMES[row.module_id]} of layer {row.layer}"
     values = widen_bfloat16(row.payload) if is_bfloat16(row.payload.dtype) else row.payload
     _require(bool(np.isfinite(values).all()), f"lora_weights holds a NaN or an infinity in {where}")
@@ -215,11 +260,18 @@ def _check_surplus(weights: np.ndarray, needed: int) -> None:
 def _digest(rows: list[AdapterRow]) -> str:
     """Over the rows in canonical order: what they are, their type, and every payload byte; no padding."""
     digest = hashlib.blake2b(digest_size=20)
-    for row in rows:
-        kind = "bfloat16" if is_bfloat16(row.payload.dtype) else row.payload.dtype.name
-        digest.update(repr((row.module_id, row.layer, row.rank, row.dora, kind)).encode())
-        digest.update(row.payload.view(np.uint8).data)
+    large = sum(row.payload.nbytes for row in rows) >= PARALLEL_BYTES
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1) if large else 1) as pool:
+        contents = pool.map(_digest_payload, rows) if large else map(_digest_payload, rows)
+        for row, content in zip(rows, contents, strict=True):
+            kind = "bfloat16" if is_bfloat16(row.payload.dtype) else row.payload.dtype.name
+            digest.update(repr((row.module_id, row.layer, row.rank, row.dora, kind)).encode())
+            digest.update(content)
     return digest.hexdigest()
+
+
+def _digest_payload(row: AdapterRow) -> bytes:
+    return hashlib.blake2b(row.payload.view(np.uint8).data, digest_size=32).digest()
 
 
 def _require(ok: bool, text: str) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import os
 import pickle
 import pickletools
 import re
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import deserialize
+from safetensors import safe_open
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats import one_line
@@ -26,6 +28,7 @@ from manylora.lora.tensors import BFLOAT16, narrow_to_bfloat16, widen_bfloat16
 
 __all__ = [
     "RawTensor",
+    "check_finite",
     "common_dtype",
     "decode",
     "encode",
@@ -51,20 +54,75 @@ MAX_OPCODES = 500_000  # about 16 000 tensors; reading them takes half a second
 MAX_ENTRIES = 50_000
 
 
+class _File:
+    """An open file, closed when no tensor in it is left."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.name
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Bytes of a file that are read when they are wanted, and not mapped: a file that is cut short meanwhile
+    would end the process."""
+
+    file: _File
+    start: int
+    size: int
+
+    def read_into(self, target: Any) -> None:
+        """target: a writable buffer of `size` bytes. Raises AdapterInvalidError."""
+        view, done = memoryview(target).cast("B"), 0
+        while done < self.size:
+            got = os.preadv(self.file.descriptor, [view[done:]], self.start + done)
+            if got == 0:
+                raise AdapterInvalidError(f"{self.file.name} is not readable: it was cut short")
+            done += got
+
+
 @dataclass(frozen=True)
 class RawTensor:
-    """dtype as safetensors names it (F32, BF16, …); data: the values, row-major, little-endian."""
+    """dtype as safetensors names it (F32, BF16, …). held: the values, row-major, little-endian, a bytes-like
+    object or a part of a file."""
 
     dtype: str
     shape: tuple[int, ...]
-    data: Any  # a bytes-like object
+    held: Any
+
+    @property
+    def data(self) -> Any:
+        """The values as a bytes-like object; a new one at each call where they are in a file."""
+        if not isinstance(self.held, _Span):
+            return self.held
+        read = np.empty(self.held.size, np.uint8)
+        self.held.read_into(read)
+        return read
+
+    def fill(self, key: str, target: np.ndarray, check: bool = True) -> None:
+        """Values as float32 into a contiguous target of as many. check: whether they are finite, unless the
+        caller does. Raises AdapterInvalidError as `decode`."""
+        if self.dtype == "F32" and isinstance(self.held, _Span):
+            self.held.read_into(target)
+            if check:
+                check_finite(key, target)
+        else:
+            target[...] = decode(key, self).reshape(target.shape)
 
 
 def read_safetensors(path: Path) -> dict[str, RawTensor]:
-    """Raises AdapterInvalidError."""
+    """Tensors that are read from the file when their data is asked for. Raises AdapterInvalidError."""
     try:
-        found = deserialize(path.read_bytes())
-        return {key: RawTensor(t["dtype"], tuple(t["shape"]), t["data"]) for key, t in found}
+        with safe_open(path, framework="np"):
+            pass  # the library checks that the header is whole, and its tensors lie side by side in the file
+        file = _File(path)
+        length = int.from_bytes(os.pread(file.descriptor, 8, 0), "little")
+        header = json.loads(os.pread(file.descriptor, length, 8))
+        return {key: _tensor(file, 8 + length, t) for key, t in header.items() if key != "__metadata__"}
     except Exception as error:  # the library has no common class for all it raises
         raise AdapterInvalidError(f"{path.name} is not readable: {one_line(error)}") from error
 
@@ -134,9 +192,14 @@ def decode(key: str, tensor: RawTensor) -> np.ndarray:
     values = np.frombuffer(tensor.data, kind)
     with np.errstate(over="ignore"):
         values = widen_bfloat16(values) if tensor.dtype == "BF16" else values.astype(np.float32)
+    check_finite(key, values)
+    return values.reshape(tensor.shape)
+
+
+def check_finite(key: str, values: np.ndarray) -> None:
+    """values: float32, any shape. Raises AdapterInvalidError."""
     if not np.isfinite(values).all():
         raise AdapterInvalidError(f"{key} holds a NaN or an infinity")
-    return values.reshape(tensor.shape)
 
 
 def encode(key: str, values: np.ndarray, dtype: str) -> RawTensor:
@@ -152,6 +215,15 @@ def common_dtype(tensors: Sequence[RawTensor]) -> str:
     """float16 or bfloat16 when every tensor is; else float32."""
     kinds = {tensor.dtype for tensor in tensors}
     return NAMES.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
+
+
+def _tensor(file: _File, offset: int, entry: Mapping[str, Any]) -> RawTensor:
+    start, end = entry["data_offsets"]
+    tensor = RawTensor(entry["dtype"], tuple(entry["shape"]), _Span(file, offset + start, end - start))
+    kind = NUMPY_TYPES.get(tensor.dtype)
+    if kind is not None and math.prod(tensor.shape) * kind.itemsize != end - start:
+        raise ValueError("a tensor's place in it is not of the tensor's size")
+    return tensor
 
 
 def _check_archive(data: bytes) -> None:

@@ -57,6 +57,7 @@ INSIDE = {
     ],
     "model": [
         "families",
+        "tensor_file",
         "checkpoint",
         "plan",
         "batch",

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.kernels.experts import group_segments
-from manylora.kernels.panels import Panels
+from manylora.kernels.panels import Panels, WeightRows
 from manylora.kernels.quantised import (
     QuantisedWeight,
     StackedWeight,
@@ -51,6 +51,9 @@ class ReferenceOps:
 
     def pack(self, weight: Tensor | QuantisedWeight | StackedWeight) -> Weight:
         return weight
+
+    def pack_rows(self, rows: WeightRows) -> Weight:
+        return self.pack(rows.whole())
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
         if isinstance(packed, StackedWeight):

@@ -34,6 +34,7 @@ FUNCTIONS = {
     "linear_float32": "pipiipiipp",
     "linear_bfloat16": "pipiipiipp",
     "linear_int8": "pipiipiipp",
+    "lay_out_panels": "ppiii",
     "lora_add": "pipiippiii",
     "decode_attention": "pipipppipiiiiifipi",
     "store_rows": "ppipii",

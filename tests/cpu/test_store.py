@@ -274,7 +274,7 @@ def test_an_unchanged_folder_is_not_digested_again(
     """A changed one is, also when its size and time are as before."""
     digested = []
     plain = tensors._digest
-    monkeypatch.setattr(tensors, "_digest", lambda rows: digested.append(1) or plain(rows))
+    monkeypatch.setattr(tensors, "_digest", lambda *parts: digested.append(1) or plain(*parts))
     write_peft(tmp_path / "1", 1)
     write_peft(tmp_path / "2", 2)
     store = open_store(model, 1, 1, prefetch_dir=tmp_path)

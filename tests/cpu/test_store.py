@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 from pathlib import Path
 
@@ -11,8 +13,10 @@ import torch
 from safetensors.numpy import save_file
 
 from manylora.config import LoraCacheConfig, ModelConfig
-from manylora.errors import AdapterNotCachedError
+from manylora.errors import AdapterInvalidError, AdapterNotCachedError
+from manylora.lora import tensors
 from manylora.lora.formats.npy import write_npy
+from manylora.lora.formats.tensor_files import decode, read_safetensors
 from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.lora.tensors import BFLOAT16, narrow_to_bfloat16
 from manylora.model.checkpoint import read_model_config
@@ -249,3 +253,51 @@ def test_the_map_has_every_page_in_use_once_and_counts_hits(model: ModelConfig) 
     gone = [(one.names, one.level) for one in store.map().changes if not one.loaded]
     assert gone == [(("1",), "device")]
     store.check()
+
+
+def write_peft(folder: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    made = {}
+    for layer in range(LAYERS):
+        path = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_"
+        made[f"{path}A.weight"] = rng.normal(size=(RANK, HIDDEN)).astype(np.float32)
+        made[f"{path}B.weight"] = rng.normal(size=(HIDDEN, RANK)).astype(np.float32)
+    folder.mkdir(exist_ok=True)
+    save_file(made, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK}
+    (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+def test_an_unchanged_folder_is_not_digested_again(
+    model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A changed one is, also when its size and time are as before."""
+    digested = []
+    plain = tensors._digest
+    monkeypatch.setattr(tensors, "_digest", lambda rows: digested.append(1) or plain(rows))
+    write_peft(tmp_path / "1", 1)
+    write_peft(tmp_path / "2", 2)
+    store = open_store(model, 1, 1, prefetch_dir=tmp_path)
+    digests = {}
+    for task_id in (1, 2, 1, 2, 1):
+        lease = take(store, LoraInput(task_id))
+        assert digests.setdefault(task_id, lease.digest) == lease.digest
+        store.release(lease)
+    assert len(digested) == 2
+    file = tmp_path / "2" / "adapter_model.safetensors"
+    before = file.stat()
+    write_peft(tmp_path / "2", 3)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert take(store, LoraInput(2)).digest != digests[2]
+    assert len(digested) == 3
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    write_peft(tmp_path / "a", 1)
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    found = read_safetensors(file)
+    os.truncate(file, file.stat().st_size - 8)
+    with pytest.raises(AdapterInvalidError, match="not readable: it was cut short"):
+        for key, tensor in found.items():
+            decode(key, tensor)

@@ -59,6 +59,7 @@ INSIDE = {
     ],
     "model": [
         "families",
+        "tensor_file",
         "checkpoint",
         "plan",
         "batch",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from manylora.kernels.cpu import CpuOps
-from manylora.kernels.panels import Panels, panels_linear, to_panels
+from manylora.kernels.panels import Panels, WeightRows, panels_linear, read_panels, to_panels
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraSegment, LoraTarget, Weight
 
@@ -53,6 +53,12 @@ class CompiledOps(CpuOps):
         if isinstance(weight, Tensor) and weight.dtype == torch.bfloat16 and self.has_bfloat16:
             return super().pack(weight)
         return to_panels(weight, self._width, self._block) or super().pack(weight)
+
+    def pack_rows(self, rows: WeightRows, routed: bool = False) -> Weight:
+        panels = None
+        if not (rows.dtype == torch.bfloat16 and self.has_bfloat16):
+            panels = read_panels(self._library, rows, self._width)
+        return super().pack_rows(rows, routed) if panels is None else panels
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
         if not isinstance(packed, Panels):

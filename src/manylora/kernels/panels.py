@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +14,27 @@ from torch import Tensor
 
 from manylora.kernels.quantised import QuantisedWeight
 
-__all__ = ["Panels", "panels_linear", "to_panels"]
+__all__ = ["Panels", "WeightRows", "panels_linear", "read_panels", "to_panels"]
 
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8", torch.uint8: "int4"}
+
+
+CHUNK_BYTES = 2**21  # of rows that are read before they are laid out: they are still in the cache then
+THREADS = 4
+
+
+class WeightRows(Protocol):
+    """A plain weight [N, K] that is not in memory yet. streams: `read` works, else only `whole`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    streams: bool
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Rows [start, start + len(out)) into a contiguous tensor on the CPU. Any thread."""
+        ...
+
+    def whole(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +77,26 @@ def to_panels(weight: Tensor | QuantisedWeight, width: int, block: int) -> Panel
         offsets = (0 if offsets is None else offsets) - scales * weight.zeros
     turned = None if offsets is None else _turn(offsets.float(), width)
     return Panels(_turn(weight.values, width), _turn(scales, width), turned, rows, columns)
+
+
+def read_panels(library: ctypes.CDLL, rows: WeightRows, width: int) -> Panels | None:
+    """As `to_panels`, by several threads, with some rows at a time in memory twice."""
+    if rows.dtype not in KINDS or not rows.dtype.is_floating_point or not rows.streams:
+        return None
+    count, columns = rows.shape
+    panels, size = -(-count // width), rows.dtype.itemsize
+    values = torch.empty(panels, columns, width, dtype=rows.dtype)
+    step = max(1, CHUNK_BYTES // (width * columns * size))  # panels
+
+    def lay_out(first: int) -> None:
+        start, stop = first * width, min(count, (first + step) * width)
+        read = torch.empty(stop - start, columns, dtype=rows.dtype)
+        rows.read(start, read)
+        library.lay_out_panels(values[first].data_ptr(), read.data_ptr(), size, stop - start, columns)
+
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+        list(pool.map(lay_out, range(0, panels, step)))
+    return Panels(values, None, None, count, columns)
 
 
 def panels_linear(library: ctypes.CDLL, x: Tensor, weight: Panels, bias: Tensor | None, block: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.experts import HostPairs, group_segments, pair_up
-from manylora.kernels.panels import Panels
+from manylora.kernels.panels import Panels, WeightRows
 from manylora.kernels.quantised import (
     QuantisedWeight,
     StackedWeight,
@@ -53,6 +53,9 @@ class ReferenceOps:
 
     def pack(self, weight: Tensor | QuantisedWeight | StackedWeight, routed: bool = False) -> Weight:
         return weight
+
+    def pack_rows(self, rows: WeightRows, routed: bool = False) -> Weight:
+        return self.pack(rows.whole(), routed)
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
         if isinstance(packed, StackedWeight):

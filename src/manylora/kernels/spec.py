@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from manylora.kernels.extras import ExtraSegment
-from manylora.kernels.panels import Panels
+from manylora.kernels.panels import Panels, WeightRows
 from manylora.kernels.quantised import PackedInt4, QuantisedWeight, StackedWeight
 
 __all__ = [
@@ -167,6 +167,10 @@ class Ops(Protocol):
     def pack(self, weight: Tensor | QuantisedWeight | StackedWeight, routed: bool = False) -> Weight:
         """A weight [N, K] in the form that this device's `linear` likes best, or when routed `expert_linear`;
         the original may be let go."""
+        ...
+
+    def pack_rows(self, rows: WeightRows, routed: bool = False) -> Weight:
+        """As `pack`, of a plain weight that is still in its file."""
         ...
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:

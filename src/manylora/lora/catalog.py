@@ -11,31 +11,36 @@ import numpy as np
 
 from manylora.errors import AdapterError, AdapterInvalidError, AdapterNotFoundError, ConfigError
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.sources import find_source, read_lora, read_source
+from manylora.lora.formats.sources import find_source, read_source, read_whole
 from manylora.lora.modules import LoraModule
-from manylora.lora.tensors import Adapter
-from manylora.request import LoraInput
+from manylora.lora.tensors import Adapter, AdapterRow
+from manylora.request import LoraExtra, LoraInput
 
 __all__ = ["Catalog", "read_adapter_folder"]
 
 logger = logging.getLogger("manylora")
 
 Check = Callable[[LoraInput], Adapter]
+CheckRows = Callable[[list[AdapterRow], list[LoraExtra], str | None], Adapter]
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
+ROWS = ("peft", "nemo")  # sources whose files say how large each row is
+Signature = tuple[tuple[str, int, int, int, int, int], ...]
 PRUNE = 4096  # task ids, of about 200 bytes each
 
 
 class Catalog:
-    """check: makes an Adapter of tensors, or raises AdapterError. modules, base: as for `read_source`.
-    Lookups are safe from any thread."""
+    """check: makes an Adapter of tensors, or raises AdapterError; check_rows: of rows that a reader made, and
+    their digest where it is known. modules, base: as for `read_source`. Lookups are safe from any thread."""
 
     def __init__(
         self,
         check: Check,
+        check_rows: CheckRows,
         modules: Mapping[int, LoraModule] | None = None,
         base: BaseWeights | None = None,
     ) -> None:
-        self._check = check
+        self._check, self._check_rows = check, check_rows
+        self._read_before: dict[Path, tuple[Signature, str]] = {}  # folder -> its files then, and the digest
         self._modules, self._base = modules, base
         self._digests: dict[int, str] = {}
         self._sources: dict[str, tuple[int, Path]] = {}  # digest -> task id that names the folder, and folder
@@ -152,8 +157,26 @@ class Catalog:
         return adapter
 
     def _read(self, task_id: int, folder: Path) -> Adapter:
-        found = read_lora(find_source(folder), task_id, modules=self._modules, base=self._base)
-        return self._check(found)
+        """What is read again from unchanged files is not digested again."""
+        source = find_source(folder)
+        if source.kind not in ROWS:
+            weights, config = read_source(source, modules=self._modules, base=self._base)
+            return self._check(LoraInput(task_id, weights, config))
+        before = _signature(folder)
+        rows, extras = read_whole(source, modules=self._modules, base=self._base)
+        known, digest = self._read_before.get(folder, ((), ""))
+        unchanged = before == known and before == _signature(folder)
+        adapter = self._check_rows(rows, extras, digest if unchanged else None)
+        if before == _signature(folder):
+            self._read_before[folder] = before, adapter.digest
+        return adapter
+
+
+def _signature(folder: Path) -> Signature:
+    """Of the files in a folder, what changes when one of them does; the time of the last change of an inode
+    cannot be set back."""
+    found = ((path.name, path.stat()) for path in sorted(folder.iterdir()))
+    return tuple((name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found)
 
 
 def read_adapter_folder(

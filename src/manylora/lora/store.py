@@ -22,8 +22,8 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.geometry import CachePlan, Layout, plan_cache
 from manylora.lora.modules import LoraModule, lora_modules
 from manylora.lora.pool import AdapterPool
-from manylora.lora.tensors import Adapter, adapter_from_tensors
-from manylora.request import LoraInput
+from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_read, adapter_from_tensors
+from manylora.request import LoraExtra, LoraInput
 from manylora.stats import AdapterStats, CacheChange, CacheMap, MappedAdapter, Resident, Runs
 
 __all__ = ["AdapterLease", "AdapterStore"]
@@ -73,7 +73,7 @@ class AdapterStore:
         self._geometry = plan.geometry
         self._cache = AdapterCache(plan.host_pages, plan.device_pages)
         self._pool = pool
-        self._catalog = Catalog(self.verify, modules, base)
+        self._catalog = Catalog(self.verify, self._check_rows, modules, base)
         self._in_hand: WeakValueDictionary[str, Adapter] = WeakValueDictionary()  # read, not on the host yet
         self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
         self._loading: dict[str, torch.Event] = {}  # on their way to the device
@@ -345,6 +345,12 @@ class AdapterStore:
         if event is not None:
             self._loading[digest] = event
         self._num_loads += 1
+
+    def _check_rows(self, rows: list[AdapterRow], extras: list[LoraExtra], digest: str | None) -> Adapter:
+        half = self._pool.flat.dtype == torch.float16
+        check_extras(extras, self._num_layers)
+        limits = self._modules, self._num_layers, self._rank_limit
+        return adapter_from_read(rows, *limits, half, extras, digest)
 
     def _tier(self, digest: str, lora: LoraInput) -> str:
         if self._cache.on_device(digest):

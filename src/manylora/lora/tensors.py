@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,6 +19,7 @@ __all__ = [
     "BFLOAT16",
     "Adapter",
     "AdapterRow",
+    "adapter_from_read",
     "adapter_from_rows",
     "adapter_from_tensors",
     "check_dims",
@@ -32,6 +35,8 @@ BFLOAT16 = np.dtype("V2")
 FLOAT16_MAX = 65504.0
 CHUNK = 2**22  # elements of an extra that are widened at one time
 CROSS_QKV = MODULE_NAMES.index("cross_attn_qkv")
+PARALLEL_BYTES = 2**23  # of an adapter that several threads digest
+THREADS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,10 +102,37 @@ def adapter_from_tensors(
     return adapter
 
 
-def adapter_from_rows(
-    rows: Iterable[AdapterRow], half: bool = False, extras: Iterable[LoraExtra] = ()
+def adapter_from_read(
+    rows: Iterable[AdapterRow],
+    modules: Mapping[int, LoraModule],
+    num_layers: int,
+    rank_limit: int,
+    half: bool = False,
+    extras: Iterable[LoraExtra] = (),
+    digest: str | None = None,
 ) -> Adapter:
-    """Check the values of rows and extras, and make them canonical. Raises AdapterInvalidError."""
+    """As `adapter_from_tensors`, of rows that a reader made, whose payloads are of their size and finite.
+
+    digest: of these rows and extras, where it is known. Raises AdapterInvalidError.
+    """
+    rows, extras = list(rows), list(extras)
+    _require(bool(rows or extras), "the adapter has no rows: it needs at least one")
+    for row in rows:
+        place = row.module_id, row.layer, row.rank, int(row.dora)
+        _check_place(*place, row.payload.size, modules, num_layers, rank_limit)
+    parts = (part for row in rows for part in _separate(row, modules))
+    return adapter_from_rows(parts, half, extras, finite=True, digest=digest)
+
+
+def adapter_from_rows(
+    rows: Iterable[AdapterRow],
+    half: bool = False,
+    extras: Iterable[LoraExtra] = (),
+    finite: bool = False,
+    digest: str | None = None,
+) -> Adapter:
+    """Check the values of rows and extras, and make them canonical. finite: those of rows were found to be.
+    digest: theirs, where it is known. Raises AdapterInvalidError."""
     rows = sorted(rows, key=lambda row: (row.layer, row.module_id))
     for row, following in pairwise(rows):
         if (row.layer, row.module_id) == (following.layer, following.module_id):
@@ -108,12 +140,13 @@ def adapter_from_rows(
                 f"lora_config names module {MODULE_NAMES[row.module_id]} of layer {row.layer} more than once"
             )
     for row in rows:
-        _check_values(f"{MODULE_NAMES[row.module_id]} of layer {row.layer}", row.payload, half)
+        if half or not finite:
+            _check_values(f"{MODULE_NAMES[row.module_id]} of layer {row.layer}", row.payload, half)
     extras = sorted(extras, key=lambda extra: extra.name)
     for extra in extras:
         for first in range(0, extra.values.size, CHUNK):
             _check_values(extra.name, extra.values.reshape(-1)[first : first + CHUNK], half)
-    return Adapter(_digest(rows, extras), tuple(rows), tuple(extras))
+    return Adapter(digest or _digest(rows, extras), tuple(rows), tuple(extras))
 
 
 def pack_rows(rows: Iterable[AdapterRow]) -> tuple[np.ndarray, np.ndarray]:
@@ -178,6 +211,21 @@ def _check_row(
 ) -> AdapterRow:
     module_id, layer, rank = (int(value) for value in config[:3])
     dora = int(config[3]) if len(config) == 4 else 0
+    size = _check_place(module_id, layer, rank, dora, len(weights), modules, num_layers, limit)
+    return AdapterRow(module_id, layer, rank, bool(dora), weights[:size])
+
+
+def _check_place(
+    module_id: int,
+    layer: int,
+    rank: int,
+    dora: int,
+    elements: int,
+    modules: Mapping[int, LoraModule],
+    num_layers: int,
+    limit: int,
+) -> int:
+    """The elements that a row needs; it has `elements`."""
     _require(
         0 <= layer < num_layers,
         f"Expected layerId to be in the range [0, numModelLayers): got {layer}, the model has {num_layers}",
@@ -195,14 +243,14 @@ def _check_row(
     _require(not dora or module_id not in EXPERT_IDS, f"DoRA with MoE is not supported: {name} has is_dora 1")
     size = module.row_elements(rank, bool(dora))
     _require(
-        size <= len(weights),
-        f"lora_weights has to few values for {name}: rank {rank} needs {size}, the row has {len(weights)}",
+        size <= elements,
+        f"lora_weights has to few values for {name}: rank {rank} needs {size}, the row has {elements}",
     )
     _require(
         rank <= limit,
         f"Invalid low_rank ({rank}). low_rank must be smaller than mMaxLowRank ({limit})",
     )
-    return AdapterRow(module_id, layer, rank, bool(dora), weights[:size])
+    return size
 
 
 def _separate(row: AdapterRow, modules: Mapping[int, LoraModule]) -> Iterable[AdapterRow]:
@@ -241,14 +289,22 @@ def _check_surplus(weights: np.ndarray, needed: int) -> None:
 def _digest(rows: list[AdapterRow], extras: list[LoraExtra]) -> str:
     """Over rows and extras in canonical order: what they are, their type, and every byte; no padding."""
     digest = hashlib.blake2b(digest_size=20)
-    for row in rows:
-        digest.update(repr((row.module_id, row.layer, row.rank, row.dora, _kind(row.payload))).encode())
-        digest.update(row.payload.view(np.uint8).data)
+    large = sum(row.payload.nbytes for row in rows) >= PARALLEL_BYTES
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1) if large else 1) as pool:
+        payloads = [row.payload for row in rows]
+        contents = pool.map(_digest_values, payloads) if large else map(_digest_values, payloads)
+        for row, content in zip(rows, contents, strict=True):
+            digest.update(repr((row.module_id, row.layer, row.rank, row.dora, _kind(row.payload))).encode())
+            digest.update(content)
     for extra in extras:
-        values = np.ascontiguousarray(extra.values)
-        digest.update(repr((extra.name, values.shape, extra.token_ids, _kind(values))).encode())
-        digest.update(values.reshape(-1).view(np.uint8).data)
+        digest.update(repr((extra.name, extra.values.shape, extra.token_ids, _kind(extra.values))).encode())
+        digest.update(_digest_values(extra.values))
     return digest.hexdigest()
+
+
+def _digest_values(values: np.ndarray) -> bytes:
+    flat = np.ascontiguousarray(values).reshape(-1)
+    return hashlib.blake2b(flat.view(np.uint8).data, digest_size=32).digest()
 
 
 def _kind(values: np.ndarray) -> str:

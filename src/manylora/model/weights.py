@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from manylora.config import ModelConfig
@@ -19,6 +18,7 @@ from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.plan import Part, Piece, checkpoint_plan, unused_names
 from manylora.model.quant import check_asked, chosen, quantise, stacked
+from manylora.model.tensor_file import StoredTensor, TensorFile
 from manylora.quant import QuantConfig
 from manylora.weight_formats.stored import StoredWeights
 
@@ -68,11 +68,16 @@ def load_decoder(
         stored = check_names(files, plan, config, quant)
         weights: dict[str, Any] = {}
         for name, part in plan.items():  # packed one by one, so that no more than one matrix is here twice
-            tensor = _read(name, part, files, stored, dtype, device)
+            routed = ".expert." in name
+            if any(stored.parts(piece.source) for piece in part.pieces):
+                weights[name] = device.ops.pack(_read_quantised(part, files, stored, dtype, device), routed)
+                continue
+            rows = _PartRows(part, files, _dtype_here(name, part, files, dtype, device), device)
             sources = [piece.source for piece in part.pieces]
-            if quant and isinstance(tensor, Tensor) and chosen(name, sources, quant):
-                tensor = quantise(tensor.to(dtype), quant)
-            weights[name] = device.ops.pack(tensor, ".expert." in name) if part.is_matrix else tensor
+            if quant and chosen(name, sources, quant):
+                weights[name] = device.ops.pack(quantise(rows.whole().to(dtype), quant), routed)
+            else:
+                weights[name] = device.ops.pack_rows(rows, routed) if part.is_matrix else rows.whole()
     if "head.weight" not in weights:  # it is the embedding
         weights["head.weight"] = device.ops.pack(weights["embed"])
     model = Decoder if config.encoder is None else EncoderDecoder
@@ -80,7 +85,7 @@ def load_decoder(
 
 
 def _dtype_here(
-    name: str, part: Part, files: dict[str, Any], compute: torch.dtype, device: Device
+    name: str, part: Part, files: dict[str, TensorFile], compute: torch.dtype, device: Device
 ) -> torch.dtype:
     """What a tensor is held in: the compute dtype, or narrower as it is stored where nothing is lost."""
     if part.plus_one:
@@ -93,8 +98,8 @@ def _dtype_here(
     return narrow if device.ops.keeps(narrow, compute) else compute
 
 
-def open_checkpoint(model_dir: Path, stack: ExitStack) -> dict[str, Any]:
-    """Tensor name -> open file that has it, mapped, not read. Raises ConfigError."""
+def open_checkpoint(model_dir: Path, stack: ExitStack) -> dict[str, TensorFile]:
+    """Tensor name -> open file that has it; nothing is read. Raises ConfigError."""
     index = model_dir / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -103,21 +108,18 @@ def open_checkpoint(model_dir: Path, stack: ExitStack) -> dict[str, Any]:
             raise ConfigError(f"{index} is not a safetensors index: {error}") from error
     else:
         names = ["model.safetensors"]
-    found: dict[str, Any] = {}
+    found: dict[str, TensorFile] = {}
     for name in names:
         path = model_dir / Path(name).name
         if not path.is_file():
             raise ConfigError(f"{path} does not exist: weights are read from safetensors files")
-        try:
-            file = stack.enter_context(safe_open(path, framework="pt"))
-        except SafetensorError as error:
-            raise ConfigError(f"{path} is not a readable safetensors file: {error}") from error
+        file = stack.enter_context(TensorFile(path))
         found.update(dict.fromkeys(file.keys(), file))
     return found
 
 
 def check_names(
-    files: dict[str, Any], plan: dict[str, Part], config: ModelConfig, quant: QuantConfig | None
+    files: dict[str, TensorFile], plan: dict[str, Part], config: ModelConfig, quant: QuantConfig | None
 ) -> StoredWeights:
     """Which weights are stored quantised. Raises ConfigError unless the checkpoint has what the plan names,
     and nothing else, and can be had as `quant` asks."""
@@ -140,27 +142,44 @@ def check_names(
     return stored
 
 
-def _adds(name: str, files: dict[str, Any], stored: StoredWeights) -> bool:
+def _adds(name: str, files: dict[str, TensorFile], stored: StoredWeights) -> bool:
     """Whether this is a bias that the model has no place for, and not one of zeros."""
     return stored.is_spare_bias(name) and bool(files[name].get_tensor(name).any())
 
 
-def _read(
-    name: str, part: Part, files: dict[str, Any], stored: StoredWeights, dtype: torch.dtype, device: Device
-) -> Tensor | QuantisedWeight | StackedWeight:
-    """dtype: what is computed in."""
-    if any(stored.parts(piece.source) for piece in part.pieces):
-        return _read_quantised(part, files, stored, dtype, device)
-    dtype = _dtype_here(name, part, files, dtype, device)
-    fused = torch.empty(part.shape, dtype=dtype, device=device.torch)
-    start = 0
-    for piece in part.pieces:
-        fused[start : start + piece.rows].copy_(_plain_rows(part, piece, files))
-        start += piece.rows
-    return fused.add_(1) if part.plus_one else fused
+class _PartRows:
+    """Rows of a fused plain weight, read when they are wanted. dtype: what they become."""
+
+    def __init__(self, part: Part, files: dict[str, TensorFile], dtype: torch.dtype, device: Device) -> None:
+        self._part, self.dtype, self._device = part, dtype, device.torch
+        self._stored = [_checked(part, piece, files) for piece in part.pieces]
+        self.shape = part.shape
+        self.streams = not (part.transposed and part.columns) and all(s.dtype == dtype for s in self._stored)
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Rows [start, start + len(out)) into a contiguous tensor on the CPU; where `streams`. Any thread."""
+        first, stop = 0, start + len(out)  # of the piece, in the whole
+        for piece, stored in zip(self._part.pieces, self._stored, strict=True):
+            low, high = max(start, first), min(stop, first + piece.rows)
+            if low < high:
+                place = piece.expert * piece.total + piece.start + low - first
+                stored.read_rows(place, out[low - start : high - start])
+            first += piece.rows
+
+    def whole(self) -> Tensor:
+        """On the device."""
+        made = torch.empty(self.shape, dtype=self.dtype, device=self._device)
+        if self.streams and made.device.type == "cpu":
+            self.read(0, made)
+            return made.add_(1) if self._part.plus_one else made
+        start = 0
+        for piece, stored in zip(self._part.pieces, self._stored, strict=True):
+            made[start : start + piece.rows].copy_(_plain_rows(self._part, piece, stored))
+            start += piece.rows
+        return made.add_(1) if self._part.plus_one else made
 
 
-def _plain_rows(part: Part, piece: Piece, files: dict[str, Any]) -> Tensor:
+def _checked(part: Part, piece: Piece, files: dict[str, TensorFile]) -> StoredTensor:
     tensor, expected = files[piece.source].get_slice(piece.source), part.stored_shape(piece)
     if tuple(tensor.get_shape()) != expected:
         raise ConfigError(
@@ -171,14 +190,20 @@ def _plain_rows(part: Part, piece: Piece, files: dict[str, Any]) -> Tensor:
             f"{piece.source} is stored as {tensor.get_dtype()}, and nothing says how; plain weights are "
             + ", ".join(STORED)
         )
-    rows = slice(piece.start, piece.start + piece.rows)
-    if piece.experts:
-        return tensor[piece.expert, rows]
-    return tensor[:, rows].T if part.transposed else tensor[rows]
+    return tensor
+
+
+def _plain_rows(part: Part, piece: Piece, stored: StoredTensor) -> Tensor:
+    if part.transposed and part.columns:
+        return stored.whole()[:, piece.start : piece.start + piece.rows].T
+    shape = (piece.rows, part.columns) if part.columns else (piece.rows,)
+    rows = torch.empty(shape, dtype=stored.dtype)
+    stored.read_rows(piece.expert * piece.total + piece.start, rows)
+    return rows
 
 
 def _read_quantised(
-    part: Part, files: dict[str, Any], stored: StoredWeights, dtype: torch.dtype, device: Device
+    part: Part, files: dict[str, TensorFile], stored: StoredWeights, dtype: torch.dtype, device: Device
 ) -> Tensor | QuantisedWeight | StackedWeight:
     """Each source is read once, whole: in some layouts its rows lie side by side."""
     whole: dict[str, QuantisedWeight] = {}
@@ -186,7 +211,7 @@ def _read_quantised(
     for piece in part.pieces:
         source = piece.source
         if not stored.parts(source):
-            pieces.append(_plain_rows(part, piece, files).to(device.torch, dtype))
+            pieces.append(_plain_rows(part, piece, _checked(part, piece, files)).to(device.torch, dtype))
             continue
         if source not in whole:
             whole[source] = read_whole(source, piece.total, part.columns, files, stored, device.torch).to(
@@ -197,7 +222,12 @@ def _read_quantised(
 
 
 def read_whole(
-    source: str, rows: int, columns: int, files: dict[str, Any], stored: StoredWeights, device: torch.device
+    source: str,
+    rows: int,
+    columns: int,
+    files: dict[str, TensorFile],
+    stored: StoredWeights,
+    device: torch.device,
 ) -> QuantisedWeight:
     """A quantised weight as it is stored, [rows, columns]. Raises ConfigError."""
     found = stored.read(source, columns, lambda name: files[name].get_tensor(name).to(device))

@@ -35,6 +35,7 @@ FUNCTIONS = {
     "linear_bfloat16": "pipiipiipppip",
     "linear_int8": "pipiipiipppip",
     "linear_int4": "pipiipiipppip",
+    "lay_out_panels": "ppiii",
     "lora_add_float32": "pipiippiii",
     "lora_add_bfloat16": "pipiippiii",
     "decode_attention": "pipipppipiiiiifipi",

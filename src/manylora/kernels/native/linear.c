@@ -166,5 +166,22 @@ LINEAR(linear_bfloat16, BFLOAT16)
 LINEAR(linear_int8, INT8)
 LINEAR(linear_int4, INT4)
 
+/* Rows of W, elements of `size` bytes, to panels; `rows` may end within the last. A few inputs at a time, so that
+ * the lines that are written stay in the cache until they are full. */
+#define LAY_OUT(TYPE)                                                                                                \
+    for (int64_t panel = 0; panel * PANEL < rows; panel++)                                                           \
+        for (int64_t block = 0; block < in; block += 64)                                                             \
+            for (int64_t j = 0; j < PANEL; j++) {                                                                    \
+                const int64_t row = panel * PANEL + j, end = block + 64 < in ? block + 64 : in;                      \
+                for (int64_t k = block; k < end; k++)                                                                \
+                    ((TYPE *)out)[(panel * in + k) * PANEL + j] = row < rows ? ((const TYPE *)x)[row * in + k] : 0;  \
+            }
+
+void lay_out_panels(char *out, const char *x, int64_t size, int64_t rows, int64_t in) {
+    if (size == 1) LAY_OUT(uint8_t)
+    if (size == 2) LAY_OUT(uint16_t)
+    if (size == 4) LAY_OUT(uint32_t)
+}
+
 int64_t panel_width(void) { return PANEL; }
 int64_t panel_block(void) { return BLOCK; }

@@ -5,8 +5,11 @@ Strict: an adapter of which a part would be lost, or that means more than B A x,
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -20,7 +23,13 @@ from manylora.lora.formats.peft_experts import EXPERT_KEY, expert_rows
 from manylora.lora.formats.peft_extras import is_extra, read_extras
 from manylora.lora.formats.peft_names import ATTENTION_IDS, MLP_IDS, PEFT_KEY, ROUTER, in_our_order
 from manylora.lora.formats.peft_stacks import STACK_KEY, stack_parts
-from manylora.lora.formats.tensor_files import RawTensor, decode, read_safetensors, read_torch
+from manylora.lora.formats.tensor_files import (
+    RawTensor,
+    check_finite,
+    decode,
+    read_safetensors,
+    read_torch,
+)
 from manylora.lora.modules import LoraModule
 from manylora.lora.tensors import AdapterRow, check_dims
 from manylora.request import LoraExtra
@@ -29,6 +38,8 @@ __all__ = ["has_peft", "peft_tensors", "read_peft", "read_peft_whole"]
 
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
+PARALLEL = 2**21  # elements of an adapter that several threads read
+THREADS = 4
 DORA = re.compile(r"lora_magnitude_vector|weight_m_wdecomp")
 DORA_REASON = (
     "DoRA magnitudes must be divided by the base's row norms before they are served; normalise the adapter "
@@ -48,7 +59,8 @@ REFUSED = (
     ),
 )
 
-Parts = dict[str, tuple[str, np.ndarray]]  # "A", "B", "magnitude" -> path of the module, values
+# "A", "B", "magnitude" -> path of the module, key, values
+Parts = dict[str, tuple[str, str, RawTensor]]
 
 
 def has_peft(folder: Path) -> bool:
@@ -141,8 +153,7 @@ def _rows(
     found = _gather(plain, partial) | stack_parts(stacks, modules)
     rows = expert_rows({key: decode(key, tensor) for key, tensor in experts.items()}, config, modules)
     with base.open() if base is not None else nullcontext() as reader:
-        for (layer, module), parts in sorted(found.items()):
-            rows.append(_row(layer, module, parts, config, modules, reader))
+        rows += _read_rows(found, config, modules, reader)
     return sorted(rows, key=lambda row: (row.layer, row.module_id))
 
 
@@ -160,7 +171,7 @@ def _gather(tensors: Mapping[str, RawTensor], partial: list[str] | None) -> dict
         part = match["side"] or "magnitude"
         if part in parts:
             raise AdapterInvalidError(f"{key} and {parts[part][0]} mean the same module")
-        parts[part] = (match["path"], decode(key, tensor))
+        parts[part] = (match["path"], key, tensor)
     if len(roots) > 1:
         raise AdapterInvalidError(f"{' and '.join(roots.values())} belong to two models")
     return found
@@ -174,6 +185,28 @@ def _leave_out(key: str, partial: list[str] | None) -> None:
     partial.append(f"no match {key}: {reason}")
 
 
+def _read_rows(
+    found: Mapping[tuple[int, int], Parts],
+    config: PeftConfig,
+    modules: Mapping[int, LoraModule] | None,
+    base: BaseReader | None,
+) -> list[AdapterRow]:
+    """All payloads in one piece of memory, for which the system has large pages; a large adapter's are read
+    by several threads."""
+    sizes = {place: sum(math.prod(t.shape) for *_, t in parts.values()) for place, parts in found.items()}
+    room = iter(np.split(np.empty(sum(sizes.values()), np.float32), np.cumsum(list(sizes.values()))[:-1]))
+    places = {place: next(room) for place in found}
+
+    def row(place: tuple[int, int]) -> AdapterRow:
+        return _row(*place, found[place], config, modules, base, places[place])
+
+    order = sorted(found)
+    if sum(sizes.values()) < PARALLEL or any("magnitude" in parts for parts in found.values()):
+        return [row(place) for place in order]
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+        return list(pool.map(row, order))
+
+
 def _row(
     layer: int,
     module_id: int,
@@ -181,25 +214,38 @@ def _row(
     config: PeftConfig,
     modules: Mapping[int, LoraModule] | None,
     base: BaseReader | None,
+    payload: np.ndarray,
 ) -> AdapterRow:
+    """payload: float32, to be filled."""
     missing = sorted({"A", "B"} - parts.keys())
     if missing:
         present = next(iter(parts.values()))[0]
         raise AdapterInvalidError(f"{present} is missing its lora_{missing[0]} matrix")
-    (path, a), (_, b) = parts["A"], parts["B"]
+    (path, key_a, stored_a), (_, key_b, stored_b) = parts["A"], parts["B"]
     module = modules.get(module_id) if modules else None
+    end = math.prod(stored_a.shape)
+    a = payload[:end].reshape(stored_a.shape)
+    b = payload[end : end + math.prod(stored_b.shape)].reshape(stored_b.shape)
     check_dims(path, a, b, module)
+    stored_a.fill(key_a, a)
+    stored_b.fill(key_b, b, check=False)
     # A router is a parameter to newer PEFT, and called so in patterns.
     named = f"{path}.weight" if module_id == ROUTER and config.target_parameters else path
-    b = b * np.float32(config.scale(named, a.shape[0]))
+    scale = np.float32(config.scale(named, a.shape[0]))
+    if scale != 1:
+        with np.errstate(over="ignore"):
+            b *= scale
+    check_finite(f"{key_b} (with its scaling)", b)
     columns: list[np.ndarray] = [b]
     if "magnitude" in parts:
         transposed = config.fan_in_fan_out if module is None else module.transposed
-        columns.append(_magnitude(path, parts["magnitude"][1], a, b, config, base, transposed))
+        magnitude = decode(*parts["magnitude"][1:])
+        columns.append(_magnitude(path, magnitude, a, b, config, base, transposed))
     elif config.use_dora:
         raise AdapterInvalidError(f"{path} is missing its DoRA magnitude")
     columns = [in_our_order(path, module_id, column, module) for column in columns]
-    payload = np.concatenate([a.ravel(), *(column.ravel() for column in columns)])
+    if columns[0] is not b or len(columns) > 1:
+        np.concatenate([column.ravel() for column in columns], out=payload[end:])
     return AdapterRow(module_id, layer, a.shape[0], "magnitude" in parts, payload)
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-import numpy as np
-
 from manylora.errors import AdapterInvalidError
-from manylora.lora.formats.tensor_files import RawTensor, decode
+from manylora.lora.formats.tensor_files import RawTensor
 from manylora.lora.modules import LoraModule
 
 __all__ = ["STACK_KEY", "stack_parts"]
@@ -24,7 +22,7 @@ STACK_KEY = re.compile(
 )
 """As the key of a decoder alone, with the name of the stack."""
 
-Parts = dict[str, tuple[str, np.ndarray]]  # "A", "B", "magnitude" -> path of the module, values
+Parts = dict[str, tuple[str, str, RawTensor]]  # "A", "B", "magnitude" -> path of the module, key, values
 
 
 def stack_parts(
@@ -44,7 +42,7 @@ def stack_parts(
         part, parts = match["side"] or "magnitude", found.setdefault(place, {})
         if part in parts:
             raise AdapterInvalidError(f"{key} and {parts[part][0]} mean the same module")
-        parts[part] = (match["path"], decode(key, tensor))
+        parts[part] = (match["path"], key, tensor)
     return found
 
 

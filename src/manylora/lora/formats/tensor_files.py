@@ -9,16 +9,18 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import pickle
 import pickletools
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import safe_open
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats import one_line
@@ -26,6 +28,7 @@ from manylora.lora.tensors import BFLOAT16, narrow_to_bfloat16, widen_bfloat16
 
 __all__ = [
     "RawTensor",
+    "check_finite",
     "common_dtype",
     "decode",
     "encode",
@@ -51,20 +54,76 @@ MAX_OPCODES = 500_000  # about 16 000 tensors; reading them takes half a second
 MAX_ENTRIES = 50_000
 
 
+class _File:
+    """An open file, closed when no tensor in it is left."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.name
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Bytes of a file that are read when they are wanted, and not mapped: a file that is cut short meanwhile
+    would end the process."""
+
+    file: _File
+    start: int
+    size: int
+
+    def read_into(self, target: Any) -> None:
+        """target: a writable buffer of `size` bytes. Raises AdapterInvalidError."""
+        view, done = memoryview(target).cast("B"), 0
+        while done < self.size:
+            got = os.preadv(self.file.descriptor, [view[done:]], self.start + done)
+            if got == 0:
+                raise AdapterInvalidError(f"{self.file.name} is not readable: it was cut short")
+            done += got
+
+
 @dataclass(frozen=True)
 class RawTensor:
-    """dtype as safetensors names it (F32, BF16, …); data: the values, row-major, little-endian."""
+    """dtype as safetensors names it (F32, BF16, …). held: the values, row-major, little-endian, a bytes-like
+    object or a part of a file."""
 
     dtype: str
     shape: tuple[int, ...]
-    data: Any  # a bytes-like object
+    held: Any
+
+    @property
+    def data(self) -> Any:
+        """The values as a bytes-like object; a new one at each call where they are in a file."""
+        if not isinstance(self.held, _Span):
+            return self.held
+        read = np.empty(self.held.size, np.uint8)
+        self.held.read_into(read)
+        return read
+
+    def fill(self, key: str, target: np.ndarray, check: bool = True) -> None:
+        """Values as float32 into a contiguous target of as many. check: whether they are finite, unless the
+        caller does. Raises AdapterInvalidError as `decode`."""
+        if self.dtype == "F32" and isinstance(self.held, _Span):
+            self.held.read_into(target)
+            if check:
+                check_finite(key, target)
+        else:
+            target[...] = decode(key, self).reshape(target.shape)
 
 
 def read_safetensors(path: Path) -> dict[str, RawTensor]:
-    """Raises AdapterInvalidError."""
+    """Tensors that are read from the file when their data is asked for. Raises AdapterInvalidError."""
     try:
-        return dict(_slices(memoryview(path.read_bytes())))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        with safe_open(path, framework="np"):
+            pass  # the library checks that the header is whole, and its tensors lie side by side in the file
+        file = _File(path)
+        length = int.from_bytes(os.pread(file.descriptor, 8, 0), "little")
+        header = json.loads(os.pread(file.descriptor, length, 8))
+        return {key: _tensor(file, 8 + length, t) for key, t in header.items() if key != "__metadata__"}
+    except Exception as error:  # the library has no common class for all it raises
         raise AdapterInvalidError(f"{path.name} is not readable: {one_line(error)}") from error
 
 
@@ -133,9 +192,14 @@ def decode(key: str, tensor: RawTensor) -> np.ndarray:
     values = np.frombuffer(tensor.data, kind)
     with np.errstate(over="ignore"):
         values = widen_bfloat16(values) if tensor.dtype == "BF16" else values.astype(np.float32)
+    check_finite(key, values)
+    return values.reshape(tensor.shape)
+
+
+def check_finite(key: str, values: np.ndarray) -> None:
+    """values: float32, any shape. Raises AdapterInvalidError."""
     if not np.isfinite(values).all():
         raise AdapterInvalidError(f"{key} holds a NaN or an infinity")
-    return values.reshape(tensor.shape)
 
 
 def encode(key: str, values: np.ndarray, dtype: str) -> RawTensor:
@@ -153,27 +217,13 @@ def common_dtype(tensors: Sequence[RawTensor]) -> str:
     return NAMES.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
 
 
-def _slices(data: memoryview) -> Iterator[tuple[str, RawTensor]]:
-    """The tensors of a safetensors file, in place. The library's own reader copies each and lets no other
-    thread run meanwhile, so that a large adapter would halt every stream for a tenth of a second."""
-    start = 8 + int.from_bytes(data[:8], "little")
-    if not 8 < start <= len(data):
-        raise ValueError("its header is longer than the file")
-    header = json.loads(bytes(data[8:start]))
-    header.pop("__metadata__", None)
-    values, end = data[start:], 0
-    for key, one in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        dtype, shape = one["dtype"], one["shape"]
-        first, last = one["data_offsets"]
-        if not all(type(n) is int and n >= 0 for n in (*shape, first, last)):
-            raise ValueError(f"the shape or the place of {key} is no list of counts")
-        size = math.prod(shape) * NUMPY_TYPES[dtype].itemsize if dtype in NUMPY_TYPES else last - first
-        if first != end or last - first != size:
-            raise ValueError(f"the values of {key} are not where its shape and its neighbours say")
-        end = last
-        yield key, RawTensor(str(dtype), tuple(shape), values[first:last])
-    if end != len(values):
-        raise ValueError("its values are not as many as its header says")
+def _tensor(file: _File, offset: int, entry: Mapping[str, Any]) -> RawTensor:
+    start, end = entry["data_offsets"]
+    tensor = RawTensor(entry["dtype"], tuple(entry["shape"]), _Span(file, offset + start, end - start))
+    kind = NUMPY_TYPES.get(tensor.dtype)
+    if kind is not None and math.prod(tensor.shape) * kind.itemsize != end - start:
+        raise ValueError("a tensor's place in it is not of the tensor's size")
+    return tensor
 
 
 def _check_archive(data: bytes) -> None:

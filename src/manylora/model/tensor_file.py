@@ -1,0 +1,101 @@
+"""TensorFile: a safetensors file whose tensors are read, not mapped, so that no page of it stays in the
+process, and a file that is cut short meanwhile is an error and not the process's end."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from manylora.errors import ConfigError
+
+__all__ = ["StoredTensor", "TensorFile"]
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+class TensorFile:
+    """Raises ConfigError when it is not a whole safetensors file. To be closed, or used as a context."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with safe_open(path, framework="pt"):
+                pass  # the library checks that the header is whole, and its tensors lie side by side in it
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
+            self._entries = json.loads(os.pread(self._descriptor, length, 8))
+        except Exception as error:  # the library has no common class for all it raises
+            raise ConfigError(f"{path} is not a readable safetensors file: {error}") from error
+        self._entries.pop("__metadata__", None)
+        self._start = 8 + length
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def keys(self) -> Iterable[str]:
+        return self._entries.keys()
+
+    def get_slice(self, name: str) -> StoredTensor:
+        """Nothing is read yet."""
+        return StoredTensor(self, name, self._entries[name])
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.get_slice(name).whole()
+
+    def read(self, offset: int, out: Tensor) -> None:
+        """The bytes of a contiguous tensor on the CPU, from an offset after the header. Any thread."""
+        view = memoryview(out.reshape(-1).view(torch.uint8).numpy().data)
+        done = 0
+        while done < len(view):
+            got = os.preadv(self._descriptor, [view[done:]], self._start + offset + done)
+            if got == 0:
+                raise ConfigError(f"{self.path} is not a readable safetensors file: it was cut short")
+            done += got
+
+
+class StoredTensor:
+    """One tensor of a file."""
+
+    def __init__(self, file: TensorFile, name: str, entry: Mapping[str, Any]) -> None:
+        self._file, self._name, self._entry = file, name, entry
+        self._offset: int = entry["data_offsets"][0]
+
+    def get_shape(self) -> list[int]:
+        return self._entry["shape"]
+
+    def get_dtype(self) -> str:
+        """As safetensors names it: F32, BF16, …"""
+        return self._entry["dtype"]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Raises ConfigError for a type that no weight has."""
+        if self.get_dtype() not in DTYPES:
+            raise ConfigError(f"{self._name} is stored as {self.get_dtype()}, which is not read")
+        return DTYPES[self.get_dtype()]
+
+    def whole(self) -> Tensor:
+        made = torch.empty(self.get_shape(), dtype=self.dtype)
+        self._file.read(self._offset, made)
+        return made
+
+    def read_rows(self, start: int, out: Tensor) -> None:
+        """Rows [start, start + len(out)) into a contiguous tensor of the stored type on the CPU. A row is a
+        run of the last dimension; of a vector, one number."""
+        shape = self.get_shape()
+        size = self.dtype.itemsize * (shape[-1] if len(shape) > 1 else 1)
+        self._file.read(self._offset + start * size, out)

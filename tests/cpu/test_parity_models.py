@@ -31,6 +31,7 @@ from manylora.model.weights import load_decoder
 from manylora.parity import NEMO_SOURCES, Driver, agree, linear_names, make_kind, read_from, read_nemo_from
 from manylora.request import LoraInput, Request, SamplingParams
 from manylora.testing import (
+    ENCODER_DECODER_FAMILIES,
     FAMILIES,
     MOE_FAMILIES,
     make_adapter,
@@ -71,9 +72,11 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_architecture_has_a_tiny_model() -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+    from transformers.models.auto import modeling_auto as auto
 
-    made = {CLASSES[kind] for kind, _ in (FAMILIES | MOE_FAMILIES).values()}
+    made = {auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for kind, _ in (FAMILIES | MOE_FAMILIES).values()}
+    pairs = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    made |= {pairs[kind] for kind, _ in ENCODER_DECODER_FAMILIES.values()}
     assert made | {"Gemma3ForConditionalGeneration"} == set(ARCHITECTURES)
 
 

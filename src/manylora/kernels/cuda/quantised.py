@@ -18,7 +18,16 @@ from manylora.kernels.cuda.fp8 import FP8, quantise_rows
 from manylora.kernels.cuda.grouped import SMALLEST_GROUP, quantised_rows, weight_table
 from manylora.kernels.quantised import INT4_GROUPS, PackedInt4, QuantisedWeight, quantised_linear
 
-__all__ = ["KERNELS", "QuantisedKernel", "QuantisedLinears"]
+__all__ = [
+    "KERNELS",
+    "QuantisedKernel",
+    "QuantisedLinears",
+    "ScaledAfterwards",
+    "ScaledRows",
+    "TorchInt4",
+    "TorchInt8",
+    "Widened",
+]
 
 logger = logging.getLogger("manylora")
 

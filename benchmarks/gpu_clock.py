@@ -15,7 +15,7 @@ __all__ = ["Clock"]
 
 
 class Clock:
-    """deadline: of time.perf_counter."""
+    """repeats: 0: the first call of each is the one that counts. deadline: of time.perf_counter."""
 
     def __init__(self, device: Device, repeats: int, deadline: float) -> None:
         self._device = device
@@ -33,9 +33,10 @@ class Clock:
 
     def time(self, call: Callable[[], object], repeats: int | None = None) -> float:
         """Each call is waited for, as a step of the engine is. The first may compile and does not count."""
-        call()
+        if self._repeats:
+            call()
         taken = []
-        for _ in range(min(repeats or self._repeats, self._repeats)):
+        for _ in range(max(1, min(repeats or self._repeats, self._repeats))):
             self.sync()
             began = time.perf_counter()
             call()

@@ -175,6 +175,7 @@ class PagedAttention:
             GROUP=heads // kv_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, WINDOWED=window is not None,
             CAPPED=softcap is not None, NARROW=k_cache.dtype == FP8, SPLIT=split, BLOCK_M=block_m,
             BLOCK_N=BLOCK_KEYS, BLOCK_D=block_d, WIDEN=widens(q.dtype),
+            num_warps=8 if block_m * block_d > 2**13 else 4,
         )  # fmt: skip
         if split:
             _join[(tiles.shape[0], heads)](

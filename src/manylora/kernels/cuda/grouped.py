@@ -1,6 +1,7 @@
 """Linear layers of several weights in one launch, each tile of rows with its own: plain or quantised.
 
-Weights lie where they are; a table of addresses says where. A quantised one is widened in registers.
+Weights lie where they are; a table says how far each is from the first, because a distance, unlike an
+address, may be known to be aligned. A quantised weight is widened in registers.
 """
 
 from __future__ import annotations
@@ -13,27 +14,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manylora.kernels.cuda.fp8 import FP8, _from_e4m3
+from manylora.kernels.cuda.fp8 import FP8, _from_e4m3, as_bytes
 from manylora.kernels.cuda.interpreter import _dot, widens
 from manylora.kernels.cuda.plan import TILE
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.kernels.spec import Weight
 
-__all__ = ["WeightTable", "grouped_linear", "quantised_rows", "weight_table"]
+__all__ = ["SMALLEST_GROUP", "WeightTable", "grouped_linear", "quantised_rows", "weight_table"]
 
 PLAIN, INT8, E4M3, INT4 = range(4)
-POINTERS = 3  # addresses of one weight: values, scales, offsets
+PARTS = 3  # of one weight: values, scales, offsets
 KINDS = {torch.int8: INT8, FP8: E4M3, torch.uint8: INT4}
+ALIGNMENTS = (16, 8, 4, 2, 1)
+SMALLEST_GROUP = 16  # inputs of one block, at least
 
 
 @dataclass(frozen=True)
 class WeightTable:
-    """pointers [E, POINTERS] int64: addresses of values, scales and offsets of weights [N, K] of one kind.
+    """Weights [N, K] of one kind. values, scales, offsets: of the first; values of 8-bit floats as bytes.
 
-    groups: scales of one output.
+    distances [E, PARTS] int64: elements from there to those of each weight. align: elements that those of
+    values are multiples of. groups: scales of one output, 0: none.
     """
 
-    pointers: Tensor
+    values: Tensor
+    scales: Tensor
+    offsets: Tensor
+    distances: Tensor
+    align: int
     kind: int
     shape: tuple[int, int]
     groups: int
@@ -42,38 +50,38 @@ class WeightTable:
 
 @triton.jit
 def _weights(
-    values, scales, offsets, k, n, num_in, num_out, KIND: tl.constexpr, GROUP: tl.constexpr,
-    OFFSETS: tl.constexpr, TYPE: tl.constexpr,
+    values, scales, offsets, start, n, num_in, num_out, KIND: tl.constexpr, GROUP: tl.constexpr,
+    OFFSETS: tl.constexpr, TYPE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """[k, n] of a weight, in TYPE; a scale of a whole output is left to the caller."""
-    inside = (k < num_in)[:, None] & (n < num_out)[None, :]
-    rows = n.to(tl.int64)[None, :]
-    at = rows * num_in + k[:, None]
-    if KIND == 0:
-        found = tl.load(values.to(tl.pointer_type(TYPE)) + at, mask=inside, other=0)
+    """Inputs [start, start + BLOCK_K), which are of one group, of outputs n: [BLOCK_K, BLOCK_N] in TYPE. A
+    scale of a whole output is left to the caller."""
+    rows, there = n.to(tl.int64), n < num_out
+    if KIND == 3:
+        byte = start // 2 + tl.arange(0, BLOCK_K // 2)
+        inside = (byte < num_in // 2)[:, None] & there[None, :]
+        at = rows[None, :] * (num_in // 2) + byte[:, None]
+        both = tl.load(values + at, mask=inside, other=0).to(tl.int32)
+        found = tl.permute(tl.join(both & 15, both >> 4), (0, 2, 1)).reshape(BLOCK_K, BLOCK_N) - 8
     else:
-        if KIND == 1:
-            wide = tl.load(values.to(tl.pointer_type(tl.int8)) + at, mask=inside, other=0).to(tl.float32)
-        elif KIND == 2:
-            wide = _from_e4m3(tl.load(values.to(tl.pointer_type(tl.uint8)) + at, mask=inside, other=0))
-        else:
-            at = rows * (num_in // 2) + (k // 2)[:, None]
-            both = tl.load(values.to(tl.pointer_type(tl.uint8)) + at, mask=inside, other=0).to(tl.int32)
-            wide = (((both >> ((k % 2) * 4)[:, None]) & 15) - 8).to(tl.float32)
+        k = start + tl.arange(0, BLOCK_K)
+        inside = (k < num_in)[:, None] & there[None, :]
+        found = tl.load(values + rows[None, :] * num_in + k[:, None], mask=inside, other=0)
+    if KIND != 0:
+        wide = _from_e4m3(found) if KIND == 2 else found.to(tl.float32)
         if GROUP > 0:
-            at = rows * (num_in // GROUP) + (k // GROUP)[:, None]
-            wide *= tl.load(scales.to(tl.pointer_type(TYPE)) + at, mask=inside, other=0).to(tl.float32)
+            at = rows * (num_in // GROUP) + start // GROUP
+            wide *= tl.load(scales + at, mask=there, other=0).to(tl.float32)[None, :]
             if OFFSETS:
-                wide += tl.load(offsets.to(tl.pointer_type(TYPE)) + at, mask=inside, other=0).to(tl.float32)
+                wide += tl.load(offsets + at, mask=there, other=0).to(tl.float32)[None, :]
         found = wide.to(TYPE)
     return found
 
 
 @triton.jit
 def _grouped(
-    y, x, bias, tiles, table, x_stride, num_rows, num_in, num_out,
+    y, x, bias, tiles, all_values, all_scales, all_offsets, distances, x_stride, num_rows, num_in, num_out,
     KIND: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr, TILED: tl.constexpr,
-    BIASED: tl.constexpr, TILE: tl.constexpr, POINTERS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BIASED: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -84,9 +92,9 @@ def _grouped(
         first, number = tl.load(tiles + tile * TILE).to(tl.int64), tl.load(tiles + tile * TILE + 3)
     if count == 0:
         return
-    here = table + number * POINTERS
-    values = tl.multiple_of(tl.load(here), 16)
-    scales, offsets = tl.load(here + 1), tl.load(here + 2)
+    here = distances + number * PARTS
+    values = all_values + tl.multiple_of(tl.load(here), ALIGN)
+    scales, offsets = all_scales + tl.load(here + 1), all_offsets + tl.load(here + 2)
     m, n = tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = first + m
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -95,12 +103,12 @@ def _grouped(
         mine = (m < count)[:, None] & (k < num_in)[None, :]
         xs = tl.load(x + rows[:, None] * x_stride + k[None, :], mask=mine, other=0)
         weights = _weights(
-            values, scales, offsets, k, n, num_in, num_out, KIND, GROUP, OFFSETS, x.dtype.element_ty
-        )
+            values, scales, offsets, start, n, num_in, num_out, KIND, GROUP, OFFSETS, x.dtype.element_ty,
+            BLOCK_K, BLOCK_N,
+        )  # fmt: skip
         total = _dot(xs, weights, total, WIDEN)
     if KIND != 0 and GROUP == 0:
-        kept = scales.to(tl.pointer_type(x.dtype.element_ty))
-        total *= tl.load(kept + n, mask=n < num_out, other=0).to(tl.float32)[None, :]
+        total *= tl.load(scales + n, mask=n < num_out, other=0).to(tl.float32)[None, :]
     if BIASED:
         total += tl.load(bias + n, mask=n < num_out, other=0).to(tl.float32)[None, :]
     to = y + rows[:, None] * num_out + n[None, :]
@@ -109,23 +117,33 @@ def _grouped(
 
 def weight_table(weights: Sequence[Weight]) -> WeightTable:
     """weights: of one shape and kind, on one device, contiguous; the caller keeps them where they are."""
-    plain = [w for w in weights if isinstance(w, Tensor)]
     quantised = [w for w in weights if isinstance(w, QuantisedWeight)]
+    plain = [w for w in weights if isinstance(w, Tensor)]
+    assert len(weights) in (len(quantised), len(plain)), "weights of a table are of one kind, and not packed"
     if plain:
-        addresses, some = [(w.data_ptr(), 0, 0) for w in plain], plain[0]
+        parts = [(w, w, w) for w in plain]
         kind, groups, has_offsets = PLAIN, 0, False
-        shape = some.shape[0], some.shape[1]
+        shape = plain[0].shape[0], plain[0].shape[1]
     else:
         one = quantised[0]
-        addresses = [
-            (w.values.data_ptr(), w.scales.data_ptr(), 0 if w.offsets is None else w.offsets.data_ptr())
-            for w in quantised
+        kind, groups, shape = KINDS[one.values.dtype], one.scales.shape[1], one.shape
+        has_offsets = one.offsets is not None
+        parts = [
+            (as_bytes(w.values), w.scales, w.scales if w.offsets is None else w.offsets) for w in quantised
         ]
-        some, kind, shape = one.values, KINDS[one.values.dtype], one.shape
-        groups, has_offsets = one.scales.shape[1], one.offsets is not None
-    assert len(addresses) == len(weights), "weights of a table are of one kind, and not packed"
-    pointers = torch.tensor(addresses, dtype=torch.int64, device=some.device)
-    return WeightTable(pointers, kind, shape, groups, has_offsets)
+    assert all(part.is_contiguous() for three in parts for part in three)
+    assert groups < 2 or shape[1] // groups % SMALLEST_GROUP == 0, "groups are multiples of a block of inputs"
+    first = parts[0]
+    distances = [[_elements(a, b) for a, b in zip(first, three, strict=True)] for three in parts]
+    align = next(size for size in ALIGNMENTS if all(three[0] % size == 0 for three in distances))
+    table = torch.tensor(distances, dtype=torch.int64, device=first[0].device)
+    return WeightTable(*first, table, align, kind, shape, groups, has_offsets)
+
+
+def _elements(start: Tensor, other: Tensor) -> int:
+    elements, rest = divmod(other.data_ptr() - start.data_ptr(), start.element_size())
+    assert rest == 0, "memory is aligned to whole elements"
+    return elements
 
 
 def grouped_linear(x: Tensor, tiles: Tensor, tile_size: int, table: WeightTable) -> Tensor:
@@ -150,13 +168,18 @@ def _launch(
     y = torch.empty((x.shape[0], num_out), dtype=x.dtype, device=x.device)
     block_n = 64 if tile_size == 16 else 128
     block_k = 128 // x.element_size()  # so that the stages of any dtype fit into shared memory
-    per_output = table.groups == 1 and not table.has_offsets
+    group = num_in // table.groups if table.groups else 0
+    if table.groups > 1:
+        block_k = min(block_k, group & -group)  # the power of two in it: a block never lies in two groups
+    if table.groups == 1 and not table.has_offsets:
+        group = 0
     if count:
         _grouped[(count, triton.cdiv(num_out, block_n))](
-            y, x, y if bias is None else bias, y if tiles is None else tiles, table.pointers, x.stride(0),
-            x.shape[0], num_in, num_out,
-            KIND=table.kind, GROUP=0 if per_output or not table.groups else num_in // table.groups,
+            y, x, y if bias is None else bias, y if tiles is None else tiles, table.values,
+            table.scales, table.offsets, table.distances, x.stride(0), x.shape[0], num_in, num_out,
+            KIND=table.kind, GROUP=group,
             OFFSETS=table.has_offsets, TILED=tiles is not None, BIASED=bias is not None, TILE=TILE,
-            POINTERS=POINTERS, BLOCK_M=tile_size, BLOCK_N=block_n, BLOCK_K=block_k, WIDEN=widens(x.dtype),
+            PARTS=PARTS, ALIGN=table.align, BLOCK_M=tile_size, BLOCK_N=block_n, BLOCK_K=block_k,
+            WIDEN=widens(x.dtype),
         )  # fmt: skip
     return y

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from manylora.kernels.cuda.fp8 import FP8, quantise_rows
-from manylora.kernels.cuda.grouped import quantised_rows, weight_table
+from manylora.kernels.cuda.grouped import SMALLEST_GROUP, quantised_rows, weight_table
 from manylora.kernels.quantised import INT4_GROUPS, PackedInt4, QuantisedWeight, quantised_linear
 
 __all__ = [
@@ -142,7 +142,7 @@ class Widened(QuantisedKernel):
     most_rows = FEW_ROWS
 
     def takes(self, weight: QuantisedWeight) -> bool:
-        return weight.shape[1] % weight.group_size == 0
+        return weight.scales.shape[1] == 1 or weight.group_size % SMALLEST_GROUP == 0
 
     def prepare(self, packed: QuantisedWeight) -> Any:
         return weight_table([packed])

@@ -3,10 +3,10 @@
 HTTP, against the engine in-process.
 
 Same model, same requests, same number of streams, in turns within one run; prints every round, the ratio
-of the medians, and the processor time of Triton's processes beside the engine's, which a busy machine disturbs
-less than the rates. The model's step is the work; everything the server adds is overhead: with a step of s seconds
-and n streams the engine makes n / s tokens per second, and a server must carry as many responses. Client,
-server and engine share the cores here.
+of the medians, and the processor time of Triton's processes beside the engine's, which other work on the
+machine disturbs less than the rates. The model's step is the work; everything the server adds is overhead:
+with a step of s seconds and n streams the engine makes n / s tokens per second, and a server must carry as
+many responses. Client, server and engine share the cores here.
 
     overhead.py --streams 64 --rounds 3
 

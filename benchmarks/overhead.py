@@ -2,10 +2,11 @@
 """What the servers cost: tokens per second through the ensemble over gRPC and through the OpenAI server over
 HTTP, against the engine in-process.
 
-Same model, same requests, same number of streams, in turns within one run; prints every round and the ratio
-of the medians. The model's step is the work; everything the server adds is overhead: with a step of s seconds
-and n streams the engine makes n / s tokens per second, and a server must carry as many responses. Client,
-server and engine share the cores here.
+Same model, same requests, same number of streams, in turns within one run; prints every round, the ratio
+of the medians, and the processor time of Triton's processes beside the engine's, which other work on the
+machine disturbs less than the rates. The model's step is the work; everything the server adds is overhead:
+with a step of s seconds and n streams the engine makes n / s tokens per second, and a server must carry as
+many responses. Client, server and engine share the cores here.
 
     overhead.py --streams 64 --rounds 3
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import queue
 import socket
 import statistics
@@ -80,10 +82,31 @@ def through_the_server(model: Path, work: Path, streams: int, tokens: int) -> fl
     launch = [sys.executable, ROOT / "launch_triton_server.py"]
     subprocess.run([*launch, f"--model_repo={repo}", "--force"], check=True, capture_output=True)
     try:
-        rates = [ask(streams, tokens) for _ in range(2)]
+        ask(streams, tokens)
+        beside = processes_beside_the_engine(launch)
+        used = sum(map(processor_seconds, beside))
+        rate = ask(streams, tokens)
+        used = sum(map(processor_seconds, beside)) - used
     finally:
         subprocess.run([*launch, "--stop"], check=True, capture_output=True)
-    return rates[-1]
+    print(
+        f"{1000 * used / (streams * tokens):.3f} ms for each token in Triton's processes beside the engine's"
+    )
+    return rate
+
+
+def processes_beside_the_engine(launch: list) -> list[int]:
+    told = subprocess.run([*launch, "--status"], check=True, capture_output=True, text=True).stdout
+    return [
+        pid
+        for pid in json.loads(told)["processes"]
+        if b"/tensorrt_llm/" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+
+
+def processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def ask(streams: int, tokens: int) -> float:

@@ -53,15 +53,15 @@ def test_answers_are_read_as_events() -> None:
     metrics = RequestMetrics(1, adapter_tier="wire")
     sent = [
         Event((1, 2), (-0.5, -1.0), 0),
-        Event((3,), (-2.0,), 1, metrics=metrics),
+        Event((3,), (-2.0,), 1),
         Event((4,), (-3.0,), 0, FinishReason.STOP),
-        Event((), (), 1, FinishReason.LENGTH, last=True),
+        Event((), (), 1, FinishReason.LENGTH, last=True, metrics=metrics),
     ]
     found = [one for event in sent for one in reader.read(dict(writer.encode(event)), False)]
     assert reader.done
     told = [(e.token_ids, e.log_probs, e.sequence_index, e.finish_reason, e.last) for e in found]
     assert told == [(e.token_ids, e.log_probs, e.sequence_index, e.finish_reason, e.last) for e in sent]
-    assert found[1].metrics is not None and found[1].metrics.adapter_tier == "wire"
+    assert found[3].metrics is not None and found[3].metrics.adapter_tier == "wire"
     assert reader.read({}, True) == []
 
 

@@ -37,7 +37,11 @@ class Reply:
     _vocab_size: int = 0
 
     def encode(self, event: Event) -> list[tuple[str, np.ndarray]]:
-        """Tensors of one response, `output_ids` first. Leading dimension 1."""
+        """Tensors of one response, `output_ids` first. Leading dimension 1.
+
+        Text is dear in every process on its way, so `finish_reason` and `lora_cache_tier` come with the last
+        response of a sequence only.
+        """
         streaming, params = self.request.streaming, self.request.params
         echo = [] if streaming or self.exclude_input else list(self.request.prompt)
         rows = [beam.token_ids for beam in event.beams] or [event.token_ids]
@@ -63,8 +67,8 @@ class Reply:
             self._sent[event.sequence_index] = np.concatenate((window, new), axis=2)[:, :, -WINDOW:]
         if event.finish_reason is not None:
             tensors.append(("finish_reason", _text(event.finish_reason.value)))
-        if event.metrics is not None and event.metrics.adapter_tier:
-            tensors.append(("lora_cache_tier", _text(event.metrics.adapter_tier)))
+            if event.metrics is not None and event.metrics.adapter_tier:
+                tensors.append(("lora_cache_tier", _text(event.metrics.adapter_tier)))
         return tensors
 
     def _log_prob_tensors(self, event: Event) -> list[tuple[str, np.ndarray]]:

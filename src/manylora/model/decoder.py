@@ -206,4 +206,4 @@ def _nbytes(weight: Weight) -> int:
 
 
 def _is_quantised(weight: Weight) -> bool:
-    return weight.scale is not None if isinstance(weight, Panels) else not isinstance(weight, Tensor)
+    return weight.scales is not None if isinstance(weight, Panels) else not isinstance(weight, Tensor)

@@ -11,12 +11,8 @@ import torch
 from manylora.config import ModelConfig
 from manylora.lora.modules import LoraModule
 
-WEIGHT_BYTES = {
-    "float32": 4.0,
-    "bfloat16": 2.0,
-    "int8": 1.0,
-    "int4": 0.5 + 8 / 128,
-}  # groups of 128: two floats
+INT4_SCALES = 8 / 128  # a scale and an offset, in float32, for each group of 128
+WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + INT4_SCALES}
 HEAD_BYTES = {"float32": 4, "bfloat16": 2, "int8": 2, "int4": 2}
 
 
@@ -38,8 +34,7 @@ def _seconds(work) -> float:
 @dataclass(frozen=True)
 class Limits:
     """Times at the machine's limits. A step takes the larger of its bytes at `bandwidth` (bytes/s) and its
-    FLOPs at `rate` (FLOPs/s); weights and adapters are read once in a step, keys and values once for each
-    token.
+    FLOPs at `rate` (FLOPs/s). Weights and adapters are read once in a step, keys and values by their owner.
 
     weights: dtype of the linear layers, one of WEIGHT_BYTES. element: bytes of a key or value.
     adapter_element: bytes of an element of A or B.

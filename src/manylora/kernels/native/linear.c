@@ -13,8 +13,9 @@
 
 enum { VECTORS = 3, PANEL = LANES * VECTORS, BLOCK = 256, AHEAD = 4096 /* bytes between reading and fetching */ };
 
-/* What a tile brings into the cache: nothing, what it reads itself a little later, or its share of the next block. */
-typedef enum { NOTHING, STREAMS, SHARES } Fetch;
+/* What a tile brings into the cache: what it reads itself a little later, or its share of the next block, so many
+ * lines for each row of the panel. Known to the compiler, because branches cost more here than all they would save. */
+typedef enum { STREAMS, ONE_LINE, TWO_LINES } Fetch;
 
 /* Inputs whose weights lie in one row of a panel, and its bytes. */
 INLINE int inputs_of(Kind kind) { return kind == INT4 ? 2 : 1; }
@@ -33,8 +34,8 @@ typedef struct {
     const float *totals;                /* of each row of x, over the inputs of the block: what an offset meets */
     int64_t totals_stride;
     int adds;         /* to y, which holds the products of the depths before */
-    const char *next; /* SHARES: to be fetched meanwhile, */
-    int64_t hop;      /* so many bytes for each row of the panel, at most a line */
+    const char *next; /* block, to be fetched meanwhile, */
+    int64_t hop;      /* so many bytes for each row of the panel */
 } Tile;
 
 /* Takes a tile's sums, rows of PANEL, to y. A function of its own, so that no height rounds otherwise. */
@@ -58,7 +59,7 @@ INLINE void tile(const int rows, const Kind kind, const Fetch fetches, Tile t, c
         UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = all(0);
     for (int64_t k = 0; k < depth; k += inputs, w += bytes_of(kind)) {
         if (fetches == STREAMS) fetch(w + AHEAD, bytes_of(kind));
-        if (fetches == SHARES) fetch(t.next + k * t.hop, LINE);
+        else UNROLL for (int i = 0; i < fetches; i++) __builtin_prefetch(t.next + k * t.hop + i * LINE, 0, 2);
         UNROLL for (int i = 0; i < inputs; i++) {
             vector in[VECTORS];
             UNROLL for (int v = 0; v < VECTORS; v++) in[v] = weights(kind, w, v, i);
@@ -96,9 +97,8 @@ INLINE void tiles(const Kind kind, const int is_wide, const Tile all, int64_t ro
         t.totals += start * t.totals_stride;
         t.hop = (all.hop + count - 1) / count;
         t.next += i * t.hop * depth;
-        if (is_wide) one_tile(kind, SHARES, t, height, w, depth);
-        else if (i) one_tile(kind, NOTHING, t, height, w, depth);
-        else one_tile(kind, STREAMS, t, height, w, depth);
+        if (count == 1) one_tile(kind, STREAMS, t, height, w, depth);
+        else one_tile(kind, kind == FLOAT32 && !is_wide ? TWO_LINES : ONE_LINE, t, height, w, depth);
     }
 }
 
@@ -124,7 +124,7 @@ INLINE void linear(const Kind kind, float *y, int64_t y_stride, const float *x, 
     const int64_t panels = (out + PANEL - 1) / PANEL, groups = in / group, step = bytes_of(kind);
     const int64_t block = least(group, BLOCK), blocks = (in + block - 1) / block;
     const int inputs = inputs_of(kind);
-    const int widens = rows > (kind == FLOAT32 ? 4 : 1) * TILE_ROWS; /* float32: only a copy that lies well */
+    const int widens = rows > (kind == FLOAT32 ? 4 : 2) * TILE_ROWS; /* float32: only a copy that lies well */
     const int64_t run = panels < 16 ? 1 : 4; /* panels in a row, so that the next one is this thread's, too */
     if (!rows) return;
     if (offset) sum_blocks(totals, x, x_stride, rows, in, block);

@@ -25,7 +25,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest
 
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest tests/gpu tests/cpu/test_cuda_kernels.py
+	$(BIN)/python -m pytest tests/gpu $(addprefix tests/cpu/test_cuda_,kernels.py experts.py backends.py quantised.py)
 
 bench-gpu:
 	PYTHONPATH=src $(or $(wildcard $(BIN)/python),python3) benchmarks/gpu.py $(BENCH_ARGS)
@@ -36,7 +36,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	@$(BIN)/python benchmarks/engine.py --rounds 2 --dtype bfloat16
+	@$(BIN)/python benchmarks/engine.py --rounds 2
 
 parity: $(STAMP)
 	@$(BIN)/python -m manylora.parity

@@ -1,245 +1,301 @@
 #!/usr/bin/env python3
-"""The engine in-process: output tokens per second with and without adapters, TTFT, memory, start-up.
+"""The engine in-process: output tokens per second with and without adapters, latency, memory, start-up.
 
-The physics. A decode step of n sequences reads every weight once, W bytes, and does 2 n FLOPs a weight: it
-takes max(bytes / bandwidth, FLOPs / rate), both measured here first. A distinct adapter of rank r adds
-r * sum(in + out) elements to the bytes and 2 r * sum(in + out) FLOPs to each of its sequences; one sequence
-for each adapter is the worst case for the bytes. The ideal ratio to the base is the ratio of these times;
-what is measured below it is overhead: calls, copies, padding.
+The physics. A decode step of n sequences reads every weight once, W bytes, and the keys and values of each
+sequence, and does 2 n FLOPs for each weight: it takes max(bytes / bandwidth, FLOPs / rate), both measured
+here first. Adapters add r * sum(in + out) elements each, read once for each distinct one in the batch, and
+as many multiplications for each sequence; one sequence for each adapter is the worst case for the bytes.
+Prompts are bound by FLOPs. What the whole load would take at these limits is the ideal, with and without
+adapters; what is measured beyond it is overhead: calls, copies, padding, waiting. Fewer bits save bytes,
+not FLOPs.
 
-    engine.py --model small --rounds 3
-    engine.py --model mid --cases base,r16all-8
+    engine.py                                           # small, bfloat16, prompts of 64
+    engine.py --models small,mid --dtypes bfloat16,float32,int8,int4 --prompts 64,512 --plot docs/images
+    engine.py --models mid --cases base,r16all-8 --load offline
 
-Models: small is a Llama of 125 million parameters, mid a Qwen2 of 387 million, both random. Load: 32 requests
-of 64 tokens in and 64 out, 16 at a time. Every round runs every case once, in turn; ratios are of medians.
+Models: small is a Llama of 125 million parameters, mid a Qwen2 of 387 million, both random. Load: 32
+requests, 64 tokens out; closed: 16 of them open at any time; offline: all of them at once, 16 in a step.
+int8 and int4 are W8A16 and W4A16 of the bfloat16 model. r8qkv: rank 8 on q, k, v; r16all: rank 16 on all
+linear layers; mixed: ranks 4 to 64 in turn; then the number of distinct adapters, asked for in turn, or the
+n-th 1 / n as often as the first (zipf). Each setting runs in a fresh process; in every round each case runs
+once, in turn; numbers are medians, ratios those of medians. gap: between two tokens of a request. The last
+line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import queue
 import resource
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
-from safetensors.torch import load_file, save_file
+from limits import Limits, adapter_elements, measure_machine
+from loads import ALL, AT_ONCE, MODELS, OUTPUT, QKV, REQUESTS, Case, prompts, save_model
 
 from manylora.config import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.loop import EngineLoop
-from manylora.lora.modules import LoraModule, lora_modules
-from manylora.request import LoraInput, Request, SamplingParams
+from manylora.lora.modules import MODULE_NAMES, LoraModule, lora_modules
+from manylora.quant import QuantConfig
+from manylora.request import Event, LoraInput, Request, SamplingParams
 
-MODELS = {
-    "small": ("llama", {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
-                        "num_key_value_heads": 4, "intermediate_size": 2048}),
-    "mid": ("qwen2", {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
-                      "num_key_value_heads": 2, "intermediate_size": 4864, "tie_word_embeddings": True}),
-}  # fmt: skip
-COMMON = {"vocab_size": 32000, "max_position_embeddings": 1024, "initializer_range": 0.02}
-QKV, ALL = (1, 2, 3), (1, 2, 3, 4, 5, 6, 7)
-REQUESTS, AT_ONCE, PROMPT, OUTPUT = 32, 16, 64, 64
 BASE = "base"
-
-
-@dataclass(frozen=True)
-class Case:
-    """ranks in turn over so many distinct adapters; none for the base model."""
-
-    name: str
-    ranks: tuple[int, ...] = ()
-    modules: tuple[int, ...] = ()
-    adapters: int = 0
-
-
+DTYPES = {"bfloat16": None, "float32": None, "int8": "W8A16", "int4": "W4A16"}
+RESIDENT = 32
+NAMES = ("attn_q", "attn_k", "attn_v", "attn_dense", "mlp_gate", "mlp_h_to_4h", "mlp_4h_to_h")
+IDS = dict(zip(ALL, map(MODULE_NAMES.index, NAMES), strict=True))
 CASES = [
     Case(BASE),
-    Case("resident", (16,), ALL, 0),  # base traffic while 32 adapters are in the cache
+    Case("resident", (16,), ALL),  # base traffic while 32 adapters are in the cache
     *(Case(f"r8qkv-{n}", (8,), QKV, n) for n in (1, 8, 32)),
     *(Case(f"r16all-{n}", (16,), ALL, n) for n in (1, 8, 32)),
+    Case("zipf-32", (16,), ALL, 32, "zipf"),
     Case("mixed-32", (4, 8, 16, 32, 64), ALL, 32),
 ]
 
 
-def adapter(case: Case, number: int, modules: dict[int, LoraModule], layers: int) -> LoraInput:
-    picks = np.random.default_rng(number)
-    rank = case.ranks[number % len(case.ranks)]
-    rows = [(m, layer) for layer in range(layers) for m in case.modules]
-    width = max(rank * (modules[m].in_dim + modules[m].out_dim) for m in case.modules)
-    weights = np.zeros((1, len(rows), width), np.float32)
-    for i, (m, _) in enumerate(rows):
-        size = rank * (modules[m].in_dim + modules[m].out_dim)
-        weights[0, i, :size] = picks.normal(0, 0.01, size)
-    config = np.array([[[m, layer, rank, 0] for m, layer in rows]], np.int32)
-    return LoraInput(hash((case.name, number)) % 2**60, weights, config)
+@dataclass(frozen=True)
+class Setting:
+    """What is started once: a model, how its weights are held, the length of prompts."""
 
+    model: str
+    dtype: str
+    prompt: int
 
-def prompts(count: int) -> list[tuple[int, ...]]:
-    picks = np.random.default_rng(7)
-    return [tuple(map(int, picks.integers(10, 31000, PROMPT))) for _ in range(count)]
-
-
-def throughput(loop: EngineLoop, loras: list[LoraInput | None]) -> tuple[float, float]:
-    """Output tokens per second and median TTFT in seconds: AT_ONCE requests are open at any time."""
-    done: queue.SimpleQueue = queue.SimpleQueue()
-    first: list[float] = []
-
-    def sink(event) -> None:
-        if event.last:
-            m = event.metrics
-            first.append((m.first_token_ns - m.arrival_ns) / 1e9)
-            done.put(event)
-
-    texts = prompts(REQUESTS)
-    began, sent = time.perf_counter(), 0
-    for finished in range(REQUESTS + 1):
-        while sent < REQUESTS and sent - finished < AT_ONCE:
-            loop.submit(
-                Request(texts[sent], SamplingParams(max_tokens=OUTPUT), loras[sent % len(loras)]), sink
-            )
-            sent += 1
-        if finished < REQUESTS:
-            done.get()
-    return REQUESTS * OUTPUT / (time.perf_counter() - began), statistics.median(first)
-
-
-def warm(loop: EngineLoop, loras: list[LoraInput | None]) -> None:
-    """Bring the tensors once; afterwards the ids are enough."""
-    done: queue.SimpleQueue = queue.SimpleQueue()
-    for lora in loras:
-        loop.submit(Request((5, 6, 7), SamplingParams(max_tokens=1), lora), lambda e: done.put(e))
-    for _ in loras:
-        event = done.get()
-        assert event.error is None, event.error
-
-
-def store_as(path: Path, dtype: str) -> None:
-    """Rewrite a float32 checkpoint; the engine then computes as it does by itself for such a model."""
-    file = path / "model.safetensors"
-    weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(file).items()}
-    save_file(weights, file, metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    (path / "config.json").write_text(json.dumps(config | {"dtype": dtype}), encoding="utf-8")
-
-
-def roofline(dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes per second of a large copy (read), FLOPs per second of a large GEMM."""
-    big = torch.ones(256 * 2**20 // 4)
-    began = time.perf_counter()
-    for _ in range(5):
-        big.sum()
-    bandwidth = 5 * big.nbytes / (time.perf_counter() - began)
-    a, b = torch.randn(1024, 1024, dtype=dtype), torch.randn(1024, 1024, dtype=dtype)
-    a @ b
-    began = time.perf_counter()
-    for _ in range(10):
-        a @ b
-    return bandwidth, 10 * 2 * 1024**3 / (time.perf_counter() - began)
+    def __str__(self) -> str:
+        return f"{self.model}, {self.dtype}, prompts of {self.prompt}"
 
 
 @dataclass(frozen=True)
-class Ideal:
-    """Times of this machine at its limits: bytes at the measured bandwidth, FLOPs at the measured rate."""
+class Run:
+    """Of one load: output tokens per second, seconds to the first token and between tokens, medians."""
 
-    weights: int  # of the layers
-    head: int  # weights that only rows with logits meet
-    weight_size: int  # bytes of one
-    adapter_size: int
-    bandwidth: float
     rate: float
-
-    def step(self, extra_bytes: float = 0, extra_flops: float = 0) -> float:
-        """Seconds of a decode step of AT_ONCE sequences."""
-        weights = self.weights + self.head
-        flops = 2 * weights * AT_ONCE + extra_flops
-        return max((weights * self.weight_size + extra_bytes) / self.bandwidth, flops / self.rate)
-
-    def throughput(self) -> float:
-        """Output tokens per second of the whole base run, prompts included."""
-        prompts = 2 * self.weights * PROMPT * REQUESTS / self.rate
-        return REQUESTS * OUTPUT / (prompts + REQUESTS / AT_ONCE * OUTPUT * self.step())
-
-    def ratio(self, case: Case, modules: dict[int, LoraModule], layers: int) -> float:
-        """Of a decode step: time of the base by time with this case's adapters."""
-        if not case.adapters:
-            return 1.0
-        per_rank = layers * sum(modules[m].in_dim + modules[m].out_dim for m in case.modules)
-        distinct = min(case.adapters, AT_ONCE)
-        ranks = [case.ranks[i % len(case.ranks)] for i in range(distinct)]
-        extra_bytes = sum(ranks) * per_rank * self.adapter_size
-        return self.step() / self.step(extra_bytes, 2 * sum(ranks) / distinct * per_rank * AT_ONCE)
-
-
-def ideal_of(engine: Engine) -> Ideal:
-    model, size = engine.model, getattr(torch, engine.model.dtype).itemsize
-    embedding = model.vocab_size * model.hidden_size
-    total = engine.stats().weight_bytes // size
-    bandwidth, rate = roofline(engine._decoder.dtype)
-    pool = engine.adapters._pool.flat
-    return Ideal(total - 2 * embedding, embedding, size, pool.element_size(), bandwidth, rate)
+    first: float
+    gap: float
 
 
 def main() -> None:
+    options = _options()
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for model in options.models:
+            for dtype in options.dtypes:
+                for prompt in options.prompts:
+                    found.append(_in_process(Setting(model, dtype, prompt), options, Path(folder)))
+    if options.plot:
+        from charts import draw
+
+        print("drawn:", *draw(found, options.plot))
+    print(json.dumps({"rounds": options.rounds, "load": options.load, "settings": found}))
+
+
+def _in_process(setting: Setting, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """So that memory and start-up are this setting's own."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    process = context.Process(target=_measure, args=(setting, options, folder, answers))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"{setting}: failed")
+    return answers.get()
+
+
+def _measure(setting: Setting, options: argparse.Namespace, folder: Path, answers: Any) -> None:
+    stored = "float32" if setting.dtype == "float32" else "bfloat16"
+    path = folder / f"{setting.model}-{stored}"
+    if not path.exists():
+        save_model(path, setting.model, stored)
+    bandwidth, rate = measure_machine(_wide())
+    began = time.perf_counter()
+    engine = _start(path, setting)
+    loop = EngineLoop(engine)
+    texts = [tuple(text) for text in prompts(REQUESTS, setting.prompt)]
+    _load(loop, texts[:1], [None], 1, 1)
+    started = time.perf_counter() - began
+    modules, layers = lora_modules(engine.model), engine.model.num_layers
+    limits = Limits(engine.model, setting.dtype, engine._decoder.dtype.itemsize,
+                    engine.adapters._pool.flat.element_size(), bandwidth, rate)  # fmt: skip
+    cases = [case for case in CASES if case.name in options.cases or case.name == BASE]
+    loras = {case.name: _warm(loop, case, modules, layers) for case in cases}
+    at_once = AT_ONCE if options.load == "closed" else REQUESTS
+    _load(loop, texts, [None] * REQUESTS, at_once, OUTPUT)
+    runs: dict[str, list[Run]] = {case.name: [] for case in cases}
+    for _ in range(options.rounds):
+        for case in cases:
+            runs[case.name].append(_load(loop, texts, loras[case.name], at_once, OUTPUT))
+    loop.close()
+    ideal = {case.name: _ideal(case, limits, modules, layers, setting.prompt) for case in cases}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    report = _report(setting, cases, runs, ideal)
+    report |= {"bandwidth": bandwidth, "rate": rate, "start_s": started, "peak_gib": peak}
+    _print(setting, report)
+    answers.put(report)
+
+
+def _wide() -> Any:
+    """The engine computes in float32 unless the processor multiplies bfloat16 itself; so do these models."""
+    import torch
+
+    from manylora.device import open_device
+
+    return torch.bfloat16 if open_device("cpu").ops.has_bfloat16 else torch.float32
+
+
+def _start(path: Path, setting: Setting) -> Engine:
+    algo = DTYPES[setting.dtype]
+    lora = LoraCacheConfig(gpu_memory_bytes=2**31, host_memory_bytes=2**31)
+    config = EngineConfig(
+        path, device="cpu", max_batch_size=AT_ONCE, enable_kv_cache_reuse=False, lora=lora,
+        quant=None if algo is None else QuantConfig(algo),
+    )  # fmt: skip
+    return Engine(config)
+
+
+def _adapter(case: Case, number: int, modules: dict[int, LoraModule], layers: int) -> LoraInput:
+    picks = np.random.default_rng(number)
+    rank = case.ranks[number % len(case.ranks)]
+    rows = [(IDS[name], layer) for layer in range(layers) for name in case.modules]
+    sizes = [modules[m].row_elements(rank) for m, _ in rows]
+    weights = np.zeros((1, len(rows), max(sizes)), np.float32)
+    for i, size in enumerate(sizes):
+        weights[0, i, :size] = picks.normal(0, 0.01, size)
+    config = np.array([[[m, layer, rank, 0] for m, layer in rows]], np.int32)
+    return LoraInput(CASES.index(case) * 1000 + number + 1, weights, config)
+
+
+def _warm(
+    loop: EngineLoop, case: Case, modules: dict[int, LoraModule], layers: int
+) -> list[LoraInput | None]:
+    """Bring the tensors once; afterwards the ids are enough. Returns the adapter of each request."""
+    count = case.adapters or (RESIDENT if case.ranks else 0)
+    tensors = [_adapter(case, n, modules, layers) for n in range(count)]
+    if tensors:
+        _load(loop, [(5, 6, 7)] * count, list(tensors), count, 1)
+    chosen = case.choose(REQUESTS)
+    return [None if n is None else LoraInput(tensors[n].task_id) for n in chosen]
+
+
+def _load(
+    loop: EngineLoop,
+    texts: list[tuple[int, ...]],
+    loras: list[LoraInput | None],
+    at_once: int,
+    output: int,
+) -> Run:
+    """All requests, so many of them open at any time."""
+    done: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    def sink(event: Event) -> None:
+        if event.last:
+            done.put(event)
+
+    params = SamplingParams(max_tokens=output)
+    requests = [Request(text, params, lora) for text, lora in zip(texts, loras, strict=True)]
+    began = time.perf_counter()
+    for request in requests[:at_once]:
+        loop.submit(request, sink)
+    metrics = []
+    for waiting in [*requests[at_once:], *[None] * min(at_once, len(requests))]:
+        event = done.get()
+        if event.error is not None:
+            raise event.error
+        metrics.append(event.metrics)
+        if waiting is not None:
+            loop.submit(waiting, sink)
+    seconds = time.perf_counter() - began
+    return Run(
+        len(requests) * output / seconds,
+        statistics.median((m.first_token_ns - m.arrival_ns) / 1e9 for m in metrics),
+        statistics.median((m.last_token_ns - m.first_token_ns) / 1e9 / max(1, output - 1) for m in metrics),
+    )
+
+
+def _ideal(case: Case, limits: Limits, modules: dict[int, LoraModule], layers: int, prompt: int) -> float:
+    """Output tokens per second at the machine's limits."""
+    used = [IDS[name] for name in case.modules]
+    sizes = [
+        adapter_elements(modules, used, case.ranks[n % len(case.ranks)], layers) for n in range(case.adapters)
+    ]
+    seconds = limits.run(case.choose(REQUESTS), sizes, prompt, OUTPUT, AT_ONCE)
+    return REQUESTS * OUTPUT / seconds
+
+
+def _report(
+    setting: Setting, cases: list[Case], runs: dict[str, list[Run]], ideal: dict[str, float]
+) -> dict[str, Any]:
+    def middle(name: str, field: str) -> float:
+        return statistics.median(getattr(run, field) for run in runs[name])
+
+    base = middle(BASE, "rate")
+    found = {
+        case.name: {
+            "tokens_per_s": middle(case.name, "rate"), "of_base": middle(case.name, "rate") / base,
+            "limit": ideal[case.name] / ideal[BASE], "first_token_ms": 1000 * middle(case.name, "first"),
+            "gap_ms": 1000 * middle(case.name, "gap"), "runs": [run.rate for run in runs[case.name]],
+        }
+        for case in cases
+    }  # fmt: skip
+    return {
+        "model": setting.model, "dtype": setting.dtype, "prompt": setting.prompt, "cases": found,
+        "base_of_ideal": base / ideal[BASE], "ideal_tokens_per_s": ideal[BASE],
+    }  # fmt: skip
+
+
+def _print(setting: Setting, report: dict[str, Any]) -> None:
+    machine = f"read {report['bandwidth'] / 1e9:.1f} GB/s, GEMM {report['rate'] / 1e9:.0f} GFLOP/s"
+    limit = (
+        f"at most {report['ideal_tokens_per_s']:.0f} tokens/s, base at {report['base_of_ideal']:.2f} of it"
+    )
+    process = f"first token {report['start_s']:.1f} s after the start, peak {report['peak_gib']:.2f} GiB"
+    print(f"\n{setting}: {machine}: {limit}; {process}")
+    print(f"{'case':10} {'tokens/s':>9} {'of base':>8} {'limit':>6} {'first token ms':>15} {'gap ms':>7}")
+    for name, case in report["cases"].items():
+        print(f"{name:10} {case['tokens_per_s']:9.0f} {case['of_base']:8.2f} {case['limit']:6.2f} "
+              f"{case['first_token_ms']:15.0f} {case['gap_ms']:7.1f}", flush=True)  # fmt: skip
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="small", choices=sorted(MODELS))
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    names = [case.name for case in CASES]
+    parser.add_argument("--models", type=_some(list(MODELS)), default=["small"], help=",".join(MODELS))
+    parser.add_argument("--dtypes", type=_some(list(DTYPES)), default=["bfloat16"], help=",".join(DTYPES))
+    parser.add_argument("--prompts", type=_lengths, default=[64], help="tokens, as 64,512")
+    parser.add_argument("--cases", type=_some(names), default=names, help=",".join(names))
+    parser.add_argument("--load", default="closed", choices=("closed", "offline"))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cases", default=",".join(case.name for case in CASES))
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="PNG and SVG; needs matplotlib")
     options = parser.parse_args()
-    wanted = options.cases.split(",")
-    cases = [case for case in CASES if case.name in wanted or case.name == BASE]
-    with tempfile.TemporaryDirectory() as folder:
-        from manylora.testing import make_model
+    if options.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    return options
 
-        kind, shape = MODELS[options.model]
-        path = make_model(Path(folder) / "model", kind, **COMMON, **shape)
-        store_as(path, options.dtype)
-        began = time.perf_counter()
-        lora = LoraCacheConfig(gpu_memory_bytes=2**31, host_memory_bytes=2**31)
-        engine = Engine(EngineConfig(path, device="cpu", max_batch_size=AT_ONCE,
-                                     enable_kv_cache_reuse=False, lora=lora))  # fmt: skip
-        started = time.perf_counter() - began
-        modules, ideal = lora_modules(engine.model), ideal_of(engine)
-        print(f"read bandwidth {ideal.bandwidth / 1e9:.1f} GB/s, GEMM {ideal.rate / 1e9:.0f} GFLOP/s: "
-              f"at most {ideal.throughput():.0f} tokens/s", flush=True)  # fmt: skip
-        loop = EngineLoop(engine)
-        throughput(loop, [None])
-        results: dict[str, list[float]] = {case.name: [] for case in cases}
-        ttft: dict[str, list[float]] = {case.name: [] for case in cases}
-        ids: dict[str, list[LoraInput | None]] = {}
-        for case in cases:
-            count = case.adapters or (32 if case.ranks else 0)
-            tensors = [adapter(case, n, modules, engine.model.num_layers) for n in range(count)]
-            warm(loop, list(tensors))
-            ids[case.name] = [LoraInput(one.task_id) for one in tensors] if case.adapters else [None]
-        for number in range(options.rounds):
-            for case in cases:
-                rate, first = throughput(loop, ids[case.name])
-                results[case.name].append(rate)
-                ttft[case.name].append(first)
-            print(f"round {number + 1} done", flush=True)
-        base = statistics.median(results[BASE])
-        print(f"\n{options.model}, {options.dtype}, started in {started:.1f} s, base at "
-              f"{base / ideal.throughput():.2f} of the limit")  # fmt: skip
-        print(f"{'case':12} {'tokens/s':>9} {'of base':>8} {'ideal':>6} {'TTFT ms':>8}")
-        for case in cases:
-            rate = statistics.median(results[case.name])
-            best = ideal.ratio(case, modules, engine.model.num_layers)
-            first = statistics.median(ttft[case.name]) * 1000
-            print(f"{case.name:12} {rate:9.0f} {rate / base:8.2f} {best:6.2f} {first:8.0f}")
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(f"peak resident memory {peak:.2f} GiB")
-        loop.close()
-        print(json.dumps({"results": results, "ttft": ttft, "ideal": asdict(ideal), "start_s": started,
-                          "peak_gib": peak, **vars(options)}))  # fmt: skip
+
+def _some(known: list[str]) -> Any:
+    def parse(text: str) -> list[str]:
+        if wrong := set(text.split(",")) - set(known):
+            raise argparse.ArgumentTypeError(f"{', '.join(sorted(wrong))} not among {', '.join(known)}")
+        return text.split(",")
+
+    return parse
+
+
+def _lengths(text: str) -> list[int]:
+    lengths = [int(part) for part in text.split(",")]
+    if not all(1 <= length <= 1024 - OUTPUT for length in lengths):
+        raise argparse.ArgumentTypeError(f"must be from 1 to {1024 - OUTPUT}, got {text}")
+    return lengths
 
 
 if __name__ == "__main__":

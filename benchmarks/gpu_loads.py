@@ -46,6 +46,7 @@ class _Cache:
         self.layout = Layout.of([(modules[m], layer, rank, False) for m, layer in self.places], plan.geometry)
         need = count * self.layout.num_pages
         self.pool = AdapterPool(plan.geometry, need, need, world.dtype, world.device.torch)
+        self.pool.flat.zero_()
 
     def batch(self, segments: list[LoraSegment]) -> LoraBatch:
         return LoraBatch(self.pool.flat, tuple(segments), self.pool.alignment)

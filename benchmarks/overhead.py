@@ -37,7 +37,7 @@ from manylora.text import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 OPENAI_PORT = 8003
-TEXT = "Tell me about Japan. \nAnswer:"
+TEXT = "Tell me about number {}. \nAnswer:"  # each stream its own, so that the streams' tokens differ
 
 
 def make_model(path: Path, hidden: int, layers: int) -> Path:
@@ -53,7 +53,8 @@ def make_model(path: Path, hidden: int, layers: int) -> Path:
 
 def in_process(model: Path, streams: int, tokens: int) -> float:
     loop = EngineLoop.start(EngineConfig(model, device="cpu", max_batch_size=streams))
-    prompt = tuple(Tokenizer(model).encode(TEXT))
+    tokenizer = Tokenizer(model)
+    prompts = [tuple(tokenizer.encode(TEXT.format(i))) for i in range(streams)]
     done: queue.SimpleQueue = queue.SimpleQueue()
 
     def sink(event) -> None:
@@ -63,7 +64,7 @@ def in_process(model: Path, streams: int, tokens: int) -> float:
     rates = []
     for _ in range(2):  # the first warms up
         began = time.perf_counter()
-        for _ in range(streams):
+        for prompt in prompts:
             loop.submit(Request(prompt, SamplingParams(max_tokens=tokens), streaming=True), sink)
         for _ in range(streams):
             done.get()
@@ -86,8 +87,12 @@ def through_the_server(model: Path, work: Path, streams: int, tokens: int) -> fl
 
 
 def ask(streams: int, tokens: int) -> float:
+    return asyncio.run(_ask([_inputs(TEXT.format(i), tokens) for i in range(streams)], tokens))
+
+
+def _inputs(text: str, tokens: int) -> list[grpc.InferInput]:
     values = {
-        "text_input": np.array([[TEXT.encode()]], np.object_),
+        "text_input": np.array([[text.encode()]], np.object_),
         "max_tokens": np.array([[tokens]], np.int32),
         "end_id": np.array([[-1]], np.int32),
         "stream": np.array([[True]]),
@@ -96,17 +101,17 @@ def ask(streams: int, tokens: int) -> float:
     for name, value in values.items():
         kind = {"object": "BYTES", "int32": "INT32", "bool": "BOOL"}[value.dtype.name]
         inputs.append(grpc.InferInput(name, value.shape, kind).set_data_from_numpy(value))
-    return asyncio.run(_ask(inputs, streams, tokens))
+    return inputs
 
 
-async def _ask(inputs: list[grpc.InferInput], streams: int, tokens: int) -> float:
+async def _ask(asked: list[list[grpc.InferInput]], tokens: int) -> float:
     """One thread for all streams: the client works on the same cores as the server."""
 
-    async def requests():
+    async def requests(inputs):
         yield {"model_name": "ensemble", "inputs": inputs, "enable_empty_final_response": True}
 
-    async def one(client: aio.InferenceServerClient) -> None:
-        async for result, error in client.stream_infer(requests()):
+    async def one(client: aio.InferenceServerClient, inputs: list[grpc.InferInput]) -> None:
+        async for result, error in client.stream_infer(requests(inputs)):
             if error is not None:
                 raise error
             if result.get_response().parameters["triton_final_response"].bool_param:
@@ -114,8 +119,8 @@ async def _ask(inputs: list[grpc.InferInput], streams: int, tokens: int) -> floa
 
     async with aio.InferenceServerClient("localhost:8001") as client:
         began = time.perf_counter()
-        await asyncio.gather(*(one(client) for _ in range(streams)))
-        return streams * tokens / (time.perf_counter() - began)
+        await asyncio.gather(*(one(client, inputs) for inputs in asked))
+        return len(asked) * tokens / (time.perf_counter() - began)
 
 
 def through_openai(model: Path, streams: int, tokens: int) -> float:
@@ -139,16 +144,16 @@ def through_openai(model: Path, streams: int, tokens: int) -> float:
 
 async def _ask_openai(streams: int, tokens: int) -> float:
     """Bytes as they come, until the server closes: the client is to cost as little as it can."""
-    body = json.dumps(
-        {"model": "model", "prompt": TEXT, "max_tokens": tokens, "temperature": 0, "stream": True,
-         "ignore_eos": True}
-    ).encode()  # fmt: skip
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
 
-    async def one() -> None:
+    async def one(text: str) -> None:
+        body = json.dumps(
+            {"model": "model", "prompt": text, "max_tokens": tokens, "temperature": 0, "stream": True,
+             "ignore_eos": True}
+        ).encode()  # fmt: skip
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
         reader, writer = await asyncio.open_connection("127.0.0.1", OPENAI_PORT)
         writer.write(head.encode() + body)
         answer = await reader.read()
@@ -157,7 +162,7 @@ async def _ask_openai(streams: int, tokens: int) -> float:
         writer.close()
 
     began = time.perf_counter()
-    await asyncio.gather(*(one() for _ in range(streams)))
+    await asyncio.gather(*(one(TEXT.format(i)) for i in range(streams)))
     return streams * tokens / (time.perf_counter() - began)
 
 

@@ -17,11 +17,13 @@ from torch import Tensor
 import manylora
 from manylora.config import EngineConfig, ModelConfig
 from manylora.errors import ConfigError
+from manylora.kernels.quantised import QuantisedWeight
 from manylora.model.checkpoint import read_model_config
 from manylora.model.plan import Part, checkpoint_plan
-from manylora.model.quant import PARTS, chosen, is_linear, quantise
-from manylora.model.weights import check_names, open_checkpoint
+from manylora.model.quant import chosen, is_linear, quantise
+from manylora.model.weights import check_names, open_checkpoint, read_whole
 from manylora.quant import QuantConfig
+from manylora.weight_formats.stored import PARTS
 
 __all__ = ["BuildPlan", "Built", "build"]
 
@@ -31,7 +33,8 @@ SHARD_BYTES = 4 * 2**30
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Weights in other formats; everything else beside config.json is small and may belong to the tokenizer.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
-NOT_COPIED = ("config.json", INDEX)
+NOT_COPIED = ("config.json", "quantize_config.json", INDEX)
+CPU = torch.device("cpu")
 LARGEST_COPIED = 2**28
 
 
@@ -52,10 +55,12 @@ class BuildPlan:
 
 @dataclass(frozen=True)
 class Built:
-    """num_quantised: of the num_linears matrices of the layers. Bytes of all tensors, before and after."""
+    """num_quantised: of the num_linears matrices of the layers, in quant_algo. Bytes of all tensors,
+    before and after."""
 
     num_linears: int
     num_quantised: int
+    quant_algo: str | None
     bytes_before: int
     bytes_after: int
 
@@ -119,26 +124,34 @@ def _prepare(plan: BuildPlan) -> None:
 
 def _convert(plan: BuildPlan, model: ModelConfig, files: dict[str, Any], writer: _Writer) -> Built:
     parts = checkpoint_plan(model, files)
-    check_names(files, parts, model, None)
+    sources = {piece.source for part in parts.values() for piece in part.pieces}
+    stored = check_names(files, parts, model, plan.quant)
     linears: set[str] = set()
     wanted: dict[str, Part] = {}  # layers that are fused when they are loaded go the same way
+    before = after = quantised = 0
+    taken: set[str] = set()
     for name, part in parts.items():
-        sources = [piece.source for piece in part.pieces]
+        of_part = [piece.source for piece in part.pieces]
         if is_linear(name):
-            linears.update(sources)
-        if chosen(name, sources, plan.quant):
-            wanted.update(dict.fromkeys(sources, part))
+            linears.update(of_part)
+        if chosen(name, of_part, plan.quant):
+            wanted.update(dict.fromkeys(of_part, part))
+        for piece in part.pieces:
+            found = set(stored.parts(piece.source).values())
+            if found and not found <= taken:
+                weight = read_whole(piece.source, piece.total, part.columns, files, stored, CPU)
+                after += writer.add_all(_fields(piece.source, _with_dtype(weight, plan)))
+                quantised += 1
+                taken |= found
     if plan.quant.any_weights and not wanted:
         raise ConfigError("there is nothing to quantise: exclude_modules names every linear layer")
-    before = after = 0
     for name, file in files.items():
         tensor = file.get_tensor(name)
         before += tensor.nbytes
-        made = _cast(name, tensor, wanted.get(name), plan)
-        after += sum(value.nbytes for value in made.values())
-        for made_name, value in made.items():
-            writer.add(made_name, value)
-    return Built(len(linears), len(wanted), before, after)
+        if name not in taken and (name in sources or not stored.is_left_out(name)):
+            after += writer.add_all(_cast(name, tensor, wanted.get(name), plan))
+    algo = plan.quant.quant_algo if model.quant is None else model.quant.algo
+    return Built(len(linears), len(wanted) + quantised, algo, before, after)
 
 
 def _cast(name: str, tensor: Tensor, part: Part | None, plan: BuildPlan) -> dict[str, Tensor]:
@@ -148,10 +161,18 @@ def _cast(name: str, tensor: Tensor, part: Part | None, plan: BuildPlan) -> dict
         tensor = tensor.to(dtype)
     if part is None:
         return {name: tensor}
-    weight = quantise(tensor.T if part.transposed else tensor, plan.quant)
+    return _fields(name, quantise(tensor.T if part.transposed else tensor, plan.quant))
+
+
+def _fields(name: str, weight: QuantisedWeight) -> dict[str, Tensor]:
     stem = name.removesuffix("weight")
-    values = (weight.values, weight.scales, weight.offsets)
+    values = (weight.values, weight.scales, weight.offsets, weight.zeros, weight.order)
     return {stem + kind: value for kind, value in zip(PARTS, values, strict=True) if value is not None}
+
+
+def _with_dtype(weight: QuantisedWeight, plan: BuildPlan) -> QuantisedWeight:
+    dtype = DTYPES.get(plan.dtype)
+    return weight if dtype is None else weight.to(dtype)
 
 
 class _Writer:
@@ -168,6 +189,12 @@ class _Writer:
             self._flush()
         self._open[name] = tensor.contiguous()
         self._bytes += tensor.nbytes
+
+    def add_all(self, tensors: dict[str, Tensor]) -> int:
+        """Returns their bytes."""
+        for name, tensor in tensors.items():
+            self.add(name, tensor)
+        return sum(tensor.nbytes for tensor in tensors.values())
 
     def close(self) -> None:
         self._flush()
@@ -208,6 +235,10 @@ def _config(plan: BuildPlan, model: ModelConfig) -> dict[str, Any]:
     raw = json.loads((plan.model_dir / "config.json").read_text(encoding="utf-8"))
     dtype = model.dtype if plan.dtype == "auto" else plan.dtype
     raw.pop("torch_dtype", None)
+    raw.pop("quantization_config", None)  # what was read by it is written as our own
+    quantization = plan.quant.to_dict()
+    if model.quant is not None:
+        quantization["quant_algo"] = model.quant.algo
     return {
         **raw,
         "dtype": dtype,
@@ -215,7 +246,7 @@ def _config(plan: BuildPlan, model: ModelConfig) -> dict[str, Any]:
         "pretrained_config": {
             "architecture": model.architecture,
             "dtype": dtype,
-            "quantization": plan.quant.to_dict(),
+            "quantization": quantization,
             "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
         },
         "build_config": {**plan.limits, "lora_config": plan.lora or {}},

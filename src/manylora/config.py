@@ -9,8 +9,9 @@ from typing import Any
 
 from manylora.errors import ConfigError
 from manylora.quant import QuantConfig
+from manylora.quant_checkpoint import CheckpointQuant
 
-__all__ = ["EngineConfig", "LoraCacheConfig", "ModelConfig", "MoeConfig"]
+__all__ = ["EncoderConfig", "EngineConfig", "LoraCacheConfig", "ModelConfig", "MoeConfig"]
 
 GIB = 2**30
 POLICIES = ("guaranteed_no_evict", "max_utilization")
@@ -118,6 +119,19 @@ class MoeConfig:
 
 
 @dataclass(frozen=True)
+class EncoderConfig:
+    """The encoder of an encoder-decoder model, and how its decoder begins. Both have the same sizes."""
+
+    num_layers: int  # of the encoder; they come before the decoder's
+    decoder_start_id: int  # the decoder's prompt, when a request brings none
+    forced_bos_id: int | None = None  # the only token that may follow a decoder prompt of one token
+    post_norm: bool = False  # norms are on the sums, not on what attention and MLP get
+    position_offset: int = 0  # rows of the table of learned positions before that of position 0
+    relative_buckets: int = 0  # > 0: a bias by the distance of query and key, in place of any positions
+    relative_max_distance: int = 128  # tokens; all that are farther share a bucket
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder, as its config.json says. Sizes in elements, global (not per rank)."""
 
@@ -125,7 +139,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
+    num_layers: int  # of an encoder-decoder model, of both
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -155,6 +169,7 @@ class ModelConfig:
     gated_mlp: bool = True
     mlp_bias: bool = False
     moe: MoeConfig | None = None
+    encoder: EncoderConfig | None = None  # None: a decoder alone
     # how the parts are put together
     parallel_blocks: bool = False  # attention and MLP read the same input, their outputs are added
     shared_norm: bool = False  # of parallel blocks: one norm for both
@@ -164,6 +179,7 @@ class ModelConfig:
     logits_softcap: float | None = None
     head_bias: bool = False
     transposed_weights: bool = False  # the checkpoint's matrices are [in, out]
+    quant: CheckpointQuant | None = None  # how its weights are quantised; None: plain, or built here
 
     @property
     def q_size(self) -> int:
@@ -172,6 +188,11 @@ class ModelConfig:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers whose keys and values are in the cache: the decoder's."""
+        return self.num_layers - (self.encoder.num_layers if self.encoder else 0)
 
     @property
     def rotary_dim(self) -> int:

@@ -100,6 +100,11 @@ class EngineLoop:
         self._inbox.put(lambda: take(self._engine.adapters.map()))
 
     @property
+    def has_encoder(self) -> bool:
+        """Whether prompts go to an encoder, and its decoder has one of its own."""
+        return self._engine.model.encoder is not None
+
+    @property
     def num_open(self) -> int:
         """Requests whose last event has not gone out yet."""
         return len(self._sinks)

@@ -23,6 +23,7 @@ from manylora.errors import ManyloraError
 from manylora.kernels.extras import Extra, ExtraSegment
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraSegment
 from manylora.lora.catalog import read_adapter_folder
+from manylora.lora.convert_nemo import write_runtime_tensors
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.llgtrt import write_llgtrt
 from manylora.lora.formats.npy import write_npy
@@ -34,9 +35,9 @@ from manylora.model.decoder import Decoder
 from manylora.model.families import FAMILIES as ARCHITECTURES
 from manylora.model.weights import load_decoder
 from manylora.request import LoraExtra, LoraInput
-from manylora.testing import FAMILIES, make_adapter, make_model, reference_logits
+from manylora.testing import FAMILIES, make_adapter, make_model, make_nemo, reference_logits
 
-__all__ = ["KINDS", "Driver", "agree", "linear_names", "main", "make_kind", "read_from"]
+__all__ = ["KINDS", "Driver", "agree", "linear_names", "main", "make_kind", "read_from", "read_nemo_from"]
 
 BLOCK, BLOCKS = 8, 128
 LONGEST = 60
@@ -77,6 +78,8 @@ KINDS: dict[str, Callable[[Shape], dict[str, Any]]] = {
 }
 REFUSED = "refused: "
 SOURCES = ("peft", "npy", "llgtrt")
+NEMO = "NeMo"  # its kind of adapter and its own sources: the archive, and what nemo_lora_convert makes of it
+NEMO_SOURCES = ("nemo", "converted nemo")
 
 
 def _patterns(shape: Shape) -> dict[str, Any]:
@@ -111,6 +114,16 @@ def read_from(source: str, adapter: Path, model_dir: Path) -> Tensors:
         write_npy(copy, *tensors)
     else:
         write_llgtrt(copy / "adapter.safetensors", *tensors)
+    return read_adapter_folder(copy)
+
+
+def read_nemo_from(source: str, archive: Path, model_dir: Path) -> Tensors:
+    """A NeMo archive's tensors, through a source of NEMO_SOURCES. Raises AdapterInvalidError."""
+    modules = lora_modules(read_model_config(model_dir))
+    if source == "nemo":
+        return read_adapter_folder(archive, modules=modules)
+    copy = archive.with_suffix(".npy")
+    write_runtime_tensors(archive, copy, "float32")
     return read_adapter_folder(copy)
 
 
@@ -239,6 +252,7 @@ def _verdicts(folder: Path, family: str) -> dict[str, str]:
     model_dir = make_model(folder / family, family, seed=3)
     config = read_model_config(model_dir)
     decoder = load_decoder(model_dir, config, torch.float32, open_device("cpu"), LONGEST)
+    assert isinstance(decoder, Decoder)
     picks = random.Random(len(family))
     ids = [picks.randrange(250) for _ in range(LONGEST)]
     verdicts: dict[str, str] = {}
@@ -255,6 +269,10 @@ def _verdicts(folder: Path, family: str) -> dict[str, str]:
                 labels.append((kind, source))
         except ManyloraError as error:
             verdicts[kind] = REFUSED + str(error).partition(": ")[2]
+    archive, folders[NEMO] = make_nemo(folder / f"{family}-nemo", model_dir)
+    for source in NEMO_SOURCES:
+        adapters.append(read_nemo_from(source, archive, model_dir))
+        labels.append((NEMO, source))
     found = []
     for first in range(0, len(adapters), 8):
         part = adapters[first : first + 8]
@@ -276,7 +294,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # the matrices are so small that threads only wait for each other
     reasons: list[str] = []
-    kinds = ("base", *KINDS)
+    kinds = ("base", *KINDS, NEMO)
     print("| model | " + " | ".join(kinds) + " |\n|" + "---|" * (len(kinds) + 1))
     good = True
     with tempfile.TemporaryDirectory() as folder:
@@ -293,7 +311,10 @@ def main() -> int:
                     verdict = f"refused ({reasons.index(reason) + 1})"
                 cells.append(verdict)
             print(f"| {family} | " + " | ".join(cells) + " |", flush=True)
-    print(f"\nSources, each of them in each cell: {', '.join(SOURCES)}.\n")
+    print(
+        f"\nSources, each of them in each cell: {', '.join(SOURCES)}; with extras peft alone; of {NEMO}: "
+        f"{', '.join(NEMO_SOURCES)}.\n"
+    )
     for number, reason in enumerate(reasons, 1):
         print(f"({number}) {reason}\n")
     return 0 if good else 1

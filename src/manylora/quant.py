@@ -46,7 +46,8 @@ class QuantAlgo(str, Enum):
 
 SERVED = (QuantAlgo.W8A16, QuantAlgo.W4A16, QuantAlgo.FP8)
 """What plain weights can be turned into here."""
-CALIBRATED = (QuantAlgo.W4A16_AWQ, QuantAlgo.W4A16_GPTQ, QuantAlgo.W8A16_GPTQ)
+CALIBRATED = (QuantAlgo.W4A16_AWQ, QuantAlgo.W4A16_GPTQ, QuantAlgo.W8A16_GPTQ, QuantAlgo.FP8_BLOCK_SCALES)
+"""What checkpoints can be held in that were quantised elsewhere."""
 # Fields that the algorithms served here have no use of, and the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "smoothquant_val": (0.5,),
@@ -62,10 +63,12 @@ class QuantConfig:
     """How weights are held in fewer bits. Adapters and activations keep the compute dtype. Raises ValueError.
 
     quant_algo:  W8A16: 8-bit integers with a scale for each output. W4A16: 4-bit integers with a scale and an
-                 offset for each group of inputs. FP8: 8-bit floats (e4m3) with a scale for each output; sums
-                 are in the compute dtype. None or NO_QUANT: as they are. All others are refused.
-    kv_cache_quant_algo: FP8: keys and values as 8-bit floats (e4m3) without a scale, on a CPU. None or
-                 NO_QUANT: in the compute dtype. All others are refused.
+                 offset for each group of inputs. FP8: 8-bit floats (e4m3) with a scale for each output; on a
+                 GPU with FP8 units activations are rounded so too, with a scale for each token. W4A16_AWQ,
+                 W4A16_GPTQ, W8A16_GPTQ and FP8_BLOCK_SCALES: what the checkpoint is held in; it says so
+                 itself. None or NO_QUANT: as they are. All others are refused.
+    kv_cache_quant_algo: FP8: keys and values as 8-bit floats (e4m3) without a scale. None or NO_QUANT: in
+                 the compute dtype. All others are refused.
     group_size:  inputs that share a scale with W4A16: 32, 64, 128 or 256. Where a matrix has no whole number
                  of groups, the next smaller size that fits is taken.
     exclude_modules: patterns such as `*o_proj`; a linear layer whose name matches is left as it is.
@@ -101,7 +104,7 @@ class QuantConfig:
 
     @property
     def any_weights(self) -> bool:
-        """Whether weights are quantised at all."""
+        """Whether plain weights are to be quantised."""
         return self.quant_algo in SERVED
 
     @property
@@ -136,11 +139,9 @@ def _algo(name: str, value: QuantAlgo | str | None) -> QuantAlgo | None:
 
 
 def _check_served(algo: QuantAlgo | str | None) -> None:
-    if algo in (None, QuantAlgo.NO_QUANT, *SERVED):
+    if algo in (None, QuantAlgo.NO_QUANT, *SERVED, *CALIBRATED):
         return
-    if algo in CALIBRATED:
-        reason = "it needs a checkpoint that was calibrated so, and those are not read"
-    elif "A16" in str(algo):
+    if "A16" in str(algo):
         reason = "no kernel here reads such weights"
     else:
         reason = "activations are not quantised here, only weights"

@@ -258,6 +258,8 @@ class Request:
 
     request_id: the client's own, for logs and `stop`; may be empty or repeated, the engine never keys by it.
     prompt:     token ids, at least one. Ids from the vocabulary's size on are rows of prompt_table.
+    encoder_prompt: of an encoder-decoder model: what the encoder reads; `prompt` is then the decoder's, empty
+                for the model's own start. Without it `prompt` is for the encoder.
     streaming:  True: an Event for every step with new tokens; False: one Event for each finished sequence.
     draft:      a guess at the next tokens; those that the model confirms are taken in one step.
     prompt_table: [n, hidden_size] float16 or float32, embeddings for the ids beyond the vocabulary.
@@ -271,6 +273,7 @@ class Request:
     draft: tuple[int, ...] = ()
     prompt_table: np.ndarray | None = None
     retention: Retention | None = None
+    encoder_prompt: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.params.beam_width > 1:

@@ -5,7 +5,10 @@ Needs transformers and peft, imported where they are used.
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import tarfile
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +16,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["FAMILIES", "MOE_FAMILIES", "make_adapter", "make_model", "reference_generate", "reference_logits"]
+__all__ = [
+    "ENCODER_DECODER_FAMILIES", "FAMILIES", "MOE_FAMILIES", "make_adapter", "make_model", "make_nemo",
+    "reference_generate", "reference_logits",
+]  # fmt: skip
 
 BYTES = 256
 SPECIALS = ("<s>", "</s>", "<pad>")
@@ -107,6 +113,31 @@ MOE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-dense-first": ("qwen3_moe", {**QWEN3_MOE, "num_hidden_layers": 3, "mlp_only_layers": [0]}),
 }  # fmt: skip
 
+T5 = {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+BART = {
+    "d_model": 64,
+    **{f"{stack}_{name}": size for stack in ("encoder", "decoder")
+       for name, size in (("attention_heads", 4), ("ffn_dim", 96))},
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "init_std": 0.2,
+    "decoder_start_token_id": BYTES + 1,
+    "forced_eos_token_id": None,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+LOUDER = 2.0
+ENCODER_DECODER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": ("t5", {**T5, "d_kv": 16, "relative_attention_max_distance": 20}),
+    # The released ones say that head and embedding are two; `scale_decoder_outputs` comes from that.
+    "t5-v1.1": (
+        "t5",
+        {**T5, "d_kv": 24, "num_decoder_layers": 3, "feed_forward_proj": "gated-gelu",
+         "tie_word_embeddings": False},
+    ),
+    "bart": ("bart", BART),
+    "bart-scaled-untied": ("bart", {**BART, "scale_embedding": True, "tie_word_embeddings": False}),
+}  # fmt: skip
+
 
 def make_model(
     path: Path,
@@ -116,11 +147,12 @@ def make_model(
     stacked: bool = False,
     **overrides: Any,
 ) -> Path:
-    """A random small model of one of FAMILIES or MOE_FAMILIES in a Hugging Face directory, with a byte
-    tokenizer. stacked: the experts of a layer in two tensors, as transformers holds them in memory."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """A random small model of one of FAMILIES, MOE_FAMILIES or ENCODER_DECODER_FAMILIES in a Hugging Face
+    directory, with a byte tokenizer. stacked: the experts of a layer in two tensors, as transformers holds
+    them in memory."""
+    from transformers import AutoConfig
 
-    kind, variant = {**FAMILIES, **MOE_FAMILIES}[family]
+    kind, variant = {**FAMILIES, **MOE_FAMILIES, **ENCODER_DECODER_FAMILIES}[family]
     settings = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -136,12 +168,24 @@ def make_model(
         "initializer_range": 0.2,
     }
     torch.manual_seed(seed)
+    if family in ENCODER_DECODER_FAMILIES:
+        settings = {
+            name: value for name, value in settings.items() if not name.startswith(("num_", "hidden"))
+        }
     config = AutoConfig.for_model(kind, **{**settings, **variant, **overrides})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = _class_for(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
+        if variant.get("feed_forward_proj"):  # a head of its own
+            model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.2)
+        if hasattr(model, "final_logits_bias"):
+            model.final_logits_bias.normal_()
         for parameter in model.parameters():
             if parameter.ndim == 1:  # biases and norms, which start as zeros and ones
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        if config.is_encoder_decoder:  # else a tied head repeats the last token for ever
+            for name, parameter in model.named_parameters():
+                if re.search(r"attn|Attention\.[qkvo]\.|fc|wi|wo", name) and parameter.ndim == 2:
+                    parameter.mul_(LOUDER)
     size = "40KB" if sharded else "5GB"
     model.save_pretrained(path, max_shard_size=size, save_original_format=not stacked)
     _save_tokenizer(Path(path))
@@ -175,25 +219,73 @@ def make_adapter(
     return Path(path)
 
 
+def make_nemo(path: Path, model_dir: Path, seed: int = 0, rank: int = 6) -> tuple[Path, Path]:
+    """A random NeMo archive for q, k and v together, and the directory of the PEFT adapter that it equals."""
+    from safetensors.torch import load_file, save_file
+
+    from manylora.model.checkpoint import read_model_config
+    from manylora.model.families import FAMILIES as ARCHITECTURES
+
+    model = read_model_config(Path(model_dir))
+    names = [name.rpartition(".")[2] for name in ARCHITECTURES[model.architecture].names(model).qkv]
+    peft = make_adapter(path / "peft", model_dir, seed, rank, names, alpha=rank)
+    tensors = load_file(peft / "adapter_model.safetensors")
+    parts = (model.q_size, model.kv_size, model.kv_size)
+    state: dict[str, torch.Tensor] = {}
+    for layer in range(model.num_layers):
+        a = torch.randn(rank, model.hidden_size) * 0.2
+        b = torch.randn(sum(parts), rank) * 0.2
+        prefix = f"model.decoder.layers.{layer}.self_attention.adapter_layer.lora_kqv_adapter"
+        state[f"{prefix}.linear_in.weight"], state[f"{prefix}.linear_out.weight"] = a, b
+        stacked = [part.reshape(model.qkv_groups, -1, rank) for part in b.split(parts)]
+        grouped = torch.cat(stacked, dim=1).reshape(-1, rank)
+        rows = b.split(parts) if len(names) == 3 else (grouped,)
+        for name, part in zip(names, rows, strict=True):
+            [key] = [k for k in tensors if re.search(rf"\.(layers|h)\.{layer}\..*\.{name}\.lora_A\.", k)]
+            tensors[key], tensors[key.replace("lora_A", "lora_B")] = a.clone(), part.contiguous()
+    save_file(tensors, peft / "adapter_model.safetensors", metadata={"format": "pt"})
+    weights = io.BytesIO()
+    torch.save(state, weights)
+    config = f"num_layers: {model.num_layers}\nhidden_size: {model.hidden_size}\n"
+    archive = path / "adapter.nemo"
+    with tarfile.open(archive, "w") as tar:
+        members = (("model_config.yaml", config.encode()), ("model_weights.ckpt", weights.getvalue()))
+        for name, data in members:
+            info = tarfile.TarInfo(f"./{name}")
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return archive, peft
+
+
 def reference_generate(
-    model_dir: Path, adapter_dir: Path | None, prompt_ids: Sequence[int], max_new_tokens: int
+    model_dir: Path,
+    adapter_dir: Path | None,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    encoder_ids: Sequence[int] = (),
 ) -> list[int]:
-    """Greedy continuation by transformers (+ PEFT) in float32, never stopping early."""
-    model = _reference(Path(model_dir), Path(adapter_dir) if adapter_dir else None)
-    ids = torch.tensor([list(prompt_ids)])
-    with torch.inference_mode():
-        for _ in range(max_new_tokens):
-            ids = torch.cat((ids, model(input_ids=ids).logits[:, -1:].argmax(-1)), dim=1)
-    return ids[0, len(prompt_ids) :].tolist()
+    """Greedy continuation by transformers (+ PEFT) in float32, never stopping early. encoder_ids: for the
+    encoder, of a model that has one."""
+    ids = list(prompt_ids)
+    for _ in range(max_new_tokens):
+        ids.append(int(reference_logits(model_dir, adapter_dir, ids, encoder_ids=encoder_ids)[-1].argmax()))
+    return ids[len(prompt_ids) :]
 
 
 def reference_logits(
-    model_dir: Path, adapter_dir: Path | None, ids: Sequence[int], dtype: torch.dtype = torch.float32
+    model_dir: Path,
+    adapter_dir: Path | None,
+    ids: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    encoder_ids: Sequence[int] = (),
 ) -> torch.Tensor:
     """Logits [len(ids), vocab] by transformers (+ PEFT) in `dtype`, returned as float32."""
     model = _reference(Path(model_dir), Path(adapter_dir) if adapter_dir else None, dtype)
+    inputs = {"decoder_input_ids" if encoder_ids else "input_ids": torch.tensor([list(ids)])}
+    if encoder_ids:
+        inputs["input_ids"] = torch.tensor([list(encoder_ids)])
     with torch.inference_mode():
-        return model(input_ids=torch.tensor([list(ids)])).logits[0].float()
+        return model(**inputs).logits[0].float()
 
 
 @lru_cache(maxsize=64)
@@ -207,9 +299,16 @@ def _reference(model_dir: Path, adapter_dir: Path | None, dtype: torch.dtype = t
 
 
 def _load(model_dir: Path) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+    kind = _class_for(AutoConfig.from_pretrained(model_dir))
+    return kind.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+
+
+def _class_for(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 def _save_tokenizer(path: Path) -> None:

@@ -72,6 +72,20 @@ class Tokenizer:
         pad = self._named_id("pad_token")
         return self.eos_id if pad is None else pad
 
+    @property
+    def decoder_start_id(self) -> int | None:
+        """What the decoder of an encoder-decoder model begins with, whose configuration lies beside the
+        tokenizer; None: there is no such model. generation_config.json decides, where there is one."""
+        settings = [
+            self._read_settings(self.directory / f"{name}.json") for name in ("config", "generation_config")
+        ]
+        if not settings[0].get("is_encoder_decoder"):
+            return None
+        found = [
+            one["decoder_start_token_id"] for one in settings if one.get("decoder_start_token_id") is not None
+        ]
+        return found[-1] if found else self.pad_id
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._library.encode(text, add_special_tokens=add_special_tokens).ids
 
@@ -88,9 +102,8 @@ class Tokenizer:
         all deltas is the decoded text of all ids.
         """
         if skip_special_tokens:
-            window = [i for i in window if i not in self._special]
             new = [i for i in new if i not in self._special]
-        window = self._suffix(window)
+        window = self._suffix(window, skip_special_tokens)
         ids = [*window, *new]
         before = self._stable(window, skip_special_tokens)
         after = self.decode(ids, skip_special_tokens) if final else self._stable(ids, skip_special_tokens)
@@ -104,7 +117,7 @@ class Tokenizer:
         return WindowStream(
             lambda ids: self._stable(ids, False),
             lambda ids: self.decode(ids, False),
-            self._suffix,
+            lambda ids: self._suffix(ids, False),
             skipped,
             lambda i: bool(self._bytes_of(i)),
         )
@@ -118,11 +131,16 @@ class Tokenizer:
         """Messages through the chat template, ready for the assistant's answer. Raises RequestError."""
         return self._chat.render(messages, tools)
 
-    def _suffix(self, window: Sequence[int]) -> Sequence[int]:
-        start = max(0, len(window) - CONTEXT)
-        while start > 0 and window[start] in self._byte_tokens:
-            start -= 1
-        return window[start:]
+    def _suffix(self, window: Sequence[int], skip: bool) -> list[int]:
+        """The last CONTEXT ids, and more until the first is no byte token."""
+        kept: list[int] = []
+        for i in reversed(window):
+            if skip and i in self._special:
+                continue
+            kept.append(i)
+            if len(kept) >= CONTEXT and i not in self._byte_tokens:
+                break
+        return kept[::-1]
 
     def _stable(self, ids: Sequence[int], skip: bool) -> str:
         end = len(ids)

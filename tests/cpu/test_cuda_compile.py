@@ -64,13 +64,13 @@ for values, groups, offsets in (
 ):
     quantised_rows(x, weight_table([QuantisedWeight(values, scales[:, :groups].contiguous(), offsets)]), None)
 quantise_rows(x)
-ops.store_kv(k, k, cache, cache, batch)
-ops.store_kv(k, k, cache.to(FP8), cache.to(FP8), batch)
+angles = torch.zeros(len(q), 128, dtype=dtype), torch.zeros(len(q), 128, dtype=dtype)
+ops.rotate_and_store(q, k, k, angles, cache, cache, batch)
+ops.rotate_and_store(q, k, k, None, cache.to(FP8), cache.to(FP8), batch)
 ops.rms_norm(x, x[0], 1e-5)
 ops.add_rms_norm(x, x, x[0].float(), 1e-5)
 for activation in ("silu", "gelu", "gelu_tanh", "relu"):
     ops.gated(y, activation)
-ops.rotary(q, q[:, 0], q[:, 0])
 """
 
 
@@ -85,6 +85,6 @@ def test_every_kernel_compiles_and_reads_matrices_in_wide_words(tmp_path: Path) 
     for name, loads, copies in map(str.split, done.stdout.splitlines()):
         wide[name] = min(wide.get(name, 1000), int(loads) + int(copies))
     reads_matrices = {"_shrink_rows", "_shrink_tiles", "_expand", "_attend", "_grouped"}
-    others = {"_join", "_store", "_rms_norm", "_rotary", "_gated", "_pair", "_tile", "_quantise"}
+    others = {"_join", "_rotate_store", "_rms_norm", "_gated", "_pair", "_tile", "_quantise"}
     assert set(wide) == reads_matrices | others
-    assert all(wide[name] for name in (*reads_matrices, "_store", "_gated"))
+    assert all(wide[name] for name in (*reads_matrices, "_gated"))

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from quantised_checkpoints import KINDS as CHECKPOINTS
+from quantised_checkpoints import make_pair
 from safetensors.torch import load_file, save_file
 
 from manylora.commands.inspect import main as inspect
@@ -34,7 +36,13 @@ from manylora.lora.geometry import CacheGeometry, Layout
 from manylora.lora.modules import lora_modules
 from manylora.lora.normalize import normalize_dora
 from manylora.lora.pool import AdapterPool
-from manylora.lora.tensors import BFLOAT16, Adapter, adapter_from_rows, narrow_to_bfloat16
+from manylora.lora.tensors import (
+    BFLOAT16,
+    Adapter,
+    adapter_from_rows,
+    adapter_from_tensors,
+    narrow_to_bfloat16,
+)
 from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
@@ -44,6 +52,7 @@ from manylora.parity import Driver, agree, make_kind
 from manylora.quant import QuantConfig
 from manylora.request import LoraExtra, LoraInput, Request, SamplingParams
 from manylora.testing import make_adapter, make_model, reference_generate, reference_logits
+from manylora.text import Tokenizer
 from manylora.wire.caller import request_tensors
 
 EXTRA_KINDS = (
@@ -121,6 +130,23 @@ def test_a_mixture_of_experts(workshop: Path) -> None:
         for seed, options in enumerate(MOE_OPTIONS.values())
     ]
     check_batch(model, made)
+
+
+@pytest.mark.parametrize("kind", ["bias", "both + DoRA", "modules_to_save", "norms saved", "token indices"])
+@pytest.mark.parametrize("family", ["llama-biases", "gemma2"])
+def test_bfloat16_is_no_farther_from_the_truth_than_transformers(
+    kind: str, family: str, workshop: Path
+) -> None:
+    model = workshop / f"bf16-{family}"
+    if not model.is_dir():
+        make_model(model, family, seed=6)
+    adapter = make_kind(workshop / f"bf16-{family}-{kind}", model, kind, 6)
+    decoder = load_decoder(model, read_model_config(model), torch.bfloat16, open_device("cpu"))
+    ids = tokens(60, 6)
+    [found] = Driver(decoder, [ids], [read(adapter, model)]).run()
+    truth = reference_logits(model, adapter, ids)
+    theirs = (reference_logits(model, adapter, ids, torch.bfloat16) - truth).square().mean().sqrt()
+    assert (found - truth).square().mean().sqrt() <= 1.3 * theirs
 
 
 def answers(
@@ -215,6 +241,16 @@ def test_a_quantised_base(model: Path, workshop: Path) -> None:
         assert agree(logits, reference_logits(wide, adapter, tokens(30, 1))), adapter
 
 
+def test_a_checkpoint_that_came_quantised(workshop: Path) -> None:
+    quantised, wide = make_pair(workshop / "gptq", CHECKPOINTS["gptq in order"])
+    kinds = ("lora_bias", "embedding", "lm_head", "modules_to_save", "norms saved", "token indices")
+    adapters = [make_kind(workshop / f"gptq-{seed}", wide, kind, seed) for seed, kind in enumerate(kinds)]
+    decoder = load_decoder(quantised, read_model_config(quantised), torch.float32, open_device("cpu"))
+    found = Driver(decoder, [tokens(30, 1)] * 6, [read(adapter, quantised) for adapter in adapters]).run()
+    for adapter, logits in zip(adapters, found, strict=True):
+        assert agree(logits, reference_logits(wide, adapter, tokens(30, 1))), adapter
+
+
 def test_the_llm_api(model: Path, workshop: Path) -> None:
     made = [
         make_kind(workshop / f"llm-{i}", model, kind, i) for i, kind in enumerate(("bias", "modules_to_save"))
@@ -228,9 +264,31 @@ def test_the_llm_api(model: Path, workshop: Path) -> None:
         assert output.outputs[0].token_ids == reference_generate(model, adapter, prompt, 8)
 
 
+def test_the_openai_server(model: Path, workshop: Path) -> None:
+    from serving import Running
+
+    root, ids = workshop / "root", tokens(9, 4)
+    kinds = {"biased": "bias", "saved": "modules_to_save"}
+    made = {name: make_kind(root / name, model, kind, 5) for name, kind in kinds.items()}
+    text = Tokenizer(model)
+    running = Running(model=model, lora_root=(root,), max_seq_len=64)
+    try:
+        for name, adapter in {**made, "demo": None}.items():
+            answer = running.post(model=name, prompt=ids, temperature=0, max_tokens=8, ignore_eos=True)
+            assert answer.status_code == 200, answer.text
+            expected = reference_generate(model, adapter, ids, 8)
+            assert answer.json()["choices"][0]["text"] == text.decode(expected)
+    finally:
+        running.close()
+
+
 def test_copies_on_disk_keep_them_and_requests_of_the_wire_refuse_them(model: Path, workshop: Path) -> None:
     adapter = make_kind(workshop / "copied", model, "token indices", 3)
-    reader = AdapterReader(model, read_model_config(model), LoraCacheConfig(max_adapter_size=8), False)
+    config = read_model_config(model)
+    modules = lora_modules(config)
+    reader = AdapterReader(
+        model, modules, lambda lora: adapter_from_tensors(lora, modules, config.num_layers, 8)
+    )
     one = reader.read(adapter)
     bits = narrow_to_bfloat16(one.extras[0].values)
     one = replace(one, extras=(*one.extras, LoraExtra("head.weight", bits)))
@@ -345,6 +403,17 @@ REFUSED = [
     (
         {f"{PREFIX}model.layers.0.self_attn.q_proj.bias": torch.ones(60)},
         "attn_q of this model gives 64 values",
+    ),
+    (
+        {
+            f"{PREFIX}model.layers.0.self_attn.q_proj.bias": torch.ones(64),
+            f"{PREFIX}model.layers.0.self_attn.q_proj.base_layer.bias": torch.ones(64),
+        },
+        "mean the same bias",
+    ),
+    (
+        {f"{PREFIX}lm_head.bias": torch.ones(272), f"{PREFIX}lm_head.base_layer.bias": torch.ones(272)},
+        "lm_head has two tensors for the same bias",
     ),
     ({f"{PREFIX}model.layers.7.input_layernorm.weight": torch.ones(64)}, "the base model has no such norm"),
     ({f"{PREFIX}model.layers.0.input_layernorm.bias": torch.ones(64)}, "the base model has no such norm"),

@@ -21,6 +21,7 @@ from manylora.engine.inputs import StepInputs
 from manylora.errors import ConfigError
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.lora.convert import convert_peft
+from manylora.quant import QuantConfig
 from manylora.request import LoraInput, Request, SamplingParams
 from manylora.testing import make_adapter, make_model
 from manylora.wire.parameters import engine_config
@@ -146,6 +147,26 @@ def test_soft_caps_windows_and_experts_are_recorded(
     for loras in ([None, None], adapters):
         assert answers(graphed, loras) == answers(plain, loras)
     assert recorder.replayed > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "quant"),
+    [
+        ("llama", QuantConfig("W8A16", kv_cache_quant_algo="FP8")),
+        ("mixtral", QuantConfig("W4A16", group_size=32)),
+    ],
+)
+def test_quantised_models_are_recorded(
+    family: str, quant: QuantConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(tmp_path / "model", family, seed=1, num_hidden_layers=1)
+    folder = make_adapter(tmp_path / "adapter", model, seed=1, rank=4)
+    adapter = LoraInput(1, *convert_peft(folder, "float32"))
+    plain = open_engine(model, monkeypatch, None, quant=quant)
+    interpreted = Device(CPU, CudaOps(split_keys=32), "interpreted", Recorder())
+    graphed = open_engine(model, monkeypatch, interpreted, max_batch_size=2, quant=quant)
+    assert graphed._runner.num_graphs
+    assert answers(graphed, [adapter, None]) == answers(plain, [adapter, None])
 
 
 def test_steps_without_adapters_take_graphs_without_them(

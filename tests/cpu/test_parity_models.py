@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,18 +22,20 @@ from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.reference import ReferenceOps
 from manylora.lora.catalog import read_adapter_folder
+from manylora.lora.convert import main as hf_lora_convert
 from manylora.lora.normalize import normalize_dora
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.families import FAMILIES as ARCHITECTURES
 from manylora.model.weights import load_decoder
-from manylora.parity import Driver, agree, linear_names, make_kind, read_from
+from manylora.parity import NEMO_SOURCES, Driver, agree, linear_names, make_kind, read_from, read_nemo_from
 from manylora.request import LoraInput, Request, SamplingParams
 from manylora.testing import (
     FAMILIES,
     MOE_FAMILIES,
     make_adapter,
     make_model,
+    make_nemo,
     reference_generate,
     reference_logits,
 )
@@ -108,6 +112,17 @@ def test_greedy_tokens_of_the_engine(family: str, workshop: Path) -> None:
     engine.close()
     for seed, (handle, (_, adapter)) in enumerate(zip(handles, wanted, strict=True)):
         assert found[handle] == reference_generate(model, adapter, tokens(20 + seed, seed), 12)
+
+
+@pytest.mark.parametrize("family", [*ENGINE_FAMILIES, "llama", "qwen2"])
+def test_a_nemo_archive_is_its_fused_matrices(family: str, workshop: Path) -> None:
+    """As it is and converted, for q, k and v apart, fused, and fused by groups of heads."""
+    model = make_model(workshop / f"nemo-{family}", family, seed=7)
+    archive, peft = make_nemo(workshop / f"nemo-{family}-a", model, 7)
+    tensors = [read_nemo_from(source, archive, model) for source in NEMO_SOURCES]
+    expected = reference_logits(model, peft, tokens(30))
+    for found in Driver(decoder_of(model), [tokens(30)] * len(tensors), tensors).run():
+        assert agree(found, expected)
 
 
 SETTINGS = {
@@ -230,6 +245,39 @@ def test_grouped_rows_need_the_base(workshop: Path) -> None:
     assert convert(["-i", str(adapter), "-o", str(out), "--base", str(model)]) == 0
     for one, other in zip(read_adapter_folder(out), read_from("peft", adapter, model), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("family", ["falcon", "falcon-new", "falcon-sequential", "gpt-neox"])
+def test_hf_lora_convert_orders_grouped_rows(family: str, workshop: Path, capsys: Any) -> None:
+    """By --base, the base that the adapter names, or a config.json beside it; else it says what to do."""
+    folder = workshop / f"hf-{family}"
+    model = make_model(folder / "model", family)
+    adapter = make_adapter(folder / "a", model, rank=2, modules=("query_key_value", "dense"))
+    wanted = read_from("peft", adapter, model)
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+
+    def convert_to(out: Path, *flags: object) -> int:
+        arguments = ["-i", adapter, "-o", out, "--storage-type", "float32", *flags]
+        return hf_lora_convert([str(argument) for argument in arguments])
+
+    assert Path(settings["base_model_name_or_path"]) == model
+    assert convert_to(folder / "named") == 0
+    settings["base_model_name_or_path"] = "tiiuae/falcon-7b"
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    assert convert_to(folder / "none") == 1
+    assert "query_key_value: the order of its rows depends" in capsys.readouterr().err
+    assert convert_to(folder / "given", "--base", model) == 0
+    shutil.copy(model / "config.json", adapter)
+    assert convert_to(folder / "beside") == 0
+    heads = json.loads((model / "config.json").read_text())["num_attention_heads"]
+    bloom = {"model_type": "bloom", "hidden_size": 64, "n_head": heads}  # groups its rows as GPT-NeoX does
+    (adapter / "config.json").write_text(json.dumps(bloom))
+    assert convert_to(folder / "bloom") == (0 if read_model_config(model).num_kv_heads == heads else 1)
+    assert family != "gpt-neox" or (folder / "bloom").is_dir()
+    for out in ("named", "given", "beside", *(["bloom"] if family == "gpt-neox" else [])):
+        weights, config = read_adapter_folder(folder / out)
+        np.testing.assert_array_equal(config, wanted[1])
+        np.testing.assert_array_equal(weights, wanted[0])
 
 
 def test_the_normaliser_reads_transposed_weights(workshop: Path) -> None:

@@ -13,8 +13,8 @@ PACKAGE = ROOT / "src" / "manylora"
 
 # Lower levels first; inside a level, earlier names may be imported by later ones.
 ORDER = [
-    ["errors", "request", "quant", "config", "built", "stats", "pages", "lifeline"],
-    ["wire", "chat_template", "text_stream", "text", "kernels", "device"],
+    ["errors", "request", "quant", "quant_checkpoint", "config", "built", "stats", "pages", "lifeline"],
+    ["wire", "chat_template", "text_stream", "text", "kernels", "weight_formats", "device"],
     ["lora"],
     ["model"],
     ["engine"],
@@ -67,6 +67,9 @@ INSIDE = {
         "layers",
         "moe",
         "decoder",
+        "relative",
+        "attend",
+        "encoder_decoder",
         "quant",
         "weights",
     ],
@@ -80,6 +83,7 @@ INSIDE = {
         "beam",
         "sampler",
         "inputs",
+        "encoding",
         "graphs",
         "runner",
         "checks",
@@ -88,6 +92,7 @@ INSIDE = {
     "llmapi": LLMAPI,
     "bench": BENCH,
     "openai": OPENAI,
+    "weight_formats": ["packing", "layouts", "stored"],
     "kernels": [
         "activations",
         "quantised",
@@ -104,8 +109,8 @@ INSIDE = {
     ],
 }
 NO_TORCH = [
-    "errors", "request", "quant", "config", "built", "stats", "pages", "lifeline", "wire", "chat_template",
-    "text_stream", "text", "launcher",
+    "errors", "request", "quant", "quant_checkpoint", "config", "built", "stats", "pages", "lifeline", "wire",
+    "chat_template", "text_stream", "text", "launcher",
     "lora.modules", "lora.geometry", "lora.tensors", "lora.extras", "lora.slicing", "lora.cache", "cli",
     "engine.sequence", "engine.idle_blocks", "engine.guide", "engine.kv_cache", "engine.scheduler",
     "kernels.cuda.plan", "llmapi", "bench", "openai", "lora_helper", "lora_manager", "executor",

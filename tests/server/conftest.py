@@ -115,6 +115,8 @@ def server(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
     shutil.copytree(world.converted / "4", prefetch / "4")
     catalog = path / "catalog"
     shutil.copytree(world.adapters[3], catalog / "tiny-three")
+    saved = {"modules_to_save": ["embed_tokens", "norm"], "bias": "all"}
+    make_adapter(catalog / "tiny-saved", world.model, 6, modules=("q_proj", "lm_head"), **saved)
     (prefetch / "5").mkdir()
     (prefetch / "5" / "model.lora_weights.npy").write_bytes(b"\x93NUMPY rubbish")
     repo = fill_repo(

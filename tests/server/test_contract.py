@@ -93,6 +93,12 @@ def test_logits_and_log_probs(server: Running, world: World) -> None:
     assert result.as_numpy("cum_log_probs")[0, 0] == pytest.approx(sum(wanted), abs=1e-2)
     chunks = ask(server, inputs(prompt, 4, streaming=scalar(True, bool), return_log_probs=scalar(True, bool)))
     np.testing.assert_allclose(chunks[-1].as_numpy("output_log_probs")[0, 0], wanted, atol=1e-3)
+    flags = {name: scalar(True, bool) for name in ("streaming", *names)}
+    chunks = ask(server, inputs(prompt, 4, **flags))
+    for chunk in chunks:
+        np.testing.assert_array_equal(chunk.as_numpy("context_logits"), result.as_numpy("context_logits"))
+    rows = np.concatenate([chunk.as_numpy("generation_logits")[0, 0] for chunk in chunks])
+    np.testing.assert_allclose(rows, generation[0, 0], atol=1e-5)
 
 
 @pytest.mark.parametrize("switch", ["return_perf_metrics", "return_kv_cache_reuse_stats"])
@@ -163,6 +169,13 @@ def test_an_adapter_by_its_name_and_the_tier_it_was_found_in(server: Running, wo
     with pytest.raises(InferenceServerException, match="is not a checkpoint of kind nemo"):
         named = {"lora_name": np.array([[b"tiny-three"]], np.object_)}
         ask(server, inputs(**named, lora_ckpt_source=np.array([[b"nemo"]], np.object_)))
+
+
+def test_an_adapter_with_an_embedding_and_a_head_by_its_name(server: Running, world: World) -> None:
+    catalog = server.repo.parent / "catalog"
+    expected = reference_generate(world.model, catalog / "tiny-saved", PROMPT, NEW)
+    [result] = ask(server, inputs(lora_name=np.array([[b"tiny-saved"]], np.object_)))
+    assert new_ids([result])[len(PROMPT) :] == expected != reference_generate(world.model, None, PROMPT, NEW)
 
 
 def unseen_adapter() -> dict[str, np.ndarray]:

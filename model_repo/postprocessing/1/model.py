@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
@@ -28,14 +30,20 @@ class TritonPythonModel:
     def _answer(self, request):
         arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         tokens, lengths = arrays["TOKENS_BATCH"], arrays["SEQUENCE_LENGTH"]
-        windows, reason = arrays.get("PREVIOUS_IDS"), arrays.get("FINISH_REASON")
-        final = reason is None or bool(reason.reshape(-1)[0])
+        windows, final = arrays.get("PREVIOUS_IDS"), "FINISH_REASON" in arrays
         texts = []
-        for item in np.ndindex(lengths.shape):
-            ids = tokens[item][: lengths[item]].tolist()
-            if windows is None:
-                texts.append(self._tokenizer.decode(ids, self._skip))
-            else:
-                texts.append(self._tokenizer.delta(windows[item].tolist(), ids, final, self._skip))
-        output = np.array([text.encode() for text in texts], np.object_)
-        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", output)])
+        for item, row in enumerate(lengths.tolist()):
+            for beam, length in enumerate(row):
+                ids = tokens[item, beam, :length].tolist()
+                if windows is None:
+                    text = self._tokenizer.decode(ids, self._skip)
+                else:
+                    text = self._tokenizer.delta(windows[item, beam].tolist(), ids, final, self._skip)
+                texts.append(text.encode())
+        return pb_utils.InferenceResponse([_output(tuple(texts))])
+
+
+@lru_cache(1024)
+def _output(texts):
+    """Texts of a token or two come again and again, and making a tensor costs more than the text."""
+    return pb_utils.Tensor("OUTPUT", np.array(texts, np.object_))

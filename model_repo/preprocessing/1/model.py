@@ -10,7 +10,7 @@ from manylora.lifeline import Lifeline
 from manylora.text import open_tokenizer
 from manylora.wire.parameters import flag, parameters_of
 
-REFUSED = ("DECODER_QUERY", "IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES")
+REFUSED = ("IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES")
 
 
 class TritonPythonModel:
@@ -19,6 +19,7 @@ class TritonPythonModel:
         try:
             self._tokenizer = open_tokenizer(parameters)
             self._add_special_tokens = flag(parameters, "add_special_tokens", True)
+            self._decoder_start = self._tokenizer.decoder_start_id
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self._lifeline = Lifeline("preprocessing")
@@ -42,15 +43,14 @@ class TritonPythonModel:
         prompts = [self._encode(row, self._add_special_tokens) for row in arrays["QUERY"].reshape(-1)]
         count, pad = len(prompts), self._tokenizer.pad_id or 0
         end = self._tokenizer.eos_id
-        ids = np.full((count, max(map(len, prompts))), pad, np.int32)
-        for row, prompt in zip(ids, prompts, strict=True):
-            row[: len(prompt)] = prompt
+        ids, lengths = self._table(prompts, pad)
+        decoder_ids, decoder_lengths = self._table(self._decoder_prompts(arrays, count, pad), pad)
         ones = np.ones((count, 1), np.int32)
         outputs = {
             "INPUT_ID": ids,
-            "REQUEST_INPUT_LEN": np.array([[len(prompt)] for prompt in prompts], np.int32),
-            "DECODER_INPUT_ID": ones * pad,
-            "REQUEST_DECODER_INPUT_LEN": ones,
+            "REQUEST_INPUT_LEN": lengths,
+            "DECODER_INPUT_ID": decoder_ids,
+            "REQUEST_DECODER_INPUT_LEN": decoder_lengths,
             "BAD_WORDS_IDS": self._words(arrays.get("BAD_WORDS_DICT"), count),
             "STOP_WORDS_IDS": self._words(arrays.get("STOP_WORDS_DICT"), count),
             "EMBEDDING_BIAS": self._bias(arrays, count),
@@ -63,6 +63,22 @@ class TritonPythonModel:
             extra = arrays["PROMPT_TABLE_EXTRA_ID"].reshape(count, 1)
             outputs["OUT_PROMPT_TABLE_EXTRA_IDS"] = np.where(virtual, extra, 0).astype(np.uint64)
         return outputs
+
+    def _decoder_prompts(self, arrays, count, pad):
+        """What an encoder-decoder model's decoder goes on from: its start, and text without special tokens."""
+        texts = arrays.get("DECODER_QUERY")
+        if texts is None:
+            return [[pad if self._decoder_start is None else self._decoder_start]] * count
+        if self._decoder_start is None:
+            raise RequestError("decoder_text_input is for encoder-decoder models: leave it out")
+        return [[self._decoder_start, *self._encode(text, False)] for text in texts.reshape(count)]
+
+    def _table(self, rows, pad):
+        """Ids [count, longest] and lengths [count, 1]."""
+        table = np.full((len(rows), max(map(len, rows))), pad, np.int32)
+        for line, row in zip(table, rows, strict=True):
+            line[: len(row)] = row
+        return table, np.array([[len(row)] for row in rows], np.int32)
 
     def _bias(self, arrays, count):
         """[count, vocab]: each weight added to every token of its word; [count, 0] without words."""

@@ -9,8 +9,9 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
+import numpy as np
 import torch
 import triton_python_backend_utils as pb_utils
 from exporter import Exporter
@@ -25,6 +26,7 @@ from manylora.wire.parameters import engine_config, flag, logits_dtype, millisec
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 # Asking whether a request was cancelled is a call into the server and back, and responses wait for it.
 CHECKS_AT_ONCE = 16
+SMALL, KEPT = 8, 1024  # bytes of an output tensor that is kept for the next time; how many are
 
 
 @dataclass(eq=False)
@@ -81,7 +83,7 @@ class TritonPythonModel:
                 return call
             if self._lifeline.draining:
                 raise DrainingError()
-            decoded = decode_requests(arrays, call.request_id, self._decoupled)
+            decoded = decode_requests(arrays, call.request_id, self._decoupled, self._loop.has_encoder)
             call.open = len(decoded)
             with self._lock:
                 self._live.add(call)
@@ -148,7 +150,7 @@ class TritonPythonModel:
             return
         if call.done:
             return
-        response = pb_utils.InferenceResponse([pb_utils.Tensor(*pair) for pair in reply.encode(event)])
+        response = pb_utils.InferenceResponse([_tensor(*pair) for pair in reply.encode(event)])
         call.open -= event.last
         if call.open == 0:
             self._finish(call, response)
@@ -180,6 +182,18 @@ class TritonPythonModel:
             if not call.done and call.sender.is_cancelled():
                 for ticket in call.tickets:
                     self._loop.cancel(ticket)
+
+
+def _tensor(name, array):
+    """Small tensors, a token or a length, come again and again, and making one costs more than sending it."""
+    if array.nbytes > SMALL or array.dtype.hasobject:
+        return pb_utils.Tensor(name, array)
+    return _small_tensor(name, array.shape, array.dtype.str, array.tobytes())
+
+
+@lru_cache(KEPT)
+def _small_tensor(name, shape, dtype, content):
+    return pb_utils.Tensor(name, np.frombuffer(content, dtype).reshape(shape))
 
 
 def _array(tensor):

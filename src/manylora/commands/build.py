@@ -48,8 +48,8 @@ def _build(options: argparse.Namespace, quant: QuantConfig) -> str:
     )
     megabytes = f"{built.bytes_before / 1e6:.1f} -> {built.bytes_after / 1e6:.1f} MB"
     said = f"{options.output_dir}: weights {megabytes}"
-    if quant.any_weights:
-        said += f", {built.num_quantised} of {built.num_linears} linear layers in {quant.quant_algo}"
+    if built.num_quantised:
+        said += f", {built.num_quantised} of {built.num_linears} linear layers in {built.quant_algo}"
     return said
 
 

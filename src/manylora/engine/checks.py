@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from manylora.config import EngineConfig, ModelConfig
+from manylora.engine.encoding import check_encoder_prompt
 from manylora.errors import RequestError
 from manylora.request import Request
 
@@ -23,9 +24,11 @@ def _check_prompt(request: Request, config: EngineConfig, model: ModelConfig, ma
     length, vocab = len(request.prompt), model.vocab_size
     if length == 0:
         raise RequestError("A value is required for input_ids: the prompt has no tokens")
-    limit = max_seq_len - 1
+    limit, encoded = max_seq_len - 1, len(request.encoder_prompt)
+    if model.encoder is not None:
+        check_encoder_prompt(request.encoder_prompt, vocab, max_seq_len, config.max_num_tokens - 1)
     if not config.enable_chunked_context:
-        limit = min(limit, config.max_num_tokens)
+        limit = min(limit, config.max_num_tokens - encoded)
     if length > limit:
         raise RequestError(
             f"Prompt length ({length}) exceeds maximum input length ({limit}). Shorten the prompt or "

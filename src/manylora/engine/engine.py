@@ -11,6 +11,7 @@ from manylora.config import EngineConfig
 from manylora.device import open_device
 from manylora.engine.beam import BeamGroup, Choice
 from manylora.engine.checks import check_request
+from manylora.engine.encoding import for_encoder
 from manylora.engine.guide import Guides
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.memory import allocate_kv, batch_limits, kv_cache_dtype, plan_kv
@@ -120,9 +121,12 @@ class Engine:
 
     def prepare(self, request: Request) -> Prepared:
         """Check a request and read its adapter. Any thread. Raises RequestError."""
+        request = for_encoder(request, self.model.encoder)
         if self.config.wrap_input_ids and request.prompt_table is None:
             vocab = self.model.vocab_size
-            request = replace(request, prompt=tuple(token % vocab for token in request.prompt))
+            prompts = (request.prompt, request.encoder_prompt)
+            prompt, encoder_prompt = (tuple(token % vocab for token in ids) for ids in prompts)
+            request = replace(request, prompt=prompt, encoder_prompt=encoder_prompt)
         check_request(request, self.config, self.model, self.max_seq_len)
         adapter = self.adapters.prepare(request.lora) if request.lora else None
         return Prepared(request, adapter, self._compile(request))
@@ -219,7 +223,9 @@ class Engine:
                     "cuda_graph_mode has no effect on %s: steps are not recorded", self._device.name
                 )
             return
-        if wanted is None or wanted:
+        if self.model.encoder is not None:
+            logger.info("steps are not recorded: encoder-decoder models are not")
+        elif wanted is None or wanted:
             self._runner.record_decoding(self.config.cuda_graph_cache_size or DEFAULT_GRAPHS)
 
     def _waiting_ids(self) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ class StepInputs:
 
     input_ids, positions, slots: [T]. starts: [S + 1], lengths: [S], as `AttentionBatch` has them.
     blocks: [S], the KV blocks each sequence uses. logits_rows: rows whose logits are wanted.
+    cross_lengths, cross_blocks: [S], of what an encoder made; empty without one.
     """
 
     input_ids: list[int]
@@ -30,6 +31,8 @@ class StepInputs:
     logits_rows: list[int]
     lora: LoraBatch | None = None
     embeddings: tuple[Tensor, Tensor] | None = None
+    cross_lengths: list[int] = field(default_factory=list)
+    cross_blocks: list[list[int]] = field(default_factory=list)
 
     @property
     def decodes(self) -> bool:
@@ -57,13 +60,10 @@ class StepInputs:
 
     def plan(self, ops: Ops, width: int = 0, fixed: bool = False) -> ForwardBatch:
         """The tables, still on the host. width: of the block table, 0 for what the longest sequence needs."""
-        width = width or max(map(len, self.blocks))
         attention = AttentionBatch(
             query_starts=self.starts,
             kv_lens=self.lengths,
-            block_table=_int(
-                [blocks + [0] * (width - len(blocks)) for blocks in self.blocks], dtype=torch.int32
-            ),
+            block_table=_table(self.blocks, width),
             slots=_int(self.slots),
         )
         planned, lora = ops.plan(attention, self.lora, fixed)
@@ -73,7 +73,19 @@ class StepInputs:
             attention=planned,
             lora=lora,
             logits_rows=_int(self.logits_rows),
+            cross=self._cross(),
         )
+
+    def _cross(self) -> AttentionBatch | None:
+        if not self.cross_blocks:
+            return None
+        return AttentionBatch(self.starts, self.cross_lengths, _table(self.cross_blocks), _int([]))
+
+
+def _table(rows: list[list[int]], width: int = 0) -> Tensor:
+    """[S, width] int32, ending in zeros. width: 0 for what the longest row needs."""
+    width = width or max(map(len, rows))
+    return _int([blocks + [0] * (width - len(blocks)) for blocks in rows], dtype=torch.int32)
 
 
 def _int(values: list, dtype: torch.dtype = torch.long) -> Tensor:

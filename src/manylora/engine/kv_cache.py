@@ -20,6 +20,9 @@ class KvCache:
 
     The beams of one search share blocks; the one that two of them would write to is copied first. All they
     may ever need is claimed when the search begins, and what is not in use waits in the group's reserve.
+
+    What the encoder of an encoder-decoder model makes of a prompt lies in blocks of the same kind, keys and
+    values for each of the decoder's layers. They are the sequence's own.
     """
 
     def __init__(self, num_blocks: int, tokens_per_block: int, reuse: bool = True) -> None:
@@ -54,7 +57,8 @@ class KvCache:
         nodes = self._match(sequence)
         shared = [self._block_of[node] for node in nodes]
         idle = sum(block in self._idle for block in shared)
-        if self.blocks_for(num_tokens) - len(shared) > self.num_available - idle:
+        crossed = self.blocks_for(sequence.num_encoder)
+        if self.blocks_for(num_tokens) + crossed - len(shared) > self.num_available - idle:
             return False
         for block in shared:
             self._idle.discard(block)
@@ -64,6 +68,7 @@ class KvCache:
         sequence.num_reused_blocks, sequence.num_new_blocks = len(shared), 0
         grown = self.grow(sequence, num_tokens)
         assert grown
+        sequence.cross_blocks = self._claim(crossed)
         return True
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -137,13 +142,14 @@ class KvCache:
             self._pages.release([block])
             if block in self._key_of and self._pages.references(block) == 1:
                 self._idle.add(block, *self._retention(sequence, index))
-        sequence.blocks, sequence.nodes = [], []
-        sequence.num_computed = 0
+        self._pages.release(sequence.cross_blocks)
+        sequence.blocks, sequence.nodes, sequence.cross_blocks = [], [], []
+        sequence.num_computed, sequence.encoded = 0, False
 
     def check(self, sequences: list[Sequence]) -> None:
         """Assert that every block is free, idle, or held by exactly these sequences and their reserves."""
         self._pages.check()
-        held = [block for sequence in sequences for block in sequence.blocks]
+        held = [block for sequence in sequences for block in sequence.blocks + sequence.cross_blocks]
         groups = {id(s.beams): s.beams for s in sequences if s.beams is not None}
         held += [block for group in groups.values() for block in group.reserve]
         for block in range(self.num_blocks):

@@ -42,28 +42,31 @@ def plan_kv(
 ) -> KvPlan:
     """Size the cache: a fraction of the free bytes, at most what the user or a full batch can use.
 
-    Bytes of a block = layers * 2 (keys, values) * tokens_per_block * kv_heads * head_dim * bytes of dtype.
+    Bytes of a block = layers * 2 (keys, values) * tokens_per_block * kv_heads * head_dim * bytes of dtype; of an
+    encoder-decoder model the decoder's layers.
     On a CPU the cache is never larger than max_batch_size sequences of max_seq_len need: host memory is
     shared with everything else on the machine.
     """
     size = config.tokens_per_block
-    block_bytes = model.num_layers * 2 * size * model.kv_size * dtype.itemsize
-    max_seq_len = min(config.max_seq_len or model.max_position_embeddings, model.max_position_embeddings)
+    block_bytes = model.kv_layers * 2 * size * model.kv_size * dtype.itemsize
+    max_seq_len = config.max_seq_len or model.max_position_embeddings
+    if not (model.encoder and model.encoder.relative_buckets):  # those know no longest position
+        max_seq_len = min(max_seq_len, model.max_position_embeddings)
+    prompts = 2 if model.encoder else 1  # what the encoder read is kept beside the decoder's tokens
     num_blocks = int(config.kv_cache_free_gpu_mem_fraction * free_bytes) // block_bytes
     if config.max_tokens_in_paged_kv_cache is not None:
         num_blocks = min(num_blocks, -(-config.max_tokens_in_paged_kv_cache // size))
     if device.type == "cpu":
-        num_blocks = min(num_blocks, config.max_batch_size * -(-max_seq_len // size))
+        num_blocks = min(num_blocks, config.max_batch_size * prompts * -(-max_seq_len // size))
     if num_blocks < 1:
         raise ConfigError(
             f"no room for a KV cache: one block of {size} tokens takes {block_bytes} bytes, "
             f"{free_bytes} bytes are free; lower tokens_per_block or use a larger device"
         )
-    if num_blocks * size < max_seq_len:
-        logger.warning(
-            "the KV cache holds %d tokens: max_seq_len is lowered from %d", num_blocks * size, max_seq_len
-        )
-        max_seq_len = num_blocks * size
+    room = num_blocks // prompts * size
+    if room < max_seq_len:
+        logger.warning("the KV cache holds %d tokens: max_seq_len is lowered from %d", room, max_seq_len)
+        max_seq_len = room
     if max_seq_len < 2:
         raise ConfigError("max_seq_len must be at least 2: one prompt token and one output token")
     return KvPlan(num_blocks, max_seq_len, block_bytes)
@@ -98,7 +101,7 @@ def allocate_kv(
     they are the system's, which cost no memory until they are written; torch.zeros would write them.
     """
     shape = (
-        model.num_layers,
+        model.kv_layers,
         2,
         plan.num_blocks,
         config.tokens_per_block,

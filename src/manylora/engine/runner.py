@@ -12,14 +12,17 @@ from torch import Tensor
 
 from manylora.device import Device
 from manylora.engine.beam import BeamGroup, Choice, choose
+from manylora.engine.encoding import encoder_inputs
 from manylora.engine.graphs import DecodeGraphs
 from manylora.engine.inputs import StepInputs
 from manylora.engine.sampler import Row, adjust, sample
 from manylora.engine.scheduler import Chunk, Step
+from manylora.engine.sequence import Sequence
 from manylora.kernels.moving import to_device
 from manylora.kernels.spec import BatchLimits, LoraBatch
 from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.model.decoder import Decoder
+from manylora.model.encoder_decoder import EncoderDecoder
 
 __all__ = ["Outcome", "Runner"]
 
@@ -43,7 +46,12 @@ class Runner:
     is one run of rows, the base model's rows first."""
 
     def __init__(
-        self, decoder: Decoder, kv: Tensor, device: Device, adapters: AdapterStore, limits: BatchLimits
+        self,
+        decoder: Decoder | EncoderDecoder,
+        kv: Tensor,
+        device: Device,
+        adapters: AdapterStore,
+        limits: BatchLimits,
     ) -> None:
         self.max_adapters_in_step = 0
         self._decoder = decoder
@@ -90,6 +98,7 @@ class Runner:
         chunks = sorted(step.chunks, key=lambda chunk: chunk.sequence.root)
         self._device.activate()
         wanted = [_wanted(chunk) for chunk in chunks]
+        self._encode([chunk.sequence for chunk in chunks if chunk.sequence.num_unencoded])
         logits = self._logits(self._inputs(chunks, wanted))
         outcome = Outcome()
         if not logits.shape[0]:
@@ -155,6 +164,17 @@ class Runner:
             sequence.context_logits = np.empty((sequence.num_prompt, logits.shape[-1]), np.float32)
         sequence.context_logits[positions.start : positions.start + count] = _numpy(logits[:count])
 
+    def _encode(self, sequences: list[Sequence]) -> None:
+        """Run the encoder of those that begin, or begin again after a preemption."""
+        if not sequences:
+            return
+        assert isinstance(self._decoder, EncoderDecoder)
+        inputs = encoder_inputs(sequences, self._tokens_per_block)
+        batch = replace(inputs, lora=self._lora(sequences, inputs.starts)).plan(self._ops)
+        self._decoder.encode(to_device(batch, self._device.torch), self._kv)
+        for sequence in sequences:
+            sequence.encoded = True
+
     def _logits(self, inputs: StepInputs) -> Tensor:
         if self._graphs is not None and inputs.decodes:
             try:
@@ -190,8 +210,10 @@ class Runner:
                 for chunk, start, range_ in zip(chunks, starts, wanted, strict=False)
                 for position in range_
             ],
-            lora=self._lora(chunks, starts),
+            lora=self._lora([chunk.sequence for chunk in chunks], starts),
             embeddings=self._embeddings(chunks, ids, starts),
+            cross_lengths=[c.sequence.num_encoder for c in chunks],
+            cross_blocks=[c.sequence.cross_blocks for c in chunks if c.sequence.num_encoder],
         )
 
     def _embeddings(
@@ -212,10 +234,10 @@ class Runner:
         values = torch.from_numpy(np.stack(vectors).astype(np.float32)).to(self._decoder.dtype)
         return self._tensor(rows), values.to(self._device.torch)
 
-    def _lora(self, chunks: list[Chunk], starts: list[int]) -> LoraBatch | None:
+    def _lora(self, sequences: list[Sequence], starts: list[int]) -> LoraBatch | None:
         segments: dict[str, tuple[int, int, AdapterLease]] = {}
-        for chunk, start, stop in zip(chunks, starts, starts[1:], strict=False):
-            lease = chunk.sequence.lease
+        for sequence, start, stop in zip(sequences, starts, starts[1:], strict=False):
+            lease = sequence.lease
             if isinstance(lease, AdapterLease):
                 first = segments[lease.digest][0] if lease.digest in segments else start
                 segments[lease.digest] = (first, stop, lease)

@@ -67,18 +67,19 @@ class _Round:
     chunks: list[Chunk] = field(default_factory=list)
 
     def take(self, sequence: Sequence) -> None:
-        """Schedule as much of a sequence as fits."""
-        count = min(sequence.num_due, self.budget)
+        """Schedule as much of a sequence as fits; its encoder's rows come first, all of them."""
+        count = min(sequence.num_due, self.budget - sequence.num_unencoded)
         left = sequence.num_due - count
         if 0 < left <= sequence.num_draft:  # a guess is verified in one step
             count -= sequence.num_draft + 1 - left
         if count > 0:
-            self.budget -= count
+            self.budget -= count + sequence.num_unencoded
             samples = count == sequence.num_due
             self.chunks.append(Chunk(sequence, sequence.num_computed, count, samples))
 
     def give_back(self, sequence: Sequence) -> None:
-        self.budget += sum(chunk.count for chunk in self.chunks if chunk.sequence is sequence)
+        mine = [chunk.count for chunk in self.chunks if chunk.sequence is sequence]
+        self.budget += sum(mine) + (sequence.num_unencoded if mine else 0)
         self.chunks = [chunk for chunk in self.chunks if chunk.sequence is not sequence]
 
 
@@ -224,7 +225,8 @@ class Scheduler:
         return False
 
     def _try_blocks(self, sequence: Sequence, this: _Round) -> bool:
-        if self._whole and this.chunks and sequence.num_due > this.budget:
+        least = sequence.num_due if self._whole else 1
+        if this.chunks and sequence.num_unencoded + least > this.budget:
             return False
         everything = self._reserve_all or sequence.beams is not None
         wanted = sequence.max_len if everything else min(len(sequence.tokens) + 1, sequence.max_len)

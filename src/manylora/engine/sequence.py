@@ -29,6 +29,8 @@ class Sequence:
     index:        which of the request's return sequences.
     max_len:      tokens at which it ends, prompt included.
     blocks:       KV blocks in order, owned by `KvCache`.
+    cross_blocks: KV blocks of what the encoder made of its prompt, owned by `KvCache`.
+    encoded:      whether the encoder has filled them.
     nodes:        identities of the full blocks that are registered for reuse, owned by `KvCache`.
     num_reported: output tokens that events carried already.
     num_overtaken: sequences admitted before this one though they came later.
@@ -46,6 +48,8 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
+    cross_blocks: list[int] = field(default_factory=list)
+    encoded: bool = False
     nodes: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_reported: int = 0
@@ -76,12 +80,24 @@ class Sequence:
         table = self.request.prompt_table
         if table is not None:  # other embeddings have other keys and values
             digest += ":" + blake2b(np.ascontiguousarray(table).data, digest_size=20).hexdigest()
+        if self.num_encoder:  # and so have tokens after another text
+            ids = np.array(self.request.encoder_prompt, np.int64)
+            digest += ":" + blake2b(ids.data, digest_size=20).hexdigest()
         self.root = digest
         """Where prefix reuse starts: the same tokens have other keys and values under another adapter."""
 
     @property
     def num_prompt(self) -> int:
         return len(self.request.prompt)
+
+    @property
+    def num_encoder(self) -> int:
+        """Tokens that the encoder reads, all in one step; 0: there is no encoder."""
+        return len(self.request.encoder_prompt)
+
+    @property
+    def num_unencoded(self) -> int:
+        return 0 if self.encoded else self.num_encoder
 
     @property
     def num_output(self) -> int:
@@ -164,7 +180,7 @@ class Sequence:
             kv_reused_blocks=self.num_reused_blocks,
             draft_tokens=len(self.request.draft),
             accepted_draft_tokens=self.num_accepted,
-            prompt_tokens=self.num_prompt,
+            prompt_tokens=self.num_encoder + self.num_prompt,
             output_tokens=sum(len(b.token_ids) for b in self.results) if self.results else self.num_output,
             adapter_tier=self.tier,
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.panels import Panels, panels_linear, to_panels
-from manylora.kernels.quantised import QuantisedWeight
+from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraSegment, LoraTarget, Weight
 
 __all__ = ["CompiledOps"]
@@ -45,7 +45,9 @@ class CompiledOps(CpuOps):
         """bfloat16 weights are widened to float32 in registers, exactly, and half the bytes are read."""
         return compute == torch.float32 and stored == torch.bfloat16
 
-    def pack(self, weight: Tensor | QuantisedWeight, routed: bool = False) -> Weight:
+    def pack(self, weight: Tensor | QuantisedWeight | StackedWeight, routed: bool = False) -> Weight:
+        if isinstance(weight, StackedWeight):
+            return weight.map(self.pack)
         if isinstance(weight, QuantisedWeight) and weight.scales.dtype != torch.float32:
             return super().pack(weight)
         if isinstance(weight, Tensor) and weight.dtype == torch.bfloat16 and self.has_bfloat16:

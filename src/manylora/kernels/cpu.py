@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from manylora.kernels.experts import HostPairs
-from manylora.kernels.quantised import QuantisedWeight, pack_for_cpu
+from manylora.kernels.quantised import QuantisedWeight, StackedWeight, pack_for_cpu
 from manylora.kernels.reference import ReferenceOps, attend
 from manylora.kernels.spec import AttentionBatch, ExpertPairs, LoraBatch, LoraTarget, Weight
 
@@ -27,7 +27,9 @@ class CpuOps(ReferenceOps):
         self._packs = torch.backends.mkldnn.is_available()
         self.has_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
-    def pack(self, weight: Tensor | QuantisedWeight, routed: bool = False) -> Weight:
+    def pack(self, weight: Tensor | QuantisedWeight | StackedWeight, routed: bool = False) -> Weight:
+        if isinstance(weight, StackedWeight):
+            return weight.map(self.pack)
         if isinstance(weight, QuantisedWeight):
             return pack_for_cpu(weight)
         if not self._packs or weight.dtype not in PACKED:

@@ -49,8 +49,13 @@ def to_panels(weight: Tensor | QuantisedWeight, width: int, block: int) -> Panel
     group = weight.group_size
     if weight.values.dtype not in KINDS or (block < group < columns and group % block):
         return None
-    offsets = None if weight.offsets is None else _turn(weight.offsets.float(), width)
-    return Panels(_turn(weight.values, width), _turn(weight.scales.float(), width), offsets, rows, columns)
+    if weight.order is not None:
+        return None
+    scales, offsets = weight.scales.float(), weight.offsets
+    if weight.zeros is not None:
+        offsets = (0 if offsets is None else offsets) - scales * weight.zeros
+    turned = None if offsets is None else _turn(offsets.float(), width)
+    return Panels(_turn(weight.values, width), _turn(scales, width), turned, rows, columns)
 
 
 def panels_linear(library: ctypes.CDLL, x: Tensor, weight: Panels, bias: Tensor | None, block: int) -> Tensor:

@@ -3,13 +3,18 @@ else the product with weights made wide again, some rows at a time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["INT4_GROUPS", "PackedInt4", "QuantisedWeight", "pack_for_cpu", "quantised_linear"]
+__all__ = [
+    "INT4_GROUPS", "PackedInt4", "QuantisedWeight", "StackedWeight", "pack_for_cpu", "quantised_linear",
+    "stacked_linear",
+]  # fmt: skip
 
 WIDE_ELEMENTS = 2**22  # of a weight that are made wide at one time
 INT8_ROWS = 64  # token rows up to which the 8-bit CPU kernel is ahead
@@ -19,16 +24,21 @@ INT4_GROUPS = (32, 64, 128, 256)  # group sizes that the 4-bit kernels know
 
 @dataclass(frozen=True)
 class QuantisedWeight:
-    """A weight [N, K], N outputs: weight[n, k] = scales[n, g] * value[n, k] + offsets[n, g], g = k // group.
+    """A weight [N, K], N outputs, its inputs perhaps in another order:
+
+    weight[n, order[k]] = scales[n, g] * (value[n, k] - zeros[n, g]) + offsets[n, g], g = k // group_size.
 
     values:  8 bits: int8 or float8_e4m3fn [N, K]. 4 bits: uint8 [N, K / 2], input 2i in the low half of
              byte i; the value is the half minus 8.
     scales:  [N, K / group_size], compute dtype. offsets: likewise, or None for 0.
+    zeros:   int8 [N, K / group_size], or None for 0. order: int64 [K], or None for the inputs' own.
     """
 
     values: Tensor
     scales: Tensor
     offsets: Tensor | None = None
+    zeros: Tensor | None = None
+    order: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -40,64 +50,106 @@ class QuantisedWeight:
         return self.shape[1] // self.scales.shape[1]
 
     @property
+    def is_plain(self) -> bool:
+        """Without zeros, and its inputs in their own order."""
+        return self.zeros is None and self.order is None
+
+    @property
     def nbytes(self) -> int:
-        offsets = 0 if self.offsets is None else self.offsets.nbytes
-        return self.values.nbytes + self.scales.nbytes + offsets
+        parts = (self.values, self.scales, self.offsets, self.zeros, self.order)
+        return sum(part.nbytes for part in parts if part is not None)
 
     def halves(self) -> Tensor:
         """4 bits only: uint8 [N, K] from 0 to 15."""
         return torch.stack((self.values & 15, self.values >> 4), dim=-1).flatten(1)
 
+    def rows(self, rows: slice) -> QuantisedWeight:
+        """The weight of some outputs."""
+        return QuantisedWeight(
+            self.values[rows],
+            self.scales[rows],
+            None if self.offsets is None else self.offsets[rows],
+            None if self.zeros is None else self.zeros[rows],
+            self.order,
+        )
+
+    def to(self, dtype: torch.dtype) -> QuantisedWeight:
+        """With scales and offsets in the compute dtype."""
+        offsets = None if self.offsets is None else self.offsets.to(dtype)
+        return replace(self, scales=self.scales.to(dtype), offsets=offsets)
+
     def wide(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) as a plain weight in the compute dtype."""
-        rows = slice(start, stop)
-        part = QuantisedWeight(
-            self.values[rows], self.scales[rows], None if self.offsets is None else self.offsets[rows]
-        )
+        part = self.rows(slice(start, stop))
         scales = part.scales.unsqueeze(-1)
         four = self.values.dtype == torch.uint8
         values = (part.halves().to(scales.dtype) - 8) if four else part.values.to(scales.dtype)
-        grouped = values.view(len(values), scales.shape[1], -1) * scales
+        grouped = values.view(len(values), part.scales.shape[1], -1)
+        if part.zeros is not None:
+            grouped = grouped - part.zeros.unsqueeze(-1)
+        grouped = grouped * scales
         if part.offsets is not None:
             grouped += part.offsets.unsqueeze(-1)
-        return grouped.view(len(values), -1)
+        made = grouped.view(len(values), -1)
+        return made if self.order is None else torch.empty_like(made).index_copy_(1, self.order, made)
+
+
+@dataclass(frozen=True)
+class StackedWeight:
+    """Weights of the same inputs, one below the other, that cannot be one: quantised in other ways, or with
+    their inputs in other orders. parts: plain, quantised, or packed. rows: outputs of each."""
+
+    parts: tuple[Any, ...]
+    rows: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        sizes = [p.numel() * p.element_size() if isinstance(p, Tensor) else p.nbytes for p in self.parts]
+        return sum(sizes)
+
+    def map(self, pack: Callable[[Any], Any]) -> StackedWeight:
+        return StackedWeight(tuple(pack(part) for part in self.parts), self.rows)
 
 
 @dataclass(frozen=True)
 class PackedInt4:
     """A 4-bit weight as PyTorch's kernel of the device likes it, in bfloat16.
 
-    table [groups, N, 2]: scales, offsets.
+    table [groups, N, 2]: scales, offsets. order: as in QuantisedWeight.
     """
 
     packed: Tensor
     table: Tensor
     group_size: int
+    order: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.packed.nbytes + self.table.nbytes
+        return self.packed.nbytes + self.table.nbytes + (0 if self.order is None else self.order.nbytes)
 
 
 def pack_for_cpu(weight: QuantisedWeight) -> QuantisedWeight | PackedInt4:
     """The 4-bit kernel rounds activations to bfloat16, so it is for models that compute in it."""
     kernel_takes = (
-        weight.offsets is not None
-        and weight.values.dtype == torch.uint8
+        weight.values.dtype == torch.uint8
         and weight.scales.dtype == torch.bfloat16
         and weight.group_size in INT4_GROUPS
         and weight.shape[0] % 16 == 0
     )
     if not kernel_takes:
         return weight
-    assert weight.offsets is not None
+    offsets = torch.zeros_like(weight.scales) if weight.offsets is None else weight.offsets
+    if weight.zeros is not None:
+        offsets = (offsets.float() - weight.scales.float() * weight.zeros).to(offsets.dtype)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.halves().int(), 1)
-    table = torch.stack((weight.scales.T, weight.offsets.T), dim=-1).contiguous()
-    return PackedInt4(packed, table, weight.group_size)
+    table = torch.stack((weight.scales.T, offsets.T), dim=-1).contiguous()
+    return PackedInt4(packed, table, weight.group_size, weight.order)
 
 
 def quantised_linear(x: Tensor, weight: QuantisedWeight | PackedInt4, bias: Tensor | None) -> Tensor:
     """Semantics: x @ weight.wide().T + bias; x [T, K] in the compute dtype -> [T, N]."""
+    if weight.order is not None:
+        x, weight = x.index_select(1, weight.order), replace(weight, order=None)
     if isinstance(weight, PackedInt4):
         y = _int4(x, weight)
     elif _int8_kernel(x, weight):
@@ -107,8 +159,21 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight | PackedInt4, bias: Tens
     return y if bias is None else y.add_(bias)
 
 
+def stacked_linear(
+    linear: Callable[[Tensor, Any, Tensor | None], Tensor],
+    x: Tensor,
+    weight: StackedWeight,
+    bias: Tensor | None,
+) -> Tensor:
+    """Semantics: x @ cat(parts).T + bias; linear: that of one part."""
+    shifts = [None] * len(weight.rows) if bias is None else bias.split(weight.rows)
+    pairs = zip(weight.parts, shifts, strict=True)
+    return torch.cat([linear(x, part, shift) for part, shift in pairs], dim=1)
+
+
 def _int8_kernel(x: Tensor, weight: QuantisedWeight) -> bool:
-    fits = weight.values.dtype == torch.int8 and weight.scales.shape[1] == 1 and weight.offsets is None
+    fits = weight.values.dtype == torch.int8 and weight.scales.shape[1] == 1
+    fits = fits and weight.offsets is None and weight.zeros is None
     return fits and x.device.type == "cpu" and x.dtype == torch.bfloat16 and len(x) <= INT8_ROWS
 
 

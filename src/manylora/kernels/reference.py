@@ -11,7 +11,12 @@ from torch import Tensor
 from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.experts import HostPairs, group_segments, pair_up
 from manylora.kernels.panels import Panels
-from manylora.kernels.quantised import QuantisedWeight, quantised_linear
+from manylora.kernels.quantised import (
+    QuantisedWeight,
+    StackedWeight,
+    quantised_linear,
+    stacked_linear,
+)
 from manylora.kernels.spec import (
     AttentionBatch,
     BatchLimits,
@@ -19,6 +24,7 @@ from manylora.kernels.spec import (
     LoraBatch,
     LoraRow,
     LoraTarget,
+    Rotary,
     Weight,
 )
 
@@ -45,10 +51,12 @@ class ReferenceOps:
     def keeps(self, stored: torch.dtype, compute: torch.dtype) -> bool:
         return stored == compute
 
-    def pack(self, weight: Tensor | QuantisedWeight, routed: bool = False) -> Weight:
+    def pack(self, weight: Tensor | QuantisedWeight | StackedWeight, routed: bool = False) -> Weight:
         return weight
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
+        if isinstance(packed, StackedWeight):
+            return stacked_linear(self.linear, x, packed, bias)
         if not isinstance(packed, Tensor):
             assert not isinstance(packed, Panels)
             return quantised_linear(x, packed, bias)
@@ -77,7 +85,29 @@ class ReferenceOps:
                     shift = bias[columns] if bias is not None else 0
                     out.copy_((out - shift) * magnitude + shift)
 
+    def rotate_and_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary: Rotary | None,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        if rotary is not None:
+            q, k = (self._rotate(x, *rotary) for x in (q, k))
+        self.store_kv(k, v, k_cache, v_cache, batch)
+        return q
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        size = cos.shape[1]
+        if size == x.shape[2]:
+            return self.rotary(x, cos, sin)
+        return torch.cat((self.rotary(x[..., :size].contiguous(), cos, sin), x[..., size:]), dim=-1)
+
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
+        """k_cache.view(-1, H, D)[slots] = k; the same for v."""
         for new, cache in ((k, k_cache), (v, v_cache)):
             rows = cache.view(-1, *new.shape[1:])
             if (
@@ -155,6 +185,7 @@ class ReferenceOps:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x * cos + cat(-x2, x1) * sin, halves of the last dimension; x [T, H, D]; cos, sin [T, D]."""
         x1, x2 = x.chunk(2, dim=-1)
         return x * cos.unsqueeze(1) + torch.cat((-x2, x1), dim=-1) * sin.unsqueeze(1)
 

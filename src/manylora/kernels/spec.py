@@ -17,7 +17,7 @@ from torch import Tensor
 
 from manylora.kernels.extras import ExtraSegment
 from manylora.kernels.panels import Panels
-from manylora.kernels.quantised import PackedInt4, QuantisedWeight
+from manylora.kernels.quantised import PackedInt4, QuantisedWeight, StackedWeight
 
 __all__ = [
     "AttentionBatch",
@@ -28,11 +28,14 @@ __all__ = [
     "LoraSegment",
     "LoraTarget",
     "Ops",
+    "Rotary",
     "Weight",
 ]
 
-Weight = Tensor | QuantisedWeight | PackedInt4 | Panels
+Weight = Tensor | QuantisedWeight | PackedInt4 | StackedWeight | Panels
 """A weight [N, K] of a linear layer, as it is or packed."""
+Rotary = tuple[Tensor, Tensor]
+"""cos and sin [T, R], contiguous, of the R elements of a head that are rotated."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ class Ops(Protocol):
         """Whether `linear` reads a weight as it is stored, though it computes in `compute`."""
         ...
 
-    def pack(self, weight: Tensor | QuantisedWeight, routed: bool = False) -> Weight:
+    def pack(self, weight: Tensor | QuantisedWeight | StackedWeight, routed: bool = False) -> Weight:
         """A weight [N, K] in the form that this device's `linear` likes best, or when routed `expert_linear`;
         the original may be let go."""
         ...
@@ -188,11 +191,23 @@ class Ops(Protocol):
         """
         ...
 
-    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
-        """Semantics: k_cache.view(-1, H, D)[slots] = k; the same for v.
+    def rotate_and_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary: Rotary | None,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        """Rotated queries; rotated keys, and values, into their pages.
 
-        k, v [T, H, D]; caches [blocks, tokens_per_block, H, D], one layer's; of k's dtype or
-        float8_e4m3fn, to which values are clamped and rounded.
+        Semantics, with rotary = (cos, sin) and R = cos.shape[1], for x of q and k:
+            x[..., :R] = x[..., :R] * cos + cat(-x2, x1) * sin, x1 and x2 the halves of x[..., :R]
+            k_cache.view(-1, H, D)[slots] = k; the same for v
+        q [T, Hq, D], k, v [T, H, D], last dimension contiguous; caches [blocks, tokens_per_block, H, D], one
+        layer's; of k's dtype or float8_e4m3fn, to which values are clamped and rounded -> [T, Hq, D].
         """
         ...
 
@@ -236,10 +251,6 @@ class Ops(Protocol):
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """Semantics: (x - mean(x, -1)) * rsqrt(var(x, -1) + eps) * weight + bias, in float32, to x.dtype."""
-        ...
-
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Semantics: x * cos + cat(-x2, x1) * sin, halves of the last dim; x [T, H, D]; cos, sin [T, D]."""
         ...
 
     def pair_up(

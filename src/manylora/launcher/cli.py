@@ -15,6 +15,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from manylora.errors import ConfigError
+from manylora.launcher.repository import check_filled, with_defaults
 from manylora.launcher.server import Options, clear_leftovers, is_alive, port_is_free
 from manylora.launcher.supervisor import Supervisor, read_state
 
@@ -25,13 +26,6 @@ REFUSED = {
     "disable_spawn_processes": "--disable-spawn-processes belongs to --multi-model, which is not available",
     "oversubscribe": "--oversubscribe is an option of mpirun, which is not used",
     "multimodal_gpu0_cuda_mem_pool_bytes": "--multimodal_gpu0_cuda_mem_pool_bytes: no multimodal models",
-}
-MANDATORY = {  # template variables without a default, by model; the first is for every model
-    "": ("triton_max_batch_size",),
-    "tensorrt_llm": ("engine_dir", "decoupled_mode", "triton_backend"),
-    "preprocessing": ("tokenizer_dir",),
-    "postprocessing": ("tokenizer_dir",),
-    "tensorrt_llm_bls": ("decoupled_mode", "bls_instance_count", "logits_datatype"),
 }
 
 
@@ -105,14 +99,7 @@ def _check(options: Namespace) -> None:
                 f"the path '{path}' contains a space, which Triton's Python backend cannot handle"
             )
     for config in configs:
-        text = config.read_text(encoding="utf-8")
-        names = MANDATORY[""] + MANDATORY.get(config.parent.name, ())
-        unfilled = [name for name in names if f"${{{name}}}" in text]
-        if unfilled:
-            raise ConfigError(
-                f"{config} is not filled: run tools/fill_template.py with {unfilled[0]}:<value>, "
-                "or remove the model's directory if it is not wanted"
-            )
+        check_filled(config)
     for kind in ("http", "grpc", "metrics"):
         port = getattr(options, f"{kind}_port")
         if not port_is_free(port, options.address):
@@ -158,7 +145,7 @@ def _take_over(run_dir: Path, http_port: int) -> None:
 
 def _supervise(options: Namespace, run_dir: Path) -> int:
     settings = Options(
-        model_repo=options.model_repo.resolve(),
+        model_repo=with_defaults(options.model_repo.resolve(), run_dir),
         http_port=options.http_port,
         grpc_port=options.grpc_port,
         metrics_port=options.metrics_port,

@@ -219,7 +219,7 @@ class Server:
         """The sentence of the server's log that says why a model did not load."""
         text = self.log.read_text(errors="replace")
         found = re.findall(r"(?:UNAVAILABLE|Internal|Invalid argument): ([^|\n]+)", text) or re.findall(
-            r"^E\d{4} [^\]]+\] \"?([^\n\"]+)", text, re.MULTILINE
+            r"^E\d{4} (?!.*CudaDriverHelper)[^\]]+\] \"?([^\n\"]+)", text, re.MULTILINE
         )
         return found[0].strip(' "') if found else None
 

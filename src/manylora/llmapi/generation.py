@@ -23,10 +23,19 @@ __all__ = ["Generation", "Prompt"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """text: None for a prompt that came as token ids. token_ids: as they are used."""
+    """text: None for a prompt that came as token ids. token_ids: as they are used.
+
+    decoder_ids: of an encoder-decoder model, what its decoder goes on from; None: a decoder alone.
+    """
 
     text: str | None
     token_ids: tuple[int, ...]
+    decoder_ids: tuple[int, ...] | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens before the first new one."""
+        return len(self.token_ids if self.decoder_ids is None else self.decoder_ids)
 
 
 class Generation:
@@ -65,8 +74,10 @@ class Generation:
 
     def request(self, lora: LoraInput | None) -> Request:
         """What the engine gets. lora: with tensors, or the id alone."""
+        prompt = self._prompt
         return Request(
-            prompt=self._prompt.token_ids,
+            prompt=prompt.token_ids if prompt.decoder_ids is None else prompt.decoder_ids,
+            encoder_prompt=() if prompt.decoder_ids is None else prompt.token_ids,
             params=self._decoding.params,
             lora=lora,
             streaming=self._streaming or self._decoding.stepwise,

@@ -40,11 +40,13 @@ __all__ = ["LLM"]
 logger = logging.getLogger("manylora")
 
 Input = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or a mapping with `prompt` or `prompt_token_ids`."""
+"""A text, token ids, or a mapping with `prompt` or `prompt_token_ids`, and of an encoder-decoder model maybe
+`decoder_input_token_ids`, which its decoder goes on from; the prompt is its encoder's."""
 
 CARRIED_BYTES = 2**30
 """Tensors of adapters that may be on their way to the cache, where the host level is smaller than this."""
 
+DECODER_IDS = "decoder_input_token_ids"
 GUIDE_BACKENDS = ("llguidance", "xgrammar")
 
 # Arguments of TensorRT-LLM that mean nothing here, and the values that ask for nothing. None always does.
@@ -252,7 +254,7 @@ class LLM:
         if params.guided_decoding and not self._guided:
             raise ValueError("guided_decoding needs LLM(guided_decoding_backend='llguidance')")
         prompt = self._encode(inputs, params)
-        decoding = decoding.within(self._max_seq_len - len(prompt.token_ids))
+        decoding = decoding.within(self._max_seq_len - prompt.length)
         path = None
         if lora_request is not None:
             if not self._serves_lora:
@@ -274,12 +276,14 @@ class LLM:
     def _encode(self, inputs: Input, params: SamplingParams) -> Prompt:
         if isinstance(inputs, Mapping):
             known = [name for name in ("prompt", "prompt_token_ids") if inputs.get(name) is not None]
-            if len(known) != 1 or len(inputs) > 2:
+            if len(known) != 1 or inputs.keys() - {"prompt", "prompt_token_ids", DECODER_IDS}:
                 raise ValueError(
                     "a prompt must be a text, token ids, or a dict with one of these as "
                     "'prompt' or 'prompt_token_ids'"
                 )
-            return self._encode(inputs[known[0]], params)
+            prompt = self._encode(inputs[known[0]], params)
+            decoder_ids = inputs.get(DECODER_IDS)
+            return prompt if decoder_ids is None else self._continue(prompt, decoder_ids)
         text = inputs if isinstance(inputs, str) else None
         if text is None:
             ids = [token for token in inputs if isinstance(token, int)]
@@ -291,7 +295,16 @@ class LLM:
             ids = self._tokenizer.encode(text, params.add_special_tokens)
         if params.truncate_prompt_tokens is not None:
             ids = ids[-params.truncate_prompt_tokens :]
-        return Prompt(text, tuple(ids))
+        encoder = self._model.encoder
+        return Prompt(text, tuple(ids), (encoder.decoder_start_id,) if encoder else None)
+
+    def _continue(self, prompt: Prompt, decoder_ids: Any) -> Prompt:
+        if self._model.encoder is None:
+            raise ValueError(f"{DECODER_IDS} is for encoder-decoder models: leave it out")
+        ids = [token for token in decoder_ids if isinstance(token, int)]
+        if not ids or len(ids) < len(decoder_ids):
+            raise ValueError(f"{DECODER_IDS} must be a list of token ids, got {decoder_ids!r:.80}")
+        return replace(prompt, decoder_ids=tuple(ids))
 
 
 def _dispose(service: Service) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.fused_rows import find_model_config, read_fused_rows
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.peft import read_peft
 from manylora.lora.formats.sources import find_source, read_source, source_dtype
@@ -58,9 +59,15 @@ def convert_peft(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] in the storage type (bfloat16 as 2-byte void) and config [1, rows, 4] int32.
 
-    partial, base, allow_bin: as for `read_peft`. Raises AdapterInvalidError.
+    partial, base, allow_bin: as for `read_peft`. The rows of a fused query_key_value are ordered by the
+    config.json of base, or of the adapter's own directory, or of the base that its settings name, where that
+    is a directory. Raises AdapterInvalidError.
     """
-    weights, config = pack_rows(read_peft(Path(folder), partial, base=base, allow_bin=allow_bin))
+    file = find_model_config(Path(folder), base.model_dir if base else None)
+    modules = read_fused_rows(file) if file else {}
+    weights, config = pack_rows(
+        read_peft(Path(folder), partial, modules or None, base=base, allow_bin=allow_bin)
+    )
     return store_as(weights, config, storage_type), config
 
 
@@ -91,8 +98,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--allow-partial", action="store_true", help="leave out what cannot be converted, printing each part"
     )
     parser.add_argument(
-        "--base-model", "-b", type=Path, help="model directory, to normalise DoRA magnitudes with"
-    )
+        "--base-model", "--base", "-b", type=Path,
+        help="model directory: normalises DoRA, orders the rows of query_key_value",
+    )  # fmt: skip
     parser.add_argument("--allow-bin", action="store_true", help="read adapter_model.bin, but no code in it")
     options = parser.parse_args(arguments)
     partial: list[str] | None = [] if options.allow_partial else None

@@ -23,8 +23,14 @@ EXPERT_IDS = (13, 14, 15)
 """Modules of routed experts: one row holds the matrices of all experts of a layer."""
 
 QKV = {"attn_q", "attn_k", "attn_v"}  # one group: naming one enables all three
+# Another; queries read the decoder's rows, keys and values the encoder's, so the fused one is kept as these.
+CROSS = {"cross_attn_qkv", "cross_attn_q", "cross_attn_k", "cross_attn_v"}
 # A fused module is available when all the modules it fuses are.
-FUSED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "mlp_gate_up": ("mlp_gate", "mlp_h_to_4h")}
+FUSED = {
+    "attn_qkv": ("attn_q", "attn_k", "attn_v"),
+    "mlp_gate_up": ("mlp_gate", "mlp_h_to_4h"),
+    "cross_attn_qkv": ("cross_attn_q", "cross_attn_k", "cross_attn_v"),
+}
 # The shared expert's counterparts of the plain MLP's modules.
 SHARED = {
     "mlp_h_to_4h": "shared_expert_h_to_4h",
@@ -53,6 +59,7 @@ class LoraModule:
     experts: > 1: the dimensions are of all experts together; A is [experts, rank, in_dim / experts] and B
              [experts, out_dim / experts, rank].
     layers:  that have the module; None: every one.
+    encoder_layers: of the model; they come before its decoder's. 0: there is no encoder.
     """
 
     module_id: int
@@ -65,6 +72,7 @@ class LoraModule:
     transposed: bool = False
     experts: int = 1
     layers: frozenset[int] | None = None
+    encoder_layers: int = 0
 
     @property
     def name(self) -> str:
@@ -89,10 +97,12 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
     A name of the plain MLP means the shared expert too, where there is one. Raises ConfigError for a name the
     model has no module for.
     """
-    dims = {**_dense_dims(model), **_moe_dims(model)}
+    dims = {**_dense_dims(model), **_moe_dims(model), **_cross_dims(model)}
     wanted = {name for given in names for name in _meant(given, dims)} or set(dims)
     if wanted & QKV:
         wanted |= QKV
+    if wanted & CROSS:
+        wanted |= CROSS & dims.keys()
     found: dict[int, LoraModule] = {}
     for name, (in_dim, out_dim, split) in dims.items():
         fused = FUSED.get(name, ())
@@ -110,6 +120,7 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
                 transposed=model.transposed_weights,
                 experts=experts,
                 layers=_layers(name, model),
+                encoder_layers=model.encoder.num_layers if model.encoder else 0,
             )
     return found
 
@@ -135,6 +146,19 @@ def _dense_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
     if model.moe and len(model.moe.layers) == model.num_layers:
         return attention
     return {**attention, **mlp, **(gated if model.gated_mlp else {})}
+
+
+def _cross_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
+    if model.encoder is None:
+        return {}
+    hidden, q, kv = model.hidden_size, model.q_size, model.kv_size
+    return {
+        "cross_attn_qkv": (hidden, q + 2 * kv, Split.B_ROWS),
+        "cross_attn_q": (hidden, q, Split.B_ROWS),
+        "cross_attn_k": (hidden, kv, Split.B_ROWS),
+        "cross_attn_v": (hidden, kv, Split.B_ROWS),
+        "cross_attn_dense": (q, hidden, Split.A_COLS),
+    }
 
 
 def _moe_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
@@ -168,6 +192,8 @@ def _meant(name: str, dims: Mapping[str, object]) -> set[str]:
 
 
 def _layers(name: str, model: ModelConfig) -> frozenset[int] | None:
+    if model.encoder is not None and name.startswith("cross_"):
+        return frozenset(range(model.encoder.num_layers, model.num_layers))
     if model.moe is None or name.startswith("attn_"):
         return None
     sparse = model.moe.layers

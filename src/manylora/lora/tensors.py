@@ -31,6 +31,7 @@ BFLOAT16 = np.dtype("V2")
 """How NumPy arrays hold bfloat16: two bytes without a meaning, the bits of the number."""
 FLOAT16_MAX = 65504.0
 CHUNK = 2**22  # elements of an extra that are widened at one time
+CROSS_QKV = MODULE_NAMES.index("cross_attn_qkv")
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +91,8 @@ def adapter_from_tensors(
     """
     weights, config = check_shapes(lora)
     rows = [_check_row(weights[i], config[i], modules, num_layers, rank_limit) for i in range(len(config))]
-    adapter = adapter_from_rows(rows, half, lora.extras)
+    parts = (part for row in rows for part in _separate(row, modules))
+    adapter = adapter_from_rows(parts, half, lora.extras)
     _check_surplus(weights, max((row.payload.size for row in rows), default=0))
     return adapter
 
@@ -201,6 +203,20 @@ def _check_row(
         f"Invalid low_rank ({rank}). low_rank must be smaller than mMaxLowRank ({limit})",
     )
     return AdapterRow(module_id, layer, rank, bool(dora), weights[:size])
+
+
+def _separate(row: AdapterRow, modules: Mapping[int, LoraModule]) -> Iterable[AdapterRow]:
+    """Cross-attention's fused module as the three it fuses: they share A, but not what it is applied to."""
+    if row.module_id != CROSS_QKV:
+        return [row]
+    module = modules[CROSS_QKV]
+    a, b, magnitude = np.split(row.payload, np.cumsum((row.rank * module.in_dim, row.rank * module.out_dim)))
+    ends = np.cumsum(module.parts)[:-1]
+    parts = zip(np.split(b, ends * row.rank), np.split(magnitude, ends * row.dora), strict=True)
+    return [
+        AdapterRow(module_id, row.layer, row.rank, row.dora, np.concatenate((a, part, share)))
+        for module_id, (part, share) in enumerate(parts, CROSS_QKV + 1)
+    ]
 
 
 def _check_values(where: str, values: np.ndarray, half: bool) -> None:

@@ -11,8 +11,11 @@ from manylora.config import ModelConfig
 from manylora.errors import ConfigError
 from manylora.model.families import FAMILIES
 from manylora.model.families.common import read_common
+from manylora.quant_checkpoint import CheckpointQuant, read_checkpoint_quant
 
 __all__ = ["read_model_config"]
+
+GPTQ_FILE = "quantize_config.json"
 
 
 def read_model_config(model_dir: Path) -> ModelConfig:
@@ -28,8 +31,8 @@ def read_model_config(model_dir: Path) -> ModelConfig:
             f"{model_dir}/config.json: architecture {architecture} is not supported; supported are "
             + ", ".join(FAMILIES)
         )
-    if raw.get("quantization_config"):
-        raise ConfigError(f"{model_dir}/config.json: quantised checkpoints are not supported")
+    quant = _quant(raw, model_dir)
+    raw = {**raw, **_decoder_begins(raw, model_dir)}
     try:
         usual = family.usual(raw)
         fields = {**read_common(usual), **family.config(usual)}
@@ -37,7 +40,8 @@ def read_model_config(model_dir: Path) -> ModelConfig:
         raise ConfigError(f"{model_dir}/config.json lacks {error}") from error
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{model_dir}/config.json has a value of the wrong type: {error}") from error
-    config = ModelConfig(architecture=architecture, eos_token_ids=_eos_ids(raw, model_dir), **fields)
+    eos = _eos_ids(raw, model_dir)
+    config = ModelConfig(architecture=architecture, eos_token_ids=eos, quant=quant, **fields)
     if config.num_heads % config.num_kv_heads:
         raise ConfigError(
             f"{model_dir}/config.json: {config.num_heads} attention heads cannot share "
@@ -46,11 +50,31 @@ def read_model_config(model_dir: Path) -> ModelConfig:
     return config
 
 
+def _quant(raw: Mapping[str, Any], model_dir: Path) -> CheckpointQuant | None:
+    """From config.json, or from the file beside it that the first writers of GPTQ left."""
+    named, file = raw.get("quantization_config"), "config.json: quantization_config"
+    if not named and (model_dir / GPTQ_FILE).is_file():
+        named, file = {"quant_method": "gptq", **_read_json(model_dir / GPTQ_FILE)}, GPTQ_FILE
+    try:
+        return read_checkpoint_quant(named or {})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{model_dir}/{file}: {error}") from error
+
+
 def _eos_ids(raw: Mapping[str, Any], model_dir: Path) -> tuple[int, ...]:
     eos = _read_json(model_dir / "generation_config.json").get("eos_token_id", raw.get("eos_token_id"))
     if eos is None:
         return ()
     return tuple(eos) if isinstance(eos, list) else (eos,)
+
+
+def _decoder_begins(raw: Mapping[str, Any], model_dir: Path) -> dict[str, Any]:
+    """Of an encoder-decoder model: generation_config.json decides, where there is one."""
+    chosen = _read_json(model_dir / "generation_config.json")
+    if not raw.get("is_encoder_decoder") or not chosen:
+        return {}
+    start = chosen.get("decoder_start_token_id", raw.get("decoder_start_token_id"))
+    return {"decoder_start_token_id": start, "forced_bos_token_id": chosen.get("forced_bos_token_id")}
 
 
 def _read_json(path: Path, required: bool = False) -> dict[str, Any]:

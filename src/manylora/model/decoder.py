@@ -18,7 +18,7 @@ from manylora.model.layers import Attention, Block, FeedForward, LoraLinear, Mlp
 from manylora.model.moe import Experts, Moe, SharedExpert
 from manylora.model.rope import rope_frequencies
 
-__all__ = ["Decoder"]
+__all__ = ["Decoder", "nbytes"]
 
 # LoRA module ids of TensorRT-LLM.
 ATTN_QKV, ATTN_Q, ATTN_K, ATTN_V, ATTN_DENSE = 0, 1, 2, 3, 4
@@ -66,7 +66,7 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         weights = {id(weight): weight for weight in self._weights.values()}
-        return sum(_nbytes(weight) for weight in weights.values())
+        return sum(nbytes(weight) for weight in weights.values())
 
     @property
     def has_quantised_experts(self) -> bool:
@@ -215,10 +215,10 @@ class Decoder:
         return Norm(self._ops, weight, bias, config.norm_eps, extra, config.norm == "rms_plus_one")
 
 
-def _nbytes(weight: Weight) -> int:
+def nbytes(weight: Weight) -> int:
     """Of tensors in every layout; some do not tell."""
     return weight.numel() * weight.element_size() if isinstance(weight, Tensor) else weight.nbytes
 
 
 def _is_quantised(weight: Weight) -> bool:
-    return weight.scale is not None if isinstance(weight, Panels) else not isinstance(weight, Tensor)
+    return weight.scales is not None if isinstance(weight, Panels) else not isinstance(weight, Tensor)

@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from manylora.config import ModelConfig
 from manylora.kernels.activations import ACTIVATIONS
-from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraTarget, Ops, Weight
+from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraTarget, Ops, Rotary, Weight
 from manylora.model.extras import adapt_linear, adapt_norm
 
 __all__ = ["Attention", "Block", "FeedForward", "LoraLinear", "Mlp", "Norm"]
-
-Rotary = tuple[Tensor, Tensor]  # cos and sin [T, rotary_dim]
 
 
 @dataclass(frozen=True)
@@ -114,9 +111,7 @@ class Attention:
         v = v.reshape(rows, config.num_kv_heads, config.head_dim)
         if config.qk_norm == "head":
             q, k = self._normalise(q, k, lora)
-        if rotary is not None:
-            q, k = self._rotate(q, rotary), self._rotate(k, rotary)
-        ops.store_kv(k, v, kv[0], kv[1], batch)
+        q = ops.rotate_and_store(q, k, v, rotary, kv[0], kv[1], batch)
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         mixed = ops.attention(q, kv[0], kv[1], batch, scale, self.window, config.attention_softcap)
         return self.out(mixed.reshape(rows, config.q_size), lora)
@@ -124,12 +119,6 @@ class Attention:
     def _normalise(self, q: Tensor, k: Tensor, lora: LoraBatch | None) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None and self.k_norm is not None
         return self.q_norm(q, lora), self.k_norm(k, lora)
-
-    def _rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
-        size = self.config.rotary_dim
-        if size == self.config.head_dim:
-            return self.ops.rotary(x, *rotary)
-        return torch.cat((self.ops.rotary(x[..., :size].contiguous(), *rotary), x[..., size:]), dim=-1)
 
 
 class FeedForward(Protocol):

@@ -1,4 +1,4 @@
-"""Which rows of which checkpoint tensors make up each of the decoder's weights. No tensor is touched here."""
+"""Which rows of which checkpoint tensors make up each of the model's weights. No tensor is touched here."""
 
 from __future__ import annotations
 
@@ -57,8 +57,10 @@ class Part:
 def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> dict[str, Part]:
     """Our names to parts, of a checkpoint that holds tensors of the names `stored`."""
     names = _names(config)
-    present = (root for root in names.roots if any(name.startswith(root) for name in stored))
-    root = next(present, names.roots[0])
+    encoder = FAMILIES[config.architecture].encoder
+    if encoder is not None:
+        return _encoder_decoder(config, encoder(config), names, stored)
+    root = _root(names, stored)
     hidden = config.hidden_size
     plan = {"embed": Part((_whole(f"{root}{names.embed}.weight", config.vocab_size),), hidden)}
     if config.learned_positions:
@@ -82,6 +84,65 @@ def unused_names(config: ModelConfig) -> tuple[str, ...]:
     """Starts of names that a checkpoint may hold and that nothing is read from."""
     names = _names(config)
     return (*names.unused, f"{names.head}.") if config.tie_word_embeddings else names.unused
+
+
+def _encoder_decoder(
+    config: ModelConfig, encoder: Names, decoder: Names, stored: Collection[str]
+) -> dict[str, Part]:
+    """Of both stacks of layers, the encoder's first; what belongs to a stack alone bears its name."""
+    assert config.encoder is not None
+    own, hidden, count = config.encoder, config.hidden_size, config.encoder.num_layers
+    base = _root(encoder, stored).removesuffix(encoder.roots[-1])
+    tables = [f"{base}shared.weight", *(f"{_root(n, stored)}{n.embed}.weight" for n in (encoder, decoder))]
+    shared = next((name for name in tables if name in stored), tables[0])
+    plan = {"embed": Part((_whole(shared, config.vocab_size),), hidden)}
+    if f"{decoder.head}.weight" in stored:
+        plan["head.weight"] = Part((_whole(f"{decoder.head}.weight", config.vocab_size),), hidden, True)
+    if config.head_bias and "final_logits_bias" in stored:
+        plan["head.bias"] = Part((_whole("final_logits_bias", 1),), config.vocab_size)
+    layers = range(count), range(count, config.num_layers)
+    for stack, names, numbers in zip(("encoder", "decoder"), (encoder, decoder), layers, strict=True):
+        root = _root(names, stored)
+        table = f"{root}{names.embed}.weight"
+        if table in stored and table != shared:
+            plan[f"{stack}.embed"] = Part((_whole(table, config.vocab_size),), hidden)
+        if config.learned_positions:
+            total = own.position_offset + config.max_position_embeddings
+            piece = Piece(
+                f"{root}{names.positions}.weight",
+                own.position_offset,
+                config.max_position_embeddings,
+                total,
+            )
+            plan[f"{stack}.positions"] = Part((piece,), hidden)
+        if own.relative_buckets:
+            buckets = _whole(f"{root}{names.relative}.weight", own.relative_buckets)
+            plan[f"{stack}.relative"] = Part((buckets,), config.num_heads)
+        for ours, theirs in (("embedding_norm", names.embedding_norm), ("norm", names.norm)):
+            plan |= _norm(f"{stack}.{ours}", root + theirs, hidden, config) if theirs else {}
+        for number, layer in enumerate(numbers):
+            source = f"{root}{names.layers}.{number}."
+            parts = _layer(config, names, source) | _mlp(config, names, source)
+            parts |= _cross(config, names, source) if names.cross else {}
+            plan |= {f"{layer}.{name}": part for name, part in parts.items()}
+    return plan
+
+
+def _cross(config: ModelConfig, names: Names, source: str) -> dict[str, Part]:
+    q, k, v, out = (source + name for name in names.cross)
+    hidden, biased = config.hidden_size, config.attention_bias
+    kv = (_whole(k, config.kv_size), _whole(v, config.kv_size))
+    return {
+        **_linear("cross_q", (_whole(q, config.q_size),), hidden, biased, config),
+        **_linear("cross_kv", kv, hidden, biased, config),
+        **_linear("cross_out", (_whole(out, hidden),), config.q_size, config.attention_out_bias, config),
+    }
+
+
+def _root(names: Names, stored: Collection[str]) -> str:
+    """The first of the roots that the checkpoint has."""
+    present = (root for root in names.roots if any(name.startswith(root) for name in stored))
+    return next(present, names.roots[0])
 
 
 def _names(config: ModelConfig) -> Names:

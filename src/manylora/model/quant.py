@@ -1,22 +1,21 @@
-"""Weights into fewer bits, and back from a checkpoint that `manylora build` wrote."""
+"""Weights into fewer bits, and quantised pieces of a checkpoint into one weight."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from manylora.errors import ConfigError
-from manylora.kernels.quantised import QuantisedWeight
-from manylora.quant import QuantAlgo, QuantConfig
+from manylora.kernels.quantised import QuantisedWeight, StackedWeight
+from manylora.quant import SERVED, QuantAlgo, QuantConfig
+from manylora.quant_checkpoint import CheckpointQuant
 
-__all__ = ["PARTS", "chosen", "is_linear", "quantise", "read_quantised", "stored_names", "stored_parts"]
+__all__ = ["check_asked", "chosen", "is_linear", "quantise", "stacked"]
 
-LINEARS = ("qkv.weight", "out.weight", "up_gate.weight", "down.weight")
-PARTS = ("qweight", "scales", "offsets")
-"""What stands in a built checkpoint in the place of `weight`; without offsets with 8 bits."""
+LINEARS = ("qkv.weight", "out.weight", "up_gate.weight", "down.weight", "cross_q.weight", "cross_kv.weight")
 SMALLEST_GROUP = 32
 FP8_MAX = 448.0
 
@@ -54,49 +53,60 @@ def quantise(weight: Tensor, config: QuantConfig) -> QuantisedWeight:
     return QuantisedWeight(halves[:, ::2] | (halves[:, 1::2] << 4), scales, offsets)
 
 
-def stored_parts(source: str, names: Mapping[str, Any]) -> dict[str, str]:
-    """Part -> name of a quantised weight in a checkpoint; empty when `source` is there as it is, or not."""
-    stem = source.removesuffix("weight")
-    if stem + PARTS[0] not in names:
-        return {}
-    return {part: stem + part for part in PARTS if part != "offsets" or stem + part in names}
+def stacked(pieces: Sequence[Tensor | QuantisedWeight]) -> Tensor | QuantisedWeight | StackedWeight:
+    """Weights of the same inputs as one, or as parts where they are not held in the same way."""
+    runs: list[list[Any]] = []
+    for piece in pieces:
+        if runs and _alike(runs[-1][0], piece):
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    parts = tuple(_cat(run) for run in runs)
+    return parts[0] if len(parts) == 1 else StackedWeight(parts, tuple(part.shape[0] for part in parts))
 
 
-def stored_names(source: str, names: Mapping[str, Any]) -> set[str]:
-    """The tensors of a checkpoint that make up the weight `source`."""
-    return set(stored_parts(source, names).values()) or {source}
+def check_asked(config: QuantConfig | None, stored: CheckpointQuant | None, is_quantised: bool) -> None:
+    """Whether what is asked can be had of a checkpoint. is_quantised: it holds quantised weights.
+
+    Raises ConfigError."""
+    if config is None or config.quant_algo in (None, QuantAlgo.NO_QUANT):
+        return
+    if is_quantised:
+        algo = None if stored is None else stored.algo
+        if config.quant_algo != algo or config.exclude_modules:
+            already = "already" if algo is None else f"already, in {algo}"
+            raise ConfigError(f"the model directory is quantised {already}: leave quant_algo out")
+    elif not config.any_weights:
+        raise ConfigError(
+            f"quant_algo {config.quant_algo} needs a checkpoint that was calibrated so, and this one holds "
+            f"plain weights; use {' or '.join(SERVED)}"
+        )
 
 
-def read_quantised(
-    pieces: Sequence[tuple[str, int, int]],
-    columns: int,
-    names: Mapping[str, Any],
-    read: Callable[[str, slice], Tensor],
-    dtype: torch.dtype,
-) -> QuantisedWeight:
-    """Rows of stored weights, stacked; pieces: source, first row, number of rows. Raises ConfigError naming a
-    tensor that does not fit."""
-    found: list[dict[str, Tensor]] = []
-    sources = [source for source, _, _ in pieces]
-    for source, start, count in pieces:
-        stored = stored_parts(source, names)
-        parts = {part: read(name, slice(start, start + count)) for part, name in stored.items()}
-        if "scales" not in parts:
-            raise ConfigError(f"{source} is not quantised, and layers it is fused with are; build it again")
-        four = parts["qweight"].dtype == torch.uint8
-        wanted = (count, columns // 2 if four else columns)
-        if tuple(parts["qweight"].shape) != wanted or len(parts["scales"]) != count:
-            raise ConfigError(
-                f"{stored_parts(source, names)['qweight']} must be {wanted} by config.json, got "
-                f"{tuple(parts['qweight'].shape)}"
-            )
-        found.append(parts)
-    if len({tuple(sorted(parts)) for parts in found}) > 1:
-        raise ConfigError(f"{sources[0]} and {sources[-1]} are quantised differently; build it again")
-    made = {part: torch.cat([parts[part] for parts in found]) for part in found[0]}
-    offsets = made.get("offsets")
+def _alike(one: Tensor | QuantisedWeight, other: Tensor | QuantisedWeight) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor)
+    same = one.values.dtype == other.values.dtype and one.scales.shape[1] == other.scales.shape[1]
+    for a, b in ((one.offsets, other.offsets), (one.zeros, other.zeros), (one.order, other.order)):
+        same = same and (a is None) == (b is None)
+    if same and one.order is not None and other.order is not None:
+        same = torch.equal(one.order, other.order)
+    return same
+
+
+def _cat(run: Sequence[Any]) -> Tensor | QuantisedWeight:
+    first = run[0]
+    if len(run) == 1:
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat(list(run))
+
+    def joined(name: str) -> Any:
+        parts = [getattr(piece, name) for piece in run]
+        return None if parts[0] is None else torch.cat(parts)
+
     return QuantisedWeight(
-        made["qweight"], made["scales"].to(dtype), None if offsets is None else offsets.to(dtype)
+        joined("values"), joined("scales"), joined("offsets"), joined("zeros"), first.order
     )
 
 

@@ -14,19 +14,23 @@ from torch import Tensor
 from manylora.config import ModelConfig
 from manylora.device import Device
 from manylora.errors import ConfigError
-from manylora.kernels.quantised import QuantisedWeight
+from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.model.decoder import Decoder
-from manylora.model.plan import Part, checkpoint_plan, unused_names
-from manylora.model.quant import chosen, quantise, read_quantised, stored_names, stored_parts
+from manylora.model.encoder_decoder import EncoderDecoder
+from manylora.model.plan import Part, Piece, checkpoint_plan, unused_names
+from manylora.model.quant import check_asked, chosen, quantise, stacked
 from manylora.quant import QuantConfig
+from manylora.weight_formats.stored import StoredWeights
 
-__all__ = ["adapter_dtype", "check_names", "compute_dtype", "load_decoder", "open_checkpoint"]
+__all__ = [
+    "adapter_dtype", "check_names", "compute_dtype", "load_decoder", "open_checkpoint", "read_whole",
+]  # fmt: skip
 
 # Buffers that some checkpoints carry and that the configuration determines; the biases are causal masks.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bias")
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 
 def compute_dtype(choice: str, config: ModelConfig, device: Device) -> torch.dtype:
@@ -54,24 +58,25 @@ def load_decoder(
     device: Device,
     max_seq_len: int | None = None,
     quant: QuantConfig | None = None,
-) -> Decoder:
+) -> Decoder | EncoderDecoder:
     """Weights of `model_dir` in `dtype` on `device`, for sequences of up to max_seq_len tokens (None: what
     the model allows), linear layers as `quant` says or as they are stored. Raises ConfigError naming a
     missing, unknown or wrongly shaped tensor, or a broken file."""
     with ExitStack() as stack:
         files = open_checkpoint(Path(model_dir), stack)
         plan = checkpoint_plan(config, files)
-        check_names(files, plan, config, quant)
+        stored = check_names(files, plan, config, quant)
         weights: dict[str, Any] = {}
         for name, part in plan.items():  # packed one by one, so that no more than one matrix is here twice
-            tensor = _read(part, files, _dtype_here(name, part, files, dtype, device), device)
+            tensor = _read(name, part, files, stored, dtype, device)
             sources = [piece.source for piece in part.pieces]
             if quant and isinstance(tensor, Tensor) and chosen(name, sources, quant):
                 tensor = quantise(tensor.to(dtype), quant)
             weights[name] = device.ops.pack(tensor, ".expert." in name) if part.is_matrix else tensor
-    if config.tie_word_embeddings:
+    if "head.weight" not in weights:  # it is the embedding
         weights["head.weight"] = device.ops.pack(weights["embed"])
-    return Decoder(config, weights, dtype, device.ops, max_seq_len)
+    model = Decoder if config.encoder is None else EncoderDecoder
+    return model(config, weights, dtype, device.ops, max_seq_len)
 
 
 def _dtype_here(
@@ -113,47 +118,91 @@ def open_checkpoint(model_dir: Path, stack: ExitStack) -> dict[str, Any]:
 
 def check_names(
     files: dict[str, Any], plan: dict[str, Part], config: ModelConfig, quant: QuantConfig | None
-) -> None:
-    """Raises ConfigError unless the checkpoint has what the plan names, and nothing else."""
+) -> StoredWeights:
+    """Which weights are stored quantised. Raises ConfigError unless the checkpoint has what the plan names,
+    and nothing else, and can be had as `quant` asks."""
+    stored = StoredWeights(config.quant, files.keys())
     sources = {piece.source for part in plan.values() for piece in part.pieces}
-    wanted = {name for source in sources for name in stored_names(source, files)}
-    if quant and quant.any_weights and wanted != sources:
-        raise ConfigError("the model directory is quantised already: leave quant_algo out")
+    wanted = {name for source in sources for name in stored.names(source)}
+    check_asked(quant, config.quant, wanted != sources)
     missing = sorted(wanted - files.keys())
     if missing:
         raise ConfigError(f"the checkpoint lacks {missing[0]} ({len(missing)} tensors missing)")
     unused = unused_names(config)
     rest = files.keys() - wanted
     unknown = {n for n in rest if not n.endswith(IGNORED_SUFFIXES) and not n.startswith(unused)}
+    unknown = {n for n in unknown if not stored.is_left_out(n) or _adds(n, files, stored)}
     if unknown:
         raise ConfigError(
             f"the checkpoint holds {min(unknown)}, which {config.architecture} with this config.json does "
             f"not use ({len(unknown)} such tensors)"
         )
+    return stored
 
 
-def _read(part: Part, files: dict[str, Any], dtype: torch.dtype, device: Device) -> Tensor | QuantisedWeight:
-    if any(stored_parts(piece.source, files) for piece in part.pieces):
-        return read_quantised(
-            [(piece.source, piece.start, piece.rows) for piece in part.pieces],
-            part.shape[1],
-            files,
-            lambda name, rows: files[name].get_slice(name)[rows].to(device.torch),
-            dtype,
-        )
+def _adds(name: str, files: dict[str, Any], stored: StoredWeights) -> bool:
+    """Whether this is a bias that the model has no place for, and not one of zeros."""
+    return stored.is_spare_bias(name) and bool(files[name].get_tensor(name).any())
+
+
+def _read(
+    name: str, part: Part, files: dict[str, Any], stored: StoredWeights, dtype: torch.dtype, device: Device
+) -> Tensor | QuantisedWeight | StackedWeight:
+    """dtype: what is computed in."""
+    if any(stored.parts(piece.source) for piece in part.pieces):
+        return _read_quantised(part, files, stored, dtype, device)
+    dtype = _dtype_here(name, part, files, dtype, device)
     fused = torch.empty(part.shape, dtype=dtype, device=device.torch)
     start = 0
     for piece in part.pieces:
-        tensor, expected = files[piece.source].get_slice(piece.source), part.stored_shape(piece)
-        if tuple(tensor.get_shape()) != expected:
-            raise ConfigError(
-                f"{piece.source} must be {expected} by config.json, got {tuple(tensor.get_shape())}"
-            )
-        rows = slice(piece.start, piece.start + piece.rows)
-        if piece.experts:
-            values = tensor[piece.expert, rows]
-        else:
-            values = tensor[:, rows].T if part.transposed else tensor[rows]
-        fused[start : start + piece.rows].copy_(values)
+        fused[start : start + piece.rows].copy_(_plain_rows(part, piece, files))
         start += piece.rows
     return fused.add_(1) if part.plus_one else fused
+
+
+def _plain_rows(part: Part, piece: Piece, files: dict[str, Any]) -> Tensor:
+    tensor, expected = files[piece.source].get_slice(piece.source), part.stored_shape(piece)
+    if tuple(tensor.get_shape()) != expected:
+        raise ConfigError(
+            f"{piece.source} must be {expected} by config.json, got {tuple(tensor.get_shape())}"
+        )
+    if tensor.get_dtype() not in STORED:
+        raise ConfigError(
+            f"{piece.source} is stored as {tensor.get_dtype()}, and nothing says how; plain weights are "
+            + ", ".join(STORED)
+        )
+    rows = slice(piece.start, piece.start + piece.rows)
+    if piece.experts:
+        return tensor[piece.expert, rows]
+    return tensor[:, rows].T if part.transposed else tensor[rows]
+
+
+def _read_quantised(
+    part: Part, files: dict[str, Any], stored: StoredWeights, dtype: torch.dtype, device: Device
+) -> Tensor | QuantisedWeight | StackedWeight:
+    """Each source is read once, whole: in some layouts its rows lie side by side."""
+    whole: dict[str, QuantisedWeight] = {}
+    pieces: list[Tensor | QuantisedWeight] = []
+    for piece in part.pieces:
+        source = piece.source
+        if not stored.parts(source):
+            pieces.append(_plain_rows(part, piece, files).to(device.torch, dtype))
+            continue
+        if source not in whole:
+            whole[source] = read_whole(source, piece.total, part.columns, files, stored, device.torch).to(
+                dtype
+            )
+        pieces.append(whole[source].rows(slice(piece.start, piece.start + piece.rows)))
+    return stacked(pieces)
+
+
+def read_whole(
+    source: str, rows: int, columns: int, files: dict[str, Any], stored: StoredWeights, device: torch.device
+) -> QuantisedWeight:
+    """A quantised weight as it is stored, [rows, columns]. Raises ConfigError."""
+    found = stored.read(source, columns, lambda name: files[name].get_tensor(name).to(device))
+    if found.shape != (rows, columns):
+        raise ConfigError(
+            f"{source.removesuffix('.weight')} must be {(rows, columns)} by config.json, got {found.shape}"
+        )
+    return found

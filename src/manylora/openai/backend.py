@@ -234,10 +234,10 @@ class Backend:
             lora = LoraInput(task_id, name=call.adapter)
             if attempt > 0 or not here:
                 call.version, read = await self.catalog.tensors(call.version)
-                tensors = read.weights, read.config
                 lora = LoraInput(
                     call.version.task_id,
-                    *tensors,
+                    read.weights,
+                    read.config,
                     name=call.adapter,
                     extras=read.extras,
                     checked=read.checked,

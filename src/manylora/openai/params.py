@@ -57,8 +57,14 @@ def plan(
 ) -> Plan:
     """Raises ApiError, and what the engine's parameters raise."""
     top = _top(body)
-    max_tokens, prompt_only = _max_tokens(body, num_prompt, limits)
     echo = isinstance(body, CompletionRequest) and body.echo
+    if model.encoder is not None:
+        if echo:
+            raise ApiError(
+                400, "unsupported_field", "echo is not supported on encoder-decoder models", "echo"
+            )
+        num_prompt = 1  # the prompt is the encoder's; the decoder has its start
+    max_tokens, prompt_only = _max_tokens(body, num_prompt, limits)
     best_of = body.best_of if isinstance(body, CompletionRequest) else None
     if body.stream and best_of is not None and best_of != body.n:
         raise ApiError(400, "unsupported_field", "best_of other than n needs stream false", "best_of")

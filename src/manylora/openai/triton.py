@@ -113,6 +113,14 @@ class TritonModel:
         """A request as the inputs of this model. Raises ApiError for what it cannot take: a stream with an
         unknown input would be refused by Triton as well, and leave a reference to the model behind."""
         self._check(request.params)
+        if request.lora is not None and request.lora.extras:
+            raise ApiError(
+                422,
+                "adapter_not_sendable",
+                f"the adapter has {request.lora.extras[0].name}, which a request to Triton cannot carry: put "
+                "its directory into the server's lora_catalog_dir, or serve with an engine of this process",
+                "model",
+            )
         request = request if self.decoupled else replace(request, streaming=False)
         lora = request.lora
         if lora is not None and lora.extras:

@@ -13,6 +13,7 @@ __all__ = ["TO_ENGINE", "TO_PREPROCESSING", "check_inputs", "items", "told_outpu
 
 TO_PREPROCESSING = {
     "text_input": "QUERY",
+    "decoder_text_input": "DECODER_QUERY",
     "max_tokens": "REQUEST_OUTPUT_LEN",
     "bad_words": "BAD_WORDS_DICT",
     "stop_words": "STOP_WORDS_DICT",
@@ -35,7 +36,7 @@ TO_ENGINE = {
     "length_penalty": "len_penalty",
     "stream": "streaming",
 } | {name: name for name in SAME}
-REFUSED = ("decoder_text_input", "image_input", "image_bytes_input", "image_url_input", "video_bytes_input")
+REFUSED = ("image_input", "image_bytes_input", "image_url_input", "video_bytes_input")
 
 
 def check_inputs(values: Mapping[str, np.ndarray], accumulate: bool, has_draft_model: bool) -> None:

@@ -19,7 +19,7 @@ Tensors = dict[str, np.ndarray]
 def request_tensors(request: Request) -> Tensors:
     """Inputs by name, each with a leading batch dimension of 1. What has its default is left out.
 
-    Prompt tables, drafts, retention and beams are not told: nothing that calls this asks for them.
+    Prompt tables, drafts, retention, beams and decoder prompts are not told: no caller of this asks for them.
     """
     params = request.params
     found: Tensors = {

@@ -51,8 +51,14 @@ def is_stop(arrays: Arrays) -> bool:
     return "stop" in arrays and bool(np.any(arrays["stop"]))
 
 
-def decode_requests(arrays: Arrays, request_id: str, decoupled: bool) -> list[Decoded]:
-    """One for each item of the batch. Raises RequestError."""
+def decode_requests(
+    arrays: Arrays, request_id: str, decoupled: bool, has_encoder: bool = False
+) -> list[Decoded]:
+    """One for each item of the batch. Raises RequestError.
+
+    has_encoder: the model reads input_ids with an encoder, and its decoder goes on from decoder_input_ids; a
+    decoder alone takes no notice of the latter, which the ensemble always sends.
+    """
     sizes = {name: len(array) for name, array in arrays.items()}
     batch = sizes.get("input_lengths", 1)
     for name, size in sizes.items():
@@ -67,7 +73,7 @@ def decode_requests(arrays: Arrays, request_id: str, decoupled: bool) -> list[De
         raise RequestError(
             "Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction policy"
         )
-    return [_decode(_Item(arrays, index), request_id, decoupled) for index in range(batch)]
+    return [_decode(_Item(arrays, index), request_id, decoupled, has_encoder) for index in range(batch)]
 
 
 def word_list(array: np.ndarray | None) -> tuple[tuple[int, ...], ...]:
@@ -85,7 +91,7 @@ def word_list(array: np.ndarray | None) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(ids[start:stop]) for start, stop in zip([0, *stops], stops, strict=False))
 
 
-def _decode(item: _Item, request_id: str, decoupled: bool) -> Decoded:
+def _decode(item: _Item, request_id: str, decoupled: bool, has_encoder: bool) -> Decoded:
     streaming = bool(item.scalar("streaming", False))
     sequences = item.scalar("num_return_sequences", 1)
     width = item.scalar("beam_width", 1) or 1
@@ -94,8 +100,12 @@ def _decode(item: _Item, request_id: str, decoupled: bool) -> Decoded:
     if sequences > 1 and width == 1 and not decoupled:
         raise RequestError("num_return_sequences > 1 is only supported in decoupled mode.")
     table = item.row("prompt_embedding_table")
+    prompt = _prompt(item, "input")
+    if prompt is None:
+        raise RequestError("A value is required for input_ids")
     request = Request(
-        prompt=_prompt(item),
+        prompt=(_prompt(item, "decoder_input") or ()) if has_encoder else prompt,
+        encoder_prompt=prompt if has_encoder else (),
         params=_params(item, sequences, width),
         lora=_lora(item),
         streaming=streaming,
@@ -112,16 +122,17 @@ def _decode(item: _Item, request_id: str, decoupled: bool) -> Decoded:
     )
 
 
-def _prompt(item: _Item) -> tuple[int, ...]:
-    ids = item.row("input_ids")
+def _prompt(item: _Item, name: str) -> tuple[int, ...] | None:
+    """name: input or decoder_input."""
+    ids = item.row(f"{name}_ids")
     if ids is None:
-        raise RequestError("A value is required for input_ids")
+        return None
     if ids.ndim != 1:
-        raise RequestError("Invalid format for input_ids")
-    length = item.scalar("input_lengths", ids.size)
+        raise RequestError(f"Invalid format for {name}_ids")
+    length = item.scalar(f"{name}_lengths", ids.size)
     if not 0 <= length <= ids.size:
         raise RequestError(
-            f"Invalid input_ids length. Expected length {length} (input_lengths), got length {ids.size}"
+            f"Invalid {name}_ids length. Expected length {length} ({name}_lengths), got length {ids.size}"
         )
     return tuple(ids[:length].tolist())
 

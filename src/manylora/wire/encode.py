@@ -16,6 +16,7 @@ __all__ = ["WINDOW", "Reply", "merge", "merge_waiting"]
 WINDOW = 128
 """Ids before a chunk that its text may depend on. More only for a run of byte tokens longer than this."""
 
+_NOTHING = np.empty((1, 1, 0), np.int32)
 
 Item = tuple[Any, "Reply | None", Any] | None
 """(call, reply, event) that waits to be sent; reply None: an error or an empty answer; None: the end."""
@@ -30,8 +31,10 @@ class Reply:
     exclude_input: bool
     statistics: bool = False
     logits_dtype: str = "float32"
-    _sent: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    _sent: dict[int, np.ndarray] = field(default_factory=lambda: defaultdict(lambda: _NOTHING))
     _log_probs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    _context_logits: np.ndarray | None = None
+    _vocab_size: int = 0
 
     def encode(self, event: Event) -> list[tuple[str, np.ndarray]]:
         """Tensors of one response, `output_ids` first. Leading dimension 1."""
@@ -45,11 +48,8 @@ class Reply:
         ]
         if params.return_log_probs:
             tensors += self._log_prob_tensors(event)
-        for name in ("context_logits", "generation_logits"):
-            logits = getattr(event, name)
-            if logits is not None:
-                logits = logits if name == "context_logits" else logits[np.newaxis]
-                tensors.append((name, logits[np.newaxis].astype(self.logits_dtype)))
+        if params.return_context_logits or params.return_generation_logits:
+            tensors += self._logits_tensors(event)
         if self.batch_index is not None:
             tensors.append(("batch_index", np.array([[self.batch_index]], np.int32)))
         if params.num_return_sequences > 1 and not event.beams:
@@ -57,11 +57,12 @@ class Reply:
         if self.statistics and event.metrics is not None:
             tensors += _statistics(event.metrics)
         if streaming:
-            window = self._sent[event.sequence_index][-WINDOW:]
-            self._sent[event.sequence_index] = window + list(event.token_ids)
-            tensors.append(("previous_ids", _table([window], np.int32)))
-        reason = event.finish_reason.value if event.finish_reason else ""
-        tensors.append(("finish_reason", _text(reason)))
+            window = self._sent[event.sequence_index]
+            tensors.append(("previous_ids", window))
+            new = np.array([[event.token_ids]], np.int32)
+            self._sent[event.sequence_index] = np.concatenate((window, new), axis=2)[:, :, -WINDOW:]
+        if event.finish_reason is not None:
+            tensors.append(("finish_reason", _text(event.finish_reason.value)))
         if event.metrics is not None and event.metrics.adapter_tier:
             tensors.append(("lora_cache_tier", _text(event.metrics.adapter_tier)))
         return tensors
@@ -79,6 +80,23 @@ class Reply:
             ("output_log_probs", _table(rows, np.float32)),
         ]
 
+    def _logits_tensors(self, event: Event) -> list[tuple[str, np.ndarray]]:
+        """Whoever asks for logits finds both in every response of a stream: [1, prompt, vocab] of the whole
+        prompt, [1, 1, tokens, vocab] of the new tokens."""
+        if event.context_logits is not None:
+            self._context_logits = event.context_logits[np.newaxis].astype(self.logits_dtype)
+        rows = event.generation_logits
+        if rows is not None:
+            self._vocab_size = rows.shape[-1]
+        elif self._vocab_size and self.request.params.return_generation_logits:
+            rows = np.empty((0, self._vocab_size))
+        tensors = []
+        if self._context_logits is not None:
+            tensors.append(("context_logits", self._context_logits))
+        if rows is not None:
+            tensors.append(("generation_logits", rows[np.newaxis, np.newaxis].astype(self.logits_dtype)))
+        return tensors
+
 
 def merge(events: Sequence[Event]) -> Event:
     """Consecutive events of one sequence as one."""
@@ -88,8 +106,13 @@ def merge(events: Sequence[Event]) -> Event:
         token_ids=tuple(token for event in events for token in event.token_ids),
         log_probs=tuple(value for event in events for value in event.log_probs),
         context_logits=events[0].context_logits,
-        generation_logits=_rows([e.generation_logits for e in events if e.generation_logits is not None]),
+        generation_logits=_joined([event.generation_logits for event in events]),
     )
+
+
+def _joined(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    rows = [part for part in parts if part is not None]
+    return np.concatenate(rows) if rows else None
 
 
 def merge_waiting(batch: Sequence[Item]) -> list[Item]:
@@ -111,12 +134,10 @@ def merge_waiting(batch: Sequence[Item]) -> list[Item]:
     return result
 
 
-def _rows(parts: Sequence[np.ndarray]) -> np.ndarray | None:
-    return np.concatenate(parts) if parts else None
-
-
 def _table(rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
     """[1, rows, longest row]; shorter ones end in -1."""
+    if len(rows) == 1:
+        return np.array([rows], dtype)
     table: np.ndarray = np.full((1, len(rows), max(map(len, rows))), -1, dtype)
     for i, row in enumerate(rows):
         table[0, i, : len(row)] = row

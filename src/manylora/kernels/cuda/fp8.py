@@ -58,7 +58,9 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty((rows, width), dtype=torch.uint8, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     if rows:
-        _quantise[(rows,)](x, codes, scales, x.stride(0), WIDTH=width, BLOCK=triton.next_power_of_2(width))
+        block = triton.next_power_of_2(width)
+        warps = 4 if block <= 2048 else 8 if block <= 8192 else 16  # a row fits into their registers
+        _quantise[(rows,)](x, codes, scales, x.stride(0), WIDTH=width, BLOCK=block, num_warps=warps)
     return codes.view(FP8), scales
 
 

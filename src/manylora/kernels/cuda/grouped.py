@@ -149,6 +149,7 @@ def _launch(
     num_out, num_in = table.shape
     y = torch.empty((x.shape[0], num_out), dtype=x.dtype, device=x.device)
     block_n = 64 if tile_size == 16 else 128
+    block_k = 128 // x.element_size()  # so that the stages of any dtype fit into shared memory
     per_output = table.groups == 1 and not table.has_offsets
     if count:
         _grouped[(count, triton.cdiv(num_out, block_n))](
@@ -156,6 +157,6 @@ def _launch(
             x.shape[0], num_in, num_out,
             KIND=table.kind, GROUP=0 if per_output or not table.groups else num_in // table.groups,
             OFFSETS=table.has_offsets, TILED=tiles is not None, BIASED=bias is not None, TILE=TILE,
-            POINTERS=POINTERS, BLOCK_M=tile_size, BLOCK_N=block_n, BLOCK_K=64, WIDEN=widens(x.dtype),
+            POINTERS=POINTERS, BLOCK_M=tile_size, BLOCK_N=block_n, BLOCK_K=block_k, WIDEN=widens(x.dtype),
         )  # fmt: skip
     return y

@@ -1,47 +1,76 @@
-"""Keys and values of a step into their pages, both in one launch."""
+"""Queries and keys rotated, keys and values into their pages, all in one launch."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from manylora.kernels.cuda.fp8 import FP8, _to_e4m3, as_bytes
+from manylora.kernels.spec import Rotary
 
-__all__ = ["store_kv"]
+__all__ = ["rotate_and_store"]
 
 
 @triton.jit
-def _store(
-    k, v, k_cache, v_cache, slots, k_stride, v_stride, WIDTH: tl.constexpr, NARROW: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _rotated(x, cos, sin, row, d, DIM: tl.constexpr, HALF: tl.constexpr):
+    """One head, in float32; x points to it. Elements from 2 * HALF on are left as they are."""
+    values = tl.load(x + d, mask=d < DIM, other=0).to(tl.float32)
+    if HALF > 0:
+        turned = d < 2 * HALF
+        other = tl.load(x + tl.where(d < HALF, d + HALF, d - HALF), mask=turned, other=0).to(tl.float32)
+        angle = row * (2 * HALF) + d
+        c = tl.load(cos + angle, mask=turned, other=0).to(tl.float32)
+        s = tl.load(sin + angle, mask=turned, other=0).to(tl.float32)
+        values = tl.where(turned, values * c + tl.where(d < HALF, -other, other) * s, values)
+    return values
+
+
+@triton.jit
+def _rotate_store(
+    q, k, v, cos, sin, q_out, k_cache, v_cache, slots, q_row, q_head, k_row, k_head, v_row, v_head,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    NARROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row)
-    if slot < 0:
-        return
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    to = slot * WIDTH + column
-    keys = tl.load(k + row * k_stride + column, mask=inside)
-    values = tl.load(v + row * v_stride + column, mask=inside)
-    if NARROW:
-        keys, values = _to_e4m3(keys.to(tl.float32)), _to_e4m3(values.to(tl.float32))
-    tl.store(k_cache + to, keys, mask=inside)
-    tl.store(v_cache + to, values, mask=inside)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, BLOCK)
+    inside = d < DIM
+    if head >= KV_HEADS:  # a query's
+        number = head - KV_HEADS
+        turned = _rotated(q + row * q_row + number * q_head, cos, sin, row, d, DIM, HALF)
+        to = q_out + (row * HEADS + number) * DIM + d
+        tl.store(to, turned.to(q_out.dtype.element_ty), mask=inside)
+    else:
+        slot = tl.load(slots + row)
+        if slot >= 0:
+            to = (slot * KV_HEADS + head) * DIM + d
+            # Rounded to the dtype that keys have before they are narrowed, as without this kernel.
+            keys = _rotated(k + row * k_row + head * k_head, cos, sin, row, d, DIM, HALF).to(
+                k.dtype.element_ty
+            )
+            values = tl.load(v + row * v_row + head * v_head + d, mask=inside, other=0)
+            if NARROW:
+                keys, values = _to_e4m3(keys.to(tl.float32)), _to_e4m3(values.to(tl.float32))
+            tl.store(k_cache + to, keys, mask=inside)
+            tl.store(v_cache + to, values, mask=inside)
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Semantics: k_cache.view(-1, H, D)[slots] = k, the same for v; rows with slot -1 are left out.
-
-    k, v [T, H, D], last two dimensions contiguous; caches [blocks, tokens_per_block, H, D], contiguous, of
-    k's dtype or float8_e4m3fn; slots [T] int64.
-    """
-    rows, heads, dim = k.shape
-    width = heads * dim
-    block = min(1024, triton.next_power_of_2(width))
-    grid = (rows, triton.cdiv(width, block))
-    _store[grid](
-        k, v, as_bytes(k_cache), as_bytes(v_cache), slots, k.stride(0), v.stride(0), WIDTH=width,
-        NARROW=k_cache.dtype == FP8, BLOCK=block,
+def rotate_and_store(
+    q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+) -> Tensor:
+    """As `Ops.rotate_and_store`; caches contiguous; slots [T] int64. Rows with slot -1 are not stored."""
+    rows, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    if rotary is None:
+        cos = sin = out = q
+    else:
+        cos, sin = rotary
+        out = torch.empty((rows, heads, dim), dtype=q.dtype, device=q.device)
+    _rotate_store[(rows, kv_heads if rotary is None else kv_heads + heads)](
+        q, k, v, cos, sin, out, as_bytes(k_cache), as_bytes(v_cache), slots, q.stride(0), q.stride(1),
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=0 if rotary is None else cos.shape[1] // 2,
+        NARROW=k_cache.dtype == FP8, BLOCK=triton.next_power_of_2(dim), num_warps=1,
     )  # fmt: skip
+    return out

@@ -14,9 +14,17 @@ from manylora.kernels.cuda.grouped import WeightTable, grouped_linear, weight_ta
 from manylora.kernels.cuda.plan import MODULES, PLACE, Places, plan_lora
 from manylora.kernels.cuda.quantised import QuantisedLinears
 from manylora.kernels.cuda.tables import MIN_SPLIT_KEYS, PagedBatch, PlannedLora, plan_attention
-from manylora.kernels.quantised import PackedInt4, QuantisedWeight
+from manylora.kernels.quantised import PackedInt4, QuantisedWeight, StackedWeight
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import AttentionBatch, BatchLimits, ExpertPairs, LoraBatch, LoraTarget, Weight
+from manylora.kernels.spec import (
+    AttentionBatch,
+    BatchLimits,
+    ExpertPairs,
+    LoraBatch,
+    LoraTarget,
+    Rotary,
+    Weight,
+)
 
 __all__ = ["CudaOps"]
 
@@ -70,9 +78,13 @@ class CudaOps(ReferenceOps):
         )
         return paged, planned
 
-    def pack(self, weight: Tensor | QuantisedWeight, routed: bool = False) -> Weight:
-        if isinstance(weight, Tensor) or routed:
+    def pack(self, weight: Tensor | QuantisedWeight | StackedWeight, routed: bool = False) -> Weight:
+        if isinstance(weight, StackedWeight):
+            return weight.map(self.pack)
+        if isinstance(weight, Tensor):
             return weight
+        if routed:  # the experts' kernel knows neither zeros nor orders
+            return weight if weight.is_plain else weight.wide()
         return self._quantised.pack(weight)
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
@@ -114,8 +126,17 @@ class CudaOps(ReferenceOps):
         assert isinstance(batch, PlannedLora) and isinstance(pairs, routing.DevicePairs)
         self._add(y, x, batch, layer, targets, None, pairs.lora_tiles, pairs.lora_tile_size)
 
-    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
-        kv.store_kv(k, v, k_cache, v_cache, batch.slots)
+    def rotate_and_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary: Rotary | None,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        return kv.rotate_and_store(q, k, v, rotary, k_cache, v_cache, batch.slots)
 
     def attention(
         self,
@@ -138,9 +159,6 @@ class CudaOps(ReferenceOps):
 
     def gated(self, y: Tensor, activation: str) -> Tensor:
         return rows.gated(y, activation)
-
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return rows.rotary(x, cos, sin)
 
     def _add(
         self,

@@ -18,7 +18,10 @@ from manylora.kernels.cuda.fp8 import FP8, quantise_rows
 from manylora.kernels.cuda.grouped import quantised_rows, weight_table
 from manylora.kernels.quantised import INT4_GROUPS, PackedInt4, QuantisedWeight, quantised_linear
 
-__all__ = ["KERNELS", "QuantisedKernel", "QuantisedLinears"]
+__all__ = [
+    "KERNELS", "QuantisedKernel", "QuantisedLinears", "ScaledAfterwards", "ScaledRows", "TorchInt4",
+    "TorchInt8", "Widened",
+]  # fmt: skip
 
 logger = logging.getLogger("manylora")
 
@@ -167,7 +170,7 @@ class QuantisedLinears:
 
     def pack(self, weight: QuantisedWeight) -> QuantisedWeight | PackedInt4:
         """A weight in the form its kernel likes best; the original may be let go."""
-        for kernel in self._kernels:
+        for kernel in self._kernels if weight.is_plain else ():
             if kernel.takes(weight) and self._passes(kernel, weight):
                 packed = kernel.pack(weight)
                 self._ready[id(packed)] = packed, kernel, kernel.prepare(packed)

@@ -1,4 +1,4 @@
-"""Row-wise operations in one launch each, in float32: RMSNorm, gated activations, the rotary embedding."""
+"""Row-wise operations in one launch each, in float32: RMSNorm, with a sum before it, gated activations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["add_rms_norm", "gated", "rms_norm", "rotary"]
+__all__ = ["add_rms_norm", "gated", "rms_norm"]
 
 
 @triton.jit
@@ -49,21 +49,9 @@ def _gated(y, out, y_stride, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.
     tl.store(out + row * WIDTH + column, (rounded * up).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _rotary(x, cos, sin, out, x_stride, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    d = tl.arange(0, BLOCK)
-    inside = d < HALF
-    source, target = x + row * x_stride + head * 2 * HALF + d, out + (row * HEADS + head) * 2 * HALF + d
-    angle = row * 2 * HALF + d
-    x1 = tl.load(source, mask=inside, other=0).to(tl.float32)
-    x2 = tl.load(source + HALF, mask=inside, other=0).to(tl.float32)
-    c1 = tl.load(cos + angle, mask=inside, other=0).to(tl.float32)
-    c2 = tl.load(cos + angle + HALF, mask=inside, other=0).to(tl.float32)
-    s1 = tl.load(sin + angle, mask=inside, other=0).to(tl.float32)
-    s2 = tl.load(sin + angle + HALF, mask=inside, other=0).to(tl.float32)
-    tl.store(target, (x1 * c1 - x2 * s1).to(out.dtype.element_ty), mask=inside)
-    tl.store(target + HALF, (x2 * c2 + x1 * s2).to(out.dtype.element_ty), mask=inside)
+def _warps(block: int) -> int:
+    """A row is one program's: its elements shall fit into the registers."""
+    return 4 if block <= 2048 else 8 if block <= 8192 else 16
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -71,9 +59,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     width = x.shape[-1]
+    block = triton.next_power_of_2(width)
     if x.numel():
         _rms_norm[(x.numel() // width,)](
-            x, x, weight, x, out, eps, ADDED=False, WIDTH=width, BLOCK=triton.next_power_of_2(width)
+            x, x, weight, x, out, eps, ADDED=False, WIDTH=width, BLOCK=block, num_warps=_warps(block)
         )
     return out
 
@@ -83,9 +72,10 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
     x, delta = x.contiguous(), delta.contiguous()
     total, out = torch.empty_like(x), torch.empty_like(x)
     width = x.shape[-1]
+    block = triton.next_power_of_2(width)
     if x.numel():
         _rms_norm[(x.numel() // width,)](
-            x, delta, weight, total, out, eps, ADDED=True, WIDTH=width, BLOCK=triton.next_power_of_2(width)
+            x, delta, weight, total, out, eps, ADDED=True, WIDTH=width, BLOCK=block, num_warps=_warps(block)
         )
     return total, out
 
@@ -99,15 +89,4 @@ def gated(y: Tensor, activation: str) -> Tensor:
         _gated[(rows, triton.cdiv(width, block))](
             y, out, y.stride(0), WIDTH=width, KIND=activation, BLOCK=block
         )
-    return out
-
-
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As `Ops.rotary`; the last two dimensions of x are contiguous, and so are cos and sin."""
-    rows, heads, dim = x.shape
-    out = torch.empty((rows, heads, dim), dtype=x.dtype, device=x.device)
-    half = dim // 2
-    _rotary[(rows, heads)](
-        x, cos, sin, out, x.stride(0), HEADS=heads, HALF=half, BLOCK=triton.next_power_of_2(half)
-    )
     return out

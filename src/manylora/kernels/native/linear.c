@@ -5,13 +5,16 @@
  * [panels, in / 2, PANEL] bytes, each with an even input in its low half and the next one in its high half, 8 being
  * zero; scales and offsets [panels, groups, PANEL]. A tile of up to TILE_ROWS rows of x and one panel is summed in
  * registers; x is read as it lies. With few rows this streams W once, at the speed of memory; with many, a block of
- * W is widened once for all tiles. While a block is multiplied the next one is fetched, so that memory and arithmetic
- * work at once. No block is in two groups: integers are summed, and scale and offset enter once for each block. The
- * sums of a row are made in the same order whatever rows come with it. */
+ * W is widened once for all tiles. Memory is fetched ahead of the arithmetic, so that both work at once. No block is
+ * in two groups: integers are summed, and scale and offset enter once for each block. The sums of a row are made in
+ * the same order whatever rows come with it. */
 
 #include "vectors.h"
 
-enum { VECTORS = 3, PANEL = LANES * VECTORS, BLOCK = 256 };
+enum { VECTORS = 3, PANEL = LANES * VECTORS, BLOCK = 256, AHEAD = 4096 /* bytes between reading and fetching */ };
+
+/* What a tile brings into the cache: nothing, what it reads itself a little later, or its share of the next block. */
+typedef enum { NOTHING, STREAMS, SHARES } Fetch;
 
 /* Inputs whose weights lie in one row of a panel, and its bytes. */
 INLINE int inputs_of(Kind kind) { return kind == INT4 ? 2 : 1; }
@@ -30,8 +33,8 @@ typedef struct {
     const float *totals;                /* of each row of x, over the inputs of the block: what an offset meets */
     int64_t totals_stride;
     int adds;         /* to y, which holds the products of the depths before */
-    const char *next; /* to be fetched meanwhile, */
-    int64_t hop;      /* so many bytes for each row of the panel */
+    const char *next; /* SHARES: to be fetched meanwhile, */
+    int64_t hop;      /* so many bytes for each row of the panel, at most a line */
 } Tile;
 
 /* Takes a tile's sums, rows of PANEL, to y. A function of its own, so that no height rounds otherwise. */
@@ -47,17 +50,15 @@ static void ONCE finish(int rows, Tile t, const float *sums) {
     }
 }
 
-INLINE void tile(const int rows, const Kind kind, Tile t, const char *w, int64_t depth) {
+INLINE void tile(const int rows, const Kind kind, const Fetch fetches, Tile t, const char *w, int64_t depth) {
     vector sum[TILE_ROWS][VECTORS];
     float sums[TILE_ROWS * PANEL];
     const int inputs = inputs_of(kind);
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = all(0);
     for (int64_t k = 0; k < depth; k += inputs, w += bytes_of(kind)) {
-        const char *soon = t.next + k / inputs * t.hop;
-        __builtin_prefetch(soon, 0, 2);
-        if (t.hop > 64) __builtin_prefetch(soon + 64, 0, 2);
-        if (t.hop > 128) __builtin_prefetch(soon + 128, 0, 2);
+        if (fetches == STREAMS) fetch(w + AHEAD, bytes_of(kind));
+        if (fetches == SHARES) fetch(t.next + k * t.hop, LINE);
         UNROLL for (int i = 0; i < inputs; i++) {
             vector in[VECTORS];
             UNROLL for (int v = 0; v < VECTORS; v++) in[v] = weights(kind, w, v, i);
@@ -74,24 +75,30 @@ INLINE void tile(const int rows, const Kind kind, Tile t, const char *w, int64_t
 
 /* The number of rows is known to the compiler in each case, so that the sums stay in registers. */
 #define CASE(n) \
-    case n: tile(n, kind, t, w, depth); break;
+    case n: tile(n, kind, fetches, t, w, depth); break;
 
-INLINE void tiles(const Kind kind, Tile t, int64_t rows, const char *w, int64_t depth) {
-    const int64_t count = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    const Tile first = t;
-    t.hop = (t.hop + count - 1) / count; /* each tile fetches its share */
-    for (int64_t i = 0; i < count; i++) { /* of equal height: 9 rows are 4 and 5 */
-        const int64_t start = rows * i / count, stop = rows * (i + 1) / count;
-        t.y = first.y + start * t.y_stride;
-        t.x = first.x + start * t.x_stride;
-        t.totals = first.totals + start * t.totals_stride;
-        t.next = first.next + i * t.hop * (depth / inputs_of(kind));
-        switch (stop - start) {
-            CASE(1) CASE(2) CASE(3) CASE(4)
+INLINE void one_tile(const Kind kind, const Fetch fetches, Tile t, int64_t rows, const char *w, int64_t depth) {
+    switch (rows) {
+        CASE(1) CASE(2) CASE(3) CASE(4)
 #ifdef __AVX512F__
-            CASE(5) CASE(6) CASE(7) CASE(8)
+        CASE(5) CASE(6) CASE(7) CASE(8)
 #endif
-        }
+    }
+}
+
+INLINE void tiles(const Kind kind, const int is_wide, const Tile all, int64_t rows, const char *w, int64_t depth) {
+    const int64_t count = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (int64_t i = 0; i < count; i++) { /* of equal height: 9 rows are 4 and 5 */
+        const int64_t start = rows * i / count, height = rows * (i + 1) / count - start;
+        Tile t = all;
+        t.y += start * t.y_stride;
+        t.x += start * t.x_stride;
+        t.totals += start * t.totals_stride;
+        t.hop = (all.hop + count - 1) / count;
+        t.next += i * t.hop * depth;
+        if (is_wide) one_tile(kind, SHARES, t, height, w, depth);
+        else if (i) one_tile(kind, NOTHING, t, height, w, depth);
+        else one_tile(kind, STREAMS, t, height, w, depth);
     }
 }
 
@@ -129,19 +136,18 @@ INLINE void linear(const Kind kind, float *y, int64_t y_stride, const float *x, 
             const int64_t k = b * block, depth = least(in - k, block), at = (p * groups + k / group) * PANEL;
             const int64_t height = depth / inputs;
             const char *part = w + (p * in + k) / inputs * step;
-            Tile t = {y + column, x + k, y_stride, x_stride, least(out - column, PANEL), scale ? scale + at : NULL,
-                      offset ? offset + at : NULL, bias ? bias + column : NULL, totals + b, blocks, k > 0,
-                      part + height * step, step};
+            const Tile t = {y + column, x + k, y_stride, x_stride, least(out - column, PANEL),
+                            scale ? scale + at : NULL, offset ? offset + at : NULL, bias ? bias + column : NULL,
+                            totals + b, blocks, k > 0, part + height * step, (step + inputs - 1) / inputs};
             if (!widens) {
-                tiles(kind, t, rows, part, depth);
+                tiles(kind, 0, t, rows, part, depth);
                 continue;
             }
             for (int64_t i = 0; i < height; i++)
                 UNROLL for (int h = 0; h < inputs; h++)
                     UNROLL for (int v = 0; v < VECTORS; v++)
                         store(wide + (i * inputs + h) * PANEL + v * LANES, weights(kind, part + i * step, v, h));
-            t.hop = (step + inputs - 1) / inputs; /* a row of `wide` has one input */
-            tiles(FLOAT32, t, rows, (const char *)wide, depth);
+            tiles(FLOAT32, 1, t, rows, (const char *)wide, depth);
         }
     }
 }

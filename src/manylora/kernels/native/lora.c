@@ -10,7 +10,6 @@
 enum {
     ROWS = 4, /* that share each reading of A and B */
     SUMS = 8, /* vectors of y in registers */
-    LINE = 64,
     AHEAD = 2048 /* bytes between reading and fetching of A */
 };
 
@@ -32,10 +31,6 @@ typedef struct {
     const char *a, *b; /* A [rank, in], B transposed [rank, width] */
     const char *next;  /* the A of the next part, or this one's again */
 } Work;
-
-INLINE void fetch(const char *from, int64_t size) {
-    for (int64_t i = 0; i < size; i += LINE) __builtin_prefetch(from + i);
-}
 
 /* h[row, r] = x[row] . A[r] */
 INLINE void shrink(const int rows, const Kind kind, const Work w, int64_t r, float *h) {

@@ -16,6 +16,8 @@ enum { LANES = 16, TILE_ROWS = 8 };
 enum { LANES = 8, TILE_ROWS = 4 };
 #endif
 
+enum { LINE = 64 };
+
 typedef float vector __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
@@ -112,6 +114,11 @@ INLINE float total(vector v) {
     float sum = 0;
     for (int i = 0; i < LANES / 4; i++) sum += q[0][i];
     return sum;
+}
+
+/* Begins to bring memory into the cache; it need not exist. */
+INLINE void fetch(const char *from, int64_t size) {
+    UNROLL for (int64_t i = 0; i < size; i += LINE) __builtin_prefetch(from + i);
 }
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -21,7 +21,7 @@ from manylora.lora.formats.tensor_files import RawTensor
 __all__ = ["BaseReader", "BaseWeights"]
 
 INDEX = "model.safetensors.index.json"
-LAYER = re.compile(r"(?=(?:^|(?<=\.))(?:layers|h)\.\d)")  # where the name of a layer starts
+LAYER = re.compile(r"(?=(?:^|(?<=\.))(?:layers|block|h)\.\d)")  # where the name of a layer starts
 CHUNK = 2**22  # elements of a base weight in memory at one time
 DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -113,12 +113,14 @@ class BaseReader:
         kind = kinds.get(copy.dtype)
         if kind is None or tuple(stored.get_shape()) != copy.shape or len(copy.shape) != 2:
             return False
-        theirs = torch.frombuffer(bytearray(copy.data), dtype=kind).view(copy.shape)
-        step = max(1, CHUNK // copy.shape[1])
-        return all(
-            torch.equal(stored[first : first + step].to(kind), theirs[first : first + step])
-            for first in range(0, copy.shape[0], step)
-        )
+        rows, columns = copy.shape
+        data, width, step = memoryview(copy.data), columns * kind.itemsize, max(1, CHUNK // columns)
+        for first in range(0, rows, step):
+            part = bytearray(data[first * width : (first + step) * width])
+            theirs = torch.frombuffer(part, dtype=kind).view(-1, columns)
+            if not torch.equal(stored[first : first + step].to(kind), theirs):
+                return False
+        return True
 
     def _open_slice(self, path: str) -> Any:
         name = self.find(f"{path}.weight")

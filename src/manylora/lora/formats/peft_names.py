@@ -72,8 +72,8 @@ def _ungroup(path: str, rows: np.ndarray, module: LoraModule | None) -> np.ndarr
     """The base keeps these rows as [q; k; v] once for each group of heads, the tensor format once."""
     if module is None:
         raise AdapterInvalidError(
-            f"{path}: the order of its rows depends on the base model, which is not known here: name it, or "
-            "convert the adapter with `manylora convert --base`"
+            f"{path}: the order of its rows depends on the base model, which is not known here: name its "
+            "directory (--base in `manylora convert` and tools/hf_lora_convert.py), or send converted tensors"
         )
     stacks = rows.reshape(module.groups, -1, *rows.shape[1:])
     ends = np.cumsum([part // module.groups for part in module.parts])[:-1]

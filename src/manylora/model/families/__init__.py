@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from manylora.model.families import gemma, gpt, llama, moe
+from manylora.model.families import bart, gemma, gpt, llama, moe, t5
 from manylora.model.families.family import Family
 
 __all__ = ["FAMILIES"]
 
-FAMILIES: dict[str, Family] = {**llama.FAMILIES, **gemma.FAMILIES, **gpt.FAMILIES, **moe.FAMILIES}
+FAMILIES: dict[str, Family] = {
+    **llama.FAMILIES,
+    **gemma.FAMILIES,
+    **gpt.FAMILIES,
+    **moe.FAMILIES,
+    **t5.FAMILIES,
+    **bart.FAMILIES,
+}
 """By the name in config.json's `architectures`."""

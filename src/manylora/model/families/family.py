@@ -24,6 +24,11 @@ class Names:
     checkpoint's; a norm not named does not exist. sparse: the mixture of experts of a layer, with `gate`,
     `experts`.N, and maybe `shared_expert` and `shared_expert_gate`; expert_up_gate and expert_down lie under
     each expert.
+
+    Of an encoder-decoder model there are two of these, one for each stack of layers, with the stack's root;
+    `embed` is there where a stack's table is not the shared one. norm: empty where the last layer's output is
+    taken as it is. embedding_norm: on what goes into the first layer. relative: the table of relative positions.
+    cross: q, k, v and out of cross-attention, whose norm is cross_norm among the block_norms.
     """
 
     roots: tuple[str, ...] = ("model.",)
@@ -43,14 +48,19 @@ class Names:
     expert_up_gate: tuple[str, str] = ("up_proj", "gate_proj")
     expert_down: str = "down_proj"
     block_norms: Mapping[str, str] = field(default_factory=lambda: BLOCK_NORMS)
+    embedding_norm: str = ""
+    relative: str = ""
+    cross: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Family:
     """config: config.json to the fields of ModelConfig that are not as `common.read_common` reads them;
-    raises ConfigError or KeyError. names: of a model of this family. usual: config.json with its sizes under
-    the usual names, before anything else reads it."""
+    raises ConfigError or KeyError. names: of a model of this family; where there is an encoder, of the decoder.
+    usual: config.json with its sizes under the usual names, before anything else reads it. encoder: its names.
+    """
 
     config: Callable[[Mapping[str, Any]], dict[str, Any]]
     names: Callable[[ModelConfig], Names]
     usual: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    encoder: Callable[[ModelConfig], Names] | None = None

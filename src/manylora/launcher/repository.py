@@ -1,0 +1,58 @@
+"""Looks whether a model repository is filled, and serves it with defaults where only those are missing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from string import Template
+
+from manylora.errors import ConfigError
+
+__all__ = ["check_filled", "with_defaults"]
+
+# TensorRT-LLM's fill_template.py knows nothing of what its own repository does not have.
+DEFAULTS = {
+    "lora_weights_data_type": "TYPE_FP16",
+    "max_queue_delay_microseconds": "0",
+    "max_queue_size": "0",
+}
+MANDATORY = {  # template variables that may not stay open although they stand in quotes, by model
+    "tensorrt_llm": ("engine_dir", "triton_backend"),
+    "preprocessing": ("tokenizer_dir",),
+    "postprocessing": ("tokenizer_dir",),
+}
+
+
+def check_filled(config: Path) -> None:
+    """Raises ConfigError naming the first template variable of a config.pbtxt that needs a value."""
+    text = config.read_text(encoding="utf-8")
+    quoted = [name for name in MANDATORY.get(config.parent.name, ()) if f"${{{name}}}" in text]
+    missing = [name for name in (*_open(text), *quoted) if name not in DEFAULTS]
+    if missing:
+        raise ConfigError(
+            f"{config} is not filled: run tools/fill_template.py with {missing[0]}:<value>, "
+            "or remove the model's directory if it is not wanted"
+        )
+
+
+def with_defaults(repo: Path, run_dir: Path) -> Path:
+    """The repository itself, or one in `run_dir` that links to it and has the defaults filled in."""
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(repo.glob("*/config.pbtxt"))}
+    if not any(_open(text) for text in texts.values()):
+        return repo
+    served = run_dir / "models"
+    for path, text in texts.items():
+        model = served / path.parent.name
+        model.mkdir(parents=True)
+        for entry in path.parent.iterdir():
+            if entry != path:
+                (model / entry.name).symlink_to(entry)
+        values = {name: DEFAULTS[name] for name in _open(text)}
+        (model / path.name).write_text(Template(text).safe_substitute(values), encoding="utf-8")
+    return served
+
+
+def _open(text: str) -> list[str]:
+    """Template variables outside quotes and comments: Triton cannot read a file with one of them."""
+    bare = re.sub(r'"[^"\n]*"|#[^\n]*', "", text)
+    return re.findall(r"\$\{(\w+)\}", bare)

@@ -1,0 +1,183 @@
+"""Embedding and head of a PEFT directory, and what a trained bias adds to the base's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from manylora.errors import AdapterInvalidError
+from manylora.lora.formats.base_weights import BaseReader
+from manylora.lora.formats.peft_config import PeftConfig
+from manylora.lora.formats.peft_names import ROOT
+from manylora.lora.formats.tensor_files import NUMPY_TYPES, RawTensor, decode
+from manylora.lora.tensors import check_dims
+from manylora.request import LoraExtra
+
+__all__ = ["HEADS", "TABLE", "Table", "bias_scale", "less_base"]
+
+EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
+HEADS = ("lm_head", "embed_out")
+TABLE = re.compile(
+    rf"(?P<path>{ROOT}(?:(?P<embed>{'|'.join(EMBEDDINGS)})|(?P<head>{'|'.join(HEADS)})))\."
+    r"(?P<part>weight|bias|base_layer\.weight|base_layer\.bias|lora_embedding_[AB]|lora_[AB]\.weight"
+    r"|lora_B\.bias|lora_magnitude_vector(?:\.weight)?|token_adapter\.trainable_tokens_delta)"
+)
+"""path: the module's; embed or head: its name; part: the rest."""
+
+
+def bias_scale(path: str, key: str, tensors: Mapping[str, RawTensor], config: PeftConfig) -> np.float32:
+    """Of a bias of lora_B. key: that of lora_A, whose rank counts. Raises AdapterInvalidError."""
+    if key not in tensors:
+        raise AdapterInvalidError(f"{path} has a bias of lora_B, but no lora_A")
+    return np.float32(config.scale(path, tensors[key].shape[0]))
+
+
+def less_base(key: str, values: np.ndarray, base: BaseReader) -> np.ndarray:
+    """A file's bias takes the place of the base's, where there is one. key: PEFT's name of the latter.
+
+    Raises AdapterInvalidError for another shape.
+    """
+    name = base.find(key)
+    if name is None:
+        return values
+    if base.shape(name) != values.shape:
+        raise AdapterInvalidError(
+            f"{key} has shape {values.shape}, that of the base model {base.shape(name)}: the adapter was "
+            "made for another model"
+        )
+    return values - base.read(name)
+
+
+class Table:
+    """The parts of an embedding or a head. kind: embed or head; path: PEFT's name of the module.
+
+    Raises AdapterInvalidError where the base has no such matrix, or one of another shape.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        path: str,
+        parts: Mapping[str, tuple[str, RawTensor]],
+        config: PeftConfig,
+        base: BaseReader,
+    ) -> None:
+        self._kind, self._path, self._parts = kind, path, dict(parts)
+        self._config, self._base = config, base
+        # A checkpoint may call them as another release of transformers did; a tied head is the embedding.
+        others = (*HEADS, *EMBEDDINGS) if kind == "head" else EMBEDDINGS
+        name = next(filter(None, (base.find(f"{other}.weight") for other in (path, *others))), None)
+        if name is None or len(base.shape(name)) != 2:
+            raise AdapterInvalidError(f"{path}: the base model has no such matrix")
+        self._name = name
+        self._vocab, self._hidden = base.shape(name)
+
+    def read(self) -> Iterator[LoraExtra]:
+        yield from self._full()
+        if "token_adapter.trainable_tokens_delta" in self._parts:
+            yield self._tokens()
+        yield from self._low_rank()
+        yield from self._bias()
+
+    def _extra(self, part: str, values: np.ndarray, token_ids: Sequence[int] = ()) -> LoraExtra:
+        return LoraExtra(f"{self._kind}.{part}", values, tuple(token_ids))
+
+    def _full(self) -> Iterator[LoraExtra]:
+        """A whole matrix, unless it is but a copy of the base's."""
+        for part in ("base_layer.weight", "weight"):
+            if part not in self._parts:
+                continue
+            key, tensor = self._parts[part]
+            if tensor.shape != (self._vocab, self._hidden):
+                raise AdapterInvalidError(
+                    f"{key} has shape {tensor.shape}, that of the base model {(self._vocab, self._hidden)}: "
+                    "a changed vocabulary is not supported"
+                )
+            if self._base.holds(self._name, tensor):
+                continue
+            if part != "weight" or not self._config.saves(self._path):
+                raise AdapterInvalidError(
+                    f"{key} is not what the base model has, though modules_to_save does not name it: the "
+                    "adapter was trained on another model, or saved with its embeddings"
+                )
+            yield self._extra("weight", _as_stored(key, tensor))
+
+    def _tokens(self) -> LoraExtra:
+        key, tensor = self._parts["token_adapter.trainable_tokens_delta"]
+        ids = self._config.token_ids(self._path, self._kind == "embed")
+        if tensor.shape != (len(ids), self._hidden) or not ids or max(ids) >= self._vocab:
+            raise AdapterInvalidError(
+                f"{key} has shape {tensor.shape} for {len(ids)} tokens of trainable_token_indices; the model "
+                f"has {self._vocab} tokens of {self._hidden} values"
+            )
+        order = np.argsort(ids)
+        return self._extra("tokens", decode(key, tensor)[order], [ids[i] for i in order])
+
+    def _low_rank(self) -> Iterator[LoraExtra]:
+        embed = self._kind == "embed"
+        names = ["lora_embedding_A", "lora_embedding_B"] if embed else ["lora_A.weight", "lora_B.weight"]
+        present = [name for name in names if name in self._parts]
+        magnitude = self._parts.get("lora_magnitude_vector")
+        wrong = {"lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B"} - set(names)
+        if len(present) == 1 or wrong & self._parts.keys() or (magnitude and not present):
+            raise AdapterInvalidError(f"{self._path} must have {names[0]} and {names[1]}")
+        if not present:
+            return
+        a, b = (decode(*self._parts[name]) for name in names)
+        check_dims(self._path, a, b, None)
+        given = a.shape[1], len(b)
+        if given != ((self._vocab, self._hidden) if embed else (self._hidden, self._vocab)):
+            raise AdapterInvalidError(
+                f"{self._path} goes from {given[0]} to {given[1]} dimensions, the model has {self._vocab} "
+                f"tokens of {self._hidden} values: the adapter was made for another model"
+            )
+        b = b * np.float32(self._config.scale(self._path, a.shape[0]))
+        yield self._extra("lora_A", np.ascontiguousarray(a.T) if embed else a)
+        yield self._extra("lora_B", b)
+        if magnitude is not None:
+            yield self._magnitude(*magnitude, a, b)
+        elif self._config.use_dora:
+            raise AdapterInvalidError(f"{self._path} is missing its DoRA magnitude")
+
+    def _magnitude(self, key: str, tensor: RawTensor, a: np.ndarray, b: np.ndarray) -> LoraExtra:
+        values = decode(key, tensor).reshape(-1)
+        if len(values) != len(b):
+            raise AdapterInvalidError(f"{key} has {len(values)} values, the module {len(b)} rows")
+        if not self._config.dora_normalized:
+            stem = self._name.removesuffix(".weight")
+            values = values / self._base.row_norms(stem, a, b, transposed=self._kind == "embed")
+        return self._extra("magnitude", values)
+
+    def _bias(self) -> Iterator[LoraExtra]:
+        shift = None
+        if {"bias", "base_layer.bias"} <= self._parts.keys():
+            raise AdapterInvalidError(f"{self._path} has two tensors for the same bias")
+        for part in ("bias", "base_layer.bias"):
+            if part in self._parts:
+                key, tensor = self._parts[part]
+                shift = less_base(f"{self._path}.bias", self._sized(key, tensor), self._base)
+        if "lora_B.bias" in self._parts:
+            key, tensor = self._parts["lora_B.bias"]
+            raw = dict(self._parts.values())
+            added = self._sized(key, tensor) * bias_scale(
+                self._path, f"{self._path}.lora_A.weight", raw, self._config
+            )
+            shift = added if shift is None else shift + added
+        if shift is not None:
+            yield self._extra("bias", shift)
+
+    def _sized(self, key: str, tensor: RawTensor) -> np.ndarray:
+        if self._kind != "head" or tensor.shape != (self._vocab,):
+            raise AdapterInvalidError(
+                f"{key} has shape {tensor.shape}: a bias is supported on the head, of {self._vocab} values"
+            )
+        return decode(key, tensor)
+
+
+def _as_stored(key: str, tensor: RawTensor) -> np.ndarray:
+    """Not widened where that would double a large matrix."""
+    if tensor.dtype in ("F16", "BF16"):
+        return np.frombuffer(tensor.data, NUMPY_TYPES[tensor.dtype]).reshape(tensor.shape)
+    return decode(key, tensor)

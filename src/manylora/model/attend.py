@@ -1,0 +1,127 @@
+"""Attention that is not causal, or has a bias: an encoder's, and a decoder's over pages. In plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from manylora.kernels.spec import AttentionBatch
+from manylora.model.relative import RelativeBias
+
+__all__ = ["PagedGroup", "attend_groups", "attend_spans", "paged_groups"]
+
+
+@dataclass(frozen=True)
+class PagedGroup:
+    """Sequences whose rows are attended in one operation: G of them, with n rows each, over m keys.
+
+    rows [G, n] of the batch; blocks [G, blocks for m]; padding [G, m]: keys past a sequence's own, or None.
+    mask: added to the scores, [G, 1 or heads, n, m]; None: nothing is.
+    """
+
+    rows: Tensor
+    blocks: Tensor
+    num_keys: int
+    padding: Tensor | None
+    mask: Tensor | None
+
+
+def attend_spans(
+    q: Tensor, k: Tensor, v: Tensor, starts: Sequence[int], scale: float, bias: Tensor | None
+) -> Tensor:
+    """Each sequence's rows over all of its rows.
+
+    Semantics, for rows r = starts[s]:starts[s+1]: softmax(scale * q[r] k[r].T + bias[:, :n, :n]) v[r]
+    q, k, v [T, H, D]; bias [H, longest, longest] or None -> [T, H, D].
+    """
+    out = torch.empty_like(q)
+    for start, stop in pairwise(starts):
+        count = stop - start
+        queries, keys, values = (x[start:stop].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        mask = None if bias is None else bias[:, :count, :count].unsqueeze(0)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+        out[start:stop] = mixed[0].transpose(0, 1)
+    return out
+
+
+def attend_groups(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, groups: Sequence[PagedGroup], scale: float
+) -> Tensor:
+    """q [T, H, D], caches [blocks, tokens_per_block, H, D] of one layer -> [T, H, D]."""
+    out = torch.empty_like(q)
+    for group in groups:
+        k, v = (
+            cache[group.blocks].to(q.dtype).flatten(1, 2)[:, : group.num_keys] for cache in (k_cache, v_cache)
+        )
+        if group.padding is not None:  # it shows blocks of strangers, and 0 * NaN is NaN
+            k, v = (x.masked_fill(group.padding[..., None, None], 0) for x in (k, v))
+        mixed = F.scaled_dot_product_attention(
+            q[group.rows].transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=group.mask,
+            scale=scale,
+        )
+        out[group.rows] = mixed.transpose(1, 2)
+    return out
+
+
+def paged_groups(
+    batch: AttentionBatch,
+    tokens_per_block: int,
+    dtype: torch.dtype,
+    bias: RelativeBias | None = None,
+    causal: bool = False,
+) -> list[PagedGroup]:
+    """All sequences of one row together, each of the others alone. Made once for a step, for all layers.
+
+    causal: a sequence's rows are its last tokens, and see none that come later.
+    """
+    sequences = list(enumerate(pairwise(batch.query_starts)))
+    single = [s for s, (start, stop) in sequences if stop - start == 1]
+    together = [single] if single else []
+    return [
+        _group(batch, members, tokens_per_block, dtype, bias, causal)
+        for members in together + [[s] for s, (start, stop) in sequences if stop - start > 1]
+    ]
+
+
+def _group(
+    batch: AttentionBatch,
+    members: list[int],
+    tokens_per_block: int,
+    dtype: torch.dtype,
+    bias: RelativeBias | None,
+    causal: bool,
+) -> PagedGroup:
+    device = batch.block_table.device
+    firsts = torch.tensor([batch.query_starts[s] for s in members])
+    count = batch.query_starts[members[0] + 1] - batch.query_starts[members[0]]
+    lengths = [batch.kv_lens[s] for s in members]
+    longest = max(lengths)
+    keys = torch.arange(longest)
+    ends = torch.tensor(lengths).unsqueeze(1)
+    places = ends - count + torch.arange(count)  # [G, n] of the queries among the keys
+    distances = keys - places.unsqueeze(2)  # [G, n, m]
+    padding = keys >= ends
+    hidden = padding.unsqueeze(1) if not causal else distances > 0
+    mask = None
+    if bias is not None:
+        mask = bias(distances.to(device)).transpose(0, 1).to(dtype)
+    if hidden.any():
+        shown = torch.zeros((), dtype=dtype, device=device) if mask is None else mask
+        mask = torch.where(hidden.unsqueeze(1).to(device), float("-inf"), shown)
+    return PagedGroup(
+        rows=(firsts.unsqueeze(1) + torch.arange(count)).to(device),
+        blocks=batch.block_table[
+            torch.tensor(members, device=device), : -(-longest // tokens_per_block)
+        ].long(),
+        num_keys=longest,
+        padding=padding.to(device) if padding.any() else None,
+        mask=mask,
+    )

@@ -1,0 +1,302 @@
+"""EncoderDecoder: an encoder that reads the whole prompt, and a decoder that looks at what it made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from manylora.config import ModelConfig
+from manylora.kernels.spec import LoraBatch, LoraTarget, Ops
+from manylora.model.attend import PagedGroup, attend_groups, attend_spans, paged_groups
+from manylora.model.batch import ForwardBatch
+from manylora.model.decoder import nbytes
+from manylora.model.layers import LoraLinear, Mlp, Norm
+from manylora.model.relative import RelativeBias
+
+__all__ = ["EncoderDecoder"]
+
+# LoRA module ids of TensorRT-LLM.
+ATTN_QKV, ATTN_Q, ATTN_K, ATTN_V, ATTN_DENSE = 0, 1, 2, 3, 4
+MLP_H_TO_4H, MLP_4H_TO_H, MLP_GATE, MLP_GATE_UP = 5, 6, 7, 18
+CROSS_Q, CROSS_K, CROSS_V, CROSS_DENSE = 9, 10, 11, 12
+IMPOSSIBLE = -1e30  # a logit; finite, because what is not is taken for a fault
+
+Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention proper: q, k, v [T, H, D] -> [T, H, D]."""
+
+
+@dataclass(frozen=True)
+class _SelfAttention:
+    config: ModelConfig
+    qkv: LoraLinear
+    out: LoraLinear
+
+    def __call__(self, x: Tensor, lora: LoraBatch | None, mix: Mix) -> Tensor:
+        config = self.config
+        sizes = (config.q_size, config.kv_size, config.kv_size)
+        q, k, v = (part.unflatten(1, (-1, config.head_dim)) for part in self.qkv(x, lora).split(sizes, dim=1))
+        return self.out(mix(q, k.contiguous(), v.contiguous()).flatten(1), lora)
+
+
+@dataclass(frozen=True)
+class _CrossAttention:
+    """Queries of the decoder's rows over the keys and values of the encoder's, which lie in pages."""
+
+    config: ModelConfig
+    q: LoraLinear
+    kv: LoraLinear
+    out: LoraLinear
+
+    def keep(self, encoded: Tensor, batch: ForwardBatch, kv: Tensor, ops: Ops) -> None:
+        """Write keys and values of the encoder's rows [T, hidden] into their pages."""
+        made = self.kv(encoded, batch.lora).unflatten(1, (2, -1, self.config.head_dim))
+        k, v = made[:, 0].contiguous(), made[:, 1].contiguous()
+        ops.rotate_and_store(k, k, v, None, kv[0], kv[1], batch.attention)  # no queries yet
+
+    def __call__(
+        self, x: Tensor, groups: Sequence[PagedGroup], lora: LoraBatch | None, kv: Tensor, scale: float
+    ) -> Tensor:
+        q = self.q(x, lora).unflatten(1, (-1, self.config.head_dim))
+        return self.out(attend_groups(q, kv[0], kv[1], groups, scale).flatten(1), lora)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """cross: None in the encoder. norms: of self-attention, of cross-attention, of the MLP."""
+
+    post_norm: bool
+    attention: _SelfAttention
+    cross: _CrossAttention | None
+    mlp: Mlp
+    attention_norm: Norm
+    cross_norm: Norm | None
+    mlp_norm: Norm
+
+    def attend(self, x: Tensor, lora: LoraBatch | None, mix: Mix) -> Tensor:
+        return self._add(x, self.attention_norm, lambda x: self.attention(x, lora, mix))
+
+    def look(
+        self, x: Tensor, groups: Sequence[PagedGroup], lora: LoraBatch | None, kv: Tensor, scale: float
+    ) -> Tensor:
+        """At the encoder's output."""
+        cross, norm = self.cross, self.cross_norm
+        assert cross is not None and norm is not None
+        return self._add(x, norm, lambda x: cross(x, groups, lora, kv, scale))
+
+    def feed_forward(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
+        return self._add(x, self.mlp_norm, lambda x: self.mlp(x, lora))
+
+    def _add(self, x: Tensor, norm: Norm, part: Callable[[Tensor], Tensor]) -> Tensor:
+        return norm(x + part(x)) if self.post_norm else x + part(norm(x))
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """What an encoder or a decoder has around its layers; None where the family has no such thing."""
+
+    layers: tuple[_Layer, ...]
+    embedding: Tensor
+    positions: Tensor | None
+    embedding_norm: Norm | None
+    norm: Norm | None
+    bias: RelativeBias | None
+
+
+class EncoderDecoder:
+    """weights: our names to tensors on one device, as `model.weights` makes them, matrices packed; layers are
+    numbered through both stacks, the encoder's first, and so they are for adapters.
+
+    dtype: what is computed in; weights may be narrower. max_seq_len: the longest prompt of the encoder or
+    sequence of the decoder that will come; None: what the model was made for.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: dict[str, Any],
+        dtype: torch.dtype,
+        ops: Ops,
+        max_seq_len: int | None = None,
+    ) -> None:
+        assert config.encoder is not None
+        self.config, self.dtype = config, dtype
+        self._own, self._weights, self._ops = config.encoder, weights, ops
+        self._longest = max_seq_len or config.max_position_embeddings
+        self._device = weights["embed"].device
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device=self._device)
+        self._head, self._head_bias = weights["head.weight"], weights.get("head.bias")
+        self._scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        count = config.encoder.num_layers
+        self._encoder = self._stack("encoder", range(count))
+        self._decoder = self._stack("decoder", range(count, config.num_layers))
+
+    @property
+    def weight_bytes(self) -> int:
+        weights = {id(weight): weight for weight in self._weights.values()}
+        return sum(nbytes(weight) for weight in weights.values())
+
+    has_quantised_experts = False
+
+    @torch.inference_mode()
+    def encode(self, batch: ForwardBatch, kv: Tensor) -> None:
+        """Run the encoder on whole prompts, and write every cross-attention's keys and values into kv.
+
+        `batch.attention.slots` says where those of each row go. kv as for `forward`.
+        """
+        starts, stack = batch.attention.query_starts, self._encoder
+        bias = None
+        if stack.bias is not None:
+            places = torch.arange(max(batch.attention.kv_lens), device=self._device)
+            bias = stack.bias(places - places.unsqueeze(1)).to(self.dtype)
+
+        def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend_spans(q, k, v, starts, self._scale, bias)
+
+        x = self._embed(batch, stack)
+        for layer in stack.layers:
+            x = layer.attend(x, batch.lora, mix)
+            x = layer.feed_forward(x, batch.lora)
+        x = x if stack.norm is None else stack.norm(x)
+        for number, layer in enumerate(self._decoder.layers):
+            assert layer.cross is not None
+            layer.cross.keep(x, batch, kv[number], self._ops)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
+        """Logits [L, vocab] float32 of `batch.logits_rows`; writes the decoder's keys and values into kv.
+
+        kv [decoder layers, 2, num_blocks, tokens_per_block, num_heads, head_dim].
+        """
+        assert batch.cross is not None
+        stack, size = self._decoder, kv.shape[3]
+        crossed = paged_groups(batch.cross, size, self.dtype)
+        groups: list[PagedGroup] = []
+        if stack.bias is not None:
+            groups = paged_groups(batch.attention, size, self.dtype, stack.bias, causal=True)
+        x = self._embed(batch, stack)
+        for layer, pages in zip(stack.layers, kv, strict=True):
+            x = self._decode(layer, x, batch, pages, groups, crossed)
+        x = x if stack.norm is None else stack.norm(x)
+        logits = self._ops.linear(x[batch.logits_rows], self._head, None).float()
+        if self.config.logits_scale != 1:
+            logits *= self.config.logits_scale
+        if self._head_bias is not None:
+            logits += self._head_bias.float()
+        return self._force(logits, batch)
+
+    def _decode(
+        self,
+        layer: _Layer,
+        x: Tensor,
+        batch: ForwardBatch,
+        kv: Tensor,
+        groups: Sequence[PagedGroup],
+        crossed: Sequence[PagedGroup],
+    ) -> Tensor:
+        def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q = self._ops.rotate_and_store(q.contiguous(), k, v, None, kv[0], kv[1], batch.attention)
+            if groups:
+                return attend_groups(q, kv[0], kv[1], groups, self._scale)
+            return self._ops.attention(q, kv[0], kv[1], batch.attention, self._scale, None)
+
+        x = layer.attend(x, batch.lora, mix)
+        x = layer.look(x, crossed, batch.lora, kv, self._scale)
+        return layer.feed_forward(x, batch.lora)
+
+    def _force(self, logits: Tensor, batch: ForwardBatch) -> Tensor:
+        """After a decoder prompt of one token only the forced one is possible."""
+        forced = self._own.forced_bos_id
+        if forced is not None:
+            rows = batch.positions[batch.logits_rows] == 0
+            logits[rows] = IMPOSSIBLE
+            logits[rows, forced] = 0
+        return logits
+
+    def _embed(self, batch: ForwardBatch, stack: _Stack) -> Tensor:
+        x = F.embedding(batch.input_ids, stack.embedding).to(self.dtype)
+        if self.config.embedding_scale != 1:
+            x = x * self._embedding_scale
+        if stack.positions is not None:
+            x = x + F.embedding(batch.positions, stack.positions)
+        return x if stack.embedding_norm is None else stack.embedding_norm(x)
+
+    def _stack(self, name: str, numbers: range) -> _Stack:
+        bias, encodes = None, name == "encoder"
+        if self._own.relative_buckets:
+            distance = self._own.relative_max_distance
+            bias = RelativeBias(self._weights[f"{name}.relative"], distance, self._longest, both_ways=encodes)
+        return _Stack(
+            layers=tuple(self._layer(number, crosses=not encodes) for number in numbers),
+            embedding=self._weights.get(f"{name}.embed", self._weights["embed"]),
+            positions=self._weights.get(f"{name}.positions"),
+            embedding_norm=self._norm(f"{name}.embedding_norm"),
+            norm=self._norm(f"{name}.norm"),
+            bias=bias,
+        )
+
+    def _layer(self, number: int, crosses: bool) -> _Layer:
+        config = self.config
+        q, kv, hidden = config.q_size, config.kv_size, config.hidden_size
+        qkv = (
+            LoraTarget(ATTN_QKV, 0, q + 2 * kv),
+            LoraTarget(ATTN_Q, 0, q),
+            LoraTarget(ATTN_K, q, kv),
+            LoraTarget(ATTN_V, q + kv, kv),
+        )
+        out = self._linear(number, "out", LoraTarget(ATTN_DENSE, 0, hidden))
+        attention_norm, mlp_norm = (self._norm(f"{number}.{part}_norm") for part in ("attention", "mlp"))
+        assert attention_norm is not None and mlp_norm is not None
+        return _Layer(
+            self._own.post_norm,
+            _SelfAttention(config, self._linear(number, "qkv", *qkv), out),
+            self._cross(number) if crosses else None,
+            self._mlp(number),
+            attention_norm,
+            self._norm(f"{number}.cross_norm"),
+            mlp_norm,
+        )
+
+    def _cross(self, number: int) -> _CrossAttention:
+        config = self.config
+        keys_values = (
+            LoraTarget(CROSS_K, 0, config.kv_size),
+            LoraTarget(CROSS_V, config.kv_size, config.kv_size),
+        )
+        return _CrossAttention(
+            config,
+            q=self._linear(number, "cross_q", LoraTarget(CROSS_Q, 0, config.q_size)),
+            kv=self._linear(number, "cross_kv", *keys_values),
+            out=self._linear(number, "cross_out", LoraTarget(CROSS_DENSE, 0, config.hidden_size)),
+        )
+
+    def _mlp(self, number: int) -> Mlp:
+        inner, gated = self.config.intermediate_size, self.config.gated_mlp
+        fused = (
+            LoraTarget(MLP_GATE_UP, 0, 2 * inner),
+            LoraTarget(MLP_GATE, 0, inner),
+            LoraTarget(MLP_H_TO_4H, inner, inner),
+        )
+        return Mlp(
+            up_gate=self._linear(
+                number, "up_gate", *(fused if gated else (LoraTarget(MLP_H_TO_4H, 0, inner),))
+            ),
+            down=self._linear(number, "down", LoraTarget(MLP_4H_TO_H, 0, self.config.hidden_size)),
+            activation=self.config.activation,
+            gated=gated,
+        )
+
+    def _linear(self, number: int, name: str, *targets: LoraTarget) -> LoraLinear:
+        name = f"{number}.{name}"
+        weight, bias = self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias")
+        return LoraLinear(self._ops, number, weight, bias, targets)
+
+    def _norm(self, name: str) -> Norm | None:
+        weight = self._weights.get(f"{name}.weight")
+        if weight is None:
+            return None
+        return Norm(self._ops, weight, self._weights.get(f"{name}.bias"), self.config.norm_eps)

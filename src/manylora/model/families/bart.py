@@ -1,0 +1,89 @@
+"""BART: learned positions, LayerNorm on the sums, biases everywhere; two stacks of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from manylora.config import EncoderConfig, ModelConfig
+from manylora.errors import ConfigError
+from manylora.model.families.common import read_activation, refuse
+from manylora.model.families.family import Family, Names
+
+__all__ = ["FAMILIES"]
+
+OFFSET = 2
+ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
+
+
+def _bart(raw: Mapping[str, Any]) -> dict[str, Any]:
+    refuse(raw, "normalize_before", "add_final_layer_norm", "static_position_embeddings")
+    for name in ("attention_heads", "ffn_dim"):
+        ours, theirs = raw[f"encoder_{name}"], raw[f"decoder_{name}"]
+        if ours != theirs:
+            raise ConfigError(
+                f"config.json: encoder_{name} ({ours}) and decoder_{name} ({theirs}) must be equal"
+            )
+    start = raw["decoder_start_token_id"]
+    if not isinstance(start, int):
+        raise ConfigError(f"config.json: decoder_start_token_id must be a token id, got {start!r}")
+    encoder = EncoderConfig(
+        num_layers=raw["encoder_layers"],
+        decoder_start_id=start,
+        forced_bos_id=raw.get("forced_bos_token_id"),
+        post_norm=True,
+        position_offset=OFFSET,
+    )
+    return {
+        "norm": "layer",
+        "norm_eps": 1e-5,
+        "learned_positions": True,
+        "activation": read_activation(raw.get("activation_function", "gelu")),
+        "gated_mlp": False,
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+        "head_bias": True,
+        "embedding_scale": float(raw["hidden_size"]) ** 0.5 if raw.get("scale_embedding") else 1.0,
+        "tie_word_embeddings": True,  # but for tables that the checkpoint has apart
+        "encoder": encoder,
+    }
+
+
+def _sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **raw,
+        "hidden_size": raw["d_model"],
+        "intermediate_size": raw["decoder_ffn_dim"],
+        "num_hidden_layers": raw["encoder_layers"] + raw["decoder_layers"],
+        "num_attention_heads": raw["decoder_attention_heads"],
+    }
+
+
+def _encoder(_: ModelConfig) -> Names:
+    return _names("encoder.", {}, ())
+
+
+def _decoder(_: ModelConfig) -> Names:
+    cross = tuple(f"encoder_attn.{name}" for name in ATTENTION)
+    return _names("decoder.", {"cross_norm": "encoder_attn_layer_norm"}, cross)
+
+
+def _names(root: str, norms: dict[str, str], cross: tuple[str, ...]) -> Names:
+    *qkv, out = (f"self_attn.{name}" for name in ATTENTION)
+    return Names(
+        roots=(f"model.{root}", root),
+        embed="embed_tokens",
+        positions="embed_positions",
+        embedding_norm="layernorm_embedding",
+        norm="",
+        qkv=tuple(qkv),
+        out=out,
+        up_gate=("fc1",),
+        down="fc2",
+        block_norms={"attention_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm", **norms},
+        cross=cross,
+    )
+
+
+FAMILIES = {"BartForConditionalGeneration": Family(_bart, _decoder, _sizes, _encoder)}

@@ -1,0 +1,95 @@
+"""T5, its version 1.1 and Flan-T5: relative positions, RMSNorm, unscaled scores; two stacks of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from manylora.config import EncoderConfig, ModelConfig
+from manylora.errors import ConfigError
+from manylora.model.families.common import read_activation
+from manylora.model.families.family import Family, Names
+
+__all__ = ["FAMILIES"]
+
+# Released files have this table beside that of self-attention; no model reads it.
+OBSOLETE = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias."
+
+
+def _t5(raw: Mapping[str, Any]) -> dict[str, Any]:
+    gate, _, activation = str(raw.get("feed_forward_proj", "relu")).rpartition("-")
+    if gate not in ("", "gated"):
+        raise ConfigError(
+            f"config.json: feed_forward_proj {raw['feed_forward_proj']!r} is not supported; it must be an "
+            "activation, or gated- and an activation"
+        )
+    # The first version divides the logits, where the head is the embedding; its config.json says nothing.
+    scaled = raw.get("scale_decoder_outputs", raw.get("tie_word_embeddings") is not False)
+    encoder = EncoderConfig(
+        num_layers=raw["num_encoder_layers"],
+        decoder_start_id=raw.get("decoder_start_token_id") or 0,
+        forced_bos_id=raw.get("forced_bos_token_id"),
+        relative_buckets=raw.get("relative_attention_num_buckets", 32),
+        relative_max_distance=raw.get("relative_attention_max_distance", 128),
+    )
+    return {
+        "head_dim": raw["d_kv"],
+        "num_kv_heads": raw["num_attention_heads"],
+        "norm_eps": raw.get("layer_norm_epsilon", 1e-6),
+        "activation": read_activation("gelu_new" if gate and activation == "gelu" else activation),
+        "gated_mlp": bool(gate),
+        "attention_scale": 1.0,
+        "logits_scale": float(raw["hidden_size"]) ** -0.5 if scaled else 1.0,
+        # A head of its own is read where the checkpoint has one, whatever config.json says: newer versions of
+        # transformers write true for every T5.
+        "tie_word_embeddings": True,
+        "encoder": encoder,
+    }
+
+
+def _sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
+    layers = raw["num_layers"]
+    return {
+        **raw,
+        "hidden_size": raw["d_model"],
+        "intermediate_size": raw["d_ff"],
+        "num_encoder_layers": layers,
+        "num_hidden_layers": layers + (raw.get("num_decoder_layers") or layers),
+        "num_attention_heads": raw["num_heads"],
+        "max_position_embeddings": raw.get("n_positions") or 512,
+    }
+
+
+def _encoder(config: ModelConfig) -> Names:
+    return _names(config, "encoder.", 1, {})
+
+
+def _decoder(config: ModelConfig) -> Names:
+    return _names(config, "decoder.", 2, {"cross_norm": "layer.1.layer_norm"})
+
+
+def _names(config: ModelConfig, root: str, mlp: int, norms: dict[str, str]) -> Names:
+    """mlp: its place among the parts of a layer."""
+    dense = f"layer.{mlp}.DenseReluDense"
+    attention, cross = "layer.0.SelfAttention.", "layer.1.EncDecAttention."
+    return Names(
+        roots=(root,),
+        unused=(OBSOLETE,),
+        embed="embed_tokens",
+        norm="final_layer_norm",
+        layers="block",
+        qkv=(f"{attention}q", f"{attention}k", f"{attention}v"),
+        out=f"{attention}o",
+        up_gate=(f"{dense}.wi_1", f"{dense}.wi_0") if config.gated_mlp else (f"{dense}.wi",),
+        down=f"{dense}.wo",
+        block_norms={
+            "attention_norm": "layer.0.layer_norm",
+            "mlp_norm": f"layer.{mlp}.layer_norm",
+            **norms,
+        },
+        relative=f"block.0.{attention}relative_attention_bias",
+        cross=tuple(cross + name for name in "qkvo") if norms else (),
+    )
+
+
+FAMILIES = {"T5ForConditionalGeneration": Family(_t5, _decoder, _sizes, _encoder)}

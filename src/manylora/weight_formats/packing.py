@@ -1,0 +1,44 @@
+"""Small integers out of 32-bit words, and groups of inputs in the order of their numbers."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["AWQ_ORDER", "halves_to_bytes", "regroup", "unpack"]
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Place in an AWQ word of each of its eight values."""
+
+
+def unpack(packed: Tensor, bits: int, places: tuple[int, ...] | None = None) -> Tensor:
+    """int32 [R, C] -> uint8 [R, C * 32 / bits]; the first value lies in a word's lowest bits.
+
+    places: where in a word its values lie instead.
+    """
+    count = 32 // bits
+    shifts = torch.tensor(places or range(count), dtype=torch.int32, device=packed.device) * bits
+    values = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
+    return values.to(torch.uint8).flatten(1)
+
+
+def halves_to_bytes(halves: Tensor) -> Tensor:
+    """uint8 [N, K] from 0 to 15 -> [N, K / 2], the even columns in the low half."""
+    return halves[:, ::2] | (halves[:, 1::2] << 4)
+
+
+def regroup(groups: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Inputs so ordered that those of a group are neighbours, as runs of one length.
+
+    groups: int [K], the group of each input. Returns the order int64 [K], None for the inputs' own, and the
+    group of each run, int64 [K / length]; the length is the largest that fits every group.
+    """
+    groups = groups.long()
+    order = None
+    if bool((groups.diff() < 0).any()):
+        order = torch.argsort(groups, stable=True)
+        groups = groups[order]
+    lengths = torch.unique_consecutive(groups, return_counts=True)[1].tolist()
+    return order, groups[:: math.gcd(*lengths)]

@@ -1,0 +1,388 @@
+"""Protects encoder-decoder models: greedy tokens equal transformers + PEFT with adapters on both stacks, in any
+company, through preemption and chunking; nothing leaks; what cannot be served is refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from manylora.config import EngineConfig, LoraCacheConfig
+from manylora.engine.engine import Engine
+from manylora.errors import AdapterInvalidError, ConfigError, RequestError
+from manylora.llmapi import LLM, KvCacheConfig, LoraConfig, LoRARequest, SamplingParams as ApiParams
+from manylora.lora.catalog import read_adapter_folder
+from manylora.lora.convert import convert_peft
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.modules import lora_modules
+from manylora.lora.tensors import adapter_from_tensors
+from manylora.model.checkpoint import read_model_config
+from manylora.model.relative import RelativeBias
+from manylora.quant import QuantAlgo, QuantConfig
+from manylora.request import LoraInput, Request, SamplingParams
+from manylora.testing import (
+    ENCODER_DECODER_FAMILIES,
+    make_adapter,
+    make_model,
+    reference_generate,
+    reference_logits,
+)
+from manylora.text import Tokenizer
+from manylora.wire.decode import decode_requests
+
+NEW = 7
+T5 = ("q", "k", "v", "o", "wi", "wo")
+T5_GATED = ("q", "k", "v", "o", "wi_0", "wi_1", "wo")
+BART = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
+LINEARS = {"t5": T5, "t5-v1.1": T5_GATED, "bart": BART, "bart-scaled-untied": BART}
+Ids = tuple[int, ...]
+
+
+def kinds(family: str) -> dict[str, dict[str, Any]]:
+    names = LINEARS[family]
+    cross = ("encoder_attn" if names is BART else "EncDecAttention") + "." + names[0]
+    return {
+        "every linear layer": {"rank": 5, "modules": names},
+        "rank 64, cross-attention": {"rank": 64, "modules": (cross, cross[: -len(names[0])] + names[3])},
+        "DoRA": {"rank": 3, "modules": names, "use_dora": True},
+        "patterns": {
+            "rank": 2,
+            "modules": names,
+            "rank_pattern": {f"decoder.*{names[1]}": 9},
+            "use_rslora": True,
+        },
+    }
+
+
+class World:
+    def __init__(self, path: Path, family: str) -> None:
+        self.model = make_model(path / "model", family, seed=7)
+        self.config = read_model_config(self.model)
+        self.modules = lora_modules(self.config)
+        self.adapters: dict[int, Path] = {}
+        self.inputs: dict[int, LoraInput] = {}
+        for task_id, options in enumerate(kinds(family).values(), 1):
+            self.adapters[task_id] = make_adapter(path / f"a{task_id}", self.model, task_id, **options)
+            tensors = read_adapter_folder(self.adapters[task_id], BaseWeights(self.model), self.modules)
+            self.inputs[task_id] = LoraInput(task_id, *tensors)
+
+    @property
+    def start(self) -> int:
+        assert self.config.encoder is not None
+        return self.config.encoder.decoder_start_id
+
+    def answer(self, task_id: int | None, ids: Ids, decoder: Ids = ()) -> list[int]:
+        prompt = decoder or (self.start,)
+        return reference_generate(self.model, self.adapters.get(task_id or 0), prompt, NEW, ids)
+
+    def request(self, task_id: int | None, ids: Ids, decoder: Ids = ()) -> Request:
+        lora = self.inputs[task_id] if task_id else None
+        return Request(decoder, SamplingParams(max_tokens=NEW), lora, encoder_prompt=ids)
+
+    def engine(self, **options: Any) -> Engine:
+        settings: dict[str, Any] = {
+            "max_batch_size": 4,
+            "max_num_tokens": 96,
+            "max_seq_len": 64,
+            "tokens_per_block": 4,
+            **options,
+        }
+        lora = LoraCacheConfig(host_memory_bytes=2**25)
+        return Engine(EngineConfig(self.model, device="cpu", lora=lora, **settings))
+
+
+@pytest.fixture(scope="module", params=ENCODER_DECODER_FAMILIES)
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    torch.set_num_threads(1)
+    return World(tmp_path_factory.mktemp("both"), request.param)
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("t5"), "t5-v1.1")
+
+
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("bart"), "bart")
+
+
+def run(engine: Engine, requests: list[Request]) -> list[list[int]]:
+    """Output tokens of each request, all of them submitted at once."""
+    found: dict[int, list[int]] = defaultdict(list)
+    handles = [engine.submit(engine.prepare(request)) for request in requests]
+    while engine.has_work:
+        for handle, event in engine.step():
+            assert event.error is None, event.error
+            found[handle] += event.token_ids
+        engine.check()
+    return [found[handle] for handle in handles]
+
+
+def texts(count: int, seed: int = 1) -> list[Ids]:
+    picks = random.Random(seed)
+    return [tuple(picks.randrange(250) for _ in range(picks.randrange(1, 40))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
+def test_tokens_equal_the_reference_in_mixed_company(world: World, policy: str) -> None:
+    asked = [(task_id, ids) for task_id, ids in zip((None, 1, 2, 3, 4, 1, None, 3), texts(8), strict=True)]
+    tight = {"max_tokens_in_paged_kv_cache": 128} if policy == "max_utilization" else {}
+    engine = world.engine(batch_scheduler_policy=policy, **tight)
+    found = run(engine, [world.request(*one) for one in asked])
+    assert found == [world.answer(*one) for one in asked]
+    assert engine.stats().kv_blocks_free == engine.stats().kv_blocks
+    assert len({tuple(tokens) for tokens in found}) > 5, "the answers hardly differ: this proves nothing"
+
+
+def test_a_decoder_prompt_is_continued_also_in_chunks_and_from_the_cache(world: World) -> None:
+    ids, other = texts(2, seed=5)
+    decoder = (world.start, *texts(1, seed=9)[0][:30], 5, 6, 7)
+    engine = world.engine(max_num_tokens=48)
+    request = world.request(1, ids, decoder)
+    expected = [world.answer(1, ids, decoder)]
+    assert run(engine, [request]) == expected
+    assert run(engine, [request]) == expected
+    assert engine.stats().kv_tokens_reused >= 8
+    # The same tokens after another text have other keys and values.
+    before = engine.stats().kv_tokens_reused
+    assert run(engine, [world.request(1, other, decoder)]) == [world.answer(1, other, decoder)]
+    assert engine.stats().kv_tokens_reused == before
+
+
+def test_preempted_sequences_are_encoded_again(world: World) -> None:
+    asked = [(task_id, ids[:20]) for task_id, ids in zip((1, None, 2, 3), texts(4, seed=3), strict=True)]
+    engine = world.engine(
+        batch_scheduler_policy="max_utilization",
+        max_seq_len=32,
+        max_tokens_in_paged_kv_cache=72,
+        tokens_per_block=2,
+    )
+    assert run(engine, [world.request(*one) for one in asked]) == [world.answer(*one) for one in asked]
+    assert engine.stats().preemptions > 0
+
+
+def test_logits_are_near_the_reference(world: World) -> None:
+    """Greedy tokens may hide a wrong norm; all logits do not."""
+    ids, decoder = texts(2, seed=11)
+    request = Request(
+        (world.start, *decoder),
+        SamplingParams(1, return_context_logits=True),
+        world.inputs[1],
+        encoder_prompt=ids,
+    )
+    engine, logits = world.engine(), None
+    engine.submit(engine.prepare(request))
+    while engine.has_work:
+        for _, event in engine.step():
+            logits = event.context_logits if logits is None else logits
+    expected = reference_logits(
+        world.model, world.adapters[1], request.prompt, encoder_ids=request.encoder_prompt
+    )
+    assert logits is not None
+    assert (torch.from_numpy(logits) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_a_forced_token_follows_the_start(bart: World, tmp_path: Path) -> None:
+    model = shutil.copytree(bart.model, tmp_path / "model")
+    settings = json.loads((model / "generation_config.json").read_text(encoding="utf-8"))
+    settings["forced_bos_token_id"] = 256
+    (model / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=32))
+    ids = texts(1)[0]
+    expected = [256, *bart.answer(None, ids, (bart.start, 256))[: NEW - 1]]
+    assert run(engine, [bart.request(None, ids)]) == [expected]
+    assert run(engine, [bart.request(None, ids, (bart.start, 9))]) == [
+        bart.answer(None, ids, (bart.start, 9))
+    ]
+
+
+def test_relative_positions_fall_into_the_buckets_of_transformers() -> None:
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    distances = torch.arange(-600, 601)
+    for buckets, farthest in ((32, 128), (8, 20)):
+        for both_ways in (True, False):
+            numbers = torch.arange(float(buckets)).unsqueeze(1)
+            found = RelativeBias(numbers, farthest, 601, both_ways)(distances)[0]
+            expected = T5Attention._relative_position_bucket(distances, both_ways, buckets, farthest)
+            assert torch.equal(found.long(), expected)
+
+
+@pytest.mark.parametrize("dora", [0, 1])
+def test_the_fused_module_of_cross_attention_is_its_three_parts(t5: World, dora: int) -> None:
+    layer, rank = t5.config.num_layers - 1, 4
+    fused, parts = t5.modules[8], [t5.modules[module_id] for module_id in (9, 10, 11)]
+    rng = np.random.default_rng(0)
+    a = rng.standard_normal((rank, fused.in_dim), np.float32) * 0.3
+    b = rng.standard_normal((fused.out_dim, rank), np.float32) * 0.3
+    magnitude = 1 + rng.random(fused.out_dim * dora, np.float32)
+    whole = np.concatenate((a.ravel(), b.ravel(), magnitude))[np.newaxis, np.newaxis]
+    ends = np.cumsum([part.out_dim for part in parts])[:-1]
+    rows = [
+        np.concatenate((a.ravel(), piece.ravel(), share))
+        for piece, share in zip(np.split(b, ends), np.split(magnitude, ends * dora), strict=True)
+    ]
+    apart = np.zeros((1, 3, max(map(len, rows))), np.float32)
+    for target, row in zip(apart[0], rows, strict=True):
+        target[: len(row)] = row
+    one = LoraInput(1, whole, np.array([[[8, layer, rank, dora]]], np.int32))
+    three = LoraInput(2, apart, np.array([[[i, layer, rank, dora] for i in (9, 10, 11)]], np.int32))
+    digests = [adapter_from_tensors(x, t5.modules, t5.config.num_layers, 64).digest for x in (one, three)]
+    assert digests[0] == digests[1]
+    ids = texts(1, seed=2)[0]
+    made = run(t5.engine(), [replace(t5.request(None, ids), lora=lora) for lora in (None, one, three)])
+    assert made[1] == made[2] != made[0]
+
+
+def test_modules_lie_in_both_stacks_and_cross_attention_in_the_decoders(t5: World) -> None:
+    config = t5.config
+    assert config.num_layers == 5
+    assert config.kv_layers == 3
+    assert t5.modules[9].layers == t5.modules[12].layers == frozenset({2, 3, 4})
+    assert t5.modules[1].layers is None
+    assert {m.name for m in lora_modules(config, ("cross_attn_v",)).values()} == {
+        "cross_attn_qkv", "cross_attn_q", "cross_attn_k", "cross_attn_v"
+    }  # fmt: skip
+    weights = np.zeros((1, 1, 4 * (64 + 96)), np.float32)
+    in_encoder = LoraInput(1, weights, np.array([[[9, 1, 4, 0]]], np.int32))
+    with pytest.raises(AdapterInvalidError, match="cross_attn_q does not exist in layer 1"):
+        adapter_from_tensors(in_encoder, t5.modules, config.num_layers, 64)
+
+
+def test_adapters_that_do_not_suit_are_refused(t5: World, bart: World, tmp_path: Path) -> None:
+    with pytest.raises(AdapterInvalidError, match="--base"):
+        convert_peft(t5.adapters[1])
+    llama = make_model(tmp_path / "llama", "llama", seed=1)
+    with pytest.raises(AdapterInvalidError, match="this model has no encoder"):
+        read_adapter_folder(bart.adapters[1], None, lora_modules(read_model_config(llama)))
+
+    def changed(old: str, new: str) -> Path:
+        copy = shutil.copytree(bart.adapters[1], tmp_path / new)
+        held = load_file(copy / "adapter_model.safetensors")
+        renamed = {key.replace(old, new): value for key, value in held.items()}
+        save_file(renamed, copy / "adapter_model.safetensors")
+        return copy
+
+    for old, new, reason in (
+        ("encoder.layers.1", "encoder.layers.7", "the encoder of this model has 2 layers"),
+        (".fc1.", ".fc9.", "no such LoRA module is known"),
+    ):
+        with pytest.raises(AdapterInvalidError, match=reason):
+            read_adapter_folder(changed(old, new), None, bart.modules)
+
+
+def test_what_is_not_served_is_refused_by_name(t5: World, tmp_path: Path) -> None:
+    engine, ids = t5.engine(max_beam_width=2), texts(1)[0]
+    plain = t5.request(None, ids)
+    table = np.zeros((1, t5.config.hidden_size), np.float16)
+    for request, reason in (
+        (replace(plain, params=SamplingParams(beam_width=2)), "beam search is not supported on encoder"),
+        (replace(plain, draft=(1, 2)), "draft_input_ids are not supported on encoder"),
+        (replace(plain, prompt_table=table), "prompt_embedding_table is not supported on encoder"),
+        (
+            replace(plain, encoder_prompt=(1,) * 65),
+            r"Prompt length \(65\) exceeds maximum input length \(64\)",
+        ),
+        (replace(plain, encoder_prompt=(1, 9999)), r"input_ids must be in \[0, 272\)"),
+        (replace(plain, prompt=(9999,)), r"input_ids must be in \[0, 272\)"),
+        (replace(plain, encoder_prompt=()), "the encoder's prompt has no tokens"),
+    ):
+        with pytest.raises(RequestError, match=reason):
+            engine.prepare(request)
+    llama = make_model(tmp_path / "llama", "llama", seed=1)
+    decoder = Engine(EngineConfig(llama, device="cpu", max_seq_len=32))
+    with pytest.raises(RequestError, match="this model has no encoder"):
+        decoder.prepare(plain)
+
+
+@pytest.mark.parametrize(
+    ("family", "setting", "value", "reason"),
+    [
+        ("t5", "feed_forward_proj", "glued-gelu", "feed_forward_proj"),
+        ("bart", "decoder_ffn_dim", 32, "must be equal"),
+        ("bart", "normalize_before", True, "normalize_before"),
+    ],
+)
+def test_settings_without_support_are_refused(
+    family: str, setting: str, value: object, reason: str, tmp_path: Path
+) -> None:
+    model = make_model(tmp_path / "model", family)
+    raw = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps({**raw, setting: value}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=reason):
+        read_model_config(model)
+
+
+def test_t5_may_be_longer_than_it_was_trained(t5: World) -> None:
+    engine = t5.engine(max_seq_len=700, max_num_tokens=1024, max_batch_size=1)
+    assert engine.max_seq_len == 700
+    ids = tuple(i % 250 for i in range(650))
+    assert run(engine, [t5.request(1, ids)]) == [t5.answer(1, ids)]
+
+
+@pytest.mark.parametrize("quant", [QuantConfig(QuantAlgo.W8A16), QuantConfig(kv_cache_quant_algo="FP8")])
+def test_quantised_models_answer_nearly_the_same(bart: World, quant: QuantConfig) -> None:
+    ids = texts(1, seed=4)[0]
+    request = replace(
+        bart.request(1, ids), params=SamplingParams(1, return_generation_logits=True), prompt=(bart.start,)
+    )
+    found = []
+    for chosen in (None, quant):
+        engine = bart.engine(quant=chosen)
+        engine.submit(engine.prepare(request))
+        while engine.has_work:
+            found += [event.generation_logits for _, event in engine.step()]
+    gap = np.abs(found[0] - found[1]).max() / np.abs(found[0]).max()
+    assert 0 < gap < 0.1
+
+
+def test_triton_tensors_mean_encoder_and_decoder() -> None:
+    arrays = {
+        "input_ids": np.array([[5, 6, 7, 0]], np.int32),
+        "input_lengths": np.array([3], np.int32),
+        "decoder_input_ids": np.array([[1, 2]], np.int32),
+        "decoder_input_lengths": np.array([2], np.int32),
+        "request_output_len": np.array([4], np.int32),
+    }
+    [found] = decode_requests(arrays, "", decoupled=True, has_encoder=True)
+    assert (found.request.encoder_prompt, found.request.prompt) == ((5, 6, 7), (1, 2))
+    [found] = decode_requests(arrays, "", decoupled=True)
+    assert (found.request.encoder_prompt, found.request.prompt) == ((), (5, 6, 7))
+    arrays["decoder_input_lengths"] = np.array([9], np.int32)
+    with pytest.raises(RequestError, match="Invalid decoder_input_ids length"):
+        decode_requests(arrays, "", decoupled=True, has_encoder=True)
+
+
+def test_llm_generates_from_a_text_and_from_a_decoder_prompt(bart: World) -> None:
+    tokenizer = Tokenizer(bart.model)
+    assert tokenizer.decoder_start_id == bart.start
+    texts = ["The capital of France", "An adapter", "Third"]
+    params = ApiParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
+    lora = LoRARequest("one", 1, str(bart.adapters[1]))
+    with LLM(
+        bart.model,
+        lora_config=LoraConfig(max_lora_rank=64),
+        kv_cache_config=KvCacheConfig(tokens_per_block=8),
+        max_seq_len=64,
+        max_batch_size=4,
+    ) as llm:
+        prompts = [*texts, {"prompt": texts[0], "decoder_input_token_ids": [bart.start, 42]}]
+        outputs = llm.generate(prompts, params, [None, lora, lora, lora], use_tqdm=False)
+        for text, task_id, decoder, output in zip(
+            [*texts, texts[0]], (None, 1, 1, 1), ((), (), (), (bart.start, 42)), outputs, strict=True
+        ):
+            ids = tuple(tokenizer.encode(text))
+            assert output.outputs[0].token_ids == bart.answer(task_id, ids, decoder)
+            assert output.prompt_token_ids == list(ids)
+        with pytest.raises(ValueError, match="decoder_input_token_ids must be a list of token ids"):
+            llm.generate({"prompt": "x", "decoder_input_token_ids": []}, params)

@@ -1,0 +1,223 @@
+"""Protects reading of quantised checkpoints: each kind's logits are those of its values made wide by hand, in
+transformers, as it is and built; and what cannot be read is said."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from quantised_checkpoints import AWQ, FP8, GPTQ, KINDS, Kind, compressed, gptq, make_pair
+from safetensors.torch import load_file, save_file
+
+from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, SamplingParams
+from manylora.cli import main
+from manylora.device import open_device
+from manylora.errors import ConfigError
+from manylora.kernels.quantised import PackedInt4, StackedWeight
+from manylora.model.checkpoint import read_model_config
+from manylora.model.decoder import Decoder
+from manylora.model.weights import load_decoder
+from manylora.parity import Driver, agree
+from manylora.quant_checkpoint import read_checkpoint_quant
+from manylora.testing import make_adapter, make_model, reference_generate, reference_logits
+from manylora.weight_formats.stored import StoredWeights
+
+
+def tokens(count: int, seed: int = 2) -> list[int]:
+    picks = random.Random(seed)
+    return [picks.randrange(250) for _ in range(count)]
+
+
+def decoder_of(model: Path, dtype: torch.dtype = torch.float32, quant: QuantConfig | None = None) -> Decoder:
+    return load_decoder(model, read_model_config(model), dtype, open_device("cpu"), 64, quant)
+
+
+def logits_of(decoder: Decoder, *sequences: list[int]) -> list[torch.Tensor]:
+    return Driver(decoder, list(sequences), [None] * len(sequences)).run()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_logits_equal_those_of_the_wide_values(name: str, tmp_path: Path) -> None:
+    quantised, wide = make_pair(tmp_path, KINDS[name])
+    stored = read_model_config(quantised).quant
+    assert stored is not None and stored.algo == KINDS[name].algo
+    decoder = decoder_of(quantised)
+    assert decoder.weight_bytes < 0.8 * decoder_of(wide).weight_bytes
+    built = tmp_path / "built"
+    assert main(["build", "--model_dir", str(quantised), "--output_dir", str(built)]) == 0
+    sequences = tokens(40), tokens(1, 3)
+    of_built = logits_of(decoder_of(built), *sequences)
+    for ids, found, again in zip(sequences, logits_of(decoder, *sequences), of_built, strict=True):
+        assert agree(found, reference_logits(wide, None, ids))
+        assert torch.equal(found, again)
+
+
+def errors(quantised: Path, wide: Path, dtype: torch.dtype) -> tuple[float, float]:
+    """Mean squares of what we are off the truth in a narrow dtype, and transformers with the wide values."""
+    ids = tokens(60)
+    truth = reference_logits(wide, None, ids)
+    [found] = logits_of(decoder_of(quantised, dtype), ids)
+    theirs = reference_logits(wide, None, ids, dtype)
+    return float((found - truth).square().mean()), float((theirs - truth).square().mean())
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_narrow_dtypes_a_value_is_rounded_twice(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """With its scale, and once more; the zero point is taken off before, when nothing is lost."""
+    kind = KINDS[name]
+    config = read_checkpoint_quant(kind.config)
+    tensors, wide = kind.pack(np.random.default_rng(7), 96, 64)
+    names = {f"layer.{end}": tensor for end, tensor in tensors.items()}
+    found = StoredWeights(config, names).read("layer.weight", 64, names.__getitem__).to(dtype)
+    off = (found.wide().double() - torch.from_numpy(wide)).abs()
+    assert (off <= 1.01 * torch.finfo(dtype).eps * torch.from_numpy(wide).abs() + 1e-7).all()
+
+
+def test_the_four_bit_kernel_of_torch_takes_them(tmp_path: Path) -> None:
+    """Group sizes that it knows: 32 and up. Inputs in another order go through it too."""
+    pack = gptq(4, desc_act=True, sym=False, size=32)
+    quantised, wide = make_pair(tmp_path, Kind(GPTQ, pack, "W4A16_GPTQ"), seed=5)
+    weights = decoder_of(quantised, torch.bfloat16)._blocks[0].attention
+    assert isinstance(weights.qkv.weight, StackedWeight)  # q, k and v have an order each
+    parts = (*weights.qkv.weight.parts, weights.out.weight)
+    assert all(isinstance(part, PackedInt4) and part.order is not None for part in parts)
+    ids = tokens(60)
+    truth = reference_logits(wide, None, ids)
+    theirs = (reference_logits(wide, None, ids, torch.bfloat16) - truth).square().mean().sqrt()
+    [found] = logits_of(decoder_of(quantised, torch.bfloat16), ids)
+    assert (found - truth).square().mean().sqrt() <= 2 * theirs
+
+
+@pytest.mark.parametrize("kind", [KINDS["awq"], KINDS["gptq in order"], KINDS["packed 8"]])
+def test_layers_that_were_left_plain_are_read_as_they_are(kind: Kind, tmp_path: Path) -> None:
+    """One of three that are fused here, too."""
+    quantised, wide = make_pair(tmp_path, kind, plain=(".v_proj.weight", ".1.mlp.down_proj.weight"))
+    built = tmp_path / "built"
+    assert main(["build", "--model_dir", str(quantised), "--output_dir", str(built)]) == 0
+    for model in (quantised, built):
+        [found] = logits_of(decoder_of(model), tokens(30))
+        assert agree(found, reference_logits(wide, None, tokens(30)))
+
+
+def test_the_engine_answers_with_adapters(tmp_path: Path) -> None:
+    quantised, wide = make_pair(tmp_path, KINDS["gptq in order"], seed=6)
+    modules = ["q_proj", "v_proj", "down_proj"]
+    adapter = make_adapter(tmp_path / "adapter", wide, 1, rank=4, modules=modules)
+    lora = LoraConfig(lora_target_modules=["attn_q", "attn_v", "mlp_4h_to_h"], max_lora_rank=8)
+    prompt, params = tokens(20), SamplingParams(max_tokens=12, ignore_eos=True)
+    cache = KvCacheConfig(max_tokens=256)
+    with LLM(quantised, device="cpu", lora_config=lora, kv_cache_config=cache) as llm:
+        requests = [None, LoRARequest("one", 1, str(adapter))]
+        outputs = llm.generate([prompt] * 2, params, requests, False)
+    for given, output in zip((None, adapter), outputs, strict=True):
+        assert list(output.outputs[0].token_ids) == reference_generate(wide, given, prompt, 12)
+
+
+def test_a_directory_of_the_first_writers_of_gptq(tmp_path: Path) -> None:
+    """The settings in a file of their own, no g_idx, and a bias of zeros for each layer."""
+    quantised, wide = make_pair(tmp_path, KINDS["gptq zero points"])
+    change(quantised, quantization_config=None)
+    settings = {"bits": 4, "group_size": 16, "desc_act": False, "sym": False}
+    (quantised / "quantize_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    tensors = load_file(quantised / "model.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("g_idx")}
+    for name in [name for name in tensors if name.endswith(".scales")]:
+        tensors[name.replace("scales", "bias")] = torch.zeros(tensors[name].shape[1])
+    save_file(tensors, quantised / "model.safetensors")
+    [found] = logits_of(decoder_of(quantised), tokens(30))
+    assert agree(found, reference_logits(wide, None, tokens(30)))
+    tensors["model.layers.0.mlp.up_proj.bias"][0] = 1
+    save_file(tensors, quantised / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"holds model.layers.0.mlp.up_proj.bias, which"):
+        decoder_of(quantised)
+
+
+def test_what_is_built_names_what_it_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantised, _ = make_pair(tmp_path, KINDS["awq"])
+    built = tmp_path / "built"
+    flags = ["--quant_algo", "W4A16_AWQ", "--dtype", "bfloat16"]
+    assert main(["build", "--model_dir", str(quantised), "--output_dir", str(built), *flags]) == 0
+    assert "14 of 14 linear layers in W4A16_AWQ" in capsys.readouterr().out
+    config = json.loads((built / "config.json").read_text(encoding="utf-8"))
+    assert "quantization_config" not in config
+    assert config["pretrained_config"]["quantization"]["quant_algo"] == "W4A16_AWQ"
+    tensors = load_file(built / "model.safetensors")
+    assert tensors["model.layers.0.mlp.up_proj.qweight"].dtype == torch.uint8
+    assert tensors["model.layers.0.mlp.up_proj.scales"].dtype == torch.bfloat16
+    assert not [name for name in tensors if name.endswith("qzeros")]
+
+
+def change(model: Path, **settings: Any) -> None:
+    path = model / "config.json"
+    path.write_text(
+        json.dumps({**json.loads(path.read_text(encoding="utf-8")), **settings}), encoding="utf-8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported; supported are awq"),
+        ({**AWQ, "version": "gemv"}, "version 'gemv' is not supported; supported: gemm, exllama"),
+        ({**GPTQ, "bits": 3}, "bits 3 is not supported; supported: 4, 8"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
+        (compressed("nvfp4-pack-quantized", "float", 4), "format 'nvfp4-pack-quantized' is not supported"),
+        (compressed("pack-quantized", "int", 3), "num_bits of weights 3 is not supported"),
+        ({**FP8, "weight_block_size": [128]}, r"weight_block_size must be two sizes, as \[128, 128\]"),
+        ({**FP8, "fmt": "e5m2"}, "fmt 'e5m2' is not supported"),
+        ("awq", "quantization_config: 'str' object"),
+    ],
+)
+def test_what_cannot_be_read_is_named(settings: Any, text: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama")
+    change(model, quantization_config=settings)
+    with pytest.raises(ConfigError, match=text):
+        read_model_config(model)
+
+
+@pytest.mark.parametrize(
+    ("part", "change_of", "text"),
+    [
+        ("qzeros", None, r"lacks model.layers.0.mlp.up_proj.qzeros, which other tensors of the layer need"),
+        (
+            "qweight",
+            lambda t: t[:-1],
+            r"model.layers.0.mlp.up_proj: qweight must be \(\d+, \d+\) by config.json",
+        ),
+        ("scales", lambda t: t[:-1], r"model.layers.0.mlp.up_proj: qzeros must be"),
+        ("g_idx", lambda t: t + 1, r"model.layers.0.mlp.up_proj: g_idx must name groups from 0 to 3"),
+        ("g_idx", lambda t: t[1:], r"model.layers.0.mlp.up_proj: g_idx must be \(64,\)"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(part: str, change_of: Any, text: str, tmp_path: Path) -> None:
+    quantised, _ = make_pair(tmp_path, KINDS["gptq"])
+    tensors = load_file(quantised / "model.safetensors")
+    tensor = tensors.pop(f"model.layers.0.mlp.up_proj.{part}")
+    if change_of is not None:
+        tensors[f"model.layers.0.mlp.up_proj.{part}"] = change_of(tensor).contiguous()
+    save_file(tensors, quantised / "model.safetensors")
+    with pytest.raises(ConfigError, match=text):
+        decoder_of(quantised)
+
+
+def test_weights_without_a_word_on_how_are_refused(tmp_path: Path) -> None:
+    quantised, _ = make_pair(tmp_path, KINDS["fp8 by tensor"])
+    tensors = load_file(quantised / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if "scale" not in n}, quantised / "model.safetensors")
+    with pytest.raises(ConfigError, match="is stored as F8_E4M3, and nothing says how"):
+        decoder_of(quantised)
+
+
+def test_what_is_asked_of_a_checkpoint_must_be_what_it_holds(tmp_path: Path) -> None:
+    quantised, wide = make_pair(tmp_path, KINDS["awq"])
+    decoder_of(quantised, quant=QuantConfig("W4A16_AWQ"))
+    with pytest.raises(ConfigError, match="quantised already, in W4A16_AWQ: leave quant_algo out"):
+        decoder_of(quantised, quant=QuantConfig("W8A16"))
+    with pytest.raises(ConfigError, match="needs a checkpoint that was calibrated so"):
+        decoder_of(wide, quant=QuantConfig("W4A16_AWQ"))

@@ -1,0 +1,45 @@
+"""Protects those who fill templates with their own tool: what has a default is filled, the rest named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from manylora.errors import ConfigError
+from manylora.launcher.repository import check_filled, with_defaults
+
+TEXT = """name: "m" # ${comment}
+max_batch_size: 4
+data_type: ${lora_weights_data_type}
+value: "${max_beam_width}"
+"""
+
+
+def repository(path: Path, text: str) -> Path:
+    (path / "m" / "1").mkdir(parents=True)
+    (path / "m" / "1" / "model.py").write_text("pass\n", encoding="utf-8")
+    (path / "m" / "config.pbtxt").write_text(text, encoding="utf-8")
+    return path
+
+
+def test_defaults_are_filled_beside_the_repository(tmp_path: Path) -> None:
+    repo = repository(tmp_path / "repo", TEXT)
+    check_filled(repo / "m" / "config.pbtxt")
+    served = with_defaults(repo, tmp_path / "run")
+    assert (served / "m" / "config.pbtxt").read_text(encoding="utf-8") == TEXT.replace(
+        "${lora_weights_data_type}", "TYPE_FP16"
+    )
+    assert (served / "m" / "1" / "model.py").read_text(encoding="utf-8") == "pass\n"
+    assert (repo / "m" / "config.pbtxt").read_text(encoding="utf-8") == TEXT
+
+
+def test_a_filled_repository_is_served_as_it_is(tmp_path: Path) -> None:
+    repo = repository(tmp_path / "repo", TEXT.replace("${lora_weights_data_type}", "TYPE_FP16"))
+    assert with_defaults(repo, tmp_path / "run") == repo
+
+
+def test_what_has_no_default_is_named(tmp_path: Path) -> None:
+    repo = repository(tmp_path / "repo", TEXT.replace("4", "${triton_max_batch_size}"))
+    with pytest.raises(ConfigError, match=r"fill_template.py with triton_max_batch_size:<value>"):
+        check_filled(repo / "m" / "config.pbtxt")

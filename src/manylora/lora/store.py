@@ -338,6 +338,10 @@ class AdapterStore:
             self._residents = (state, found)
         return self._residents[1]
 
+    def close(self) -> None:
+        """End the thread that writes; nothing can be acquired any more. Idempotent."""
+        self._writer.shutdown(wait=True)
+
     def check(self) -> None:
         """Assert that both levels add up, and that what is waited for is here or carried."""
         self._cache.check()

@@ -110,7 +110,7 @@ class EngineLoop:
         return len(self._sinks)
 
     def close(self, drain: bool = True) -> None:
-        """Take nothing new; finish what is open (or cancel it), then end the thread. Idempotent."""
+        """Take nothing new; finish what is open (or cancel it), then end the threads. Idempotent."""
         with self._lock:
             self._closing = True
         self._preparer.shutdown(wait=True)
@@ -119,6 +119,7 @@ class EngineLoop:
                 self.cancel(ticket)
         self._inbox.put(lambda: None)
         self._thread.join()
+        self._engine.adapters.close()
 
     def _enter_preparation(self, request: Request) -> bool:
         """Whether the preparing thread goes first. Requests of a task id in preparation keep their order."""

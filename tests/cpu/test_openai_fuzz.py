@@ -113,14 +113,17 @@ def complaint(server: Running, request: dict[str, Any]) -> str | None:
         answer = server.http.request(**request, timeout=60)
     except httpx2.HTTPError as error:
         return f"{type(error).__name__}: no answer"
-    text = answer.text
-    if answer.status_code >= 500 or '"internal_error"' in text:
-        return f"{answer.status_code} {text[:300]}"
-    if answer.status_code >= 400 and request["method"] != "HEAD":
+    return complaint_about(answer.status_code, answer.text, request["method"])
+
+
+def complaint_about(status: int, text: str, method: str) -> str | None:
+    if status >= 500 or '"internal_error"' in text:
+        return f"{status} {text[:300]}"
+    if status >= 400 and method != "HEAD":
         try:
-            error = answer.json()["error"]
+            error = json.loads(text)["error"]
         except (ValueError, LookupError, TypeError):
-            return f"{answer.status_code} has no error object: {text[:300]}"
+            return f"{status} has no error object: {text[:300]}"
         if set(error) != {"message", "type", "param", "code"} or not isinstance(error["code"], str):
             return f"not the error object: {text[:300]}"
     told = [one for one in (*SECRETS, str(DEMO), str(Path.home()) + "/") if one in text]

@@ -95,3 +95,11 @@ def test_log_probs_and_broken_rows() -> None:
     rows = torch.tensor([[float("nan"), 1.0], [0.0, 1.0]])
     tokens, _ = sample(rows, [(sequence(SamplingParams(top_p=0.5)), 1), (sequence(SamplingParams()), 1)])
     assert tokens == [NOT_FINITE, 1]
+
+
+def test_a_penalty_that_overflows_is_its_own_request_s_fault_only() -> None:
+    """A row of infinities has no distribution; the rows beside it have one."""
+    wild = sequence(SamplingParams(presence_penalty=-3.4e38, temperature=0.5, top_p=0.9), (0,), (1,))
+    calm = sequence(SamplingParams(top_p=0.5), (0,))
+    tokens, _ = sample(torch.tensor([[0.0, 3e38, 1.0], [0.0, 9.0, 1.0]]), [(wild, 2), (calm, 1)])
+    assert 0 <= tokens[0] < 3 and tokens[1] == 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -224,6 +226,7 @@ def test_an_adapter_on_its_way_is_waited_for_by_the_device_only(
     with monkeypatch.context() as patch:
         patch.setattr(store._pool, "load", lambda *places: copy)
         assert store.admit(lease)
+        store._is_written(lease.digest, wait=True)
     monkeypatch.setattr(store._pool, "hold", held.append)
     assert not store.is_loaded(lease)
     store.batch([(0, 1, lease)])
@@ -232,6 +235,54 @@ def test_an_adapter_on_its_way_is_waited_for_by_the_device_only(
     assert store.is_loaded(lease)
     store.batch([(0, 1, lease)])
     assert held == [copy], "what has arrived is waited for again"
+
+
+def test_an_adapter_is_written_beside_the_steps_of_the_others(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until its last byte is written it is left out of steps; what changes pages meanwhile gets its own."""
+    store, go_on = open_store(model, 2, 2), threading.Event()
+    early = take(store, adapter(1))
+    assert store.admit(early)
+    np.testing.assert_array_equal(on_device(store, early), adapter(1).weights[0])
+    real = store._pool.write_host
+
+    def slow(*what: object) -> None:
+        assert go_on.wait(20)
+        real(*what)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store._pool, "write_host", slow)
+    late = take(store, adapter(2))
+    assert store.admit(late)
+    assert not store.is_loaded(late) and store.is_loaded(early)
+    np.testing.assert_array_equal(on_device(store, early), adapter(1).weights[0])
+    store.release(late)  # its client left; its pages go to another while they are still to be written
+    third = take(store, adapter(3))
+    assert store.admit(third) and not store.is_loaded(third)
+    store.check()
+    go_on.set()
+    np.testing.assert_array_equal(on_device(store, third), adapter(3).weights[0])
+    assert store.is_loaded(third)
+    np.testing.assert_array_equal(on_device(store, early), adapter(1).weights[0])
+
+
+def test_what_gives_way_while_it_is_written_is_carried_whole(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(model, 2, 2)
+    real = store._pool.write_host
+
+    def slow(*what: object) -> None:
+        time.sleep(0.05)
+        real(*what)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store._pool, "write_host", slow)
+    leases = {task_id: take(store, adapter(task_id)) for task_id in range(5)}
+    for task_id in (4, 2, 0, 1, 3):
+        assert store.admit(leases[task_id])
+        store.check()
+        np.testing.assert_array_equal(on_device(store, leases[task_id]), adapter(task_id).weights[0])
+        store.release(leases[task_id])
 
 
 def test_the_map_has_every_page_in_use_once_and_counts_hits(model: ModelConfig) -> None:

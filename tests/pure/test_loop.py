@@ -24,7 +24,7 @@ class FakeEngine:
         self.gate.set()
         self.known: set[int] = set()
         self.order: list[tuple[int, bool]] = []
-        self.adapters = SimpleNamespace(resident=lambda task_id: task_id in self.known)
+        self.adapters = SimpleNamespace(resident=lambda task_id: task_id in self.known, close=lambda: None)
 
     @property
     def has_work(self) -> bool:

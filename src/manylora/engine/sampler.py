@@ -173,5 +173,6 @@ def _draw(logits: Tensor, rows: Rows[Row]) -> list[int]:
     cumulative = torch.cumsum(probs.double(), dim=-1)
     target = torch.tensor([draws], dtype=torch.float64, device=logits.device).T * cumulative[:, -1:]
     rank = torch.searchsorted(cumulative, target, right=True)
-    rank = torch.minimum(rank, (probs > 0).sum(dim=-1, keepdim=True) - 1)
+    # Penalties that overflow leave a row without probabilities; it must not end the step of the others.
+    rank = torch.minimum(rank, (probs > 0).sum(dim=-1, keepdim=True) - 1).clamp_(min=0)
     return torch.gather(order, 1, rank).squeeze(1).tolist()

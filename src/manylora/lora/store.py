@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -76,6 +77,9 @@ class AdapterStore:
         self._catalog = Catalog(self.verify, self._check_rows, modules, base)
         self._in_hand: WeakValueDictionary[str, Adapter] = WeakValueDictionary()  # read, not on the host yet
         self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="manylora-write")
+        self._writing: dict[str, Future[None]] = {}  # on their way into their pages on the host
+        self._unsent: set[str] = set()  # of these, which then go to their pages on the device
         self._loading: dict[str, torch.Event] = {}  # on their way to the device
         self._num_stores = self._num_loads = self._num_source_loads = self._num_hits = 0
         self._max_device_adapters = plan.adapters_of_rank(modules.values(), model.num_layers, rank_limit)[1]
@@ -234,6 +238,8 @@ class AdapterStore:
 
     def is_loaded(self, lease: AdapterLease) -> bool:
         """Whether an admitted lease's adapter has arrived on the device."""
+        if not self._is_written(lease.digest, wait=False):
+            return False
         event = self._loading.get(lease.digest)
         if event is not None and event.query():
             del self._loading[lease.digest]
@@ -242,11 +248,13 @@ class AdapterStore:
     def batch(self, segments: Sequence[tuple[int, int, AdapterLease]]) -> LoraBatch | None:
         """The adapters of one forward pass: token rows [start, stop) and the lease they run under.
 
-        The pass will wait, on the device, for those that have not arrived.
+        The pass will wait, on the device, for those that have not arrived; this call for those that are still
+        written on the host.
         """
         if not segments:
             return None
         for _, _, lease in segments:
+            self._is_written(lease.digest, wait=True)
             if lease.digest in self._loading:
                 self._pool.hold(self._loading[lease.digest])
         entries = self._cache.device.entries
@@ -330,6 +338,10 @@ class AdapterStore:
             self._residents = (state, found)
         return self._residents[1]
 
+    def close(self) -> None:
+        """End the thread that writes; nothing can be acquired any more. Idempotent."""
+        self._writer.shutdown(wait=True)
+
     def check(self) -> None:
         """Assert that both levels add up, and that what is waited for is here or carried."""
         self._cache.check()
@@ -338,13 +350,33 @@ class AdapterStore:
             assert leases
             assert not any(lease.admitted or lease.carried for lease in leases)
 
+    def _is_written(self, digest: str, *, wait: bool) -> bool:
+        """Whether the host has all of an adapter; then its copy to the device begins, if one is due."""
+        writing = self._writing.get(digest)
+        if writing is None:
+            return True
+        if not (wait or writing.done()):
+            return False
+        writing.result()
+        del self._writing[digest]
+        if digest in self._unsent and self._cache.on_device(digest):
+            self._send(digest)
+        self._unsent.discard(digest)
+        return True
+
     def _load(self, digest: str) -> None:
+        self._loading.pop(digest, None)
+        self._num_loads += 1
+        if self._is_written(digest, wait=False):
+            self._send(digest)
+        else:
+            self._unsent.add(digest)
+
+    def _send(self, digest: str) -> None:
         host, device = self._cache.host.entries[digest], self._cache.device.entries[digest]
         event = self._pool.load(host.content, host.pages, device.pages)
-        self._loading.pop(digest, None)
         if event is not None:
             self._loading[digest] = event
-        self._num_loads += 1
 
     def _check_rows(self, rows: list[AdapterRow], extras: list[LoraExtra], digest: str | None) -> Adapter:
         half = self._pool.flat.dtype == torch.float16
@@ -384,8 +416,14 @@ class AdapterStore:
             for victim in victims:
                 self._give_way(victim)
                 self._cache.evict(victim)
+                self._writing.pop(victim, None)
+                self._unsent.discard(victim)
             entry = self._cache.host.put(lease.digest, layout.num_pages, layout)
-            self._pool.write_host(lease.carried, layout, entry.pages)
+            # Beside the steps: a large adapter takes longer than many of them. One after the other, so that
+            # pages which change hands are written last by who has them.
+            self._writing[lease.digest] = self._writer.submit(
+                self._pool.write_host, lease.carried, layout, entry.pages
+            )
             self._num_stores += 1
         lease.carried = None
         return True
@@ -394,6 +432,7 @@ class AdapterStore:
         """Hand an adapter that must leave the host to the leases that wait for it."""
         leases = self._waiting.pop(digest, None)
         if leases:
+            self._is_written(digest, wait=True)
             entry = self._cache.host.entries[digest]
             adapter = self._pool.read_host(digest, entry.content, entry.pages)
             adapter = self._in_hand.setdefault(digest, adapter)

@@ -102,7 +102,7 @@ class GenerationRequest(_Body):
     seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    repetition_penalty: float = Field(1.0, ge=0.001, le=100)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
     min_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
     ignore_eos: bool = False

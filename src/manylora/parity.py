@@ -10,6 +10,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,22 @@ from manylora.lora.modules import lora_modules
 from manylora.model.batch import ForwardBatch
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
+from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.families import FAMILIES as ARCHITECTURES
 from manylora.model.weights import load_decoder
-from manylora.testing import FAMILIES, make_adapter, make_model, reference_logits
+from manylora.testing import (
+    ENCODER_DECODER_FAMILIES,
+    FAMILIES,
+    make_adapter,
+    make_model,
+    reference_logits,
+)
 
 __all__ = ["KINDS", "Driver", "agree", "linear_names", "main", "make_kind", "read_from"]
 
 BLOCK, BLOCKS = 8, 128
 LONGEST = 60
+TEXT = 37  # tokens that an encoder reads
 Tensors = tuple[np.ndarray, np.ndarray]  # weights and config, as a request carries them
 Shape = tuple[tuple[str, ...], str]  # names of the linear layers, attention's first; name of the layer list
 # What an adapter of PEFT is like, for a model of some shape.
@@ -104,13 +113,18 @@ def agree(found: Tensor, expected: Tensor) -> bool:
 
 
 class Driver:
-    """Feeds several sequences to a decoder in packed steps, blocks scattered, and keeps all logits."""
+    """Feeds several sequences to a decoder in packed steps, blocks scattered, and keeps all logits. texts: what
+    its encoder, if there is one, reads for each of them."""
 
     def __init__(
-        self, decoder: Decoder, sequences: Sequence[Sequence[int]], adapters: Sequence[Tensors | None]
+        self,
+        decoder: Decoder | EncoderDecoder,
+        sequences: Sequence[Sequence[int]],
+        adapters: Sequence[Tensors | None],
+        texts: Sequence[Sequence[int]] = (),
     ) -> None:
         config = decoder.config
-        shape = (config.num_layers, 2, BLOCKS, BLOCK, config.num_kv_heads, config.head_dim)
+        shape = (config.kv_layers, 2, BLOCKS, BLOCK, config.num_kv_heads, config.head_dim)
         self._kv = torch.full(shape, float("nan"), dtype=decoder.dtype)
         self._decoder, self._sequences = decoder, sequences
         blocks = list(range(BLOCKS))
@@ -118,6 +132,10 @@ class Driver:
         self._blocks = [[blocks.pop() for _ in range(-(-len(s) // BLOCK))] for s in sequences]
         pool, self._rows = _lay_out(adapters, config)
         self._pool = pool.to(decoder.dtype)
+        self._texts = [list(text) for text in texts]
+        self._text_blocks = [[blocks.pop() for _ in range(-(-len(t) // BLOCK))] for t in texts]
+        if isinstance(decoder, EncoderDecoder):
+            self._encode(decoder)
         self._done = [0] * len(sequences)
         self._logits: list[list[Tensor]] = [[] for _ in sequences]
 
@@ -133,6 +151,25 @@ class Driver:
             self._step(counts)
         return [torch.cat(parts) for parts in self._logits]
 
+    def _encode(self, model: EncoderDecoder) -> None:
+        lens = [len(text) for text in self._texts]
+        starts = [0, *accumulate(lens)]
+        spans = zip(pairwise(starts), self._rows, strict=True)
+        segments = tuple(LoraSegment(start, stop, rows) for (start, stop), rows in spans if rows)
+        slots = [
+            b[p // BLOCK] * BLOCK + p % BLOCK
+            for b, n in zip(self._text_blocks, lens, strict=True)
+            for p in range(n)
+        ]
+        batch = ForwardBatch(
+            torch.tensor([token for text in self._texts for token in text]),
+            torch.tensor([p for n in lens for p in range(n)]),
+            AttentionBatch(starts, lens, _table(self._text_blocks), torch.tensor(slots)),
+            LoraBatch(self._pool, segments) if segments else None,
+            torch.tensor([], dtype=torch.long),
+        )
+        model.encode(batch, self._kv)
+
     def _step(self, counts: list[int]) -> None:
         live = [(s, n) for s, n in enumerate(counts) if n]
         starts, segments = [0], []
@@ -141,7 +178,6 @@ class Driver:
         slots: list[int] = []
         lens: list[int] = []
         table: list[list[int]] = []
-        width = max(len(b) for b in self._blocks)
         for s, n in live:
             span = range(self._done[s], self._done[s] + n)
             ids += [self._sequences[s][p] for p in span]
@@ -151,18 +187,30 @@ class Driver:
                 segments.append(LoraSegment(starts[-1], starts[-1] + n, self._rows[s]))
             starts.append(starts[-1] + n)
             lens.append(self._done[s] + n)
-            table.append(self._blocks[s] + [0] * (width - len(self._blocks[s])))
+            table.append(self._blocks[s])
         batch = ForwardBatch(
             torch.tensor(ids),
             torch.tensor(positions),
-            AttentionBatch(starts, lens, torch.tensor(table, dtype=torch.int32), torch.tensor(slots)),
+            AttentionBatch(starts, lens, _table(table), torch.tensor(slots)),
             LoraBatch(self._pool, tuple(segments)) if segments else None,
             torch.arange(len(ids)),
+            cross=self._cross([s for s, _ in live], starts),
         )
         logits = self._decoder.forward(batch, self._kv)
         for (s, n), start in zip(live, starts, strict=False):
             self._logits[s].append(logits[start : start + n])
             self._done[s] += n
+
+    def _cross(self, live: list[int], starts: list[int]) -> AttentionBatch | None:
+        if not self._texts:
+            return None
+        table, lens = _table([self._text_blocks[s] for s in live]), [len(self._texts[s]) for s in live]
+        return AttentionBatch(starts, lens, table, torch.tensor([], dtype=torch.long))
+
+
+def _table(blocks: Sequence[Sequence[int]]) -> Tensor:
+    width = max(map(len, blocks))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in blocks], dtype=torch.int32)
 
 
 def _lay_out(
@@ -194,6 +242,7 @@ def _verdicts(folder: Path, family: str) -> dict[str, str]:
     decoder = load_decoder(model_dir, config, torch.float32, open_device("cpu"), LONGEST)
     picks = random.Random(len(family))
     ids = [picks.randrange(250) for _ in range(LONGEST)]
+    text = [picks.randrange(250) for _ in range(TEXT)] if config.encoder else []
     verdicts: dict[str, str] = {}
     adapters: list[Tensors | None] = [None]
     labels = [("base", "")]
@@ -209,9 +258,9 @@ def _verdicts(folder: Path, family: str) -> dict[str, str]:
     found = []
     for first in range(0, len(adapters), 8):
         part = adapters[first : first + 8]
-        found += Driver(decoder, [ids] * len(part), part).run()
+        found += Driver(decoder, [ids] * len(part), part, [text] * len(part) if text else ()).run()
     for (kind, source), logits in zip(labels, found, strict=True):
-        expected = reference_logits(model_dir, folders[kind], ids)
+        expected = reference_logits(model_dir, folders[kind], ids, encoder_ids=text)
         verdict = "pass" if agree(logits, expected) else f"differs {source}".strip()
         if verdicts.setdefault(kind, verdict) != verdict:
             verdicts[kind] = f"{verdicts[kind]}, {verdict}"
@@ -231,7 +280,7 @@ def main() -> int:
     print("| model | " + " | ".join(kinds) + " |\n|" + "---|" * (len(kinds) + 1))
     good = True
     with tempfile.TemporaryDirectory() as folder:
-        for family in FAMILIES:
+        for family in (*FAMILIES, *ENCODER_DECODER_FAMILIES):
             verdicts = _verdicts(Path(folder), family)
             cells = []
             for kind in kinds:

@@ -1,5 +1,5 @@
-"""Protects encoder-decoder models: greedy tokens equal transformers + PEFT with adapters on both stacks, in any
-company, through preemption and chunking; nothing leaks; what cannot be served is refused with the reason."""
+"""Protects encoder-decoder models: greedy tokens equal transformers + PEFT with adapters on both stacks, in
+any company, through preemption and chunking; nothing leaks; what is not served is refused with the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from manylora.config import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError, RequestError
-from manylora.llmapi import LLM, KvCacheConfig, LoraConfig, LoRARequest, SamplingParams as ApiParams
+from manylora.llmapi import LLM, KvCacheConfig, LoraConfig, LoRARequest
+from manylora.llmapi import SamplingParams as ApiParams
 from manylora.lora.catalog import read_adapter_folder
 from manylora.lora.convert import convert_peft
 from manylora.lora.formats.base_weights import BaseWeights

@@ -113,8 +113,8 @@ def agree(found: Tensor, expected: Tensor) -> bool:
 
 
 class Driver:
-    """Feeds several sequences to a decoder in packed steps, blocks scattered, and keeps all logits. texts: what
-    its encoder, if there is one, reads for each of them."""
+    """Feeds several sequences to a decoder in packed steps, blocks scattered, and keeps all logits. texts:
+    what its encoder, if there is one, reads for each of them."""
 
     def __init__(
         self,

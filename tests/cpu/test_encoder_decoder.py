@@ -224,8 +224,8 @@ def test_the_fused_module_of_cross_attention_is_its_three_parts(t5: World, dora:
     layer, rank = t5.config.num_layers - 1, 4
     fused, parts = t5.modules[8], [t5.modules[module_id] for module_id in (9, 10, 11)]
     rng = np.random.default_rng(0)
-    a = rng.standard_normal((rank, fused.in_dim), np.float32) * 0.3
-    b = rng.standard_normal((fused.out_dim, rank), np.float32) * 0.3
+    a = rng.standard_normal((rank, fused.in_dim), np.float32)
+    b = rng.standard_normal((fused.out_dim, rank), np.float32)
     magnitude = 1 + rng.random(fused.out_dim * dora, np.float32)
     whole = np.concatenate((a.ravel(), b.ravel(), magnitude))[np.newaxis, np.newaxis]
     ends = np.cumsum([part.out_dim for part in parts])[:-1]

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,24 @@ from manylora.lora.modules import lora_modules
 from manylora.model.batch import ForwardBatch
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
+from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.families import FAMILIES as ARCHITECTURES
 from manylora.model.weights import load_decoder
 from manylora.request import LoraExtra, LoraInput
-from manylora.testing import FAMILIES, make_adapter, make_model, make_nemo, reference_logits
+from manylora.testing import (
+    ENCODER_DECODER_FAMILIES,
+    FAMILIES,
+    make_adapter,
+    make_model,
+    make_nemo,
+    reference_logits,
+)
 
 __all__ = ["KINDS", "Driver", "agree", "linear_names", "main", "make_kind", "read_from", "read_nemo_from"]
 
 BLOCK, BLOCKS = 8, 128
 LONGEST = 60
+TEXT = 37  # tokens that an encoder reads
 Tensors = tuple[np.ndarray, np.ndarray]  # weights and config, as a request carries them
 Given = Tensors | LoraInput | None  # an adapter, whole where it has extras; None: the base model
 Shape = tuple[tuple[str, ...], str]  # names of the linear layers, attention's first; name of the layer list
@@ -134,13 +144,18 @@ def agree(found: Tensor, expected: Tensor) -> bool:
 
 
 class Driver:
-    """Feeds several sequences to a decoder in packed steps, blocks scattered, and keeps all logits."""
+    """Feeds several sequences to a decoder in packed steps, blocks scattered, and keeps all logits. texts:
+    what its encoder, if there is one, reads for each of them."""
 
     def __init__(
-        self, decoder: Decoder, sequences: Sequence[Sequence[int]], adapters: Sequence[Given]
+        self,
+        decoder: Decoder | EncoderDecoder,
+        sequences: Sequence[Sequence[int]],
+        adapters: Sequence[Given],
+        texts: Sequence[Sequence[int]] = (),
     ) -> None:
         config = decoder.config
-        shape = (config.num_layers, 2, BLOCKS, BLOCK, config.num_kv_heads, config.head_dim)
+        shape = (config.kv_layers, 2, BLOCKS, BLOCK, config.num_kv_heads, config.head_dim)
         self._kv = torch.full(shape, float("nan"), dtype=decoder.dtype)
         self._decoder, self._sequences = decoder, sequences
         blocks = list(range(BLOCKS))
@@ -152,6 +167,10 @@ class Driver:
             {e.name: _scatter(e, decoder.dtype) for e in one.extras} if isinstance(one, LoraInput) else {}
             for one in adapters
         ]
+        self._texts = [list(text) for text in texts]
+        self._text_blocks = [[blocks.pop() for _ in range(-(-len(t) // BLOCK))] for t in texts]
+        if isinstance(decoder, EncoderDecoder):
+            self._encode(decoder)
         self._done = [0] * len(sequences)
         self._logits: list[list[Tensor]] = [[] for _ in sequences]
 
@@ -167,6 +186,25 @@ class Driver:
             self._step(counts)
         return [torch.cat(parts) for parts in self._logits]
 
+    def _encode(self, model: EncoderDecoder) -> None:
+        lens = [len(text) for text in self._texts]
+        starts = [0, *accumulate(lens)]
+        spans = zip(pairwise(starts), self._rows, strict=True)
+        segments = tuple(LoraSegment(start, stop, rows) for (start, stop), rows in spans if rows)
+        slots = [
+            b[p // BLOCK] * BLOCK + p % BLOCK
+            for b, n in zip(self._text_blocks, lens, strict=True)
+            for p in range(n)
+        ]
+        batch = ForwardBatch(
+            torch.tensor([token for text in self._texts for token in text]),
+            torch.tensor([p for n in lens for p in range(n)]),
+            AttentionBatch(starts, lens, _table(self._text_blocks), torch.tensor(slots)),
+            LoraBatch(self._pool, segments) if segments else None,
+            torch.tensor([], dtype=torch.long),
+        )
+        model.encode(batch, self._kv)
+
     def _step(self, counts: list[int]) -> None:
         live = [(s, n) for s, n in enumerate(counts) if n]
         starts, segments = [0], []
@@ -176,7 +214,6 @@ class Driver:
         slots: list[int] = []
         lens: list[int] = []
         table: list[list[int]] = []
-        width = max(len(b) for b in self._blocks)
         for s, n in live:
             span = range(self._done[s], self._done[s] + n)
             ids += [self._sequences[s][p] for p in span]
@@ -188,18 +225,30 @@ class Driver:
                 extras.append(ExtraSegment(starts[-1], starts[-1] + n, self._extras[s]))
             starts.append(starts[-1] + n)
             lens.append(self._done[s] + n)
-            table.append(self._blocks[s] + [0] * (width - len(self._blocks[s])))
+            table.append(self._blocks[s])
         batch = ForwardBatch(
             torch.tensor(ids),
             torch.tensor(positions),
-            AttentionBatch(starts, lens, torch.tensor(table, dtype=torch.int32), torch.tensor(slots)),
+            AttentionBatch(starts, lens, _table(table), torch.tensor(slots)),
             LoraBatch(self._pool, tuple(segments), extras=tuple(extras)) if segments else None,
             torch.arange(len(ids)),
+            cross=self._cross([s for s, _ in live], starts),
         )
         logits = self._decoder.forward(batch, self._kv)
         for (s, n), start in zip(live, starts, strict=False):
             self._logits[s].append(logits[start : start + n])
             self._done[s] += n
+
+    def _cross(self, live: list[int], starts: list[int]) -> AttentionBatch | None:
+        if not self._texts:
+            return None
+        table, lens = _table([self._text_blocks[s] for s in live]), [len(self._texts[s]) for s in live]
+        return AttentionBatch(starts, lens, table, torch.tensor([], dtype=torch.long))
+
+
+def _table(blocks: Sequence[Sequence[int]]) -> Tensor:
+    width = max(map(len, blocks))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in blocks], dtype=torch.int32)
 
 
 def _scatter(extra: LoraExtra, dtype: torch.dtype) -> Extra:
@@ -252,9 +301,9 @@ def _verdicts(folder: Path, family: str) -> dict[str, str]:
     model_dir = make_model(folder / family, family, seed=3)
     config = read_model_config(model_dir)
     decoder = load_decoder(model_dir, config, torch.float32, open_device("cpu"), LONGEST)
-    assert isinstance(decoder, Decoder)
     picks = random.Random(len(family))
     ids = [picks.randrange(250) for _ in range(LONGEST)]
+    text = [picks.randrange(250) for _ in range(TEXT)] if config.encoder else []
     verdicts: dict[str, str] = {}
     modules, base = lora_modules(config), BaseWeights(model_dir)
     adapters: list[Given] = [None]
@@ -269,24 +318,27 @@ def _verdicts(folder: Path, family: str) -> dict[str, str]:
                 labels.append((kind, source))
         except ManyloraError as error:
             verdicts[kind] = REFUSED + str(error).partition(": ")[2]
-    archive, folders[NEMO] = make_nemo(folder / f"{family}-nemo", model_dir)
-    for source in NEMO_SOURCES:
-        adapters.append(read_nemo_from(source, archive, model_dir))
-        labels.append((NEMO, source))
+    if config.encoder is None:
+        archive, folders[NEMO] = make_nemo(folder / f"{family}-nemo", model_dir)
+        for source in NEMO_SOURCES:
+            adapters.append(read_nemo_from(source, archive, model_dir))
+            labels.append((NEMO, source))
+    else:
+        verdicts[NEMO] = "none"
     found = []
     for first in range(0, len(adapters), 8):
         part = adapters[first : first + 8]
-        found += Driver(decoder, [ids] * len(part), part).run()
+        found += Driver(decoder, [ids] * len(part), part, [text] * len(part) if text else ()).run()
     for (kind, source), logits in zip(labels, found, strict=True):
-        expected = reference_logits(model_dir, folders[kind], ids)
+        expected = reference_logits(model_dir, folders[kind], ids, encoder_ids=text)
         verdict = "pass" if agree(logits, expected) else f"differs {source}".strip()
         if verdicts.setdefault(kind, verdict) != verdict:
             verdicts[kind] = f"{verdicts[kind]}, {verdict}"
     return verdicts
 
 
-def main() -> int:
-    """Print the tables. Returns 1 when something differs."""
+def main(families: Sequence[str] = ()) -> int:
+    """Print the tables, of all families or of those named. Returns 1 when something differs."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -298,7 +350,7 @@ def main() -> int:
     print("| model | " + " | ".join(kinds) + " |\n|" + "---|" * (len(kinds) + 1))
     good = True
     with tempfile.TemporaryDirectory() as folder:
-        for family in FAMILIES:
+        for family in families or (*FAMILIES, *ENCODER_DECODER_FAMILIES):
             verdicts = _verdicts(Path(folder), family)
             cells = []
             for kind in kinds:
@@ -321,4 +373,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

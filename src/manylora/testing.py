@@ -125,7 +125,7 @@ BART = {
     "forced_eos_token_id": None,
     "tie_word_embeddings": True,
 }  # fmt: skip
-LOUDER = 2.0
+LOUDER, WEAKER = 1.5, 0.1  # float32 would be no reference for T5, whose scores are not scaled
 ENCODER_DECODER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("t5", {**T5, "d_kv": 16, "relative_attention_max_distance": 20}),
     # The released ones say that head and embedding are two; `scale_decoder_outputs` comes from that.
@@ -207,12 +207,13 @@ def make_adapter(
     torch.manual_seed(seed)
     options = {"target_modules": list(modules), "lora_alpha": alpha or 2 * rank, **options}
     adapted = get_peft_model(_load(Path(model_dir)), LoraConfig(r=rank, **options))
+    strength = WEAKER if adapted.config.is_encoder_decoder else 0.3
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_magnitude" in name:
                 parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
             elif "lora_" in name:
-                parameter.copy_(torch.randn_like(parameter) * (0.3 / rank**0.25))
+                parameter.copy_(torch.randn_like(parameter) * (strength / rank**0.25))
             elif parameter.requires_grad:  # biases, modules_to_save, rows of tokens: copies of the base's
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     adapted.save_pretrained(str(path))

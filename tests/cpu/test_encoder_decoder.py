@@ -1,5 +1,5 @@
-"""Protects encoder-decoder models: greedy tokens equal transformers + PEFT with adapters on both stacks, in any
-company, through preemption and chunking; nothing leaks; what cannot be served is refused with the reason."""
+"""Protects encoder-decoder models: greedy tokens equal transformers + PEFT with adapters on both stacks, in
+any company, through preemption and chunking; nothing leaks; what is not served is refused with the reason."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from manylora.cli import main
 from manylora.config import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError, RequestError
@@ -28,6 +29,9 @@ from manylora.lora.modules import lora_modules
 from manylora.lora.tensors import adapter_from_tensors
 from manylora.model.checkpoint import read_model_config
 from manylora.model.relative import RelativeBias
+from manylora.openai.errors import ApiError
+from manylora.openai.params import Limits, plan
+from manylora.openai.schema import CompletionRequest
 from manylora.quant import QuantAlgo, QuantConfig
 from manylora.request import LoraInput, Request, SamplingParams
 from manylora.testing import (
@@ -142,6 +146,8 @@ def test_tokens_equal_the_reference_in_mixed_company(world: World, policy: str) 
     found = run(engine, [world.request(*one) for one in asked])
     assert found == [world.answer(*one) for one in asked]
     assert engine.stats().kv_blocks_free == engine.stats().kv_blocks
+    if policy == "guaranteed_no_evict":  # nothing is computed twice
+        assert engine.stats().prompt_tokens == sum(len(ids) + 1 for _, ids in asked)
     assert len({tuple(tokens) for tokens in found}) > 5, "the answers hardly differ: this proves nothing"
 
 
@@ -224,8 +230,8 @@ def test_the_fused_module_of_cross_attention_is_its_three_parts(t5: World, dora:
     layer, rank = t5.config.num_layers - 1, 4
     fused, parts = t5.modules[8], [t5.modules[module_id] for module_id in (9, 10, 11)]
     rng = np.random.default_rng(0)
-    a = rng.standard_normal((rank, fused.in_dim), np.float32) * 0.3
-    b = rng.standard_normal((fused.out_dim, rank), np.float32) * 0.3
+    a = rng.standard_normal((rank, fused.in_dim), np.float32)
+    b = rng.standard_normal((fused.out_dim, rank), np.float32)
     magnitude = 1 + rng.random(fused.out_dim * dora, np.float32)
     whole = np.concatenate((a.ravel(), b.ravel(), magnitude))[np.newaxis, np.newaxis]
     ends = np.cumsum([part.out_dim for part in parts])[:-1]
@@ -362,6 +368,27 @@ def test_triton_tensors_mean_encoder_and_decoder() -> None:
     arrays["decoder_input_lengths"] = np.array([9], np.int32)
     with pytest.raises(RequestError, match="Invalid decoder_input_ids length"):
         decode_requests(arrays, "", decoupled=True, has_encoder=True)
+
+
+def test_the_openai_server_counts_the_prompt_for_the_encoder_alone(bart: World) -> None:
+    tokenizer, limits = Tokenizer(bart.model), Limits(64, bart.config.vocab_size)
+    body = CompletionRequest(model="m", prompt="x", max_tokens=40)
+    assert plan(body, 60, tokenizer, bart.config, limits).decoding.params.max_tokens == 40
+    with pytest.raises(ApiError, match="echo is not supported on encoder-decoder"):
+        plan(body.model_copy(update={"echo": True}), 60, tokenizer, bart.config, limits)
+
+
+def test_a_built_model_answers_as_one_that_is_quantised_at_start(bart: World, tmp_path: Path) -> None:
+    out = tmp_path / "built"
+    assert (
+        main(["build", "--model_dir", str(bart.model), "--output_dir", str(out), "--quant_algo", "W8A16"])
+        == 0
+    )
+    stored = load_file(out / "model.safetensors")
+    assert not [n for n in stored if n.endswith(("proj.weight", "fc1.weight", "fc2.weight"))]
+    asked = [bart.request(task_id, ids) for task_id, ids in zip((None, 1), texts(2), strict=True)]
+    built = Engine(EngineConfig(out, device="cpu", max_seq_len=64))
+    assert run(built, asked) == run(bart.engine(quant=QuantConfig(QuantAlgo.W8A16)), asked)
 
 
 def test_llm_generates_from_a_text_and_from_a_decoder_prompt(bart: World) -> None:

@@ -65,7 +65,7 @@ class TritonPythonModel:
         return outputs
 
     def _decoder_prompts(self, arrays, count, pad):
-        """What the decoder of such a model goes on from: its start, and text without special tokens."""
+        """What an encoder-decoder model's decoder goes on from: its start, and text, nothing behind it."""
         texts = arrays.get("DECODER_QUERY")
         if texts is None:
             return [[pad if self._decoder_start is None else self._decoder_start]] * count

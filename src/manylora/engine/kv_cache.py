@@ -69,6 +69,7 @@ class KvCache:
         grown = self.grow(sequence, num_tokens)
         assert grown
         sequence.cross_blocks = self._claim(crossed)
+        sequence.num_new_blocks += crossed
         return True
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:

@@ -42,8 +42,8 @@ def plan_kv(
 ) -> KvPlan:
     """Size the cache: a fraction of the free bytes, at most what the user or a full batch can use.
 
-    Bytes of a block = layers * 2 (keys, values) * tokens_per_block * kv_heads * head_dim * bytes of dtype; of an
-    encoder-decoder model the decoder's layers.
+    Bytes of a block = layers * 2 (keys, values) * tokens_per_block * kv_heads * head_dim * bytes of dtype;
+    the layers of an encoder do not count.
     On a CPU the cache is never larger than max_batch_size sequences of max_seq_len need: host memory is
     shared with everything else on the machine.
     """

@@ -98,7 +98,7 @@ class Runner:
         chunks = sorted(step.chunks, key=lambda chunk: chunk.sequence.root)
         self._device.activate()
         wanted = [_wanted(chunk) for chunk in chunks]
-        self._encode([chunk.sequence for chunk in chunks if chunk.sequence.num_unencoded])
+        self._encode([chunk.sequence for chunk in chunks if chunk.num_encoded])
         logits = self._logits(self._inputs(chunks, wanted))
         outcome = Outcome()
         if not logits.shape[0]:

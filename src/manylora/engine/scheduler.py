@@ -35,12 +35,18 @@ class AdapterRoom(Protocol):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens [start, start + count) of a sequence; `samples`: the next token is due after them."""
+    """Tokens [start, start + count) of a sequence; `samples`: the next token is due after them. num_encoded:
+    rows of its encoder that are run before."""
 
     sequence: Sequence
     start: int
     count: int
     samples: bool
+    num_encoded: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_encoded + self.count
 
     @property
     def in_context(self) -> bool:
@@ -56,7 +62,7 @@ class Step:
 
     @property
     def num_context_tokens(self) -> int:
-        return sum(chunk.count for chunk in self.chunks if chunk.in_context)
+        return sum(chunk.num_rows for chunk in self.chunks if chunk.in_context or chunk.num_encoded)
 
 
 @dataclass
@@ -68,18 +74,18 @@ class _Round:
 
     def take(self, sequence: Sequence) -> None:
         """Schedule as much of a sequence as fits; its encoder's rows come first, all of them."""
-        count = min(sequence.num_due, self.budget - sequence.num_unencoded)
+        encoded = sequence.num_unencoded
+        count = min(sequence.num_due, self.budget - encoded)
         left = sequence.num_due - count
         if 0 < left <= sequence.num_draft:  # a guess is verified in one step
             count -= sequence.num_draft + 1 - left
         if count > 0:
-            self.budget -= count + sequence.num_unencoded
             samples = count == sequence.num_due
-            self.chunks.append(Chunk(sequence, sequence.num_computed, count, samples))
+            self.chunks.append(Chunk(sequence, sequence.num_computed, count, samples, encoded))
+            self.budget -= self.chunks[-1].num_rows
 
     def give_back(self, sequence: Sequence) -> None:
-        mine = [chunk.count for chunk in self.chunks if chunk.sequence is sequence]
-        self.budget += sum(mine) + (sequence.num_unencoded if mine else 0)
+        self.budget += sum(chunk.num_rows for chunk in self.chunks if chunk.sequence is sequence)
         self.chunks = [chunk for chunk in self.chunks if chunk.sequence is not sequence]
 
 

@@ -18,8 +18,8 @@ class ForwardBatch:
     input_ids, positions: [T] int64.
     logits_rows: [L] int64, the rows whose logits are wanted.
     embeddings: rows [E] int64 and vectors [E, hidden]: rows that are no tokens of the vocabulary.
-    cross: of an encoder-decoder model: where the keys and values that each sequence's encoder gave lie, and how
-           many there are; its slots are empty.
+    cross: of an encoder-decoder model: where the keys and values lie that the encoder gave each sequence, and
+           how many there are; its slots are empty.
     lora: None when no row has an adapter; then not one LoRA instruction runs.
     """
 

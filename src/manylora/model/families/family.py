@@ -27,8 +27,8 @@ class Names:
 
     Of an encoder-decoder model there are two of these, one for each stack of layers, with the stack's root;
     `embed` is there where a stack's table is not the shared one. norm: empty where the last layer's output is
-    taken as it is. embedding_norm: on what goes into the first layer. relative: the table of relative positions.
-    cross: q, k, v and out of cross-attention, whose norm is cross_norm among the block_norms.
+    taken as it is. embedding_norm: on what goes into the first layer. relative: the table of relative
+    positions. cross: q, k, v and out of cross-attention, whose norm is cross_norm among the block_norms.
     """
 
     roots: tuple[str, ...] = ("model.",)
@@ -56,9 +56,8 @@ class Names:
 @dataclass(frozen=True)
 class Family:
     """config: config.json to the fields of ModelConfig that are not as `common.read_common` reads them;
-    raises ConfigError or KeyError. names: of a model of this family; where there is an encoder, of the decoder.
-    usual: config.json with its sizes under the usual names, before anything else reads it. encoder: its names.
-    """
+    raises ConfigError or KeyError. names: of a model of this family; beside an encoder, the decoder's. usual:
+    config.json with its sizes under the usual names, before anything else reads it. encoder: its names."""
 
     config: Callable[[Mapping[str, Any]], dict[str, Any]]
     names: Callable[[ModelConfig], Names]

@@ -1,0 +1,77 @@
+"""Protects encoder-decoder models behind the real server: input_ids go to the encoder, decoder_input_ids or
+decoder_text_input to the decoder, with an adapter on both, through every model of the repository."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Running, fill_repo, new_server
+from test_server import ask, inputs, new_ids
+
+from manylora.lora.catalog import read_adapter_folder
+from manylora.lora.modules import lora_modules
+from manylora.model.checkpoint import read_model_config
+from manylora.testing import make_adapter, make_model, reference_generate
+from manylora.text import Tokenizer
+
+NEW = 6
+TEXT, BEGUN = "Translate this: Hello", "Hal"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("both") / "model", "bart", seed=4)
+
+
+@pytest.fixture(scope="module")
+def adapter(model: Path) -> Path:
+    return make_adapter(model.parent / "adapter", model, 1, 8, ("q_proj", "v_proj", "out_proj", "fc1"))
+
+
+@pytest.fixture(scope="module")
+def running(model: Path) -> Iterator[Running]:
+    repo = fill_repo(
+        model.parent / "repo", model, lora_weights_data_type="TYPE_FP32", max_tokens_in_paged_kv_cache="512"
+    )
+    server = new_server(repo)
+    started = server.launch()
+    assert started.returncode == 0, started.stderr
+    yield server
+    assert server.launch("--stop").returncode == 0
+
+
+def test_the_decoder_goes_on_from_its_own_ids_under_an_adapter(
+    running: Running, model: Path, adapter: Path
+) -> None:
+    config = read_model_config(model)
+    assert config.encoder is not None
+    start, text = config.encoder.decoder_start_id, Tokenizer(model).encode(TEXT)
+    weights, rows = read_adapter_folder(adapter, None, lora_modules(config))
+    lora = {"lora_task_id": np.array([[1]], np.uint64), "lora_weights": weights, "lora_config": rows}
+    for decoder, echoed in (([start, 70, 71], [start, 70, 71]), ([], [])):
+        sent = {"decoder_input_ids": np.array([decoder], np.int32)} if decoder else {}
+        found = new_ids(ask(running, inputs(text, NEW, **sent, **lora)))
+        assert found == echoed + reference_generate(model, adapter, decoder or [start], NEW, text)
+        lora = {"lora_task_id": lora["lora_task_id"]}
+
+
+@pytest.mark.parametrize("name", ["ensemble", "tensorrt_llm_bls"])
+def test_texts_for_encoder_and_decoder(running: Running, model: Path, name: str) -> None:
+    tokenizer = Tokenizer(model)
+    start = tokenizer.decoder_start_id
+    assert start is not None
+    text = tokenizer.encode(TEXT)
+    for begun in ("", BEGUN):
+        body = {"text_input": TEXT, "max_tokens": NEW, "end_id": -1, "exclude_input_in_output": True}
+        if begun:
+            body["decoder_text_input"] = begun
+        url = f"http://127.0.0.1:{running.http}/v2/models/{name}/generate"
+        with urllib.request.urlopen(url, json.dumps(body).encode(), 60) as answer:
+            found = json.loads(answer.read())["text_output"]
+        decoder = [start, *tokenizer.encode(begun, add_special_tokens=False)]
+        assert found == tokenizer.decode(reference_generate(model, None, decoder, NEW, text))

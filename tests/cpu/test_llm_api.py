@@ -446,6 +446,7 @@ def test_an_llm_that_nobody_holds_goes_away_after_its_last_result(tiny: Path) ->
         ("many_adapters", ["base: Tokyo", "task-1: 东京", "task-2: 東京"]),
         ("cache_management", ["カイロ", "1 adapter in"]),
         ("quantised", ["カイロ", "MB of weights"]),
+        ("nemo_adapter", ["カイロ"]),
         ("streaming", ["chinese: '罗'", "japanese: 'ナ'"]),
     ],
 )

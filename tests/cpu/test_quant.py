@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, SamplingParams
 from manylora.device import open_device
 from manylora.errors import ConfigError
+from manylora.kernels import native
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
-from manylora.kernels.panels import Panels
+from manylora.kernels.panels import Panels, read_panels, to_panels
 from manylora.kernels.quantised import PackedInt4, QuantisedWeight
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch
@@ -234,6 +235,34 @@ def test_what_is_too_large_for_float8_saturates() -> None:
     k = torch.tensor([[[1000.0, -0.4]]])
     CpuOps().store_kv(k, -k, cache, cache.clone(), batch)
     assert cache[1, 1, 0].tolist() == [448.0, -0.40625] and not cache[0].float().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 47, 48, 500])
+def test_panels_from_a_file_are_those_of_the_weight(rows: int, dtype: torch.dtype, monkeypatch) -> None:
+    """Read some rows at a time, the last panel with zeros."""
+    library = native.load()
+    if library is None:
+        pytest.skip("there is no C compiler")
+    monkeypatch.setattr("manylora.kernels.panels.CHUNK_BYTES", 40_000)
+    weight = torch.randn(rows, 130).to(dtype)
+
+    class InFile:
+        shape, streams = (rows, 130), True
+
+        def __init__(self) -> None:
+            self.dtype = dtype
+
+        def read(self, start: int, out: torch.Tensor) -> None:
+            out.copy_(weight[start : start + len(out)])
+
+        def whole(self) -> torch.Tensor:
+            return weight
+
+    width = library.panel_width()
+    found, expected = read_panels(library, InFile(), width), to_panels(weight, width)
+    assert found is not None and expected is not None
+    assert torch.equal(found.values, expected.values) and found.rows == expected.rows == rows
 
 
 def test_no_group_fits(tmp_path: Path) -> None:

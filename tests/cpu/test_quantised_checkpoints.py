@@ -4,6 +4,7 @@ transformers, as it is and built; and what cannot be read is said."""
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from manylora.errors import ConfigError
 from manylora.kernels.quantised import PackedInt4, StackedWeight
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
+from manylora.model.tensor_file import TensorFile
 from manylora.model.weights import load_decoder
 from manylora.parity import Driver, agree
 from manylora.quant_checkpoint import read_checkpoint_quant
@@ -221,3 +223,15 @@ def test_what_is_asked_of_a_checkpoint_must_be_what_it_holds(tmp_path: Path) -> 
         decoder_of(quantised, quant=QuantConfig("W8A16"))
     with pytest.raises(ConfigError, match="needs a checkpoint that was calibrated so"):
         decoder_of(wide, quant=QuantConfig("W4A16_AWQ"))
+
+
+def test_a_file_that_is_no_whole_safetensors_file_is_named(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama")
+    file = model / "model.safetensors"
+    with TensorFile(file) as opened:
+        os.truncate(file, file.stat().st_size - 8)
+        with pytest.raises(ConfigError, match=r"model.safetensors is not a readable .* it was cut short"):
+            for name in list(opened.keys()):
+                opened.get_tensor(name)
+    with pytest.raises(ConfigError, match=r"model.safetensors is not a readable safetensors file"):
+        decoder_of(model)

@@ -104,7 +104,8 @@ def read_peft_whole(
     config, tensors, found = _open(folder, base, allow_bin)
     if found and any(module.encoder_layers for module in (modules or {}).values()):
         raise AdapterInvalidError(
-            f"{min(found)}: of an encoder-decoder model only adapters on the layers' linear modules are served"
+            f"{min(found)}: of an encoder-decoder model only adapters on the linear modules of layers are "
+            "served"
         )
     rows = _rows(tensors, config, None, modules, base)
     with base.open() if base is not None else nullcontext() as reader:

@@ -260,7 +260,7 @@ def test_panels_from_a_file_are_those_of_the_weight(rows: int, dtype: torch.dtyp
             return weight
 
     width = library.panel_width()
-    found, expected = read_panels(library, InFile(), width), to_panels(weight, width)
+    found, expected = read_panels(library, InFile(), width), to_panels(weight, width, 64)
     assert found is not None and expected is not None
     assert torch.equal(found.values, expected.values) and found.rows == expected.rows == rows
 

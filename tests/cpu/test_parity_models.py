@@ -28,6 +28,7 @@ from manylora.model.weights import load_decoder
 from manylora.parity import Driver, agree, linear_names, make_kind, read_from
 from manylora.request import LoraInput, Request, SamplingParams
 from manylora.testing import (
+    ENCODER_DECODER_FAMILIES,
     FAMILIES,
     MOE_FAMILIES,
     make_adapter,
@@ -67,9 +68,11 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_architecture_has_a_tiny_model() -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+    from transformers.models.auto import modeling_auto as auto
 
-    made = {CLASSES[kind] for kind, _ in (FAMILIES | MOE_FAMILIES).values()}
+    made = {auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for kind, _ in (FAMILIES | MOE_FAMILIES).values()}
+    both = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    made |= {both[kind] for kind, _ in ENCODER_DECODER_FAMILIES.values()}
     assert made | {"Gemma3ForConditionalGeneration"} == set(ARCHITECTURES)
 
 

@@ -37,7 +37,7 @@ def write_dataset(path: Path, requests: int, tokens: int) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def one_round(folder: Path, dataset: Path) -> tuple[float, float]:
+def one_round(folder: Path, dataset: Path, model: Path) -> tuple[float, float]:
     """Tokens per second by the report, and as seen from outside."""
     spans: list[float] = []
     send = sides._load
@@ -52,7 +52,7 @@ def one_round(folder: Path, dataset: Path) -> tuple[float, float]:
     try:
         report, answers = folder / "report.json", folder / "answers.json"
         flags = ["--dataset", str(dataset), "--report_json", str(report), "--output_json", str(answers)]
-        code = manylora(["bench", "--model", str(DEMO / "base"), "throughput", *flags])
+        code = manylora(["bench", "--model", str(model), "throughput", *flags])
     finally:
         sides._load = send
     if code or len(spans) != 1:
@@ -65,6 +65,7 @@ def one_round(folder: Path, dataset: Path) -> tuple[float, float]:
 def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--model", type=Path, default=DEMO / "base", help="directory; the demo's by itself")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
@@ -75,7 +76,7 @@ def main() -> int:
         dataset = Path(folder) / "dataset.jsonl"
         write_dataset(dataset, options.requests, options.tokens)
         for _ in range(options.rounds):
-            told, seen = one_round(Path(folder), dataset)
+            told, seen = one_round(Path(folder), dataset, options.model)
             worst = max(worst, abs(told / seen - 1))
             lines.append(f"reported {told:8.1f} tokens/s, seen {seen:8.1f}, {100 * (told / seen - 1):+.2f} %")
     print("\n".join(lines))

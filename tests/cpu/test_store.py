@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterInvalidError, AdapterNotCachedError
-from manylora.lora import tensors
+from manylora.lora import catalog, tensors
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.tensor_files import decode, read_safetensors
 from manylora.lora.store import AdapterLease, AdapterStore
@@ -66,6 +66,11 @@ def on_device(store: AdapterStore, lease: AdapterLease) -> np.ndarray:
     stored = [batch.pool[rows[layer, 1].offset :][:ROW].float().numpy() for layer in range(LAYERS)]
     half = RANK * HIDDEN
     return np.stack([np.concatenate((r[:half], r[half:].reshape(RANK, HIDDEN).T.ravel())) for r in stored])
+
+
+def written(store: AdapterStore) -> None:
+    """Wait for the writes to the host: an adapter that is still written is in hand, and not read again."""
+    store._writer.submit(lambda: None).result()
 
 
 def take(store: AdapterStore, lora: LoraInput) -> AdapterLease:
@@ -141,6 +146,7 @@ def test_a_prefetched_adapter_comes_back_by_itself_and_another_does_not(
     store.release(take(store, adapter(60)))
     for task_id in (1, 2, 3):
         store.release(take(store, LoraInput(task_id)))
+    written(store)
     with pytest.raises(AdapterNotCachedError, match="not found in cache"):
         store.prepare(LoraInput(60))
     # A folder that broke since is as if it had come over the wire; one that changed serves its new content.
@@ -148,6 +154,7 @@ def test_a_prefetched_adapter_comes_back_by_itself_and_another_does_not(
     write_npy(tmp_path / "2", adapter(22).weights, CONFIG)  # type: ignore[arg-type]
     for task_id in (70, 71):
         store.release(take(store, adapter(task_id)))
+    written(store)
     with pytest.raises(AdapterNotCachedError, match="Please send LoRA weights with request"):
         store.prepare(LoraInput(1))
     assert "lora task 1 cannot be read again" in caplog.text
@@ -325,11 +332,13 @@ def test_an_unchanged_folder_is_not_digested_again(
     model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A changed one is, also when its size and time are as before."""
+    monkeypatch.setattr(catalog, "SETTLED_NS", 5 * 10**7)
     digested = []
     plain = tensors._digest
     monkeypatch.setattr(tensors, "_digest", lambda *parts: digested.append(1) or plain(*parts))
     write_peft(tmp_path / "1", 1)
     write_peft(tmp_path / "2", 2)
+    time.sleep(2 * catalog.SETTLED_NS / 1e9)
     store = open_store(model, 1, 1, prefetch_dir=tmp_path)
     digests = {}
     for task_id in (1, 2, 1, 2, 1):
@@ -337,6 +346,7 @@ def test_an_unchanged_folder_is_not_digested_again(
         assert digests.setdefault(task_id, lease.digest) == lease.digest
         store.release(lease)
     assert len(digested) == 2
+    written(store)
     file = tmp_path / "2" / "adapter_model.safetensors"
     before = file.stat()
     write_peft(tmp_path / "2", 3)
@@ -344,6 +354,32 @@ def test_an_unchanged_folder_is_not_digested_again(
     assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     assert take(store, LoraInput(2)).digest != digests[2]
     assert len(digested) == 3
+
+
+def test_a_folder_that_was_just_written_is_not_known_by_its_times(
+    model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next writing may fall into the same tick of the clock."""
+    write_peft(tmp_path / "1", 1)
+    write_peft(tmp_path / "2", 2)
+    frozen = {path: path.stat() for path in tmp_path.glob("*/*")}
+    plain = Path.stat
+    monkeypatch.setattr(Path, "stat", lambda path, **how: frozen.get(path) or plain(path, **how))
+    store = open_store(model, 1, 1, prefetch_dir=tmp_path)
+    before = take(store, LoraInput(1))
+    store.release(before)
+    store.release(take(store, LoraInput(2)))
+    write_peft(tmp_path / "1", 3)
+    written(store)
+    assert take(store, LoraInput(1)).digest != before.digest
+
+
+def test_a_link_to_nowhere_beside_an_adapter_does_no_harm(model: ModelConfig, tmp_path: Path) -> None:
+    write_peft(tmp_path / "1", 1)
+    (tmp_path / "1" / "README.md").symlink_to(tmp_path / "gone")
+    store = open_store(model, 1, 1, prefetch_dir=tmp_path)
+    assert store.resident(1)
+    store.close()
 
 
 def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -26,6 +27,9 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
 ROWS = ("peft", "nemo")  # sources whose files say how large each row is
 Signature = tuple[tuple[str, int, int, int, int, int], ...]
 PRUNE = 4096  # task ids, of about 200 bytes each
+# Two writes within one tick of a filesystem's clock leave the same times: a file is known by its times only
+# when it was last written this long before it was read. 2 s are the longest tick in use (FAT).
+SETTLED_NS = 2 * 10**9
 
 
 class Catalog:
@@ -162,21 +166,36 @@ class Catalog:
         if source.kind not in ROWS:
             weights, config = read_source(source, modules=self._modules, base=self._base)
             return self._check(LoraInput(task_id, weights, config))
-        before = _signature(folder)
+        now, before = time.time_ns(), _signature(folder)
         rows, extras = read_whole(source, modules=self._modules, base=self._base)
         known, digest = self._read_before.get(folder, ((), ""))
         unchanged = before == known and before == _signature(folder)
         adapter = self._check_rows(rows, extras, digest if unchanged else None)
-        if before == _signature(folder):
+        if _is_settled(before, now) and before == _signature(folder):
             self._read_before[folder] = before, adapter.digest
         return adapter
 
 
 def _signature(folder: Path) -> Signature:
     """Of the files in a folder, what changes when one of them does; the time of the last change of an inode
-    cannot be set back."""
-    found = ((path.name, path.stat()) for path in sorted(folder.iterdir()))
-    return tuple((name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found)
+    cannot be set back. Raises AdapterInvalidError."""
+    try:
+        return tuple(map(_stamp, sorted(folder.iterdir()) if folder.is_dir() else [folder]))
+    except OSError as error:
+        raise AdapterInvalidError(f"folder {folder.name} cannot be read: {error.strerror}") from error
+
+
+def _is_settled(signature: Signature, now: int) -> bool:
+    return all(max(stamp[-2:]) + SETTLED_NS < now for stamp in signature)
+
+
+def _stamp(path: Path) -> tuple[str, int, int, int, int, int]:
+    """Zeros for a link to nowhere, and for a file that went away while the folder was listed."""
+    try:
+        s = path.stat()
+    except OSError:
+        return path.name, 0, 0, 0, 0, 0
+    return path.name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns
 
 
 def read_adapter_folder(

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from manylora.kernels import native
+from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
+from manylora.kernels.panels import Panels
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraSegment, LoraTarget
 
@@ -99,6 +101,29 @@ def test_attention_reads_pages_as_the_reference_does(
     q = torch.randn(starts[-1], heads, dim)
     want = ReferenceOps().attention(q, k, v, batch, 0.2, window)
     torch.testing.assert_close(ops.attention(q, k, v, batch, 0.2, window), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("columns", [2, 33, 130, 2500])
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
+def test_weights_are_read_as_they_are_and_rows_keep_their_bits(
+    columns: int, kept: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs over several blocks, and an odd number of them; each row alone and in company."""
+    library = native.load()
+    if library is None:
+        pytest.skip("there is no C compiler")
+    ops = CompiledOps(library)
+    monkeypatch.setattr(ops, "has_bfloat16", False)
+    torch.manual_seed(columns)
+    weight, x, bias = torch.randn(101, columns).to(kept), torch.randn(40, columns), torch.randn(101)
+    packed = ops.pack(weight)
+    assert isinstance(packed, Panels)
+    assert packed.values.dtype == (kept if columns % 2 == 0 else torch.float32)
+    found = ops.linear(x, packed, bias)
+    want = x.double() @ weight.double().T + bias
+    torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=2e-6 * float(want.abs().max()))
+    for count in (1, 7, 8, 9, 16, 17, 25):
+        assert torch.equal(ops.linear(x[:count], packed, bias), found[:count]), count
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -92,6 +92,13 @@ INLINE vector widen_halves(const char *at, int high) {
 #endif
 }
 
+/* BFLOAT16: the low or the high halves of LANES words. */
+INLINE vector widen_pairs(const char *at, int high) {
+    typedef uint32_t pairs __attribute__((vector_size(4 * LANES), aligned(4)));
+    const words both = *(const pairs *)at;
+    return (vector)(high ? both & 0xffff0000u : both << 16);
+}
+
 /* A single float32 or bfloat16. */
 INLINE float widen_one(Kind kind, const char *at) {
     uint32_t bits = 0;

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from manylora.kernels import native
+from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.panels import Panels
@@ -138,6 +139,52 @@ def test_a_packed_linear_is_the_linear(ops: CpuOps, rows: int, dtype: torch.dtyp
     torch.testing.assert_close(
         got, want, rtol=1e-4 if dtype == torch.float32 else 0.02, atol=1e-4 if dtype == torch.float32 else 0.2
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "dim", "turned"), [(3, 64, 64), (70, 24, 8), (5, 10, 0)])
+def test_heads_are_turned_and_stored(
+    ops: CpuOps, rows: int, dim: int, turned: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    joined = torch.randn(rows, 8 * dim).to(dtype)
+    q, k, v = (part.unflatten(1, (-1, dim)) for part in joined.split((4 * dim, 2 * dim, 2 * dim), 1))
+    before, slots = joined.clone(), torch.randperm(5 * 16)[:rows]
+    batch = AttentionBatch((0, rows), (rows,), torch.zeros(1, 1, dtype=torch.int32), slots)
+    rotary = (torch.randn(rows, turned).to(dtype), torch.randn(rows, turned).to(dtype)) if turned else None
+    answers = []
+    for one in (ReferenceOps(), ops):
+        caches = torch.zeros(2, 5, 16, 2, dim).to(dtype)
+        answers.append((one.rotate_and_store(q, k, v, rotary, caches[0], caches[1], batch), caches))
+    close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    for want, got in zip(*answers, strict=True):
+        torch.testing.assert_close(got, want, **close)
+    assert torch.equal(joined, before), "its input was changed"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 70])
+def test_norms_and_gates_are_those_of_the_reference(ops: CpuOps, rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    wide = (4 * torch.randn(rows, 300)).to(dtype)
+    x, delta, weight = wide[:, :100], wide[:, 150:250], torch.randn(100).to(dtype)
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.03, "atol": 0.03}
+    reference = ReferenceOps()
+    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), **close)
+    pairs = zip(
+        ops.add_rms_norm(x, delta, weight, 1e-5),
+        reference.add_rms_norm(x, delta, weight, 1e-5),
+        strict=True,
+    )
+    for got, want in pairs:
+        torch.testing.assert_close(got, want, **close)
+    wide[:, ::7] *= 40  # where exp is infinite, or nothing; products reach 30,000
+    close["atol"] *= 20
+    for activation in ACTIVATIONS:
+        got, want = ops.gated(wide, activation), reference.gated(wide, activation)
+        torch.testing.assert_close(got, want, **close)
+        if rows and dtype == torch.float32 and isinstance(ops, CompiledOps):
+            assert torch.equal(ops.gated(wide[:1], activation), got[:1])
 
 
 def test_a_compiler_that_fails_leaves_torch(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

@@ -17,15 +17,16 @@ import torch
 from torch import Tensor
 
 from manylora.kernels.cpu import CpuOps
-from manylora.kernels.panels import Panels, WeightRows, panels_linear, read_panels, to_panels
+from manylora.kernels.panels import Panels, WeightRows, address, panels_linear, read_panels, to_panels
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
-from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraSegment, LoraTarget, Weight
+from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraSegment, LoraTarget, Rotary, Weight
 
 __all__ = ["CompiledOps"]
 
 FEW_ROWS = 64  # of one adapter; from there on a matrix product of torch is ahead
 LARGEST_RANK = 1024  # room on the stack
 ADAPTERS_KEPT = 1024
+GATES = ("silu", "gelu", "gelu_tanh")  # by their numbers in native/elementwise.c
 POOLS = {torch.float32: "lora_add_float32", torch.bfloat16: "lora_add_bfloat16"}
 
 _Parts = tuple[Any, np.ndarray | None, int]  # rows of the adapter; its parts; how many, -1: not for us
@@ -123,14 +124,30 @@ class CompiledOps(CpuOps):
             segments.ctypes.data, count, 1, int((groups[:, 1] - groups[:, 0]).max()),
         )  # fmt: skip
 
-    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
-        if not k.dtype == k_cache.dtype == torch.float32 or not (_whole_rows(k) and _whole_rows(v)):
-            super().store_kv(k, v, k_cache, v_cache, batch)
-            return
-        for x, cache in ((k, k_cache), (v, v_cache)):
-            self._library.store_rows(
-                cache.data_ptr(), x.data_ptr(), x.stride(0), batch.slots.data_ptr(), len(x), x[0].numel()
-            )
+    def rotate_and_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary: Rotary | None,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        wide = all(one.dtype == torch.float32 for one in (q, k, v, k_cache))
+        if not (wide and all(map(_whole_rows, (q, k, v)))):
+            return super().rotate_and_store(q, k, v, rotary, k_cache, v_cache, batch)
+        rows, heads, dim = q.shape
+        cos, sin, turned, out = None, None, 0, q
+        if rotary is not None:
+            (cos, sin), out = (part.contiguous() for part in rotary), torch.empty(rows, heads, dim)
+            turned = cos.shape[1]
+        self._library.rotate_and_store(
+            out.data_ptr(), q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
+            address(cos), address(sin), k_cache.data_ptr(), v_cache.data_ptr(), batch.slots.data_ptr(),
+            rows, heads, k.shape[1], dim, turned,
+        )  # fmt: skip
+        return out
 
     def decode(
         self,
@@ -160,21 +177,30 @@ class CompiledOps(CpuOps):
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.dtype != torch.float32 or x.dim() != 2 or x.stride(1) != 1:
+        if x.dim() != 2 or not _plain(x, weight):
             return super().rms_norm(x, weight, eps)
         out = torch.empty(x.shape)
-        self._library.rms_norm(
-            out.data_ptr(), x.data_ptr(), x.stride(0), weight.data_ptr(), x.shape[0], x.shape[1], eps
+        self._library.add_rms_norm(
+            None, out.data_ptr(), x.data_ptr(), x.stride(0), None, 0, weight.data_ptr(), *x.shape, eps
         )
         return out
 
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if x.dtype != torch.float32 or x.stride(2) != 1:
-            return super().rotary(x, cos, sin)
-        out = torch.empty(x.shape)
-        self._library.rotary(
-            out.data_ptr(), x.data_ptr(), x.stride(0), x.stride(1), cos.data_ptr(), sin.data_ptr(), *x.shape
-        )
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if x.dim() != 2 or not _plain(x, delta, weight):
+            return super().add_rms_norm(x, delta, weight, eps)
+        total, out = torch.empty(x.shape), torch.empty(x.shape)
+        self._library.add_rms_norm(
+            total.data_ptr(), out.data_ptr(), x.data_ptr(), x.stride(0), delta.data_ptr(), delta.stride(0),
+            weight.data_ptr(), *x.shape, eps,
+        )  # fmt: skip
+        return total, out
+
+    def gated(self, y: Tensor, activation: str) -> Tensor:
+        if activation not in GATES or y.dim() != 2 or not _plain(y):
+            return super().gated(y, activation)
+        rows, width = y.shape[0], y.shape[1] // 2
+        out = torch.empty(rows, width)
+        self._library.gated(out.data_ptr(), y.data_ptr(), y.stride(0), rows, width, GATES.index(activation))
         return out
 
     @staticmethod
@@ -200,6 +226,10 @@ class CompiledOps(CpuOps):
 
 def _can_add(x: Tensor, pool: Tensor) -> bool:
     return x.dtype == torch.float32 and pool.dtype in POOLS and x.stride(1) == 1
+
+
+def _plain(*tensors: Tensor) -> bool:
+    return all(one.dtype == torch.float32 and one.stride(-1) == 1 for one in tensors)
 
 
 def _whole_rows(x: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from manylora.kernels.quantised import QuantisedWeight
 
-__all__ = ["Panels", "WeightRows", "panels_linear", "read_panels", "to_panels"]
+__all__ = ["Panels", "WeightRows", "address", "panels_linear", "read_panels", "to_panels"]
 
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8", torch.uint8: "int4"}
 WORDS = {torch.bfloat16: torch.int32}  # what is laid out as pairs, and what a pair is
@@ -119,8 +119,8 @@ def panels_linear(library: ctypes.CDLL, x: Tensor, weight: Panels, bias: Tensor 
         totals = torch.empty(x.shape[0], -(-weight.columns // min(block, weight.group_size)))
     getattr(library, "linear_" + KINDS[weight.values.dtype])(
         y.data_ptr(), weight.rows, x.data_ptr(), x.stride(0), x.shape[0], weight.values.data_ptr(),
-        weight.columns, weight.rows, _at(weight.scales), _at(weight.offsets), _at(totals), weight.group_size,
-        _at(bias),
+        weight.columns, weight.rows, address(weight.scales), address(weight.offsets), address(totals),
+        weight.group_size, address(bias),
     )  # fmt: skip
     return y
 
@@ -145,5 +145,6 @@ def _as_kept(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values if values.dtype == dtype else values.view(dtype).unflatten(2, (-1, _inputs(dtype)))
 
 
-def _at(part: Tensor | None) -> int | None:
+def address(part: Tensor | None) -> int | None:
+    """What a compiled kernel is given; None is its NULL."""
     return None if part is None else part.data_ptr()

@@ -39,9 +39,9 @@ FUNCTIONS = {
     "lora_add_float32": "pipiippiii",
     "lora_add_bfloat16": "pipiippiii",
     "decode_attention": "pipipppipiiiiifipi",
-    "store_rows": "ppipii",
-    "rms_norm": "ppipiif",
-    "rotary": "ppiippiii",
+    "add_rms_norm": "pppipipiif",
+    "gated": "ppiiii",
+    "rotate_and_store": "ppipipipppppiiiii",
 }
 
 

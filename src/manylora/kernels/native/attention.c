@@ -1,4 +1,4 @@
-/* Decode attention over pages in place, and what goes into the pages. float32. */
+/* Decode attention over pages in place. float32. */
 
 #include "vectors.h"
 
@@ -94,10 +94,4 @@ void decode_attention(float *out, int64_t out_stride, const float *q, int64_t q_
                 one_head(dim, out + s * out_stride + head * dim, q + s * q_stride + head * dim, &pages, begin, lengths[s],
                          scale, scores + (s * heads + head) * longest);
         }
-}
-
-/* cache[slots[row]] = x[row], rows of `width` floats. */
-void store_rows(float *cache, const float *x, int64_t x_stride, const int64_t *slots, int64_t rows, int64_t width) {
-    for (int64_t row = 0; row < rows; row++)
-        memcpy(cache + slots[row] * width, x + row * x_stride, width * sizeof *cache);
 }

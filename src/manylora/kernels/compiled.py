@@ -25,6 +25,7 @@ __all__ = ["CompiledOps"]
 
 FEW_ROWS = 64  # of one adapter; from there on a matrix product of torch is ahead
 LARGEST_RANK = 1024  # room on the stack
+LARGEST_HEAD = 256
 ADAPTERS_KEPT = 1024
 GATES = ("silu", "gelu", "gelu_tanh")  # by their numbers in native/elementwise.c
 POOLS = {torch.float32: "lora_add_float32", torch.bfloat16: "lora_add_bfloat16"}
@@ -160,7 +161,7 @@ class CompiledOps(CpuOps):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        if not q.dtype == k_cache.dtype == torch.float32 or softcap is not None:
+        if not q.dtype == k_cache.dtype == torch.float32 or softcap is not None or q.shape[2] > LARGEST_HEAD:
             return super().decode(q, k_cache, v_cache, table, lengths, scale, window, softcap)
         q, table = q.contiguous(), table.contiguous()
         count, heads, dim = q.shape

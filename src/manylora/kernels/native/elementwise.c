@@ -27,24 +27,22 @@ void add_rms_norm(float *total, float *out, const float *x, int64_t x_stride, co
     }
 }
 
+/* gate * share(gate) is the activation; (1 + tanh(a)) / 2 = 1 / (1 + exp(-2a)) */
+INLINE vector share(int activation, vector gate) {
+    if (activation == SILU) return 1 / (1 + exponential(-gate));
+    if (activation == GELU_TANH) return 1 / (1 + exponential(-1.5957691216057308f * (gate + 0.044715f * gate * gate * gate)));
+    for (int i = 0; i < LANES; i++) gate[i] = 0.5f * (1 + erff(gate[i] * 0.70710678f));
+    return gate;
+}
+
 /* out [rows, width] = f(gate) * up, rows of y being up and gate */
 void gated(float *out, const float *y, int64_t y_stride, int64_t rows, int64_t width, int64_t activation) {
 #pragma omp parallel for if (rows > MANY)
     for (int64_t row = 0; row < rows; row++) {
-        const float *const up = y + row * y_stride, *const gate = up + width;
-        float *const to = out + row * width;
-        if (activation == SILU) {
-#pragma omp simd
-            for (int64_t i = 0; i < width; i++) to[i] = up[i] * gate[i] / (1 + expf(-gate[i]));
-        } else if (activation == GELU) {
-#pragma omp simd
-            for (int64_t i = 0; i < width; i++) to[i] = up[i] * gate[i] * 0.5f * (1 + erff(gate[i] * 0.70710678f));
-        } else { /* (1 + tanh(a)) / 2 = 1 / (1 + exp(-2a)) */
-#pragma omp simd
-            for (int64_t i = 0; i < width; i++) {
-                const float g = gate[i], twice = 1.5957691216057308f * (g + 0.044715f * g * g * g);
-                to[i] = up[i] * g / (1 + expf(-twice));
-            }
+        const float *const up = y + row * y_stride, *const gates = up + width;
+        for (int64_t i = 0; i < width; i += LANES) {
+            const vector gate = load_some(gates + i, width - i);
+            store_some(out + row * width + i, load_some(up + i, width - i) * gate * share(activation, gate), width - i);
         }
     }
 }

@@ -128,4 +128,30 @@ INLINE void fetch(const char *from, int64_t size) {
     UNROLL for (int64_t i = 0; i < size; i += LINE) __builtin_prefetch(from + i);
 }
 
+INLINE vector choose(integers which, vector a, vector b) {
+    return (vector)((which & (integers)a) | (~which & (integers)b));
+}
+
+/* exp(x) to about 2 units of the last place; beyond -87 and 88, as there. NaN stays NaN. */
+INLINE vector exponential(vector x) {
+    const vector bounded = choose(x < -87, all(-87), choose(x > 88, all(88), x));
+    const integers power = __builtin_convertvector(bounded * 1.44269504f + 127.5f, integers); /* 127 more than it is */
+    const vector r = bounded - (__builtin_convertvector(power, vector) - 127) * 0.693147181f;
+    const vector high = r * (r * (r * 1.9841270e-4f + 1.3888889e-3f) + 8.3333333e-3f) + 4.1666667e-2f;
+    return (vector)(power << 23) * (r * (r * (r * (r * high + 0.16666667f) + 0.5f) + 1) + 1);
+}
+
+/* As many as there are, the rest zeros; and back. */
+INLINE vector load_some(const float *at, int64_t count) {
+    if (count >= LANES) return load(at);
+    float some[LANES] = {0};
+    memcpy(some, at, count * sizeof *at);
+    return load(some);
+}
+
+INLINE void store_some(float *at, vector value, int64_t count) {
+    if (count >= LANES) store(at, value);
+    else memcpy(at, &value, count * sizeof *at);
+}
+
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }

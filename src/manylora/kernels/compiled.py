@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -33,6 +34,21 @@ POOLS = {torch.float32: "lora_add_float32", torch.bfloat16: "lora_add_bfloat16"}
 _Parts = tuple[Any, np.ndarray | None, int]  # rows of the adapter; its parts; how many, -1: not for us
 
 
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """One call for a layer's targets: segments [count, 4] of (start, stop, address and number of parts)."""
+
+    segments: np.ndarray
+    parts: list[np.ndarray]  # of these addresses
+    most_parts: int
+    most_rows: int
+    others: tuple[LoraSegment, ...]  # left to torch
+
+    @property
+    def count(self) -> int:
+        return len(self.segments)
+
+
 class CompiledOps(CpuOps):
     """library: `native.load()`."""
 
@@ -41,7 +57,11 @@ class CompiledOps(CpuOps):
         self._library = library
         self._width, self._block = library.panel_width(), library.panel_block()
         self._scores = torch.empty(0)
+        self._room = torch.empty(0)
         self._parts: dict[tuple[int, tuple[LoraTarget, ...]], dict[int, _Parts]] = {}
+        self._works: dict[tuple[int, tuple[LoraTarget, ...]], _Work] = {}  # for the last segments
+        self._segments: tuple[LoraSegment, ...] = ()
+        self._known: tuple[tuple[int, int, int], ...] = ()
 
     def keeps(self, stored: torch.dtype, compute: torch.dtype) -> bool:
         """bfloat16 weights are widened to float32 in registers, exactly, and half the bytes are read."""
@@ -82,7 +102,37 @@ class CompiledOps(CpuOps):
         if not _can_add(x, batch.pool):
             super().lora_add(y, x, batch, layer, targets, bias)
             return
-        table = self._parts.setdefault((layer, tuple(targets)), {})
+        work = self._find_work(batch, layer, tuple(targets))
+        if work.count:
+            self._add(y, x, batch.pool, work.segments, work.most_parts, work.most_rows)
+        if work.others:
+            super().lora_add(y, x, LoraBatch(batch.pool, work.others), layer, targets, bias)
+
+    def _add(
+        self, y: Tensor, x: Tensor, pool: Tensor, segments: np.ndarray, most_parts: int, most_rows: int
+    ) -> None:
+        if pool.dtype == torch.bfloat16 and self._room.numel() < x.numel():
+            self._room = torch.empty(2 * x.numel())
+        getattr(self._library, POOLS[pool.dtype])(
+            y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), x.shape[1], pool.data_ptr(),
+            segments.ctypes.data, len(segments), most_parts, most_rows, self._room.data_ptr(),
+        )  # fmt: skip
+
+    def _find_work(self, batch: LoraBatch, layer: int, targets: tuple[LoraTarget, ...]) -> _Work:
+        """Kept until a step has other segments: while the same sequences decode, nothing is looked up."""
+        if batch.segments is not self._segments:
+            # The segments of before are alive still, so an id that is the same is the same adapter.
+            known = tuple((one.start, one.stop, id(one.rows)) for one in batch.segments)
+            if known != self._known:
+                self._works.clear()
+            self._segments, self._known = batch.segments, known
+        work = self._works.get((layer, targets))
+        if work is None:
+            work = self._works[layer, targets] = self._plan_work(batch, layer, targets)
+        return work
+
+    def _plan_work(self, batch: LoraBatch, layer: int, targets: tuple[LoraTarget, ...]) -> _Work:
+        table = self._parts.setdefault((layer, targets), {})
         ours: list[tuple[int, int, int, int]] = []
         others: list[LoraSegment] = []
         kept: list[np.ndarray] = []
@@ -99,14 +149,7 @@ class CompiledOps(CpuOps):
                 kept.append(parts)
                 ours.append((segment.start, segment.stop, parts.ctypes.data, count))
                 most, rows = max(most, count), max(rows, height)
-        if ours:
-            segments = np.array(ours, np.int64)
-            getattr(self._library, POOLS[batch.pool.dtype])(
-                y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), x.shape[1], batch.pool.data_ptr(),
-                segments.ctypes.data, len(ours), most, rows,
-            )  # fmt: skip
-        if others:
-            super().lora_add(y, x, LoraBatch(batch.pool, tuple(others)), layer, targets, bias)
+        return _Work(np.array(ours, np.int64).reshape(-1, 4), kept, most, rows, tuple(others))
 
     def add_groups(
         self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, ranks: np.ndarray, target: LoraTarget
@@ -120,10 +163,7 @@ class CompiledOps(CpuOps):
         segments = np.empty((count, 4), np.int64)
         segments[:, :2], segments[:, 3] = groups[:, :2], 1
         segments[:, 2] = parts.ctypes.data + np.arange(count) * parts.strides[0]
-        getattr(self._library, POOLS[pool.dtype])(
-            y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), x.shape[1], pool.data_ptr(),
-            segments.ctypes.data, count, 1, int((groups[:, 1] - groups[:, 0]).max()),
-        )  # fmt: skip
+        self._add(y, x, pool, segments, 1, int((groups[:, 1] - groups[:, 0]).max()))
 
     def rotate_and_store(
         self,

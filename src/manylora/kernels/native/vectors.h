@@ -154,4 +154,20 @@ INLINE void store_some(float *at, vector value, int64_t count) {
     else memcpy(at, &value, count * sizeof *at);
 }
 
+/* The even and the odd elements of 2 * LANES to the first half of these and the second. */
+INLINE void join(vector *even, vector *odd) {
+    const vector e = *even, o = *odd;
+#if defined(__AVX512F__)
+    const integers first = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+    *even = (vector)_mm512_permutex2var_ps((__m512)e, (__m512i)first, (__m512)o);
+    *odd = (vector)_mm512_permutex2var_ps((__m512)e, (__m512i)(first + 8), (__m512)o);
+#else
+    for (int i = 0; i < LANES; i++) {
+        const int from = i / 2;
+        (*even)[i] = i % 2 ? o[from] : e[from];
+        (*odd)[i] = i % 2 ? o[LANES / 2 + from] : e[LANES / 2 + from];
+    }
+#endif
+}
+
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }

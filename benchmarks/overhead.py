@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 import tritonclient.grpc as grpc
 import tritonclient.grpc.aio as aio
+from loads import make_llama
 
 from manylora.config import EngineConfig
 from manylora.loop import EngineLoop
@@ -40,17 +41,6 @@ from manylora.text import Tokenizer
 ROOT = Path(__file__).resolve().parents[1]
 OPENAI_PORT = 8003
 TEXT = "Tell me about number {}. \nAnswer:"  # each stream its own, so that the streams' tokens differ
-
-
-def make_model(path: Path, hidden: int, layers: int) -> Path:
-    from manylora.testing import make_model as tiny
-
-    heads = hidden // 64
-    return tiny(
-        path, "llama", hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=512, vocab_size=8192,
-        initializer_range=0.02,
-    )  # fmt: skip
 
 
 def in_process(model: Path, streams: int, tokens: int) -> float:
@@ -220,7 +210,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        model = make_model(work / "model", options.hidden, options.layers)
+        model = make_llama(work / "model", options.hidden, options.layers)
         rates: dict[str, list[float]] = {"engine": [], "triton": [], "openai": []}
         for number in range(options.rounds):
             rates["engine"].append(in_process(model, options.streams, options.tokens))

@@ -104,9 +104,11 @@ def test_attention_reads_pages_as_the_reference_does(
     torch.testing.assert_close(ops.attention(q, k, v, batch, 0.2, window), want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (30, None), (30, 0.3), (None, 50.0)])
 @pytest.mark.parametrize("dim", [10, 16, 64, 72, 80, 128, 256])
-def test_a_decoded_row_keeps_its_bits_in_company(ops: CpuOps, dim: int, window: int | None) -> None:
+def test_a_decoded_row_keeps_its_bits_in_company(
+    ops: CpuOps, dim: int, window: int | None, softcap: float | None
+) -> None:
     torch.manual_seed(dim)
     size, heads, kv_heads, count = 8, 6, 2, 11
     lengths = [1 + 9 * i for i in range(count)]
@@ -116,14 +118,15 @@ def test_a_decoded_row_keeps_its_bits_in_company(ops: CpuOps, dim: int, window: 
     nothing = torch.empty(0, dtype=torch.int64)
     q = torch.randn(count, heads, dim)
     batch = AttentionBatch(range(count + 1), lengths, table, nothing)
-    found = ops.attention(q, k, v, batch, 0.2, window)
-    want = ReferenceOps().attention(q.double(), k.double(), v.double(), batch, 0.2, window)
-    torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-6)
+    found = ops.attention(q, k, v, batch, 0.2, window, softcap)
+    want = ReferenceOps().attention(q.double(), k.double(), v.double(), batch, 0.2, window, softcap)
+    atol = 1e-5 if type(ops) is CpuOps else 1e-6
+    torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=atol)
     if type(ops) is CpuOps:
         return  # products of torch are free to sum in another order
     for row in range(count):
         alone = AttentionBatch((0, 1), lengths[row : row + 1], table[row : row + 1], nothing)
-        assert torch.equal(ops.attention(q[row : row + 1], k, v, alone, 0.2, window)[0], found[row])
+        assert torch.equal(ops.attention(q[row : row + 1], k, v, alone, 0.2, window, softcap)[0], found[row])
 
 
 @pytest.mark.parametrize("columns", [2, 33, 130, 2500])

@@ -201,7 +201,7 @@ class CompiledOps(CpuOps):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        if not q.dtype == k_cache.dtype == torch.float32 or softcap is not None or q.shape[2] > LARGEST_HEAD:
+        if not q.dtype == k_cache.dtype == torch.float32 or q.shape[2] > LARGEST_HEAD:
             return super().decode(q, k_cache, v_cache, table, lengths, scale, window, softcap)
         q, table = q.contiguous(), table.contiguous()
         count, heads, dim = q.shape
@@ -213,7 +213,7 @@ class CompiledOps(CpuOps):
         self._library.decode_attention(
             out.data_ptr(), heads * dim, q.data_ptr(), heads * dim, k_cache.data_ptr(), v_cache.data_ptr(),
             table.data_ptr(), table.shape[1], ends.ctypes.data, count, heads, kv_heads, dim, size, scale,
-            -1 if window is None else window, self._scores.data_ptr(), longest,
+            -1 if window is None else window, softcap or 0.0, self._scores.data_ptr(), longest,
         )  # fmt: skip
         return out
 

@@ -38,7 +38,7 @@ FUNCTIONS = {
     "lay_out_panels": "ppiii",
     "lora_add_float32": "pipiippiiip",
     "lora_add_bfloat16": "pipiippiiip",
-    "decode_attention": "pipipppipiiiiifipi",
+    "decode_attention": "pipipppipiiiiififpi",
     "add_rms_norm": "pppipipiif",
     "gated": "ppiiii",
     "rotate_and_store": "ppipipipppppiiiii",

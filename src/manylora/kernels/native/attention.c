@@ -73,6 +73,16 @@ INLINE void mix(const int count, const int whole, const Task *t, float *out, con
     }
 }
 
+/* score = cap tanh(score / cap): near 0 by a polynomial, for what is left of 1 - 2 / (1 + exp(2x)) there is rounding */
+static void bound(float *score, int64_t begin, int64_t end, float cap) {
+    for (int64_t t = begin; t < end; t += LANES) {
+        const vector x = load_some(score + t, end - t) / cap, z = x * x;
+        const vector high = z * (z * (z * -5.70498873e-3f + 2.06390888e-2f) - 5.37397155e-2f) + 1.33314422e-1f;
+        const vector near = x + x * z * (z * high - 3.33332819e-1f), far = 1 - 2 / (1 + exponential(2 * x));
+        store_some(score + t, cap * choose(z < 0.390625f, near, far), end - t);
+    }
+}
+
 static void softmax(float *score, int64_t begin, int64_t end) {
     vector sums = all(0);
     float top = score[begin], sum;
@@ -86,24 +96,26 @@ static void softmax(float *score, int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++) score[t] *= sum;
 }
 
-INLINE void attend(const int count, const int whole, const Task *t, float *out, const float *q, float scale, float *score,
-                   int64_t longest) {
+INLINE void attend(const int count, const int whole, const Task *t, float *out, const float *q, float scale, float cap,
+                   float *score, int64_t longest) {
     scores_of(count, whole, t, q, scale, score, longest);
-    for (int64_t head = t->first * t->group; head < t->last * t->group; head++)
+    for (int64_t head = t->first * t->group; head < t->last * t->group; head++) {
+        if (cap) bound(score + head * longest, t->begin, t->end, cap);
         softmax(score + head * longest, t->begin, t->end);
+    }
     mix(count, whole, t, out, score, longest);
 }
 
 #define HEAD(n) \
-    case n: attend(n, 1, &t, to, from, scale, score, longest); break;
+    case n: attend(n, 1, &t, to, from, scale, cap, score, longest); break;
 
 /* One query for each of n sequences. q, out [n, heads, dim] with row strides; caches [blocks, size, kv_heads, dim];
- * table [n, columns]; lengths [n]; window < 0: none; scores: room for n * heads * longest floats. dim is at most
+ * table [n, columns]; lengths [n]; window < 0: none; cap 0: none; scores: room for n * heads * longest floats. dim is at most
  * MOST * LANES. */
 void decode_attention(float *out, int64_t out_stride, const float *q, int64_t q_stride, const float *keys,
                       const float *values, const int32_t *table, int64_t columns, const int64_t *lengths,
                       int64_t n, int64_t heads, int64_t kv_heads, int64_t dim, int64_t size, float scale,
-                      int64_t window, float *scores, int64_t longest) {
+                      int64_t window, float cap, float *scores, int64_t longest) {
     const int64_t parts = n < FEW ? kv_heads : 1, each = kv_heads / parts;
 #pragma omp parallel for schedule(dynamic, 1)
     for (int64_t p = 0; p < n * parts; p++) {
@@ -115,7 +127,7 @@ void decode_attention(float *out, int64_t out_stride, const float *q, int64_t q_
         const float *const from = q + s * q_stride;
         switch (dim % LANES ? 0 : dim / LANES) {
             HEAD(1) HEAD(2) HEAD(3) HEAD(4) HEAD(5) HEAD(6) HEAD(8) HEAD(16)
-            default: attend((dim + LANES - 1) / LANES, 0, &t, to, from, scale, score, longest); /* sizes of few models */
+            default: attend((dim + LANES - 1) / LANES, 0, &t, to, from, scale, cap, score, longest); /* sizes of few models */
         }
     }
 }

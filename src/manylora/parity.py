@@ -56,7 +56,9 @@ Given = Tensors | LoraInput | None  # an adapter, whole where it has extras; Non
 Shape = tuple[tuple[str, ...], str]  # names of the linear layers, attention's first; name of the layer list
 # As the families call them; PEFT passes over names that a model does not have.
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
-NORMS = ("norm", "layernorm", "ln_1", "ln_2", "ln_attn", "ln_mlp", "ln_f", "layer_norm")
+NORMS = (
+    "norm", "layernorm", "ln_1", "ln_2", "ln_attn", "ln_mlp", "ln_f", "layer_norm", "layernorm_embedding",
+)  # fmt: skip
 # What an adapter of PEFT is like, for a model of some shape.
 KINDS: dict[str, Callable[[Shape], dict[str, Any]]] = {
     "LoRA": lambda _: {"rank": 5},
@@ -189,8 +191,9 @@ class Driver:
     def _encode(self, model: EncoderDecoder) -> None:
         lens = [len(text) for text in self._texts]
         starts = [0, *accumulate(lens)]
-        spans = zip(pairwise(starts), self._rows, strict=True)
-        segments = tuple(LoraSegment(start, stop, rows) for (start, stop), rows in spans if rows)
+        spans = list(zip(pairwise(starts), self._rows, self._extras, strict=True))
+        segments = tuple(LoraSegment(*span, rows) for span, rows, extras in spans if rows or extras)
+        extras = tuple(ExtraSegment(*span, extras) for span, _, extras in spans if extras)
         slots = [
             b[p // BLOCK] * BLOCK + p % BLOCK
             for b, n in zip(self._text_blocks, lens, strict=True)
@@ -200,7 +203,7 @@ class Driver:
             torch.tensor([token for text in self._texts for token in text]),
             torch.tensor([p for n in lens for p in range(n)]),
             AttentionBatch(starts, lens, _table(self._text_blocks), torch.tensor(slots)),
-            LoraBatch(self._pool, segments) if segments else None,
+            LoraBatch(self._pool, segments, extras=extras) if segments else None,
             torch.tensor([], dtype=torch.long),
         )
         model.encode(batch, self._kv)

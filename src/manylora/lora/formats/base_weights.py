@@ -21,7 +21,8 @@ from manylora.lora.formats.tensor_files import RawTensor
 __all__ = ["BaseReader", "BaseWeights"]
 
 INDEX = "model.safetensors.index.json"
-LAYER = re.compile(r"(?=(?:^|(?<=\.))(?:layers|block|h)\.\d)")  # where the name of a layer starts
+# Where the name of a layer starts, or of a stack of layers where there are two.
+LAYER = re.compile(r"(?=(?:^|(?<=\.))(?:(?:encoder|decoder)\.|(?:layers|block|h)\.\d))")
 CHUNK = 2**22  # elements of a base weight in memory at one time
 DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -96,6 +97,12 @@ class BaseReader:
         ]
         return same[0] if len(same) == 1 else None
 
+    @property
+    def ties_embeddings(self) -> bool:
+        """Whether transformers ties what has a table of an encoder-decoder model; of T5 it does always."""
+        raw = self._config()
+        return raw.get("model_type") == "t5" or raw.get("tie_word_embeddings") is not False
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor that `find` found."""
         return tuple(self._all()[name].get_slice(name).get_shape())
@@ -121,6 +128,14 @@ class BaseReader:
             if not torch.equal(stored[first : first + step].to(kind), theirs):
                 return False
         return True
+
+    def _config(self) -> dict[str, Any]:
+        try:
+            return json.loads((self._model_dir / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise AdapterInvalidError(
+                f"the base model's config.json cannot be read for this adapter: {one_line(error)}"
+            ) from error
 
     def _open_slice(self, path: str) -> Any:
         name = self.find(f"{path}.weight")

@@ -72,6 +72,7 @@ INSIDE = {
         "attend",
         "encoder_decoder",
         "quant",
+        "held",
         "weights",
     ],
     "engine": [

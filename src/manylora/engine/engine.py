@@ -25,6 +25,7 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.lora.tensors import Adapter
 from manylora.model.checkpoint import read_model_config
+from manylora.model.held import HeldWeights
 from manylora.model.weights import adapter_dtype, compute_dtype, load_decoder
 from manylora.request import Event, FinishReason, LoraInput, Request
 from manylora.stats import EngineStats
@@ -81,9 +82,9 @@ class Engine:
         untouched = plan.num_bytes if device.torch.type == "cpu" else 0
         left = max(0, device.free_bytes() - untouched)
         pages = adapter_dtype(config.dtype, self.model, dtype, device)
-        self.adapters = AdapterStore.open(
-            self.model, lora, device.torch, pages, left, BaseWeights(config.model_dir)
-        )
+        held = HeldWeights(self.model, config.quant, dtype)
+        self.base = BaseWeights(config.model_dir, held)  # what adapters on disk are relative to
+        self.adapters = AdapterStore.open(self.model, lora, device.torch, pages, left, self.base)
         self.max_seq_len = plan.max_seq_len
         self._plan = plan
         self._kv = KvCache(plan.num_blocks, config.tokens_per_block, config.enable_kv_cache_reuse)

@@ -165,7 +165,7 @@ class LLM:
         self._loop = EngineLoop(engine)
         adapters = engine.adapters.stats()
         room = max(CARRIED_BYTES, adapters.host_pages * adapters.page_bytes)
-        reader = AdapterReader(lora_modules(self._model, lora.target_modules), base)
+        reader = AdapterReader(lora_modules(self._model, lora.target_modules), engine.base)
         self._service = Service(self._loop, reader, engine.adapters.resident, room)
         self._ids = itertools.count()
         self._finalizer = weakref.finalize(self, _dispose, self._service)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import ConfigError
 from manylora.lora.extras import check_extras
+from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.modules import lora_modules
 from manylora.lora.tensors import Adapter, adapter_from_tensors
 from manylora.model.checkpoint import read_model_config
@@ -33,6 +34,7 @@ from manylora.openai.reader import AdapterReader
 from manylora.openai.uploads import Uploads
 from manylora.request import LoraInput
 from manylora.text import Tokenizer
+from manylora.wire.parameters import quant_config
 
 __all__ = ["open_app", "run"]
 
@@ -89,7 +91,7 @@ def _in_process(options: ServeOptions) -> _Served:
         engine.model,
         engine.max_seq_len,
         engine.config.max_batch_size,
-        AdapterReader(options.model, engine.adapters.modules, engine.adapters.verify),
+        AdapterReader(engine.base, engine.adapters.modules, engine.adapters.verify),
     )
 
 
@@ -116,8 +118,15 @@ def _through_triton(options: ServeOptions) -> _Served:
         model,
         options.max_seq_len or found.number("max_seq_len") or model.max_position_embeddings,
         found.number("max_num_sequences") or options.max_batch_size,
-        AdapterReader(options.model, modules, verify),
+        AdapterReader(_base_there(options.model, model, found.parameters), modules, verify),
     )
+
+
+def _base_there(model_dir: Path, model: ModelConfig, parameters: Mapping[str, str]) -> BaseWeights:
+    """As Triton's engine holds it, by the parameters of its model, which do not tell what it computes in."""
+    from manylora.model.held import HeldWeights
+
+    return BaseWeights(model_dir, HeldWeights(model, quant_config(parameters)))
 
 
 def _starter(

@@ -5,7 +5,6 @@ round a plain one; in memory there is one matrix at a time."""
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,11 @@ from manylora.lora.modules import lora_modules
 from manylora.lora.normalize import normalize_dora
 from manylora.model.checkpoint import read_model_config
 from manylora.model.held import HeldWeights
-from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
 from manylora.parity import Driver, agree, linear_names, make_kind
 from manylora.request import LoraInput, Request
 from manylora.request import SamplingParams as EngineParams
-from manylora.testing import make_adapter, make_model, reference_generate, reference_logits
+from manylora.testing import make_adapter, make_model, make_wide, reference_generate, reference_logits
 from manylora.text import Tokenizer
 from manylora.wire.parameters import quant_config
 
@@ -112,19 +110,7 @@ def test_a_head_that_is_quantised(tmp_path: Path) -> None:
 
 
 def made_wide(model: Path, folder: Path, quant: QuantConfig) -> Path:
-    """The model with its linear layers rounded, and wide again."""
-    shutil.copytree(model, folder)
-    weights = load_file(model / "model.safetensors")
-    flip = read_model_config(model).transposed_weights
-    linear = linear_names(read_model_config(model))[0]
-    for name, weight in weights.items():
-        module = name.removesuffix(".weight")
-        if module != name and module.endswith(linear) and quant.quantises(module):
-            rows = weight.T.contiguous() if flip else weight
-            rounded = quantise(rows, quant).wide()
-            weights[name] = rounded.T.contiguous() if flip else rounded
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return folder
+    return make_wide(folder, model, quant, linear_names(read_model_config(model))[0])
 
 
 @pytest.mark.parametrize("algo", ["W8A16", "W4A16", "FP8"])

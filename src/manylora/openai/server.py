@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 
 from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import ConfigError
+from manylora.llmapi.sizing import modules_to_read
 from manylora.lora.extras import check_extras
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.modules import lora_modules
@@ -86,12 +87,13 @@ def _in_process(options: ServeOptions) -> _Served:
     from manylora.openai.in_process import InProcessEngine
 
     engine = Engine(options.engine_config())
+    modules = modules_to_read(engine.adapters.modules, options.sections.get("lora_config"))
     return _Served(
         lambda: InProcessEngine(engine),
         engine.model,
         engine.max_seq_len,
         engine.config.max_batch_size,
-        AdapterReader(engine.base, engine.adapters.modules, engine.adapters.verify),
+        AdapterReader(engine.base, modules, engine.adapters.verify),
     )
 
 
@@ -108,6 +110,7 @@ def _through_triton(options: ServeOptions) -> _Served:
         max_lora_rank=found.number("max_lora_rank"),
     )
     modules = lora_modules(model, lora.target_modules)
+    read = modules_to_read(modules, options.sections.get("lora_config"))
 
     def verify(given: LoraInput) -> Adapter:
         check_extras(given.extras, model.num_layers)
@@ -118,7 +121,7 @@ def _through_triton(options: ServeOptions) -> _Served:
         model,
         options.max_seq_len or found.number("max_seq_len") or model.max_position_embeddings,
         found.number("max_num_sequences") or options.max_batch_size,
-        AdapterReader(_base_there(options.model, model, found.parameters), modules, verify),
+        AdapterReader(_base_there(options.model, model, found.parameters), read, verify),
     )
 
 

@@ -21,7 +21,14 @@ from manylora.lora.formats.base_weights import BaseReader, BaseWeights
 from manylora.lora.formats.peft_config import CONFIG, PeftConfig, read_peft_config
 from manylora.lora.formats.peft_experts import EXPERT_KEY, expert_rows
 from manylora.lora.formats.peft_extras import is_extra, read_extras
-from manylora.lora.formats.peft_names import ATTENTION_IDS, MLP_IDS, PEFT_KEY, ROUTER, in_our_order
+from manylora.lora.formats.peft_names import (
+    ATTENTION_IDS,
+    MLP_IDS,
+    PEFT_KEY,
+    ROUTER,
+    in_our_order,
+    in_peft_order,
+)
 from manylora.lora.formats.peft_stacks import STACK_KEY, check_stacks, stack_parts
 from manylora.lora.formats.tensor_files import (
     RawTensor,
@@ -226,6 +233,8 @@ def _row(
     check_dims(path, a, b, module)
     stored_a.fill(key_a, a)
     stored_b.fill(key_b, b, check=False)
+    if (turned := in_peft_order(path, module_id, b, module)) is not b:
+        b[...] = turned
     # A router is a parameter to newer PEFT, and called so in patterns.
     named = f"{path}.weight" if module_id == ROUTER and config.target_parameters else path
     scale = np.float32(config.scale(named, a.shape[0]))
@@ -237,6 +246,7 @@ def _row(
     if "magnitude" in parts:
         transposed = config.fan_in_fan_out if module is None else module.transposed
         magnitude = decode(*parts["magnitude"][1:])
+        magnitude = in_peft_order(path, module_id, magnitude.reshape(-1), module)
         columns.append(_magnitude(path, magnitude, a, b, config, base, transposed))
     elif config.use_dora:
         raise AdapterInvalidError(f"{path} is missing its DoRA magnitude")

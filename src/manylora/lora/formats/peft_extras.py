@@ -11,7 +11,15 @@ import numpy as np
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.base_weights import BaseReader
 from manylora.lora.formats.peft_config import PeftConfig
-from manylora.lora.formats.peft_names import ATTENTION_IDS, LAYER, MLP_IDS, MODULE, ROOT, in_our_order
+from manylora.lora.formats.peft_names import (
+    ATTENTION_IDS,
+    LAYER,
+    MLP_IDS,
+    MODULE,
+    ROOT,
+    in_our_order,
+    in_peft_order,
+)
 from manylora.lora.formats.peft_shared import check_tokens, read_shared
 from manylora.lora.formats.peft_stacks import (
     STACK_BIAS,
@@ -122,7 +130,7 @@ def _module_bias(
     base: BaseReader | None,
 ) -> tuple[str, np.ndarray]:
     """An extra's name, and what it adds [out], in our order."""
-    path, values = match["path"], decode(key, tensor)
+    path = match["path"]
     if match.re is STACK_BIAS:
         module_id, layer = stack_module_id(match), stack_layer(key, match, modules)
         assert module_id is not None
@@ -130,6 +138,7 @@ def _module_bias(
         module_id, layer = (MLP_IDS if match["mlp"] else ATTENTION_IDS)[match["name"]], int(match["layer"])
         check_stacks([key], modules)
     module = modules.get(module_id) if modules else None
+    values = in_peft_order(path, module_id, decode(key, tensor), module)
     if values.ndim != 1 or (module is not None and len(values) != module.out_dim):
         raise AdapterInvalidError(
             f"{key} has shape {values.shape}"

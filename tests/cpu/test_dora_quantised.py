@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from manylora.cli import main
 from manylora.config import EngineConfig, LoraCacheConfig
 from manylora.device import open_device
 from manylora.engine.engine import Engine
-from manylora.errors import AdapterInvalidError
+from manylora.errors import AdapterInvalidError, RequestError
 from manylora.lora.formats.base_matrix import BaseMatrix
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.sources import find_source, read_lora
@@ -243,3 +244,42 @@ def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
     adapter = make_adapter(tmp_path / "less", narrow, 1, 4, ("up_proj",), use_dora=True)
     with pytest.raises(AdapterInvalidError, match=r"is quantised \[96, 64\] in the base model"):
         read_lora(find_source(adapter), 0, base=BaseWeights(quantised))
+
+
+def test_adapters_on_experts_that_are_held_in_fp8(tmp_path: Path) -> None:
+    """Rounded at start, from the checkpoint, and built; other algorithms leave experts out."""
+    model, quant = make_model(tmp_path / "model", "mixtral", seed=4), QuantConfig("FP8")
+    linears = (*linear_names(read_model_config(model))[0], ".w1", ".w2", ".w3")
+    wide = make_wide(tmp_path / "wide", model, quant, linears)
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapter = make_adapter(tmp_path / "adapter", wide, 1, 4, ("q_proj", "o_proj"), target_parameters=experts)
+    expected = reference_generate(wide, adapter, tokens(12), 8)
+    built = tmp_path / "built"
+    command = ["build", "--model_dir", str(model), "--output_dir", str(built), "--quant_algo"]
+    assert main([*command, "FP8"]) == 0
+    for held, asked in ((model, quant), (built, None)):
+        assert answer(held, asked, read(adapter, held, asked)) == expected
+    kind = replace(KINDS["fp8 by tensor"], family="mixtral")
+    quantised, wide = make_pair(tmp_path / "came so", kind)
+    adapter = make_adapter(tmp_path / "second", wide, 1, 4, ("q_proj",), target_parameters=experts)
+    found = answer(quantised, None, read(adapter, quantised))
+    assert found == reference_generate(wide, adapter, tokens(12), 8)
+    with pytest.raises(RequestError, match="moe_h_to_4h not enabled"):
+        answer(model, QuantConfig("W8A16"), read(adapter, model, QuantConfig("W8A16")))
+
+
+def answer(model: Path, quant: QuantConfig | None, lora: LoraInput) -> list[int]:
+    """Eight tokens of the engine, with the adapter's tensors along."""
+    cache = LoraCacheConfig(gpu_memory_bytes=2**25, host_memory_bytes=2**25)
+    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, quant=quant, lora=cache))
+    try:
+        request = Request(tuple(tokens(12)), EngineParams(max_tokens=8), replace(lora, task_id=3))
+        engine.submit(engine.prepare(request))
+        found: list[int] = []
+        while engine.has_work:
+            for _, event in engine.step():
+                assert event.error is None
+                found += event.token_ids
+        return found
+    finally:
+        engine.close()

@@ -127,9 +127,12 @@ def _through_triton(options: ServeOptions) -> _Served:
 
 def _base_there(model_dir: Path, model: ModelConfig, parameters: Mapping[str, str]) -> BaseWeights:
     """As Triton's engine holds it, by the parameters of its model, which do not tell what it computes in."""
+    quant = quant_config(parameters)
+    if quant is None:
+        return BaseWeights(model_dir)  # torch is not loaded before a magnitude is read
     from manylora.model.held import HeldWeights
 
-    return BaseWeights(model_dir, HeldWeights(model, quant_config(parameters)))
+    return BaseWeights(model_dir, HeldWeights(model, quant))
 
 
 def _starter(

@@ -220,6 +220,7 @@ REFUSED = [
         },
         r"shared.lora_embedding_A would do nothing",
     ),
+    ({f"{PREFIX}shared.bias": torch.ones(64)}, "an embedding has no such part"),
     ({f"{PREFIX}model.embed_tokens.weight": ONES}, "has an embedding for each of encoder and decoder"),
     (
         {f"{PREFIX}model.layers.0.self_attn.q_proj.bias": torch.ones(64)},

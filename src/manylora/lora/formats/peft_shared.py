@@ -18,6 +18,7 @@ __all__ = ["check_tokens", "read_shared"]
 TOKENS = "token_adapter.trainable_tokens_delta"
 LOW_RANK = ("lora_embedding_A", "lora_embedding_B")
 FULL = ("base_layer.weight", "weight")
+KNOWN = {TOKENS, *LOW_RANK, *FULL, "lora_magnitude_vector"}
 OWN_TABLES = ("encoder.embed.", "decoder.embed.")
 WITHOUT = ("head.weight", "head.magnitude", "head.tokens")
 Parts = Mapping[str, tuple[str, RawTensor]]  # as `Table` takes them
@@ -29,6 +30,8 @@ def read_shared(
     """Rows of some tokens, which PEFT gives to all that is tied. stacks: parts of the stacks' own tables.
 
     Raises AdapterInvalidError for what would change something if PEFT did not pass over it."""
+    if others := parts.keys() - KNOWN:
+        raise AdapterInvalidError(f"{parts[min(others)][0]}: an embedding has no such part")
     name = base.find(f"{path}.weight")
     saved = [own["weight"][1] for own in stacks if "weight" in own]
     for part in FULL:

@@ -180,11 +180,8 @@ def test_dora_is_the_same_on_a_built_directory(tmp_path: Path) -> None:
     adapter = make_adapter(tmp_path / "dora", model, 4, rank=4, modules=("q_proj",), use_dora=True)
     request = LoRARequest("dora", 1, str(adapter))
     lora = LoraConfig(lora_target_modules=["attn_q"])
-    built, params = (
-        build(tmp_path / "out", "--quant_algo", "W4A16", model=model),
-        SamplingParams(max_tokens=9),
-    )
-    found = []
+    built = build(tmp_path / "out", "--quant_algo", "W4A16", model=model)
+    found, params = [], SamplingParams(max_tokens=9)
     for held, quant in ((model, QuantConfig("W4A16")), (built, None)):
         with LLM(held, device="cpu", lora_config=lora, quant_config=quant) as llm:
             found.append(llm.generate("Hi", params, request).outputs[0].token_ids)

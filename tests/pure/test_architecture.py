@@ -83,6 +83,7 @@ INSIDE = {
         "attend",
         "encoder_decoder",
         "quant",
+        "held",
         "weights",
     ],
     "engine": [

@@ -21,8 +21,15 @@ from manylora.lora.formats.base_weights import BaseReader, BaseWeights
 from manylora.lora.formats.peft_config import CONFIG, PeftConfig, read_peft_config
 from manylora.lora.formats.peft_experts import EXPERT_KEY, expert_rows
 from manylora.lora.formats.peft_extras import is_extra, read_extras
-from manylora.lora.formats.peft_names import ATTENTION_IDS, MLP_IDS, PEFT_KEY, ROUTER, in_our_order
-from manylora.lora.formats.peft_stacks import STACK_KEY, stack_parts
+from manylora.lora.formats.peft_names import (
+    ATTENTION_IDS,
+    MLP_IDS,
+    PEFT_KEY,
+    ROUTER,
+    in_our_order,
+    in_peft_order,
+)
+from manylora.lora.formats.peft_stacks import STACK_KEY, check_stacks, stack_parts
 from manylora.lora.formats.tensor_files import (
     RawTensor,
     check_finite,
@@ -102,11 +109,6 @@ def read_peft_whole(
 ) -> tuple[list[AdapterRow], list[LoraExtra]]:
     """As `read_peft`, with what has no row; base: needed for that too, since it is relative to the base."""
     config, tensors, found = _open(folder, base, allow_bin)
-    if found and any(module.encoder_layers for module in (modules or {}).values()):
-        raise AdapterInvalidError(
-            f"{min(found)}: of an encoder-decoder model only adapters on the layers' linear modules are "
-            "served"
-        )
     rows = _rows(tensors, config, None, modules, base)
     with base.open() if base is not None else nullcontext() as reader:
         extras = read_extras(found, tensors, config, modules, reader)
@@ -151,6 +153,7 @@ def _rows(
     experts = {key: tensor for key, tensor in tensors.items() if EXPERT_KEY.fullmatch(key)}
     stacks = {key: tensor for key, tensor in tensors.items() if STACK_KEY.fullmatch(key)}
     plain = {key: tensor for key, tensor in tensors.items() if key not in experts and key not in stacks}
+    check_stacks((key for key in plain if PEFT_KEY.fullmatch(key)), modules)
     found = _gather(plain, partial) | stack_parts(stacks, modules)
     rows = expert_rows({key: decode(key, tensor) for key, tensor in experts.items()}, config, modules)
     with base.open() if base is not None else nullcontext() as reader:
@@ -230,6 +233,8 @@ def _row(
     check_dims(path, a, b, module)
     stored_a.fill(key_a, a)
     stored_b.fill(key_b, b, check=False)
+    if (turned := in_peft_order(path, module_id, b, module)) is not b:
+        b[...] = turned
     # A router is a parameter to newer PEFT, and called so in patterns.
     named = f"{path}.weight" if module_id == ROUTER and config.target_parameters else path
     scale = np.float32(config.scale(named, a.shape[0]))
@@ -241,6 +246,7 @@ def _row(
     if "magnitude" in parts:
         transposed = config.fan_in_fan_out if module is None else module.transposed
         magnitude = decode(*parts["magnitude"][1:])
+        magnitude = in_peft_order(path, module_id, magnitude.reshape(-1), module)
         columns.append(_magnitude(path, magnitude, a, b, config, base, transposed))
     elif config.use_dora:
         raise AdapterInvalidError(f"{path} is missing its DoRA magnitude")

@@ -41,7 +41,7 @@ def test_places_say_where_each_layer_and_module_lies() -> None:
     plan = plan_lora(segments([1], [adapter(7, rank=5)]), Places(2, 2), 4)
     [update] = plan.updates
     assert update.places.shape == (2, MODULES, PLACE)
-    assert update.places[1, 1].tolist() == [7001, 5, 0]
+    assert update.places[1, 1].tolist() == [7001, 5, 0, 0, ONE]
     assert update.places[0, 3].tolist() == [7003, 5, 1]
     assert update.places[0, 2].tolist() == [0, 0, 0]
     assert plan.modules == {1, 3}

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.kernels.cpu import CpuOps
+from manylora.kernels.cpu import PLACE, CpuOps
 from manylora.kernels.panels import Panels, WeightRows, panels_linear, read_panels, to_panels
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraSegment, LoraTarget, Weight
@@ -26,6 +26,7 @@ __all__ = ["CompiledOps"]
 FEW_ROWS = 64  # of one adapter; from there on a matrix product of torch is ahead
 LARGEST_RANK = 1024  # room on the stack
 ADAPTERS_KEPT = 1024
+PART = np.dtype([("column", "i8"), ("width", "i8"), *PLACE.descr])
 POOLS = {torch.float32: "lora_add_float32", torch.bfloat16: "lora_add_bfloat16"}
 
 _Parts = tuple[Any, np.ndarray | None, int]  # rows of the adapter; its parts; how many, -1: not for us
@@ -107,16 +108,18 @@ class CompiledOps(CpuOps):
             super().lora_add(y, x, LoraBatch(batch.pool, tuple(others)), layer, targets, bias)
 
     def add_groups(
-        self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, ranks: np.ndarray, target: LoraTarget
+        self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, places: np.ndarray, target: LoraTarget
     ) -> None:
-        if not _can_add(x, pool) or ranks.max() > LARGEST_RANK:
-            super().add_groups(y, x, pool, groups, ranks, target)
+        if not _can_add(x, pool) or places["rank"].max() > LARGEST_RANK:
+            super().add_groups(y, x, pool, groups, places, target)
             return
         count = len(groups)
-        parts = np.empty((count, 4), np.int64)
-        parts[:, :2], parts[:, 2], parts[:, 3] = (target.start, target.width), groups[:, 2], ranks
+        parts = np.empty(count, PART)
+        parts["column"], parts["width"] = target.start, target.width
+        for name in PLACE.fields or ():
+            parts[name] = places[name]
         segments = np.empty((count, 4), np.int64)
-        segments[:, :2], segments[:, 3] = groups[:, :2], 1
+        segments[:, :2], segments[:, 3] = groups, 1
         segments[:, 2] = parts.ctypes.data + np.arange(count) * parts.strides[0]
         getattr(self._library, POOLS[pool.dtype])(
             y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), x.shape[1], pool.data_ptr(),
@@ -185,13 +188,17 @@ class CompiledOps(CpuOps):
         if len(table) >= ADAPTERS_KEPT:
             table.clear()
         found = [(t, segment.rows.get((layer, t.module_id))) for t in targets]
-        places = [(t.start, t.width, row.offset, row.rank, row.dora) for t, row in found if row is not None]
+        places = [
+            (t.start, t.width, row.offset, row.rank, row.float8, row.scale, row.dora)
+            for t, row in found
+            if row is not None
+        ]
         columns = sorted((start, start + width) for start, width, *_ in places)
         shared = any(stop > start for (_, stop), (start, _) in pairwise(columns))  # threads would collide
-        if shared or any(dora or rank > LARGEST_RANK for *_, rank, dora in places):
+        if shared or any(dora or rank > LARGEST_RANK for _, _, _, rank, _, _, dora in places):
             known: _Parts = (segment.rows, None, -1)
         elif places:
-            known = (segment.rows, np.array([place[:4] for place in places], np.int64), len(places))
+            known = (segment.rows, np.array([place[:-1] for place in places], PART), len(places))
         else:
             known = (segment.rows, None, 0)
         table[id(segment.rows)] = known

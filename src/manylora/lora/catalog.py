@@ -164,7 +164,7 @@ class Catalog:
         """What is read again from unchanged files is not digested again."""
         source = find_source(folder)
         if source.kind not in ROWS:
-            weights, config = read_source(source, modules=self._modules, base=self._base)
+            weights, config = read_source(source, modules=self._modules, base=self._base, float8=True)
             return self._check(LoraInput(task_id, weights, config))
         now, before = time.time_ns(), _signature(folder)
         rows, extras = read_whole(source, modules=self._modules, base=self._base)

@@ -395,7 +395,7 @@ class AdapterStore:
         return self._cache.on_host(digest) or digest in self._in_hand
 
     def _lay_out(self, adapter: Adapter, task_id: int) -> Layout:
-        rows = [(self._modules[r.module_id], r.layer, r.rank, r.dora) for r in adapter.rows]
+        rows = adapter.shapes(self._modules, self._pool.element_bytes)
         layout = with_extras(Layout.of(rows, self._geometry), adapter.extras, self._geometry)
         if not self._cache.can_ever_hold(layout.num_pages):
             host, device = self._cache.host.pages.num_pages, self._cache.device.pages.num_pages

@@ -116,7 +116,7 @@ def _through_triton(options: ServeOptions) -> _Served:
         model,
         options.max_seq_len or found.number("max_seq_len") or model.max_position_embeddings,
         found.number("max_num_sequences") or options.max_batch_size,
-        AdapterReader(options.model, modules, verify),
+        AdapterReader(options.model, modules, verify, float8=False),  # Triton's wire has no such type
     )
 
 

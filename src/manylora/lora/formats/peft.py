@@ -16,10 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.float8 import FLOAT8
 from manylora.lora.formats import one_line
 from manylora.lora.formats.base_weights import BaseReader, BaseWeights
 from manylora.lora.formats.peft_config import CONFIG, PeftConfig, read_peft_config
-from manylora.lora.formats.peft_experts import EXPERT_KEY, expert_rows
+from manylora.lora.formats.peft_experts import EXPERT_KEY, check_scale, expert_rows
 from manylora.lora.formats.peft_extras import is_extra, read_extras
 from manylora.lora.formats.peft_names import ATTENTION_IDS, MLP_IDS, PEFT_KEY, ROUTER, in_our_order
 from manylora.lora.formats.peft_stacks import STACK_KEY, stack_parts
@@ -27,6 +28,7 @@ from manylora.lora.formats.tensor_files import (
     RawTensor,
     check_finite,
     decode,
+    read_float8,
     read_safetensors,
     read_torch,
 )
@@ -99,15 +101,20 @@ def read_peft_whole(
     *,
     base: BaseWeights | None = None,
     allow_bin: bool = False,
+    float8: bool = False,
 ) -> tuple[list[AdapterRow], list[LoraExtra]]:
-    """As `read_peft`, with what has no row; base: needed for that too, since it is relative to the base."""
+    """As `read_peft`, with what has no row; base: needed for that too, since it is relative to the base.
+
+    float8: an adapter whose matrices all are F8_E4M3 keeps them so, with the scaling beside each row; with
+    DoRA it does not. Extras are in float32.
+    """
     config, tensors, found = _open(folder, base, allow_bin)
     if found and any(module.encoder_layers for module in (modules or {}).values()):
         raise AdapterInvalidError(
             f"{min(found)}: of an encoder-decoder model only adapters on the layers' linear modules are "
             "served"
         )
-    rows = _rows(tensors, config, None, modules, base)
+    rows = _rows(tensors, config, None, modules, base, float8 and _is_float8(tensors, config))
     with base.open() if base is not None else nullcontext() as reader:
         extras = read_extras(found, tensors, config, modules, reader)
     if not rows and not extras:
@@ -147,15 +154,24 @@ def _rows(
     partial: list[str] | None,
     modules: Mapping[int, LoraModule] | None,
     base: BaseWeights | None,
+    float8: bool = False,
 ) -> list[AdapterRow]:
     experts = {key: tensor for key, tensor in tensors.items() if EXPERT_KEY.fullmatch(key)}
     stacks = {key: tensor for key, tensor in tensors.items() if STACK_KEY.fullmatch(key)}
     plain = {key: tensor for key, tensor in tensors.items() if key not in experts and key not in stacks}
     found = _gather(plain, partial) | stack_parts(stacks, modules)
-    rows = expert_rows({key: decode(key, tensor) for key, tensor in experts.items()}, config, modules)
+    read = read_float8 if float8 else decode
+    rows = expert_rows({key: read(key, tensor) for key, tensor in experts.items()}, config, modules)
     with base.open() if base is not None else nullcontext() as reader:
-        rows += _read_rows(found, config, modules, reader)
+        rows += _read_rows(found, config, modules, reader, float8)
     return sorted(rows, key=lambda row: (row.layer, row.module_id))
+
+
+def _is_float8(tensors: Mapping[str, RawTensor], config: PeftConfig) -> bool:
+    """Whether all are matrices of 8-bit floats, and each row has one scaling: experts of a row may differ."""
+    if config.alpha_pattern and any(EXPERT_KEY.fullmatch(key) for key in tensors):
+        return False
+    return all(t.dtype == "F8_E4M3" and not DORA.search(key) for key, t in tensors.items())
 
 
 def _gather(tensors: Mapping[str, RawTensor], partial: list[str] | None) -> dict[tuple[int, int], Parts]:
@@ -191,11 +207,13 @@ def _read_rows(
     config: PeftConfig,
     modules: Mapping[int, LoraModule] | None,
     base: BaseReader | None,
+    float8: bool,
 ) -> list[AdapterRow]:
     """All payloads in one piece of memory, for which the system has large pages; a large adapter's are read
     by several threads."""
     sizes = {place: sum(math.prod(t.shape) for *_, t in parts.values()) for place, parts in found.items()}
-    room = iter(np.split(np.empty(sum(sizes.values()), np.float32), np.cumsum(list(sizes.values()))[:-1]))
+    kind = np.uint8 if float8 else np.float32
+    room = iter(np.split(np.empty(sum(sizes.values()), kind), np.cumsum(list(sizes.values()))[:-1]))
     places = {place: next(room) for place in found}
 
     def row(place: tuple[int, int]) -> AdapterRow:
@@ -217,7 +235,7 @@ def _row(
     base: BaseReader | None,
     payload: np.ndarray,
 ) -> AdapterRow:
-    """payload: float32, to be filled."""
+    """payload: float32, or the bytes of 8-bit floats, to be filled."""
     missing = sorted({"A", "B"} - parts.keys())
     if missing:
         present = next(iter(parts.values()))[0]
@@ -228,11 +246,16 @@ def _row(
     a = payload[:end].reshape(stored_a.shape)
     b = payload[end : end + math.prod(stored_b.shape)].reshape(stored_b.shape)
     check_dims(path, a, b, module)
-    stored_a.fill(key_a, a)
-    stored_b.fill(key_b, b, check=False)
     # A router is a parameter to newer PEFT, and called so in patterns.
     named = f"{path}.weight" if module_id == ROUTER and config.target_parameters else path
     scale = np.float32(config.scale(named, a.shape[0]))
+    if payload.dtype == np.uint8:
+        a[...], b[...] = read_float8(key_a, stored_a), read_float8(key_b, stored_b)
+        check_scale(path, float(scale))
+        payload[end:] = in_our_order(path, module_id, b, module).ravel()
+        return AdapterRow(module_id, layer, a.shape[0], False, payload.view(FLOAT8), float(scale))
+    stored_a.fill(key_a, a)
+    stored_b.fill(key_b, b, check=False)
     if scale != 1:
         with np.errstate(over="ignore"):
             b *= scale

@@ -23,6 +23,7 @@ import numpy as np
 from safetensors import safe_open
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.float8 import FLOAT8, FLOAT8_NAME, has_float8_nan, widen_float8
 from manylora.lora.formats import one_line
 from manylora.lora.tensors import BFLOAT16, narrow_to_bfloat16, widen_bfloat16
 
@@ -32,6 +33,7 @@ __all__ = [
     "common_dtype",
     "decode",
     "encode",
+    "read_float8",
     "read_safetensors",
     "read_torch",
     "write_safetensors",
@@ -43,8 +45,9 @@ NUMPY_TYPES: dict[str, np.dtype] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": BFLOAT16,
+    "F8_E4M3": FLOAT8,
 }
-NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": FLOAT8_NAME}
 # All that the pickle of a state dict needs.
 ALLOWED_GLOBALS = re.compile(
     r"torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)|collections OrderedDict"
@@ -188,12 +191,23 @@ def decode(key: str, tensor: RawTensor) -> np.ndarray:
     """Any floating type to float32, in the tensor's shape. Raises AdapterInvalidError, for NaN too."""
     kind = NUMPY_TYPES.get(tensor.dtype)
     if kind is None:
-        raise AdapterInvalidError(f"{key} must be float32, float16 or bfloat16, got {tensor.dtype}")
+        raise AdapterInvalidError(
+            f"{key} must be float32, float16, bfloat16 or float8 (F8_E4M3), got {tensor.dtype}"
+        )
     values = np.frombuffer(tensor.data, kind)
     with np.errstate(over="ignore"):
-        values = widen_bfloat16(values) if tensor.dtype == "BF16" else values.astype(np.float32)
+        widen = {"BF16": widen_bfloat16, "F8_E4M3": widen_float8}.get(tensor.dtype)
+        values = widen(values) if widen else values.astype(np.float32)
     check_finite(key, values)
     return values.reshape(tensor.shape)
+
+
+def read_float8(key: str, tensor: RawTensor) -> np.ndarray:
+    """The bytes of F8_E4M3, uint8 in the tensor's shape. Raises AdapterInvalidError for a NaN."""
+    values = np.frombuffer(tensor.data, np.uint8).reshape(tensor.shape)
+    if has_float8_nan(values):
+        raise AdapterInvalidError(f"{key} holds a NaN")
+    return values
 
 
 def check_finite(key: str, values: np.ndarray) -> None:
@@ -203,7 +217,8 @@ def check_finite(key: str, values: np.ndarray) -> None:
 
 
 def encode(key: str, values: np.ndarray, dtype: str) -> RawTensor:
-    """float32 values to a tensor of `dtype`. Raises AdapterInvalidError when one is beyond its range."""
+    """float32 values to a tensor of `dtype`, which is not F8_E4M3. Raises AdapterInvalidError when one is
+    beyond its range."""
     with np.errstate(over="ignore"):
         stored = narrow_to_bfloat16(values) if dtype == "BF16" else values.astype(NUMPY_TYPES[dtype])
     tensor = RawTensor(dtype, values.shape, stored.tobytes())
@@ -212,7 +227,7 @@ def encode(key: str, values: np.ndarray, dtype: str) -> RawTensor:
 
 
 def common_dtype(tensors: Sequence[RawTensor]) -> str:
-    """float16 or bfloat16 when every tensor is; else float32."""
+    """float16, bfloat16 or float8_e4m3fn when every tensor is; else float32."""
     kinds = {tensor.dtype for tensor in tensors}
     return NAMES.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
 

@@ -248,17 +248,17 @@ def _row(
     check_dims(path, a, b, module)
     # A router is a parameter to newer PEFT, and called so in patterns.
     named = f"{path}.weight" if module_id == ROUTER and config.target_parameters else path
-    scale = np.float32(config.scale(named, a.shape[0]))
+    scale = config.scale(named, a.shape[0])
     if payload.dtype == np.uint8:
         a[...], b[...] = read_float8(key_a, stored_a), read_float8(key_b, stored_b)
-        check_scale(path, float(scale))
+        check_scale(path, scale)
         payload[end:] = in_our_order(path, module_id, b, module).ravel()
-        return AdapterRow(module_id, layer, a.shape[0], False, payload.view(FLOAT8), float(scale))
+        return AdapterRow(module_id, layer, a.shape[0], False, payload.view(FLOAT8), float(np.float32(scale)))
     stored_a.fill(key_a, a)
     stored_b.fill(key_b, b, check=False)
     if scale != 1:
         with np.errstate(over="ignore"):
-            b *= scale
+            b *= np.float32(scale)
     check_finite(f"{key_b} (with its scaling)", b)
     columns: list[np.ndarray] = [b]
     if "magnitude" in parts:

@@ -305,6 +305,11 @@ def test_what_cannot_be_meant_is_refused(model: Path, pair: tuple[Path, Path], w
     (loud / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
     with pytest.raises(AdapterInvalidError, match=r"its scaling .* is beyond float32's range"):
         read(model, loud)
+    pickled = shutil.copytree(pair[0], workshop / "pickled")
+    torch.save(load_file(pickled / FILE), pickled / "adapter_model.bin")
+    (pickled / FILE).unlink()
+    problem = inspect_adapter(pickled, allow_bin=True).problem
+    assert problem is not None and "8-bit floats or another type that is read from safetensors" in problem
     folder = workshop / "npy"
     folder.mkdir()
     np.save(folder / "model.lora_weights.npy", lora.weights)

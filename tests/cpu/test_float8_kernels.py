@@ -96,7 +96,7 @@ def test_a_cpu_adds_what_the_numbers_mean(
     targets = TARGETS[1:] if apart else TARGETS  # the compiled kernels leave fused ones beside parts to torch
     batch, wide = mixed_batch(lengths, ranks, pool, targets, 5)
     total = sum(lengths) + len(lengths) + 1
-    x = torch.randn(total, 2 * IN, device="cpu").to(dtype)[:, IN:]
+    x = torch.randn(total, 2 * IN).to(dtype)[:, IN:]
     y = torch.randn(total, sum(WIDTHS)).to(dtype)
     want = y.double()
     ReferenceOps().lora_add(want, x.double(), replace(wide, pool=wide.pool.cpu()), 5, targets)
@@ -151,8 +151,10 @@ def test_experts_add_what_the_numbers_mean(
         pytest.skip("the GPU's kernels once")
     batch, wide = mixed_batch(lengths, ranks, torch.float32, EXPERT_TARGETS, LAYER, EXPERTS)
     total = sum(lengths) + len(lengths) + 1
-    choices = torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(total)]).to(DEVICE)
-    x, y = torch.randn(2 * total, IN, device=DEVICE) / 7, torch.randn(2 * total, 56, device=DEVICE)
+    device = torch.device("cpu") if kind == "cpu" else DEVICE
+    batch, wide = (replace(one, pool=one.pool.to(device)) for one in (batch, wide))
+    choices = torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(total)]).to(device)
+    x, y = torch.randn(2 * total, IN, device=device) / 7, torch.randn(2 * total, 56, device=device)
     pairs, _ = pair_up(choices, EXPERTS, batch)
     want = y.double()
     ReferenceOps().expert_lora_add(want, x.double(), wide, pairs, LAYER, EXPERT_TARGETS)

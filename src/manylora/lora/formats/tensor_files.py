@@ -52,6 +52,7 @@ NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": FLOA
 ALLOWED_GLOBALS = re.compile(
     r"torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)|collections OrderedDict"
 )
+NEWER_TENSOR = "torch._utils _rebuild_tensor_v3"  # by which types without a storage class of their own go
 BY_NAME = ("STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4", "NEWOBJ_EX", "OBJ")  # other ways to a class
 MAX_OPCODES = 500_000  # about 16 000 tensors; reading them takes half a second
 MAX_ENTRIES = 50_000
@@ -262,6 +263,8 @@ def _check_pickle(data: bytes) -> None:
     for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
         if number == MAX_OPCODES:
             raise ValueError("its pickle is longer than an adapter's can be")
+        if argument == NEWER_TENSOR:
+            raise ValueError("it holds 8-bit floats or another type that is read from safetensors only")
         named = opcode.name == "GLOBAL" and not ALLOWED_GLOBALS.fullmatch(str(argument))
         if named or opcode.name in BY_NAME:
             what = str(argument or opcode.name).replace(" ", ".")[:80]

@@ -277,6 +277,39 @@ def test_dora_and_mixed_types_are_widened(model: Path, workshop: Path) -> None:
     assert widen_bfloat16(made.payload).tolist() == [1.0] * 192
 
 
+def test_a_copy_of_the_embedding_in_8_bits_is_known(
+    model: Path, pair: tuple[Path, Path], workshop: Path
+) -> None:
+    """PEFT may save the base's own: that is left out, whatever the file's type."""
+    path = shutil.copytree(pair[0], workshop / "embedding")
+    name = "base_model.model.model.embed_tokens.weight"
+    own = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    for shift, same in ((0.0, True), (1.0, False)):
+        copy = (own + shift).to(torch.float8_e4m3fn)
+        save_file({**load_file(pair[0] / FILE), name: copy}, path / FILE)
+        if same:
+            assert check(model, read(model, path)).digest == check(model, read(model, pair[0])).digest
+        else:
+            with pytest.raises(AdapterInvalidError, match="is not what the base model has"):
+                read(model, path)
+
+
+def test_encoder_decoder_models_take_them(workshop: Path) -> None:
+    """Cross-attention's fused module is kept as the three it fuses."""
+    t5 = read_model_config(make_model(workshop / "t5", "t5", seed=2))
+    module = lora_modules(t5)[8]
+    bits = np.random.default_rng(0).integers(0, 127, (1, 1, module.row_elements(2)), np.uint8)
+    config = np.array([[[8, t5.num_layers - 1, 2]]], np.int32)
+    given = LoraInput(0, bits.view(FLOAT8), config, scales=np.array([0.3], np.float32))
+    made, wide = (
+        adapter_from_tensors(lora, lora_modules(t5), t5.num_layers, 64).rows
+        for lora in (given, LoraInput(0, widen_float8(bits), config))
+    )
+    assert [(row.module_id, row.scale) for row in made] == [(m, np.float32(0.3)) for m in (9, 10, 11)]
+    for one, other in zip(made, wide, strict=True):
+        np.testing.assert_array_equal(widen_float8(one.payload), other.payload)
+
+
 def test_what_cannot_be_meant_is_refused(model: Path, pair: tuple[Path, Path], workshop: Path) -> None:
     made = make_adapter(workshop / "e5m2", model, 1, 4)
     other, _ = narrow(made, dtype=torch.float8_e5m2)
@@ -310,6 +343,10 @@ def test_what_cannot_be_meant_is_refused(model: Path, pair: tuple[Path, Path], w
     (pickled / FILE).unlink()
     problem = inspect_adapter(pickled, allow_bin=True).problem
     assert problem is not None and "8-bit floats or another type that is read from safetensors" in problem
+    settings["lora_alpha"], settings["use_dora"] = 5, True
+    (loud / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    with pytest.raises(AdapterInvalidError, match="is missing its DoRA magnitude"):
+        read(model, loud)
     folder = workshop / "npy"
     folder.mkdir()
     np.save(folder / "model.lora_weights.npy", lora.weights)

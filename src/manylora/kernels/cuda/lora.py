@@ -62,14 +62,22 @@ def _begin(place, piece, rank, sizes, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def _read(pool, codes, begin, index, inside, place, FLOAT8: tl.constexpr):
-    """Numbers of the row at a place, in the pool's type. codes: the pool as bytes."""
+def _is_narrow(place, FLOAT8: tl.constexpr):
+    """Whether the row at a place is of 8-bit floats."""
+    if FLOAT8:
+        return tl.load(place + 3) != 0
+    else:  # noqa: RET505 - a compile-time branch: both arms must return
+        return False
+
+
+@triton.jit
+def _read(pool, codes, begin, index, inside, narrow, FLOAT8: tl.constexpr):
+    """Numbers of a row, in the pool's type. codes: the pool as bytes."""
     if FLOAT8:  # each row is in one type: the other's loads are masked off, and read nothing
-        narrow = tl.load(place + 3) != 0
         wide = tl.load(pool + begin + index, mask=inside & (narrow == 0), other=0)
         code = tl.load(codes + begin + index, mask=inside & narrow, other=0)
         return tl.where(narrow, _from_e4m3(code).to(wide.dtype), wide)
-    else:  # noqa: RET505 - a compile-time branch: both arms must return
+    else:  # noqa: RET505
         return tl.load(pool + begin + index, mask=inside, other=0)
 
 
@@ -99,6 +107,7 @@ def _shrink_rows(
         return
     sizes = in_dim + tl.load(targets + target * 3 + 2)
     a = _begin(place, tl.load(tiles + tile * TILE + 3), rank, sizes, ALIGN)
+    narrow = _is_narrow(place, FLOAT8)
     r = block * BLOCK_R + tl.arange(0, BLOCK_R)
     total = tl.zeros([BLOCK_R], tl.float32)
     span = tl.cdiv(tl.cdiv(in_dim, SPLITS), BLOCK_K) * BLOCK_K
@@ -106,7 +115,7 @@ def _shrink_rows(
         k = start + tl.arange(0, BLOCK_K)
         xs = tl.load(x + row * x_stride + k, mask=k < in_dim, other=0).to(tl.float32)
         inside = (r < rank)[:, None] & (k < in_dim)[None, :]
-        weights = _read(pool, codes, a, r[:, None] * in_dim + k[None, :], inside, place, FLOAT8)
+        weights = _read(pool, codes, a, r[:, None] * in_dim + k[None, :], inside, narrow, FLOAT8)
         total += tl.sum(weights.to(tl.float32) * xs[None, :], axis=1)
     total *= _scale(place, FLOAT8)
     tl.store(partial + ((split * num_rows + row) * TARGETS + target) * RANK + r, total, mask=r < rank)
@@ -131,6 +140,7 @@ def _shrink_tiles(
         return
     sizes = in_dim + tl.load(targets + target * 3 + 2)
     a = _begin(place, tl.load(tiles + tile * TILE + 3), rank, sizes, ALIGN)
+    narrow = _is_narrow(place, FLOAT8)
     m, r = tl.arange(0, BLOCK_M), block * BLOCK_R + tl.arange(0, BLOCK_R)
     rows = first + m
     total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
@@ -140,7 +150,7 @@ def _shrink_tiles(
         here = (m < count)[:, None] & (k < in_dim)[None, :]
         xs = tl.load(x + rows[:, None] * x_stride + k[None, :], mask=here, other=0)
         inside = (k < in_dim)[:, None] & (r < rank)[None, :]
-        weights = _read(pool, codes, a, r[None, :] * in_dim + k[:, None], inside, place, FLOAT8)
+        weights = _read(pool, codes, a, r[None, :] * in_dim + k[:, None], inside, narrow, FLOAT8)
         total = _dot(xs, weights, total, WIDEN)
     total *= _scale(place, FLOAT8)
     to = partial + ((split * num_rows + rows) * TARGETS + target)[:, None] * RANK + r[None, :]
@@ -186,6 +196,7 @@ def _expand(
             rank = tl.load(place + 1).to(tl.int32)
             if rank > 0:
                 a = _begin(place, piece, rank, in_dim + width, ALIGN)
+                narrow = _is_narrow(place, FLOAT8)
                 b = a + tl.multiple_of(rank * in_dim, ALIGN)
                 column = n - start
                 inside = (column >= 0) & (column < width)
@@ -198,7 +209,7 @@ def _expand(
                         low_rank += tl.load(source + r[None, :], mask=here, other=0)
                     both = (r < rank)[:, None] & inside[None, :]
                     index = r[:, None] * width + column[None, :]
-                    weights = _read(pool, codes, b, index, both, place, FLOAT8)
+                    weights = _read(pool, codes, b, index, both, narrow, FLOAT8)
                     if BLOCK_M == 1:
                         product = tl.reshape(low_rank, [BLOCK_R, 1]) * weights.to(tl.float32)
                         value += tl.sum(product, axis=0)[None, :]

@@ -169,7 +169,7 @@ def _rows(
 
 def _is_float8(tensors: Mapping[str, RawTensor], config: PeftConfig) -> bool:
     """Whether all are matrices of 8-bit floats, and each row has one scaling: experts of a row may differ."""
-    if config.alpha_pattern and any(EXPERT_KEY.fullmatch(key) for key in tensors):
+    if config.use_dora or (config.alpha_pattern and any(EXPERT_KEY.fullmatch(key) for key in tensors)):
         return False
     return all(t.dtype == "F8_E4M3" and not DORA.search(key) for key, t in tensors.items())
 

@@ -94,7 +94,7 @@ class AdapterPool:
             stored = self._slots(pages, place)[:size]
             payload = _array(_turn_b(stored, torch.empty_like(stored), place, back=True))
             kind = place.module_id, place.layer, place.rank, place.dora
-            rows.append(AdapterRow(*kind, payload, place.scale))
+            rows.append(AdapterRow(*kind, payload, scale=place.scale))
         return Adapter(digest, tuple(rows), tuple(self._read_extra(place, pages) for place in layout.extras))
 
     def load(

@@ -318,7 +318,9 @@ def _separate(row: AdapterRow, modules: Mapping[int, LoraModule]) -> Iterable[Ad
     ends = np.cumsum(module.parts)[:-1]
     parts = zip(np.split(b, ends * row.rank), np.split(magnitude, ends * row.dora), strict=True)
     return [
-        AdapterRow(module_id, row.layer, row.rank, row.dora, np.concatenate((a, part, share)), row.scale)
+        AdapterRow(
+            module_id, row.layer, row.rank, row.dora, np.concatenate((a, part, share)), scale=row.scale
+        )
         for module_id, (part, share) in enumerate(parts, CROSS_QKV + 1)
     ]
 

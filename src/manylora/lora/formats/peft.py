@@ -253,7 +253,9 @@ def _row(
         a[...], b[...] = read_float8(key_a, stored_a), read_float8(key_b, stored_b)
         check_scale(path, scale)
         payload[end:] = in_our_order(path, module_id, b, module).ravel()
-        return AdapterRow(module_id, layer, a.shape[0], False, payload.view(FLOAT8), float(np.float32(scale)))
+        return AdapterRow(
+            module_id, layer, a.shape[0], False, payload.view(FLOAT8), scale=float(np.float32(scale))
+        )
     stored_a.fill(key_a, a)
     stored_b.fill(key_b, b, check=False)
     if scale != 1:

@@ -215,4 +215,4 @@ def _row(module_id: int, layer: int, a: np.ndarray, b: np.ndarray, scale: float)
     payload, rank = np.concatenate((a.ravel(), b.ravel())), a.shape[1]
     if payload.dtype != np.uint8:
         return AdapterRow(module_id, layer, rank, False, payload)
-    return AdapterRow(module_id, layer, rank, False, payload.view(FLOAT8), float(np.float32(scale)))
+    return AdapterRow(module_id, layer, rank, False, payload.view(FLOAT8), scale=float(np.float32(scale)))

@@ -167,8 +167,9 @@ class Catalog:
             weights, config = read_source(source, modules=self._modules, base=self._base)
             return self._check(LoraInput(task_id, weights, config))
         now, before = time.time_ns(), _signature(folder)
-        rows, extras = read_whole(source, modules=self._modules, base=self._base)
         known, digest = self._read_before.get(folder, ((), ""))
+        wanted = before != known
+        rows, extras = read_whole(source, modules=self._modules, base=self._base, digest=wanted)
         unchanged = before == known and before == _signature(folder)
         adapter = self._check_rows(rows, extras, digest if unchanged else None)
         if _is_settled(before, now) and before == _signature(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,12 +12,16 @@ from torch import Tensor
 from manylora.device import CopyStream
 from manylora.errors import ConfigError
 from manylora.kernels.extras import Extra
+from manylora.kernels.loading import can_lay_out, lay_out
 from manylora.kernels.spec import LoraRow
 from manylora.lora.geometry import CacheGeometry, ExtraPlace, Layout, Piece, Placement
 from manylora.lora.tensors import BFLOAT16, Adapter, AdapterRow, is_bfloat16
 from manylora.request import LoraExtra
 
 __all__ = ["AdapterPool"]
+
+PARALLEL_BYTES = 2**23  # of an adapter that several threads lay out
+THREADS = 4
 
 
 class AdapterPool:
@@ -70,8 +75,18 @@ class AdapterPool:
     def write_host(self, adapter: Adapter, layout: Layout, pages: Sequence[int]) -> None:
         """Convert an adapter to the dtype of the pages, into its pages on the host."""
         self._copies.finish()  # these pages may still be the source of a copy
+        compiled: dict[str, list[tuple[int, ...]]] = {}
+        target = str(self._host.dtype).removeprefix("torch.")
         for row, place in zip(adapter.rows, layout.placements, strict=True):
-            _turn_b(_tensor(row.payload), self._slots(pages, place)[: row.payload.size], place)
+            slots = self._slots(pages, place)[: row.payload.size]
+            source = "bfloat16" if is_bfloat16(row.payload.dtype) else row.payload.dtype.name
+            if can_lay_out(target, source) and row.payload.flags.c_contiguous:
+                compiled.setdefault(source, []).append(_entry(row.payload, slots, place))
+            else:
+                _turn_b(_tensor(row.payload), slots, place)
+        for source, rows in compiled.items():
+            large = adapter.nbytes >= PARALLEL_BYTES
+            lay_out(rows, target, source, min(THREADS, os.cpu_count() or 1) if large else 1)
         for extra, where in zip(adapter.extras, layout.extras, strict=True):
             sizes = [piece.rows * where.columns for piece in where.pieces]
             parts = np.split(extra.values.reshape(-1), np.cumsum(sizes)[:-1])
@@ -169,6 +184,16 @@ def _turn_b(source: Tensor, target: Tensor, place: Placement, back: bool = False
             _move(mine, their)
     target[end:].copy_(source[end:])
     return target
+
+
+def _entry(payload: np.ndarray, slots: Tensor, place: Placement) -> tuple[int, ...]:
+    """A row as `lay_out` takes it."""
+    more = payload.size - place.in_size - place.out_size
+    if more < 0 or payload.size != slots.numel():
+        raise ValueError(f"a row of {payload.size} values for {place}")
+    each = place.experts * place.rank
+    sizes = place.experts, place.rank, place.in_size // each, place.out_size // each
+    return payload.ctypes.data, slots.data_ptr(), *sizes, more
 
 
 def _move(target: Tensor, source: Tensor) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterCacheFullError, AdapterInvalidError, AdapterNotCachedError, ConfigError
+from manylora.kernels import native
 from manylora.kernels.extras import Extra, ExtraSegment
 from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment
 from manylora.lora.cache import AdapterCache
@@ -111,6 +112,7 @@ class AdapterStore:
             modules = beside_experts(modules)
             plan = plan_cache(modules.values(), *sizes)
             logger.warning("adapters on routed experts are off: %s", error)
+        native.load()  # not with the first adapter, which would wait for the compiler
         pool = AdapterPool(plan.geometry, plan.host_pages, plan.device_pages, dtype, device)
         store = cls(modules, model, config.rank_limit, plan, pool, base)
         logger.info(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from blake3 import blake3
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.modules import EXPERT_IDS, MODULE_NAMES, LoraModule
@@ -24,6 +24,7 @@ __all__ = [
     "adapter_from_tensors",
     "check_dims",
     "check_shapes",
+    "digest_values",
     "is_bfloat16",
     "narrow_to_bfloat16",
     "pack_rows",
@@ -42,13 +43,16 @@ THREADS = 4
 @dataclass(frozen=True, eq=False)
 class AdapterRow:
     """One (layer, module): payload [elements] holds A [rank, in], B [out, rank], and with DoRA m [out]; of a
-    routed-expert module A [experts, rank, in], B [experts, out, rank]."""
+    routed-expert module A [experts, rank, in], B [experts, out, rank].
+
+    content: `digest_values` of the payload, where the reader took it."""
 
     module_id: int
     layer: int
     rank: int
     dora: bool
     payload: np.ndarray
+    content: bytes = b""
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,25 +290,29 @@ def _check_surplus(weights: np.ndarray, needed: int) -> None:
     )
 
 
+def digest_values(values: np.ndarray) -> bytes:
+    """BLAKE3 of every byte, 32 bytes; not of type or shape."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    return blake3(flat.view(np.uint8).data).digest()
+
+
 def _digest(rows: list[AdapterRow], extras: list[LoraExtra]) -> str:
     """Over rows and extras in canonical order: what they are, their type, and every byte; no padding."""
-    digest = hashlib.blake2b(digest_size=20)
-    large = sum(row.payload.nbytes for row in rows) >= PARALLEL_BYTES
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1) if large else 1) as pool:
-        payloads = [row.payload for row in rows]
-        contents = pool.map(_digest_values, payloads) if large else map(_digest_values, payloads)
-        for row, content in zip(rows, contents, strict=True):
-            digest.update(repr((row.module_id, row.layer, row.rank, row.dora, _kind(row.payload))).encode())
-            digest.update(content)
+    digest = blake3()
+    for row, content in zip(rows, _contents(rows), strict=True):
+        digest.update(repr((row.module_id, row.layer, row.rank, row.dora, _kind(row.payload))).encode())
+        digest.update(content)
     for extra in extras:
         digest.update(repr((extra.name, extra.values.shape, extra.token_ids, _kind(extra.values))).encode())
-        digest.update(_digest_values(extra.values))
-    return digest.hexdigest()
+        digest.update(digest_values(extra.values))
+    return digest.hexdigest(20)
 
 
-def _digest_values(values: np.ndarray) -> bytes:
-    flat = np.ascontiguousarray(values).reshape(-1)
-    return hashlib.blake2b(flat.view(np.uint8).data, digest_size=32).digest()
+def _contents(rows: list[AdapterRow]) -> list[bytes]:
+    if sum(0 if row.content else row.payload.nbytes for row in rows) < PARALLEL_BYTES:
+        return [row.content or digest_values(row.payload) for row in rows]
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+        return list(pool.map(lambda row: row.content or digest_values(row.payload), rows))
 
 
 def _kind(values: np.ndarray) -> str:

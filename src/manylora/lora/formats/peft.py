@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora import staging
 from manylora.lora.formats import one_line
 from manylora.lora.formats.base_weights import BaseReader, BaseWeights
 from manylora.lora.formats.peft_config import CONFIG, PeftConfig, read_peft_config
@@ -25,13 +26,12 @@ from manylora.lora.formats.peft_names import ATTENTION_IDS, MLP_IDS, PEFT_KEY, R
 from manylora.lora.formats.peft_stacks import STACK_KEY, stack_parts
 from manylora.lora.formats.tensor_files import (
     RawTensor,
-    check_finite,
     decode,
     read_safetensors,
     read_torch,
 )
 from manylora.lora.modules import LoraModule
-from manylora.lora.tensors import AdapterRow, check_dims
+from manylora.lora.tensors import AdapterRow, check_dims, digest_values
 from manylora.request import LoraExtra
 
 __all__ = ["has_peft", "peft_tensors", "read_peft", "read_peft_whole"]
@@ -99,15 +99,17 @@ def read_peft_whole(
     *,
     base: BaseWeights | None = None,
     allow_bin: bool = False,
+    digest: bool = False,
 ) -> tuple[list[AdapterRow], list[LoraExtra]]:
-    """As `read_peft`, with what has no row; base: needed for that too, since it is relative to the base."""
+    """As `read_peft`, with what has no row; base: needed for that too, since it is relative to the base.
+    digest: take that of each row as it is read, where the adapter's will be wanted."""
     config, tensors, found = _open(folder, base, allow_bin)
     if found and any(module.encoder_layers for module in (modules or {}).values()):
         raise AdapterInvalidError(
             f"{min(found)}: of an encoder-decoder model only adapters on the layers' linear modules are "
             "served"
         )
-    rows = _rows(tensors, config, None, modules, base)
+    rows = _rows(tensors, config, None, modules, base, digest)
     with base.open() if base is not None else nullcontext() as reader:
         extras = read_extras(found, tensors, config, modules, reader)
     if not rows and not extras:
@@ -147,6 +149,7 @@ def _rows(
     partial: list[str] | None,
     modules: Mapping[int, LoraModule] | None,
     base: BaseWeights | None,
+    digest: bool = False,
 ) -> list[AdapterRow]:
     experts = {key: tensor for key, tensor in tensors.items() if EXPERT_KEY.fullmatch(key)}
     stacks = {key: tensor for key, tensor in tensors.items() if STACK_KEY.fullmatch(key)}
@@ -154,7 +157,7 @@ def _rows(
     found = _gather(plain, partial) | stack_parts(stacks, modules)
     rows = expert_rows({key: decode(key, tensor) for key, tensor in experts.items()}, config, modules)
     with base.open() if base is not None else nullcontext() as reader:
-        rows += _read_rows(found, config, modules, reader)
+        rows += _read_rows(found, config, modules, reader, digest)
     return sorted(rows, key=lambda row: (row.layer, row.module_id))
 
 
@@ -191,21 +194,23 @@ def _read_rows(
     config: PeftConfig,
     modules: Mapping[int, LoraModule] | None,
     base: BaseReader | None,
+    digest: bool,
 ) -> list[AdapterRow]:
-    """All payloads in one piece of memory, for which the system has large pages; a large adapter's are read
-    by several threads."""
+    """All payloads in one piece of memory; a large adapter's are read by several threads."""
     sizes = {place: sum(math.prod(t.shape) for *_, t in parts.values()) for place, parts in found.items()}
-    room = iter(np.split(np.empty(sum(sizes.values()), np.float32), np.cumsum(list(sizes.values()))[:-1]))
+    room = iter(np.split(staging.take(sum(sizes.values())), np.cumsum(list(sizes.values()))[:-1]))
     places = {place: next(room) for place in found}
 
     def row(place: tuple[int, int]) -> AdapterRow:
-        return _row(*place, found[place], config, modules, base, places[place])
+        return _row(*place, found[place], config, modules, base, places[place], digest)
 
     order = sorted(found)
     if sum(sizes.values()) < PARALLEL or any("magnitude" in parts for parts in found.values()):
         return [row(place) for place in order]
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-        return list(pool.map(row, order))
+    threads = min(THREADS, os.cpu_count() or 1)
+    parts = [order[first :: 4 * threads] for first in range(4 * threads)]  # a task costs more than some rows
+    with ThreadPoolExecutor(threads) as pool:
+        return [one for rows in pool.map(lambda part: [row(place) for place in part], parts) for one in rows]
 
 
 def _row(
@@ -216,6 +221,7 @@ def _row(
     modules: Mapping[int, LoraModule] | None,
     base: BaseReader | None,
     payload: np.ndarray,
+    digest: bool,
 ) -> AdapterRow:
     """payload: float32, to be filled."""
     missing = sorted({"A", "B"} - parts.keys())
@@ -229,14 +235,9 @@ def _row(
     b = payload[end : end + math.prod(stored_b.shape)].reshape(stored_b.shape)
     check_dims(path, a, b, module)
     stored_a.fill(key_a, a)
-    stored_b.fill(key_b, b, check=False)
     # A router is a parameter to newer PEFT, and called so in patterns.
     named = f"{path}.weight" if module_id == ROUTER and config.target_parameters else path
-    scale = np.float32(config.scale(named, a.shape[0]))
-    if scale != 1:
-        with np.errstate(over="ignore"):
-            b *= scale
-    check_finite(f"{key_b} (with its scaling)", b)
+    stored_b.fill(f"{key_b} (with its scaling)", b, config.scale(named, a.shape[0]))
     columns: list[np.ndarray] = [b]
     if "magnitude" in parts:
         transposed = config.fan_in_fan_out if module is None else module.transposed
@@ -247,7 +248,8 @@ def _row(
     columns = [in_our_order(path, module_id, column, module) for column in columns]
     if columns[0] is not b or len(columns) > 1:
         np.concatenate([column.ravel() for column in columns], out=payload[end:])
-    return AdapterRow(module_id, layer, a.shape[0], "magnitude" in parts, payload)
+    content = digest_values(payload) if digest else b""  # now, while it is in the cache
+    return AdapterRow(module_id, layer, a.shape[0], "magnitude" in parts, payload, content)
 
 
 def _magnitude(

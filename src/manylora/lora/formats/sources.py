@@ -122,10 +122,11 @@ def read_whole(
     modules: Mapping[int, LoraModule] | None = None,
     base: BaseWeights | None = None,
     allow_bin: bool = False,
+    digest: bool = False,
 ) -> tuple[list[AdapterRow], list[LoraExtra]]:
-    """Rows as `read_rows`, and extras, which only PEFT has."""
+    """Rows as `read_rows`, and extras, which only PEFT has. digest: whether the adapter's will be wanted."""
     if source.kind == "peft":
-        return read_peft_whole(source.path, modules, base=base, allow_bin=allow_bin)
+        return read_peft_whole(source.path, modules, base=base, allow_bin=allow_bin, digest=digest)
     return read_rows(source, modules=modules, base=base, allow_bin=allow_bin), []
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from safetensors import safe_open
 
 from manylora.errors import AdapterInvalidError
+from manylora.kernels.loading import widen
 from manylora.lora.formats import one_line
 from manylora.lora.tensors import BFLOAT16, narrow_to_bfloat16, widen_bfloat16
 
@@ -103,15 +104,18 @@ class RawTensor:
         self.held.read_into(read)
         return read
 
-    def fill(self, key: str, target: np.ndarray, check: bool = True) -> None:
-        """Values as float32 into a contiguous target of as many. check: whether they are finite, unless the
-        caller does. Raises AdapterInvalidError as `decode`."""
+    def fill(self, key: str, target: np.ndarray, scale: float = 1.0) -> None:
+        """Values times scale as float32 into a contiguous target of as many, without memory of their size
+        beside it. Raises AdapterInvalidError as `decode`, for what the scale makes of them too."""
+        stored = target
         if self.dtype == "F32" and isinstance(self.held, _Span):
             self.held.read_into(target)
-            if check:
-                check_finite(key, target)
+        elif self.dtype == "BF16":
+            stored = np.frombuffer(self.data, np.uint16).reshape(target.shape)
         else:
             target[...] = decode(key, self).reshape(target.shape)
+        if not widen(target, stored, np.float32(scale)):
+            raise AdapterInvalidError(f"{key} holds a NaN or an infinity")
 
 
 def read_safetensors(path: Path) -> dict[str, RawTensor]:

@@ -16,6 +16,7 @@ __all__ = ["can_lay_out", "lay_out", "widen"]
 
 SMALL = 2**14  # elements that NumPy is done with before a foreign function is called
 WIDE, NARROW = "float32", "bfloat16"
+MOVED = (WIDE, NARROW, "float16")
 
 
 def widen(target: np.ndarray, source: np.ndarray, scale: np.float32) -> bool:
@@ -40,7 +41,8 @@ def widen(target: np.ndarray, source: np.ndarray, scale: np.float32) -> bool:
 
 def can_lay_out(target: str, source: str) -> bool:
     """Whether `lay_out` converts a source's type to that of the pages; both by NumPy's names, or bfloat16."""
-    return native.loaded() is not None and (target == source or {target, source} == {WIDE, NARROW})
+    known = {target, source} == {WIDE, NARROW} or (target == source and source in MOVED)
+    return known and native.loaded() is not None
 
 
 def lay_out(rows: Sequence[tuple[int, ...]], target: str, source: str, threads: int) -> None:
@@ -51,7 +53,7 @@ def lay_out(rows: Sequence[tuple[int, ...]], target: str, source: str, threads: 
     source: types that `can_lay_out`.
     """
     # What is only moved may be anything of its size.
-    kinds = (target, source) if target != source else ((WIDE if target == WIDE else NARROW),) * 2
+    kinds = [NARROW if kind == "float16" else kind for kind in (target, source)]
     library = native.loaded()
     assert library is not None
     call = getattr(library, f"lay_out_{kinds[0]}_{kinds[1]}")

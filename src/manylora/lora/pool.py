@@ -75,23 +75,38 @@ class AdapterPool:
     def write_host(self, adapter: Adapter, layout: Layout, pages: Sequence[int]) -> None:
         """Convert an adapter to the dtype of the pages, into its pages on the host."""
         self._copies.finish()  # these pages may still be the source of a copy
-        compiled: dict[str, list[tuple[int, ...]]] = {}
-        target = str(self._host.dtype).removeprefix("torch.")
-        for row, place in zip(adapter.rows, layout.placements, strict=True):
-            slots = self._slots(pages, place)[: row.payload.size]
-            source = "bfloat16" if is_bfloat16(row.payload.dtype) else row.payload.dtype.name
-            if can_lay_out(target, source) and row.payload.flags.c_contiguous:
-                compiled.setdefault(source, []).append(_entry(row.payload, slots, place))
-            else:
-                _turn_b(_tensor(row.payload), slots, place)
-        for source, rows in compiled.items():
-            large = adapter.nbytes >= PARALLEL_BYTES
-            lay_out(rows, target, source, min(THREADS, os.cpu_count() or 1) if large else 1)
+        rows = list(zip(adapter.rows, layout.placements, strict=True))
+        for kind in {row.payload.dtype for row in adapter.rows}:
+            self._write_rows([(row, place) for row, place in rows if row.payload.dtype == kind], kind, pages)
         for extra, where in zip(adapter.extras, layout.extras, strict=True):
             sizes = [piece.rows * where.columns for piece in where.pieces]
             parts = np.split(extra.values.reshape(-1), np.cumsum(sizes)[:-1])
             for piece, part in zip(where.pieces, parts, strict=True):
                 self._slots(pages, piece)[: part.size].copy_(_tensor(part))
+
+    def _write_rows(
+        self, rows: Sequence[tuple[AdapterRow, Placement]], kind: np.dtype, pages: Sequence[int]
+    ) -> None:
+        """Rows whose payloads are of one type."""
+        target = str(self._host.dtype).removeprefix("torch.")
+        source = "bfloat16" if is_bfloat16(kind) else kind.name
+        if not can_lay_out(target, source):
+            for row, place in rows:
+                _turn_b(_tensor(row.payload), self._slots(pages, place)[: row.payload.size], place)
+            return
+        geometry, start, size = self._geometry, self._host.data_ptr(), self._host.itemsize
+        kept = [np.ascontiguousarray(row.payload) for row, _ in rows]
+        table = []
+        for payload, (_, place) in zip(kept, rows, strict=True):
+            more = payload.size - place.in_size - place.out_size
+            if more < 0 or payload.size > place.num_slots * geometry.page_width:
+                raise ValueError(f"a row of {payload.size} values for {place}")
+            each = place.experts * place.rank
+            sizes = place.experts, place.rank, place.in_size // each, place.out_size // each, more
+            offset = pages[place.page] * geometry.page_elements + place.slot * geometry.page_width
+            table.append((payload.ctypes.data, start + offset * size, *sizes))
+        large = sum(payload.nbytes for payload in kept) >= PARALLEL_BYTES
+        lay_out(table, target, source, min(THREADS, os.cpu_count() or 1) if large else 1)
 
     def read_host(self, digest: str, layout: Layout, pages: Sequence[int]) -> Adapter:
         """The adapter in these pages, in their dtype; a copy."""
@@ -184,16 +199,6 @@ def _turn_b(source: Tensor, target: Tensor, place: Placement, back: bool = False
             _move(mine, their)
     target[end:].copy_(source[end:])
     return target
-
-
-def _entry(payload: np.ndarray, slots: Tensor, place: Placement) -> tuple[int, ...]:
-    """A row as `lay_out` takes it."""
-    more = payload.size - place.in_size - place.out_size
-    if more < 0 or payload.size != slots.numel():
-        raise ValueError(f"a row of {payload.size} values for {place}")
-    each = place.experts * place.rank
-    sizes = place.experts, place.rank, place.in_size // each, place.out_size // each
-    return payload.ctypes.data, slots.data_ptr(), *sizes, more
 
 
 def _move(target: Tensor, source: Tensor) -> None:

@@ -186,7 +186,7 @@ def main() -> None:
             copied.append(copies.run())
             again.append(bring(store, name))
             peaks.append(again[-1][2])
-        for turn in range(options.rounds):
+        for turn in range(options.rounds, 2 * options.rounds):
             name = ("one", "two")[turn % 2]
             os.utime(catalog / name / "adapter_config.json")
             copied.append(copies.run())

@@ -48,7 +48,11 @@ def test_values_are_scaled_and_checked(way: str, size: int) -> None:
         broken = values.copy()
         broken[at] = bad
         assert not loading.widen(broken, broken, np.float32(1))
+        broken.setflags(write=False)
+        assert not loading.all_finite(broken) and not loading.all_finite(broken[::-1])
+        assert not loading.all_finite(broken.astype(np.float16))
         assert not loading.widen(np.empty_like(broken), broken, np.float32(0.5))
+    assert loading.all_finite(values) and loading.all_finite(values.astype(np.float16))
     assert loading.widen(values, values, np.float32(0)) and not values.any()
     large = np.full(size, 3e38, np.float32)
     assert loading.widen(large, large, np.float32(1)), "it is within float32's range"

@@ -12,7 +12,7 @@ import numpy as np
 
 from manylora.kernels import native
 
-__all__ = ["can_lay_out", "lay_out", "widen"]
+__all__ = ["all_finite", "can_lay_out", "lay_out", "widen"]
 
 SMALL = 2**14  # elements that NumPy is done with before a foreign function is called
 WIDE, NARROW = "float32", "bfloat16"
@@ -37,6 +37,13 @@ def widen(target: np.ndarray, source: np.ndarray, scale: np.float32) -> bool:
         if scale != 1:
             target *= scale
     return bool(np.isfinite(target).all())
+
+
+def all_finite(values: np.ndarray) -> bool:
+    """Of any floating type that NumPy knows, and any shape; float32 without memory beside it."""
+    if values.dtype == np.float32 and values.flags.c_contiguous:
+        return widen(values, values, np.float32(1))
+    return bool(np.isfinite(values).all())
 
 
 def can_lay_out(target: str, source: str) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from blake3 import blake3
 
 from manylora.errors import AdapterInvalidError
+from manylora.kernels.loading import all_finite
 from manylora.lora.modules import EXPERT_IDS, MODULE_NAMES, LoraModule
 from manylora.request import LoraExtra, LoraInput
 
@@ -273,7 +274,7 @@ def _separate(row: AdapterRow, modules: Mapping[int, LoraModule]) -> Iterable[Ad
 
 def _check_values(where: str, values: np.ndarray, half: bool) -> None:
     values = widen_bfloat16(values) if is_bfloat16(values.dtype) else values
-    _require(bool(np.isfinite(values).all()), f"lora_weights holds a NaN or an infinity in {where}")
+    _require(all_finite(values), f"lora_weights holds a NaN or an infinity in {where}")
     if half and values.dtype != np.float16:
         too_large = bool((np.abs(values) > FLOAT16_MAX).any())
         _require(not too_large, f"lora_weights holds a value beyond float16's range in {where}")

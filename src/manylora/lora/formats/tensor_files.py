@@ -23,7 +23,7 @@ import numpy as np
 from safetensors import safe_open
 
 from manylora.errors import AdapterInvalidError
-from manylora.kernels.loading import widen
+from manylora.kernels.loading import all_finite, widen
 from manylora.lora.formats import one_line
 from manylora.lora.tensors import BFLOAT16, narrow_to_bfloat16, widen_bfloat16
 
@@ -202,7 +202,7 @@ def decode(key: str, tensor: RawTensor) -> np.ndarray:
 
 def check_finite(key: str, values: np.ndarray) -> None:
     """values: float32, any shape. Raises AdapterInvalidError."""
-    if not np.isfinite(values).all():
+    if not all_finite(values):
         raise AdapterInvalidError(f"{key} holds a NaN or an infinity")
 
 

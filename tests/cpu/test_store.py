@@ -17,7 +17,9 @@ from safetensors.numpy import save_file
 
 from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterInvalidError, AdapterNotCachedError
-from manylora.lora import catalog, tensors
+from manylora.kernels import loading
+from manylora.lora import catalog, staging, tensors
+from manylora.lora.formats import peft
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.peft import read_peft, read_peft_whole
 from manylora.lora.formats.tensor_files import decode, read_safetensors
@@ -399,6 +401,40 @@ def test_a_digest_is_the_same_whoever_takes_it(tmp_path: Path) -> None:
     payload[-1] += 1
     other = [rows[0], dataclasses.replace(rows[1], payload=payload)]
     assert tensors.adapter_from_rows(other).digest != digest
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_pages_of_bfloat16_hold_what_those_of_float32_hold_under_the_same_digest(
+    model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    """Also when it is read again and when several threads read; the rows are narrowed as they are read."""
+    monkeypatch.setattr(catalog, "SETTLED_NS", 5 * 10**7)
+    if large:
+        monkeypatch.setattr(loading, "SMALL", 0)
+        monkeypatch.setattr(peft, "PARALLEL", 0)
+        monkeypatch.setattr(staging, "LEAST", 0)
+    for name in ("1", "2"):
+        write_peft(tmp_path / name, int(name))
+    time.sleep(2 * catalog.SETTLED_NS / 1e9)
+    wide = open_store(model, 1, 1, prefetch_dir=tmp_path)
+    narrow = open_store(model, 1, 1, torch.bfloat16, prefetch_dir=tmp_path)
+    kinds = set()
+    plain = narrow._check_rows
+    for task_id in (1, 2, 1, 2):
+        one, other = take(wide, LoraInput(task_id)), take(narrow, LoraInput(task_id))
+        assert one.digest == other.digest
+        assert wide.admit(one) and narrow.admit(other)
+        expected = torch.from_numpy(on_device(wide, one)).bfloat16().float().numpy()
+        np.testing.assert_array_equal(on_device(narrow, other), expected)
+        wide.release(one)
+        narrow.release(other)
+    monkeypatch.setattr(
+        narrow._catalog,
+        "_check_rows",
+        lambda *what: kinds.update(r.payload.dtype for r in what[0]) or plain(*what),
+    )
+    take(narrow, LoraInput(1))
+    assert kinds == {BFLOAT16}
 
 
 def test_a_folder_that_was_just_written_is_not_known_by_its_times(

@@ -12,7 +12,7 @@ import numpy as np
 
 from manylora.kernels import native
 
-__all__ = ["all_finite", "can_lay_out", "lay_out", "widen"]
+__all__ = ["all_finite", "can_lay_out", "lay_out", "narrow", "widen"]
 
 SMALL = 2**14  # elements that NumPy is done with before a foreign function is called
 WIDE, NARROW = "float32", "bfloat16"
@@ -37,6 +37,16 @@ def widen(target: np.ndarray, source: np.ndarray, scale: np.float32) -> bool:
         if scale != 1:
             target *= scale
     return bool(np.isfinite(target).all())
+
+
+def narrow(target: np.ndarray, source: np.ndarray) -> None:
+    """target = source as bfloat16, to the nearest, ties to even. target: its bits in uint16; source: as many
+    float32, contiguous, no NaN."""
+    if source.size >= SMALL and native.loaded() is not None:
+        lay_out([(source.ctypes.data, target.ctypes.data, 1, 1, 0, 0, source.size)], NARROW, WIDE, 1)
+        return
+    bits = source.view(np.uint32)
+    target[...] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
 
 
 def all_finite(values: np.ndarray) -> bool:

@@ -13,24 +13,25 @@ import numpy as np
 
 __all__ = ["drop", "take"]
 
+FLOAT32 = np.dtype(np.float32)
 LEAST = 2**22  # bytes worth keeping
 HUGE = 2**21  # the system's large pages
 # The latest that nobody uses. No lock: a finaliser may run wherever this thread is, also inside one.
 _spare: deque[mmap.mmap] = deque(maxlen=1)
 
 
-def take(elements: int) -> np.ndarray:
-    """float32 [elements], not initialised. Its memory comes back by itself, when no view of it is left. Any
+def take(elements: int, dtype: np.dtype = FLOAT32) -> np.ndarray:
+    """[elements] of a type, not initialised. Its memory comes back by itself, when no view of it is left. Any
     thread."""
-    size = -(-4 * elements // HUGE) * HUGE
+    size = -(-dtype.itemsize * elements // HUGE) * HUGE
     if size < LEAST:
-        return np.empty(elements, np.float32)
+        return np.empty(elements, dtype)
     room = _pop()
     if room is None or len(room) < size:
         room = _map(size)
     held = (ctypes.c_char * len(room)).from_buffer(room)
     weakref.finalize(held, _keep, room).atexit = False
-    return np.frombuffer(memoryview(held), np.float32, elements)
+    return np.frombuffer(memoryview(held), dtype, elements)
 
 
 def drop() -> None:

@@ -75,7 +75,9 @@ class AdapterStore:
         self._geometry = plan.geometry
         self._cache = AdapterCache(plan.host_pages, plan.device_pages)
         self._pool = pool
-        self._catalog = Catalog(self.verify, self._check_rows, modules, base)
+        self._catalog = Catalog(
+            self.verify, self._check_rows, modules, base, pool.flat.dtype == torch.bfloat16
+        )
         self._in_hand: WeakValueDictionary[str, Adapter] = WeakValueDictionary()  # read, not on the host yet
         self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="manylora-write")

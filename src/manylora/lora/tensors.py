@@ -46,7 +46,8 @@ class AdapterRow:
     """One (layer, module): payload [elements] holds A [rank, in], B [out, rank], and with DoRA m [out]; of a
     routed-expert module A [experts, rank, in], B [experts, out, rank].
 
-    content: `digest_values` of the payload, where the reader took it."""
+    content: `digest_values` of the payload, where the reader took it. It may have narrowed the payload since.
+    """
 
     module_id: int
     layer: int
@@ -292,19 +293,19 @@ def _check_surplus(weights: np.ndarray, needed: int) -> None:
 
 
 def digest_values(values: np.ndarray) -> bytes:
-    """BLAKE3 of every byte, 32 bytes; not of type or shape."""
+    """BLAKE3 of their type and every byte, not of their shape; 32 bytes."""
     flat = np.ascontiguousarray(values).reshape(-1)
-    return blake3(flat.view(np.uint8).data).digest()
+    return blake3(_kind(values).encode() + b"\0").update(flat.view(np.uint8).data).digest()
 
 
 def _digest(rows: list[AdapterRow], extras: list[LoraExtra]) -> str:
     """Over rows and extras in canonical order: what they are, their type, and every byte; no padding."""
     digest = blake3()
     for row, content in zip(rows, _contents(rows), strict=True):
-        digest.update(repr((row.module_id, row.layer, row.rank, row.dora, _kind(row.payload))).encode())
+        digest.update(repr((row.module_id, row.layer, row.rank, row.dora)).encode())
         digest.update(content)
     for extra in extras:
-        digest.update(repr((extra.name, extra.values.shape, extra.token_ids, _kind(extra.values))).encode())
+        digest.update(repr((extra.name, extra.values.shape, extra.token_ids)).encode())
         digest.update(digest_values(extra.values))
     return digest.hexdigest(20)
 

@@ -11,11 +11,13 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.kernels.loading import narrow
 from manylora.lora import staging
 from manylora.lora.formats import one_line
 from manylora.lora.formats.base_weights import BaseReader, BaseWeights
@@ -31,7 +33,7 @@ from manylora.lora.formats.tensor_files import (
     read_torch,
 )
 from manylora.lora.modules import LoraModule
-from manylora.lora.tensors import AdapterRow, check_dims, digest_values
+from manylora.lora.tensors import BFLOAT16, AdapterRow, check_dims, digest_values
 from manylora.request import LoraExtra
 
 __all__ = ["has_peft", "peft_tensors", "read_peft", "read_peft_whole"]
@@ -100,16 +102,20 @@ def read_peft_whole(
     base: BaseWeights | None = None,
     allow_bin: bool = False,
     digest: bool = False,
+    bfloat16: bool = False,
 ) -> tuple[list[AdapterRow], list[LoraExtra]]:
     """As `read_peft`, with what has no row; base: needed for that too, since it is relative to the base.
-    digest: take that of each row as it is read, where the adapter's will be wanted."""
+
+    digest: take that of each row as it is read, where the adapter's will be wanted. bfloat16: narrow rows
+    then, for pages of that type; those of routed experts stay as they are.
+    """
     config, tensors, found = _open(folder, base, allow_bin)
     if found and any(module.encoder_layers for module in (modules or {}).values()):
         raise AdapterInvalidError(
             f"{min(found)}: of an encoder-decoder model only adapters on the layers' linear modules are "
             "served"
         )
-    rows = _rows(tensors, config, None, modules, base, digest)
+    rows = _rows(tensors, config, None, modules, base, digest, bfloat16)
     with base.open() if base is not None else nullcontext() as reader:
         extras = read_extras(found, tensors, config, modules, reader)
     if not rows and not extras:
@@ -150,6 +156,7 @@ def _rows(
     modules: Mapping[int, LoraModule] | None,
     base: BaseWeights | None,
     digest: bool = False,
+    bfloat16: bool = False,
 ) -> list[AdapterRow]:
     experts = {key: tensor for key, tensor in tensors.items() if EXPERT_KEY.fullmatch(key)}
     stacks = {key: tensor for key, tensor in tensors.items() if STACK_KEY.fullmatch(key)}
@@ -157,7 +164,7 @@ def _rows(
     found = _gather(plain, partial) | stack_parts(stacks, modules)
     rows = expert_rows({key: decode(key, tensor) for key, tensor in experts.items()}, config, modules)
     with base.open() if base is not None else nullcontext() as reader:
-        rows += _read_rows(found, config, modules, reader, digest)
+        rows += _read_rows(found, config, modules, reader, digest, bfloat16)
     return sorted(rows, key=lambda row: (row.layer, row.module_id))
 
 
@@ -195,14 +202,22 @@ def _read_rows(
     modules: Mapping[int, LoraModule] | None,
     base: BaseReader | None,
     digest: bool,
+    bfloat16: bool,
 ) -> list[AdapterRow]:
     """All payloads in one piece of memory; a large adapter's are read by several threads."""
     sizes = {place: sum(math.prod(t.shape) for *_, t in parts.values()) for place, parts in found.items()}
-    room = iter(np.split(staging.take(sum(sizes.values())), np.cumsum(list(sizes.values()))[:-1]))
+    whole = staging.take(sum(sizes.values()), BFLOAT16 if bfloat16 else staging.FLOAT32)
+    room = iter(np.split(whole, np.cumsum(list(sizes.values()))[:-1]))
     places = {place: next(room) for place in found}
 
     def row(place: tuple[int, int]) -> AdapterRow:
-        return _row(*place, found[place], config, modules, base, places[place], digest)
+        kept = places[place]
+        wide = np.empty(kept.size, np.float32) if bfloat16 else kept
+        made = _row(*place, found[place], config, modules, base, wide, digest)
+        if not bfloat16:
+            return made
+        narrow(kept.view(np.uint16), made.payload)
+        return replace(made, payload=kept)
 
     order = sorted(found)
     if sum(sizes.values()) < PARALLEL or any("magnitude" in parts for parts in found.values()):

@@ -123,10 +123,13 @@ def read_whole(
     base: BaseWeights | None = None,
     allow_bin: bool = False,
     digest: bool = False,
+    bfloat16: bool = False,
 ) -> tuple[list[AdapterRow], list[LoraExtra]]:
-    """Rows as `read_rows`, and extras, which only PEFT has. digest: whether the adapter's will be wanted."""
+    """Rows as `read_rows`, and extras, which only PEFT has. digest, bfloat16: `read_peft_whole`'s."""
     if source.kind == "peft":
-        return read_peft_whole(source.path, modules, base=base, allow_bin=allow_bin, digest=digest)
+        return read_peft_whole(
+            source.path, modules, base=base, allow_bin=allow_bin, digest=digest, bfloat16=bfloat16
+        )
     return read_rows(source, modules=modules, base=base, allow_bin=allow_bin), []
 
 

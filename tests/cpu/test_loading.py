@@ -67,6 +67,11 @@ def test_bfloat16_is_widened_exactly(way: str, size: int) -> None:
     np.testing.assert_array_equal(target, widen_bfloat16(stored))
     assert loading.widen(target, bits, np.float32(3))
     np.testing.assert_array_equal(target, widen_bfloat16(stored) * np.float32(3))
+    overlapping = np.empty(size, np.float32)
+    rear = overlapping.view(np.uint16)[size:]
+    rear[:] = bits
+    assert loading.widen(overlapping, rear, np.float32(3))
+    np.testing.assert_array_equal(overlapping, target)
     for bad in (0x7F80, 0xFF80, 0x7FC0, 0xFFFF):
         broken = bits.copy()
         broken[-1] = bad

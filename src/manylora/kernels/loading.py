@@ -22,8 +22,8 @@ MOVED = (WIDE, NARROW, "float16")
 def widen(target: np.ndarray, source: np.ndarray, scale: np.float32) -> bool:
     """target = source * scale, and whether all of it is finite.
 
-    target: float32, contiguous. source: as many values, float32, or bfloat16 as its bits in uint16; it may be
-    the target.
+    target: float32, contiguous. source: as many values, float32, or bfloat16 as its bits in uint16. It may be
+    the target, or bfloat16 in the target's rear half.
     """
     library = native.loaded() if target.size >= SMALL else None
     if library is not None and source.flags.c_contiguous and target.flags.c_contiguous:

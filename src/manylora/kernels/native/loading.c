@@ -12,7 +12,8 @@ typedef struct {
     int64_t more;
 } Row;
 
-/* target = source * scale as float32; source may be the target. Whether all of it is finite. */
+/* target = source * scale as float32; source may be the target, or, half as wide, its rear half: no value is written
+ * over before it was read. Whether all of target is finite. */
 INLINE int64_t widen_all(const Kind kind, float *target, const char *source, int64_t count, float scale) {
     const int64_t size = size_of(kind);
     const int written = (const char *)target != source || scale != 1;

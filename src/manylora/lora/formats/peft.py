@@ -210,22 +210,27 @@ def _read_rows(
     room = iter(np.split(whole, np.cumsum(list(sizes.values()))[:-1]))
     places = {place: next(room) for place in found}
 
-    def row(place: tuple[int, int]) -> AdapterRow:
-        kept = places[place]
-        wide = np.empty(kept.size, np.float32) if bfloat16 else kept
-        made = _row(*place, found[place], config, modules, base, wide, digest)
-        if not bfloat16:
-            return made
-        narrow(kept.view(np.uint16), made.payload)
-        return replace(made, payload=kept)
+    def read(part: list[tuple[int, int]]) -> list[AdapterRow]:
+        made = []
+        widest = max((sizes[place] for place in part), default=0)
+        wide = np.empty(widest if bfloat16 else 0, np.float32)  # one row at a time
+        for place in part:
+            kept = places[place]
+            payload = wide[: kept.size] if bfloat16 else kept
+            one = _row(*place, found[place], config, modules, base, payload, digest)
+            if bfloat16:
+                narrow(kept.view(np.uint16), payload)
+                one = replace(one, payload=kept)
+            made.append(one)
+        return made
 
     order = sorted(found)
     if sum(sizes.values()) < PARALLEL or any("magnitude" in parts for parts in found.values()):
-        return [row(place) for place in order]
+        return read(order)
     threads = min(THREADS, os.cpu_count() or 1)
     parts = [order[first :: 4 * threads] for first in range(4 * threads)]  # a task costs more than some rows
     with ThreadPoolExecutor(threads) as pool:
-        return [one for rows in pool.map(lambda part: [row(place) for place in part], parts) for one in rows]
+        return [one for rows in pool.map(read, parts) for one in rows]
 
 
 def _row(

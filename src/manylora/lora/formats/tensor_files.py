@@ -107,13 +107,15 @@ class RawTensor:
     def fill(self, key: str, target: np.ndarray, scale: float = 1.0) -> None:
         """Values times scale as float32 into a contiguous target of as many, without memory of their size
         beside it. Raises AdapterInvalidError as `decode`, for what the scale makes of them too."""
+        target = target.reshape(-1)
         stored = target
         if self.dtype == "F32" and isinstance(self.held, _Span):
             self.held.read_into(target)
-        elif self.dtype == "BF16":
-            stored = np.frombuffer(self.data, np.uint16).reshape(target.shape)
+        elif self.dtype == "BF16" and isinstance(self.held, _Span):
+            stored = target.view(np.uint16)[target.size :]  # the rear half, which is widened last
+            self.held.read_into(stored)
         else:
-            target[...] = decode(key, self).reshape(target.shape)
+            target[...] = decode(key, self).reshape(-1)
         if not widen(target, stored, np.float32(scale)):
             raise AdapterInvalidError(f"{key} holds a NaN or an infinity")
 

@@ -45,6 +45,7 @@ INSIDE = {
         "geometry",
         "float8",
         "tensors",
+        "staging",
         "extras",
         "slicing",
         "formats",
@@ -105,6 +106,7 @@ INSIDE = {
         "moving",
         "reference",
         "native",
+        "loading",
         "cpu",
         "compiled",
         "cuda",
@@ -113,9 +115,9 @@ INSIDE = {
 NO_TORCH = [
     "errors", "request", "quant", "quant_checkpoint", "config", "built", "stats", "pages", "lifeline", "wire",
     "chat_template", "text_stream", "text", "launcher",
-    "lora.modules", "lora.geometry", "lora.float8", "lora.tensors", "lora.extras", "lora.slicing",
-    "lora.cache", "cli", "engine.sequence", "engine.idle_blocks", "engine.guide", "engine.kv_cache",
-    "engine.scheduler",
+    "lora.modules", "lora.geometry", "lora.float8", "lora.tensors", "lora.staging", "lora.extras",
+    "lora.slicing", "lora.cache", "cli", "engine.sequence", "engine.idle_blocks", "engine.guide",
+    "engine.kv_cache", "engine.scheduler",
     "kernels.cuda.plan", "llmapi", "bench", "openai", "lora_helper", "lora_manager", "executor",
     "sampling_params", "models", "quantization",
 ]  # fmt: skip

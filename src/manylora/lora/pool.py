@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from manylora.device import CopyStream
 from manylora.errors import ConfigError
 from manylora.kernels.extras import Extra
+from manylora.kernels.loading import can_lay_out, lay_out
 from manylora.kernels.spec import LoraRow
 from manylora.lora.float8 import FLOAT8, is_float8
 from manylora.lora.geometry import CacheGeometry, ExtraPlace, Layout, Piece, Placement
@@ -20,6 +22,8 @@ from manylora.request import LoraExtra
 __all__ = ["AdapterPool"]
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
+PARALLEL_BYTES = 2**23  # of an adapter that several threads lay out
+THREADS = 4
 
 
 class AdapterPool:
@@ -78,13 +82,38 @@ class AdapterPool:
     def write_host(self, adapter: Adapter, layout: Layout, pages: Sequence[int]) -> None:
         """Convert an adapter to the dtype of the pages, into its pages on the host."""
         self._copies.finish()  # these pages may still be the source of a copy
-        for row, place in zip(adapter.rows, layout.placements, strict=True):
-            _turn_b(_tensor(row.payload), self._slots(pages, place)[: row.payload.size], place)
+        rows = list(zip(adapter.rows, layout.placements, strict=True))
+        for kind in {row.payload.dtype for row in adapter.rows}:
+            self._write_rows([(row, place) for row, place in rows if row.payload.dtype == kind], kind, pages)
         for extra, where in zip(adapter.extras, layout.extras, strict=True):
             sizes = [piece.rows * where.columns for piece in where.pieces]
             parts = np.split(extra.values.reshape(-1), np.cumsum(sizes)[:-1])
             for piece, part in zip(where.pieces, parts, strict=True):
                 self._slots(pages, piece)[: part.size].copy_(_tensor(part))
+
+    def _write_rows(
+        self, rows: Sequence[tuple[AdapterRow, Placement]], kind: np.dtype, pages: Sequence[int]
+    ) -> None:
+        """Rows whose payloads are of one type."""
+        target = str(self._host.dtype).removeprefix("torch.")
+        source = "bfloat16" if is_bfloat16(kind) else kind.name
+        if not can_lay_out(target, source):
+            for row, place in rows:
+                _turn_b(_tensor(row.payload), self._slots(pages, place)[: row.payload.size], place)
+            return
+        geometry, start, size = self._geometry, self._host.data_ptr(), self._host.itemsize
+        kept = [np.ascontiguousarray(row.payload) for row, _ in rows]
+        table = []
+        for payload, (_, place) in zip(kept, rows, strict=True):
+            more = payload.size - place.in_size - place.out_size
+            if more < 0 or payload.size > place.num_slots * geometry.page_width:
+                raise ValueError(f"a row of {payload.size} values for {place}")
+            each = place.experts * place.rank
+            sizes = place.experts, place.rank, place.in_size // each, place.out_size // each, more
+            offset = pages[place.page] * geometry.page_elements + place.slot * geometry.page_width
+            table.append((payload.ctypes.data, start + offset * size, *sizes))
+        large = sum(payload.nbytes for payload in kept) >= PARALLEL_BYTES
+        lay_out(table, target, source, min(THREADS, os.cpu_count() or 1) if large else 1)
 
     def read_host(self, digest: str, layout: Layout, pages: Sequence[int]) -> Adapter:
         """The adapter in these pages, in their dtype; a copy."""

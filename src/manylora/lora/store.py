@@ -13,6 +13,7 @@ import torch
 
 from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterCacheFullError, AdapterInvalidError, AdapterNotCachedError, ConfigError
+from manylora.kernels import native
 from manylora.kernels.extras import Extra, ExtraSegment
 from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment
 from manylora.lora.cache import AdapterCache
@@ -74,7 +75,9 @@ class AdapterStore:
         self._geometry = plan.geometry
         self._cache = AdapterCache(plan.host_pages, plan.device_pages)
         self._pool = pool
-        self._catalog = Catalog(self.verify, self._check_rows, modules, base)
+        self._catalog = Catalog(
+            self.verify, self._check_rows, modules, base, pool.flat.dtype == torch.bfloat16
+        )
         self._in_hand: WeakValueDictionary[str, Adapter] = WeakValueDictionary()  # read, not on the host yet
         self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="manylora-write")
@@ -111,6 +114,7 @@ class AdapterStore:
             modules = beside_experts(modules)
             plan = plan_cache(modules.values(), *sizes)
             logger.warning("adapters on routed experts are off: %s", error)
+        native.load()  # not with the first adapter, which would wait for the compiler
         pool = AdapterPool(plan.geometry, plan.host_pages, plan.device_pages, dtype, device)
         store = cls(modules, model, config.rank_limit, plan, pool, base)
         logger.info(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +9,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+from blake3 import blake3
 
 from manylora.errors import AdapterInvalidError
+from manylora.kernels.loading import all_finite
 from manylora.lora.float8 import FLOAT8_NAME, has_float8_nan, is_float8, widen_float8
 from manylora.lora.geometry import RowShape
 from manylora.lora.modules import EXPERT_IDS, MODULE_NAMES, LoraModule
@@ -26,6 +27,7 @@ __all__ = [
     "adapter_from_tensors",
     "check_dims",
     "check_shapes",
+    "digest_values",
     "is_bfloat16",
     "lora_input",
     "narrow_to_bfloat16",
@@ -48,6 +50,7 @@ class AdapterRow:
     """One (layer, module): payload [elements] holds A [rank, in], B [out, rank], and with DoRA m [out]; of a
     routed-expert module A [experts, rank, in], B [experts, out, rank].
 
+    content: `digest_values` of the payload, where the reader took it. It may have narrowed the payload since.
     scale: what B A is multiplied by, beside the scaling that is in B; not 1 only where the payload is of
     8-bit floats, which would lose bits with it.
     """
@@ -57,6 +60,7 @@ class AdapterRow:
     rank: int
     dora: bool
     payload: np.ndarray
+    content: bytes = b""
     scale: float = 1.0
 
 
@@ -330,7 +334,7 @@ def _check_values(where: str, values: np.ndarray, half: bool) -> None:
         _require(not has_float8_nan(values), f"lora_weights holds a NaN in {where}")
         return
     values = widen_bfloat16(values) if is_bfloat16(values.dtype) else values
-    _require(bool(np.isfinite(values).all()), f"lora_weights holds a NaN or an infinity in {where}")
+    _require(all_finite(values), f"lora_weights holds a NaN or an infinity in {where}")
     if half and values.dtype != np.float16:
         too_large = bool((np.abs(values) > FLOAT16_MAX).any())
         _require(not too_large, f"lora_weights holds a value beyond float16's range in {where}")
@@ -347,27 +351,30 @@ def _check_surplus(weights: np.ndarray, needed: int) -> None:
     )
 
 
+def digest_values(values: np.ndarray) -> bytes:
+    """BLAKE3 of their type and every byte, not of their shape; 32 bytes."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    return blake3(type_name(values).encode() + b"\0").update(flat.view(np.uint8).data).digest()
+
+
 def _digest(rows: list[AdapterRow], extras: list[LoraExtra]) -> str:
     """Over rows and extras in canonical order: what they are, their type, and every byte; no padding."""
-    digest = hashlib.blake2b(digest_size=20)
-    large = sum(row.payload.nbytes for row in rows) >= PARALLEL_BYTES
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1) if large else 1) as pool:
-        payloads = [row.payload for row in rows]
-        contents = pool.map(_digest_values, payloads) if large else map(_digest_values, payloads)
-        for row, content in zip(rows, contents, strict=True):
-            about: tuple[object, ...] = row.module_id, row.layer, row.rank, row.dora, type_name(row.payload)
-            digest.update(repr(about if row.scale == 1 else (*about, row.scale)).encode())
-            digest.update(content)
+    digest = blake3()
+    for row, content in zip(rows, _contents(rows), strict=True):
+        about: tuple[object, ...] = row.module_id, row.layer, row.rank, row.dora
+        digest.update(repr(about if row.scale == 1 else (*about, row.scale)).encode())
+        digest.update(content)
     for extra in extras:
-        kind = type_name(extra.values)
-        digest.update(repr((extra.name, extra.values.shape, extra.token_ids, kind)).encode())
-        digest.update(_digest_values(extra.values))
-    return digest.hexdigest()
+        digest.update(repr((extra.name, extra.values.shape, extra.token_ids)).encode())
+        digest.update(digest_values(extra.values))
+    return digest.hexdigest(20)
 
 
-def _digest_values(values: np.ndarray) -> bytes:
-    flat = np.ascontiguousarray(values).reshape(-1)
-    return hashlib.blake2b(flat.view(np.uint8).data, digest_size=32).digest()
+def _contents(rows: list[AdapterRow]) -> list[bytes]:
+    if sum(0 if row.content else row.payload.nbytes for row in rows) < PARALLEL_BYTES:
+        return [row.content or digest_values(row.payload) for row in rows]
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+        return list(pool.map(lambda row: row.content or digest_values(row.payload), rows))
 
 
 def type_name(values: np.ndarray) -> str:

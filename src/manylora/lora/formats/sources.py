@@ -130,12 +130,14 @@ def read_whole(
     modules: Mapping[int, LoraModule] | None = None,
     base: BaseWeights | None = None,
     allow_bin: bool = False,
+    digest: bool = False,
+    bfloat16: bool = False,
     float8: bool = True,
 ) -> tuple[list[AdapterRow], list[LoraExtra]]:
-    """Rows as `read_rows`, and extras, which only PEFT has. float8: leave rows of PEFT that are stored in 8
-    bits so, with their scaling beside them."""
+    """Rows as `read_rows`, and extras, which only PEFT has. digest, bfloat16, float8: `read_peft_whole`'s."""
     if source.kind == "peft":
-        return read_peft_whole(source.path, modules, base=base, allow_bin=allow_bin, float8=float8)
+        how = {"digest": digest, "bfloat16": bfloat16, "float8": float8}
+        return read_peft_whole(source.path, modules, base=base, allow_bin=allow_bin, **how)
     return read_rows(source, modules=modules, base=base, allow_bin=allow_bin), []
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from safetensors import safe_open
 
 from manylora.errors import AdapterInvalidError
+from manylora.kernels.loading import all_finite, widen
 from manylora.lora.float8 import FLOAT8, FLOAT8_NAME, has_float8_nan, widen_float8
 from manylora.lora.formats import one_line
 from manylora.lora.tensors import BFLOAT16, narrow_to_bfloat16, widen_bfloat16
@@ -107,15 +108,20 @@ class RawTensor:
         self.held.read_into(read)
         return read
 
-    def fill(self, key: str, target: np.ndarray, check: bool = True) -> None:
-        """Values as float32 into a contiguous target of as many. check: whether they are finite, unless the
-        caller does. Raises AdapterInvalidError as `decode`."""
+    def fill(self, key: str, target: np.ndarray, scale: float = 1.0) -> None:
+        """Values times scale as float32 into a contiguous target of as many, without memory of their size
+        beside it. Raises AdapterInvalidError as `decode`, for what the scale makes of them too."""
+        target = target.reshape(-1)
+        stored = target
         if self.dtype == "F32" and isinstance(self.held, _Span):
             self.held.read_into(target)
-            if check:
-                check_finite(key, target)
+        elif self.dtype == "BF16" and isinstance(self.held, _Span):
+            stored = target.view(np.uint16)[target.size :]  # the rear half, which is widened last
+            self.held.read_into(stored)
         else:
-            target[...] = decode(key, self).reshape(target.shape)
+            target[...] = decode(key, self).reshape(-1)
+        if not widen(target, stored, np.float32(scale)):
+            raise AdapterInvalidError(f"{key} holds a NaN or an infinity")
 
 
 def read_safetensors(path: Path) -> dict[str, RawTensor]:
@@ -213,7 +219,7 @@ def read_float8(key: str, tensor: RawTensor) -> np.ndarray:
 
 def check_finite(key: str, values: np.ndarray) -> None:
     """values: float32, any shape. Raises AdapterInvalidError."""
-    if not np.isfinite(values).all():
+    if not all_finite(values):
         raise AdapterInvalidError(f"{key} holds a NaN or an infinity")
 
 

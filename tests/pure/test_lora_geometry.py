@@ -79,6 +79,18 @@ def test_numbers_of_8_bits_take_their_share_of_the_slots(packed: int) -> None:
     assert [p.slot for p in mixed] == [0, *(80 + share * i for i in range(packed)), 160]
 
 
+@pytest.mark.parametrize(("optimal", "packed", "wide", "narrow"), [(8, 2, 1, 1), (4, 2, 2, 1), (2, 4, 4, 1)])
+def test_pages_of_a_whole_adapter_of_8_bits(optimal: int, packed: int, wide: int, narrow: int) -> None:
+    """Of rank 8 with every module: smaller pages are what lets more of them fit."""
+    modules = [LoraModule(1, 4096, 4096, B), LoraModule(2, 4096, 1024, B), LoraModule(3, 4096, 1024, B)]
+    geometry = cache_geometry(modules, 32, optimal, 64)
+    counts = [
+        place_rows([RowShape(m, n, 8, packed=each) for n in range(32) for m in modules], geometry)[1]
+        for each in (1, packed)
+    ]
+    assert counts == [wide, narrow]
+
+
 def test_geometry_from_the_model() -> None:
     geometry = cache_geometry(MODULES.values(), 2, optimal_rank=8, max_rank=64, tp=2)
     assert (geometry.page_width, geometry.slots_per_page) == (24, 288)

@@ -190,13 +190,15 @@ class LoraInput:
     """The adapter part of a request, as it came.
 
     task_id: unsigned 64-bit identity the client uses for this adapter.
-    weights: [1, rows, W], float32, float16, or 2-byte void ("V2", the bits of bfloat16); None when cached.
+    weights: [1, rows, W], float32, float16, 2-byte void ("V2", the bits of bfloat16) or 1-byte void ("V1", of
+             float8_e4m3fn, which comes from files and crosses no wire); None when cached.
     config:  [1, rows, 3 or 4] int32, columns module id, layer, rank[, is_dora]; None when cached.
     name:    of an adapter in the server's catalog, in place of all of these.
     source:  what kind of checkpoint `name` must be, "hf" or "nemo"; None: whatever it is.
     extras:  parts of the adapter beside its tensors; they come from files and cross no wire.
     checked: the `lora.tensors.Adapter` that the engine's own store made of these tensors before: then
              they are not checked and digested again.
+    scales:  [rows] float32, what each row's B A is multiplied by, of float8_e4m3fn weights; None: 1.
     Shapes and contents are checked by `manylora.lora.tensors`, not here.
     """
 
@@ -207,6 +209,7 @@ class LoraInput:
     source: str | None = None
     extras: tuple[LoraExtra, ...] = ()
     checked: object | None = None
+    scales: np.ndarray | None = None
 
     @property
     def has_tensors(self) -> bool:

@@ -46,16 +46,18 @@ targets = [LoraTarget(i, sum(widths[:i]), width) for i, width in enumerate(width
 pool, cache = torch.zeros(8, dtype=dtype), torch.zeros(4, 32, 8, 128, dtype=dtype)
 ops = CudaOps()
 ops.reserve(BatchLimits(2, 64, 4096, 32, 32, 8, 128, dtype, num_experts=8), torch.device("cpu"))
-for lengths, rank in (([1, 1], 8), ([1, 3], 64), ([100, 30], 16)):
+for lengths, rank, float8 in (
+    ([1, 1], 8, False), ([1, 3], 64, False), ([100, 30], 16, False), ([1, 1], 8, True), ([100, 30], 16, True)
+):
     starts = [0, lengths[0], sum(lengths)]
-    rows = [{(0, t.module_id): LoraRow(0, rank, True) for t in targets} for _ in lengths]
+    rows = [{(0, t.module_id): LoraRow(0, rank, not float8, float8) for t in targets} for _ in lengths]
     segments = tuple(LoraSegment(*span) for span in zip(starts, starts[1:], rows))
     slots = torch.zeros(starts[-1], dtype=torch.int64)
     table = torch.zeros(2, 4, dtype=torch.int32)
     batch, lora = ops.plan(AttentionBatch(starts, [101, 102], table, slots), LoraBatch(pool, segments, 16))
     x, y, q, k = (torch.zeros(starts[-1], *s, dtype=dtype) for s in ((hidden,), (6144,), (32, 128), (8, 128)))
     ops.lora_add(y, x, lora, 0, targets, y[0])
-    if rank != 64:  # a batch of single tokens, and one of prompts
+    if rank != 64 and not float8:  # a batch of single tokens, and one of prompts
         ops.attention(q, cache, cache, batch, 0.1, 50 if rank == 8 else None)
         ops.attention(q, cache.to(FP8), cache.to(FP8), batch, 0.1, 50 if rank == 16 else None, 30.0)
         pairs, _ = ops.pair_up(torch.zeros(starts[-1], 2, dtype=torch.int64), 8, lora)

@@ -9,6 +9,8 @@ import pytest
 from manylora.kernels.cuda.plan import MODULES, PLACE, TILE, Places, plan_lora, rank_class, tile_size
 from manylora.kernels.spec import LoraRow, LoraSegment
 
+ONE = int(np.float32(1).view(np.int32))  # bits of the scale of a row that has none
+
 
 def adapter(number: int, rank: int = 8, modules: tuple[int, ...] = (1, 3)) -> dict[tuple[int, int], LoraRow]:
     return {(layer, m): LoraRow(1000 * number + m, rank, m == 3) for layer in (0, 1) for m in modules}
@@ -41,11 +43,19 @@ def test_places_say_where_each_layer_and_module_lies() -> None:
     plan = plan_lora(segments([1], [adapter(7, rank=5)]), Places(2, 2), 4)
     [update] = plan.updates
     assert update.places.shape == (2, MODULES, PLACE)
-    assert update.places[1, 1].tolist() == [7001, 5, 0]
-    assert update.places[0, 3].tolist() == [7003, 5, 1]
-    assert update.places[0, 2].tolist() == [0, 0, 0]
+    assert update.places[1, 1].tolist() == [7001, 5, 0, 0, ONE]
+    assert update.places[0, 3].tolist() == [7003, 5, 1, 0, ONE]
+    assert update.places[0, 2].tolist() == [0, 0, 0, 0, 0]
     assert plan.modules == {1, 3}
-    assert (plan.rank, plan.tile_size) == (16, 1)
+    assert (plan.rank, plan.tile_size, plan.float8) == (16, 1, False)
+
+
+def test_places_say_what_is_in_8_bits_and_its_scale() -> None:
+    narrow = {(0, 1): LoraRow(64, 5, float8=True, scale=-0.75)}
+    plan = plan_lora(segments([1, 1], [adapter(0), narrow]), Places(2, 2), 4)
+    offset, rank, dora, float8, bits = plan.updates[1].places[0, 1].tolist()
+    assert (offset, rank, dora, float8, plan.float8) == (64, 5, 0, 1, True)
+    assert np.int32(bits).view(np.float32) == -0.75
 
 
 def test_a_padded_plan_has_a_tile_for_each_row() -> None:

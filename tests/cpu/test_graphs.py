@@ -107,6 +107,28 @@ def test_replayed_steps_give_the_tokens_of_the_plain_loop(
     assert recorder.recorded == before, "a shape that was recorded is recorded again"
 
 
+def test_adapters_of_8_bits_are_recorded_apart(
+    world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch without one runs graphs whose kernels know none; either gives the plain loop's tokens."""
+    model, adapters = world
+    bits = torch.from_numpy(adapters[1].weights).to(torch.float8_e4m3fn).view(torch.uint8)  # type: ignore[arg-type]
+    narrow = LoraInput(9, bits.numpy().view("V1"), adapters[1].config)
+    recorder = Recorder()
+    plain = open_engine(model, monkeypatch, None)
+    device = Device(CPU, CudaOps(split_keys=32), "interpreted", recorder)
+    graphed = open_engine(model, monkeypatch, device, max_batch_size=4)
+    for loras in ([*adapters, None], [adapters[0], narrow, None], [narrow] * 3):
+        before = recorder.recorded
+        assert answers(graphed, loras) == answers(plain, loras)
+        assert recorder.recorded > before
+    for loras in ([*adapters, None], [adapters[0], narrow, None]):
+        answers(graphed, loras)  # the first time adapters may come one step after the others
+        before = recorder.recorded
+        assert answers(graphed, loras) == answers(plain, loras)
+        assert recorder.recorded == before
+
+
 class NothingWaits(TorchDispatchMode):
     """Refuses operations whose result's shape or value must come to the host: no graph can hold one."""
 

@@ -300,7 +300,7 @@ def llgtrt(weights: np.ndarray, config: np.ndarray, **more: np.ndarray) -> dict[
         (llgtrt(np.ones((1, 16), np.float32), np.ones((1, 3), np.int64)), "config must be int32"),
         (
             llgtrt(np.ones((1, 16), np.int8), np.ones((1, 3), np.int32)),
-            "weights float32, float16 or bfloat16",
+            "weights float32, float16, bfloat16 or float8",
         ),
         (llgtrt(np.ones((1, 1, 16), np.float32), np.ones((1, 3), np.int32)), "two dimensions"),
         (

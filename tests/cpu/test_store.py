@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -16,8 +17,11 @@ from safetensors.numpy import save_file
 
 from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterInvalidError, AdapterNotCachedError
-from manylora.lora import catalog, tensors
+from manylora.kernels import loading
+from manylora.lora import catalog, staging, tensors
+from manylora.lora.formats import peft
 from manylora.lora.formats.npy import write_npy
+from manylora.lora.formats.peft import read_peft, read_peft_whole
 from manylora.lora.formats.tensor_files import decode, read_safetensors
 from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.lora.tensors import BFLOAT16, narrow_to_bfloat16
@@ -354,6 +358,83 @@ def test_an_unchanged_folder_is_not_digested_again(
     assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     assert take(store, LoraInput(2)).digest != digests[2]
     assert len(digested) == 3
+
+
+def test_a_folder_that_changes_while_it_is_read_is_known_by_what_was_read(
+    model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by the digest that its files had when the reading began."""
+    monkeypatch.setattr(catalog, "SETTLED_NS", 5 * 10**7)
+    for name in ("1", "2"):
+        write_peft(tmp_path / name, int(name))
+    time.sleep(2 * catalog.SETTLED_NS / 1e9)
+    store = open_store(model, 1, 1, prefetch_dir=tmp_path)
+    before = take(store, LoraInput(1))
+    store.release(before)
+    store.release(take(store, LoraInput(2)))
+    written(store)
+    plain = catalog.read_whole
+
+    def change_and_read(*what: object, **how: object) -> object:
+        write_peft(tmp_path / "1", 3)
+        return plain(*what, **how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(catalog, "read_whole", change_and_read)
+    changed = take(store, LoraInput(1))
+    assert changed.digest != before.digest
+    write_peft(tmp_path / "new", 3)
+    rows = read_peft(tmp_path / "new")
+    assert changed.digest == tensors.adapter_from_rows(rows).digest
+
+
+def test_a_digest_is_the_same_whoever_takes_it(tmp_path: Path) -> None:
+    """The reader, of each row as it comes, or who has all rows; in bfloat16 it is another."""
+    write_peft(tmp_path, 1)
+    taken, _ = read_peft_whole(tmp_path, digest=True)
+    rows, _ = read_peft_whole(tmp_path)
+    assert all(row.content for row in taken) and not any(row.content for row in rows)
+    digest = tensors.adapter_from_rows(rows).digest
+    assert tensors.adapter_from_rows(taken).digest == digest
+    narrow = [dataclasses.replace(row, payload=narrow_to_bfloat16(row.payload)) for row in rows]
+    assert tensors.adapter_from_rows(narrow).digest != digest
+    payload = rows[1].payload.copy()
+    payload[-1] += 1
+    other = [rows[0], dataclasses.replace(rows[1], payload=payload)]
+    assert tensors.adapter_from_rows(other).digest != digest
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_pages_of_bfloat16_hold_what_those_of_float32_hold_under_the_same_digest(
+    model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    """Also when it is read again and when several threads read; the rows are narrowed as they are read."""
+    monkeypatch.setattr(catalog, "SETTLED_NS", 5 * 10**7)
+    if large:
+        monkeypatch.setattr(loading, "SMALL", 0)
+        monkeypatch.setattr(peft, "PARALLEL", 0)
+        monkeypatch.setattr(staging, "LEAST", 0)
+    for name in ("1", "2"):
+        write_peft(tmp_path / name, int(name))
+    time.sleep(2 * catalog.SETTLED_NS / 1e9)
+    wide = open_store(model, 1, 1, prefetch_dir=tmp_path)
+    narrow = open_store(model, 1, 1, torch.bfloat16, prefetch_dir=tmp_path)
+    kinds = set()
+    plain = narrow._check_rows
+    for task_id in (1, 2, 1, 2):
+        one, other = take(wide, LoraInput(task_id)), take(narrow, LoraInput(task_id))
+        assert one.digest == other.digest
+        assert wide.admit(one) and narrow.admit(other)
+        expected = torch.from_numpy(on_device(wide, one)).bfloat16().float().numpy()
+        np.testing.assert_array_equal(on_device(narrow, other), expected)
+        wide.release(one)
+        narrow.release(other)
+    monkeypatch.setattr(
+        narrow._catalog,
+        "_check_rows",
+        lambda *what: kinds.update(r.payload.dtype for r in what[0]) or plain(*what),
+    )
+    take(narrow, LoraInput(1))
+    assert kinds == {BFLOAT16}
 
 
 def test_a_folder_that_was_just_written_is_not_known_by_its_times(

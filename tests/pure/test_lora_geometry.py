@@ -8,7 +8,7 @@ import pytest
 
 from manylora.errors import AdapterCacheFullError, ConfigError
 from manylora.lora.cache import KEPT_CHANGES, AdapterCache
-from manylora.lora.geometry import CacheGeometry, cache_geometry, place_rows
+from manylora.lora.geometry import CacheGeometry, RowShape, cache_geometry, place_rows
 from manylora.lora.modules import LoraModule, Split
 
 B, A = Split.B_ROWS, Split.A_COLS
@@ -59,6 +59,36 @@ def test_page_counts(ranks: list[int], pages: int) -> None:
     module = LoraModule(0, 8, 12, B)
     geometry = CacheGeometry(16, 80, 0, 0)
     assert place_rows([(module, 0, rank, False) for rank in ranks], geometry)[1] == pages
+
+
+@pytest.mark.parametrize("packed", [2, 4])
+def test_numbers_of_8_bits_take_their_share_of_the_slots(packed: int) -> None:
+    """In pages of 16 and of 32 bits; beside rows of the pages' own type, which lie as before."""
+    module, geometry = LoraModule(0, 8, 12, B), CacheGeometry(16, 80, 0, 0)
+    wide = [RowShape(module, layer, 64) for layer in range(packed)]
+    narrow = [RowShape(module, layer, 64, packed=packed, scale=0.5) for layer in range(packed)]
+    assert place_rows(wide, geometry)[1] == packed
+    placed, pages = place_rows(narrow, geometry)
+    assert pages == 1
+    share = 80 // packed
+    assert [(p.slot, p.num_slots) for p in placed] == [(share * i, share) for i in range(packed)]
+    assert {(p.packed, p.scale, p.in_size, p.out_size) for p in placed} == {(packed, 0.5, 512, 768)}
+    [odd], _ = place_rows([RowShape(module, 0, 1, packed=packed)], geometry)
+    assert odd.num_slots == 1
+    mixed, _ = place_rows([wide[0], *narrow, wide[0]], CacheGeometry(16, 240, 0, 0))
+    assert [p.slot for p in mixed] == [0, *(80 + share * i for i in range(packed)), 160]
+
+
+@pytest.mark.parametrize(("optimal", "packed", "wide", "narrow"), [(8, 2, 1, 1), (4, 2, 2, 1), (2, 4, 4, 1)])
+def test_pages_of_a_whole_adapter_of_8_bits(optimal: int, packed: int, wide: int, narrow: int) -> None:
+    """Of rank 8 with every module: smaller pages are what lets more of them fit."""
+    modules = [LoraModule(1, 4096, 4096, B), LoraModule(2, 4096, 1024, B), LoraModule(3, 4096, 1024, B)]
+    geometry = cache_geometry(modules, 32, optimal, 64)
+    counts = [
+        place_rows([RowShape(m, n, 8, packed=each) for n in range(32) for m in modules], geometry)[1]
+        for each in (1, packed)
+    ]
+    assert counts == [wide, narrow]
 
 
 def test_geometry_from_the_model() -> None:

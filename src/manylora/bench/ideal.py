@@ -8,12 +8,13 @@ from pathlib import Path
 
 from manylora.bench.load import Sample
 from manylora.llmapi.lora import LoRARequest
+from manylora.lora.float8 import is_float8
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 
-__all__ = ["Traffic", "adapter_elements", "mean_traffic"]
+__all__ = ["Traffic", "adapter_bytes", "mean_traffic"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Traffic:
         return base / (base + self.adapters_in_batch * self.adapter_bytes)
 
 
-def mean_traffic(samples: Sequence[Sample], adapter_bytes: float) -> Traffic | None:
+def mean_traffic(samples: Sequence[Sample], num_bytes: float) -> Traffic | None:
     """Over the samples in which something ran; None when there are none."""
     busy = [stats for _, stats in samples if stats.running]
     if not busy:
@@ -43,20 +44,24 @@ def mean_traffic(samples: Sequence[Sample], adapter_bytes: float) -> Traffic | N
         weight_bytes=busy[0].weight_bytes,
         kv_bytes=sum(held) / len(busy),
         adapters_in_batch=sum(s.adapters.device_pinned for s in busy) / len(busy),
-        adapter_bytes=adapter_bytes,
+        adapter_bytes=num_bytes,
     )
 
 
-def adapter_elements(adapters: Sequence[LoRARequest], model_dir: Path) -> float:
-    """Elements of A and B, and of the magnitude with DoRA, in the mean of the adapters."""
+def adapter_bytes(adapters: Sequence[LoRARequest], model_dir: Path, element_bytes: int) -> float:
+    """Of A and B, and of the magnitude with DoRA, in the mean of the adapters.
+
+    element_bytes: of the cache's type; adapters of 8-bit floats keep theirs.
+    """
     modules = lora_modules(read_model_config(model_dir))
-    total = 0
+    total = 0.0
     for adapter in adapters:
         assert adapter.lora_path is not None
         source = find_source(Path(adapter.lora_path))
         lora = read_lora(source, 0, modules=modules, base=BaseWeights(model_dir))
-        assert lora.config is not None
+        assert lora.config is not None and lora.weights is not None
+        size = 1 if is_float8(lora.weights.dtype) else element_bytes
         for module_id, _, rank, *dora in lora.config[0].tolist():
-            total += modules[module_id].row_elements(rank, bool(dora and dora[0]))
-        total += sum(extra.values.size for extra in lora.extras)
+            total += modules[module_id].row_elements(rank, bool(dora and dora[0])) * size
+        total += sum(extra.values.size for extra in lora.extras) * element_bytes
     return total / len(adapters)

@@ -68,10 +68,10 @@ class _InProcess(Side):
         return self._llm.stats().adapters
 
     def ideal(self, requests: Sequence[BenchRequest], samples: Sequence[Sample]) -> dict[str, Any]:
-        from manylora.bench.ideal import adapter_elements, mean_traffic
+        from manylora.bench.ideal import adapter_bytes, mean_traffic
 
-        elements = adapter_elements(adapters_of(requests), self._model_dir)
-        traffic = mean_traffic(samples, elements * self._about["element_bytes"])
+        adapters, element_bytes = adapters_of(requests), self._about["element_bytes"]
+        traffic = mean_traffic(samples, adapter_bytes(adapters, self._model_dir, element_bytes))
         if traffic is None:
             return {"ideal": None}
         return {"ideal": traffic.ideal_ratio, "adapters_in_batch": traffic.adapters_in_batch}

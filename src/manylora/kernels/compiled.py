@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.kernels.cpu import CpuOps
+from manylora.kernels.cpu import PLACE, CpuOps
 from manylora.kernels.panels import Panels, WeightRows, address, panels_linear, read_panels, to_panels
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraSegment, LoraTarget, Rotary, Weight
@@ -29,6 +29,7 @@ LARGEST_RANK = 1024  # room on the stack
 LARGEST_HEAD = 256
 ADAPTERS_KEPT = 1024
 GATES = ("silu", "gelu", "gelu_tanh")  # by their numbers in native/elementwise.c
+PART = np.dtype([("column", "i8"), ("width", "i8"), *PLACE.descr])
 POOLS = {torch.float32: "lora_add_float32", torch.bfloat16: "lora_add_bfloat16"}
 
 _Parts = tuple[Any, np.ndarray | None, int]  # rows of the adapter; its parts; how many, -1: not for us
@@ -152,16 +153,18 @@ class CompiledOps(CpuOps):
         return _Work(np.array(ours, np.int64).reshape(-1, 4), kept, most, rows, tuple(others))
 
     def add_groups(
-        self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, ranks: np.ndarray, target: LoraTarget
+        self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, places: np.ndarray, target: LoraTarget
     ) -> None:
-        if not _can_add(x, pool) or ranks.max() > LARGEST_RANK:
-            super().add_groups(y, x, pool, groups, ranks, target)
+        if not _can_add(x, pool) or places["rank"].max() > LARGEST_RANK:
+            super().add_groups(y, x, pool, groups, places, target)
             return
         count = len(groups)
-        parts = np.empty((count, 4), np.int64)
-        parts[:, :2], parts[:, 2], parts[:, 3] = (target.start, target.width), groups[:, 2], ranks
+        parts = np.empty(count, PART)
+        parts["column"], parts["width"] = target.start, target.width
+        for name in PLACE.fields or ():
+            parts[name] = places[name]
         segments = np.empty((count, 4), np.int64)
-        segments[:, :2], segments[:, 3] = groups[:, :2], 1
+        segments[:, :2], segments[:, 3] = groups, 1
         segments[:, 2] = parts.ctypes.data + np.arange(count) * parts.strides[0]
         self._add(y, x, pool, segments, 1, int((groups[:, 1] - groups[:, 0]).max()))
 
@@ -252,13 +255,17 @@ class CompiledOps(CpuOps):
         if len(table) >= ADAPTERS_KEPT:
             table.clear()
         found = [(t, segment.rows.get((layer, t.module_id))) for t in targets]
-        places = [(t.start, t.width, row.offset, row.rank, row.dora) for t, row in found if row is not None]
+        places = [
+            (t.start, t.width, row.offset, row.rank, row.float8, row.scale, row.dora)
+            for t, row in found
+            if row is not None
+        ]
         columns = sorted((start, start + width) for start, width, *_ in places)
         shared = any(stop > start for (_, stop), (start, _) in pairwise(columns))  # threads would collide
-        if shared or any(dora or rank > LARGEST_RANK for *_, rank, dora in places):
+        if shared or any(dora or rank > LARGEST_RANK for _, _, _, rank, _, _, dora in places):
             known: _Parts = (segment.rows, None, -1)
         elif places:
-            known = (segment.rows, np.array([place[:4] for place in places], np.int64), len(places))
+            known = (segment.rows, np.array([place[:-1] for place in places], PART), len(places))
         else:
             known = (segment.rows, None, 0)
         table[id(segment.rows)] = known

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from manylora.kernels.experts import HostPairs
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight, pack_for_cpu
-from manylora.kernels.reference import ReferenceOps, attend
-from manylora.kernels.spec import AttentionBatch, ExpertPairs, LoraBatch, LoraTarget, Weight
+from manylora.kernels.reference import FP8, ReferenceOps, attend
+from manylora.kernels.spec import AttentionBatch, ExpertPairs, LoraBatch, LoraRow, LoraTarget, Weight
 
-__all__ = ["CpuOps"]
+__all__ = ["PLACE", "CpuOps"]
 
 FEW_ROWS = 8  # of one expert and adapter; from there on a matrix product of its own is ahead
 PACKED = (torch.float32, torch.bfloat16)
+PLACE = np.dtype([("offset", "i8"), ("rank", "i8"), ("float8", "i4"), ("scale", "f4")])
+"""As in LoraRow; rank 0: there is no row."""
 
 
 class CpuOps(ReferenceOps):
@@ -57,8 +59,7 @@ class CpuOps(ReferenceOps):
         if few.any():
             for target in targets:
                 places = [segment.rows.get((layer, target.module_id)) for segment in batch.segments]
-                # Offset and rank of each segment's adapter; rank 0: it has no row here.
-                table = np.array([(p.offset, p.rank) if p else (0, 0) for p in places], np.int64)
+                table = np.array([_place(row) if row else (0, 0, 0, 0) for row in places], PLACE)
                 self._add_small_groups(y, x, batch.pool, groups[few], table, target)
         if not few.all():
             super().expert_lora_add(y, x, batch, replace(pairs, groups=groups[~few]), layer, targets)
@@ -92,23 +93,23 @@ class CpuOps(ReferenceOps):
         return out
 
     def add_groups(
-        self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, ranks: np.ndarray, target: LoraTarget
+        self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, places: np.ndarray, target: LoraTarget
     ) -> None:
-        """Few rows of experts. groups [G, 3]: start, stop, where A of that expert and adapter begins;
-        ranks [G], above 0."""
-        for rank in np.unique(ranks):
-            _add_batched(y, x, pool, groups[ranks == rank], int(rank), target)
+        """Few rows of experts. groups [G, 2]: start, stop; places [G] PLACE of that expert and adapter, ranks
+        above 0."""
+        for kind in np.unique(places[["rank", "float8"]]):
+            alike = places[["rank", "float8"]] == kind
+            _add_batched(y, x, pool, groups[alike], places[alike], target)
 
     def _add_small_groups(
         self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, table: np.ndarray, target: LoraTarget
     ) -> None:
-        """groups [G, 4] as in ExpertPairs; table [segments, 2]: offset and rank of the target's rows."""
-        offsets, ranks = table[groups[:, 3]].T
-        offsets = offsets + groups[:, 2] * ranks * (x.shape[1] + target.width)
-        there = ranks > 0
+        """groups [G, 4] as in ExpertPairs; table [segments] PLACE of the target's rows."""
+        places = table[groups[:, 3]]
+        places["offset"] += groups[:, 2] * places["rank"] * (x.shape[1] + target.width)
+        there = places["rank"] > 0
         if there.any():
-            places = np.stack((groups[:, 0], groups[:, 1], offsets), axis=1)
-            self.add_groups(y, x, pool, places[there], ranks[there], target)
+            self.add_groups(y, x, pool, groups[there, :2], places[there], target)
 
     def decode(
         self,
@@ -142,16 +143,25 @@ class CpuOps(ReferenceOps):
         return mixed.reshape(count, num_heads, dim)
 
 
+def _place(row: LoraRow) -> tuple[int, int, bool, float]:
+    return row.offset, row.rank, row.float8, row.scale
+
+
 def _add_batched(
-    y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, rank: int, target: LoraTarget
+    y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, table: np.ndarray, target: LoraTarget
 ) -> None:
-    """Groups of one rank as one batched product, padded to the longest; pads are fewer than FEW_ROWS rows."""
+    """Groups of one rank and type as one batched product, padded to the longest; pads are fewer than FEW_ROWS
+    rows."""
+    rank, float8 = int(table["rank"][0]), bool(table["float8"][0])
+    pool = pool.view(FP8) if float8 else pool
     in_dim, starts, counts = x.shape[1], groups[:, 0], groups[:, 1] - groups[:, 0]
     places = torch.from_numpy(starts[:, None] + np.arange(counts.max())).clamp_(max=len(x) - 1)
     real = torch.from_numpy(np.arange(counts.max()) < counts[:, None])
     size = rank * (in_dim + target.width)
-    pieces = torch.stack([pool[offset : offset + size] for offset in groups[:, 2].tolist()]).to(x.dtype)
+    pieces = torch.stack([pool[offset : offset + size].to(x.dtype) for offset in table["offset"].tolist()])
     a, b = pieces.split((rank * in_dim, rank * target.width), dim=1)
     low = torch.bmm(x[places], a.view(-1, rank, in_dim).transpose(1, 2))
+    if float8:
+        low *= torch.from_numpy(table["scale"].copy()).to(x.dtype).view(-1, 1, 1)
     delta = torch.bmm(low, b.view(-1, rank, target.width))
     y[:, target.start : target.start + target.width].index_add_(0, places[real], delta[real])

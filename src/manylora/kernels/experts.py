@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ def group_segments(
             key = (layer, target.module_id)
             row = batch.segments[number].rows.get(key)
             if row is not None:
-                rows[key] = LoraRow(row.offset + expert * row.rank * size, row.rank)
+                rows[key] = replace(row, offset=row.offset + expert * row.rank * size)
         if rows:
             segments.append(LoraSegment(start, stop, rows))
     return tuple(segments)

@@ -28,7 +28,7 @@ from manylora.kernels.spec import (
     Weight,
 )
 
-__all__ = ["ReferenceOps", "attend"]
+__all__ = ["FP8", "ReferenceOps", "attend"]
 
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 
@@ -83,7 +83,8 @@ class ReferenceOps:
                 columns = slice(target.start, target.start + target.width)
                 a, b, magnitude = _matrices(batch.pool, row, x, target.width)
                 out = y[segment.start : segment.stop, columns]
-                out.addmm_(rows @ a.T, b)
+                low = rows @ a.T
+                out.addmm_(low if row.scale == 1 else low * row.scale, b)
                 if magnitude is not None:
                     shift = bias[columns] if bias is not None else 0
                     out.copy_((out - shift) * magnitude + shift)
@@ -229,6 +230,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap:
 def _matrices(pool: Tensor, row: LoraRow, x: Tensor, out_dim: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """In the dtype of x."""
     a_size, b_size = row.rank * x.shape[-1], row.rank * out_dim
+    pool = pool.view(FP8) if row.float8 else pool
     piece = pool[row.offset : row.offset + a_size + b_size + out_dim * row.dora].to(x.dtype)
     a, b, magnitude = piece.split((a_size, b_size, out_dim * row.dora))
     return a.view(row.rank, -1), b.view(row.rank, -1), magnitude if row.dora else None

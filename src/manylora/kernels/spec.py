@@ -45,11 +45,16 @@ class LoraRow:
     pool[offset:] holds A [rank, in_dim], then B transposed [rank, out_dim] with the scaling in it, then, when
     `dora`, the normalised magnitude [out_dim]; all row-major and adjacent. Of a routed-expert module there is
     one such piece for each expert, one after the other, each rank * (in_dim + out_dim) elements.
+
+    float8: A and B are float8_e4m3fn, offset counts those (bytes), and scale is what B A x is multiplied by;
+            never with a magnitude. Else scale is 1.
     """
 
     offset: int
     rank: int
     dora: bool = False
+    float8: bool = False
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,8 @@ class LoraSegment:
 class LoraBatch:
     """All adapters of one forward pass. Rows outside every segment belong to the base model.
 
-    pool: flat, [elements], on the device; in the compute dtype, or on a CPU in bfloat16 under float32.
+    pool: flat, [elements], on the device; in the compute dtype, or on a CPU in bfloat16 under float32. Rows
+          of 8-bit floats lie in it as bytes.
     segments: ascending, disjoint, at most one for each adapter (the runner orders sequences by adapter); over
               the pairs of experts, one for each of their groups.
     alignment: elements; every offset of every row is a multiple of it.
@@ -189,7 +195,7 @@ class Ops(Protocol):
         """Add every adapter's delta to its own rows of y, in place.
 
         Semantics, for each segment and target with a row (A, B[, m]) and columns c:
-            y[rows, c] += (x[rows] @ A.T) @ B.T
+            y[rows, c] += (scale * (x[rows] @ A.T)) @ B.T
             y[rows, c] = m * (y[rows, c] - bias[c]) + bias[c]        (only with a DoRA magnitude m)
         y [T, N], x [T, in_dim], bias [N] or None (already part of y).
         """
@@ -287,7 +293,7 @@ class Ops(Protocol):
 
         Semantics, for each expert e and segment, their pairs p, and each target of the segment's adapter with
         a row (A, B) and columns c:
-            y[p, c] += (x[p] @ A[e].T) @ B[e].T
+            y[p, c] += (scale * (x[p] @ A[e].T)) @ B[e].T
         y [P, N], x [P, in_dim].
         """
         ...

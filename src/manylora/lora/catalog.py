@@ -6,6 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,8 @@ SETTLED_NS = 2 * 10**9
 
 class Catalog:
     """check: makes an Adapter of tensors, or raises AdapterError; check_rows: of rows that a reader made, and
-    their digest where it is known. modules, base: as for `read_source`. Lookups are safe from any thread."""
+    their digest where it is known. modules, base: as for `read_source`. bfloat16: the pages are, so
+    rows may be narrowed as they are read. Lookups are safe from any thread."""
 
     def __init__(
         self,
@@ -42,7 +44,9 @@ class Catalog:
         check_rows: CheckRows,
         modules: Mapping[int, LoraModule] | None = None,
         base: BaseWeights | None = None,
+        bfloat16: bool = False,
     ) -> None:
+        self._bfloat16 = bfloat16
         self._check, self._check_rows = check, check_rows
         self._read_before: dict[Path, tuple[Signature, str]] = {}  # folder -> its files then, and the digest
         self._modules, self._base = modules, base
@@ -164,13 +168,18 @@ class Catalog:
         """What is read again from unchanged files is not digested again."""
         source = find_source(folder)
         if source.kind not in ROWS:
-            weights, config = read_source(source, modules=self._modules, base=self._base)
+            weights, config = read_source(source, modules=self._modules, base=self._base, float8=True)
             return self._check(LoraInput(task_id, weights, config))
+        read = partial(read_whole, source, modules=self._modules, base=self._base, bfloat16=self._bfloat16)
         now, before = time.time_ns(), _signature(folder)
-        rows, extras = read_whole(source, modules=self._modules, base=self._base)
         known, digest = self._read_before.get(folder, ((), ""))
-        unchanged = before == known and before == _signature(folder)
-        adapter = self._check_rows(rows, extras, digest if unchanged else None)
+        if before == known:
+            rows, extras = read()
+            now, before = time.time_ns(), _signature(folder)
+            if before == known:
+                return self._check_rows(rows, extras, digest)
+            del rows, extras  # they changed meanwhile
+        adapter = self._check_rows(*read(digest=True), None)
         if _is_settled(before, now) and before == _signature(folder):
             self._read_before[folder] = before, adapter.digest
         return adapter

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.float8 import FLOAT8_NAME
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.fused_rows import find_model_config, read_fused_rows
 from manylora.lora.formats.npy import write_npy
@@ -40,13 +41,15 @@ def convert_source(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] and config [1, rows, 3 or 4] int32 of an adapter from any source.
 
-    storage_type: None keeps the source's; bfloat16 comes as 2-byte void. modules, base, allow_bin: as for
-    `read_source`. Raises AdapterInvalidError.
+    storage_type: None keeps the source's, or bfloat16 for numbers of 8 bits; bfloat16 comes as 2-byte void.
+    modules, base, allow_bin: as for `read_source`. Raises AdapterInvalidError.
     """
     source = find_source(Path(path))
     weights, config = read_source(source, modules=modules, base=base, allow_bin=allow_bin)
     _check_config(check_shapes(LoraInput(0, weights, config))[1])
-    return store_as(weights, config, storage_type or source_dtype(source, allow_bin=allow_bin)), config
+    kept = source_dtype(source, allow_bin=allow_bin)
+    # B has the scaling in it here, for which 8 bits are too few.
+    return store_as(weights, config, storage_type or {FLOAT8_NAME: "bfloat16"}.get(kept, kept)), config
 
 
 def convert_peft(

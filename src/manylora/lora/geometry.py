@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from manylora.config import LoraCacheConfig
 from manylora.errors import AdapterInvalidError, ConfigError
@@ -20,6 +21,7 @@ __all__ = [
     "Layout",
     "Piece",
     "Placement",
+    "RowShape",
     "cache_geometry",
     "place_rows",
     "plan_cache",
@@ -126,11 +128,30 @@ def plan_cache(
     return CachePlan(geometry, geometry.pages_for("host", host), geometry.pages_for("device", device))
 
 
+class RowShape(NamedTuple):
+    """A row to be laid out.
+
+    packed: its numbers that share an element of the pages; more than 1 for numbers of 8 bits.
+    scale: what its B A is multiplied by.
+    """
+
+    module: LoraModule
+    layer: int
+    rank: int
+    dora: bool = False
+    packed: int = 1
+    scale: float = 1.0
+
+
+Row = RowShape | tuple[LoraModule, int, int, bool]
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one row lies: page (counted within the adapter), slot, and its sizes in elements and slots.
+    """Where one row lies: page (counted within the adapter), slot, and its sizes in numbers and slots.
 
     experts: > 1: the row is of a routed-expert module, and holds so many pairs of matrices.
+    packed, scale: as in RowShape.
     """
 
     page: int
@@ -143,6 +164,8 @@ class Placement:
     num_slots: int
     dora: bool = False
     experts: int = 1
+    packed: int = 1
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +198,8 @@ class Layout:
     extras: tuple[ExtraPlace, ...] = ()
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[LoraModule, int, int, bool]], geometry: CacheGeometry) -> Layout:
-        """Lay out (module, layer, rank, dora) rows. Raises AdapterInvalidError as `place_rows` does."""
+    def of(cls, rows: Iterable[Row], geometry: CacheGeometry) -> Layout:
+        """Lay out rows as `place_rows` does. Raises AdapterInvalidError."""
         placements, num_pages = place_rows(rows, geometry)
         used = [0] * num_pages
         for place in placements:
@@ -189,16 +212,16 @@ class Layout:
 
 
 def place_rows(
-    rows: Iterable[tuple[LoraModule, int, int, bool]], geometry: CacheGeometry, tp: int = 1
+    rows: Iterable[Row], geometry: CacheGeometry, tp: int = 1
 ) -> tuple[tuple[Placement, ...], int]:
-    """Placements of (module, layer, rank, dora) rows in order, and the pages they take (at least 1).
+    """Placements of rows in order, and the pages they take (at least 1).
 
     Raises AdapterInvalidError for a row larger than a page.
     """
     page = slot = 0
     placed: list[Placement] = []
-    for module, layer, rank, dora in rows:
-        count = _ceil(module.row_elements(rank, dora, tp), geometry.page_width)
+    for module, layer, rank, dora, packed, scale in (RowShape(*row) for row in rows):
+        count = _ceil(module.row_elements(rank, dora, tp), geometry.page_width * packed)
         if count > geometry.slots_per_page:
             raise AdapterInvalidError(
                 f"Invalid low_rank ({rank}): a row of {module.name} takes {count} slots, a page of the LoRA "
@@ -208,7 +231,7 @@ def place_rows(
             page, slot = page + 1, 0
         sizes = rank * module.local_in(tp), rank * module.local_out(tp)
         kind = module.module_id, layer, rank
-        placed.append(Placement(page, slot, *sizes, *kind, count, dora, module.experts))
+        placed.append(Placement(page, slot, *sizes, *kind, count, dora, module.experts, packed, scale))
         slot += count
     return tuple(placed), page + 1
 

@@ -29,8 +29,8 @@ def normalize_dora(
 ) -> int:
     """Write a PEFT directory whose magnitudes are normalised, or, with `strip`, that has none.
 
-    The weights keep their file format and types. Returns how many magnitudes there were. Raises
-    AdapterInvalidError, OSError.
+    The weights keep their file format and types, but for magnitudes in 8 bits, which become float32. Returns
+    how many magnitudes there were. Raises AdapterInvalidError, OSError.
     """
     suffix = _suffix(in_dir, STEM)
     _suffix(base_model, "model")
@@ -52,7 +52,8 @@ def normalize_dora(
                 normal = magnitude / base.row_norms(path, a, b, config.fan_in_fan_out).reshape(
                     magnitude.shape
                 )
-                changed[key] = encode(key, normal, tensors[key].dtype)
+                kept = tensors[key].dtype
+                changed[key] = encode(key, normal, "F32" if kept == "F8_E4M3" else kept)
     if not changed:
         raise AdapterInvalidError("the adapter holds no LoRA matrices")
     settings = json.loads((in_dir / CONFIG).read_text(encoding="utf-8"))

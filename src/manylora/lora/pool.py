@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,12 +12,18 @@ from torch import Tensor
 from manylora.device import CopyStream
 from manylora.errors import ConfigError
 from manylora.kernels.extras import Extra
+from manylora.kernels.loading import can_lay_out, lay_out
 from manylora.kernels.spec import LoraRow
+from manylora.lora.float8 import FLOAT8, is_float8
 from manylora.lora.geometry import CacheGeometry, ExtraPlace, Layout, Piece, Placement
 from manylora.lora.tensors import BFLOAT16, Adapter, AdapterRow, is_bfloat16
 from manylora.request import LoraExtra
 
 __all__ = ["AdapterPool"]
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
+PARALLEL_BYTES = 2**23  # of an adapter that several threads lay out
+THREADS = 4
 
 
 class AdapterPool:
@@ -26,7 +33,8 @@ class AdapterPool:
     use, and no bytes of its own.
 
     A row is stored as A [rank, in], B transposed [rank, out], and the magnitude of a DoRA row; a row of a
-    routed-expert module as such a pair for each expert, one after the other.
+    routed-expert module as such a pair for each expert, one after the other. Numbers of 8 bits stay what they
+    are, so many of them in each element of a page.
 
     Memory that was never written is not resident yet, so an empty cache on a CPU costs nothing.
     """
@@ -64,19 +72,48 @@ class AdapterPool:
         return self._geometry.page_width
 
     @property
+    def element_bytes(self) -> int:
+        return self.flat.dtype.itemsize
+
+    @property
     def page_bytes(self) -> int:
         return self._geometry.page_elements * self.flat.dtype.itemsize
 
     def write_host(self, adapter: Adapter, layout: Layout, pages: Sequence[int]) -> None:
         """Convert an adapter to the dtype of the pages, into its pages on the host."""
         self._copies.finish()  # these pages may still be the source of a copy
-        for row, place in zip(adapter.rows, layout.placements, strict=True):
-            _turn_b(_tensor(row.payload), self._slots(pages, place)[: row.payload.size], place)
+        rows = list(zip(adapter.rows, layout.placements, strict=True))
+        for kind in {row.payload.dtype for row in adapter.rows}:
+            self._write_rows([(row, place) for row, place in rows if row.payload.dtype == kind], kind, pages)
         for extra, where in zip(adapter.extras, layout.extras, strict=True):
             sizes = [piece.rows * where.columns for piece in where.pieces]
             parts = np.split(extra.values.reshape(-1), np.cumsum(sizes)[:-1])
             for piece, part in zip(where.pieces, parts, strict=True):
                 self._slots(pages, piece)[: part.size].copy_(_tensor(part))
+
+    def _write_rows(
+        self, rows: Sequence[tuple[AdapterRow, Placement]], kind: np.dtype, pages: Sequence[int]
+    ) -> None:
+        """Rows whose payloads are of one type."""
+        target = str(self._host.dtype).removeprefix("torch.")
+        source = "bfloat16" if is_bfloat16(kind) else kind.name
+        if not can_lay_out(target, source):
+            for row, place in rows:
+                _turn_b(_tensor(row.payload), self._slots(pages, place)[: row.payload.size], place)
+            return
+        geometry, start, size = self._geometry, self._host.data_ptr(), self._host.itemsize
+        kept = [np.ascontiguousarray(row.payload) for row, _ in rows]
+        table = []
+        for payload, (_, place) in zip(kept, rows, strict=True):
+            more = payload.size - place.in_size - place.out_size
+            if more < 0 or payload.size > place.num_slots * geometry.page_width:
+                raise ValueError(f"a row of {payload.size} values for {place}")
+            each = place.experts * place.rank
+            sizes = place.experts, place.rank, place.in_size // each, place.out_size // each, more
+            offset = pages[place.page] * geometry.page_elements + place.slot * geometry.page_width
+            table.append((payload.ctypes.data, start + offset * size, *sizes))
+        large = sum(payload.nbytes for payload in kept) >= PARALLEL_BYTES
+        lay_out(table, target, source, min(THREADS, os.cpu_count() or 1) if large else 1)
 
     def read_host(self, digest: str, layout: Layout, pages: Sequence[int]) -> Adapter:
         """The adapter in these pages, in their dtype; a copy."""
@@ -85,7 +122,8 @@ class AdapterPool:
             size = place.in_size + place.out_size + (place.out_size // place.rank if place.dora else 0)
             stored = self._slots(pages, place)[:size]
             payload = _array(_turn_b(stored, torch.empty_like(stored), place, back=True))
-            rows.append(AdapterRow(place.module_id, place.layer, place.rank, place.dora, payload))
+            kind = place.module_id, place.layer, place.rank, place.dora
+            rows.append(AdapterRow(*kind, payload, scale=place.scale))
         return Adapter(digest, tuple(rows), tuple(self._read_extra(place, pages) for place in layout.extras))
 
     def load(
@@ -112,15 +150,13 @@ class AdapterPool:
 
     def rows(self, layout: Layout, pages: Sequence[int]) -> dict[tuple[int, int], LoraRow]:
         """Where each (layer, module id) of an adapter on these pages of `flat` lies."""
-        geometry = self._geometry
-        return {
-            (place.layer, place.module_id): LoraRow(
-                pages[place.page] * geometry.page_elements + place.slot * geometry.page_width,
-                place.rank,
-                place.dora,
+        geometry, found = self._geometry, {}
+        for place in layout.placements:
+            first = pages[place.page] * geometry.page_elements + place.slot * geometry.page_width
+            found[place.layer, place.module_id] = LoraRow(
+                first * place.packed, place.rank, place.dora, place.packed > 1, place.scale
             )
-            for place in layout.placements
-        }
+        return found
 
     def extras(self, layout: Layout, pages: Sequence[int]) -> dict[str, Extra]:
         """The extras of an adapter on these pages of `flat`, by name."""
@@ -145,7 +181,9 @@ class AdapterPool:
         return LoraExtra(place.name, shaped, place.token_ids)
 
     def _slots(self, pages: Sequence[int], place: Placement | Piece) -> Tensor:
-        return self._host[pages[place.page], place.slot * self._geometry.page_width :]
+        """From where it begins to the end of the page; bytes of a row in 8 bits."""
+        found = self._host[pages[place.page], place.slot * self._geometry.page_width :]
+        return found.view(torch.uint8) if isinstance(place, Placement) and place.packed > 1 else found
 
 
 def _turn_b(source: Tensor, target: Tensor, place: Placement, back: bool = False) -> Tensor:
@@ -173,12 +211,14 @@ def _turn_b(source: Tensor, target: Tensor, place: Placement, back: bool = False
 
 def _move(target: Tensor, source: Tensor) -> None:
     """A copy by NumPy, in this thread: torch's threads wait for each other longer than a row takes."""
-    bits = torch.int16 if target.itemsize == 2 else torch.int32
+    bits = BITS[target.itemsize]
     np.copyto(target.view(bits).numpy(), source.to(target.dtype).view(bits).numpy())
 
 
 def _tensor(payload: np.ndarray) -> Tensor:
     payload = np.ascontiguousarray(payload)
+    if is_float8(payload.dtype):
+        payload = payload.view(np.uint8)
     if is_bfloat16(payload.dtype):
         return torch.from_numpy(payload.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(payload if payload.flags.writeable else payload.copy())
@@ -187,4 +227,5 @@ def _tensor(payload: np.ndarray) -> Tensor:
 def _array(tensor: Tensor) -> np.ndarray:
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().copy().view(BFLOAT16)
-    return tensor.numpy().copy()
+    values = tensor.numpy().copy()
+    return values.view(FLOAT8) if tensor.dtype == torch.uint8 else values

@@ -9,16 +9,17 @@ from pathlib import Path
 from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterError, ConfigError
 from manylora.lora.extras import check_extras, with_extras
+from manylora.lora.float8 import FLOAT8_NAME
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.sources import Source, find_source, read_source, read_whole, source_dtype
 from manylora.lora.geometry import Layout, cache_geometry
 from manylora.lora.modules import MODULE_NAMES, lora_modules
-from manylora.lora.tensors import Adapter, adapter_from_rows, adapter_from_tensors, check_shapes, pack_rows
+from manylora.lora.tensors import Adapter, adapter_from_rows, adapter_from_tensors, check_shapes, lora_input
 from manylora.request import LoraExtra, LoraInput
 
 __all__ = ["AdapterReport", "BaseModel", "inspect_adapter"]
 
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, FLOAT8_NAME: 1}
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,9 @@ def _read(report: AdapterReport, source: Source, base: BaseModel | None, allow_b
         modules = lora_modules(base.config, base.cache.target_modules) if base else None
         rows, extras = read_whole(source, modules=modules, base=weights_of_base, allow_bin=allow_bin)
         adapter = adapter_from_rows(rows, extras=extras)
-        lora = LoraInput(0, *pack_rows(adapter.rows), extras=adapter.extras)
+        lora = lora_input(0, adapter.rows, adapter.extras)
     else:
-        lora = LoraInput(0, *read_source(source))
+        lora = LoraInput(0, *read_source(source, float8=True))
     _describe(report, lora)
     assert report.dtype is not None
     if base is not None:
@@ -101,7 +102,7 @@ def _judge(report: AdapterReport, base: BaseModel, lora: LoraInput) -> Adapter:
     adapter = adapter_from_tensors(lora, modules, model.num_layers, limit, model.dtype == "float16")
     optimal, largest = min(cache.optimal_adapter_size, limit), min(cache.max_adapter_size, limit)
     geometry = cache_geometry(modules.values(), model.num_layers, optimal, largest)
-    rows = [(modules[row.module_id], row.layer, row.rank, row.dora) for row in adapter.rows]
+    rows = adapter.shapes(modules, ITEM_BYTES[model.dtype])
     report.num_pages = with_extras(Layout.of(rows, geometry), adapter.extras, geometry).num_pages
     report.page_bytes = geometry.page_elements * ITEM_BYTES[model.dtype]
     return adapter

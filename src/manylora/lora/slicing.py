@@ -7,6 +7,7 @@ source, and nobody has to interleave them beforehand as upstream's loader does. 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -50,7 +51,7 @@ def slice_row(row: AdapterRow, module: LoraModule, tp: int, rank: int) -> Adapte
     else:
         keep = _kept_rows(module, tp, rank)
         b, m = b[keep], m[keep] if row.dora else m
-    return AdapterRow(row.module_id, row.layer, row.rank, row.dora, np.concatenate((a.ravel(), b.ravel(), m)))
+    return replace(row, payload=np.concatenate((a.ravel(), b.ravel(), m)), content=b"")
 
 
 def interleave_rows(b: np.ndarray, module: LoraModule, tp: int) -> np.ndarray:

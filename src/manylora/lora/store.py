@@ -14,6 +14,7 @@ import torch
 from manylora.background import step_back
 from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterCacheFullError, AdapterInvalidError, AdapterNotCachedError, ConfigError
+from manylora.kernels import native
 from manylora.kernels.extras import Extra, ExtraSegment
 from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment
 from manylora.lora.cache import AdapterCache
@@ -75,7 +76,9 @@ class AdapterStore:
         self._geometry = plan.geometry
         self._cache = AdapterCache(plan.host_pages, plan.device_pages)
         self._pool = pool
-        self._catalog = Catalog(self.verify, self._check_rows, modules, base)
+        self._catalog = Catalog(
+            self.verify, self._check_rows, modules, base, pool.flat.dtype == torch.bfloat16
+        )
         self._in_hand: WeakValueDictionary[str, Adapter] = WeakValueDictionary()  # read, not on the host yet
         self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
         self._writer = ThreadPoolExecutor(1, "manylora-write", step_back)
@@ -112,6 +115,7 @@ class AdapterStore:
             modules = beside_experts(modules)
             plan = plan_cache(modules.values(), *sizes)
             logger.warning("adapters on routed experts are off: %s", error)
+        native.load()  # not with the first adapter, which would wait for the compiler
         pool = AdapterPool(plan.geometry, plan.host_pages, plan.device_pages, dtype, device)
         store = cls(modules, model, config.rank_limit, plan, pool, base)
         logger.info(
@@ -396,7 +400,7 @@ class AdapterStore:
         return self._cache.on_host(digest) or digest in self._in_hand
 
     def _lay_out(self, adapter: Adapter, task_id: int) -> Layout:
-        rows = [(self._modules[r.module_id], r.layer, r.rank, r.dora) for r in adapter.rows]
+        rows = adapter.shapes(self._modules, self._pool.element_bytes)
         layout = with_extras(Layout.of(rows, self._geometry), adapter.extras, self._geometry)
         if not self._cache.can_ever_hold(layout.num_pages):
             host, device = self._cache.host.pages.num_pages, self._cache.device.pages.num_pages

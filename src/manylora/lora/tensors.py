@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+from blake3 import blake3
 
 from manylora.errors import AdapterInvalidError
+from manylora.kernels.loading import all_finite
+from manylora.lora.float8 import FLOAT8_NAME, has_float8_nan, is_float8, widen_float8
+from manylora.lora.geometry import RowShape
 from manylora.lora.modules import EXPERT_IDS, MODULE_NAMES, LoraModule
 from manylora.request import LoraExtra, LoraInput
 
@@ -24,9 +27,12 @@ __all__ = [
     "adapter_from_tensors",
     "check_dims",
     "check_shapes",
+    "digest_values",
     "is_bfloat16",
+    "lora_input",
     "narrow_to_bfloat16",
     "pack_rows",
+    "type_name",
     "widen_bfloat16",
 ]
 
@@ -42,13 +48,20 @@ THREADS = 4
 @dataclass(frozen=True, eq=False)
 class AdapterRow:
     """One (layer, module): payload [elements] holds A [rank, in], B [out, rank], and with DoRA m [out]; of a
-    routed-expert module A [experts, rank, in], B [experts, out, rank]."""
+    routed-expert module A [experts, rank, in], B [experts, out, rank].
+
+    content: `digest_values` of the payload, where the reader took it. It may have narrowed the payload since.
+    scale: what B A is multiplied by, beside the scaling that is in B; not 1 only where the payload is of
+    8-bit floats, which would lose bits with it.
+    """
 
     module_id: int
     layer: int
     rank: int
     dora: bool
     payload: np.ndarray
+    content: bytes = b""
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +80,20 @@ class Adapter:
     @property
     def nbytes(self) -> int:
         return sum(row.payload.nbytes for row in self.rows) + sum(e.values.nbytes for e in self.extras)
+
+    def shapes(self, modules: Mapping[int, LoraModule], element_bytes: int) -> list[RowShape]:
+        """Its rows as pages take them. modules: the model's; element_bytes: of the pages' type."""
+        return [
+            RowShape(
+                modules[row.module_id],
+                row.layer,
+                row.rank,
+                row.dora,
+                element_bytes if is_float8(row.payload.dtype) else 1,
+                row.scale,
+            )
+            for row in self.rows
+        ]
 
 
 def is_bfloat16(dtype: np.dtype) -> bool:
@@ -91,11 +118,18 @@ def adapter_from_tensors(
     """Check tensors as they came, and make them canonical. Payloads are views of the tensors, not copies.
 
     half: the compute dtype is float16, so values beyond its range are refused. Padding is not read, except
-    where it is wider than any row needs: values there mean a larger model. Raises AdapterInvalidError, with
+    where it is wider than any row needs: values there mean a larger model. 8-bit floats stay what they are,
+    but for an adapter with DoRA, whose magnitudes they are too coarse for. Raises AdapterInvalidError, with
     TensorRT-LLM's texts where it has one.
     """
     weights, config = check_shapes(lora)
-    rows = [_check_row(weights[i], config[i], modules, num_layers, rank_limit) for i in range(len(config))]
+    scales = _check_scales(lora, weights, len(config))
+    if is_float8(weights.dtype) and config.shape[1] == 4 and config[:, 3].any():
+        weights = _widen_dora(weights, scales)
+    rows = [
+        replace(_check_row(weights[i], config[i], modules, num_layers, rank_limit), scale=scales[i])
+        for i in range(len(config))
+    ]
     parts = (part for row in rows for part in _separate(row, modules))
     adapter = adapter_from_rows(parts, half, lora.extras)
     _check_surplus(weights, max((row.payload.size for row in rows), default=0))
@@ -160,6 +194,14 @@ def pack_rows(rows: Iterable[AdapterRow]) -> tuple[np.ndarray, np.ndarray]:
     return weights, config.reshape(1, -1, 4)
 
 
+def lora_input(task_id: int, rows: Iterable[AdapterRow], extras: Iterable[LoraExtra] = ()) -> LoraInput:
+    """Rows and extras as a request in this process carries them. Rows are of one type."""
+    rows = list(rows)
+    scales = np.array([row.scale for row in rows], np.float32)
+    scaled = bool((scales != 1).any())
+    return LoraInput(task_id, *pack_rows(rows), extras=tuple(extras), scales=scales if scaled else None)
+
+
 def check_dims(where: str, a: np.ndarray, b: np.ndarray, module: LoraModule | None) -> None:
     """A must be [rank, in] and B [out, rank], rank > 0, and go between the dimensions of the model's module,
     if one is given. where: what they belong to. Raises AdapterInvalidError."""
@@ -199,11 +241,29 @@ def check_shapes(lora: LoraInput) -> tuple[np.ndarray, np.ndarray]:
         config.shape[1] > 0 or bool(lora.extras), "lora_config has no rows: an adapter needs at least one"
     )
     _require(
-        weights.dtype in (np.float32, np.float16) or is_bfloat16(weights.dtype),
-        "Expected lora weights to be the same data type as base model, or float32, float16 or bfloat16, "
-        f"but was {weights.dtype}",
+        weights.dtype in (np.float32, np.float16) or is_bfloat16(weights.dtype) or is_float8(weights.dtype),
+        "Expected lora weights to be the same data type as base model, or float32, float16, bfloat16 or "
+        f"{FLOAT8_NAME}, but was {weights.dtype}",
     )
     return np.ascontiguousarray(weights[0]), config[0]
+
+
+def _check_scales(lora: LoraInput, weights: np.ndarray, count: int) -> list[float]:
+    """One for each of `count` rows."""
+    if lora.scales is None:
+        return [1.0] * count
+    scales = np.asarray(lora.scales)
+    right = scales.shape == (count,) and scales.dtype == np.float32 and bool(np.isfinite(scales).all())
+    _require(right, f"scales must be {count} finite float32 numbers, one for each row of lora_weights")
+    _require(is_float8(weights.dtype), f"scales go with {FLOAT8_NAME} weights only: fold them into B")
+    return [float(scale) for scale in scales]
+
+
+def _widen_dora(weights: np.ndarray, scales: list[float]) -> np.ndarray:
+    _require(all(scale == 1 for scale in scales), "scales do not go with DoRA: fold them into B")
+    if has_float8_nan(weights):
+        raise AdapterInvalidError("lora_weights holds a NaN")
+    return narrow_to_bfloat16(widen_float8(weights))  # exact
 
 
 def _check_row(
@@ -262,14 +322,19 @@ def _separate(row: AdapterRow, modules: Mapping[int, LoraModule]) -> Iterable[Ad
     ends = np.cumsum(module.parts)[:-1]
     parts = zip(np.split(b, ends * row.rank), np.split(magnitude, ends * row.dora), strict=True)
     return [
-        AdapterRow(module_id, row.layer, row.rank, row.dora, np.concatenate((a, part, share)))
+        AdapterRow(
+            module_id, row.layer, row.rank, row.dora, np.concatenate((a, part, share)), scale=row.scale
+        )
         for module_id, (part, share) in enumerate(parts, CROSS_QKV + 1)
     ]
 
 
 def _check_values(where: str, values: np.ndarray, half: bool) -> None:
+    if is_float8(values.dtype):  # whose largest, 448, is in the range of every type
+        _require(not has_float8_nan(values), f"lora_weights holds a NaN in {where}")
+        return
     values = widen_bfloat16(values) if is_bfloat16(values.dtype) else values
-    _require(bool(np.isfinite(values).all()), f"lora_weights holds a NaN or an infinity in {where}")
+    _require(all_finite(values), f"lora_weights holds a NaN or an infinity in {where}")
     if half and values.dtype != np.float16:
         too_large = bool((np.abs(values) > FLOAT16_MAX).any())
         _require(not too_large, f"lora_weights holds a value beyond float16's range in {where}")
@@ -277,8 +342,8 @@ def _check_values(where: str, values: np.ndarray, half: bool) -> None:
 
 def _check_surplus(weights: np.ndarray, needed: int) -> None:
     surplus = np.ascontiguousarray(weights[:, needed:])
-    if is_bfloat16(surplus.dtype):
-        surplus = surplus.view(np.uint16)
+    if surplus.dtype.kind == "V":
+        surplus = surplus.view(f"u{surplus.itemsize}")
     _require(
         not surplus.any(),
         f"lora_weights has too many values: this model's rows need at most {needed}, and there are values "
@@ -286,29 +351,37 @@ def _check_surplus(weights: np.ndarray, needed: int) -> None:
     )
 
 
+def digest_values(values: np.ndarray) -> bytes:
+    """BLAKE3 of their type and every byte, not of their shape; 32 bytes."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    return blake3(type_name(values).encode() + b"\0").update(flat.view(np.uint8).data).digest()
+
+
 def _digest(rows: list[AdapterRow], extras: list[LoraExtra]) -> str:
     """Over rows and extras in canonical order: what they are, their type, and every byte; no padding."""
-    digest = hashlib.blake2b(digest_size=20)
-    large = sum(row.payload.nbytes for row in rows) >= PARALLEL_BYTES
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1) if large else 1) as pool:
-        payloads = [row.payload for row in rows]
-        contents = pool.map(_digest_values, payloads) if large else map(_digest_values, payloads)
-        for row, content in zip(rows, contents, strict=True):
-            digest.update(repr((row.module_id, row.layer, row.rank, row.dora, _kind(row.payload))).encode())
-            digest.update(content)
+    digest = blake3()
+    for row, content in zip(rows, _contents(rows), strict=True):
+        about: tuple[object, ...] = row.module_id, row.layer, row.rank, row.dora
+        digest.update(repr(about if row.scale == 1 else (*about, row.scale)).encode())
+        digest.update(content)
     for extra in extras:
-        digest.update(repr((extra.name, extra.values.shape, extra.token_ids, _kind(extra.values))).encode())
-        digest.update(_digest_values(extra.values))
-    return digest.hexdigest()
+        digest.update(repr((extra.name, extra.values.shape, extra.token_ids)).encode())
+        digest.update(digest_values(extra.values))
+    return digest.hexdigest(20)
 
 
-def _digest_values(values: np.ndarray) -> bytes:
-    flat = np.ascontiguousarray(values).reshape(-1)
-    return hashlib.blake2b(flat.view(np.uint8).data, digest_size=32).digest()
+def _contents(rows: list[AdapterRow]) -> list[bytes]:
+    if sum(0 if row.content else row.payload.nbytes for row in rows) < PARALLEL_BYTES:
+        return [row.content or digest_values(row.payload) for row in rows]
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+        return list(pool.map(lambda row: row.content or digest_values(row.payload), rows))
 
 
-def _kind(values: np.ndarray) -> str:
-    return "bfloat16" if is_bfloat16(values.dtype) else values.dtype.name
+def type_name(values: np.ndarray) -> str:
+    """What an adapter's values are, whatever NumPy calls it."""
+    if values.dtype.kind == "V":
+        return "bfloat16" if is_bfloat16(values.dtype) else FLOAT8_NAME
+    return values.dtype.name
 
 
 def _require(ok: bool, text: str) -> None:

@@ -241,6 +241,7 @@ class Backend:
                     name=call.adapter,
                     extras=read.extras,
                     checked=read.checked,
+                    scales=read.scales,
                 )
             try:
                 await self._through_engine(call, lora)

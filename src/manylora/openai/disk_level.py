@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from manylora.lora.tensors import is_bfloat16
+from manylora.lora.float8 import FLOAT8_NAME
 from manylora.openai.reader import ReadAdapter
 from manylora.request import LoraExtra
 
@@ -98,6 +98,8 @@ class DiskLevel:
         facts["extras"] = json.dumps([{"name": e.name, "token_ids": e.token_ids} for e in adapter.extras])
         tensors = {"weights": _bits(adapter.weights), "config": np.ascontiguousarray(adapter.config)}
         part = path.with_suffix(".part")
+        if adapter.scales is not None:
+            tensors["scales"] = adapter.scales
         save_file(tensors | {extra.name: _bits(extra.values) for extra in adapter.extras}, part, facts)
         size = part.stat().st_size
         part.replace(path)
@@ -111,15 +113,16 @@ class DiskLevel:
                 LoraExtra(one["name"], _from_bits(file.get_tensor(one["name"])), tuple(one["token_ids"]))
                 for one in json.loads(facts.get("extras", "[]"))
             )
-        if facts["dtype"] == "bfloat16":
-            weights = weights.view("V2")
+            scales = file.get_tensor("scales") if "scales" in file.keys() else None  # noqa: SIM118 - no mapping
+        if facts["dtype"] in ("bfloat16", FLOAT8_NAME):
+            weights = weights.view(f"V{weights.itemsize}")
         about = facts["kind"], facts["dtype"], int(facts["max_rank"])
-        return ReadAdapter(digest, *about, weights, config, extras)
+        return ReadAdapter(digest, *about, weights, config, extras, scales=scales)
 
 
 def _bits(values: np.ndarray) -> np.ndarray:
-    """bfloat16 goes as the integers of its bits, which the file format's NumPy side knows."""
-    return np.ascontiguousarray(values.view(np.uint16) if is_bfloat16(values.dtype) else values)
+    """bfloat16 and 8-bit floats go as integers of their bits, which the file format's NumPy side knows."""
+    return np.ascontiguousarray(values.view(f"u{values.itemsize}") if values.dtype.kind == "V" else values)
 
 
 def _from_bits(values: np.ndarray) -> np.ndarray:

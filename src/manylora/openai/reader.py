@@ -13,7 +13,7 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import LoraModule
-from manylora.lora.tensors import Adapter, is_bfloat16
+from manylora.lora.tensors import Adapter, type_name
 from manylora.request import LoraExtra, LoraInput
 
 __all__ = ["AdapterReader", "ReadAdapter"]
@@ -22,7 +22,7 @@ __all__ = ["AdapterReader", "ReadAdapter"]
 @dataclass(frozen=True, eq=False)
 class ReadAdapter:
     """digest: of the content. kind: peft, nemo, npy, llgtrt. checked: views of weights, for an engine of the
-    same model in this process; None of a copy, which is checked when it is used."""
+    same model in this process; None of a copy, which is checked when it is used. scales: as LoraInput's."""
 
     digest: str
     kind: str
@@ -32,6 +32,7 @@ class ReadAdapter:
     config: np.ndarray
     extras: tuple[LoraExtra, ...] = ()
     checked: Adapter | None = None
+    scales: np.ndarray | None = None
 
     @property
     def task_id(self) -> int:
@@ -49,23 +50,29 @@ class AdapterReader:
     """Reads for one base model. Any thread.
 
     modules: of the base, by id. verify: tensors to what the engine would take; raises AdapterInvalidError.
+    float8: whether the way to the engine knows 8-bit floats; else they are widened.
     """
 
     def __init__(
-        self, base: BaseWeights, modules: Mapping[int, LoraModule], verify: Callable[[LoraInput], Adapter]
+        self,
+        base: BaseWeights,
+        modules: Mapping[int, LoraModule],
+        verify: Callable[[LoraInput], Adapter],
+        float8: bool = True,
     ) -> None:
-        self._base, self._modules, self._verify = base, modules, verify
+        self._base, self._modules, self._verify, self._float8 = base, modules, verify, float8
 
     def read(self, path: Path) -> ReadAdapter:
         """Raises AdapterInvalidError."""
         try:
             source = find_source(path)
-            lora = read_lora(source, 0, modules=self._modules, base=self._base)
+            lora = read_lora(source, 0, modules=self._modules, base=self._base, float8=self._float8)
         except OSError as error:
             raise AdapterInvalidError(f"its files cannot be read: {error.strerror}") from error
         checked = self._verify(lora)
         weights, config = lora.weights, lora.config
         assert weights is not None and config is not None
-        dtype = "bfloat16" if is_bfloat16(weights.dtype) else weights.dtype.name
+        dtype = type_name(weights)
         rank = max((row.rank for row in checked.rows), default=0)
-        return ReadAdapter(checked.digest, source.kind, dtype, rank, weights, config, lora.extras, checked)
+        about = checked.digest, source.kind, dtype, rank
+        return ReadAdapter(*about, weights, config, lora.extras, checked, lora.scales)

@@ -121,7 +121,8 @@ def _through_triton(options: ServeOptions) -> _Served:
         model,
         options.max_seq_len or found.number("max_seq_len") or model.max_position_embeddings,
         found.number("max_num_sequences") or options.max_batch_size,
-        AdapterReader(_base_there(options.model, model, found.parameters), read, verify),
+        # Triton's wire has no 8-bit floats.
+        AdapterReader(_base_there(options.model, model, found.parameters), read, verify, float8=False),
     )
 
 

@@ -1,7 +1,8 @@
 """Adapters of a whole batch, two launches for each linear layer: shrink to the rank, then expand and add.
 
 Both read A [rank, in] and B [rank, out] in place from the pool. `places` says where: for each slot, layer and
-module the offset, the rank (0: no such row, its programs end at once) and whether a DoRA magnitude follows.
+module the offset, the rank (0: no such row, its programs end at once), whether a DoRA magnitude follows,
+whether the numbers are 8-bit floats, which are widened when they are read, and the bits of the row's scale.
 Of routed experts the pieces lie one after the other, and a tile says which is its own.
 Grids depend on shapes alone. Everything is accumulated in float32.
 """
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from manylora.kernels.cuda.fp8 import _from_e4m3
 from manylora.kernels.cuda.interpreter import _dot, widens
 from manylora.kernels.cuda.plan import MODULES, PLACE, TILE
 
@@ -28,7 +30,7 @@ class LoraTables:
 
     pool [elements]. places [slots, layers, MODULES, PLACE] int64. tiles [n, TILE] int32: as in `plan`.
     targets [targets, 3] int32: module, first column, columns. align: elements that every offset, row length
-    and column start is a multiple of; a power of two.
+    and column start is a multiple of; a power of two. float8: whether the batch has rows of 8-bit floats.
     """
 
     pool: Tensor
@@ -39,6 +41,12 @@ class LoraTables:
     tile_size: int
     rank: int
     align: int
+    float8: bool = False
+
+    @property
+    def codes(self) -> Tensor:
+        """The pool as bytes, where kernels read them."""
+        return self.pool.view(torch.uint8) if self.float8 else self.pool
 
 
 @triton.jit
@@ -49,16 +57,44 @@ def _place(places, targets, target, slot, layer, layers, MODULES: tl.constexpr, 
 
 @triton.jit
 def _begin(place, piece, rank, sizes, ALIGN: tl.constexpr):
-    """Where A of a tile's piece begins; sizes: in + out, the elements of one rank."""
+    """Where in the pool A of a tile's piece begins; sizes: in + out, the elements of one rank."""
     return tl.multiple_of(tl.load(place) + piece.to(tl.int64) * (rank * sizes), ALIGN)
+
+
+@triton.jit
+def _is_narrow(place, FLOAT8: tl.constexpr):
+    """Whether the row at a place is of 8-bit floats."""
+    if FLOAT8:
+        return tl.load(place + 3) != 0
+    else:  # noqa: RET505 - a compile-time branch: both arms must return
+        return False
+
+
+@triton.jit
+def _read(pool, codes, begin, index, inside, narrow, FLOAT8: tl.constexpr):
+    """Numbers of a row, in the pool's type. codes: the pool as bytes."""
+    if FLOAT8:  # each row is in one type: the other's loads are masked off, and read nothing
+        wide = tl.load(pool + begin + index, mask=inside & (narrow == 0), other=0)
+        code = tl.load(codes + begin + index, mask=inside & narrow, other=0)
+        return tl.where(narrow, _from_e4m3(code).to(wide.dtype), wide)
+    else:  # noqa: RET505
+        return tl.load(pool + begin + index, mask=inside, other=0)
+
+
+@triton.jit
+def _scale(place, FLOAT8: tl.constexpr):
+    if FLOAT8:
+        return tl.load(place + 4).to(tl.int32).to(tl.float32, bitcast=True)
+    else:  # noqa: RET505
+        return 1.0
 
 
 @triton.jit(do_not_specialize=["layer"])
 def _shrink_rows(
-    x, pool, places, tiles, targets, partial, layer, layers, x_stride, num_rows, in_dim,
+    x, pool, codes, places, tiles, targets, partial, layer, layers, x_stride, num_rows, in_dim,
     TARGETS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, ALIGN: tl.constexpr, MODULES: tl.constexpr, PLACE: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(2)
     target, block = tl.program_id(1) % TARGETS, tl.program_id(1) // TARGETS
@@ -70,7 +106,8 @@ def _shrink_rows(
     if block * BLOCK_R >= rank:
         return
     sizes = in_dim + tl.load(targets + target * 3 + 2)
-    a = pool + _begin(place, tl.load(tiles + tile * TILE + 3), rank, sizes, ALIGN)
+    a = _begin(place, tl.load(tiles + tile * TILE + 3), rank, sizes, ALIGN)
+    narrow = _is_narrow(place, FLOAT8)
     r = block * BLOCK_R + tl.arange(0, BLOCK_R)
     total = tl.zeros([BLOCK_R], tl.float32)
     span = tl.cdiv(tl.cdiv(in_dim, SPLITS), BLOCK_K) * BLOCK_K
@@ -78,17 +115,18 @@ def _shrink_rows(
         k = start + tl.arange(0, BLOCK_K)
         xs = tl.load(x + row * x_stride + k, mask=k < in_dim, other=0).to(tl.float32)
         inside = (r < rank)[:, None] & (k < in_dim)[None, :]
-        weights = tl.load(a + r[:, None] * in_dim + k[None, :], mask=inside, other=0).to(tl.float32)
-        total += tl.sum(weights * xs[None, :], axis=1)
+        weights = _read(pool, codes, a, r[:, None] * in_dim + k[None, :], inside, narrow, FLOAT8)
+        total += tl.sum(weights.to(tl.float32) * xs[None, :], axis=1)
+    total *= _scale(place, FLOAT8)
     tl.store(partial + ((split * num_rows + row) * TARGETS + target) * RANK + r, total, mask=r < rank)
 
 
 @triton.jit(do_not_specialize=["layer"])
 def _shrink_tiles(
-    x, pool, places, tiles, targets, partial, layer, layers, x_stride, num_rows, in_dim,
+    x, pool, codes, places, tiles, targets, partial, layer, layers, x_stride, num_rows, in_dim,
     TARGETS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, ALIGN: tl.constexpr, MODULES: tl.constexpr, PLACE: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_M: tl.constexpr, WIDEN: tl.constexpr,
+    TILE: tl.constexpr, FLOAT8: tl.constexpr, BLOCK_M: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(2)
     target, block = tl.program_id(1) % TARGETS, tl.program_id(1) // TARGETS
@@ -101,7 +139,8 @@ def _shrink_tiles(
     if block * BLOCK_R >= rank:
         return
     sizes = in_dim + tl.load(targets + target * 3 + 2)
-    a = pool + _begin(place, tl.load(tiles + tile * TILE + 3), rank, sizes, ALIGN)
+    a = _begin(place, tl.load(tiles + tile * TILE + 3), rank, sizes, ALIGN)
+    narrow = _is_narrow(place, FLOAT8)
     m, r = tl.arange(0, BLOCK_M), block * BLOCK_R + tl.arange(0, BLOCK_R)
     rows = first + m
     total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
@@ -111,18 +150,20 @@ def _shrink_tiles(
         here = (m < count)[:, None] & (k < in_dim)[None, :]
         xs = tl.load(x + rows[:, None] * x_stride + k[None, :], mask=here, other=0)
         inside = (k < in_dim)[:, None] & (r < rank)[None, :]
-        weights = tl.load(a + r[None, :] * in_dim + k[:, None], mask=inside, other=0)
+        weights = _read(pool, codes, a, r[None, :] * in_dim + k[:, None], inside, narrow, FLOAT8)
         total = _dot(xs, weights, total, WIDEN)
+    total *= _scale(place, FLOAT8)
     to = partial + ((split * num_rows + rows) * TARGETS + target)[:, None] * RANK + r[None, :]
     tl.store(to, total, mask=(m < count)[:, None] & (r < rank)[None, :])
 
 
 @triton.jit(do_not_specialize=["layer"])
 def _expand(
-    y, partial, pool, places, tiles, targets, bias, layer, layers, y_stride, num_rows, in_dim, num_columns,
-    TARGETS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
+    y, partial, pool, codes, places, tiles, targets, bias, layer, layers, y_stride, num_rows, in_dim,
+    num_columns, TARGETS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, MODULES: tl.constexpr, PLACE: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_M: tl.constexpr, BIASED: tl.constexpr, WIDEN: tl.constexpr,
+    TILE: tl.constexpr, FLOAT8: tl.constexpr, BLOCK_M: tl.constexpr, BIASED: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     tile, low = tl.program_id(0), tl.program_id(1) * BLOCK_N
     count = tl.load(tiles + tile * TILE + 1)
@@ -154,7 +195,8 @@ def _expand(
             place = _place(places, targets, target, slot, layer, layers, MODULES, PLACE)
             rank = tl.load(place + 1).to(tl.int32)
             if rank > 0:
-                a = pool + _begin(place, piece, rank, in_dim + width, ALIGN)
+                a = _begin(place, piece, rank, in_dim + width, ALIGN)
+                narrow = _is_narrow(place, FLOAT8)
                 b = a + tl.multiple_of(rank * in_dim, ALIGN)
                 column = n - start
                 inside = (column >= 0) & (column < width)
@@ -166,21 +208,24 @@ def _expand(
                         here = (m < count)[:, None] & (r < rank)[None, :]
                         low_rank += tl.load(source + r[None, :], mask=here, other=0)
                     both = (r < rank)[:, None] & inside[None, :]
-                    weights = tl.load(b + r[:, None] * width + column[None, :], mask=both, other=0)
+                    index = r[:, None] * width + column[None, :]
+                    weights = _read(pool, codes, b, index, both, narrow, FLOAT8)
                     if BLOCK_M == 1:
                         product = tl.reshape(low_rank, [BLOCK_R, 1]) * weights.to(tl.float32)
                         value += tl.sum(product, axis=0)[None, :]
                     else:
                         value = _dot(low_rank.to(weights.dtype), weights, value, WIDEN)
                 if tl.load(place + 2) != 0:
-                    magnitude = tl.load(b + rank * width + column, mask=inside, other=1).to(tl.float32)
+                    at = pool + b + rank * width + column
+                    magnitude = tl.load(at, mask=inside, other=1).to(tl.float32)
                     scaled = magnitude[None, :] * (value - shift[None, :]) + shift[None, :]
                     value = tl.where(inside[None, :], scaled, value)
     tl.store(out, value.to(y.dtype.element_ty), mask=mine)
 
 
 def shrink(x: Tensor, tables: LoraTables) -> Tensor:
-    """Semantics, for each tile's rows and each target: partial.sum(0)[rows, target, :rank] = x[rows] @ A.T.
+    """Semantics, for each tile's rows and each target:
+        partial.sum(0)[rows, target, :rank] = scale * x[rows] @ A.T
 
     x [T, in], last dimension contiguous -> partial [splits, T, targets, rank class] float32. Entries of rows
     without an adapter, and beyond an adapter's rank, are not written.
@@ -192,12 +237,12 @@ def shrink(x: Tensor, tables: LoraTables) -> Tensor:
     block_r = 16 if tables.rank <= 16 else 32
     grid = (tables.tiles.shape[0], num_targets * triton.cdiv(tables.rank, block_r), splits)
     arguments = (
-        x, tables.pool, tables.places, tables.tiles, tables.targets, partial, tables.layer,
+        x, tables.pool, tables.codes, tables.places, tables.tiles, tables.targets, partial, tables.layer,
         tables.places.shape[1], x.stride(0), num_rows, in_dim,
     )  # fmt: skip
     constants = {
         "TARGETS": num_targets, "RANK": tables.rank, "SPLITS": splits, "BLOCK_R": block_r,
-        "ALIGN": tables.align, "MODULES": MODULES, "PLACE": PLACE, "TILE": TILE,
+        "ALIGN": tables.align, "MODULES": MODULES, "PLACE": PLACE, "TILE": TILE, "FLOAT8": tables.float8,
     }  # fmt: skip
     if tables.tile_size == 1:
         _shrink_rows[grid](*arguments, **constants, BLOCK_K=256)
@@ -218,11 +263,12 @@ def expand_add(y: Tensor, partial: Tensor, in_dim: int, tables: LoraTables, bias
     block_n = 128 if tables.tile_size == 1 else 64
     grid = (tables.tiles.shape[0], triton.cdiv(num_columns, block_n))
     _expand[grid](
-        y, partial, tables.pool, tables.places, tables.tiles, tables.targets, y if bias is None else bias,
-        tables.layer, tables.places.shape[1], y.stride(0), num_rows, in_dim, num_columns,
-        TARGETS=tables.targets.shape[0], RANK=tables.rank, SPLITS=partial.shape[0],
+        y, partial, tables.pool, tables.codes, tables.places, tables.tiles, tables.targets,
+        y if bias is None else bias, tables.layer, tables.places.shape[1], y.stride(0), num_rows, in_dim,
+        num_columns, TARGETS=tables.targets.shape[0], RANK=tables.rank, SPLITS=partial.shape[0],
         BLOCK_R=16 if tables.rank <= 16 else 32, BLOCK_N=block_n, ALIGN=tables.align, MODULES=MODULES,
-        PLACE=PLACE, TILE=TILE, BLOCK_M=tables.tile_size, BIASED=bias is not None, WIDEN=widens(y.dtype),
+        PLACE=PLACE, TILE=TILE, FLOAT8=tables.float8, BLOCK_M=tables.tile_size, BIASED=bias is not None,
+        WIDEN=widens(y.dtype),
     )  # fmt: skip
 
 

@@ -73,6 +73,7 @@ class CudaOps(ReferenceOps):
             tile_size=plan.tile_size,
             rank=plan.rank,
             modules=plan.modules,
+            float8=plan.float8,
             most_adapters=num_rows if fixed else len(lora.segments),
             **routed,
         )
@@ -185,6 +186,7 @@ class CudaOps(ReferenceOps):
             tile_size=tile_size,
             rank=batch.rank,
             align=next(size for size in ALIGNMENTS if common % size == 0),
+            float8=batch.float8,
         )
         lora.expand_add(y, lora.shrink(x, tables), in_dim, tables, bias)
 

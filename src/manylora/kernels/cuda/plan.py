@@ -29,7 +29,8 @@ __all__ = [
 ]
 
 MODULES = 32  # module ids are below this
-PLACE = 3  # integers of one place: offset, rank, whether a magnitude follows
+# Integers of one place: offset, rank, whether a magnitude follows, whether 8-bit floats, bits of the scale.
+PLACE = 5
 TILE = 4  # integers of one tile: first row, number of rows, slot, which of the pieces (experts) at a place
 # Rows of one tile. One: a row reads its matrices alone, as vectors. More: tensor cores share them.
 TILE_SIZES = (1, 16, 64)
@@ -53,7 +54,7 @@ class LoraPlan:
 
     row_slots [rows] int32: the slot of each row, -1 without an adapter.
     tile_size: the most rows a tile has. rank: no rank of the batch is larger; one of a few classes.
-    modules: ids that any adapter of the batch has anywhere.
+    modules: ids that any adapter of the batch has anywhere. float8: whether any has rows of 8-bit floats.
     """
 
     tiles: np.ndarray
@@ -61,6 +62,7 @@ class LoraPlan:
     tile_size: int
     rank: int
     modules: frozenset[int]
+    float8: bool
     updates: tuple[SlotUpdate, ...]
 
 
@@ -70,6 +72,7 @@ class _Entry:
     slot: int
     rank: int
     modules: frozenset[int]
+    float8: bool
 
 
 class Places:
@@ -99,10 +102,12 @@ class Places:
             slot = self._entries.popitem(last=False)[1].slot
         places = np.zeros((self.num_layers, MODULES, PLACE), np.int64)
         for (layer, module), row in rows.items():
-            places[layer, module] = row.offset, row.rank, row.dora
+            bits = int(np.float32(row.scale).view(np.int32))
+            places[layer, module] = row.offset, row.rank, row.dora, row.float8, bits
         rank = max((row.rank for row in rows.values()), default=0)
         modules = frozenset(module for _, module in rows)
-        self._entries[id(rows)] = _Entry(rows, slot, rank, modules)
+        float8 = any(row.float8 for row in rows.values())
+        self._entries[id(rows)] = _Entry(rows, slot, rank, modules, float8)
         return SlotUpdate(slot, places)
 
 
@@ -133,6 +138,7 @@ def plan_lora(
         tile_size=size,
         rank=rank_class(max(entry.rank for entry in entries)),
         modules=frozenset().union(*(entry.modules for entry in entries)),
+        float8=any(entry.float8 for entry in entries),
         updates=updates,
     )
 

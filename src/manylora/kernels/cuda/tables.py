@@ -31,6 +31,7 @@ class PlannedLora(LoraBatch):
     tile_size: int = 1
     rank: int = 16
     modules: frozenset[int] = frozenset()
+    float8: bool = False
     row_slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     most_adapters: int = 1
 
@@ -38,7 +39,7 @@ class PlannedLora(LoraBatch):
     def shape(self) -> Hashable:
         """All that decides which kernels are launched, with which grids and on which memory; the rest is
         contents of tables."""
-        return self.tile_size, self.rank, self.modules, self.pool.data_ptr()
+        return self.tile_size, self.rank, self.modules, self.float8, self.pool.data_ptr()
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["load"]
+__all__ = ["load", "loaded"]
 
 logger = logging.getLogger("manylora")
 
@@ -29,7 +29,7 @@ LINK = ("-shared", "-fopenmp")
 TIMEOUT_S = 120  # a few seconds on an idle machine
 POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 KINDS = {"p": POINTER, "i": INTEGER, "f": REAL}
-# p: pointer, i: integer, f: float; see the C files for their names.
+# p: pointer, i: integer, f: float, behind ">" what is given back; see the C files for their names.
 FUNCTIONS = {
     "linear_float32": "pipiipiipppip",
     "linear_bfloat16": "pipiipiipppip",
@@ -42,6 +42,12 @@ FUNCTIONS = {
     "add_rms_norm": "pppipipiif",
     "gated": "ppiiii",
     "rotate_and_store": "ppipipipppppiiiii",
+    "widen_float32": "ppif>i",
+    "widen_bfloat16": "ppif>i",
+    "lay_out_float32_float32": "pi",
+    "lay_out_float32_bfloat16": "pi",
+    "lay_out_bfloat16_float32": "pi",
+    "lay_out_bfloat16_bfloat16": "pi",
 }
 
 
@@ -61,13 +67,19 @@ def load() -> ctypes.CDLL | None:
             _build(compiler, path)
         library = ctypes.CDLL(str(path))
         for name, kinds in FUNCTIONS.items():
-            getattr(library, name).restype = None
-            getattr(library, name).argtypes = [KINDS[kind] for kind in kinds]
+            taken, _, given = kinds.partition(">")
+            getattr(library, name).restype = KINDS.get(given)
+            getattr(library, name).argtypes = [KINDS[kind] for kind in taken]
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         logger.warning("native CPU kernels could not be built, torch is used: %s", error)
         return None
     logger.info("native CPU kernels: %s", path)
     return library
+
+
+def loaded() -> ctypes.CDLL | None:
+    """What `load` gave; None in a process that has not called it, and need not wait for a compiler."""
+    return load() if load.cache_info().currsize else None
 
 
 def _cache() -> Path:

@@ -1,6 +1,7 @@
 /* y[row, columns] += (x[row] A^T) B^T for the rows of every adapter of a batch, in place in the page pool. Its
- * elements are float32, or bfloat16 that is widened in registers; sums are float32. A pair of vectors of bfloat16 is
- * one of words, whose halves are its even and its odd elements: x is split likewise, and what is added to y is joined.
+ * elements are float32, or bfloat16 that is widened in registers, and so are 8-bit floats, of which an adapter may be
+ * beside others of the pool's type; sums are float32. A pair of vectors of bfloat16 is one of words, whose halves are
+ * its even and its odd elements: x is split likewise, and what is added to y is joined.
  *
  * Each byte of an adapter is used once or twice, so this runs at the speed of memory. The order of reading is known,
  * but jumps from row to row of B and from adapter to adapter, which the processor does not foresee: what comes next
@@ -17,6 +18,8 @@ enum {
 typedef struct {
     int64_t column, width; /* of y */
     int64_t offset, rank;  /* in the pool: A [rank, in], B transposed [rank, width] */
+    int32_t float8;        /* both are 8-bit floats, and offset is in bytes */
+    float scale;           /* of x A^T */
 } Part;
 
 typedef struct {
@@ -31,15 +34,16 @@ typedef struct {
     int64_t y_stride, x_stride, in, width, rank;
     const char *a, *b; /* A [rank, in], B transposed [rank, width] */
     const char *next;  /* the A of the next part, or this one's again */
+    float scale;
 } Work;
 
-/* The next 2 * LANES elements, in the order of `split`. */
+/* The next 2 * LANES elements; of bfloat16 in the order of `split`. */
 INLINE void widen_two(Kind kind, const char *at, vector two[2]) {
     UNROLL for (int i = 0; i < 2; i++)
-        two[i] = kind == BFLOAT16 ? widen_pairs(at, i) : load((const float *)at + i * LANES);
+        two[i] = kind == BFLOAT16 ? widen_pairs(at, i) : widen(kind, at + i * LANES * size_of(kind));
 }
 
-/* h[row, r] = x[row] . A[r] */
+/* h[row, r] = scale * x[row] . A[r] */
 INLINE void shrink(const int rows, const Kind kind, const Work w, int64_t r, float *h) {
     const int64_t whole = w.in - w.in % (2 * LANES), size = size_of(kind);
     const char *a = w.a + r * w.in * size;
@@ -54,7 +58,7 @@ INLINE void shrink(const int rows, const Kind kind, const Work w, int64_t r, flo
     for (int i = 0; i < rows; i++) {
         float one = total(sum[i]);
         for (int64_t k = whole; k < w.in; k++) one += widen_one(kind, a + k * size) * w.x[i * w.x_stride + k];
-        h[i * w.rank + r] = one;
+        h[i * w.rank + r] = one * w.scale;
     }
 }
 
@@ -104,7 +108,7 @@ INLINE void both(const int rows, const Kind kind, const Work w) {
         }
 }
 
-/* Rows of x as `widen_two` has those of A: whole pairs of vectors, the even elements first. */
+/* Rows of x as `widen_two` has bfloat16: whole pairs of vectors, the even elements first. */
 static void split(float *out, const float *x, int64_t x_stride, int64_t in, int64_t rows) {
     const int64_t whole = in - in % (2 * LANES);
 #pragma omp parallel for if (rows > 64)
@@ -120,16 +124,29 @@ static void split(float *out, const float *x, int64_t x_stride, int64_t in, int6
     }
 }
 
+/* At most ROWS rows of x and y. */
+INLINE void some(const int64_t rows, const Kind kind, const Work w) {
+    switch (rows) {
+        case 1: both(1, kind, w); break;
+        case 2: both(2, kind, w); break;
+        case 3: both(3, kind, w); break;
+        default: both(4, kind, w);
+    }
+}
+
+INLINE const char *begin(const char *pool, const Part *part, const Kind kind) {
+    return pool + part->offset * size_of(part->float8 ? FLOAT8 : kind);
+}
+
 /* parts, rows: the most that a segment has. */
 INLINE void add(const Kind kind, float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t in,
                 const char *pool, const Segment *segments, int64_t count, int64_t parts, int64_t rows, float *room) {
-    const int64_t blocks = (rows + ROWS - 1) / ROWS, total = count * parts * blocks, size = size_of(kind);
+    const int64_t blocks = (rows + ROWS - 1) / ROWS, total = count * parts * blocks;
     const int64_t run = total < 32 ? 1 : 4; /* in a row, so that the next one is this thread's, too */
     if (kind == BFLOAT16) {
         int64_t end = 0;
         for (int64_t s = 0; s < count; s++) end = end < segments[s].stop ? segments[s].stop : end;
         split(room, x, x_stride, in, end);
-        x = room, x_stride = in;
     }
 #pragma omp parallel for schedule(dynamic, run) if (total > 1)
     for (int64_t n = 0; n < total; n++) {
@@ -138,15 +155,14 @@ INLINE void add(const Kind kind, float *y, int64_t y_stride, const float *x, int
         const int64_t start = segment->start + n % blocks * ROWS;
         if (p >= segment->count || start >= segment->stop) continue;
         const Part *part = segment->parts + p, *soon = next->parts + least(after / blocks % parts, next->count - 1);
-        const char *const a = pool + part->offset * size;
-        const Work w = {y + start * y_stride + part->column, x + start * x_stride, y_stride, x_stride, in,
-                        part->width, part->rank, a, a + part->rank * in * size, pool + soon->offset * size};
-        switch (least(segment->stop - start, ROWS)) {
-            case 1: both(1, kind, w); break;
-            case 2: both(2, kind, w); break;
-            case 3: both(3, kind, w); break;
-            default: both(4, kind, w);
-        }
+        const int64_t height = least(segment->stop - start, ROWS), size = size_of(part->float8 ? FLOAT8 : kind);
+        const char *const a = begin(pool, part, kind);
+        const int is_split = kind == BFLOAT16 && !part->float8;
+        const float *const from = is_split ? room + start * in : x + start * x_stride;
+        const Work w = {y + start * y_stride + part->column, from, y_stride, is_split ? in : x_stride, in,
+                        part->width, part->rank, a, a + part->rank * in * size, begin(pool, soon, kind), part->scale};
+        if (part->float8) some(height, FLOAT8, w);
+        else some(height, kind, w);
     }
 }
 

@@ -38,7 +38,7 @@ INLINE void store(float *at, vector value) { *(vector *)at = value; }
 INLINE vector all(float value) { return (vector){0} + value; }
 
 /* Elements in memory; all are float32 in registers. */
-typedef enum { FLOAT32, BFLOAT16, INT8, INT4 } Kind;
+typedef enum { FLOAT32, BFLOAT16, INT8, INT4, FLOAT8 } Kind; /* FLOAT8: e4m3, without infinities */
 
 /* Not of INT4, two of which share a byte. */
 INLINE int64_t size_of(Kind kind) { return kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1; }
@@ -75,7 +75,26 @@ INLINE integers widen_int8(const char *at) {
 #endif
 }
 
+/* A NaN, which is never stored, becomes 480. */
+INLINE vector widen_float8(const char *at) {
+#if defined(__AVX512F__) && defined(__F16C__)
+    /* The exponent of float16 starts 8 higher, and its subnormals cost nothing more here. */
+    const __m256i code = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)at)), 7);
+    return (vector)_mm512_cvtph_ps(_mm256_and_si256(code, _mm256_set1_epi16((short)0xBFFF))) * all(256);
+#elif defined(__AVX2__) && defined(__F16C__)
+    const __m128i code = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)at)), 7);
+    return (vector)_mm256_cvtph_ps(_mm_and_si128(code, _mm_set1_epi16((short)0xBFFF))) * all(256);
+#else
+    /* Below 2^-6 mantissas count steps of 2^-9: what they would be with a leading 1, less that, twice. */
+    const words code = widen_uint8(at), size = code & 0x7F;
+    const vector number = (vector)((size << 20) + (120u << 23));
+    const words step = (words)(number - all(0.015625f)) & (words)(size < 8);
+    return (vector)((words)(number + (vector)step) | (code & 0x80) << 24);
+#endif
+}
+
 INLINE vector widen(Kind kind, const char *at) {
+    if (kind == FLOAT8) return widen_float8(at);
     if (kind == FLOAT32) return load((const float *)at);
     if (kind == INT8) return __builtin_convertvector(widen_int8(at), vector);
     return (vector)(widen_uint16(at) << 16);
@@ -94,14 +113,19 @@ INLINE vector widen_halves(const char *at, int high) {
 
 /* BFLOAT16: the low or the high halves of LANES words. */
 INLINE vector widen_pairs(const char *at, int high) {
-    typedef uint32_t pairs __attribute__((vector_size(4 * LANES), aligned(4)));
+    typedef uint32_t pairs __attribute__((vector_size(4 * LANES), aligned(2)));
     const words both = *(const pairs *)at;
     return (vector)(high ? both & 0xffff0000u : both << 16);
 }
 
-/* A single float32 or bfloat16. */
+/* A single float32, bfloat16 or 8-bit float. */
 INLINE float widen_one(Kind kind, const char *at) {
     uint32_t bits = 0;
+    if (kind == FLOAT8) {
+        const int code = (uint8_t)*at, size = code & 0x7F;
+        const float number = size < 8 ? size * 0x1p-9f : (8 + size % 8) * (float)(1 << size / 8) * 0x1p-10f;
+        return code & 0x80 ? -number : number;
+    }
     memcpy((char *)&bits + 4 - size_of(kind), at, size_of(kind)); /* little-endian: the upper half */
     float value;
     memcpy(&value, &bits, sizeof value);

@@ -9,7 +9,6 @@ import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.tensor_files import NUMPY_TYPES, RawTensor, read_safetensors, write_safetensors
-from manylora.lora.tensors import is_bfloat16
 
 __all__ = ["is_llgtrt", "read_llgtrt", "write_llgtrt"]
 
@@ -29,15 +28,16 @@ def is_llgtrt(path: Path) -> bool:
 
 
 def read_llgtrt(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Weights [1, rows, W] as stored and config [1, rows, 3 or 4] int32. Raises AdapterInvalidError."""
+    """Weights [1, rows, W] as stored, 8-bit floats as bytes, and config [1, rows, 3 or 4] int32. Raises
+    AdapterInvalidError."""
     tensors = read_safetensors(path)
     if tensors.keys() != NAMES:
         raise AdapterInvalidError(f"{path.name} must hold the two tensors weights and config")
     weights, config = tensors["weights"], tensors["config"]
-    if config.dtype != "I32" or weights.dtype not in ("F32", "F16", "BF16"):
+    if config.dtype != "I32" or weights.dtype not in ("F32", "F16", "BF16", "F8_E4M3"):
         raise AdapterInvalidError(
-            f"{path.name}: config must be int32 and weights float32, float16 or bfloat16, got {config.dtype} "
-            f"and {weights.dtype}"
+            f"{path.name}: config must be int32 and weights float32, float16, bfloat16 or float8 (F8_E4M3), "
+            f"got {config.dtype} and {weights.dtype}"
         )
     if len(weights.shape) != 2 or len(config.shape) != 2:
         raise AdapterInvalidError(f"{path.name}: weights and config must have two dimensions")
@@ -48,7 +48,7 @@ def write_llgtrt(path: Path, weights: np.ndarray, config: np.ndarray) -> None:
     """weights [1, rows, W], config [1, rows, 4]. The is_dora column is left out when no row is DoRA, which is
     the form llgtrt knows. Raises OSError."""
     columns = config[0] if config.shape[2] == 4 and config[0, :, 3].any() else config[0, :, :3]
-    kind = "BF16" if is_bfloat16(weights.dtype) else {"float32": "F32", "float16": "F16"}[weights.dtype.name]
+    kind = next(name for name, dtype in NUMPY_TYPES.items() if dtype == weights.dtype)
     rows = np.ascontiguousarray(weights[0])
     tensors = {
         "config": RawTensor("I32", columns.shape, columns.astype("<i4").tobytes()),

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.float8 import is_float8
 from manylora.lora.formats import one_line
 
 __all__ = ["WEIGHTS", "has_npy", "read_npy", "write_npy"]
@@ -40,6 +41,12 @@ def _read(path: Path) -> np.ndarray:
         # Mapping takes no memory, and fails when the header promises more than the file holds.
         np.lib.format.open_memmap(path, mode="r")
         with path.open("rb") as file:
-            return np.lib.format.read_array(file, allow_pickle=False)
+            values = np.lib.format.read_array(file, allow_pickle=False)
     except Exception as error:  # the header is parsed as Python source: a hostile one may raise anything
         raise AdapterInvalidError(f"{path.name} is not a readable .npy array: {one_line(error)}") from error
+    if is_float8(values.dtype):
+        raise AdapterInvalidError(
+            f"{path.name} holds numbers of one byte, and nothing in it says which: give them as F8_E4M3 in a "
+            "safetensors file of llgtrt's form, or as bfloat16 here"
+        )
+    return values

@@ -11,15 +11,19 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.kernels.loading import narrow
+from manylora.lora import staging
+from manylora.lora.float8 import FLOAT8
 from manylora.lora.formats import one_line
 from manylora.lora.formats.base_weights import BaseReader, BaseWeights
 from manylora.lora.formats.peft_config import CONFIG, PeftConfig, read_peft_config
-from manylora.lora.formats.peft_experts import EXPERT_KEY, expert_rows
+from manylora.lora.formats.peft_experts import EXPERT_KEY, check_scale, expert_rows
 from manylora.lora.formats.peft_extras import is_extra, read_extras
 from manylora.lora.formats.peft_names import (
     ATTENTION_IDS,
@@ -32,13 +36,13 @@ from manylora.lora.formats.peft_names import (
 from manylora.lora.formats.peft_stacks import STACK_KEY, check_stacks, stack_parts
 from manylora.lora.formats.tensor_files import (
     RawTensor,
-    check_finite,
     decode,
+    read_float8,
     read_safetensors,
     read_torch,
 )
 from manylora.lora.modules import LoraModule
-from manylora.lora.tensors import AdapterRow, check_dims
+from manylora.lora.tensors import BFLOAT16, AdapterRow, check_dims, digest_values
 from manylora.request import LoraExtra
 
 __all__ = ["has_peft", "peft_tensors", "read_peft", "read_peft_whole"]
@@ -106,10 +110,20 @@ def read_peft_whole(
     *,
     base: BaseWeights | None = None,
     allow_bin: bool = False,
+    digest: bool = False,
+    bfloat16: bool = False,
+    float8: bool = False,
 ) -> tuple[list[AdapterRow], list[LoraExtra]]:
-    """As `read_peft`, with what has no row; base: needed for that too, since it is relative to the base."""
+    """As `read_peft`, with what has no row; base: needed for that too, since it is relative to the base.
+
+    digest: take that of each row as it is read, where the adapter's will be wanted. bfloat16: narrow rows
+    then, for pages of that type; those of routed experts stay as they are. float8: an adapter whose matrices
+    all are F8_E4M3 keeps them so, with the scaling beside each row; with DoRA it does not. Extras are in
+    float32.
+    """
     config, tensors, found = _open(folder, base, allow_bin)
-    rows = _rows(tensors, config, None, modules, base)
+    kept = float8 and _is_float8(tensors, config)
+    rows = _rows(tensors, config, None, modules, base, digest, bfloat16 and not kept, kept)
     with base.open() if base is not None else nullcontext() as reader:
         extras = read_extras(found, tensors, config, modules, reader)
     if not rows and not extras:
@@ -149,16 +163,27 @@ def _rows(
     partial: list[str] | None,
     modules: Mapping[int, LoraModule] | None,
     base: BaseWeights | None,
+    digest: bool = False,
+    bfloat16: bool = False,
+    float8: bool = False,
 ) -> list[AdapterRow]:
     experts = {key: tensor for key, tensor in tensors.items() if EXPERT_KEY.fullmatch(key)}
     stacks = {key: tensor for key, tensor in tensors.items() if STACK_KEY.fullmatch(key)}
     plain = {key: tensor for key, tensor in tensors.items() if key not in experts and key not in stacks}
     check_stacks((key for key in plain if PEFT_KEY.fullmatch(key)), modules)
     found = _gather(plain, partial) | stack_parts(stacks, modules)
-    rows = expert_rows({key: decode(key, tensor) for key, tensor in experts.items()}, config, modules)
+    read = read_float8 if float8 else decode
+    rows = expert_rows({key: read(key, tensor) for key, tensor in experts.items()}, config, modules)
     with base.open() if base is not None else nullcontext() as reader:
-        rows += _read_rows(found, config, modules, reader)
+        rows += _read_rows(found, config, modules, reader, digest, bfloat16, float8)
     return sorted(rows, key=lambda row: (row.layer, row.module_id))
+
+
+def _is_float8(tensors: Mapping[str, RawTensor], config: PeftConfig) -> bool:
+    """Whether all are matrices of 8-bit floats, and each row has one scaling: experts of a row may differ."""
+    if config.use_dora or (config.alpha_pattern and any(EXPERT_KEY.fullmatch(key) for key in tensors)):
+        return False
+    return all(t.dtype == "F8_E4M3" and not DORA.search(key) for key, t in tensors.items())
 
 
 def _gather(tensors: Mapping[str, RawTensor], partial: list[str] | None) -> dict[tuple[int, int], Parts]:
@@ -194,21 +219,38 @@ def _read_rows(
     config: PeftConfig,
     modules: Mapping[int, LoraModule] | None,
     base: BaseReader | None,
+    digest: bool,
+    bfloat16: bool,
+    float8: bool,
 ) -> list[AdapterRow]:
-    """All payloads in one piece of memory, for which the system has large pages; a large adapter's are read
-    by several threads."""
+    """All payloads in one piece of memory; a large adapter's are read by several threads."""
     sizes = {place: sum(math.prod(t.shape) for *_, t in parts.values()) for place, parts in found.items()}
-    room = iter(np.split(np.empty(sum(sizes.values()), np.float32), np.cumsum(list(sizes.values()))[:-1]))
+    kind = np.dtype(np.uint8) if float8 else BFLOAT16 if bfloat16 else staging.FLOAT32
+    whole = staging.take(sum(sizes.values()), kind)
+    room = iter(np.split(whole, np.cumsum(list(sizes.values()))[:-1]))
     places = {place: next(room) for place in found}
 
-    def row(place: tuple[int, int]) -> AdapterRow:
-        return _row(*place, found[place], config, modules, base, places[place])
+    def read(part: list[tuple[int, int]]) -> list[AdapterRow]:
+        made = []
+        widest = max((sizes[place] for place in part), default=0)
+        wide = np.empty(widest if bfloat16 else 0, np.float32)  # one row at a time
+        for place in part:
+            kept = places[place]
+            payload = wide[: kept.size] if bfloat16 else kept
+            one = _row(*place, found[place], config, modules, base, payload, digest)
+            if bfloat16:
+                narrow(kept.view(np.uint16), payload)
+                one = replace(one, payload=kept)
+            made.append(one)
+        return made
 
     order = sorted(found)
     if sum(sizes.values()) < PARALLEL or any("magnitude" in parts for parts in found.values()):
-        return [row(place) for place in order]
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-        return list(pool.map(row, order))
+        return read(order)
+    threads = min(THREADS, os.cpu_count() or 1)
+    parts = [order[first :: 4 * threads] for first in range(4 * threads)]  # a task costs more than some rows
+    with ThreadPoolExecutor(threads) as pool:
+        return [one for rows in pool.map(read, parts) for one in rows]
 
 
 def _row(
@@ -219,8 +261,9 @@ def _row(
     modules: Mapping[int, LoraModule] | None,
     base: BaseReader | None,
     payload: np.ndarray,
+    digest: bool,
 ) -> AdapterRow:
-    """payload: float32, to be filled."""
+    """payload: float32, or the bytes of 8-bit floats, to be filled."""
     missing = sorted({"A", "B"} - parts.keys())
     if missing:
         present = next(iter(parts.values()))[0]
@@ -231,17 +274,21 @@ def _row(
     a = payload[:end].reshape(stored_a.shape)
     b = payload[end : end + math.prod(stored_b.shape)].reshape(stored_b.shape)
     check_dims(path, a, b, module)
-    stored_a.fill(key_a, a)
-    stored_b.fill(key_b, b, check=False)
-    if (turned := in_peft_order(path, module_id, b, module)) is not b:
-        b[...] = turned
     # A router is a parameter to newer PEFT, and called so in patterns.
     named = f"{path}.weight" if module_id == ROUTER and config.target_parameters else path
-    scale = np.float32(config.scale(named, a.shape[0]))
-    if scale != 1:
-        with np.errstate(over="ignore"):
-            b *= scale
-    check_finite(f"{key_b} (with its scaling)", b)
+    scale = config.scale(named, a.shape[0])
+    if payload.dtype == np.uint8:
+        a[...], b[...] = read_float8(key_a, stored_a), read_float8(key_b, stored_b)
+        check_scale(path, scale)
+        b[...] = in_peft_order(path, module_id, b, module)
+        payload[end:] = in_our_order(path, module_id, b, module).ravel()
+        payload = payload.view(FLOAT8)
+        content = digest_values(payload) if digest else b""
+        return AdapterRow(module_id, layer, a.shape[0], False, payload, content, float(np.float32(scale)))
+    stored_a.fill(key_a, a)
+    stored_b.fill(f"{key_b} (with its scaling)", b, scale)
+    if (turned := in_peft_order(path, module_id, b, module)) is not b:
+        b[...] = turned
     columns: list[np.ndarray] = [b]
     if "magnitude" in parts:
         transposed = config.fan_in_fan_out if module is None else module.transposed
@@ -253,7 +300,8 @@ def _row(
     columns = [in_our_order(path, module_id, column, module) for column in columns]
     if columns[0] is not b or len(columns) > 1:
         np.concatenate([column.ravel() for column in columns], out=payload[end:])
-    return AdapterRow(module_id, layer, a.shape[0], "magnitude" in parts, payload)
+    content = digest_values(payload) if digest else b""  # now, while it is in the cache
+    return AdapterRow(module_id, layer, a.shape[0], "magnitude" in parts, payload, content)
 
 
 def _magnitude(

@@ -15,11 +15,14 @@ from dataclasses import replace
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.float8 import FLOAT8
 from manylora.lora.formats.peft_config import CONFIG, PeftConfig
 from manylora.lora.modules import MODULE_NAMES, LoraModule
 from manylora.lora.tensors import AdapterRow, check_dims
 
-__all__ = ["EXPERT_KEY", "EXPERT_PATHS", "expert_rows"]
+__all__ = ["EXPERT_KEY", "EXPERT_PATHS", "check_scale", "expert_rows"]
+
+LARGEST_SCALE = 1e36  # times 448, a float32
 
 H_TO_4H, DOWN, GATE = 13, 14, 15
 EXPERT_NAMES = {
@@ -45,6 +48,8 @@ Modules = Mapping[int, LoraModule] | None
 
 def expert_rows(tensors: Mapping[str, np.ndarray], config: PeftConfig, modules: Modules) -> list[AdapterRow]:
     """Rows in float32, the scaling folded into B. tensors: those whose names EXPERT_KEY matches.
+
+    Tensors as bytes of 8-bit floats give rows of these, with the scaling, which is one for a row, beside it.
 
     modules: the model's, whose experts and dimensions the adapter must then have. Raises AdapterInvalidError.
     """
@@ -92,8 +97,10 @@ def _from_single(
                 f"{where}: A and B of expert {number} are {a.shape} and {b.shape}, of expert 0 "
                 f"{first[0].shape} and {first[1].shape}: all must be alike"
             )
-        pairs.append((a, b * np.float32(config.scale(path, len(a)))))
-    return _row(module_id, layer, np.stack([a for a, _ in pairs]), np.stack([b for _, b in pairs]))
+        scale = config.scale(path, len(a))
+        pairs.append((a, _scaled(path, b, scale)))
+    a, b = (np.stack([pair[i] for pair in pairs]) for i in range(2))
+    return _row(module_id, layer, a, b, scale)
 
 
 def _from_stacked(
@@ -113,7 +120,8 @@ def _from_stacked(
         module = modules.get(target) if modules else None
         _check_count(f"{path} with rank {rank}", count, module)
         a = a.reshape(count, rank, -1)
-        b = b.reshape(len(b), rank, count).transpose(2, 0, 1) * np.float32(config.scale(parameter, rank))
+        scale = config.scale(parameter, rank)
+        b = _scaled(path, b.reshape(len(b), rank, count).transpose(2, 0, 1), scale)
         if name == "down_proj":
             parts = {DOWN: b}
         else:
@@ -123,7 +131,7 @@ def _from_stacked(
             parts = {H_TO_4H: b[:, :half], GATE: b[:, half:]}
         for module_id, part in parts.items():
             check_dims(path, a[0], part[0], _of_one(modules, module_id))
-            rows.append(_row(module_id, layer, *_without_idle_ranks(a, part)))
+            rows.append(_row(module_id, layer, *_without_idle_ranks(a, part), scale))
     return rows
 
 
@@ -190,5 +198,21 @@ def _of_one(modules: Modules, module_id: int) -> LoraModule | None:
     return replace(module, in_dim=module.in_dim // count, out_dim=module.out_dim // count)
 
 
-def _row(module_id: int, layer: int, a: np.ndarray, b: np.ndarray) -> AdapterRow:
-    return AdapterRow(module_id, layer, a.shape[1], False, np.concatenate((a.ravel(), b.ravel())))
+def check_scale(where: str, scale: float) -> None:
+    """Of a row of 8-bit floats. Raises AdapterInvalidError for one beyond float32."""
+    if not abs(scale) < LARGEST_SCALE:
+        raise AdapterInvalidError(f"{where}: its scaling {scale:g} is beyond float32's range")
+
+
+def _scaled(where: str, b: np.ndarray, scale: float) -> np.ndarray:
+    if b.dtype == np.uint8:
+        check_scale(where, scale)
+        return b
+    return b * np.float32(scale)
+
+
+def _row(module_id: int, layer: int, a: np.ndarray, b: np.ndarray, scale: float) -> AdapterRow:
+    payload, rank = np.concatenate((a.ravel(), b.ravel())), a.shape[1]
+    if payload.dtype != np.uint8:
+        return AdapterRow(module_id, layer, rank, False, payload)
+    return AdapterRow(module_id, layer, rank, False, payload.view(FLOAT8), scale=float(np.float32(scale)))

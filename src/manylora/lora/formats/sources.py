@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.float8 import FLOAT8_NAME, has_float8_nan, is_float8, widen_float8
 from manylora.lora.formats import one_line
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.llgtrt import is_llgtrt, read_llgtrt
@@ -17,7 +18,7 @@ from manylora.lora.formats.npy import has_npy, read_npy
 from manylora.lora.formats.peft import has_peft, peft_tensors, read_peft, read_peft_whole
 from manylora.lora.formats.tensor_files import common_dtype
 from manylora.lora.modules import LoraModule
-from manylora.lora.tensors import AdapterRow, is_bfloat16, pack_rows
+from manylora.lora.tensors import AdapterRow, lora_input, narrow_to_bfloat16, pack_rows, type_name
 from manylora.request import LoraExtra, LoraInput
 
 __all__ = ["Source", "find_source", "read_lora", "read_rows", "read_source", "read_whole", "source_dtype"]
@@ -75,17 +76,24 @@ def read_source(
     modules: Mapping[int, LoraModule] | None = None,
     base: BaseWeights | None = None,
     allow_bin: bool = False,
+    float8: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] and config [1, rows, 3 or 4] int32; of PEFT and NeMo in float32, else as stored.
 
     modules: the model's, whose dimensions the matrices of PEFT and NeMo must then have; the other sources do
     not say theirs. base: what the DoRA magnitudes of PEFT are normalised with. allow_bin: read PEFT's
-    adapter_model.bin. Raises AdapterInvalidError, for an adapter with extras too: `read_lora` reads those.
+    adapter_model.bin. float8: leave weights that are stored in 8 bits so; else they are widened to bfloat16.
+    Raises AdapterInvalidError, for an adapter with extras too: `read_lora` reads those.
     """
     if source.kind == "npy":
         return read_npy(source.path)
     if source.kind == "llgtrt":
-        return read_llgtrt(source.path)
+        weights, config = read_llgtrt(source.path)
+        if is_float8(weights.dtype) and not float8:
+            if has_float8_nan(weights):
+                raise AdapterInvalidError(f"{source.path.name}: weights holds a NaN")
+            weights = narrow_to_bfloat16(widen_float8(weights))  # exact
+        return weights, config
     return pack_rows(read_rows(source, modules=modules, base=base, allow_bin=allow_bin))
 
 
@@ -108,12 +116,12 @@ def read_lora(
     *,
     modules: Mapping[int, LoraModule] | None = None,
     base: BaseWeights | None = None,
+    float8: bool = True,
 ) -> LoraInput:
     """An adapter whole, extras included, as a request in this process carries it; else as `read_source`."""
     if source.kind != "peft":
-        return LoraInput(task_id, *read_source(source, modules=modules, base=base))
-    rows, extras = read_whole(source, modules=modules, base=base)
-    return LoraInput(task_id, *pack_rows(rows), extras=tuple(extras))
+        return LoraInput(task_id, *read_source(source, modules=modules, base=base, float8=float8))
+    return lora_input(task_id, *read_whole(source, modules=modules, base=base, float8=float8))
 
 
 def read_whole(
@@ -122,18 +130,22 @@ def read_whole(
     modules: Mapping[int, LoraModule] | None = None,
     base: BaseWeights | None = None,
     allow_bin: bool = False,
+    digest: bool = False,
+    bfloat16: bool = False,
+    float8: bool = True,
 ) -> tuple[list[AdapterRow], list[LoraExtra]]:
-    """Rows as `read_rows`, and extras, which only PEFT has."""
+    """Rows as `read_rows`, and extras, which only PEFT has. digest, bfloat16, float8: `read_peft_whole`'s."""
     if source.kind == "peft":
-        return read_peft_whole(source.path, modules, base=base, allow_bin=allow_bin)
+        how = {"digest": digest, "bfloat16": bfloat16, "float8": float8}
+        return read_peft_whole(source.path, modules, base=base, allow_bin=allow_bin, **how)
     return read_rows(source, modules=modules, base=base, allow_bin=allow_bin), []
 
 
 def source_dtype(source: Source, *, allow_bin: bool = False) -> str:
-    """What the source stores: float16 or bfloat16 if every tensor is; else float32."""
+    """What the source stores: float16, bfloat16 or float8_e4m3fn if every tensor is; else float32."""
     if source.kind in ("npy", "llgtrt"):
-        dtype = read_source(source)[0].dtype
-        return "bfloat16" if is_bfloat16(dtype) else "float16" if dtype == np.float16 else "float32"
+        name = type_name(read_source(source, float8=True)[0])
+        return name if name in ("float16", "bfloat16", FLOAT8_NAME) else "float32"
     nemo = source.kind == "nemo"
     tensors = nemo_tensors(source.path) if nemo else peft_tensors(source.path, allow_bin)
     return common_dtype(list(tensors.values()))

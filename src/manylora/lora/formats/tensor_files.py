@@ -16,7 +16,6 @@ import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,8 @@ import numpy as np
 from safetensors import safe_open
 
 from manylora.errors import AdapterInvalidError
+from manylora.kernels.loading import all_finite, widen
+from manylora.lora.float8 import FLOAT8, FLOAT8_NAME, has_float8_nan, widen_float8
 from manylora.lora.formats import one_line
 from manylora.lora.tensors import BFLOAT16, narrow_to_bfloat16, widen_bfloat16
 
@@ -33,6 +34,7 @@ __all__ = [
     "common_dtype",
     "decode",
     "encode",
+    "read_float8",
     "read_safetensors",
     "read_torch",
     "write_safetensors",
@@ -44,13 +46,14 @@ NUMPY_TYPES: dict[str, np.dtype] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": BFLOAT16,
+    "F8_E4M3": FLOAT8,
 }
-FLOAT8 = "F8_E4M3"  # NumPy has no such type
-NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": FLOAT8_NAME}
 # All that the pickle of a state dict needs.
 ALLOWED_GLOBALS = re.compile(
     r"torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)|collections OrderedDict"
 )
+NEWER_TENSOR = "torch._utils _rebuild_tensor_v3"  # by which types without a storage class of their own go
 BY_NAME = ("STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4", "NEWOBJ_EX", "OBJ")  # other ways to a class
 MAX_OPCODES = 500_000  # about 16 000 tensors; reading them takes half a second
 MAX_ENTRIES = 50_000
@@ -105,15 +108,20 @@ class RawTensor:
         self.held.read_into(read)
         return read
 
-    def fill(self, key: str, target: np.ndarray, check: bool = True) -> None:
-        """Values as float32 into a contiguous target of as many. check: whether they are finite, unless the
-        caller does. Raises AdapterInvalidError as `decode`."""
+    def fill(self, key: str, target: np.ndarray, scale: float = 1.0) -> None:
+        """Values times scale as float32 into a contiguous target of as many, without memory of their size
+        beside it. Raises AdapterInvalidError as `decode`, for what the scale makes of them too."""
+        target = target.reshape(-1)
+        stored = target
         if self.dtype == "F32" and isinstance(self.held, _Span):
             self.held.read_into(target)
-            if check:
-                check_finite(key, target)
+        elif self.dtype == "BF16" and isinstance(self.held, _Span):
+            stored = target.view(np.uint16)[target.size :]  # the rear half, which is widened last
+            self.held.read_into(stored)
         else:
-            target[...] = decode(key, self).reshape(target.shape)
+            target[...] = decode(key, self).reshape(-1)
+        if not widen(target, stored, np.float32(scale)):
+            raise AdapterInvalidError(f"{key} holds a NaN or an infinity")
 
 
 def read_safetensors(path: Path) -> dict[str, RawTensor]:
@@ -188,32 +196,36 @@ def read_torch(data: bytes, name: str) -> dict[str, RawTensor]:
 
 def decode(key: str, tensor: RawTensor) -> np.ndarray:
     """Any floating type to float32, in the tensor's shape. Raises AdapterInvalidError, for NaN too."""
-    kind = np.dtype(np.uint8) if tensor.dtype == FLOAT8 else NUMPY_TYPES.get(tensor.dtype)
+    kind = NUMPY_TYPES.get(tensor.dtype)
     if kind is None:
         raise AdapterInvalidError(
-            f"{key} must be float32, float16, bfloat16 or float8_e4m3, got {tensor.dtype}"
+            f"{key} must be float32, float16, bfloat16 or float8 (F8_E4M3), got {tensor.dtype}"
         )
     values = np.frombuffer(tensor.data, kind)
-    if tensor.dtype == FLOAT8:
-        values = _float8_values()[values]
     with np.errstate(over="ignore"):
-        values = widen_bfloat16(values) if tensor.dtype == "BF16" else values.astype(np.float32)
+        widen = {"BF16": widen_bfloat16, "F8_E4M3": widen_float8}.get(tensor.dtype)
+        values = widen(values) if widen else values.astype(np.float32)
     check_finite(key, values)
     return values.reshape(tensor.shape)
 
 
+def read_float8(key: str, tensor: RawTensor) -> np.ndarray:
+    """The bytes of F8_E4M3, uint8 in the tensor's shape. Raises AdapterInvalidError for a NaN."""
+    values = np.frombuffer(tensor.data, np.uint8).reshape(tensor.shape)
+    if has_float8_nan(values):
+        raise AdapterInvalidError(f"{key} holds a NaN")
+    return values
+
+
 def check_finite(key: str, values: np.ndarray) -> None:
     """values: float32, any shape. Raises AdapterInvalidError."""
-    if not np.isfinite(values).all():
+    if not all_finite(values):
         raise AdapterInvalidError(f"{key} holds a NaN or an infinity")
 
 
 def encode(key: str, values: np.ndarray, dtype: str) -> RawTensor:
-    """float32 values to a tensor of `dtype`, or of float32 in place of float8_e4m3.
-
-    Raises AdapterInvalidError when one is beyond its range.
-    """
-    dtype = "F32" if dtype == FLOAT8 else dtype
+    """float32 values to a tensor of `dtype`, which is not F8_E4M3. Raises AdapterInvalidError when one is
+    beyond its range."""
     with np.errstate(over="ignore"):
         stored = narrow_to_bfloat16(values) if dtype == "BF16" else values.astype(NUMPY_TYPES[dtype])
     tensor = RawTensor(dtype, values.shape, stored.tobytes())
@@ -222,7 +234,7 @@ def encode(key: str, values: np.ndarray, dtype: str) -> RawTensor:
 
 
 def common_dtype(tensors: Sequence[RawTensor]) -> str:
-    """float16 or bfloat16 when every tensor is; else float32."""
+    """float16, bfloat16 or float8_e4m3fn when every tensor is; else float32."""
     kinds = {tensor.dtype for tensor in tensors}
     return NAMES.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
 
@@ -234,16 +246,6 @@ def _tensor(file: _File, offset: int, entry: Mapping[str, Any]) -> RawTensor:
     if kind is not None and math.prod(tensor.shape) * kind.itemsize != end - start:
         raise ValueError("a tensor's place in it is not of the tensor's size")
     return tensor
-
-
-@cache
-def _float8_values() -> np.ndarray:
-    """What each byte means: a sign, four bits of exponent, three of mantissa; no infinities."""
-    codes = np.arange(256)
-    exponent, mantissa = (codes >> 3) & 15, codes & 7
-    size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
-    size[codes & 127 == 127] = np.nan
-    return np.where(codes < 128, size, -size).astype(np.float32)
 
 
 def _check_archive(data: bytes) -> None:
@@ -267,6 +269,8 @@ def _check_pickle(data: bytes) -> None:
     for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
         if number == MAX_OPCODES:
             raise ValueError("its pickle is longer than an adapter's can be")
+        if argument == NEWER_TENSOR:
+            raise ValueError("it holds 8-bit floats or another type that is read from safetensors only")
         named = opcode.name == "GLOBAL" and not ALLOWED_GLOBALS.fullmatch(str(argument))
         if named or opcode.name in BY_NAME:
             what = str(argument or opcode.name).replace(" ", ".")[:80]

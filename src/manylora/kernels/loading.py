@@ -1,0 +1,84 @@
+"""Values of adapters on their way in: widened, scaled and checked, then laid out in pages.
+
+Compiled, where the process has the compiled kernels; NumPy's copies take two to three times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from manylora.kernels import native
+
+__all__ = ["all_finite", "can_lay_out", "lay_out", "narrow", "widen"]
+
+SMALL = 2**14  # elements that NumPy is done with before a foreign function is called
+WIDE, NARROW = "float32", "bfloat16"
+MOVED = (WIDE, NARROW, "float16")
+
+
+def widen(target: np.ndarray, source: np.ndarray, scale: np.float32) -> bool:
+    """target = source * scale, and whether all of it is finite.
+
+    target: float32, contiguous. source: as many values, float32, or bfloat16 as its bits in uint16. It may be
+    the target, or bfloat16 in the target's rear half.
+    """
+    library = native.loaded() if target.size >= SMALL else None
+    if library is not None and source.flags.c_contiguous and target.flags.c_contiguous:
+        call = library.widen_float32 if source.dtype == np.float32 else library.widen_bfloat16
+        return bool(call(target.ctypes.data, source.ctypes.data, target.size, float(scale)))
+    if source.dtype == np.uint16:
+        np.left_shift(source, 16, out=target.view(np.uint32), dtype=np.uint32)
+    elif source is not target:
+        target[...] = source
+    with np.errstate(over="ignore", invalid="ignore"):
+        if scale != 1:
+            target *= scale
+    return bool(np.isfinite(target).all())
+
+
+def narrow(target: np.ndarray, source: np.ndarray) -> None:
+    """target = source as bfloat16, to the nearest, ties to even. target: its bits in uint16; source: as many
+    float32, contiguous, no NaN."""
+    if source.size >= SMALL and native.loaded() is not None:
+        lay_out([(source.ctypes.data, target.ctypes.data, 1, 1, 0, 0, source.size)], NARROW, WIDE, 1)
+        return
+    bits = source.view(np.uint32)
+    target[...] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+
+
+def all_finite(values: np.ndarray) -> bool:
+    """Of any floating type that NumPy knows, and any shape; float32 without memory beside it."""
+    if values.dtype == np.float32 and values.flags.c_contiguous:
+        return widen(values, values, np.float32(1))
+    return bool(np.isfinite(values).all())
+
+
+def can_lay_out(target: str, source: str) -> bool:
+    """Whether `lay_out` converts a source's type to that of the pages; both by NumPy's names, or bfloat16."""
+    known = {target, source} == {WIDE, NARROW} or (target == source and source in MOVED)
+    return known and native.loaded() is not None
+
+
+def lay_out(rows: Sequence[tuple[int, ...]], target: str, source: str, threads: int) -> None:
+    """Write rows into their pages: A as it is, B [out, rank] as [rank, out], one expert's side by side.
+
+    rows: addresses of the source, A [experts, rank, in] and B [experts, out, rank], and of the target; then
+    experts, rank, in and out of one expert, and how many values behind them are copied as they are. target,
+    source: types that `can_lay_out`.
+    """
+    # What is only moved may be anything of its size.
+    kinds = [NARROW if kind == "float16" else kind for kind in (target, source)]
+    library = native.loaded()
+    assert library is not None
+    call = getattr(library, f"lay_out_{kinds[0]}_{kinds[1]}")
+    table = np.array(rows, np.int64).reshape(-1, 7)
+    if threads == 1:
+        call(table.ctypes.data, len(table))
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        parts = np.array_split(table, 4 * threads)  # rows differ in size
+        for done in [pool.submit(call, part.ctypes.data, len(part)) for part in parts]:
+            done.result()

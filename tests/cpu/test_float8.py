@@ -1,0 +1,382 @@
+"""Protects adapters stored as 8-bit floats (F8_E4M3), from PEFT directories and llgtrt's file: kept so in the
+cache, at half or a quarter of the room; their answers are those of the same numbers in float32."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_moe import by_number
+from test_parity_adapters import agree, mixed_logits, tokens
+
+from manylora.config import EngineConfig, LoraCacheConfig
+from manylora.engine.engine import Engine
+from manylora.errors import AdapterInvalidError
+from manylora.llmapi import LLM, LoRARequest
+from manylora.llmapi import SamplingParams as LlmParams
+from manylora.lora.catalog import read_adapter_folder
+from manylora.lora.convert import convert_source
+from manylora.lora.float8 import FLOAT8, widen_float8
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.sources import find_source, read_lora
+from manylora.lora.modules import lora_modules
+from manylora.lora.report import BaseModel, inspect_adapter
+from manylora.lora.store import AdapterStore
+from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_tensors, widen_bfloat16
+from manylora.model.checkpoint import read_model_config
+from manylora.openai.disk_level import DiskLevel
+from manylora.openai.reader import AdapterReader
+from manylora.request import LoraInput, Request, SamplingParams
+from manylora.testing import make_adapter, make_model, reference_generate, reference_logits
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+KINDS: dict[str, dict[str, Any]] = {
+    "scale 2": {"rank": 8},
+    "rsLoRA": {"rank": 9, "use_rslora": True, "rank_pattern": {"o_proj": 2}},
+    "patterns": {"rank": 3, "alpha_pattern": {"k_proj": 1.7}, "rank_pattern": {"down_proj": 17}},
+    "biases": {"rank": 5, "bias": "all"},
+}
+FILE = "adapter_model.safetensors"
+
+
+def narrow(adapter: Path, *, only: str = "", dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Path, Path]:
+    """The adapter with its LoRA matrices in 8 bits, and what these mean in float32, for PEFT."""
+    small, wide = (adapter.with_name(f"{adapter.name}-{name}") for name in ("float8", "wide"))
+    found = load_file(adapter / FILE)
+    for path, last in ((small, dtype), (wide, torch.float32)):
+        shutil.copytree(adapter, path)
+        stored = {
+            key: value.to(dtype).to(last) if ".lora_" in key and only in key and value.ndim > 1 else value
+            for key, value in found.items()
+        }
+        save_file({key: value.contiguous() for key, value in stored.items()}, path / FILE)
+    return small, wide
+
+
+def read(model: Path, adapter: Path, task_id: int = 0) -> LoraInput:
+    modules = lora_modules(read_model_config(model))
+    return read_lora(find_source(adapter), task_id, modules=modules, base=BaseWeights(model))
+
+
+def check(model: Path, lora: LoraInput) -> Adapter:
+    config = read_model_config(model)
+    return adapter_from_tensors(lora, lora_modules(config), config.num_layers, 64)
+
+
+def described(row: AdapterRow) -> tuple[object, ...]:
+    return row.module_id, row.layer, row.rank, row.dora, row.scale, row.payload.dtype, row.payload.tobytes()
+
+
+def is_kept(lora: LoraInput) -> bool:
+    return lora.weights is not None and lora.weights.dtype == FLOAT8
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("float8")
+
+
+@pytest.fixture(scope="module")
+def model(workshop: Path) -> Path:
+    return make_model(workshop / "model", "llama-biases", seed=3)
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, workshop: Path) -> tuple[Path, Path]:
+    """Of scale sqrt(5), which no 8-bit float is."""
+    return narrow(make_adapter(workshop / "one", model, 1, 5, ALL, alpha=5, use_rslora=True))
+
+
+def test_bytes_mean_what_torch_says() -> None:
+    every = np.arange(256, dtype=np.uint8)
+    want = torch.from_numpy(every).view(torch.float8_e4m3fn).float().numpy()
+    np.testing.assert_array_equal(widen_float8(every.view(FLOAT8)), want)
+
+
+def test_every_kind_in_one_batch_with_wide_ones(model: Path, workshop: Path) -> None:
+    """Logits as PEFT gives them for the same numbers in float32."""
+    pairs = [
+        narrow(make_adapter(workshop / f"kind-{i}", model, i, **{"modules": ALL, **options}))
+        for i, options in enumerate(KINDS.values())
+    ]
+    inputs = [read(model, small, i) for i, (small, _) in enumerate(pairs)]
+    assert all(map(is_kept, inputs))
+    assert {float(s) for lora in inputs for s in lora.scales} >= {2.0, 6.0}  # type: ignore[union-attr]
+    plain = make_adapter(workshop / "plain", model, 9, 12, ALL)
+    inputs += [read(model, plain, 8), None]
+    truths = [*(wide for _, wide in pairs), plain, None]
+    for truth, found in zip(truths, mixed_logits(model, inputs), strict=True):  # type: ignore[arg-type]
+        number = truths.index(truth)
+        assert agree(found, reference_logits(model, truth, tokens(20, number))), number
+
+
+def test_fused_modules(workshop: Path) -> None:
+    phi = make_model(workshop / "phi3", "phi3", seed=4)
+    fused = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    small, wide = narrow(make_adapter(workshop / "fused", phi, 2, 7, fused))
+    given = read(phi, small)
+    assert is_kept(given)
+    [found] = mixed_logits(phi, [given])
+    assert agree(found, reference_logits(phi, wide, tokens(20, 0)))
+
+
+@pytest.mark.parametrize("options", [{}, {"alpha_pattern": {"experts.gate_up_proj": 3}}])
+def test_routed_experts(workshop: Path, options: dict[str, Any]) -> None:
+    """Those of a row share a scaling, unless patterns name them: then they are widened."""
+    moe = make_model(workshop / f"moe-{len(options)}", "mixtral", seed=8)
+    experts = ["experts.gate_up_proj", "experts.down_proj"]
+    made = make_adapter(
+        workshop / f"experts-{len(options)}", moe, 5, 4, ("q_proj",), target_parameters=experts, **options
+    )
+    small, wide = narrow(made)
+    given = read(moe, small)
+    assert is_kept(given) == (not options)
+    [found] = mixed_logits(moe, [given])
+    assert agree(found, reference_logits(moe, wide, tokens(20, 0)))
+    if not options:
+        old = by_number(small, workshop / "by number", mixtral=True)
+        assert check(moe, read(moe, old)).digest == check(moe, given).digest
+
+
+def greedy(engine: Engine, loras: list[LoraInput | None], new: int = 12) -> list[list[int]]:
+    handles = [
+        engine.submit(engine.prepare(Request(tuple(tokens(9, i)), SamplingParams(max_tokens=new), lora=lora)))
+        for i, lora in enumerate(loras)
+    ]
+    found: dict[int, list[int]] = {handle: [] for handle in handles}
+    while engine.has_work:
+        for handle, event in engine.step():
+            found[handle] += event.token_ids
+    return [found[handle] for handle in handles]
+
+
+def test_greedy_tokens_in_one_engine_with_a_prefetch_directory(
+    model: Path, pair: tuple[Path, Path], workshop: Path
+) -> None:
+    small, wide = pair
+    shutil.copytree(small, workshop / "prefetch" / "1")
+    plain = make_adapter(workshop / "prefetch" / "2", model, 7, 4, ALL)
+    cache = LoraCacheConfig(gpu_memory_bytes=2**22, prefetch_dir=workshop / "prefetch")
+    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, lora=cache))
+    assert engine.adapters.stats().host_adapters == 2
+    loras = [LoraInput(1), LoraInput(2), None, LoraInput(1), read(model, small, 5)]
+    for i, (found, truth) in enumerate(
+        zip(greedy(engine, loras), (wide, plain, None, wide, wide), strict=True)
+    ):
+        assert found == reference_generate(model, truth, tokens(9, i), 12), i
+    assert engine.adapters.stats().host_adapters == 2, "the same content has two digests"
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_cache_keeps_bytes_and_gives_them_back(
+    model: Path, pair: tuple[Path, Path], dtype: torch.dtype
+) -> None:
+    small, wide = pair
+    config = read_model_config(model)
+    cache = LoraCacheConfig(gpu_memory_bytes=2**21, host_memory_bytes=2**21, max_adapter_size=8)
+    store = AdapterStore.open(config, cache, torch.device("cpu"), dtype, 2**30)
+    layouts = {}
+    for task_id, path in enumerate(pair):
+        lora = read(model, path, task_id)
+        lease = store.acquire(lora, store.prepare(lora))
+        assert store.admit(lease)
+        layouts[path] = lease.layout
+        if path == small:
+            given = check(model, lora)
+            entry = store._cache.host.entries[lease.digest]
+            store.batch([(0, 1, lease)])  # waits until it is written
+            back = store._pool.read_host(lease.digest, lease.layout, entry.pages)
+            assert list(map(described, back.rows)) == list(map(described, given.rows))
+            assert given.digest == lease.digest
+            assert {row.payload.dtype for row in back.rows} == {FLOAT8}
+    slots = {path: sum(layout.used_slots) for path, layout in layouts.items()}
+    assert slots[small] <= -(-slots[wide] // dtype.itemsize) + len(layouts[small].placements)
+    store.close()
+
+
+def test_an_adapter_that_gives_way_comes_back_the_same(model: Path, pair: tuple[Path, Path]) -> None:
+    """The host level holds one: who waits carries what was read back from its pages."""
+    config = read_model_config(model)
+    given = check(model, read(model, pair[0], 1))
+    cache = LoraCacheConfig(gpu_memory_bytes=2**21, host_memory_bytes=2**18, max_adapter_size=8)
+    store = AdapterStore.open(config, cache, torch.device("cpu"), torch.float32, 2**30)
+    pages = store.stats().host_pages
+    first = store.acquire(read(model, pair[0], 1), store.prepare(read(model, pair[0], 1)))
+    others = []
+    for number in range(pages):
+        lora = read(model, pair[1], 10 + number)
+        assert lora.weights is not None
+        lora = replace(lora, weights=lora.weights * (1 + number))
+        lease = store.acquire(lora, store.prepare(lora))
+        if store.admit(lease):
+            others.append(lease)
+    assert first.carried is not None, "it had room"
+    for lease in others:
+        store.release(lease)
+    assert list(map(described, first.carried.rows)) == list(map(described, given.rows))
+    assert first.carried.rows[0].scale != 1
+    assert store.admit(first)
+    store.check()
+    store.close()
+
+
+def test_llgtrts_file_in_8_bits(model: Path, pair: tuple[Path, Path], workshop: Path) -> None:
+    small, _ = pair
+    given = read(model, small)
+    assert given.weights is not None and given.config is not None
+    path = workshop / "llgtrt" / "one.safetensors"
+    path.parent.mkdir()
+    stored = torch.from_numpy(given.weights[0].view(np.uint8).copy()).view(torch.float8_e4m3fn)
+    config = torch.from_numpy(given.config[0].copy())
+    save_file({"weights": stored, "config": config}, path)
+    found = read(model, path)
+    assert is_kept(found) and found.scales is None
+    assert check(model, found).digest != check(model, given).digest, "the scaling is not in its file"
+    assert check(model, replace(found, scales=given.scales)).digest == check(model, given).digest
+    wide = widen_float8(found.weights)  # type: ignore[arg-type]
+    [got] = mixed_logits(model, [found])
+    [want] = mixed_logits(model, [replace(found, weights=wide)])
+    assert agree(got, want)
+    # To who knows no such type it is bfloat16, exactly.
+    weights, _ = convert_source(path)
+    np.testing.assert_array_equal(widen_bfloat16(weights), wide)
+    np.testing.assert_array_equal(widen_bfloat16(read_adapter_folder(path.parent)[0]), wide)
+
+
+def test_the_python_api_keeps_them(model: Path, pair: tuple[Path, Path]) -> None:
+    small, wide = pair
+    llm = LLM(model, device="cpu", max_seq_len=64, enable_lora=True)
+    prompts = [tokens(9, i) for i in range(3)]
+    requests = [LoRARequest("small", 1, str(small)), None, LoRARequest("wide", 2, str(wide))]
+    with llm:
+        found = llm.generate(prompts, LlmParams(max_tokens=8, ignore_eos=True), lora_request=requests)
+    for prompt, answer, truth in zip(prompts, found, (wide, None, wide), strict=True):
+        assert answer.outputs[0].token_ids == reference_generate(model, truth, prompt, 8)
+
+
+def test_dora_and_mixed_types_are_widened(model: Path, workshop: Path) -> None:
+    dora = make_adapter(workshop / "dora", model, 3, 4, ALL, use_dora=True)
+    half = make_adapter(workshop / "half", model, 4, 4, ALL)
+    pairs = [narrow(dora, only="lora_A"), narrow(half, only="lora_B")]
+    inputs = [read(model, small, i) for i, (small, _) in enumerate(pairs)]
+    assert not any(map(is_kept, inputs))
+    for i, found in enumerate(mixed_logits(model, inputs)):
+        assert agree(found, reference_logits(model, pairs[i][1], tokens(20, i)))
+    row = np.zeros((1, 1, 64 * 2 + 64), np.uint8)
+    row[...] = 0x38  # 1
+    tensors = LoraInput(0, row.view(FLOAT8), np.array([[[1, 0, 1, 1]]], np.int32))
+    [made] = check(model, tensors).rows
+    assert widen_bfloat16(made.payload).tolist() == [1.0] * 192
+
+
+def test_a_copy_of_the_embedding_in_8_bits_is_known(
+    model: Path, pair: tuple[Path, Path], workshop: Path
+) -> None:
+    """PEFT may save the base's own: that is left out, whatever the file's type."""
+    path = shutil.copytree(pair[0], workshop / "embedding")
+    name = "base_model.model.model.embed_tokens.weight"
+    own = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    for shift, same in ((0.0, True), (1.0, False)):
+        copy = (own + shift).to(torch.float8_e4m3fn)
+        save_file({**load_file(pair[0] / FILE), name: copy}, path / FILE)
+        if same:
+            assert check(model, read(model, path)).digest == check(model, read(model, pair[0])).digest
+        else:
+            with pytest.raises(AdapterInvalidError, match="is not what the base model has"):
+                read(model, path)
+
+
+def test_encoder_decoder_models_take_them(workshop: Path) -> None:
+    """Cross-attention's fused module is kept as the three it fuses."""
+    t5 = read_model_config(make_model(workshop / "t5", "t5", seed=2))
+    module = lora_modules(t5)[8]
+    bits = np.random.default_rng(0).integers(0, 127, (1, 1, module.row_elements(2)), np.uint8)
+    config = np.array([[[8, t5.num_layers - 1, 2]]], np.int32)
+    given = LoraInput(0, bits.view(FLOAT8), config, scales=np.array([0.3], np.float32))
+    made, wide = (
+        adapter_from_tensors(lora, lora_modules(t5), t5.num_layers, 64).rows
+        for lora in (given, LoraInput(0, widen_float8(bits), config))
+    )
+    assert [(row.module_id, row.scale) for row in made] == [(m, np.float32(0.3)) for m in (9, 10, 11)]
+    for one, other in zip(made, wide, strict=True):
+        np.testing.assert_array_equal(widen_float8(one.payload), other.payload)
+
+
+def test_what_cannot_be_meant_is_refused(model: Path, pair: tuple[Path, Path], workshop: Path) -> None:
+    made = make_adapter(workshop / "e5m2", model, 1, 4)
+    other, _ = narrow(made, dtype=torch.float8_e5m2)
+    with pytest.raises(AdapterInvalidError, match=r"lora_A\.weight must be .* \(F8_E4M3\), got F8_E5M2"):
+        read(model, other)
+    lora = read(model, pair[0])
+    assert lora.weights is not None and lora.scales is not None
+    broken = lora.weights.copy()
+    broken.view(np.uint8)[0, 0, 0] = 0xFF
+    with pytest.raises(AdapterInvalidError, match="a NaN in attn_"):
+        check(model, replace(lora, weights=broken))
+    with pytest.raises(AdapterInvalidError, match="scales must be 14 finite float32 numbers"):
+        check(model, replace(lora, scales=lora.scales[1:]))
+    with pytest.raises(AdapterInvalidError, match="scales go with float8_e4m3fn weights only"):
+        check(model, replace(lora, weights=widen_float8(lora.weights)))
+    tensors = load_file(pair[0] / FILE)
+    key = next(key for key in tensors if "lora_B" in key)
+    tensors[key].view(torch.uint8)[0, 0] = 0x7F
+    path = shutil.copytree(pair[0], workshop / "nan")
+    save_file(tensors, path / FILE)
+    with pytest.raises(AdapterInvalidError, match=r"lora_B\.weight holds a NaN"):
+        read(model, path)
+    settings = json.loads((pair[0] / "adapter_config.json").read_text(encoding="utf-8"))
+    loud = shutil.copytree(pair[0], workshop / "loud")
+    settings["lora_alpha"] = 1e40
+    (loud / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    with pytest.raises(AdapterInvalidError, match=r"its scaling .* is beyond float32's range"):
+        read(model, loud)
+    pickled = shutil.copytree(pair[0], workshop / "pickled")
+    torch.save(load_file(pickled / FILE), pickled / "adapter_model.bin")
+    (pickled / FILE).unlink()
+    problem = inspect_adapter(pickled, allow_bin=True).problem
+    assert problem is not None and "8-bit floats or another type that is read from safetensors" in problem
+    settings["lora_alpha"], settings["use_dora"] = 5, True
+    (loud / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    with pytest.raises(AdapterInvalidError, match="is missing its DoRA magnitude"):
+        read(model, loud)
+    folder = workshop / "npy"
+    folder.mkdir()
+    np.save(folder / "model.lora_weights.npy", lora.weights)
+    np.save(folder / "model.lora_config.npy", lora.config)  # type: ignore[arg-type]
+    with pytest.raises(AdapterInvalidError, match="numbers of one byte, and nothing in it says which"):
+        read(model, folder)
+
+
+def test_inspect_and_copies_on_disk(model: Path, pair: tuple[Path, Path], workshop: Path) -> None:
+    small, wide = pair
+    base = BaseModel(model, read_model_config(model), LoraCacheConfig(max_adapter_size=8))
+    reports = [inspect_adapter(path, base) for path in pair]
+    assert [report.problem for report in reports] == [None, None]
+    assert [report.dtype for report in reports] == ["float8_e4m3fn", "float32"]
+    assert reports[0].num_bytes * 4 == reports[1].num_bytes  # type: ignore[operator]
+    assert reports[0].digest == check(model, read(model, small)).digest
+    modules = lora_modules(base.config)
+    reader = AdapterReader(BaseWeights(model), modules, lambda lora: check(model, lora))
+    found = reader.read(small)
+    assert (found.dtype, found.digest) == ("float8_e4m3fn", reports[0].digest)
+    disk = DiskLevel(2**24, workshop / "copies")
+    disk.put(found)
+    copy = disk.get(found.digest)
+    assert copy is not None
+    given = LoraInput(1, copy.weights, copy.config, extras=copy.extras, scales=copy.scales)
+    assert check(model, given).digest == found.digest
+    widened = AdapterReader(BaseWeights(model), modules, lambda lora: check(model, lora), float8=False).read(
+        small
+    )
+    assert widened.dtype == "float32" and widened.scales is None
+    np.testing.assert_array_equal(widened.weights, read(model, wide).weights)
+    weights, _ = convert_source(small)
+    assert weights.dtype == np.dtype("V2"), "B has the scaling in it"

@@ -1,0 +1,135 @@
+"""Protects an adapter's values on their way in: compiled or not they are the same, checked and in place."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from manylora.kernels import loading, native
+from manylora.lora.geometry import CacheGeometry, Layout, Placement
+from manylora.lora.pool import AdapterPool
+from manylora.lora.tensors import Adapter, AdapterRow, narrow_to_bfloat16, widen_bfloat16
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler"
+)
+# experts, rank, in, out, and how many values behind them
+SHAPES = [
+    (1, 16, 64, 128, 0), (1, 16, 30, 77, 77), (3, 8, 33, 65, 0), (2, 40, 50, 129, 0), (1, 1, 5, 3, 3),
+    (1, 64, 300, 272, 272), (4, 17, 16, 15, 0),
+]  # fmt: skip
+
+
+@pytest.fixture(params=["numpy", pytest.param("compiled", marks=needs_compiler)])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    library = native.load() if request.param == "compiled" else None
+    monkeypatch.setattr(native, "loaded", lambda: library)
+    monkeypatch.setattr(loading, "SMALL", 0)
+    yield request.param
+
+
+def numbers(size: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(size, np.float32)
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 1000, 20003])
+def test_values_are_scaled_and_checked(way: str, size: int) -> None:
+    values = numbers(size)
+    for scale in (1.0, 0.3, -2.0):
+        kept = values.copy()
+        assert loading.widen(kept, kept, np.float32(scale))
+        np.testing.assert_array_equal(kept, values * np.float32(scale))
+    for bad, at in product((np.inf, -np.inf, np.nan), {0, size // 2, size - 1}):
+        broken = values.copy()
+        broken[at] = bad
+        assert not loading.widen(broken, broken, np.float32(1))
+        broken.setflags(write=False)
+        assert not loading.all_finite(broken) and not loading.all_finite(broken[::-1])
+        assert not loading.all_finite(broken.astype(np.float16))
+        assert not loading.widen(np.empty_like(broken), broken, np.float32(0.5))
+    assert loading.all_finite(values) and loading.all_finite(values.astype(np.float16))
+    assert loading.widen(values, values, np.float32(0)) and not values.any()
+    large = np.full(size, 3e38, np.float32)
+    assert loading.widen(large, large, np.float32(1)), "it is within float32's range"
+    assert not loading.widen(large, large, np.float32(2))
+
+
+@pytest.mark.parametrize("size", [1, 31, 20003])
+def test_bfloat16_is_widened_exactly(way: str, size: int) -> None:
+    stored = narrow_to_bfloat16(numbers(size))
+    bits, target = stored.view(np.uint16), np.empty(size, np.float32)
+    assert loading.widen(target, bits, np.float32(1))
+    np.testing.assert_array_equal(target, widen_bfloat16(stored))
+    assert loading.widen(target, bits, np.float32(3))
+    np.testing.assert_array_equal(target, widen_bfloat16(stored) * np.float32(3))
+    overlapping = np.empty(size, np.float32)
+    rear = overlapping.view(np.uint16)[size:]
+    rear[:] = bits
+    assert loading.widen(overlapping, rear, np.float32(3))
+    np.testing.assert_array_equal(overlapping, target)
+    for bad in (0x7F80, 0xFF80, 0x7FC0, 0xFFFF):
+        broken = bits.copy()
+        broken[-1] = bad
+        assert not loading.widen(target, broken, np.float32(1))
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("target", "source"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_rows_lie_where_they_belong_and_nowhere_else(target: str, source: str, threads: int) -> None:
+    assert native.load() is not None and loading.can_lay_out(target, source)
+    rows, kept, expected = [], [], []
+    size = 2 if target == "bfloat16" else 4
+    room = np.full(2**22, 0xAB, np.uint8)
+    at = 6  # not on a line, nor on a multiple of the elements of float32
+    for seed, (experts, rank, into, out, more) in enumerate(SHAPES):
+        values = numbers(experts * rank * (into + out) + more, seed)
+        if source == "bfloat16":
+            values = widen_bfloat16(narrow_to_bfloat16(values))
+        a, b, rest = np.split(values, (experts * rank * into, experts * rank * (into + out)))
+        turned = b.reshape(experts, out, rank).transpose(0, 2, 1)
+        pairs = np.concatenate((a.reshape(experts, -1), turned.reshape(experts, -1)), axis=1)
+        laid = np.concatenate((pairs.ravel(), rest))
+        expected.append((at, narrow_to_bfloat16(laid) if size == 2 else laid))
+        kept.append(narrow_to_bfloat16(values) if source == "bfloat16" else values)
+        rows.append((kept[-1].ctypes.data, room.ctypes.data + at, experts, rank, into, out, more))
+        at += size * values.size + 10
+    loading.lay_out(rows, target, source, threads)
+    for start, laid in expected:
+        end = start + laid.nbytes
+        assert room[start:end].tobytes() == laid.tobytes()
+        room[start:end] = 0xAB
+    assert (room == 0xAB).all(), "something was written beside the rows"
+
+
+@pytest.mark.parametrize("pages", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sent", ["float32", "bfloat16", "float16"])
+def test_pages_hold_the_same_bits_either_way(way: str, sent: str, pages: torch.dtype) -> None:
+    """Every type of a request's tensors into every type of pages, as torch converts them."""
+    made = {"float32": np.float32, "float16": np.float16}
+    placements, rows, slot = [], [], 0
+    for number, (experts, rank, into, out, more) in enumerate(SHAPES):
+        sizes = experts * rank * into, experts * rank * out
+        count = -(-(sum(sizes) + more) // 8)
+        placements.append(Placement(0, slot, *sizes, 1, number, rank, count, more > 0, experts))
+        slot += count
+        values = numbers(sum(sizes) + more, number)
+        payload = narrow_to_bfloat16(values) if sent == "bfloat16" else values.astype(made[sent])
+        rows.append(AdapterRow(1, number, rank, more > 0, payload))
+    layout = Layout(tuple(placements), (slot,))
+    geometry = CacheGeometry(page_width=8, slots_per_page=slot, min_total_slots=slot, widest=1)
+    pool = AdapterPool(geometry, 2, 2, pages, torch.device("cpu"))
+    pool._host.zero_()
+    pool.write_host(Adapter("", tuple(rows)), layout, [1])
+    assert not pool._host[0].any()
+    for row, back in zip(rows, pool.read_host("", layout, [1]).rows, strict=True):
+        wide = torch.from_numpy(
+            widen_bfloat16(row.payload) if sent == "bfloat16" else row.payload.astype(np.float32)
+        )
+        kind = torch.float32 if pages == torch.float32 else torch.int16
+        assert back.payload.tobytes() == wide.to(pages).view(kind).numpy().tobytes()

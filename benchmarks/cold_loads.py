@@ -28,6 +28,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from loads import make_llama
 from safetensors.numpy import save_file
 
 PORT = 8004
@@ -37,17 +38,6 @@ PROJECTIONS = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
 }
-
-
-def make_model(path: Path, hidden: int, layers: int) -> Path:
-    from manylora.testing import make_model as tiny
-
-    heads = hidden // 64
-    return tiny(
-        path, "llama", hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=512, vocab_size=8192,
-        initializer_range=0.02,
-    )  # fmt: skip
 
 
 def make_adapter(path: Path, hidden: int, layers: int, rank: int, seed: int) -> int:
@@ -178,7 +168,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        model = make_model(work / "model", options.hidden, options.layers)
+        model = make_llama(work / "model", options.hidden, options.layers)
         cold = [f"cold-{number:03}" for number in range(options.adapters)]
         names = [*(f"warm-{number}" for number in range(WARM)), *(f"calm-{number}" for number in range(2))]
         size = 0

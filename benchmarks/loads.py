@@ -69,6 +69,16 @@ def save_model(path: Path, name: str, dtype: str) -> Path:
     return path
 
 
+def make_llama(path: Path, hidden: int, layers: int) -> Path:
+    """A float32 model for what servers cost, with heads of 64 and a vocabulary of 8,192."""
+    heads = hidden // 64
+    return make_model(
+        path, "llama", hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=512, vocab_size=8192,
+        initializer_range=0.02,
+    )  # fmt: skip
+
+
 def save_adapter(path: Path, model: str, rank: int, modules: tuple[str, ...], seed: int, dtype: str) -> Path:
     """A PEFT directory; lora_alpha is twice the rank."""
     shape = MODELS[model][1]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from manylora.background import step_back
 from manylora.config import EngineConfig
 from manylora.engine.engine import Engine, Prepared
 from manylora.errors import AdapterNotCachedError, DrainingError, EngineDeadError, RequestError
@@ -39,7 +40,7 @@ class EngineLoop:
         self._stepping = False  # events are being delivered, and more of the same step follow
         self._lock = threading.Lock()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._preparer = ThreadPoolExecutor(1, thread_name_prefix="manylora-prepare")
+        self._preparer = ThreadPoolExecutor(1, "manylora-prepare", step_back)
         self._sinks: dict[int, Sink] = {}  # ticket -> sink of every open request
         self._tickets: dict[int, int] = {}  # engine handle -> ticket; engine thread only
         self._handles: dict[int, int] = {}  # ticket -> engine handle; engine thread only

@@ -35,7 +35,9 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.families import FAMILIES as ARCHITECTURES
+from manylora.model.held import HeldWeights
 from manylora.model.weights import load_decoder
+from manylora.quant import SERVED, QuantConfig
 from manylora.request import LoraExtra, LoraInput
 from manylora.testing import (
     ENCODER_DECODER_FAMILIES,
@@ -43,6 +45,7 @@ from manylora.testing import (
     make_adapter,
     make_model,
     make_nemo,
+    make_wide,
     reference_logits,
 )
 
@@ -56,7 +59,9 @@ Given = Tensors | LoraInput | None  # an adapter, whole where it has extras; Non
 Shape = tuple[tuple[str, ...], str]  # names of the linear layers, attention's first; name of the layer list
 # As the families call them; PEFT passes over names that a model does not have.
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
-NORMS = ("norm", "layernorm", "ln_1", "ln_2", "ln_attn", "ln_mlp", "ln_f", "layer_norm")
+NORMS = (
+    "norm", "layernorm", "ln_1", "ln_2", "ln_attn", "ln_mlp", "ln_f", "layer_norm", "layernorm_embedding",
+)  # fmt: skip
 # What an adapter of PEFT is like, for a model of some shape.
 KINDS: dict[str, Callable[[Shape], dict[str, Any]]] = {
     "LoRA": lambda _: {"rank": 5},
@@ -88,6 +93,8 @@ KINDS: dict[str, Callable[[Shape], dict[str, Any]]] = {
 }
 REFUSED = "refused: "
 SOURCES = ("peft", "npy", "llgtrt")
+# Families whose linear layers are rounded at start. The reference has the rounded values.
+QUANTISED = {f"llama {algo}": ("llama", QuantConfig(algo)) for algo in SERVED}
 NEMO = "NeMo"  # its kind of adapter and its own sources: the archive, and what nemo_lora_convert makes of it
 NEMO_SOURCES = ("nemo", "converted nemo")
 
@@ -113,10 +120,13 @@ def make_kind(path: Path, model_dir: Path, kind: str, seed: int) -> Path:
     return make_adapter(path, model_dir, seed, **{"modules": shape[0], **KINDS[kind](shape)})
 
 
-def read_from(source: str, adapter: Path, model_dir: Path) -> Tensors:
-    """A PEFT adapter's tensors, through a source of SOURCES. Raises AdapterInvalidError."""
-    modules = lora_modules(read_model_config(model_dir))
-    tensors = read_adapter_folder(adapter, BaseWeights(model_dir), modules)
+def read_from(source: str, adapter: Path, model_dir: Path, quant: QuantConfig | None = None) -> Tensors:
+    """A PEFT adapter's tensors, through a source of SOURCES. quant: what the base is rounded to.
+
+    Raises AdapterInvalidError."""
+    config = read_model_config(model_dir)
+    base = BaseWeights(model_dir, HeldWeights(config, quant))
+    tensors = read_adapter_folder(adapter, base, lora_modules(config))
     if source == "peft":
         return tensors
     copy = adapter.with_name(f"{adapter.name}-{source}")
@@ -189,8 +199,9 @@ class Driver:
     def _encode(self, model: EncoderDecoder) -> None:
         lens = [len(text) for text in self._texts]
         starts = [0, *accumulate(lens)]
-        spans = zip(pairwise(starts), self._rows, strict=True)
-        segments = tuple(LoraSegment(start, stop, rows) for (start, stop), rows in spans if rows)
+        spans = list(zip(pairwise(starts), self._rows, self._extras, strict=True))
+        segments = tuple(LoraSegment(*span, rows) for span, rows, extras in spans if rows or extras)
+        extras = tuple(ExtraSegment(*span, extras) for span, _, extras in spans if extras)
         slots = [
             b[p // BLOCK] * BLOCK + p % BLOCK
             for b, n in zip(self._text_blocks, lens, strict=True)
@@ -200,7 +211,7 @@ class Driver:
             torch.tensor([token for text in self._texts for token in text]),
             torch.tensor([p for n in lens for p in range(n)]),
             AttentionBatch(starts, lens, _table(self._text_blocks), torch.tensor(slots)),
-            LoraBatch(self._pool, segments) if segments else None,
+            LoraBatch(self._pool, segments, extras=extras) if segments else None,
             torch.tensor([], dtype=torch.long),
         )
         model.encode(batch, self._kv)
@@ -298,28 +309,31 @@ def _tensors(given: Tensors | LoraInput) -> tuple[np.ndarray, np.ndarray]:
 
 def _verdicts(folder: Path, family: str) -> dict[str, str]:
     """Kind of adapter, and `base`, to `pass`, `differs`, or why it is refused; sources apart if unequal."""
-    model_dir = make_model(folder / family, family, seed=3)
+    kind_of_model, quant = QUANTISED.get(family, (family, None))
+    model_dir = made = make_model(folder / family, kind_of_model, seed=3)
     config = read_model_config(model_dir)
-    decoder = load_decoder(model_dir, config, torch.float32, open_device("cpu"), LONGEST)
+    if quant is not None:
+        made = make_wide(folder / f"{family}-wide", model_dir, quant, linear_names(config)[0])
+    decoder = load_decoder(model_dir, config, torch.float32, open_device("cpu"), LONGEST, quant)
     picks = random.Random(len(family))
     ids = [picks.randrange(250) for _ in range(LONGEST)]
     text = [picks.randrange(250) for _ in range(TEXT)] if config.encoder else []
     verdicts: dict[str, str] = {}
-    modules, base = lora_modules(config), BaseWeights(model_dir)
+    modules, base = lora_modules(config), BaseWeights(model_dir, HeldWeights(config, quant))
     adapters: list[Given] = [None]
     labels = [("base", "")]
     folders: dict[str, Path | None] = {"base": None}
     for seed, kind in enumerate(KINDS):
         try:
-            folders[kind] = adapter = make_kind(folder / f"{family}-{seed}", model_dir, kind, seed)
+            folders[kind] = adapter = make_kind(folder / f"{family}-{seed}", made, kind, seed)
             whole = read_lora(find_source(adapter), 0, modules=modules, base=base)
             for source in SOURCES[:1] if whole.extras else SOURCES:
-                adapters.append(whole if whole.extras else read_from(source, adapter, model_dir))
+                adapters.append(whole if whole.extras else read_from(source, adapter, model_dir, quant))
                 labels.append((kind, source))
         except ManyloraError as error:
             verdicts[kind] = REFUSED + str(error).partition(": ")[2]
     if config.encoder is None:
-        archive, folders[NEMO] = make_nemo(folder / f"{family}-nemo", model_dir)
+        archive, folders[NEMO] = make_nemo(folder / f"{family}-nemo", made)
         for source in NEMO_SOURCES:
             adapters.append(read_nemo_from(source, archive, model_dir))
             labels.append((NEMO, source))
@@ -330,7 +344,7 @@ def _verdicts(folder: Path, family: str) -> dict[str, str]:
         part = adapters[first : first + 8]
         found += Driver(decoder, [ids] * len(part), part, [text] * len(part) if text else ()).run()
     for (kind, source), logits in zip(labels, found, strict=True):
-        expected = reference_logits(model_dir, folders[kind], ids, encoder_ids=text)
+        expected = reference_logits(made, folders[kind], ids, encoder_ids=text)
         verdict = "pass" if agree(logits, expected) else f"differs {source}".strip()
         if verdicts.setdefault(kind, verdict) != verdict:
             verdicts[kind] = f"{verdicts[kind]}, {verdict}"
@@ -350,7 +364,7 @@ def main(families: Sequence[str] = ()) -> int:
     print("| model | " + " | ".join(kinds) + " |\n|" + "---|" * (len(kinds) + 1))
     good = True
     with tempfile.TemporaryDirectory() as folder:
-        for family in families or (*FAMILIES, *ENCODER_DECODER_FAMILIES):
+        for family in families or (*FAMILIES, *ENCODER_DECODER_FAMILIES, *QUANTISED):
             verdicts = _verdicts(Path(folder), family)
             cells = []
             for kind in kinds:

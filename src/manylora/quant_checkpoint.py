@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from manylora.errors import ConfigError
 from manylora.quant import QuantAlgo
 
-__all__ = ["CheckpointQuant", "read_checkpoint_quant"]
+__all__ = ["CheckpointQuant", "checkpoint_quant", "read_checkpoint_quant"]
 
+GPTQ_FILE = "quantize_config.json"
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8")
 AWQ_VERSIONS = ("gemm", "exllama")  # one layout in the file, two kernels
 PACKED = "pack-quantized"
@@ -27,6 +31,20 @@ class CheckpointQuant:
     algo: QuantAlgo
     zero_shift: int = 0
     block: tuple[int, int] | None = None
+
+
+def checkpoint_quant(raw: Mapping[str, Any], model_dir: Path) -> CheckpointQuant | None:
+    """From config.json, which is `raw`, or from the file beside it that the first writers of GPTQ left. None:
+    plain weights, or those of `manylora build`. Raises ConfigError."""
+    named, path = raw.get("quantization_config"), model_dir / GPTQ_FILE
+    file = "config.json: quantization_config"
+    try:
+        if not named and path.is_file():
+            file = GPTQ_FILE
+            named = {"quant_method": "gptq", **json.loads(path.read_text(encoding="utf-8"))}
+        return read_checkpoint_quant(named or {})
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{model_dir}/{file}: {error}") from error
 
 
 def read_checkpoint_quant(raw: Mapping[str, Any]) -> CheckpointQuant | None:

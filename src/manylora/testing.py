@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import tarfile
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,9 +17,11 @@ from typing import Any
 
 import torch
 
+from manylora.quant import QuantConfig
+
 __all__ = [
     "ENCODER_DECODER_FAMILIES", "FAMILIES", "MOE_FAMILIES", "make_adapter", "make_model", "make_nemo",
-    "reference_generate", "reference_logits",
+    "make_wide", "reference_generate", "reference_logits",
 ]  # fmt: skip
 
 BYTES = 256
@@ -190,6 +193,26 @@ def make_model(
     model.save_pretrained(path, max_shard_size=size, save_original_format=not stacked)
     _save_tokenizer(Path(path))
     return Path(path)
+
+
+def make_wide(path: Path, model_dir: Path, quant: QuantConfig, linears: Sequence[str]) -> Path:
+    """A copy of a plain model whose linear layers, by the ends of their names, have the values that they are
+    rounded to by `quant`."""
+    from safetensors.torch import load_file, save_file
+
+    from manylora.model.checkpoint import read_model_config
+    from manylora.model.quant import quantise
+
+    shutil.copytree(model_dir, path)
+    weights = load_file(path / "model.safetensors")
+    transposed = read_model_config(path).transposed_weights
+    for name, weight in weights.items():
+        module = name.removesuffix(".weight")
+        if module != name and module.endswith(tuple(linears)) and quant.quantises(module):
+            rounded = quantise(weight.T.contiguous() if transposed else weight, quant).wide()
+            weights[name] = (rounded.T if transposed else rounded).contiguous()
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path
 
 
 def make_adapter(

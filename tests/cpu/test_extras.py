@@ -287,7 +287,7 @@ def test_copies_on_disk_keep_them_and_requests_of_the_wire_refuse_them(model: Pa
     config = read_model_config(model)
     modules = lora_modules(config)
     reader = AdapterReader(
-        model, modules, lambda lora: adapter_from_tensors(lora, modules, config.num_layers, 8)
+        BaseWeights(model), modules, lambda lora: adapter_from_tensors(lora, modules, config.num_layers, 8)
     )
     one = reader.read(adapter)
     bits = narrow_to_bfloat16(one.extras[0].values)

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from manylora.kernels import native
+from manylora.kernels.activations import ACTIVATIONS
+from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
+from manylora.kernels.panels import Panels
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraSegment, LoraTarget
 
@@ -101,6 +104,54 @@ def test_attention_reads_pages_as_the_reference_does(
     torch.testing.assert_close(ops.attention(q, k, v, batch, 0.2, window), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (30, None), (30, 0.3), (None, 50.0)])
+@pytest.mark.parametrize("dim", [10, 16, 64, 72, 80, 128, 256])
+def test_a_decoded_row_keeps_its_bits_in_company(
+    ops: CpuOps, dim: int, window: int | None, softcap: float | None
+) -> None:
+    torch.manual_seed(dim)
+    size, heads, kv_heads, count = 8, 6, 2, 11
+    lengths = [1 + 9 * i for i in range(count)]
+    columns = -(-max(lengths) // size)
+    k, v = torch.randn(2, count * columns, size, kv_heads, dim)
+    table = torch.randperm(count * columns).view(count, columns).int()
+    nothing = torch.empty(0, dtype=torch.int64)
+    q = torch.randn(count, heads, dim)
+    batch = AttentionBatch(range(count + 1), lengths, table, nothing)
+    found = ops.attention(q, k, v, batch, 0.2, window, softcap)
+    want = ReferenceOps().attention(q.double(), k.double(), v.double(), batch, 0.2, window, softcap)
+    atol = 1e-5 if type(ops) is CpuOps else 1e-6
+    torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=atol)
+    if type(ops) is CpuOps:
+        return  # products of torch are free to sum in another order
+    for row in range(count):
+        alone = AttentionBatch((0, 1), lengths[row : row + 1], table[row : row + 1], nothing)
+        assert torch.equal(ops.attention(q[row : row + 1], k, v, alone, 0.2, window, softcap)[0], found[row])
+
+
+@pytest.mark.parametrize("columns", [2, 33, 130, 2500])
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
+def test_weights_are_read_as_they_are_and_rows_keep_their_bits(
+    columns: int, kept: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs over several blocks, and an odd number of them; each row alone and in company."""
+    library = native.load()
+    if library is None:
+        pytest.skip("there is no C compiler")
+    ops = CompiledOps(library)
+    monkeypatch.setattr(ops, "has_bfloat16", False)
+    torch.manual_seed(columns)
+    weight, x, bias = torch.randn(101, columns).to(kept), torch.randn(40, columns), torch.randn(101)
+    packed = ops.pack(weight)
+    assert isinstance(packed, Panels)
+    assert packed.values.dtype == (kept if columns % 2 == 0 else torch.float32)
+    found = ops.linear(x, packed, bias)
+    want = x.double() @ weight.double().T + bias
+    torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=2e-6 * float(want.abs().max()))
+    for count in (1, 7, 8, 9, 16, 17, 25):
+        assert torch.equal(ops.linear(x[:count], packed, bias), found[:count]), count
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [0, 1, 5, 70])
 @pytest.mark.parametrize("biased", [True, False])
@@ -113,6 +164,52 @@ def test_a_packed_linear_is_the_linear(ops: CpuOps, rows: int, dtype: torch.dtyp
     torch.testing.assert_close(
         got, want, rtol=1e-4 if dtype == torch.float32 else 0.02, atol=1e-4 if dtype == torch.float32 else 0.2
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "dim", "turned"), [(3, 64, 64), (70, 24, 8), (5, 10, 0)])
+def test_heads_are_turned_and_stored(
+    ops: CpuOps, rows: int, dim: int, turned: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    joined = torch.randn(rows, 8 * dim).to(dtype)
+    q, k, v = (part.unflatten(1, (-1, dim)) for part in joined.split((4 * dim, 2 * dim, 2 * dim), 1))
+    before, slots = joined.clone(), torch.randperm(5 * 16)[:rows]
+    batch = AttentionBatch((0, rows), (rows,), torch.zeros(1, 1, dtype=torch.int32), slots)
+    rotary = (torch.randn(rows, turned).to(dtype), torch.randn(rows, turned).to(dtype)) if turned else None
+    answers = []
+    for one in (ReferenceOps(), ops):
+        caches = torch.zeros(2, 5, 16, 2, dim).to(dtype)
+        answers.append((one.rotate_and_store(q, k, v, rotary, caches[0], caches[1], batch), caches))
+    close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    for want, got in zip(*answers, strict=True):
+        torch.testing.assert_close(got, want, **close)
+    assert torch.equal(joined, before), "its input was changed"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 70])
+def test_norms_and_gates_are_those_of_the_reference(ops: CpuOps, rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    wide = (4 * torch.randn(rows, 300)).to(dtype)
+    x, delta, weight = wide[:, :100], wide[:, 150:250], torch.randn(100).to(dtype)
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.03, "atol": 0.03}
+    reference = ReferenceOps()
+    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), **close)
+    pairs = zip(
+        ops.add_rms_norm(x, delta, weight, 1e-5),
+        reference.add_rms_norm(x, delta, weight, 1e-5),
+        strict=True,
+    )
+    for got, want in pairs:
+        torch.testing.assert_close(got, want, **close)
+    wide[:, ::7] *= 40  # where exp is infinite, or nothing; products reach 30,000
+    close["atol"] *= 20
+    for activation in ACTIVATIONS:
+        got, want = ops.gated(wide, activation), reference.gated(wide, activation)
+        torch.testing.assert_close(got, want, **close)
+        if rows and dtype == torch.float32 and isinstance(ops, CompiledOps):
+            assert torch.equal(ops.gated(wide[:1], activation), got[:1])
 
 
 def test_a_compiler_that_fails_leaves_torch(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

@@ -359,10 +359,11 @@ def test_what_cannot_be_served_is_refused_by_name(workshop: Path) -> None:
             check_moe_backend(backend, ("attn_q",), config)
     for backend in (None, "cutlass", "CUTLASS"):
         check_moe_backend(backend, (), config)
-    with pytest.raises(ConfigError, match=r"only supports unquantized .* quant_algo .*\['moe_4h_to_h'\]"):
-        targets_beside_quantised_experts(("attn_q", "moe_4h_to_h"), config)
-    assert targets_beside_quantised_experts(("attn_q",), config) == ("attn_q",)
-    rest = targets_beside_quantised_experts((), config)
+    with pytest.raises(ConfigError, match=r"only supports unquantized .*=W4A16\. .*\['moe_4h_to_h'\]"):
+        targets_beside_quantised_experts(("attn_q", "moe_4h_to_h"), config, "W4A16")
+    assert targets_beside_quantised_experts(("attn_q",), config, "W4A16") == ("attn_q",)
+    assert targets_beside_quantised_experts(("moe_4h_to_h",), config, "FP8") == ("moe_4h_to_h",)
+    rest = targets_beside_quantised_experts((), config, None)
     assert "moe_router" in rest and not {"moe_gate", "moe_h_to_4h", "moe_4h_to_h"} & set(rest)
 
 

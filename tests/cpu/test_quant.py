@@ -97,7 +97,14 @@ def test_products_are_as_exact_as_of_wide_weights(
 @pytest.mark.skipif(not isinstance(open_device("cpu").ops, CompiledOps), reason="needs a C compiler")
 @pytest.mark.parametrize(
     ("columns", "group", "offsets"),
-    [(32, 32, True), (192, 64, False), (512, 256, True), (1024, 512, True), (320, 320, True)],
+    [
+        (32, 32, True),
+        (192, 64, False),
+        (512, 256, True),
+        (1024, 512, True),
+        (320, 320, True),
+        (4096, 2048, True),
+    ],
 )
 @pytest.mark.parametrize("bits", [4, 8])
 def test_panels_of_integers_are_exact_and_rows_keep_their_bits(
@@ -121,10 +128,10 @@ def test_panels_of_integers_are_exact_and_rows_keep_their_bits(
 
 
 def test_groups_across_blocks_are_left_to_torch() -> None:
-    weight = QuantisedWeight(torch.zeros(16, 960, dtype=torch.int8), torch.ones(16, 3))
+    weight = QuantisedWeight(torch.zeros(16, 4608, dtype=torch.int8), torch.ones(16, 3))
     packed = open_device("cpu").ops.pack(weight)
     assert isinstance(packed, QuantisedWeight)
-    assert not open_device("cpu").ops.linear(torch.ones(2, 960), packed, None).any()
+    assert not open_device("cpu").ops.linear(torch.ones(2, 4608), packed, None).any()
 
 
 def _exact(weight) -> torch.Tensor:

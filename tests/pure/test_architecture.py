@@ -13,7 +13,18 @@ PACKAGE = ROOT / "src" / "manylora"
 
 # Lower levels first; inside a level, earlier names may be imported by later ones.
 ORDER = [
-    ["errors", "request", "quant", "quant_checkpoint", "config", "built", "stats", "pages", "lifeline"],
+    [
+        "errors",
+        "request",
+        "quant",
+        "quant_checkpoint",
+        "config",
+        "built",
+        "stats",
+        "pages",
+        "lifeline",
+        "background",
+    ],
     ["wire", "chat_template", "text_stream", "text", "kernels", "weight_formats", "device"],
     ["lora"],
     ["model"],
@@ -73,6 +84,7 @@ INSIDE = {
         "attend",
         "encoder_decoder",
         "quant",
+        "held",
         "weights",
     ],
     "engine": [
@@ -112,10 +124,10 @@ INSIDE = {
     ],
 }
 NO_TORCH = [
-    "errors", "request", "quant", "quant_checkpoint", "config", "built", "stats", "pages", "lifeline", "wire",
-    "chat_template", "text_stream", "text", "launcher",
-    "lora.modules", "lora.geometry", "lora.tensors", "lora.staging", "lora.extras", "lora.slicing",
-    "lora.cache", "cli",
+    "errors", "request", "quant", "quant_checkpoint", "config", "built", "stats", "pages", "lifeline",
+    "background", "wire", "chat_template", "text_stream", "text", "launcher",
+    "lora.modules", "lora.geometry", "lora.tensors", "lora.staging", "lora.extras", "lora.slicing", "lora.cache",
+    "cli",
     "engine.sequence", "engine.idle_blocks", "engine.guide", "engine.kv_cache", "engine.scheduler",
     "kernels.cuda.plan", "llmapi", "bench", "openai", "lora_helper", "lora_manager", "executor",
     "sampling_params", "models", "quantization",

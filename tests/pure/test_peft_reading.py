@@ -109,7 +109,7 @@ def change(**replaced: np.ndarray | None) -> dict[str, np.ndarray]:
         (change(B=None), "missing"),
         (change(B=np.ones((4, 3), np.float32)), "mismatches"),
         (change(A=np.full((2, 4), np.nan, np.float32)), "NaN or an infinity"),
-        (change(A=np.ones((2, 4), np.int32)), "must be float32, float16 or bfloat16"),
+        (change(A=np.ones((2, 4), np.int32)), "must be float32, float16, bfloat16 or float8_e4m3"),
         (pair("q_proj") | pair("q_proj", prefix="model.layers"), "mean the same module|two models"),
         (pair("q_proj") | {"base_model.model.lm_head.lora_A.weight": np.ones((2, 4), np.float32)}, "head"),
         (pair("q_proj") | {f"{PREFIX}.0.self_attn.q_proj.bias": np.ones(4, np.float32)}, "biases"),

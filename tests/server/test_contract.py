@@ -4,8 +4,11 @@ through the doors that clients use."""
 from __future__ import annotations
 
 import json
+import re
 import time
 import urllib.request
+from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ from tritonclient.utils import InferenceServerException
 
 from manylora.testing import reference_generate, reference_logits
 from manylora.text import Tokenizer
+from manylora.wire.metrics import LOGGED, STAMP
 
 STATISTICS = (
     "kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks", "arrival_time_ns",
@@ -194,16 +198,14 @@ def test_prompt_embeddings_over_the_wire(server: Running, world: World) -> None:
 
 
 def scrape(server: Running) -> dict[str, float]:
+    return {key: float(value) for key, value in scrape_text(server).items()}
+
+
+def scrape_text(server: Running) -> dict[str, str]:
     time.sleep(0.4)
     with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
-    return {
-        key: float(value)
-        for line in lines
-        if line[:1] != "#"
-        for key, value in [line.rsplit(" ", 1)]
-        if value
-    }
+    return {key: value for line in lines if line[:1] != "#" for key, value in [line.rsplit(" ", 1)] if value}
 
 
 def test_metrics_have_upstreams_names_and_true_values(server: Running, world: World) -> None:
@@ -334,3 +336,37 @@ def test_bls_errors_are_one_sentence(server: Running, body: dict, words: str) ->
     assert words in answer["error"]
     assert "Traceback" not in answer["error"]
     assert "\n" not in answer["error"].strip()
+
+
+def test_the_verbose_log_says_what_the_gauges_say(server: Running) -> None:
+    """Upstream's own check of its metrics compares the last line of the log with what is scraped."""
+
+    def set_verbosity(level: int) -> None:
+        url = f"http://127.0.0.1:{server.http}/v2/logging"
+        data = json.dumps({"log_verbose_level": level}).encode()
+        urllib.request.urlopen(urllib.request.Request(url, data), timeout=10).close()
+
+    def last_line() -> dict[str, Any]:
+        text = Path(server.state()["log"]).read_text(encoding="utf-8", errors="replace")
+        lines = [line for line in text.splitlines() if "Active Request Count" in line]
+        return json.loads(re.findall("{.*}", lines[-1])[0].replace('\\"', '"')) if lines else {}
+
+    set_verbosity(1)
+    try:
+        ask(server, inputs(new=3))
+        until = time.monotonic() + 10
+        while last_line().get("Active Request Count") != 0:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        line, found = last_line(), scrape_text(server)
+    finally:
+        set_verbosity(0)
+    shown = {key: value for key, value in found.items() if key.startswith("nv_trt_llm_")}
+    assert len(line) == len(shown) == 20
+    for (family, label), name in LOGGED.items():
+        [value] = [v for key, v in shown.items() if key.startswith(family) and f'="{label}"' in key]
+        if name == STAMP:
+            logged = datetime.strptime(line[name], "%m-%d-%Y %H:%M:%S.%f").replace(tzinfo=timezone.utc)
+            assert abs(logged.timestamp() - int(value) / 1e6) < 1
+        else:
+            assert line[name] == int(value), name  # upstream's reads them so: nothing runs, so all are whole

@@ -34,9 +34,21 @@ def adapter(model: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def running(model: Path) -> Iterator[Running]:
+def whole(model: Path) -> Path:
+    """Parts that tensors cannot carry, on both stacks."""
+    options = {"use_dora": True, "modules_to_save": ["self_attn_layer_norm"], "bias": "lora_only"}
+    modules = ("q_proj", "fc2", "embed_tokens", "lm_head")
+    return make_adapter(model.parent / "prefetch" / "7", model, 2, 4, modules, **options)
+
+
+@pytest.fixture(scope="module")
+def running(model: Path, whole: Path) -> Iterator[Running]:
     repo = fill_repo(
-        model.parent / "repo", model, lora_weights_data_type="TYPE_FP32", max_tokens_in_paged_kv_cache="512"
+        model.parent / "repo",
+        model,
+        lora_weights_data_type="TYPE_FP32",
+        max_tokens_in_paged_kv_cache="512",
+        lora_prefetch_dir=str(whole.parent),
     )
     server = new_server(repo)
     started = server.launch()
@@ -58,6 +70,14 @@ def test_the_decoder_goes_on_from_its_own_ids_under_an_adapter(
         found = new_ids(ask(running, inputs(text, NEW, **sent, **lora)))
         assert found == echoed + reference_generate(model, adapter, decoder or [start], NEW, text)
         lora = {"lora_task_id": lora["lora_task_id"]}
+
+
+def test_an_adapter_with_embeddings_head_norms_and_biases(running: Running, model: Path, whole: Path) -> None:
+    start, text = Tokenizer(model).decoder_start_id, Tokenizer(model).encode(TEXT)
+    assert start is not None
+    found = new_ids(ask(running, inputs(text, NEW, lora_task_id=np.array([[7]], np.uint64))))
+    assert found == reference_generate(model, whole, [start], NEW, text)
+    assert found != reference_generate(model, None, [start], NEW, text)
 
 
 @pytest.mark.parametrize("name", ["ensemble", "tensorrt_llm_bls"])

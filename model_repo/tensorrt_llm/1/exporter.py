@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import triton_python_backend_utils as pb_utils
 
-from manylora.wire.metrics import FAMILIES, RequestMeter, engine_samples
+from manylora.wire.metrics import FAMILIES, STAMP, RequestMeter, engine_samples, iteration_log
 
 
 class Exporter:
@@ -13,6 +15,7 @@ class Exporter:
         self._meter = RequestMeter()
         self._families = {name: _family(name) for name in FAMILIES}
         self._metrics = {name: {} for name in FAMILIES}  # family -> labels -> metric
+        self._logged = {}  # by the last line of the log, but for its time
         self._last = {}  # (family, labels) -> value of a gauge, or of a counter that comes as a total
 
     def update(self, stats):
@@ -27,8 +30,15 @@ class Exporter:
                     self._metrics[name].clear()
                     del self._families[name]  # Triton drops the series with the family, not with the metric
                     self._families[name] = _family(name)
+        log = iteration_log(samples)
+        numbers = {key: value for key, value in log.items() if key != STAMP}
         for sample in samples:
-            self._put(sample)
+            # As upstream: the time is that of the numbers.
+            if numbers != self._logged or "timestamp" not in dict(sample.labels).values():
+                self._put(sample)
+        if numbers != self._logged:
+            pb_utils.Logger.log_verbose(json.dumps(log))
+            self._logged = numbers
 
     def observe(self, lora, event):
         """A sequence that ended."""

@@ -7,7 +7,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from manylora.config import EngineConfig
+from manylora.built import read_build_config
+from manylora.config import EngineConfig, ModelConfig
 from manylora.device import open_device
 from manylora.engine.beam import BeamGroup, Choice
 from manylora.engine.checks import check_request
@@ -25,6 +26,7 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.lora.tensors import Adapter
 from manylora.model.checkpoint import read_model_config
+from manylora.model.held import HeldWeights
 from manylora.model.weights import adapter_dtype, compute_dtype, load_decoder
 from manylora.request import Event, FinishReason, LoraInput, Request
 from manylora.stats import EngineStats
@@ -72,7 +74,8 @@ class Engine:
         )
         lora = config.lora
         if self._decoder.has_quantised_experts:
-            targets = targets_beside_quantised_experts(lora.target_modules, self.model)
+            algo = _held_in(config, self.model)
+            targets = targets_beside_quantised_experts(lora.target_modules, self.model, algo)
             lora = replace(lora, target_modules=targets)
         kv_dtype = kv_cache_dtype(config, dtype)
         plan = plan_kv(config, self.model, kv_dtype, device.torch, device.free_bytes())
@@ -81,9 +84,9 @@ class Engine:
         untouched = plan.num_bytes if device.torch.type == "cpu" else 0
         left = max(0, device.free_bytes() - untouched)
         pages = adapter_dtype(config.dtype, self.model, dtype, device)
-        self.adapters = AdapterStore.open(
-            self.model, lora, device.torch, pages, left, BaseWeights(config.model_dir)
-        )
+        held = HeldWeights(self.model, config.quant, dtype)
+        self.base = BaseWeights(config.model_dir, held)  # what adapters on disk are relative to
+        self.adapters = AdapterStore.open(self.model, lora, device.torch, pages, left, self.base)
         self.max_seq_len = plan.max_seq_len
         self._plan = plan
         self._kv = KvCache(plan.num_blocks, config.tokens_per_block, config.enable_kv_cache_reuse)
@@ -347,6 +350,13 @@ def _without_tensors(request: Request) -> Request:
     if lora is None or not lora.has_tensors:
         return request
     return replace(request, lora=LoraInput(lora.task_id, name=lora.name, source=lora.source))
+
+
+def _held_in(config: EngineConfig, model: ModelConfig) -> str | None:
+    """The algorithm that weights are quantised by: at start, before, or by `manylora build`."""
+    if config.quant is not None and config.quant.any_weights:
+        return config.quant.quant_algo
+    return model.quant.algo if model.quant is not None else read_build_config(config.model_dir).quant_algo
 
 
 def _leader(sequence: Sequence) -> Sequence:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -17,18 +18,35 @@ import torch
 from torch import Tensor
 
 from manylora.kernels.cpu import CpuOps
-from manylora.kernels.panels import Panels, WeightRows, panels_linear, read_panels, to_panels
+from manylora.kernels.panels import Panels, WeightRows, address, panels_linear, read_panels, to_panels
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
-from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraSegment, LoraTarget, Weight
+from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraSegment, LoraTarget, Rotary, Weight
 
 __all__ = ["CompiledOps"]
 
 FEW_ROWS = 64  # of one adapter; from there on a matrix product of torch is ahead
 LARGEST_RANK = 1024  # room on the stack
+LARGEST_HEAD = 256
 ADAPTERS_KEPT = 1024
+GATES = ("silu", "gelu", "gelu_tanh")  # by their numbers in native/elementwise.c
 POOLS = {torch.float32: "lora_add_float32", torch.bfloat16: "lora_add_bfloat16"}
 
 _Parts = tuple[Any, np.ndarray | None, int]  # rows of the adapter; its parts; how many, -1: not for us
+
+
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """One call for a layer's targets: segments [count, 4] of (start, stop, address and number of parts)."""
+
+    segments: np.ndarray
+    parts: list[np.ndarray]  # of these addresses
+    most_parts: int
+    most_rows: int
+    others: tuple[LoraSegment, ...]  # left to torch
+
+    @property
+    def count(self) -> int:
+        return len(self.segments)
 
 
 class CompiledOps(CpuOps):
@@ -39,7 +57,11 @@ class CompiledOps(CpuOps):
         self._library = library
         self._width, self._block = library.panel_width(), library.panel_block()
         self._scores = torch.empty(0)
+        self._room = torch.empty(0)
         self._parts: dict[tuple[int, tuple[LoraTarget, ...]], dict[int, _Parts]] = {}
+        self._works: dict[tuple[int, tuple[LoraTarget, ...]], _Work] = {}  # for the last segments
+        self._segments: tuple[LoraSegment, ...] = ()
+        self._known: tuple[tuple[int, int, int], ...] = ()
 
     def keeps(self, stored: torch.dtype, compute: torch.dtype) -> bool:
         """bfloat16 weights are widened to float32 in registers, exactly, and half the bytes are read."""
@@ -80,7 +102,37 @@ class CompiledOps(CpuOps):
         if not _can_add(x, batch.pool):
             super().lora_add(y, x, batch, layer, targets, bias)
             return
-        table = self._parts.setdefault((layer, tuple(targets)), {})
+        work = self._find_work(batch, layer, tuple(targets))
+        if work.count:
+            self._add(y, x, batch.pool, work.segments, work.most_parts, work.most_rows)
+        if work.others:
+            super().lora_add(y, x, LoraBatch(batch.pool, work.others), layer, targets, bias)
+
+    def _add(
+        self, y: Tensor, x: Tensor, pool: Tensor, segments: np.ndarray, most_parts: int, most_rows: int
+    ) -> None:
+        if pool.dtype == torch.bfloat16 and self._room.numel() < x.numel():
+            self._room = torch.empty(2 * x.numel())
+        getattr(self._library, POOLS[pool.dtype])(
+            y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), x.shape[1], pool.data_ptr(),
+            segments.ctypes.data, len(segments), most_parts, most_rows, self._room.data_ptr(),
+        )  # fmt: skip
+
+    def _find_work(self, batch: LoraBatch, layer: int, targets: tuple[LoraTarget, ...]) -> _Work:
+        """Kept until a step has other segments: while the same sequences decode, nothing is looked up."""
+        if batch.segments is not self._segments:
+            # The segments of before are alive still, so an id that is the same is the same adapter.
+            known = tuple((one.start, one.stop, id(one.rows)) for one in batch.segments)
+            if known != self._known:
+                self._works.clear()
+            self._segments, self._known = batch.segments, known
+        work = self._works.get((layer, targets))
+        if work is None:
+            work = self._works[layer, targets] = self._plan_work(batch, layer, targets)
+        return work
+
+    def _plan_work(self, batch: LoraBatch, layer: int, targets: tuple[LoraTarget, ...]) -> _Work:
+        table = self._parts.setdefault((layer, targets), {})
         ours: list[tuple[int, int, int, int]] = []
         others: list[LoraSegment] = []
         kept: list[np.ndarray] = []
@@ -97,14 +149,7 @@ class CompiledOps(CpuOps):
                 kept.append(parts)
                 ours.append((segment.start, segment.stop, parts.ctypes.data, count))
                 most, rows = max(most, count), max(rows, height)
-        if ours:
-            segments = np.array(ours, np.int64)
-            getattr(self._library, POOLS[batch.pool.dtype])(
-                y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), x.shape[1], batch.pool.data_ptr(),
-                segments.ctypes.data, len(ours), most, rows,
-            )  # fmt: skip
-        if others:
-            super().lora_add(y, x, LoraBatch(batch.pool, tuple(others)), layer, targets, bias)
+        return _Work(np.array(ours, np.int64).reshape(-1, 4), kept, most, rows, tuple(others))
 
     def add_groups(
         self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, ranks: np.ndarray, target: LoraTarget
@@ -118,19 +163,32 @@ class CompiledOps(CpuOps):
         segments = np.empty((count, 4), np.int64)
         segments[:, :2], segments[:, 3] = groups[:, :2], 1
         segments[:, 2] = parts.ctypes.data + np.arange(count) * parts.strides[0]
-        getattr(self._library, POOLS[pool.dtype])(
-            y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), x.shape[1], pool.data_ptr(),
-            segments.ctypes.data, count, 1, int((groups[:, 1] - groups[:, 0]).max()),
-        )  # fmt: skip
+        self._add(y, x, pool, segments, 1, int((groups[:, 1] - groups[:, 0]).max()))
 
-    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
-        if not k.dtype == k_cache.dtype == torch.float32 or not (_whole_rows(k) and _whole_rows(v)):
-            super().store_kv(k, v, k_cache, v_cache, batch)
-            return
-        for x, cache in ((k, k_cache), (v, v_cache)):
-            self._library.store_rows(
-                cache.data_ptr(), x.data_ptr(), x.stride(0), batch.slots.data_ptr(), len(x), x[0].numel()
-            )
+    def rotate_and_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary: Rotary | None,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        wide = all(one.dtype == torch.float32 for one in (q, k, v, k_cache))
+        if not (wide and all(map(_whole_rows, (q, k, v)))):
+            return super().rotate_and_store(q, k, v, rotary, k_cache, v_cache, batch)
+        rows, heads, dim = q.shape
+        cos, sin, turned, out = None, None, 0, q
+        if rotary is not None:
+            (cos, sin), out = (part.contiguous() for part in rotary), torch.empty(rows, heads, dim)
+            turned = cos.shape[1]
+        self._library.rotate_and_store(
+            out.data_ptr(), q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
+            address(cos), address(sin), k_cache.data_ptr(), v_cache.data_ptr(), batch.slots.data_ptr(),
+            rows, heads, k.shape[1], dim, turned,
+        )  # fmt: skip
+        return out
 
     def decode(
         self,
@@ -143,7 +201,7 @@ class CompiledOps(CpuOps):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        if not q.dtype == k_cache.dtype == torch.float32 or softcap is not None:
+        if not q.dtype == k_cache.dtype == torch.float32 or q.shape[2] > LARGEST_HEAD:
             return super().decode(q, k_cache, v_cache, table, lengths, scale, window, softcap)
         q, table = q.contiguous(), table.contiguous()
         count, heads, dim = q.shape
@@ -155,26 +213,35 @@ class CompiledOps(CpuOps):
         self._library.decode_attention(
             out.data_ptr(), heads * dim, q.data_ptr(), heads * dim, k_cache.data_ptr(), v_cache.data_ptr(),
             table.data_ptr(), table.shape[1], ends.ctypes.data, count, heads, kv_heads, dim, size, scale,
-            -1 if window is None else window, self._scores.data_ptr(), longest,
+            -1 if window is None else window, softcap or 0.0, self._scores.data_ptr(), longest,
         )  # fmt: skip
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.dtype != torch.float32 or x.dim() != 2 or x.stride(1) != 1:
+        if x.dim() != 2 or not _plain(x, weight):
             return super().rms_norm(x, weight, eps)
         out = torch.empty(x.shape)
-        self._library.rms_norm(
-            out.data_ptr(), x.data_ptr(), x.stride(0), weight.data_ptr(), x.shape[0], x.shape[1], eps
+        self._library.add_rms_norm(
+            None, out.data_ptr(), x.data_ptr(), x.stride(0), None, 0, weight.data_ptr(), *x.shape, eps
         )
         return out
 
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if x.dtype != torch.float32 or x.stride(2) != 1:
-            return super().rotary(x, cos, sin)
-        out = torch.empty(x.shape)
-        self._library.rotary(
-            out.data_ptr(), x.data_ptr(), x.stride(0), x.stride(1), cos.data_ptr(), sin.data_ptr(), *x.shape
-        )
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if x.dim() != 2 or not _plain(x, delta, weight):
+            return super().add_rms_norm(x, delta, weight, eps)
+        total, out = torch.empty(x.shape), torch.empty(x.shape)
+        self._library.add_rms_norm(
+            total.data_ptr(), out.data_ptr(), x.data_ptr(), x.stride(0), delta.data_ptr(), delta.stride(0),
+            weight.data_ptr(), *x.shape, eps,
+        )  # fmt: skip
+        return total, out
+
+    def gated(self, y: Tensor, activation: str) -> Tensor:
+        if activation not in GATES or y.dim() != 2 or not _plain(y):
+            return super().gated(y, activation)
+        rows, width = y.shape[0], y.shape[1] // 2
+        out = torch.empty(rows, width)
+        self._library.gated(out.data_ptr(), y.data_ptr(), y.stride(0), rows, width, GATES.index(activation))
         return out
 
     @staticmethod
@@ -200,6 +267,10 @@ class CompiledOps(CpuOps):
 
 def _can_add(x: Tensor, pool: Tensor) -> bool:
     return x.dtype == torch.float32 and pool.dtype in POOLS and x.stride(1) == 1
+
+
+def _plain(*tensors: Tensor) -> bool:
+    return all(one.dtype == torch.float32 and one.stride(-1) == 1 for one in tensors)
 
 
 def _whole_rows(x: Tensor) -> bool:

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from manylora.kernels.quantised import QuantisedWeight
 
-__all__ = ["Panels", "WeightRows", "panels_linear", "read_panels", "to_panels"]
+__all__ = ["Panels", "WeightRows", "address", "panels_linear", "read_panels", "to_panels"]
 
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8", torch.uint8: "int4"}
-
-
+WORDS = {torch.bfloat16: torch.int32}  # what is laid out as pairs, and what a pair is
 CHUNK_BYTES = 2**21  # of rows that are read before they are laid out: they are still in the cache then
 THREADS = 4
 
@@ -42,8 +41,8 @@ class WeightRows(Protocol):
 class Panels:
     """A weight [N, K] in float32, bfloat16, int8 or int4, laid out for native/linear.c.
 
-    values:  [panels, K, width], zeros past the last row; of int4 uint8 [panels, K / 2, width], an even input
-             in the low half of a byte and the next one in the high half.
+    values:  [panels, K, width], zeros past the last row; of bfloat16 [panels, K / 2, width, 2]; of int4
+             uint8 [panels, K / 2, width], an even input in the low half of a byte, the next in the high half.
     scales:  float32 [panels, groups, width], int8 and int4 only. offsets: likewise, or None for 0.
     rows: N. columns: K.
     """
@@ -67,7 +66,12 @@ def to_panels(weight: Tensor | QuantisedWeight, width: int, block: int) -> Panel
     """None where the compiled layer has no kernel for it. block: inputs that it sums at once."""
     rows, columns = weight.shape
     if isinstance(weight, Tensor):
-        return Panels(_turn(weight, width), None, None, rows, columns) if weight.dtype in KINDS else None
+        if weight.dtype not in KINDS:
+            return None
+        if columns % _inputs(weight.dtype):
+            weight = weight.float()
+        words = weight.contiguous().view(WORDS.get(weight.dtype, weight.dtype))
+        return Panels(_as_kept(_turn(words, width), weight.dtype), None, None, rows, columns)
     group = weight.group_size
     if weight.values.dtype not in KINDS or (block < group < columns and group % block):
         return None
@@ -84,22 +88,25 @@ def read_panels(library: ctypes.CDLL, rows: WeightRows, width: int) -> Panels | 
     """As `to_panels`, by several threads, with some rows at a time in memory twice."""
     if rows.dtype not in KINDS or not rows.dtype.is_floating_point or not rows.streams:
         return None
-    count, columns = rows.shape
-    panels, size = -(-count // width), rows.dtype.itemsize
+    (count, columns), inputs = rows.shape, _inputs(rows.dtype)
+    if columns % inputs:
+        return None
+    words, panels, depth = WORDS.get(rows.dtype, rows.dtype), -(-count // width), columns // inputs
+    size = words.itemsize
     # NumPy's memory, because it asks the system for large pages: fewer faults here, fewer misses later.
-    room = np.empty((panels, columns, width * size), np.uint8)
-    values = torch.from_numpy(room).view(rows.dtype)
-    step = max(1, CHUNK_BYTES // (width * columns * size))  # panels
+    room = np.empty((panels, depth, width * size), np.uint8)
+    values = torch.from_numpy(room).view(words)
+    step = max(1, CHUNK_BYTES // (width * depth * size))  # panels
 
     def lay_out(first: int) -> None:
         start, stop = first * width, min(count, (first + step) * width)
         read = torch.empty(stop - start, columns, dtype=rows.dtype)
         rows.read(start, read)
-        library.lay_out_panels(values[first].data_ptr(), read.data_ptr(), size, stop - start, columns)
+        library.lay_out_panels(values[first].data_ptr(), read.data_ptr(), size, stop - start, depth)
 
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
         list(pool.map(lay_out, range(0, panels, step)))
-    return Panels(values, None, None, count, columns)
+    return Panels(_as_kept(values, rows.dtype), None, None, count, columns)
 
 
 def panels_linear(library: ctypes.CDLL, x: Tensor, weight: Panels, bias: Tensor | None, block: int) -> Tensor:
@@ -112,8 +119,8 @@ def panels_linear(library: ctypes.CDLL, x: Tensor, weight: Panels, bias: Tensor 
         totals = torch.empty(x.shape[0], -(-weight.columns // min(block, weight.group_size)))
     getattr(library, "linear_" + KINDS[weight.values.dtype])(
         y.data_ptr(), weight.rows, x.data_ptr(), x.stride(0), x.shape[0], weight.values.data_ptr(),
-        weight.columns, weight.rows, _at(weight.scales), _at(weight.offsets), _at(totals), weight.group_size,
-        _at(bias),
+        weight.columns, weight.rows, address(weight.scales), address(weight.offsets), address(totals),
+        weight.group_size, address(bias),
     )  # fmt: skip
     return y
 
@@ -129,5 +136,15 @@ def _turn(matrix: Tensor, width: int) -> Tensor:
     return turned
 
 
-def _at(part: Tensor | None) -> int | None:
+def _inputs(dtype: torch.dtype) -> int:
+    """Neighbours that lie together."""
+    return WORDS.get(dtype, dtype).itemsize // dtype.itemsize
+
+
+def _as_kept(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values if values.dtype == dtype else values.view(dtype).unflatten(2, (-1, _inputs(dtype)))
+
+
+def address(part: Tensor | None) -> int | None:
+    """What a compiled kernel is given; None is its NULL."""
     return None if part is None else part.data_ptr()

@@ -25,7 +25,13 @@ from manylora.llmapi.outputs import RequestOutput
 from manylora.llmapi.result import GenerationResult
 from manylora.llmapi.sampling import SamplingParams
 from manylora.llmapi.service import Service
-from manylora.llmapi.sizing import built_lora_config, lora_cache_config, no_lora_cache_config, parameter_names
+from manylora.llmapi.sizing import (
+    built_lora_config,
+    lora_cache_config,
+    modules_to_read,
+    no_lora_cache_config,
+    parameter_names,
+)
 from manylora.loop import EngineLoop
 from manylora.lora.expert_rules import check_moe_backend
 from manylora.lora.formats.base_weights import BaseWeights
@@ -165,7 +171,8 @@ class LLM:
         self._loop = EngineLoop(engine)
         adapters = engine.adapters.stats()
         room = max(CARRIED_BYTES, adapters.host_pages * adapters.page_bytes)
-        reader = AdapterReader(lora_modules(self._model, lora.target_modules), base)
+        modules = modules_to_read(lora_modules(self._model, lora.target_modules), lora_config)
+        reader = AdapterReader(modules, engine.base)
         self._service = Service(self._loop, reader, engine.adapters.resident, room)
         self._ids = itertools.count()
         self._finalizer = weakref.finalize(self, _dispose, self._service)

@@ -27,7 +27,8 @@ class LoraConfig:
     trtllm_modules_to_hf_modules: module name to the name, or names, in the checkpoint. Empty: the usual ones.
     max_loras:           room on the device, in adapters of the largest rank with every target module.
     max_cpu_loras:       room on the host, likewise. None: the sizes of PeftCacheConfig.
-    swap_gate_up_proj_lora_b_weight: fused gate and up projections are stored up first, as they are served.
+    swap_gate_up_proj_lora_b_weight: adapters on fused gate and up projections have gate first, as PEFT writes
+                         them; False: up first, as they are served.
     overlap_lora_and_base, cuda_graph_specialize_lora: accepted; answers do not depend on them.
     """
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from manylora.background import step_back
 from manylora.errors import AdapterError, AdapterNotCachedError, ManyloraError, RequestError
 from manylora.llmapi.adapters import AdapterPath, AdapterReader, AdapterRegistry
 from manylora.llmapi.generation import Generation
@@ -44,7 +45,7 @@ class Service:
         self._adapters = reader
         self._resident = resident
         self._carried = _Carried(max_bytes)
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="manylora-read")
+        self._reader = ThreadPoolExecutor(1, "manylora-read", step_back)
         self._lock = threading.Condition()  # notified when a request is forgotten
         self._tickets: dict[Generation, int | None] = {}  # open requests; None: not with the loop yet
         self._aborted: set[Generation] = set()  # before they were with the loop

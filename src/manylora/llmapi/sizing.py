@@ -18,7 +18,9 @@ from manylora.lora.formats.peft_names import ATTENTION_IDS, MLP_IDS
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import MODULE_NAMES, LoraModule, lora_modules
 
-__all__ = ["built_lora_config", "lora_cache_config", "no_lora_cache_config", "parameter_names"]
+__all__ = [
+    "built_lora_config", "lora_cache_config", "modules_to_read", "no_lora_cache_config", "parameter_names",
+]  # fmt: skip
 
 logger = logging.getLogger("manylora")
 
@@ -32,6 +34,13 @@ NAMES = {
 }
 
 
+def modules_to_read(modules: Mapping[int, LoraModule], lora: LoraConfig | None) -> Mapping[int, LoraModule]:
+    """The model's modules as the files of adapters have them. lora: None: as PEFT writes them."""
+    if lora is None or lora.swap_gate_up_proj_lora_b_weight:
+        return modules
+    return {module_id: replace(module, gate_first=False) for module_id, module in modules.items()}
+
+
 def lora_cache_config(
     lora: LoraConfig, cache: PeftCacheConfig, model: ModelConfig, base: BaseWeights | None = None
 ) -> LoraCacheConfig:
@@ -42,8 +51,6 @@ def lora_cache_config(
 
     Raises ConfigError for what cannot be served, ValueError for a lora_dir that is no adapter.
     """
-    if not lora.swap_gate_up_proj_lora_b_weight:
-        raise ConfigError("swap_gate_up_proj_lora_b_weight=False is not supported: leave it out")
     _check_names(lora)
     targets = _targets(lora, model, base)
     counted = sum(module.counted for module in lora_modules(model, targets).values())

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from manylora.config import ModelConfig
 from manylora.errors import ConfigError
 from manylora.lora.modules import EXPERT_IDS, MODULE_NAMES, LoraModule, lora_modules
+from manylora.quant import QuantAlgo
 
 __all__ = ["beside_experts", "check_moe_backend", "targets_beside_quantised_experts"]
 
@@ -35,17 +36,22 @@ def check_moe_backend(backend: str | None, targets: tuple[str, ...], model: Mode
     raise ConfigError(f"LLM: moe_backend must be '{BACKEND}' or left out, got '{backend}'")
 
 
-def targets_beside_quantised_experts(targets: tuple[str, ...], model: ModelConfig) -> tuple[str, ...]:
-    """Target modules of a model whose experts are quantised: every module but theirs, when none are named.
+def targets_beside_quantised_experts(
+    targets: tuple[str, ...], model: ModelConfig, algo: str | None
+) -> tuple[str, ...]:
+    """Target modules of a model whose experts are quantised by `algo`: with FP8 any, else every module but
+    theirs, when none are named.
 
     Raises ConfigError when theirs are named.
     """
+    if algo == QuantAlgo.FP8:
+        return targets
     adapted = [name for name in EXPERT_MODULES if name in targets]
     if adapted:
         raise ConfigError(
-            "Routed-expert MoE LoRA only supports unquantized fp16/bf16 base weights; quant_algo quantised "
-            f"the experts. Disable LoRA on MoE modules (remove {adapted} from "
-            "lora_config.lora_target_modules) or serve the model unquantised."
+            "Routed-expert MoE LoRA only supports unquantized fp16/bf16 or per-tensor FP8 (qdq) base "
+            f"weights; got quant_mode={algo}. Disable LoRA on MoE modules (remove {adapted} from "
+            "lora_config.lora_target_modules) or serve the model unquantised or in FP8."
         )
     if targets:
         return targets

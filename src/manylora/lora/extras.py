@@ -11,6 +11,10 @@
 | head.lora_A, head.lora_B | [r, hidden], [vocab, r] | LoRA on the head |
 | embed.magnitude, head.magnitude | [hidden], [vocab] | DoRA's, normalised |
 | head.bias | [vocab] | added to the logits |
+
+Of an encoder-decoder model layers are numbered through both stacks, the encoder's first. What is outside
+layers begins with its stack's name: `encoder.norm`, `encoder.embedding_norm` (on what goes into the first
+layer), `encoder.embed`, with the parts above; `embed.tokens` alone is for both stacks and the head.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ class LoraModule:
              [experts, out_dim / experts, rank].
     layers:  that have the module; None: every one.
     encoder_layers: of the model; they come before its decoder's. 0: there is no encoder.
+    gate_first: whether PEFT directories have a fused gate and up as PEFT trains them, [gate; up].
     """
 
     module_id: int
@@ -73,6 +74,7 @@ class LoraModule:
     experts: int = 1
     layers: frozenset[int] | None = None
     encoder_layers: int = 0
+    gate_first: bool = True
 
     @property
     def name(self) -> str:

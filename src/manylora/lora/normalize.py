@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from manylora.lora.formats.peft import peft_tensors
 from manylora.lora.formats.peft_config import CONFIG, NORMALIZED, PeftConfig, read_peft_config
 from manylora.lora.formats.peft_extras import is_extra
 from manylora.lora.formats.peft_names import PEFT_KEY
+from manylora.lora.formats.peft_stacks import STACK_KEY
 from manylora.lora.formats.tensor_files import RawTensor, decode, encode, write_safetensors, write_torch
 from manylora.lora.tensors import check_dims
 
@@ -72,16 +74,20 @@ def _suffix(folder: Path, stem: str) -> str:
 
 def _is_magnitude(key: str) -> bool:
     """Of a linear layer. Biases, norms, embedding and head go through as they are; their magnitudes don't."""
-    found = PEFT_KEY.fullmatch(key)
+    found = _matched(key)
     if found is None and (not is_extra(key) or "magnitude" in key):
         raise AdapterInvalidError(f"Encountered unknown weight: {key}")
     return found is not None and found["side"] is None
 
 
 def _path(key: str) -> str:
-    found = PEFT_KEY.fullmatch(key)
+    found = _matched(key)
     assert found is not None
     return found["path"]
+
+
+def _matched(key: str) -> re.Match[str] | None:
+    return PEFT_KEY.fullmatch(key) or STACK_KEY.fullmatch(key)
 
 
 def _matrices(

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from manylora.background import step_back
 from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterCacheFullError, AdapterInvalidError, AdapterNotCachedError, ConfigError
 from manylora.kernels import native
@@ -80,7 +81,7 @@ class AdapterStore:
         )
         self._in_hand: WeakValueDictionary[str, Adapter] = WeakValueDictionary()  # read, not on the host yet
         self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="manylora-write")
+        self._writer = ThreadPoolExecutor(1, "manylora-write", step_back)
         self._writing: dict[str, Future[None]] = {}  # on their way into their pages on the host
         self._unsent: set[str] = set()  # of these, which then go to their pages on the device
         self._loading: dict[str, torch.Event] = {}  # on their way to the device

@@ -11,11 +11,9 @@ from manylora.config import ModelConfig
 from manylora.errors import ConfigError
 from manylora.model.families import FAMILIES
 from manylora.model.families.common import read_common
-from manylora.quant_checkpoint import CheckpointQuant, read_checkpoint_quant
+from manylora.quant_checkpoint import checkpoint_quant
 
 __all__ = ["read_model_config"]
-
-GPTQ_FILE = "quantize_config.json"
 
 
 def read_model_config(model_dir: Path) -> ModelConfig:
@@ -31,7 +29,7 @@ def read_model_config(model_dir: Path) -> ModelConfig:
             f"{model_dir}/config.json: architecture {architecture} is not supported; supported are "
             + ", ".join(FAMILIES)
         )
-    quant = _quant(raw, model_dir)
+    quant = checkpoint_quant(raw, model_dir)
     raw = {**raw, **_decoder_begins(raw, model_dir)}
     try:
         usual = family.usual(raw)
@@ -48,17 +46,6 @@ def read_model_config(model_dir: Path) -> ModelConfig:
             f"{config.num_kv_heads} key heads equally"
         )
     return config
-
-
-def _quant(raw: Mapping[str, Any], model_dir: Path) -> CheckpointQuant | None:
-    """From config.json, or from the file beside it that the first writers of GPTQ left."""
-    named, file = raw.get("quantization_config"), "config.json: quantization_config"
-    if not named and (model_dir / GPTQ_FILE).is_file():
-        named, file = {"quant_method": "gptq", **_read_json(model_dir / GPTQ_FILE)}, GPTQ_FILE
-    try:
-        return read_checkpoint_quant(named or {})
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{model_dir}/{file}: {error}") from error
 
 
 def _eos_ids(raw: Mapping[str, Any], model_dir: Path) -> tuple[int, ...]:

@@ -15,6 +15,8 @@ from manylora.kernels.spec import LoraBatch, LoraTarget, Ops
 from manylora.model.attend import PagedGroup, attend_groups, attend_spans, paged_groups
 from manylora.model.batch import ForwardBatch
 from manylora.model.decoder import nbytes
+from manylora.model.extras import adapt_embedding, adapt_head
+from manylora.model.families import FAMILIES
 from manylora.model.layers import LoraLinear, Mlp, Norm
 from manylora.model.relative import RelativeBias
 
@@ -78,7 +80,7 @@ class _Layer:
     mlp_norm: Norm
 
     def attend(self, x: Tensor, lora: LoraBatch | None, mix: Mix) -> Tensor:
-        return self._add(x, self.attention_norm, lambda x: self.attention(x, lora, mix))
+        return self._add(x, self.attention_norm, lora, lambda x: self.attention(x, lora, mix))
 
     def look(
         self, x: Tensor, groups: Sequence[PagedGroup], lora: LoraBatch | None, kv: Tensor, scale: float
@@ -86,19 +88,23 @@ class _Layer:
         """At the encoder's output."""
         cross, norm = self.cross, self.cross_norm
         assert cross is not None and norm is not None
-        return self._add(x, norm, lambda x: cross(x, groups, lora, kv, scale))
+        return self._add(x, norm, lora, lambda x: cross(x, groups, lora, kv, scale))
 
     def feed_forward(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
-        return self._add(x, self.mlp_norm, lambda x: self.mlp(x, lora))
+        return self._add(x, self.mlp_norm, lora, lambda x: self.mlp(x, lora))
 
-    def _add(self, x: Tensor, norm: Norm, part: Callable[[Tensor], Tensor]) -> Tensor:
-        return norm(x + part(x)) if self.post_norm else x + part(norm(x))
+    def _add(self, x: Tensor, norm: Norm, lora: LoraBatch | None, part: Callable[[Tensor], Tensor]) -> Tensor:
+        return norm(x + part(x), lora) if self.post_norm else x + part(norm(x, lora))
 
 
 @dataclass(frozen=True)
 class _Stack:
-    """What an encoder or a decoder has around its layers; None where the family has no such thing."""
+    """What an encoder or a decoder has around its layers; None where the family has no such thing.
 
+    name: encoder or decoder, with which the names of its extras begin.
+    """
+
+    name: str
     layers: tuple[_Layer, ...]
     embedding: Tensor
     positions: Tensor | None
@@ -129,8 +135,12 @@ class EncoderDecoder:
         self._longest = max_seq_len or config.max_position_embeddings
         self._device = weights["embed"].device
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device=self._device)
-        self._head, self._head_bias = weights["head.weight"], weights.get("head.bias")
+        bias = weights.get("head.bias")  # stored as [1, vocab]
+        self._head, self._head_bias = weights["head.weight"], None if bias is None else bias.flatten()
         self._scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        family = FAMILIES[config.architecture]
+        assert family.encoder is not None
+        self._names = (family.encoder(config), family.names(config))
         count = config.encoder.num_layers
         self._encoder = self._stack("encoder", range(count))
         self._decoder = self._stack("decoder", range(count, config.num_layers))
@@ -161,7 +171,7 @@ class EncoderDecoder:
         for layer in stack.layers:
             x = layer.attend(x, batch.lora, mix)
             x = layer.feed_forward(x, batch.lora)
-        x = x if stack.norm is None else stack.norm(x)
+        x = x if stack.norm is None else stack.norm(x, batch.lora)
         for number, layer in enumerate(self._decoder.layers):
             assert layer.cross is not None
             layer.cross.keep(x, batch, kv[number], self._ops)
@@ -181,13 +191,20 @@ class EncoderDecoder:
         x = self._embed(batch, stack)
         for layer, pages in zip(stack.layers, kv, strict=True):
             x = self._decode(layer, x, batch, pages, groups, crossed)
-        x = x if stack.norm is None else stack.norm(x)
-        logits = self._ops.linear(x[batch.logits_rows], self._head, None).float()
-        if self.config.logits_scale != 1:
-            logits *= self.config.logits_scale
+        x = x if stack.norm is None else stack.norm(x, batch.lora)
+        return self._force(self._logits(x, batch), batch)
+
+    def _logits(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        rows, lora = batch.logits_rows, batch.lora
+        x = x[rows]
+        if self.config.logits_scale != 1:  # before the head: a bias that an adapter gives it is not scaled
+            x = x * self.config.logits_scale
+        logits = self._ops.linear(x, self._head, None).float()
         if self._head_bias is not None:
             logits += self._head_bias.float()
-        return self._force(logits, batch)
+        if lora is not None and lora.extras:
+            adapt_head(logits, x, rows, lora.extras, self._head_bias, tied=True)
+        return logits
 
     def _decode(
         self,
@@ -218,12 +235,14 @@ class EncoderDecoder:
         return logits
 
     def _embed(self, batch: ForwardBatch, stack: _Stack) -> Tensor:
-        x = F.embedding(batch.input_ids, stack.embedding).to(self.dtype)
+        x, lora = F.embedding(batch.input_ids, stack.embedding).to(self.dtype), batch.lora
+        if lora is not None and lora.extras:
+            adapt_embedding(x, batch.input_ids, lora.extras, f"{stack.name}.embed")
         if self.config.embedding_scale != 1:
             x = x * self._embedding_scale
         if stack.positions is not None:
             x = x + F.embedding(batch.positions, stack.positions)
-        return x if stack.embedding_norm is None else stack.embedding_norm(x)
+        return x if stack.embedding_norm is None else stack.embedding_norm(x, lora)
 
     def _stack(self, name: str, numbers: range) -> _Stack:
         bias, encodes = None, name == "encoder"
@@ -231,11 +250,12 @@ class EncoderDecoder:
             distance = self._own.relative_max_distance
             bias = RelativeBias(self._weights[f"{name}.relative"], distance, self._longest, both_ways=encodes)
         return _Stack(
+            name=name,
             layers=tuple(self._layer(number, crosses=not encodes) for number in numbers),
             embedding=self._weights.get(f"{name}.embed", self._weights["embed"]),
             positions=self._weights.get(f"{name}.positions"),
-            embedding_norm=self._norm(f"{name}.embedding_norm"),
-            norm=self._norm(f"{name}.norm"),
+            embedding_norm=self._norm(f"{name}.embedding_norm", f"{name}.embedding_norm"),
+            norm=self._norm(f"{name}.norm", f"{name}.norm"),
             bias=bias,
         )
 
@@ -249,7 +269,11 @@ class EncoderDecoder:
             LoraTarget(ATTN_V, q + kv, kv),
         )
         out = self._linear(number, "out", LoraTarget(ATTN_DENSE, 0, hidden))
-        attention_norm, mlp_norm = (self._norm(f"{number}.{part}_norm") for part in ("attention", "mlp"))
+        theirs = self._names[crosses].block_norms
+        attention_norm, cross_norm, mlp_norm = (
+            self._norm(f"{number}.{part}", f"layers.{number}.{theirs.get(part)}")
+            for part in ("attention_norm", "cross_norm", "mlp_norm")
+        )
         assert attention_norm is not None and mlp_norm is not None
         return _Layer(
             self._own.post_norm,
@@ -257,7 +281,7 @@ class EncoderDecoder:
             self._cross(number) if crosses else None,
             self._mlp(number),
             attention_norm,
-            self._norm(f"{number}.cross_norm"),
+            cross_norm,
             mlp_norm,
         )
 
@@ -295,8 +319,9 @@ class EncoderDecoder:
         weight, bias = self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias")
         return LoraLinear(self._ops, number, weight, bias, targets)
 
-    def _norm(self, name: str) -> Norm | None:
+    def _norm(self, name: str, extra: str) -> Norm | None:
+        """name: among the weights; extra: among an adapter's extras."""
         weight = self._weights.get(f"{name}.weight")
         if weight is None:
             return None
-        return Norm(self._ops, weight, self._weights.get(f"{name}.bias"), self.config.norm_eps)
+        return Norm(self._ops, weight, self._weights.get(f"{name}.bias"), self.config.norm_eps, extra)

@@ -42,20 +42,25 @@ def adapt_norm(
             y[rows] += bias.vector(y.dtype)
 
 
-def adapt_embedding(x: Tensor, ids: Tensor, extras: Extras) -> None:
-    """x [T, hidden]: the embeddings of ids [T], not scaled yet; changed in place."""
+def adapt_embedding(x: Tensor, ids: Tensor, extras: Extras, name: str = "embed") -> None:
+    """x [T, hidden]: the embeddings of ids [T], not scaled yet; changed in place.
+
+    name: as extras call the table: `encoder.embed` and `decoder.embed` where there are two stacks of layers,
+    which share the rows that were trained for some tokens of `embed`.
+    """
     for segment in extras:
         rows, values = slice(segment.start, segment.stop), segment.values
         tokens, mine = ids[rows], x[rows]
-        if "embed.weight" in values:
-            mine.copy_(values["embed.weight"].gather(tokens, x.dtype))
-        if "embed.tokens" in values:
-            mine.copy_(_with_tokens(mine, tokens, values["embed.tokens"]))
-        if "embed.lora_A" in values:
-            low = values["embed.lora_A"].gather(tokens, x.dtype)
-            mine += values["embed.lora_B"].linear(low)
-        if "embed.magnitude" in values:
-            mine *= values["embed.magnitude"].vector(x.dtype)
+        if f"{name}.weight" in values:
+            mine.copy_(values[f"{name}.weight"].gather(tokens, x.dtype))
+        trained = values.get(f"{name}.tokens", values.get("embed.tokens"))
+        if trained is not None:
+            mine.copy_(_with_tokens(mine, tokens, trained))
+        if f"{name}.lora_A" in values:
+            low = values[f"{name}.lora_A"].gather(tokens, x.dtype)
+            mine += values[f"{name}.lora_B"].linear(low)
+        if f"{name}.magnitude" in values:
+            mine *= values[f"{name}.magnitude"].vector(x.dtype)
 
 
 def adapt_head(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from manylora.background import step_back
 from manylora.errors import AdapterError
 from manylora.openai.disk import Fingerprint, Found, find_adapters, fingerprint
 from manylora.openai.disk_level import DiskLevel
@@ -93,7 +94,7 @@ class AdapterCatalog:
         self._unloaded: dict[str, Fingerprint] = {}  # by hand; stays away until its files change
         self._kept = KeptTensors(keep_bytes)
         self.disk = disk or DiskLevel(0)
-        self._files = ThreadPoolExecutor(2, thread_name_prefix="manylora-catalog")
+        self._files = ThreadPoolExecutor(2, "manylora-catalog", step_back)
         self._watching: asyncio.Task[None] | None = None
         self.num_failures: dict[str, int] = {}  # by code
 

@@ -52,10 +52,9 @@ class AdapterReader:
     """
 
     def __init__(
-        self, model_dir: Path, modules: Mapping[int, LoraModule], verify: Callable[[LoraInput], Adapter]
+        self, base: BaseWeights, modules: Mapping[int, LoraModule], verify: Callable[[LoraInput], Adapter]
     ) -> None:
-        self._modules, self._verify = modules, verify
-        self._base = BaseWeights(model_dir)
+        self._base, self._modules, self._verify = base, modules, verify
 
     def read(self, path: Path) -> ReadAdapter:
         """Raises AdapterInvalidError."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,9 @@ from starlette.applications import Starlette
 
 from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import ConfigError
+from manylora.llmapi.sizing import modules_to_read
 from manylora.lora.extras import check_extras
+from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.modules import lora_modules
 from manylora.lora.tensors import Adapter, adapter_from_tensors
 from manylora.model.checkpoint import read_model_config
@@ -33,6 +35,7 @@ from manylora.openai.reader import AdapterReader
 from manylora.openai.uploads import Uploads
 from manylora.request import LoraInput
 from manylora.text import Tokenizer
+from manylora.wire.parameters import quant_config
 
 __all__ = ["open_app", "run"]
 
@@ -84,12 +87,13 @@ def _in_process(options: ServeOptions) -> _Served:
     from manylora.openai.in_process import InProcessEngine
 
     engine = Engine(options.engine_config())
+    modules = modules_to_read(engine.adapters.modules, options.sections.get("lora_config"))
     return _Served(
         lambda: InProcessEngine(engine),
         engine.model,
         engine.max_seq_len,
         engine.config.max_batch_size,
-        AdapterReader(options.model, engine.adapters.modules, engine.adapters.verify),
+        AdapterReader(engine.base, modules, engine.adapters.verify),
     )
 
 
@@ -106,6 +110,7 @@ def _through_triton(options: ServeOptions) -> _Served:
         max_lora_rank=found.number("max_lora_rank"),
     )
     modules = lora_modules(model, lora.target_modules)
+    read = modules_to_read(modules, options.sections.get("lora_config"))
 
     def verify(given: LoraInput) -> Adapter:
         check_extras(given.extras, model.num_layers)
@@ -116,8 +121,18 @@ def _through_triton(options: ServeOptions) -> _Served:
         model,
         options.max_seq_len or found.number("max_seq_len") or model.max_position_embeddings,
         found.number("max_num_sequences") or options.max_batch_size,
-        AdapterReader(options.model, modules, verify),
+        AdapterReader(_base_there(options.model, model, found.parameters), read, verify),
     )
+
+
+def _base_there(model_dir: Path, model: ModelConfig, parameters: Mapping[str, str]) -> BaseWeights:
+    """As Triton's engine holds it, by the parameters of its model, which do not tell what it computes in."""
+    quant = quant_config(parameters)
+    if quant is None:
+        return BaseWeights(model_dir)  # torch is not loaded before a magnitude is read
+    from manylora.model.held import HeldWeights
+
+    return BaseWeights(model_dir, HeldWeights(model, quant))
 
 
 def _starter(

@@ -6,13 +6,23 @@ Plain data: which family, which labels, which value. The model's process hands i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import datetime, timezone
 
 from manylora.request import Event, FinishReason, LoraInput, RequestMetrics
 from manylora.stats import EngineStats
 
-__all__ = ["FAMILIES", "LORA_INFO", "Family", "RequestMeter", "Sample", "engine_samples"]
+__all__ = [
+    "FAMILIES",
+    "LORA_INFO",
+    "STAMP",
+    "Family",
+    "RequestMeter",
+    "Sample",
+    "engine_samples",
+    "iteration_log",
+]
 
 TOKEN_BUCKETS = (10.0, 50.0, 100.0, 500.0, 1000.0)
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -57,6 +67,29 @@ FAMILIES = {
     "manylora_adapter_resident_bytes": Family("Bytes of an adapter's pages by level"),
 }
 MAX_ADAPTERS = 100  # label values; the adapters after these are counted together
+STAMP = "Timestamp"
+LOGGED = {
+    (REQUESTS, "active"): "Active Request Count",
+    (REQUESTS, "max"): "Max Request Count",
+    (REQUESTS, "scheduled"): "Scheduled Requests",
+    (REQUESTS, "context"): "Context Requests",
+    (REQUESTS, "waiting"): "Waiting Requests",
+    (MEMORY, "cpu"): "Runtime CPU Memory Usage",
+    (MEMORY, "gpu"): "Runtime GPU Memory Usage",
+    (MEMORY, "pinned"): "Runtime Pinned Memory Usage",
+    (KV_BLOCKS, "max"): "Max KV cache blocks",
+    (KV_BLOCKS, "free"): "Free KV cache blocks",
+    (KV_BLOCKS, "used"): "Used KV cache blocks",
+    (KV_BLOCKS, "tokens_per"): "Tokens per KV cache block",
+    (KV_BLOCKS, "reused"): "Reused KV cache blocks",
+    (KV_BLOCKS, "fraction"): "Fraction used KV cache blocks",
+    (BATCHER, "total_context_tokens"): "Total Context Tokens",
+    (BATCHER, "generation_requests"): "Generation Requests",
+    (BATCHER, "micro_batch_id"): "MicroBatch ID",
+    (BATCHER, "paused_requests"): "Paused Requests",
+    (GENERAL, "timestamp"): STAMP,
+    (GENERAL, "iteration_counter"): "Iteration Counter",
+}  # the gauges of upstream's families, as its log calls them
 BASE, OTHER = "base", "other"
 
 
@@ -101,6 +134,17 @@ def engine_samples(stats: EngineStats) -> Iterator[Sample]:
         if one.on_device:
             yield Sample("manylora_adapter_resident_bytes", (adapter, ("level", "device")), size)
     yield _lora_info(stats)
+
+
+def iteration_log(samples: Iterable[Sample]) -> dict[str, float | str]:
+    """What upstream's verbose log says in a line of JSON: the gauges of its families, under other names."""
+    found: dict[str, float | str] = {}
+    for sample in samples:
+        key = LOGGED.get((sample.family, sample.labels[0][1])) if sample.labels else None
+        if key is not None:
+            found[key] = sample.value
+    when = datetime.fromtimestamp(float(found[STAMP]) / 1e6, timezone.utc)
+    return {**found, STAMP: when.strftime("%m-%d-%Y %H:%M:%S.%f")}
 
 
 class RequestMeter:
@@ -177,7 +221,7 @@ def _upstream(stats: EngineStats) -> Iterator[tuple[str, str, dict[str, float]]]
         "micro_batch_id": 0,
         "paused_requests": stats.preemptions,
     }  # fmt: skip
-    yield GENERAL, "general_type", {"timestamp": time.time() * 1e6, "iteration_counter": stats.steps}
+    yield GENERAL, "general_type", {"timestamp": int(time.time() * 1e6), "iteration_counter": stats.steps}
 
 
 def _lora_info(stats: EngineStats) -> Sample:

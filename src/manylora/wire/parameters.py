@@ -12,7 +12,9 @@ from manylora.config import EngineConfig, LoraCacheConfig
 from manylora.errors import ConfigError
 from manylora.quant import QuantConfig
 
-__all__ = ["engine_config", "flag", "logits_dtype", "milliseconds", "parameters_of", "value_of"]
+__all__ = [
+    "engine_config", "flag", "logits_dtype", "milliseconds", "parameters_of", "quant_config", "value_of",
+]  # fmt: skip
 
 TYPES = ("v1", "V1", "inflight_batching", "inflight_fused_batching")
 TRUE, FALSE = ("true", "1", "t", "y", "yes"), ("false", "0", "f", "n", "no")
@@ -104,13 +106,14 @@ def engine_config(parameters: Mapping[str, str]) -> EngineConfig:
         enable_kv_cache_reuse=flag(parameters, "enable_kv_cache_reuse", True),
         wrap_input_ids=flag(parameters, "wrap_input_ids", False),
         enable_chunked_context=flag(parameters, "enable_chunked_context", True),
-        quant=built.settle_quant(_quant_config(parameters)),
+        quant=built.settle_quant(quant_config(parameters)),
         lora=_lora_config(parameters, built),
         **options,
     )
 
 
-def _quant_config(parameters: Mapping[str, str]) -> QuantConfig | None:
+def quant_config(parameters: Mapping[str, str]) -> QuantConfig | None:
+    """What the base is to be rounded to. Raises ConfigError."""
     options: dict[str, Any] = {}
     _take(parameters, options, str, "quant_algo", "kv_cache_quant_algo")
     size = value_of(parameters, "quant_group_size")

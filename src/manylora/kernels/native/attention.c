@@ -1,103 +1,133 @@
-/* Decode attention over pages in place, and what goes into the pages. float32. */
+/* Decode attention over pages in place. float32.
+ *
+ * It runs at the speed of memory, so a token's row is read once, for all heads of the task, and what follows is fetched
+ * by hand: rows are short, and the processor does not foresee the jump from one to the next. The sums of a head are
+ * made in the same order however heads are divided among threads. */
 
 #include "vectors.h"
 
-enum { MOST = 16 }; /* vectors in a head */
+enum { MOST = 32 /* vectors in a head */, RUN = 16 /* tokens that stay in the cache from head to head */, FEW = 8 /* sequences */ };
 
 typedef struct {
     const float *keys, *values;
-    const int32_t *blocks; /* of this sequence */
-    int64_t size, stride, head; /* tokens of a block; floats from token to token, and to this head */
-} Pages;
+    const int32_t *blocks;                    /* of this sequence */
+    int64_t size, stride, dim, begin, end;    /* tokens of a block; floats from token to token, of a head; tokens seen */
+    int64_t group, first, last;               /* queries of a kv head; kv heads of this task */
+} Task;
 
-INLINE int64_t place(const Pages *pages, int64_t token) {
-    return (pages->blocks[token / pages->size] * pages->size + token % pages->size) * pages->stride + pages->head;
+INLINE int64_t place(const Task *t, int64_t token) {
+    return (t->blocks[token / t->size] * t->size + token % t->size) * t->stride;
 }
 
-/* Each token t in [begin, end) with its place; block by block, for division is slow. */
-#define FOR_TOKENS(at)                                                                            \
-    for (int64_t block = begin / pages->size, t = begin; t < end; block++)                        \
-        for (int64_t at = place(pages, t), stop = least(end, (block + 1) * pages->size); t < stop; \
-             t++, at += pages->stride)
+/* Runs of up to RUN tokens of one block: tokens [token, stop), whose first row lies at `at`. */
+#define FOR_RUNS(t)                                                                                     \
+    for (int64_t token = (t)->begin, stop, at; token < (t)->end; token = stop)                          \
+        if (at = place(t, token),                                                                        \
+            stop = least(least((t)->end, token + RUN), (token / (t)->size + 1) * (t)->size), 1)
 
-/* score[t] = scale * q . key[t] for t in [begin, end); count: vectors in a head */
-INLINE void scores_of(const int count, const float *q, const Pages *pages, int64_t begin, int64_t end, float scale, float *score) {
-    vector query[MOST];
-    UNROLL for (int v = 0; v < count; v++) query[v] = load(q + v * LANES) * all(scale);
-    FOR_TOKENS(at) {
-        const float *key = pages->keys + at;
-        vector sum = query[0] * load(key);
-        UNROLL for (int v = 1; v < count; v++) sum += query[v] * load(key + v * LANES);
-        score[t] = total(sum);
+/* Vector v of a head, which fills it or is the last and does not. */
+INLINE vector piece(const int whole, const Task *t, const float *head, int v) {
+    return whole ? load(head + v * LANES) : load_some(head + v * LANES, t->dim - v * LANES);
+}
+
+/* score[h, token] = scale * q[h] . key[token]; count: vectors in a head */
+INLINE void scores_of(const int count, const int whole, const Task *t, const float *q, float scale, float *score, int64_t longest) {
+    const int64_t stride = t->stride;
+    FOR_RUNS(t) {
+        for (int64_t h = t->first; h < t->last; h++)
+            for (int64_t g = 0; g < t->group; g++) {
+                const float *key = t->keys + at + h * t->dim, *value = t->values + at + h * t->dim;
+                const float *const one = q + (h * t->group + g) * t->dim;
+                float *const to = score + (h * t->group + g) * longest;
+                vector query[MOST];
+                UNROLL for (int v = 0; v < count; v++) query[v] = piece(whole, t, one, v) * all(scale);
+                for (int64_t i = token; i < stop; i++, key += stride, value += stride) {
+                    if (!g) {
+                        fetch((const char *)(key + RUN * stride), count * LANES * 4);
+                        fetch((const char *)value, count * LANES * 4);
+                    }
+                    vector sum = query[0] * piece(whole, t, key, 0);
+                    UNROLL for (int v = 1; v < count; v++) sum += query[v] * piece(whole, t, key, v);
+                    to[i] = total(sum);
+                }
+            }
     }
 }
 
-/* out = sum over t of score[t] * value[t] */
-INLINE void mix(const int count, float *out, const Pages *pages, int64_t begin, int64_t end, const float *score) {
-    vector sum[MOST];
-    UNROLL for (int v = 0; v < count; v++) sum[v] = all(0);
-    FOR_TOKENS(at) {
-        const float *value = pages->values + at;
-        const vector weight = all(score[t]);
-        UNROLL for (int v = 0; v < count; v++) sum[v] += weight * load(value + v * LANES);
+/* out[h] = sum over tokens of score[h, token] * value[token] */
+INLINE void mix(const int count, const int whole, const Task *t, float *out, const float *score, int64_t longest) {
+    const int64_t stride = t->stride;
+    FOR_RUNS(t) {
+        for (int64_t h = t->first; h < t->last; h++)
+            for (int64_t g = 0; g < t->group; g++) {
+                const float *value = t->values + at + h * t->dim, *const from = score + (h * t->group + g) * longest;
+                float *const to = out + (h * t->group + g) * t->dim;
+                vector sum[MOST];
+                UNROLL for (int v = 0; v < count; v++) sum[v] = token == t->begin ? all(0) : piece(whole, t, to, v);
+                for (int64_t i = token; i < stop; i++, value += stride) {
+                    const vector weight = all(from[i]);
+                    UNROLL for (int v = 0; v < count; v++) sum[v] += weight * piece(whole, t, value, v);
+                }
+                UNROLL for (int v = 0; v < count; v++) store_some(to + v * LANES, sum[v], whole ? LANES : t->dim - v * LANES);
+            }
     }
-    UNROLL for (int v = 0; v < count; v++) store(out + v * LANES, sum[v]);
+}
+
+/* score = cap tanh(score / cap): near 0 by a polynomial, for what is left of 1 - 2 / (1 + exp(2x)) there is rounding */
+static void bound(float *score, int64_t begin, int64_t end, float cap) {
+    for (int64_t t = begin; t < end; t += LANES) {
+        const vector x = load_some(score + t, end - t) / cap, z = x * x;
+        const vector high = z * (z * (z * -5.70498873e-3f + 2.06390888e-2f) - 5.37397155e-2f) + 1.33314422e-1f;
+        const vector near = x + x * z * (z * high - 3.33332819e-1f), far = 1 - 2 / (1 + exponential(2 * x));
+        store_some(score + t, cap * choose(z < 0.390625f, near, far), end - t);
+    }
 }
 
 static void softmax(float *score, int64_t begin, int64_t end) {
-    float top = score[begin], sum = 0;
+    vector sums = all(0);
+    float top = score[begin], sum;
     for (int64_t t = begin; t < end; t++) top = score[t] > top ? score[t] : top;
-    for (int64_t t = begin; t < end; t++) sum += score[t] = expf(score[t] - top);
-    for (int64_t t = begin; t < end; t++) score[t] /= sum;
-}
-
-#define HEAD(n)                                                  \
-    case n:                                                      \
-        scores_of(n, q, pages, begin, end, scale, score);        \
-        softmax(score, begin, end);                              \
-        mix(n, out, pages, begin, end, score);                   \
-        break;
-
-static void one_head(int64_t dim, float *out, const float *q, const Pages *pages, int64_t begin, int64_t end,
-                     float scale, float *score) {
-    switch (dim % LANES ? 0 : dim / LANES) {
-        HEAD(1) HEAD(2) HEAD(3) HEAD(4) HEAD(5) HEAD(6) HEAD(8) HEAD(16)
-        default: /* sizes that no common model has */
-            FOR_TOKENS(at) {
-                const float *key = pages->keys + at;
-                float sum = 0;
-                for (int64_t i = 0; i < dim; i++) sum += q[i] * key[i];
-                score[t] = scale * sum;
-            }
-            softmax(score, begin, end);
-            for (int64_t i = 0; i < dim; i++) out[i] = 0;
-            FOR_TOKENS(at) {
-                const float *value = pages->values + at;
-                for (int64_t i = 0; i < dim; i++) out[i] += score[t] * value[i];
-            }
+    for (int64_t t = begin; t < end; t += LANES) {
+        const vector one = exponential(load_some(score + t, end - t) - top);
+        store_some(score + t, one, end - t);
+        sums += load_some(score + t, end - t);
     }
+    sum = 1 / total(sums);
+    for (int64_t t = begin; t < end; t++) score[t] *= sum;
 }
+
+INLINE void attend(const int count, const int whole, const Task *t, float *out, const float *q, float scale, float cap,
+                   float *score, int64_t longest) {
+    scores_of(count, whole, t, q, scale, score, longest);
+    for (int64_t head = t->first * t->group; head < t->last * t->group; head++) {
+        if (cap) bound(score + head * longest, t->begin, t->end, cap);
+        softmax(score + head * longest, t->begin, t->end);
+    }
+    mix(count, whole, t, out, score, longest);
+}
+
+#define HEAD(n) \
+    case n: attend(n, 1, &t, to, from, scale, cap, score, longest); break;
 
 /* One query for each of n sequences. q, out [n, heads, dim] with row strides; caches [blocks, size, kv_heads, dim];
- * table [n, columns]; lengths [n]; window < 0: none; scores: room for n * heads * longest floats. */
+ * table [n, columns]; lengths [n]; window < 0: none; cap 0: none; scores: room for n * heads * longest floats. dim is at most
+ * MOST * LANES. */
 void decode_attention(float *out, int64_t out_stride, const float *q, int64_t q_stride, const float *keys,
                       const float *values, const int32_t *table, int64_t columns, const int64_t *lengths,
                       int64_t n, int64_t heads, int64_t kv_heads, int64_t dim, int64_t size, float scale,
-                      int64_t window, float *scores, int64_t longest) {
-    const int64_t group = heads / kv_heads;
-#pragma omp parallel for schedule(dynamic, 1) collapse(2)
-    for (int64_t s = 0; s < n; s++)
-        for (int64_t h = 0; h < kv_heads; h++) {
-            const Pages pages = {keys, values, table + s * columns, size, kv_heads * dim, h * dim};
-            const int64_t begin = window >= 0 && lengths[s] > window ? lengths[s] - window : 0;
-            for (int64_t head = h * group; head < (h + 1) * group; head++)
-                one_head(dim, out + s * out_stride + head * dim, q + s * q_stride + head * dim, &pages, begin, lengths[s],
-                         scale, scores + (s * heads + head) * longest);
+                      int64_t window, float cap, float *scores, int64_t longest) {
+    const int64_t parts = n < FEW ? kv_heads : 1, each = kv_heads / parts;
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int64_t p = 0; p < n * parts; p++) {
+        const int64_t s = p / parts, first = p % parts * each;
+        const Task t = {keys, values, table + s * columns, size, kv_heads * dim, dim,
+                        window >= 0 && lengths[s] > window ? lengths[s] - window : 0, lengths[s],
+                        heads / kv_heads, first, first + each};
+        float *const to = out + s * out_stride, *const score = scores + s * heads * longest;
+        const float *const from = q + s * q_stride;
+        switch (dim % LANES ? 0 : dim / LANES) {
+            HEAD(1) HEAD(2) HEAD(3) HEAD(4) HEAD(5) HEAD(6) HEAD(8) HEAD(16)
+            default: attend((dim + LANES - 1) / LANES, 0, &t, to, from, scale, cap, score, longest); /* sizes of few models */
         }
-}
-
-/* cache[slots[row]] = x[row], rows of `width` floats. */
-void store_rows(float *cache, const float *x, int64_t x_stride, const int64_t *slots, int64_t rows, int64_t width) {
-    for (int64_t row = 0; row < rows; row++)
-        memcpy(cache + slots[row] * width, x + row * x_stride, width * sizeof *cache);
+    }
 }

@@ -3,34 +3,74 @@
 #include "vectors.h"
 
 enum { MANY = 64 };
+enum { SILU, GELU, GELU_TANH };
 
-/* out [rows, width] = weight * x / sqrt(mean(x^2) + eps) */
-void rms_norm(float *restrict out, const float *restrict x, int64_t x_stride, const float *restrict weight,
-              int64_t rows, int64_t width, float eps) {
+/* total = x + delta, where there is a delta, else x itself; out [rows, width] = weight * total / sqrt(mean(total^2) + eps) */
+void add_rms_norm(float *total, float *out, const float *x, int64_t x_stride, const float *delta, int64_t delta_stride,
+                  const float *weight, int64_t rows, int64_t width, float eps) {
 #pragma omp parallel for if (rows > MANY)
     for (int64_t row = 0; row < rows; row++) {
         const float *in = x + row * x_stride;
+        float *const to = out + row * width;
         float sum = 0;
+        if (delta) {
+            const float *const more = delta + row * delta_stride;
+            float *const whole = total + row * width;
+#pragma omp simd
+            for (int64_t i = 0; i < width; i++) whole[i] = in[i] + more[i];
+            in = whole;
+        }
         for (int64_t i = 0; i < width; i++) sum += in[i] * in[i];
         const float scale = 1 / sqrtf(sum / width + eps);
-        for (int64_t i = 0; i < width; i++) out[row * width + i] = weight[i] * (in[i] * scale);
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) to[i] = weight[i] * (in[i] * scale);
     }
 }
 
-/* out [rows, heads, dim] = x cos + rotated(x) sin, halves of dim; cos, sin [rows, dim]; a head of x is whole. */
-void rotary(float *restrict out, const float *restrict x, int64_t x_stride, int64_t head_stride, const float *restrict cos,
-            const float *restrict sin, int64_t rows, int64_t heads, int64_t dim) {
-    const int64_t half = dim / 2;
+/* gate * share(gate) is the activation; (1 + tanh(a)) / 2 = 1 / (1 + exp(-2a)) */
+INLINE vector share(int activation, vector gate) {
+    if (activation == SILU) return 1 / (1 + exponential(-gate));
+    if (activation == GELU_TANH) return 1 / (1 + exponential(-1.5957691216057308f * (gate + 0.044715f * gate * gate * gate)));
+    for (int i = 0; i < LANES; i++) gate[i] = 0.5f * (1 + erff(gate[i] * 0.70710678f));
+    return gate;
+}
+
+/* out [rows, width] = f(gate) * up, rows of y being up and gate */
+void gated(float *out, const float *y, int64_t y_stride, int64_t rows, int64_t width, int64_t activation) {
 #pragma omp parallel for if (rows > MANY)
     for (int64_t row = 0; row < rows; row++) {
-        const float *c = cos + row * dim, *s = sin + row * dim;
-        for (int64_t h = 0; h < heads; h++) {
-            const float *in = x + row * x_stride + h * head_stride;
-            float *to = out + (row * heads + h) * dim;
-            for (int64_t i = 0; i < half; i++) {
-                to[i] = in[i] * c[i] - in[half + i] * s[i];
-                to[half + i] = in[half + i] * c[half + i] + in[i] * s[half + i];
-            }
+        const float *const up = y + row * y_stride, *const gates = up + width;
+        for (int64_t i = 0; i < width; i += LANES) {
+            const vector gate = load_some(gates + i, width - i);
+            store_some(out + row * width + i, load_some(up + i, width - i) * gate * share(activation, gate), width - i);
         }
+    }
+}
+
+/* x [heads, dim] with its first `turned` dimensions turned: x cos + (-x2, x1) sin, halves of these */
+INLINE void turn(float *to, const float *x, const float *cos, const float *sin, int64_t heads, int64_t dim, int64_t turned) {
+    const int64_t half = turned / 2;
+    for (int64_t h = 0; h < heads; h++, x += dim, to += dim) {
+#pragma omp simd
+        for (int64_t i = 0; i < half; i++) {
+            to[i] = x[i] * cos[i] - x[half + i] * sin[i];
+            to[half + i] = x[half + i] * cos[half + i] + x[i] * sin[half + i];
+        }
+        for (int64_t i = turned; i < dim; i++) to[i] = x[i];
+    }
+}
+
+/* Turned q to q_out [rows, heads, dim]; turned k, and v, to row slots[row] of the caches. The heads of a row lie
+ * together; cos, sin [rows, turned]; turned 0: q is left alone. */
+void rotate_and_store(float *q_out, const float *q, int64_t q_stride, const float *k, int64_t k_stride, const float *v,
+                      int64_t v_stride, const float *cos, const float *sin, float *k_cache, float *v_cache,
+                      const int64_t *slots, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t turned) {
+    const int64_t width = kv_heads * dim;
+#pragma omp parallel for if (rows > MANY)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *const c = cos + row * turned, *const s = sin + row * turned;
+        if (turned) turn(q_out + row * heads * dim, q + row * q_stride, c, s, heads, dim, turned);
+        turn(k_cache + slots[row] * width, k + row * k_stride, c, s, kv_heads, dim, turned);
+        memcpy(v_cache + slots[row] * width, v + row * v_stride, width * sizeof *v);
     }
 }

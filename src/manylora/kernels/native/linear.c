@@ -1,9 +1,9 @@
 /* y = x W^T + bias in float32, W kept in float32, bfloat16, int8 or int4. The last two are integers v with
  * W[n, k] = scale[n, g] v[n, k] + offset[n, g], g = k / group; offsets may be missing.
  *
- * W [out, in] is packed in panels of PANEL outputs: [panels, in, PANEL], the last one padded with zeros; of int4
- * [panels, in / 2, PANEL] bytes, each with an even input in its low half and the next one in its high half, 8 being
- * zero; scales and offsets [panels, groups, PANEL]. A tile of up to TILE_ROWS rows of x and one panel is summed in
+ * W [out, in] is packed in panels of PANEL outputs: [panels, in, PANEL], the last one padded with zeros; of bfloat16
+ * and int4 [panels, in / 2, PANEL] pairs of an even input, in the low half, and the next one: 4 bytes, which take one
+ * instruction each to widen, or 1, 8 being zero; scales and offsets [panels, groups, PANEL]. A tile of up to TILE_ROWS rows of x and one panel is summed in
  * registers; x is read as it lies. With few rows this streams W once, at the speed of memory; with many, a block of
  * W is widened once for all tiles. Memory is fetched ahead of the arithmetic, so that both work at once. No block is
  * in two groups: integers are summed, and scale and offset enter once for each block. The sums of a row are made in
@@ -11,18 +11,19 @@
 
 #include "vectors.h"
 
-enum { VECTORS = 3, PANEL = LANES * VECTORS, BLOCK = 256, AHEAD = 4096 /* bytes between reading and fetching */ };
+enum { VECTORS = 3, PANEL = LANES * VECTORS, BLOCK = 1024, AHEAD = 4096 /* bytes between reading and fetching */ };
 
 /* What a tile brings into the cache: what it reads itself a little later, or its share of the next block, so many
  * lines for each row of the panel. Known to the compiler, because branches cost more here than all they would save. */
 typedef enum { STREAMS, ONE_LINE, TWO_LINES } Fetch;
 
 /* Inputs whose weights lie in one row of a panel, and its bytes. */
-INLINE int inputs_of(Kind kind) { return kind == INT4 ? 2 : 1; }
-INLINE int64_t bytes_of(Kind kind) { return kind == INT4 ? PANEL : PANEL * size_of(kind); }
+INLINE int inputs_of(Kind kind) { return kind == INT4 || kind == BFLOAT16 ? 2 : 1; }
+INLINE int64_t bytes_of(Kind kind) { return kind == INT4 ? PANEL : PANEL * size_of(kind) * inputs_of(kind); }
 
 INLINE vector weights(Kind kind, const char *row, int v, int input) {
     if (kind == INT4) return widen_halves(row + v * LANES, input);
+    if (kind == BFLOAT16) return widen_pairs(row + v * LANES * 4, input);
     return widen(kind, row + v * LANES * size_of(kind));
 }
 
@@ -87,7 +88,7 @@ INLINE void one_tile(const Kind kind, const Fetch fetches, Tile t, int64_t rows,
     }
 }
 
-INLINE void tiles(const Kind kind, const int is_wide, const Tile all, int64_t rows, const char *w, int64_t depth) {
+INLINE void tiles(const Kind kind, const Tile all, int64_t rows, const char *w, int64_t depth) {
     const int64_t count = (rows + TILE_ROWS - 1) / TILE_ROWS;
     for (int64_t i = 0; i < count; i++) { /* of equal height: 9 rows are 4 and 5 */
         const int64_t start = rows * i / count, height = rows * (i + 1) / count - start;
@@ -98,7 +99,8 @@ INLINE void tiles(const Kind kind, const int is_wide, const Tile all, int64_t ro
         t.hop = (all.hop + count - 1) / count;
         t.next += i * t.hop * depth;
         if (count == 1) one_tile(kind, STREAMS, t, height, w, depth);
-        else one_tile(kind, kind == FLOAT32 && !is_wide ? TWO_LINES : ONE_LINE, t, height, w, depth);
+        else if (t.hop * inputs_of(kind) > LINE) one_tile(kind, TWO_LINES, t, height, w, depth);
+        else one_tile(kind, ONE_LINE, t, height, w, depth);
     }
 }
 
@@ -140,20 +142,20 @@ INLINE void linear(const Kind kind, float *y, int64_t y_stride, const float *x, 
                             scale ? scale + at : NULL, offset ? offset + at : NULL, bias ? bias + column : NULL,
                             totals + b, blocks, k > 0, part + height * step, (step + inputs - 1) / inputs};
             if (!widens) {
-                tiles(kind, 0, t, rows, part, depth);
+                tiles(kind, t, rows, part, depth);
                 continue;
             }
             for (int64_t i = 0; i < height; i++)
                 UNROLL for (int h = 0; h < inputs; h++)
                     UNROLL for (int v = 0; v < VECTORS; v++)
                         store(wide + (i * inputs + h) * PANEL + v * LANES, weights(kind, part + i * step, v, h));
-            tiles(FLOAT32, 1, t, rows, (const char *)wide, depth);
+            tiles(FLOAT32, t, rows, (const char *)wide, depth);
         }
     }
 }
 
-/* totals: room for [rows, in / the lesser of group and 256, rounded up], where there are offsets. group: inputs that
- * share a scale, a divisor of `in` and, above 256, a multiple of it; without scales `in`. */
+/* totals: room for [rows, in / the lesser of group and BLOCK, rounded up], where there are offsets. group: inputs
+ * that share a scale, a divisor of `in` and, above BLOCK, a multiple of it; without scales `in`. */
 #define LINEAR(name, kind)                                                                                           \
     void name(float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t rows, const char *w, int64_t in, \
               int64_t out, const float *scale, const float *offset, float *totals, int64_t group,                    \

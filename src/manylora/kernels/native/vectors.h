@@ -92,6 +92,13 @@ INLINE vector widen_halves(const char *at, int high) {
 #endif
 }
 
+/* BFLOAT16: the low or the high halves of LANES words. */
+INLINE vector widen_pairs(const char *at, int high) {
+    typedef uint32_t pairs __attribute__((vector_size(4 * LANES), aligned(4)));
+    const words both = *(const pairs *)at;
+    return (vector)(high ? both & 0xffff0000u : both << 16);
+}
+
 /* A single float32 or bfloat16. */
 INLINE float widen_one(Kind kind, const char *at) {
     uint32_t bits = 0;
@@ -119,6 +126,48 @@ INLINE float total(vector v) {
 /* Begins to bring memory into the cache; it need not exist. */
 INLINE void fetch(const char *from, int64_t size) {
     UNROLL for (int64_t i = 0; i < size; i += LINE) __builtin_prefetch(from + i);
+}
+
+INLINE vector choose(integers which, vector a, vector b) {
+    return (vector)((which & (integers)a) | (~which & (integers)b));
+}
+
+/* exp(x) to about 2 units of the last place; beyond -87 and 88, as there. NaN stays NaN. */
+INLINE vector exponential(vector x) {
+    const vector bounded = choose(x < -87, all(-87), choose(x > 88, all(88), x));
+    const integers power = __builtin_convertvector(bounded * 1.44269504f + 127.5f, integers); /* 127 more than it is */
+    const vector r = bounded - (__builtin_convertvector(power, vector) - 127) * 0.693147181f;
+    const vector high = r * (r * (r * 1.9841270e-4f + 1.3888889e-3f) + 8.3333333e-3f) + 4.1666667e-2f;
+    return (vector)(power << 23) * (r * (r * (r * (r * high + 0.16666667f) + 0.5f) + 1) + 1);
+}
+
+/* As many as there are, the rest zeros; and back. */
+INLINE vector load_some(const float *at, int64_t count) {
+    if (count >= LANES) return load(at);
+    float some[LANES] = {0};
+    memcpy(some, at, count * sizeof *at);
+    return load(some);
+}
+
+INLINE void store_some(float *at, vector value, int64_t count) {
+    if (count >= LANES) store(at, value);
+    else memcpy(at, &value, count * sizeof *at);
+}
+
+/* The even and the odd elements of 2 * LANES to the first half of these and the second. */
+INLINE void join(vector *even, vector *odd) {
+    const vector e = *even, o = *odd;
+#if defined(__AVX512F__)
+    const integers first = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+    *even = (vector)_mm512_permutex2var_ps((__m512)e, (__m512i)first, (__m512)o);
+    *odd = (vector)_mm512_permutex2var_ps((__m512)e, (__m512i)(first + 8), (__m512)o);
+#else
+    for (int i = 0; i < LANES; i++) {
+        const int from = i / 2;
+        (*even)[i] = i % 2 ? o[from] : e[from];
+        (*odd)[i] = i % 2 ? o[LANES / 2 + from] : e[LANES / 2 + from];
+    }
+#endif
 }
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }

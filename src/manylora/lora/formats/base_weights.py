@@ -9,66 +9,84 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import safe_open
 
-from manylora.errors import AdapterInvalidError
+from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.lora.formats import one_line
 from manylora.lora.formats.tensor_files import RawTensor
+from manylora.quant_checkpoint import checkpoint_quant
+
+if TYPE_CHECKING:  # torch only when something is read
+    from manylora.lora.formats.base_matrix import BaseMatrix, Hold
+    from manylora.weight_formats.stored import StoredWeights
 
 __all__ = ["BaseReader", "BaseWeights"]
 
 INDEX = "model.safetensors.index.json"
-LAYER = re.compile(r"(?=(?:^|(?<=\.))(?:layers|block|h)\.\d)")  # where the name of a layer starts
+# Where the name of a layer starts, or of a stack of layers where there are two.
+LAYER = re.compile(r"(?=(?:^|(?<=\.))(?:(?:encoder|decoder)\.|(?:layers|block|h)\.\d))")
 CHUNK = 2**22  # elements of a base weight in memory at one time
-DTYPES = ("F64", "F32", "F16", "BF16")
+PACKED = re.compile(r"(?<=\.)(?:qweight|weight_packed)$")  # a tensor that only quantised weights have
 
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """A Hugging Face model directory. Nothing is read before `open`; safe from any thread."""
+    """A Hugging Face model directory. Nothing is read before `open`; safe from any thread.
+
+    hold: how a server of it holds linear layers, as DoRA's norms are of the weights that are multiplied with;
+    None: as they are stored, in float32.
+    """
 
     model_dir: Path
+    hold: Hold | None = None
 
     @contextmanager
     def open(self) -> Iterator[BaseReader]:
         with ExitStack() as stack:
-            yield BaseReader(Path(self.model_dir), stack)
+            yield BaseReader(Path(self.model_dir), stack, self.hold)
 
 
 class BaseReader:
     """Open files of a base model; they are opened when the first tensor is asked for."""
 
-    def __init__(self, model_dir: Path, stack: ExitStack) -> None:
-        self._model_dir, self._stack = model_dir, stack
+    def __init__(self, model_dir: Path, stack: ExitStack, hold: Hold | None = None) -> None:
+        self._model_dir, self._stack, self._hold = model_dir, stack, hold
         self._files: dict[str, Any] | None = None
+        self._names: set[str] = set()
+        self._stored: StoredWeights | None = None
 
     def row_norms(self, path: str, a: np.ndarray, b: np.ndarray, transposed: bool = False) -> np.ndarray:
         """Norms [out] of the rows of W0 + B A, float32, at the module `path` of a PEFT adapter.
 
         a [rank, in], b [out, rank] with the scaling in it; transposed: W0 is stored [in, out] (Conv1D of
-        GPT-2). W0 is read some rows at a time. Raises
-        AdapterInvalidError when the base has no such weight, another shape there, or a row of norm 0.
+        GPT-2) where it is plain. W0 is what the layer multiplies with: of a quantised one the integers times
+        their scales. It is made wide some rows at a time. Raises AdapterInvalidError when the base has no
+        such weight, another shape there, or a row of norm 0.
         """
         import torch
 
-        weight = self._open_slice(path)
         out_dim, in_dim = len(b), a.shape[1]
-        expected = [in_dim, out_dim] if transposed else [out_dim, in_dim]
-        if list(weight.get_shape()) != expected or weight.get_dtype() not in DTYPES:
+        name = self.find(f"{path}.weight")
+        if name is None:
+            wanted = path.removeprefix("base_model.model.") + ".weight"
+            raise AdapterInvalidError(f"{path}: the base model has no {wanted} to normalise DoRA with")
+        weight = self._matrix(name, in_dim, transposed)
+        flipped = transposed and weight.dtype != "quantised"
+        expected = [in_dim, out_dim] if flipped else [out_dim, in_dim]
+        if weight.shape != expected or not weight.is_readable:
             raise AdapterInvalidError(
-                f"{path} is {weight.get_dtype()} {weight.get_shape()} in the base model, the adapter needs a "
-                f"floating {expected}"
+                f"{path} is {weight.dtype} {weight.shape} in the base model, the adapter needs a floating "
+                f"{expected}"
             )
         norms = torch.empty(out_dim)
         step = max(1, CHUNK // in_dim)
         low, high = torch.from_numpy(a), torch.from_numpy(b)
         for start in range(0, out_dim, step):
             rows = slice(start, min(start + step, out_dim))
-            stored = weight[:, rows].T if transposed else weight[rows]
-            merged = torch.addmm(stored.float(), high[rows], low)
+            merged = torch.addmm(weight.rows(rows), high[rows], low)
             norms[rows] = torch.linalg.vector_norm(merged, dim=1)
         if not bool((torch.isfinite(norms) & (norms > 0)).all()):
             raise AdapterInvalidError(
@@ -78,17 +96,18 @@ class BaseReader:
 
     def find(self, key: str) -> str | None:
         """The checkpoint's name of the tensor that PEFT calls `key`, or of the only one with the same layer
-        and name, or, outside layers, the same last two parts. None: there is none.
+        and name, or, outside layers, the same last two parts. None: there is none. A quantised weight has the
+        name that it would have as a plain one.
 
         Raises AdapterInvalidError."""
-        files = self._all()
+        self._all()
         name = key.removeprefix("base_model.model.")
-        if name in files:
+        if name in self._names:
             return name
         parts = LAYER.split(name, maxsplit=1)
         tail = parts[1] if len(parts) > 1 else ".".join(name.rsplit(".", 2)[-2:])
         # A multimodal checkpoint has layers of these names in its vision tower too.
-        text = [other for other in files if "vision" not in other]
+        text = [other for other in self._names if "vision" not in other]
         same = [
             other
             for other in text
@@ -96,9 +115,19 @@ class BaseReader:
         ]
         return same[0] if len(same) == 1 else None
 
+    @property
+    def ties_embeddings(self) -> bool:
+        """Whether transformers ties what has a table of an encoder-decoder model; of T5 it does always."""
+        raw = self._config()
+        return raw.get("model_type") == "t5" or raw.get("tie_word_embeddings") is not False
+
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that `find` found."""
-        return tuple(self._all()[name].get_slice(name).get_shape())
+        """Of a tensor that `find` found; of what is quantised, only a head's."""
+        files = self._all()
+        if name in files:
+            return tuple(files[name].get_slice(name).get_shape())
+        raw = self._config()
+        return tuple(self._matrix(name, int(raw.get("hidden_size") or raw.get("d_model") or 0)).shape)
 
     def read(self, name: str) -> np.ndarray:
         """A small tensor that `find` found, in float32."""
@@ -108,31 +137,50 @@ class BaseReader:
         """Whether a tensor that `find` found has the same values as this copy, in the copy's type."""
         import torch
 
-        stored = self._all()[name].get_slice(name)
         kinds = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
         kind = kinds.get(copy.dtype)
-        if kind is None or tuple(stored.get_shape()) != copy.shape or len(copy.shape) != 2:
+        if kind is None or len(copy.shape) != 2 or self.shape(name) != copy.shape:
             return False
+        stored = self._matrix(name, copy.shape[1])
         rows, columns = copy.shape
         data, width, step = memoryview(copy.data), columns * kind.itemsize, max(1, CHUNK // columns)
         for first in range(0, rows, step):
             part = bytearray(data[first * width : (first + step) * width])
             theirs = torch.frombuffer(part, dtype=kind).view(-1, columns)
-            if not torch.equal(stored[first : first + step].to(kind), theirs):
+            if not torch.equal(stored.values(slice(first, first + step)).to(kind), theirs):
                 return False
         return True
 
-    def _open_slice(self, path: str) -> Any:
-        name = self.find(f"{path}.weight")
-        if name is None:
-            wanted = path.removeprefix("base_model.model.") + ".weight"
-            raise AdapterInvalidError(f"{path}: the base model has no {wanted} to normalise DoRA with")
-        return self._all()[name].get_slice(name)
+    def _config(self) -> dict[str, Any]:
+        path = self._model_dir / "config.json"
+        try:
+            return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        except (OSError, ValueError) as error:
+            raise AdapterInvalidError(
+                f"the base model's config.json cannot be read for this adapter: {one_line(error)}"
+            ) from error
+
+    def _matrix(self, name: str, columns: int, transposed: bool = False) -> BaseMatrix:
+        """name: one that `find` found."""
+        from manylora.lora.formats.base_matrix import BaseMatrix
+        from manylora.weight_formats.stored import StoredWeights
+
+        files = self._all()
+        try:
+            if self._stored is None:
+                quant = checkpoint_quant(self._config(), self._model_dir)
+                self._stored = StoredWeights(quant, files.keys())
+            return BaseMatrix(name, files, self._stored, columns, transposed, self._hold)
+        except ConfigError as error:
+            raise AdapterInvalidError(
+                f"the base model's quantised {name} cannot be read as a weight of {columns} inputs: {error}"
+            ) from error
 
     def _all(self) -> dict[str, Any]:
         try:
             if self._files is None:
                 self._files = self._open()
+                self._names = {PACKED.sub("weight", name) for name in self._files}
         except Exception as error:  # safetensors has no common class for all it raises
             reason = one_line(error)
             raise AdapterInvalidError(

@@ -24,8 +24,15 @@ from manylora.lora.formats.base_weights import BaseReader, BaseWeights
 from manylora.lora.formats.peft_config import CONFIG, PeftConfig, read_peft_config
 from manylora.lora.formats.peft_experts import EXPERT_KEY, expert_rows
 from manylora.lora.formats.peft_extras import is_extra, read_extras
-from manylora.lora.formats.peft_names import ATTENTION_IDS, MLP_IDS, PEFT_KEY, ROUTER, in_our_order
-from manylora.lora.formats.peft_stacks import STACK_KEY, stack_parts
+from manylora.lora.formats.peft_names import (
+    ATTENTION_IDS,
+    MLP_IDS,
+    PEFT_KEY,
+    ROUTER,
+    in_our_order,
+    in_peft_order,
+)
+from manylora.lora.formats.peft_stacks import STACK_KEY, check_stacks, stack_parts
 from manylora.lora.formats.tensor_files import (
     RawTensor,
     decode,
@@ -110,11 +117,6 @@ def read_peft_whole(
     then, for pages of that type; those of routed experts stay as they are.
     """
     config, tensors, found = _open(folder, base, allow_bin)
-    if found and any(module.encoder_layers for module in (modules or {}).values()):
-        raise AdapterInvalidError(
-            f"{min(found)}: of an encoder-decoder model only adapters on the layers' linear modules are "
-            "served"
-        )
     rows = _rows(tensors, config, None, modules, base, digest, bfloat16)
     with base.open() if base is not None else nullcontext() as reader:
         extras = read_extras(found, tensors, config, modules, reader)
@@ -161,6 +163,7 @@ def _rows(
     experts = {key: tensor for key, tensor in tensors.items() if EXPERT_KEY.fullmatch(key)}
     stacks = {key: tensor for key, tensor in tensors.items() if STACK_KEY.fullmatch(key)}
     plain = {key: tensor for key, tensor in tensors.items() if key not in experts and key not in stacks}
+    check_stacks((key for key in plain if PEFT_KEY.fullmatch(key)), modules)
     found = _gather(plain, partial) | stack_parts(stacks, modules)
     rows = expert_rows({key: decode(key, tensor) for key, tensor in experts.items()}, config, modules)
     with base.open() if base is not None else nullcontext() as reader:
@@ -258,10 +261,13 @@ def _row(
     # A router is a parameter to newer PEFT, and called so in patterns.
     named = f"{path}.weight" if module_id == ROUTER and config.target_parameters else path
     stored_b.fill(f"{key_b} (with its scaling)", b, config.scale(named, a.shape[0]))
+    if (turned := in_peft_order(path, module_id, b, module)) is not b:
+        b[...] = turned
     columns: list[np.ndarray] = [b]
     if "magnitude" in parts:
         transposed = config.fan_in_fan_out if module is None else module.transposed
         magnitude = decode(*parts["magnitude"][1:])
+        magnitude = in_peft_order(path, module_id, magnitude.reshape(-1), module)
         columns.append(_magnitude(path, magnitude, a, b, config, base, transposed))
     elif config.use_dora:
         raise AdapterInvalidError(f"{path} is missing its DoRA magnitude")

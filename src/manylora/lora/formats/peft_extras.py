@@ -11,8 +11,25 @@ import numpy as np
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.base_weights import BaseReader
 from manylora.lora.formats.peft_config import PeftConfig
-from manylora.lora.formats.peft_names import ATTENTION_IDS, LAYER, MLP_IDS, MODULE, ROOT, in_our_order
-from manylora.lora.formats.peft_tables import HEADS, TABLE, Table, bias_scale, less_base
+from manylora.lora.formats.peft_names import (
+    ATTENTION_IDS,
+    LAYER,
+    MLP_IDS,
+    MODULE,
+    ROOT,
+    in_our_order,
+    in_peft_order,
+)
+from manylora.lora.formats.peft_shared import check_tokens, read_shared
+from manylora.lora.formats.peft_stacks import (
+    STACK_BIAS,
+    STACK_NORM,
+    check_stacks,
+    encoder_layers,
+    stack_layer,
+    stack_module_id,
+)
+from manylora.lora.formats.peft_tables import HEADS, SHARED, TABLE, Table, bias_scale, less_base, table_name
 from manylora.lora.formats.tensor_files import RawTensor, decode
 from manylora.lora.modules import MODULE_NAMES, LoraModule
 from manylora.request import LoraExtra
@@ -25,21 +42,21 @@ NORM = re.compile(
     r"|(?P<final>norm|ln_f|final_layer_?norm)))\.(?P<part>weight|bias)"
 )
 Tensors = Mapping[str, RawTensor]
+Modules = Mapping[int, LoraModule] | None
 
 
 def is_extra(key: str) -> bool:
     """Whether PEFT's tensor of this name is, or is part of, an extra."""
-    found = BIAS.fullmatch(key)
-    if found:
+    if found := BIAS.fullmatch(key):
         return found["name"] in (MLP_IDS if found["mlp"] else ATTENTION_IDS)
-    return bool(NORM.fullmatch(key) or TABLE.fullmatch(key))
+    return bool(_stack_bias(key) or STACK_NORM.fullmatch(key) or NORM.fullmatch(key) or TABLE.fullmatch(key))
 
 
 def read_extras(
     found: Tensors,
     tensors: Tensors,
     config: PeftConfig,
-    modules: Mapping[int, LoraModule] | None,
+    modules: Modules,
     base: BaseReader | None,
 ) -> list[LoraExtra]:
     """found: those of the adapter's tensors that `is_extra`; tensors: the others. base: None refuses all but
@@ -48,38 +65,50 @@ def read_extras(
     extras: list[LoraExtra] = []
     tables: dict[tuple[str, str], dict[str, tuple[str, RawTensor]]] = {}
     for key, tensor in sorted(found.items()):
-        if match := BIAS.fullmatch(key):
+        if match := _stack_bias(key) or BIAS.fullmatch(key):
             name, shift = _module_bias(match, key, tensor, tensors, config, modules, base)
             parts = biases.setdefault(name, {})
             if (of_b := match["part"] == "lora_B.bias") in parts:
                 raise AdapterInvalidError(f"{key} and another tensor mean the same bias")
             parts[of_b] = shift
-        elif match := NORM.fullmatch(key):
-            extras.append(_norm(match, key, tensor, _known(key, base)))
+        elif match := STACK_NORM.fullmatch(key) or NORM.fullmatch(key):
+            extras.append(_norm(match, key, tensor, modules, _known(key, base)))
         elif match := TABLE.fullmatch(key):
             part = match["part"].removesuffix(".weight") if "magnitude" in key else match["part"]
-            where = "embed" if match["embed"] else "head", match["path"]
+            where = table_name(match, modules), match["path"]
             tables.setdefault(where, {})[part] = (key, tensor)
     if len({kind for kind, _ in tables}) < len(tables):
         raise AdapterInvalidError(f"{' and '.join(path for _, path in tables)} belong to two models")
-    for (kind, path), found_here in tables.items():
-        extras += Table(kind, path, found_here, config, _known(path, base)).read()
+    for (name, path), found_here in tables.items():
+        if name == SHARED:
+            stacks = [parts for (other, _), parts in tables.items() if other.endswith(".embed")]
+            extras += read_shared(path, found_here, stacks, config, _known(path, base))
+        else:
+            extras += Table(name, path, found_here, config, _known(path, base)).read()
     extras += [LoraExtra(name, np.sum(list(parts.values()), axis=0)) for name, parts in biases.items()]
-    _check(extras, base)
+    _check(extras, modules, base)
     return extras
 
 
-def _check(extras: list[LoraExtra], base: BaseReader | None) -> None:
+def _check(extras: list[LoraExtra], modules: Modules, base: BaseReader | None) -> None:
     """Refuse what has two meanings, or none."""
     names = {extra.name for extra in extras}
     if len(names) < len(extras):
         raise AdapterInvalidError("the adapter has two tensors for the same norm or matrix")
+    if encoder_layers(modules):
+        check_tokens(names)
+        return
     tied = base is not None and not any(base.find(f"{head}.weight") for head in HEADS)
     if tied and "embed.tokens" in names and names & {"head.weight", "head.magnitude"}:
         raise AdapterInvalidError(
             "the base model's head is its embedding: trainable_token_indices beside a head that is saved or "
             "has DoRA mean nothing in PEFT either"
         )
+
+
+def _stack_bias(key: str) -> re.Match[str] | None:
+    found = STACK_BIAS.fullmatch(key)
+    return found if found and stack_module_id(found) is not None else None
 
 
 def _known(key: str, base: BaseReader | None) -> BaseReader:
@@ -97,13 +126,19 @@ def _module_bias(
     tensor: RawTensor,
     tensors: Tensors,
     config: PeftConfig,
-    modules: Mapping[int, LoraModule] | None,
+    modules: Modules,
     base: BaseReader | None,
 ) -> tuple[str, np.ndarray]:
     """An extra's name, and what it adds [out], in our order."""
-    path, values = match["path"], decode(key, tensor)
-    module_id = (MLP_IDS if match["mlp"] else ATTENTION_IDS)[match["name"]]
+    path = match["path"]
+    if match.re is STACK_BIAS:
+        module_id, layer = stack_module_id(match), stack_layer(key, match, modules)
+        assert module_id is not None
+    else:
+        module_id, layer = (MLP_IDS if match["mlp"] else ATTENTION_IDS)[match["name"]], int(match["layer"])
+        check_stacks([key], modules)
     module = modules.get(module_id) if modules else None
+    values = in_peft_order(path, module_id, decode(key, tensor), module)
     if values.ndim != 1 or (module is not None and len(values) != module.out_dim):
         raise AdapterInvalidError(
             f"{key} has shape {values.shape}"
@@ -113,14 +148,20 @@ def _module_bias(
         shift = values * bias_scale(path, f"{path}.lora_A.weight", tensors, config)
     else:
         shift = less_base(f"{path}.bias", values, _known(key, base))
-    name = f"layers.{int(match['layer'])}.{MODULE_NAMES[module_id]}.bias"
+    name = f"layers.{layer}.{MODULE_NAMES[module_id]}.bias"
     return name, in_our_order(path, module_id, shift, module)
 
 
-def _norm(match: re.Match[str], key: str, tensor: RawTensor, base: BaseReader) -> LoraExtra:
+def _norm(match: re.Match[str], key: str, tensor: RawTensor, modules: Modules, base: BaseReader) -> LoraExtra:
     values, name = decode(key, tensor), base.find(key)
     if name is None:
         raise AdapterInvalidError(f"{key}: the base model has no such norm")
     shift = less_base(key, values, base)  # checks the shape of a weight too
-    where = "norm" if match["final"] else f"layers.{int(match['layer'])}.{match['name']}"
+    if match.re is STACK_NORM:
+        own = f"{match['stack']}.{'norm' if match['final'] else 'embedding_norm'}"
+        number = stack_layer(key, match, modules) if match["layer"] else None
+    else:
+        own, number = "norm", None if match["final"] else int(match["layer"])
+        check_stacks([key], modules)
+    where = own if number is None else f"layers.{number}.{match['name']}"
     return LoraExtra(f"{where}.{match['part']}", shift if match["part"] == "bias" else values)

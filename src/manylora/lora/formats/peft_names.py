@@ -19,6 +19,7 @@ __all__ = [
     "ROOT",
     "ROUTER",
     "in_our_order",
+    "in_peft_order",
 ]
 
 ATTENTION_IDS = {
@@ -58,6 +59,13 @@ def in_our_order(path: str, module_id: int, rows: np.ndarray, module: LoraModule
     if module_id == GATE_UP:
         return _swap_halves(path, rows)
     return _ungroup(path, rows, module) if path.endswith(GROUPED) else rows
+
+
+def in_peft_order(path: str, module_id: int, rows: np.ndarray, module: LoraModule | None) -> np.ndarray:
+    """[out] or [out, n] as a file has it to PEFT's order, which is that of the base's matrix. They
+    differ where the halves of a fused gate and up were swapped beforehand. Raises AdapterInvalidError."""
+    swapped = module_id == GATE_UP and module is not None and not module.gate_first
+    return _swap_halves(path, rows) if swapped else rows
 
 
 def _swap_halves(path: str, rows: np.ndarray) -> np.ndarray:

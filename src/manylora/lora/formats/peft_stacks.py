@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.tensor_files import RawTensor
 from manylora.lora.modules import LoraModule
 
-__all__ = ["STACK_KEY", "stack_parts"]
+__all__ = [
+    "STACK_BIAS", "STACK_KEY", "STACK_NORM", "check_stacks", "encoder_layers", "stack_layer",
+    "stack_module_id", "stack_parts",
+]  # fmt: skip
 
 ATTENTION = {"q_proj": 1, "k_proj": 2, "v_proj": 3, "out_proj": 4, "q": 1, "k": 2, "v": 3, "o": 4}
 MLP = {"fc1": 5, "fc2": 6, "wi": 5, "wi_0": 5, "wi_1": 7, "wo": 6}
 CROSS = 8  # ids of cross-attention are those of self-attention, so much higher
-STACK_KEY = re.compile(
-    r"(?P<path>(?:(?:base_model|model)\.)*(?P<stack>encoder|decoder)\.(?:layers|block)\.(?P<layer>\d{1,5})\."
-    r"(?:layer\.\d\.)?(?:(?P<attention>self_attn|SelfAttention)\.|(?P<cross>encoder_attn|EncDecAttention)\.|"
+STACK = r"(?P<path>(?:(?:base_model|model)\.)*(?P<stack>encoder|decoder)\."
+LAYER = r"(?:layers|block)\.(?P<layer>\d{1,5})\."
+MODULE = (
+    rf"{STACK}{LAYER}(?:layer\.\d\.)?"
+    r"(?:(?P<attention>self_attn|SelfAttention)\.|(?P<cross>encoder_attn|EncDecAttention)\.|"
     r"DenseReluDense\.)?(?P<name>\w+))\."
-    r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
+)
+STACK_KEY = re.compile(
+    MODULE + r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
 )
 """As the key of a decoder alone, with the name of the stack."""
+STACK_BIAS = re.compile(MODULE + r"(?P<part>(?:base_layer|lora_B)\.bias|bias)")
+STACK_NORM = re.compile(
+    rf"{STACK}(?:{LAYER}(?P<name>layer\.\d\.layer_norm|\w+_layer_norm)"
+    r"|(?P<final>final_layer_norm)|layernorm_embedding))\.(?P<part>weight|bias)"
+)
+"""final: of the stack's output; neither that nor a name: of its input."""
 
 Parts = dict[str, tuple[str, str, RawTensor]]  # "A", "B", "magnitude" -> path of the module, key, values
 
@@ -34,11 +47,10 @@ def stack_parts(
     for key, tensor in sorted(tensors.items()):
         match = STACK_KEY.fullmatch(key)
         assert match is not None
-        name = match["name"]
-        module_id = (ATTENTION if match["attention"] or match["cross"] else MLP).get(name)
+        module_id = stack_module_id(match)
         if module_id is None:
             raise AdapterInvalidError(f"{key}: no such LoRA module is known")
-        place = _layer(key, match, modules), module_id + CROSS * bool(match["cross"])
+        place = stack_layer(key, match, modules), module_id
         part, parts = match["side"] or "magnitude", found.setdefault(place, {})
         if part in parts:
             raise AdapterInvalidError(f"{key} and {parts[part][0]} mean the same module")
@@ -46,14 +58,35 @@ def stack_parts(
     return found
 
 
-def _layer(key: str, match: re.Match[str], modules: Mapping[int, LoraModule] | None) -> int:
+def check_stacks(keys: Iterable[str], modules: Mapping[int, LoraModule] | None) -> None:
+    """keys: of layers that belong to neither stack. Raises AdapterInvalidError on a model that has two."""
+    key = next(iter(keys), None)
+    if key is not None and encoder_layers(modules):
+        raise AdapterInvalidError(
+            f"{key} names neither encoder nor decoder: the adapter was made for another model"
+        )
+
+
+def encoder_layers(modules: Mapping[int, LoraModule] | None) -> int:
+    """How many layers the encoder has; 0 without one, or where modules are not known."""
+    return max((module.encoder_layers for module in (modules or {}).values()), default=0)
+
+
+def stack_module_id(match: re.Match[str]) -> int | None:
+    """Of a match of STACK_KEY or STACK_BIAS; None: no linear layer is called so."""
+    module_id = (ATTENTION if match["attention"] or match["cross"] else MLP).get(match["name"])
+    return None if module_id is None else module_id + CROSS * bool(match["cross"])
+
+
+def stack_layer(key: str, match: re.Match[str], modules: Mapping[int, LoraModule] | None) -> int:
+    """Its number through both stacks. Raises AdapterInvalidError."""
     if modules is None:
         raise AdapterInvalidError(
             f"{key}: a decoder's layers are numbered after its encoder's, and how many these are depends on "
             "the base model, which is not known here: name it, or convert the adapter with "
             "`manylora convert --base`"
         )
-    count, layer = next(iter(modules.values())).encoder_layers, int(match["layer"])
+    count, layer = encoder_layers(modules), int(match["layer"])
     if not count:
         raise AdapterInvalidError(f"{key} belongs to an encoder-decoder model; this model has no encoder")
     if match["stack"] == "decoder":

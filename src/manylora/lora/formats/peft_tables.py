@@ -11,20 +11,41 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.base_weights import BaseReader
 from manylora.lora.formats.peft_config import PeftConfig
 from manylora.lora.formats.peft_names import ROOT
+from manylora.lora.formats.peft_stacks import encoder_layers
 from manylora.lora.formats.tensor_files import NUMPY_TYPES, RawTensor, decode
+from manylora.lora.modules import LoraModule
 from manylora.lora.tensors import check_dims
 from manylora.request import LoraExtra
 
-__all__ = ["HEADS", "TABLE", "Table", "bias_scale", "less_base"]
+__all__ = ["HEADS", "SHARED", "TABLE", "Table", "bias_scale", "less_base", "table_name"]
 
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 HEADS = ("lm_head", "embed_out")
+SHARED = "shared"
 TABLE = re.compile(
-    rf"(?P<path>{ROOT}(?:(?P<embed>{'|'.join(EMBEDDINGS)})|(?P<head>{'|'.join(HEADS)})))\."
+    rf"(?P<path>{ROOT}(?:(?:(?P<stack>encoder|decoder)\.)?(?P<embed>{'|'.join(EMBEDDINGS)})"
+    rf"|(?P<shared>{SHARED})|(?P<head>{'|'.join(HEADS)})))\."
     r"(?P<part>weight|bias|base_layer\.weight|base_layer\.bias|lora_embedding_[AB]|lora_[AB]\.weight"
     r"|lora_B\.bias|lora_magnitude_vector(?:\.weight)?|token_adapter\.trainable_tokens_delta)"
 )
-"""path: the module's; embed or head: its name; part: the rest."""
+"""path: the module's; embed, shared or head: its name; part: the rest. stack: of an encoder-decoder model."""
+TABLES = (*EMBEDDINGS, SHARED, "encoder.embed_tokens", "decoder.embed_tokens")
+"""Where the embedding of a checkpoint may be; two stacks may have but one of these."""
+
+
+def table_name(match: re.Match[str], modules: Mapping[int, LoraModule] | None) -> str:
+    """Of a match of TABLE, as extras call it: embed, head, encoder.embed, decoder.embed; or SHARED.
+
+    Raises AdapterInvalidError for a table that the model does not have."""
+    if match["head"]:
+        return "head"
+    stacks = encoder_layers(modules) > 0
+    if modules is not None and stacks != bool(match["stack"] or match["shared"]):
+        has = "an embedding for each of encoder and decoder" if stacks else "no encoder"
+        raise AdapterInvalidError(f"{match['path']}: this model has {has}")
+    if match["shared"]:
+        return SHARED
+    return f"{match['stack']}.embed" if match["stack"] else "embed"
 
 
 def bias_scale(path: str, key: str, tensors: Mapping[str, RawTensor], config: PeftConfig) -> np.float32:
@@ -51,28 +72,29 @@ def less_base(key: str, values: np.ndarray, base: BaseReader) -> np.ndarray:
 
 
 class Table:
-    """The parts of an embedding or a head. kind: embed or head; path: PEFT's name of the module.
+    """The parts of an embedding or a head. name: as extras call it; path: PEFT's name of the module.
 
     Raises AdapterInvalidError where the base has no such matrix, or one of another shape.
     """
 
     def __init__(
         self,
-        kind: str,
+        name: str,
         path: str,
         parts: Mapping[str, tuple[str, RawTensor]],
         config: PeftConfig,
         base: BaseReader,
     ) -> None:
-        self._kind, self._path, self._parts = kind, path, dict(parts)
+        self._extra_name, self._path, self._parts = name, path, dict(parts)
+        self._is_head = name == "head"
         self._config, self._base = config, base
         # A checkpoint may call them as another release of transformers did; a tied head is the embedding.
-        others = (*HEADS, *EMBEDDINGS) if kind == "head" else EMBEDDINGS
-        name = next(filter(None, (base.find(f"{other}.weight") for other in (path, *others))), None)
-        if name is None or len(base.shape(name)) != 2:
+        others = (*HEADS, *TABLES) if self._is_head else TABLES
+        found = next(filter(None, (base.find(f"{other}.weight") for other in (path, *others))), None)
+        if found is None or len(base.shape(found)) != 2:
             raise AdapterInvalidError(f"{path}: the base model has no such matrix")
-        self._name = name
-        self._vocab, self._hidden = base.shape(name)
+        self._name = found
+        self._vocab, self._hidden = base.shape(found)
 
     def read(self) -> Iterator[LoraExtra]:
         yield from self._full()
@@ -82,7 +104,7 @@ class Table:
         yield from self._bias()
 
     def _extra(self, part: str, values: np.ndarray, token_ids: Sequence[int] = ()) -> LoraExtra:
-        return LoraExtra(f"{self._kind}.{part}", values, tuple(token_ids))
+        return LoraExtra(f"{self._extra_name}.{part}", values, tuple(token_ids))
 
     def _full(self) -> Iterator[LoraExtra]:
         """A whole matrix, unless it is but a copy of the base's."""
@@ -106,7 +128,7 @@ class Table:
 
     def _tokens(self) -> LoraExtra:
         key, tensor = self._parts["token_adapter.trainable_tokens_delta"]
-        ids = self._config.token_ids(self._path, self._kind == "embed")
+        ids = self._config.token_ids(self._path, self._extra_name == "embed")
         if tensor.shape != (len(ids), self._hidden) or not ids or max(ids) >= self._vocab:
             raise AdapterInvalidError(
                 f"{key} has shape {tensor.shape} for {len(ids)} tokens of trainable_token_indices; the model "
@@ -116,7 +138,7 @@ class Table:
         return self._extra("tokens", decode(key, tensor)[order], [ids[i] for i in order])
 
     def _low_rank(self) -> Iterator[LoraExtra]:
-        embed = self._kind == "embed"
+        embed = not self._is_head
         names = ["lora_embedding_A", "lora_embedding_B"] if embed else ["lora_A.weight", "lora_B.weight"]
         present = [name for name in names if name in self._parts]
         magnitude = self._parts.get("lora_magnitude_vector")
@@ -147,7 +169,7 @@ class Table:
             raise AdapterInvalidError(f"{key} has {len(values)} values, the module {len(b)} rows")
         if not self._config.dora_normalized:
             stem = self._name.removesuffix(".weight")
-            values = values / self._base.row_norms(stem, a, b, transposed=self._kind == "embed")
+            values = values / self._base.row_norms(stem, a, b, transposed=not self._is_head)
         return self._extra("magnitude", values)
 
     def _bias(self) -> Iterator[LoraExtra]:
@@ -169,7 +191,7 @@ class Table:
             yield self._extra("bias", shift)
 
     def _sized(self, key: str, tensor: RawTensor) -> np.ndarray:
-        if self._kind != "head" or tensor.shape != (self._vocab,):
+        if not self._is_head or tensor.shape != (self._vocab,):
             raise AdapterInvalidError(
                 f"{key} has shape {tensor.shape}: a bias is supported on the head, of {self._vocab} values"
             )

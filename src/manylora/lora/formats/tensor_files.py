@@ -16,6 +16,7 @@ import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ NUMPY_TYPES: dict[str, np.dtype] = {
     "F16": np.dtype("<f2"),
     "BF16": BFLOAT16,
 }
+FLOAT8 = "F8_E4M3"  # NumPy has no such type
 NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # All that the pickle of a state dict needs.
 ALLOWED_GLOBALS = re.compile(
@@ -192,10 +194,14 @@ def read_torch(data: bytes, name: str) -> dict[str, RawTensor]:
 
 def decode(key: str, tensor: RawTensor) -> np.ndarray:
     """Any floating type to float32, in the tensor's shape. Raises AdapterInvalidError, for NaN too."""
-    kind = NUMPY_TYPES.get(tensor.dtype)
+    kind = np.dtype(np.uint8) if tensor.dtype == FLOAT8 else NUMPY_TYPES.get(tensor.dtype)
     if kind is None:
-        raise AdapterInvalidError(f"{key} must be float32, float16 or bfloat16, got {tensor.dtype}")
+        raise AdapterInvalidError(
+            f"{key} must be float32, float16, bfloat16 or float8_e4m3, got {tensor.dtype}"
+        )
     values = np.frombuffer(tensor.data, kind)
+    if tensor.dtype == FLOAT8:
+        values = _float8_values()[values]
     with np.errstate(over="ignore"):
         values = widen_bfloat16(values) if tensor.dtype == "BF16" else values.astype(np.float32)
     check_finite(key, values)
@@ -209,7 +215,11 @@ def check_finite(key: str, values: np.ndarray) -> None:
 
 
 def encode(key: str, values: np.ndarray, dtype: str) -> RawTensor:
-    """float32 values to a tensor of `dtype`. Raises AdapterInvalidError when one is beyond its range."""
+    """float32 values to a tensor of `dtype`, or of float32 in place of float8_e4m3.
+
+    Raises AdapterInvalidError when one is beyond its range.
+    """
+    dtype = "F32" if dtype == FLOAT8 else dtype
     with np.errstate(over="ignore"):
         stored = narrow_to_bfloat16(values) if dtype == "BF16" else values.astype(NUMPY_TYPES[dtype])
     tensor = RawTensor(dtype, values.shape, stored.tobytes())
@@ -230,6 +240,16 @@ def _tensor(file: _File, offset: int, entry: Mapping[str, Any]) -> RawTensor:
     if kind is not None and math.prod(tensor.shape) * kind.itemsize != end - start:
         raise ValueError("a tensor's place in it is not of the tensor's size")
     return tensor
+
+
+@cache
+def _float8_values() -> np.ndarray:
+    """What each byte means: a sign, four bits of exponent, three of mantissa; no infinities."""
+    codes = np.arange(256)
+    exponent, mantissa = (codes >> 3) & 15, codes & 7
+    size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    size[codes & 127 == 127] = np.nan
+    return np.where(codes < 128, size, -size).astype(np.float32)
 
 
 def _check_archive(data: bytes) -> None:

@@ -1,0 +1,103 @@
+"""Protects what files of PEFT adapters may be beside the usual: values in 8-bit floats, and fused gate and up
+projections whose halves were swapped beforehand."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
+from manylora.device import open_device
+from manylora.errors import AdapterInvalidError
+from manylora.llmapi.sizing import modules_to_read
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.sources import find_source, read_lora
+from manylora.lora.formats.tensor_files import RawTensor, decode
+from manylora.lora.modules import lora_modules
+from manylora.lora.normalize import normalize_dora
+from manylora.model.checkpoint import read_model_config
+from manylora.model.weights import load_decoder
+from manylora.parity import Driver, agree, make_kind
+from manylora.testing import make_adapter, make_model, reference_generate, reference_logits
+
+WEIGHTS = "adapter_model.safetensors"
+FLOAT8 = torch.float8_e4m3fn
+
+
+def rewritten(source: Path, folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
+    shutil.copytree(source, folder)
+    tensors = {key: change(key, tensor) for key, tensor in load_file(source / WEIGHTS).items()}
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    return folder
+
+
+def test_every_value_of_float8() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    finite = codes[codes & 127 != 127]
+    found = decode("x", RawTensor("F8_E4M3", (2, 127), finite.numpy().tobytes()))
+    assert np.array_equal(found.ravel(), finite.view(FLOAT8).float().numpy())
+    for nan in (b"\x7f", b"\xff"):
+        with pytest.raises(AdapterInvalidError, match="x holds a NaN"):
+            decode("x", RawTensor("F8_E4M3", (1,), nan))
+    with pytest.raises(AdapterInvalidError, match="bfloat16 or float8_e4m3, got F8_E5M2"):
+        decode("x", RawTensor("F8_E5M2", (1,), b"0"))
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "DoRA", "both + DoRA", "lora_bias"])
+def test_adapters_in_float8(kind: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama", seed=3)
+    made = make_kind(tmp_path / "made", model, kind, 1)
+    adapter = rewritten(made, tmp_path / "float8", lambda k, t: t.to(FLOAT8) if ".lora_" in k else t)
+    config, base = read_model_config(model), BaseWeights(model)
+    lora = read_lora(find_source(adapter), 0, modules=lora_modules(config), base=base)
+    ids = [i % 250 for i in range(3, 300, 7)]
+    decoder = load_decoder(model, config, torch.float32, open_device("cpu"))
+    [found] = Driver(decoder, [ids], [lora]).run()
+    assert agree(found, reference_logits(model, adapter, ids))
+    assert not agree(found, reference_logits(model, made, ids))
+    if kind == "DoRA":  # normal magnitudes would be rounded hard, so they are written wider
+        normalize_dora(adapter, model, tmp_path / "normal")
+        again = read_lora(find_source(tmp_path / "normal"), 0, modules=lora_modules(config), base=base)
+        np.testing.assert_allclose(again.weights, lora.weights, rtol=1e-6)
+
+
+def up_first(key: str, tensor: torch.Tensor) -> torch.Tensor:
+    if "gate_up_proj" not in key or "lora_A" in key:
+        return tensor
+    gate, up = tensor.chunk(2)
+    return torch.cat((up, gate))
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"lora_bias": True}])
+def test_halves_that_were_swapped_beforehand(options: dict, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "phi3", seed=3)
+    modules = ("qkv_proj", "gate_up_proj", "down_proj")
+    adapter = make_adapter(tmp_path / "made", model, 1, 4, modules, **options)
+    swapped = rewritten(adapter, tmp_path / "swapped", up_first)
+    known, base = lora_modules(read_model_config(model)), BaseWeights(model)
+    as_is = modules_to_read(known, LoraConfig(swap_gate_up_proj_lora_b_weight=False))
+    one = read_lora(find_source(adapter), 0, modules=known, base=base)
+    other = read_lora(find_source(swapped), 0, modules=as_is, base=base)
+    wrong = read_lora(find_source(swapped), 0, modules=known, base=base)
+    np.testing.assert_allclose(one.weights, other.weights, rtol=1e-6)
+    assert not np.allclose(one.weights, wrong.weights)
+    for ours, theirs in zip(one.extras, other.extras, strict=True):
+        np.testing.assert_array_equal(ours.values, theirs.values)
+
+
+def test_the_llm_takes_them_as_they_are(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "phi3", seed=3)
+    adapter = make_adapter(tmp_path / "made", model, 1, 4, ("gate_up_proj", "down_proj"))
+    swapped = rewritten(adapter, tmp_path / "swapped", up_first)
+    lora = LoraConfig(lora_dir=[str(swapped)], swap_gate_up_proj_lora_b_weight=False)
+    prompt = [5, 9, 3, 77]
+    with LLM(model, device="cpu", lora_config=lora, skip_tokenizer_init=True, max_seq_len=32) as llm:
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        [output] = llm.generate([prompt], params, [LoRARequest("one", 1, str(swapped))], False)
+    assert list(output.outputs[0].token_ids) == reference_generate(model, adapter, prompt, 8)

@@ -1,0 +1,285 @@
+"""Protects DoRA on quantised bases: a magnitude of PEFT is divided by the norms of the weights that the layer
+multiplies with, so logits equal those of PEFT on the wide values, for each kind of checkpoint and each way to
+round a plain one; in memory there is one matrix at a time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from quantised_checkpoints import KINDS, make_pair
+from safetensors.torch import load_file, save_file
+from serving import Running
+
+from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, SamplingParams
+from manylora.cli import main
+from manylora.config import EngineConfig, LoraCacheConfig
+from manylora.device import open_device
+from manylora.engine.engine import Engine
+from manylora.errors import AdapterInvalidError, RequestError
+from manylora.lora.formats.base_matrix import BaseMatrix
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.sources import find_source, read_lora
+from manylora.lora.modules import lora_modules
+from manylora.lora.normalize import normalize_dora
+from manylora.model.checkpoint import read_model_config
+from manylora.model.held import HeldWeights
+from manylora.model.weights import load_decoder
+from manylora.parity import Driver, agree, linear_names, make_kind
+from manylora.request import LoraInput, Request
+from manylora.request import SamplingParams as EngineParams
+from manylora.testing import make_adapter, make_model, make_wide, reference_generate, reference_logits
+from manylora.text import Tokenizer
+from manylora.wire.parameters import quant_config
+
+DENSE = [name for name in KINDS if "experts" not in name]
+
+
+def tokens(count: int, seed: int = 2) -> list[int]:
+    picks = random.Random(seed)
+    return [picks.randrange(250) for _ in range(count)]
+
+
+def read(adapter: Path, model: Path, quant: QuantConfig | None = None) -> LoraInput:
+    config = read_model_config(model)
+    base = BaseWeights(model, HeldWeights(config, quant))
+    return read_lora(find_source(adapter), 0, modules=lora_modules(config), base=base)
+
+
+def check(model: Path, wide: Path, adapters: list[Path], quant: QuantConfig | None = None) -> None:
+    """In one batch, logits are those of transformers and PEFT with the wide values."""
+    decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"), 64, quant)
+    sequences = [tokens(30, seed) for seed in range(len(adapters))]
+    found = Driver(decoder, sequences, [read(adapter, model, quant) for adapter in adapters]).run()
+    for adapter, ids, logits in zip(adapters, sequences, found, strict=True):
+        assert agree(logits, reference_logits(wide, adapter, ids)), adapter
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The matrices are so small that threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_every_kind_of_checkpoint(name: str, tmp_path: Path) -> None:
+    """As it came, and built; PEFT runs on the wide values, as its own layers for some of these kinds have no
+    DoRA, and those that do normalise with the values made wide."""
+    quantised, wide = make_pair(tmp_path, KINDS[name])
+    adapter = make_kind(tmp_path / "adapter", wide, "DoRA", 1)
+    check(quantised, wide, [adapter])
+    built = tmp_path / "built"
+    assert main(["build", "--model_dir", str(quantised), "--output_dir", str(built)]) == 0
+    check(built, wide, [adapter])
+
+
+@pytest.mark.parametrize("kind", [KINDS["awq"], KINDS["gptq in order"], KINDS["fp8 by tensor"]])
+def test_layers_that_were_left_plain(kind: object, tmp_path: Path) -> None:
+    quantised, wide = make_pair(tmp_path, kind, plain=(".v_proj.weight", ".1.mlp.down_proj.weight"))
+    kinds = ("DoRA + rsLoRA + patterns", "DoRA + bias", "both + DoRA")
+    check(quantised, wide, [make_kind(tmp_path / str(i), wide, k, i) for i, k in enumerate(kinds)])
+
+
+@pytest.mark.parametrize("name", ["awq experts", "fp8 experts"])
+def test_attention_of_a_mixture_of_experts(name: str, tmp_path: Path) -> None:
+    quantised, wide = make_pair(tmp_path, KINDS[name])
+    adapter = make_adapter(tmp_path / "adapter", wide, 1, 4, ("q_proj", "o_proj"), use_dora=True)
+    check(quantised, wide, [adapter])
+
+
+def test_a_head_that_is_quantised(tmp_path: Path) -> None:
+    kind = KINDS["packed 8"]
+    quantised, wide = make_pair(tmp_path, kind)
+    weights, stored = (load_file(path / "model.safetensors") for path in (wide, quantised))
+    made, values = kind.pack(np.random.default_rng(3), *weights["lm_head.weight"].shape)
+    weights["lm_head.weight"] = torch.from_numpy(values)
+    del stored["lm_head.weight"]
+    stored |= {f"lm_head.{end}": part.contiguous() for end, part in made.items()}
+    save_file(weights, wide / "model.safetensors", {"format": "pt"})
+    save_file(stored, quantised / "model.safetensors", {"format": "pt"})
+    kinds = ("lm_head", "both + DoRA", "modules_to_save")
+    check(quantised, wide, [make_kind(tmp_path / str(i), wide, k, i) for i, k in enumerate(kinds)])
+
+
+def made_wide(model: Path, folder: Path, quant: QuantConfig) -> Path:
+    return make_wide(folder, model, quant, linear_names(read_model_config(model))[0])
+
+
+@pytest.mark.parametrize("algo", ["W8A16", "W4A16", "FP8"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2", "gpt-neox"])
+def test_plain_checkpoints_that_are_rounded_at_start(algo: str, family: str, tmp_path: Path) -> None:
+    model, quant = make_model(tmp_path / "model", family, seed=4), QuantConfig(algo)
+    wide = made_wide(model, tmp_path / "wide", quant)
+    kinds = ("DoRA", "DoRA + bias")
+    adapters = [make_kind(tmp_path / str(i), model, kind, i) for i, kind in enumerate(kinds)]
+    check(model, wide, adapters, quant)
+    plain, rounded = (read(adapters[0], model, q).weights for q in (None, quant))
+    assert not np.allclose(plain, rounded, rtol=1e-4), "rounding hardly matters here: this proves nothing"
+
+
+def test_what_is_excluded_with_one_of_a_fused_layer_is_read_as_it_is(tmp_path: Path) -> None:
+    model, quant = make_model(tmp_path / "model", seed=4), QuantConfig("W4A16", exclude_modules=["*q_proj"])
+    attention = ["*q_proj", "*k_proj", "*v_proj"]
+    wide = made_wide(model, tmp_path / "wide", QuantConfig("W4A16", exclude_modules=attention))
+    check(model, wide, [make_kind(tmp_path / "adapter", model, "DoRA", 1)], quant)
+
+
+def test_every_door_normalises_with_what_it_holds(tmp_path: Path) -> None:
+    model, quant = make_model(tmp_path / "model", "llama", seed=5), QuantConfig("W4A16")
+    wide = made_wide(model, tmp_path / "wide", quant)
+    adapter, prompt = make_kind(tmp_path / "prefetch" / "3", model, "DoRA", 1), tokens(12)
+    expected = reference_generate(wide, adapter, prompt, 10)
+    options = {"device": "cpu", "skip_tokenizer_init": True, "kv_cache_config": KvCacheConfig(max_tokens=128)}
+    lora = LoraConfig(lora_dir=[str(adapter)], max_lora_rank=8)
+    with LLM(model, quant_config=quant, lora_config=lora, **options) as llm:
+        params = SamplingParams(max_tokens=10, ignore_eos=True)
+        [output] = llm.generate([prompt], params, [LoRARequest("dora", 1, str(adapter))], False)
+    assert list(output.outputs[0].token_ids) == expected
+    cache = LoraCacheConfig(host_memory_bytes=2**22, prefetch_dir=tmp_path / "prefetch")
+    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, quant=quant, lora=cache))
+    engine.submit(engine.prepare(Request(tuple(prompt), EngineParams(max_tokens=10), LoraInput(3))))
+    found: list[int] = []
+    while engine.has_work:
+        for _, event in engine.step():
+            assert event.error is None
+            found += event.token_ids
+    engine.close()
+    assert found == expected
+
+
+def test_the_openai_server_on_a_quantised_checkpoint(tmp_path: Path) -> None:
+    quantised, wide = make_pair(tmp_path, KINDS["awq"])
+    adapter, prompt = make_kind(tmp_path / "root" / "dora", wide, "DoRA", 1), tokens(9)
+    running = Running(model=quantised, lora_root=(tmp_path / "root",), max_seq_len=64)
+    try:
+        body = {"prompt": prompt, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+        answer = running.post(model="dora", **body)
+    finally:
+        running.close()
+    assert answer.status_code == 200, answer.text
+    text = Tokenizer(wide).decode(reference_generate(wide, adapter, prompt, 8))
+    assert answer.json()["choices"][0]["text"] == text
+
+
+def test_triton_parameters_say_what_its_engine_holds(tmp_path: Path) -> None:
+    """For who reads adapters in front of it."""
+    parameters = {"quant_algo": "W4A16", "quant_group_size": "32", "kv_cache_quant_algo": "${unset}"}
+    assert quant_config(parameters) == QuantConfig("W4A16", group_size=32)
+    assert quant_config({"quant_algo": "", "other": "W4A16"}) is None
+
+
+def test_scales_are_rounded_as_the_model_rounds_them(tmp_path: Path) -> None:
+    quantised, _ = make_pair(tmp_path, KINDS["fp8 by row"])
+    config, name = read_model_config(quantised), "model.layers.0.mlp.up_proj"
+    a, b = np.zeros((1, 64), np.float32), np.zeros((96, 1), np.float32)
+    norms = []
+    for dtype in (torch.float32, torch.bfloat16):
+        with BaseWeights(quantised, HeldWeights(config, None, dtype)).open() as base:
+            norms.append(base.row_norms(name, a, b))
+    stored = load_file(quantised / "model.safetensors")
+    scales = stored[f"{name}.weight_scale"].bfloat16().float()
+    wide = torch.linalg.vector_norm(stored[f"{name}.weight"].float() * scales, dim=1)
+    np.testing.assert_allclose(norms[1], wide.numpy(), rtol=1e-6)
+    assert not np.allclose(norms[0], norms[1], rtol=1e-4)
+
+
+def test_the_normaliser_and_the_converter_take_a_quantised_base(tmp_path: Path) -> None:
+    quantised, wide = make_pair(tmp_path, KINDS["gptq in order"])
+    adapter = make_kind(tmp_path / "adapter", wide, "DoRA", 1)
+    assert normalize_dora(adapter, quantised, tmp_path / "normal") == 14
+    expected = read(adapter, wide).weights
+    np.testing.assert_allclose(read(tmp_path / "normal", quantised).weights, expected, rtol=1e-5)
+    out = tmp_path / "npy"
+    assert main(["convert", "-i", str(adapter), "-o", str(out), "--base", str(quantised)]) == 0
+    np.testing.assert_allclose(read(out, quantised).weights, expected, rtol=1e-5)
+
+
+def test_one_matrix_at_a_time_is_made_wide_some_rows_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantised, wide = make_pair(tmp_path, KINDS["awq"])
+    adapter = make_kind(tmp_path / "adapter", wide, "DoRA", 1)
+    whole = read(adapter, quantised).weights
+    live: list[int] = []
+    most = rows = 0
+
+    class Counted(BaseMatrix):
+        def __init__(self, *args: Any) -> None:
+            nonlocal most
+            super().__init__(*args)
+            live.append(1)
+            most = max(most, len(live))
+
+        def rows(self, wanted: slice) -> torch.Tensor:
+            nonlocal rows
+            found = super().rows(wanted)
+            rows = max(rows, len(found))
+            return found
+
+        def __del__(self) -> None:
+            live.pop()
+
+    monkeypatch.setattr("manylora.lora.formats.base_matrix.BaseMatrix", Counted)
+    monkeypatch.setattr("manylora.lora.formats.base_weights.CHUNK", 7 * 96)
+    np.testing.assert_allclose(read(adapter, quantised).weights, whole, rtol=1e-6)
+    assert most == 1 and 7 <= rows <= 10
+
+
+def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
+    quantised, _ = make_pair(tmp_path, KINDS["awq"])
+    other = make_model(tmp_path / "other", "llama", hidden_size=128)
+    adapter = make_kind(tmp_path / "adapter", other, "DoRA", 1)
+    with pytest.raises(AdapterInvalidError, match=r"quantised .* cannot be read as a weight of 128 inputs"):
+        read_lora(find_source(adapter), 0, base=BaseWeights(quantised))
+    narrow = make_model(tmp_path / "narrow", "llama", intermediate_size=80)
+    adapter = make_adapter(tmp_path / "less", narrow, 1, 4, ("up_proj",), use_dora=True)
+    with pytest.raises(AdapterInvalidError, match=r"is quantised \[96, 64\] in the base model"):
+        read_lora(find_source(adapter), 0, base=BaseWeights(quantised))
+
+
+def test_adapters_on_experts_that_are_held_in_fp8(tmp_path: Path) -> None:
+    """Rounded at start, from the checkpoint, and built; other algorithms leave experts out."""
+    model, quant = make_model(tmp_path / "model", "mixtral", seed=4), QuantConfig("FP8")
+    linears = (*linear_names(read_model_config(model))[0], ".w1", ".w2", ".w3")
+    wide = make_wide(tmp_path / "wide", model, quant, linears)
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapter = make_adapter(tmp_path / "adapter", wide, 1, 4, ("q_proj", "o_proj"), target_parameters=experts)
+    expected = reference_generate(wide, adapter, tokens(12), 8)
+    built = tmp_path / "built"
+    command = ["build", "--model_dir", str(model), "--output_dir", str(built), "--quant_algo"]
+    assert main([*command, "FP8"]) == 0
+    for held, asked in ((model, quant), (built, None)):
+        assert answer(held, asked, read(adapter, held, asked)) == expected
+    kind = replace(KINDS["fp8 by tensor"], family="mixtral")
+    quantised, wide = make_pair(tmp_path / "came so", kind)
+    adapter = make_adapter(tmp_path / "second", wide, 1, 4, ("q_proj",), target_parameters=experts)
+    found = answer(quantised, None, read(adapter, quantised))
+    assert found == reference_generate(wide, adapter, tokens(12), 8)
+    with pytest.raises(RequestError, match="moe_h_to_4h not enabled"):
+        answer(model, QuantConfig("W8A16"), read(adapter, model, QuantConfig("W8A16")))
+
+
+def answer(model: Path, quant: QuantConfig | None, lora: LoraInput) -> list[int]:
+    """Eight tokens of the engine, with the adapter's tensors along."""
+    cache = LoraCacheConfig(gpu_memory_bytes=2**25, host_memory_bytes=2**25)
+    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, quant=quant, lora=cache))
+    try:
+        request = Request(tuple(tokens(12)), EngineParams(max_tokens=8), replace(lora, task_id=3))
+        engine.submit(engine.prepare(request))
+        found: list[int] = []
+        while engine.has_work:
+            for _, event in engine.step():
+                assert event.error is None
+                found += event.token_ids
+        return found
+    finally:
+        engine.close()

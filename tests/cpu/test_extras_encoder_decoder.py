@@ -1,0 +1,283 @@
+"""Protects what adapters bring to encoder-decoder models beside low-rank matrices: biases, norms, each
+stack's embedding, the head, rows of tokens. Logits and greedy tokens equal PEFT's, mixed with others; what
+PEFT passes over or cannot run is refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from manylora.config import EngineConfig, LoraCacheConfig
+from manylora.device import open_device
+from manylora.engine.engine import Engine
+from manylora.errors import AdapterInvalidError
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.sources import find_source, read_lora
+from manylora.lora.modules import lora_modules
+from manylora.lora.normalize import normalize_dora
+from manylora.model.checkpoint import read_model_config
+from manylora.model.weights import load_decoder
+from manylora.parity import Driver, agree, make_kind
+from manylora.request import LoraInput, Request, SamplingParams
+from manylora.testing import make_adapter, make_model, reference_generate, reference_logits
+
+KINDS = (
+    "bias", "lora_bias", "DoRA + bias", "embedding", "lm_head", "both + DoRA", "modules_to_save",
+    "norms saved", "token indices",
+)  # fmt: skip
+PREFIX = "base_model.model."
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    picks = random.Random(seed)
+    return [picks.randrange(250) for _ in range(count)]
+
+
+def read(adapter: Path, model: Path, task_id: int = 0) -> LoraInput:
+    modules = lora_modules(read_model_config(model))
+    return read_lora(find_source(adapter), task_id, modules=modules, base=BaseWeights(model))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The matrices are so small that threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("both")
+
+
+@pytest.fixture(scope="module")
+def t5(workshop: Path) -> Path:
+    return make_model(workshop / "t5-model", "t5", seed=3)
+
+
+@pytest.fixture(scope="module")
+def bart(workshop: Path) -> Path:
+    return make_model(workshop / "bart-model", "bart", seed=3)
+
+
+def check_batch(model: Path, adapters: list[Path]) -> None:
+    """Every adapter and the base in one batch; that each of their extras counts for something."""
+    decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
+    loras = [read(path, model) for path in adapters]
+    sequences = [tokens(20 + seed, seed) for seed in range(len(adapters) + 1)]
+    texts = [tokens(15 + seed, 50 + seed) for seed in range(len(adapters) + 1)]
+    found = Driver(decoder, sequences, [None, *loras], texts).run()
+    for path, ids, text, logits in zip([None, *adapters], sequences, texts, found, strict=True):
+        assert agree(logits, reference_logits(model, path, ids, encoder_ids=text)), path
+    plain = Driver(decoder, sequences[1:], [replace(lora, extras=()) for lora in loras], texts[1:]).run()
+    for lora, with_all, without in zip(loras, found[1:], plain, strict=True):
+        assert lora.extras
+        assert not agree(with_all, without)
+
+
+@pytest.mark.parametrize("family", ["t5", "t5-v1.1", "bart", "bart-scaled-untied"])
+def test_every_kind_in_one_batch(family: str, workshop: Path) -> None:
+    model = make_model(workshop / family, family, seed=3)
+    # T5 has no biases to train, and in an untied BART no stack looks at the shared table.
+    without = {"bart": (), "bart-scaled-untied": ("token indices",)}.get(family, ("bias", "DoRA + bias"))
+    kinds = enumerate(kind for kind in KINDS if kind not in without)
+    check_batch(model, [make_kind(workshop / f"{family}-{seed}", model, kind, seed) for seed, kind in kinds])
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_parts_of_one_stack_and_parts_together(family: str, workshop: Path) -> None:
+    model = make_model(workshop / f"{family}-parts", family, seed=4)
+    q, stack = ("q", "encoder") if family == "t5" else ("q_proj", "model.encoder")
+    ids = list(range(3, 250, 2))
+    options: list[dict[str, Any]] = [
+        {"modules": (q, f"{stack}.embed_tokens")},
+        {"modules": (q, f"{stack.replace('en', 'de')}.embed_tokens"), "use_dora": True},
+        {"modules": (q, "lm_head"), "trainable_token_indices": ids},
+        {"modules": (q, "lm_head"), "lora_bias": True},
+        {"modules": (q,), "trainable_token_indices": {"embed_tokens": ids, "lm_head": ids[:9]}},
+        {"modules": (q, "embed_tokens", "lm_head"), "use_dora": True, "use_rslora": True},
+        {"modules": (q,), "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+        {"modules": (q,), "modules_to_save": ["final_layer_norm"]},
+    ]
+    check_batch(
+        model,
+        [make_adapter(workshop / f"{family}-part-{i}", model, i, rank=3, **o) for i, o in enumerate(options)],
+    )
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_greedy_tokens_of_the_engine_whatever_is_evicted(family: str, workshop: Path) -> None:
+    """From the prefetch directory, encoder and decoder in one step, in chunks; read again without room."""
+    model = make_model(workshop / f"{family}-engine", family, seed=5)
+    names = ("lora_bias", "both + DoRA", "modules_to_save", "norms saved", "token indices")
+    kinds = dict(enumerate(names, 2))
+    folder = workshop / f"{family}-prefetch"
+    for number, kind in kinds.items():
+        make_kind(folder / str(number), model, kind, number)
+    cache = LoraCacheConfig(
+        gpu_memory_bytes=2**19, host_memory_bytes=2**19, prefetch_dir=folder, max_adapter_size=8
+    )
+    settings = {"max_seq_len": 64, "max_num_tokens": 96, "max_batch_size": 8, "tokens_per_block": 4}
+    engine = Engine(EngineConfig(model, device="cpu", lora=cache, **settings))
+    assert engine.model.encoder is not None
+    start = engine.model.encoder.decoder_start_id
+    given = [None, *kinds, *kinds]
+    handles, found = {}, {}
+    for number, task_id in enumerate(given):
+        text, lora = tuple(tokens(9 + number, number)), LoraInput(task_id) if task_id else None
+        request = Request((), SamplingParams(max_tokens=8), lora, encoder_prompt=text)
+        handles[engine.submit(engine.prepare(request))] = (task_id, text)
+    while engine.has_work:
+        for handle, event in engine.step():
+            assert event.error is None
+            found.setdefault(handle, []).extend(event.token_ids)
+    for handle, (task_id, text) in handles.items():
+        adapter = folder / str(task_id) if task_id else None
+        assert found[handle] == reference_generate(model, adapter, (start,), 8, text), adapter
+    assert engine.stats().adapters.host_evictions > 0
+    engine.check()
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", ["both + DoRA", "modules_to_save", "norms saved"])
+def test_bfloat16_is_no_farther_from_the_truth_than_transformers(
+    kind: str, bart: Path, workshop: Path
+) -> None:
+    adapter = make_kind(workshop / f"bf16-{kind}", bart, kind, 6)
+    decoder = load_decoder(bart, read_model_config(bart), torch.bfloat16, open_device("cpu"))
+    ids, text = tokens(50, 6), tokens(30, 7)
+    [found] = Driver(decoder, [ids], [read(adapter, bart)], [text]).run()
+    truth = reference_logits(bart, adapter, ids, encoder_ids=text)
+    theirs = reference_logits(bart, adapter, ids, torch.bfloat16, text)
+    assert (found - truth).square().mean() <= 1.7 * (theirs - truth).square().mean()
+
+
+@pytest.mark.parametrize("root", ["", "model."])
+def test_a_checkpoint_may_name_its_stacks_otherwise(root: str, bart: Path, workshop: Path) -> None:
+    """Released BART has no `model.` before them, and the shared table three times."""
+    other = shutil.copytree(bart, workshop / f"names-{root}")
+    held = load_file(other / "model.safetensors")
+    renamed = {name.replace("model.", root, 1): tensor for name, tensor in held.items()}
+    for stack in ("encoder", "decoder"):
+        renamed[f"{root}{stack}.embed_tokens.weight"] = renamed[f"{root}shared.weight"].clone()
+    save_file(renamed, other / "model.safetensors", {"format": "pt"})
+    for kind in ("bias", "both + DoRA", "modules_to_save", "norms saved"):
+        adapter = workshop / f"names-{kind}"
+        if not adapter.is_dir():
+            make_kind(adapter, bart, kind, 8)
+        one, two = read(adapter, bart), read(adapter, other)
+        assert [extra.name for extra in one.extras] == [extra.name for extra in two.extras] != []
+        for ours, theirs in zip(one.extras, two.extras, strict=True):
+            assert (ours.values == theirs.values).all()
+        assert (one.weights == two.weights).all()
+
+
+def changed(folder: Path, source: Path, config: dict | None = None, **given: torch.Tensor) -> Path:
+    shutil.copytree(source, folder)
+    found = {**load_file(source / "adapter_model.safetensors"), **given}
+    save_file(found, folder / "adapter_model.safetensors")
+    path = folder / "adapter_config.json"
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**raw, **(config or {})}), encoding="utf-8")
+    return folder
+
+
+def test_what_training_left_of_the_shared_table_is_left_out(t5: Path, workshop: Path) -> None:
+    """PEFT's gradients never reach it: a B of zeros, or a copy of the base's."""
+    base = load_file(t5 / "model.safetensors")["shared.weight"]
+    source = make_adapter(workshop / "shared", t5, 1, rank=2, modules=("q",))
+    low = {"lora_embedding_A": torch.zeros(2, 272), "lora_embedding_B": torch.ones(64, 2)}
+    untouched = changed(
+        workshop / "untouched",
+        source,
+        {"modules_to_save": ["shared"]},
+        **{f"{PREFIX}shared.{name}": tensor for name, tensor in low.items()},
+        **{f"{PREFIX}shared.weight": base},
+    )
+    assert read(untouched, t5).extras == ()
+
+
+ONES = torch.ones(272, 64)
+ROWS = {f"{PREFIX}shared.token_adapter.trainable_tokens_delta": torch.ones(2, 64)}
+INDICES = {"trainable_token_indices": {"shared": [3, 4], "embed_tokens": [3, 4], "lm_head": [3, 4]}}
+REFUSED = [
+    ({f"{PREFIX}shared.weight": ONES}, r"shared.weight would do nothing: .* train embed_tokens instead"),
+    (
+        {
+            f"{PREFIX}shared.lora_embedding_A": torch.ones(2, 272),
+            f"{PREFIX}shared.lora_embedding_B": torch.ones(64, 2),
+        },
+        r"shared.lora_embedding_A would do nothing",
+    ),
+    ({f"{PREFIX}shared.bias": torch.ones(64)}, "an embedding has no such part"),
+    ({f"{PREFIX}model.embed_tokens.weight": ONES}, "has an embedding for each of encoder and decoder"),
+    (
+        {f"{PREFIX}model.layers.0.self_attn.q_proj.bias": torch.ones(64)},
+        "names neither encoder nor decoder",
+    ),
+    (
+        {f"{PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 64)},
+        "names neither encoder nor decoder",
+    ),
+    (
+        {f"{PREFIX}encoder.block.7.layer.0.SelfAttention.q.bias": torch.ones(64)},
+        "the encoder of this model has 2 layers",
+    ),
+    ({f"{PREFIX}decoder.block.0.layer.3.layer_norm.weight": torch.ones(64)}, "has no such norm"),
+    (
+        {f"{PREFIX}encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": torch.ones(32, 4)},
+        "full weights and biases of this module are not supported",
+    ),
+    ({**ROWS, f"{PREFIX}lm_head.weight": ONES}, "beside head.weight mean nothing in PEFT"),
+    (
+        {**ROWS, f"{PREFIX}lm_head.token_adapter.trainable_tokens_delta": torch.ones(2, 64)},
+        "beside head.tokens mean nothing in PEFT",
+    ),
+    ({**ROWS, f"{PREFIX}encoder.embed_tokens.weight": ONES}, "beside encoder.embed.weight mean nothing"),
+]
+
+
+@pytest.mark.parametrize(("given", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
+def test_what_cannot_be_served_is_refused(
+    given: dict, reason: str, t5: Path, workshop: Path, tmp_path: Path
+) -> None:
+    source = workshop / "plain"
+    if not source.is_dir():
+        make_adapter(source, t5, 1, rank=2, modules=("q",))
+    saved = {"modules_to_save": ["embed_tokens", "lm_head", "shared"], **INDICES}
+    with pytest.raises(AdapterInvalidError, match=reason):
+        read(changed(tmp_path / "refused", source, saved, **given), t5)
+
+
+def test_rows_of_a_table_that_is_tied_to_nothing_are_refused(workshop: Path) -> None:
+    model = make_model(workshop / "untied", "bart-scaled-untied", seed=3)
+    adapter = make_kind(workshop / "untied-a", model, "token indices", 1)
+    with pytest.raises(AdapterInvalidError, match=r"shared.token_adapter.* would do nothing"):
+        read(adapter, model)
+
+
+def test_parts_of_stacks_are_refused_where_there_are_none(t5: Path, workshop: Path) -> None:
+    llama = make_model(workshop / "llama", "llama", seed=1)
+    for kind in ("lora_bias", "modules_to_save", "norms saved"):
+        adapter = make_kind(workshop / f"for-t5-{kind}", t5, kind, 1)
+        with pytest.raises(AdapterInvalidError, match="this model has no encoder"):
+            read(adapter, llama)
+
+
+def test_the_normaliser_knows_both_stacks(bart: Path, workshop: Path) -> None:
+    adapter = make_kind(workshop / "unnormal", bart, "DoRA", 1)
+    count = normalize_dora(adapter, bart, workshop / "normal")
+    assert count == 2 * 6 + 3 * 10
+    ours, theirs = (read(path, bart) for path in (adapter, workshop / "normal"))
+    torch.testing.assert_close(torch.tensor(ours.weights), torch.tensor(theirs.weights))

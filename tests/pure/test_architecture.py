@@ -126,8 +126,8 @@ INSIDE = {
 NO_TORCH = [
     "errors", "request", "quant", "quant_checkpoint", "config", "built", "stats", "pages", "lifeline",
     "background", "wire", "chat_template", "text_stream", "text", "launcher",
-    "lora.modules", "lora.geometry", "lora.tensors", "lora.staging", "lora.extras", "lora.slicing", "lora.cache",
-    "cli",
+    "lora.modules", "lora.geometry", "lora.tensors", "lora.staging", "lora.extras", "lora.slicing",
+    "lora.cache", "cli",
     "engine.sequence", "engine.idle_blocks", "engine.guide", "engine.kv_cache", "engine.scheduler",
     "kernels.cuda.plan", "llmapi", "bench", "openai", "lora_helper", "lora_manager", "executor",
     "sampling_params", "models", "quantization",

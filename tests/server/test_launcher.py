@@ -122,6 +122,7 @@ def test_a_killed_process_is_replaced_every_client_hears_and_no_orphan_stays(
     server: Running, which: str
 ) -> None:
     before = processes(server)
+    assert b"GOMP_SPINCOUNT=1000" in Path(f"/proc/{before['tensorrt_llm']}/environ").read_bytes()
     with streams(server) as open_streams:
         os.kill(before[which], signal.SIGKILL)
         ends = open_streams.wait_for_ends(15 if which != "deputy" else 60)

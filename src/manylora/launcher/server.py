@@ -31,7 +31,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def thread_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment, and how long the engine's threads spin when they wait for each other, unless it says so.
+    """The environment, and how long the engine's threads spin for each other, unless it says so.
 
     About 50 us, which is longer than between two operations of a step. By default libgomp's spin for
     milliseconds, on a core that Triton's other processes could use to answer.

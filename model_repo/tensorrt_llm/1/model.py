@@ -26,6 +26,9 @@ from manylora.wire.parameters import engine_config, flag, logits_dtype, millisec
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 # Asking whether a request was cancelled is a call into the server and back, and responses wait for it.
 CHECKS_AT_ONCE = 16
+# The engine's thread and the one that answers take turns in Python; a turn is 5 ms by default, and a step
+# stands still for as long.
+TURN_S = 1e-4
 SMALL, KEPT = 8, 1024  # bytes of an output tensor that is kept for the next time; how many are
 
 
@@ -58,6 +61,7 @@ class TritonPythonModel:
             self._period = min(milliseconds(parameters, "cancellation_check_period_ms", 100), 1.0)
             self._stats_period = milliseconds(parameters, "stats_check_period_ms", 100)
             self._loop = EngineLoop.start(engine_config(parameters))
+            sys.setswitchinterval(TURN_S)
         except (ConfigError, ValueError) as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self._lifeline = Lifeline("tensorrt_llm", lambda: (len(self._live), self._loop.stats().steps))

@@ -8,6 +8,7 @@
         ├── DrainingError           the service is about to stop and takes nothing new
         └── AdapterError            the request's adapter is the reason
             ├── AdapterInvalidError     its tensors or files are not a usable adapter for this model
+            ├── AdapterChangedError     its files changed between their check and their loading
             ├── AdapterNotFoundError    no adapter of this name is in the catalog
             ├── AdapterNotCachedError   only an id came, and the adapter is not (or no longer) here
             └── AdapterCacheFullError   there is no room for it in the cache
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 __all__ = [
     "AdapterCacheFullError",
+    "AdapterChangedError",
     "AdapterError",
     "AdapterInvalidError",
     "AdapterNotCachedError",
@@ -71,6 +73,13 @@ class AdapterError(RequestError):
 
 class AdapterInvalidError(AdapterError):
     """Tensors or files that are not a usable adapter for this model."""
+
+
+class AdapterChangedError(AdapterError):
+    """Its files changed between their check and their loading."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"adapter {name[:128]} changed while it was loaded, please send the request again")
 
 
 class AdapterNotFoundError(AdapterError):

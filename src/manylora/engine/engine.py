@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from manylora.errors import AdapterNotCachedError, QueueFullError, RequestError
 from manylora.lora.expert_rules import targets_beside_quantised_experts
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.store import AdapterLease, AdapterStore
+from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter
 from manylora.model.checkpoint import read_model_config
 from manylora.model.held import HeldWeights
@@ -43,7 +45,7 @@ class Prepared:
     """A request that was checked, with its adapter's tensors when they came along or were read from disk."""
 
     request: Request
-    adapter: Adapter | None
+    adapter: Adapter | StoredAdapter | None
     matcher: Any = None  # of guided decoding
 
 
@@ -166,6 +168,9 @@ class Engine:
     def step(self) -> list[tuple[int, Event]]:
         """Schedule, run, update. Returns the events of this step, each with its request's handle."""
         step = self._scheduler.schedule()
+        lost = self.adapters.find_lost(_leases(chunk.sequence for chunk in step.chunks))
+        if lost:
+            return self._fail_lost(lost)
         self._last_step = step
         if not step.chunks:
             return []
@@ -178,14 +183,12 @@ class Engine:
 
     def close(self) -> None:
         """Let go of every request without a word; for the end of the process and of tests."""
-        everyone = [sequence for group in self._requests.values() for sequence in group]
-        self._let_go(everyone)
+        self._let_go(self._everyone())
         self._requests.clear()
 
     def check(self) -> None:
         """Assert that pages add up: what is not free belongs to a live sequence."""
-        live = [sequence for group in self._requests.values() for sequence in group]
-        self._kv.check(_with_beams(live))
+        self._kv.check(_with_beams(self._everyone()))
         self.adapters.check()
 
     def stats(self) -> EngineStats:
@@ -232,8 +235,7 @@ class Engine:
             self._runner.record_decoding(self.config.cuda_graph_cache_size or DEFAULT_GRAPHS)
 
     def _waiting_ids(self) -> list[int]:
-        leases = (sequence.lease for sequence in self._scheduler.waiting)
-        return [lease.task_id for lease in leases if isinstance(lease, AdapterLease)]
+        return [lease.task_id for lease in _leases(self._scheduler.waiting)]
 
     def _compile(self, request: Request) -> Any:
         guide = request.params.guide
@@ -244,6 +246,10 @@ class Engine:
                 "guided decoding is not enabled on this server: set guided_decoding_backend and tokenizer_dir"
             )
         return self._guides.compile(guide)
+
+    def _everyone(self) -> list[Sequence]:
+        """All that have not ended."""
+        return [sequence for group in self._requests.values() for sequence in group]
 
     def _acquire(self, prepared: Prepared) -> tuple[AdapterLease | None, str]:
         """A lease on the request's adapter, and where that was found."""
@@ -317,6 +323,17 @@ class Engine:
             _set_error(sequence, RequestError(text))
         return self._retire(list(leaders.values()))
 
+    def _fail_lost(self, lost: Mapping[str, RequestError]) -> list[tuple[int, Event]]:
+        """End the requests whose adapters could not be read; the others are scheduled again."""
+        affected = []
+        for sequence in self._everyone():
+            if isinstance(sequence.lease, AdapterLease) and sequence.lease.digest in lost:
+                _set_error(sequence, lost[sequence.lease.digest])
+                affected.append(sequence)
+        events = self._retire(affected)
+        self.adapters.forget_lost()
+        return events
+
     def _retire(self, sequences: list[Sequence]) -> list[tuple[int, Event]]:
         """Free what ended sequences hold, and tell."""
         self._let_go(sequences)
@@ -357,6 +374,10 @@ def _held_in(config: EngineConfig, model: ModelConfig) -> str | None:
     if config.quant is not None and config.quant.any_weights:
         return config.quant.quant_algo
     return model.quant.algo if model.quant is not None else read_build_config(config.model_dir).quant_algo
+
+
+def _leases(sequences: Iterable[Sequence]) -> list[AdapterLease]:
+    return [sequence.lease for sequence in sequences if isinstance(sequence.lease, AdapterLease)]
 
 
 def _leader(sequence: Sequence) -> Sequence:

@@ -12,11 +12,15 @@ import numpy as np
 
 from manylora.kernels import native
 
-__all__ = ["all_finite", "can_lay_out", "lay_out", "narrow", "widen"]
+__all__ = ["STORED", "all_finite", "can_lay_out", "can_read", "lay_out", "narrow", "read_rows", "widen"]
 
 SMALL = 2**14  # elements that NumPy is done with before a foreign function is called
 WIDE, NARROW = "float32", "bfloat16"
 MOVED = (WIDE, NARROW, "float16")
+# A row in a file: where its A [rank, in] and B [out, rank] begin, the address it goes to, a factor of B.
+STORED = np.dtype(
+    [(name, np.int64) for name in ("a", "b", "target", "rank", "in", "out")] + [("scale", np.float64)]
+)
 
 
 def widen(target: np.ndarray, source: np.ndarray, scale: np.float32) -> bool:
@@ -82,3 +86,30 @@ def lay_out(rows: Sequence[tuple[int, ...]], target: str, source: str, threads: 
         parts = np.array_split(table, 4 * threads)  # rows differ in size
         for done in [pool.submit(call, part.ctypes.data, len(part)) for part in parts]:
             done.result()
+
+
+def can_read(target: str, source: str) -> bool:
+    """Whether `read_rows` reads a file's type into pages of a type."""
+    return {target, source} <= {WIDE, NARROW} and native.loaded() is not None
+
+
+def read_rows(descriptor: int, rows: np.ndarray, target: str, source: str, threads: int) -> bool:
+    """Read rows of a file into their pages, as `lay_out` has them; no memory of their size is needed between.
+    Whether the file had all of them, and all is finite.
+
+    descriptor: of an open file. rows: [count] of STORED. target, source: types that `can_read`.
+    """
+    library = native.loaded()
+    assert library is not None
+    call = getattr(library, f"read_rows_{target}_{source}")
+    sides = rows["rank"] * np.maximum(rows["in"], rows["out"])
+    size = int(sides.max(initial=0)) * (4 if source == WIDE else 2)
+
+    def read(part: np.ndarray) -> bool:
+        part, room = np.ascontiguousarray(part), np.empty(size, np.uint8)
+        return call(descriptor, part.ctypes.data, len(part), room.ctypes.data) == len(part)
+
+    if threads == 1:
+        return read(rows)
+    with ThreadPoolExecutor(threads) as pool:
+        return all(pool.map(read, np.array_split(rows, 4 * threads)))  # rows differ in size

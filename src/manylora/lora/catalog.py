@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from manylora.errors import AdapterError, AdapterInvalidError, AdapterNotFoundError, ConfigError
+from manylora.errors import (
+    AdapterChangedError,
+    AdapterError,
+    AdapterInvalidError,
+    AdapterNotFoundError,
+    ConfigError,
+)
+from manylora.kernels.loading import can_read
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.sources import find_source, read_source, read_whole
+from manylora.lora.formats.sources import Source, find_rows, find_source, read_source, read_whole
 from manylora.lora.modules import LoraModule
+from manylora.lora.stored import StoredAdapter, StoredRows
 from manylora.lora.tensors import Adapter, AdapterRow
 from manylora.request import LoraExtra, LoraInput
 
@@ -33,10 +44,21 @@ PRUNE = 4096  # task ids, of about 200 bytes each
 SETTLED_NS = 2 * 10**9
 
 
+@dataclass
+class _Known:
+    """A folder's files when it was read, and the digest. stored: where its rows are, if they can be read
+    straight into their pages; asked: whether that was looked for."""
+
+    files: Signature
+    digest: str
+    stored: StoredRows | None = None
+    asked: bool = False
+
+
 class Catalog:
     """check: makes an Adapter of tensors, or raises AdapterError; check_rows: of rows that a reader made, and
-    their digest where it is known. modules, base: as for `read_source`. bfloat16: the pages are, so
-    rows may be narrowed as they are read. Lookups are safe from any thread."""
+    their digest where it is known. modules, base: as for `read_source`. pages: their type, by
+    torch's name: to bfloat16, rows may be narrowed as they are read. Lookups are safe from any thread."""
 
     def __init__(
         self,
@@ -44,11 +66,11 @@ class Catalog:
         check_rows: CheckRows,
         modules: Mapping[int, LoraModule] | None = None,
         base: BaseWeights | None = None,
-        bfloat16: bool = False,
+        pages: str = "float32",
     ) -> None:
-        self._bfloat16 = bfloat16
         self._check, self._check_rows = check, check_rows
-        self._read_before: dict[Path, tuple[Signature, str]] = {}  # folder -> its files then, and the digest
+        self._pages = pages
+        self._read_before: dict[Path, _Known] = {}
         self._modules, self._base = modules, base
         self._digests: dict[int, str] = {}
         self._sources: dict[str, tuple[int, Path]] = {}  # digest -> task id that names the folder, and folder
@@ -103,7 +125,7 @@ class Catalog:
     def digest(self, task_id: int) -> str | None:
         return self._digests.get(task_id)
 
-    def reload(self, task_id: int) -> Adapter | None:
+    def reload(self, task_id: int) -> Adapter | StoredAdapter | None:
         """Read an evicted adapter again from its folder. None when there is none, or it cannot be read.
 
         A folder that changed since gives its new content to the id that it is named by, and to no other.
@@ -128,7 +150,7 @@ class Catalog:
             self._sources[adapter.digest] = (owner, folder)
         return adapter
 
-    def prefetch(self, folder: Path) -> Iterator[tuple[int, Adapter]]:
+    def prefetch(self, folder: Path) -> Iterator[tuple[int, Adapter | StoredAdapter]]:
         """The adapters of <folder>/<task id>/. A bad one is skipped with a warning that says why."""
         try:
             entries = sorted(folder.iterdir(), key=lambda path: (len(path.name), path.name))
@@ -158,31 +180,64 @@ class Catalog:
             self._sources.setdefault(adapter.digest, (task_id, entry))
             yield task_id, adapter
 
-    def _read_named(self, task_id: int) -> Adapter:
+    def _read_named(self, task_id: int) -> Adapter | StoredAdapter:
         folder = next(folder for number, folder in self._named.values() if number == task_id)
         adapter = self._read(task_id, folder)
         self._sources.setdefault(adapter.digest, (task_id, folder))
         return adapter
 
-    def _read(self, task_id: int, folder: Path) -> Adapter:
-        """What is read again from unchanged files is not digested again."""
+    def _read(self, task_id: int, folder: Path) -> Adapter | StoredAdapter:
+        """Unchanged files are not digested again, and where they can be are read when the pages are known."""
         source = find_source(folder)
         if source.kind not in ROWS:
             weights, config = read_source(source, modules=self._modules, base=self._base, float8=True)
             return self._check(LoraInput(task_id, weights, config))
-        read = partial(read_whole, source, modules=self._modules, base=self._base, bfloat16=self._bfloat16)
+        read = partial(
+            read_whole, source, modules=self._modules, base=self._base, bfloat16=self._pages == "bfloat16"
+        )
         now, before = time.time_ns(), _signature(folder)
-        known, digest = self._read_before.get(folder, ((), ""))
-        if before == known:
+        known = self._read_before.get(folder)
+        if known is not None and before == known.files:
+            if not known.asked:
+                known.stored, known.asked = self._find_rows(source), True
+            if known.stored is not None:
+                file = folder / known.stored.file
+                return StoredAdapter(known.digest, known.stored, partial(_open, file, known.files))
             rows, extras = read()
             now, before = time.time_ns(), _signature(folder)
-            if before == known:
-                return self._check_rows(rows, extras, digest)
+            if before == known.files:
+                return self._check_rows(rows, extras, known.digest)
             del rows, extras  # they changed meanwhile
         adapter = self._check_rows(*read(digest=True), None)
         if _is_settled(before, now) and before == _signature(folder):
-            self._read_before[folder] = before, adapter.digest
+            self._read_before[folder] = _Known(before, adapter.digest)
         return adapter
+
+    def _find_rows(self, source: Source) -> StoredRows | None:
+        """Of a source that was read before."""
+        found = find_rows(source, self._modules)
+        return found if found is not None and can_read(self._pages, found.dtype) else None
+
+
+@contextmanager
+def _open(file: Path, known: Signature) -> Iterator[int]:
+    """A descriptor. Raises AdapterChangedError when the files of its folder are not, or did not stay, what is
+    known."""
+    changed = AdapterChangedError(file.parent.name)
+    if _signature(file.parent) != known:
+        raise changed
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        raise changed from None
+    try:
+        yield descriptor
+    except AdapterInvalidError:  # they were in order when they were read before
+        raise changed from None
+    finally:
+        os.close(descriptor)
+    if _signature(file.parent) != known:
+        raise changed
 
 
 def _signature(folder: Path) -> Signature:

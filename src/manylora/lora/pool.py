@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from manylora.device import CopyStream
-from manylora.errors import ConfigError
+from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.extras import Extra
-from manylora.kernels.loading import can_lay_out, lay_out
+from manylora.kernels.loading import STORED, can_lay_out, lay_out, read_rows
 from manylora.kernels.spec import LoraRow
 from manylora.lora.float8 import FLOAT8, is_float8
 from manylora.lora.geometry import CacheGeometry, ExtraPlace, Layout, Piece, Placement
+from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import BFLOAT16, Adapter, AdapterRow, is_bfloat16
 from manylora.request import LoraExtra
 
@@ -72,6 +73,11 @@ class AdapterPool:
         return self._geometry.page_width
 
     @property
+    def dtype_name(self) -> str:
+        """torch's, of the pages."""
+        return str(self.flat.dtype).removeprefix("torch.")
+
+    @property
     def element_bytes(self) -> int:
         return self.flat.dtype.itemsize
 
@@ -79,9 +85,13 @@ class AdapterPool:
     def page_bytes(self) -> int:
         return self._geometry.page_elements * self.flat.dtype.itemsize
 
-    def write_host(self, adapter: Adapter, layout: Layout, pages: Sequence[int]) -> None:
-        """Convert an adapter to the dtype of the pages, into its pages on the host."""
+    def write_host(self, adapter: Adapter | StoredAdapter, layout: Layout, pages: Sequence[int]) -> None:
+        """Convert an adapter to the dtype of the pages, into its pages on the host. Raises
+        AdapterChangedError for one that is read from its file now, and is not what it was."""
         self._copies.finish()  # these pages may still be the source of a copy
+        if isinstance(adapter, StoredAdapter):
+            self._read_rows(adapter, layout, pages)
+            return
         rows = list(zip(adapter.rows, layout.placements, strict=True))
         for kind in {row.payload.dtype for row in adapter.rows}:
             self._write_rows([(row, place) for row, place in rows if row.payload.dtype == kind], kind, pages)
@@ -91,11 +101,31 @@ class AdapterPool:
             for piece, part in zip(where.pieces, parts, strict=True):
                 self._slots(pages, piece)[: part.size].copy_(_tensor(part))
 
+    def _read_rows(self, adapter: StoredAdapter, layout: Layout, pages: Sequence[int]) -> None:
+        stored, places = adapter.stored, layout.placements
+        table = np.empty(len(places), STORED)
+        for name in ("a", "b", "rank", "scale"):
+            table[name] = stored.table[name]
+        table["in"] = [place.in_size // place.rank for place in places]
+        table["out"] = [place.out_size // place.rank for place in places]
+        start, size = self._host.data_ptr(), self._host.itemsize
+        table["target"] = [start + size * self._offset(pages, place) for place in places]
+        large = size * sum(place.in_size + place.out_size for place in places) >= PARALLEL_BYTES
+        threads = min(THREADS, os.cpu_count() or 1) if large else 1
+        with adapter.open() as descriptor:
+            if not read_rows(descriptor, table, self.dtype_name, stored.dtype, threads):
+                raise AdapterInvalidError(f"{stored.file} was cut short, or holds a NaN or an infinity")
+
+    def _offset(self, pages: Sequence[int], place: Placement | Piece) -> int:
+        """Of the element it begins with."""
+        geometry = self._geometry
+        return pages[place.page] * geometry.page_elements + place.slot * geometry.page_width
+
     def _write_rows(
         self, rows: Sequence[tuple[AdapterRow, Placement]], kind: np.dtype, pages: Sequence[int]
     ) -> None:
         """Rows whose payloads are of one type."""
-        target = str(self._host.dtype).removeprefix("torch.")
+        target = self.dtype_name
         source = "bfloat16" if is_bfloat16(kind) else kind.name
         if not can_lay_out(target, source):
             for row, place in rows:
@@ -110,7 +140,7 @@ class AdapterPool:
                 raise ValueError(f"a row of {payload.size} values for {place}")
             each = place.experts * place.rank
             sizes = place.experts, place.rank, place.in_size // each, place.out_size // each, more
-            offset = pages[place.page] * geometry.page_elements + place.slot * geometry.page_width
+            offset = self._offset(pages, place)
             table.append((payload.ctypes.data, start + offset * size, *sizes))
         large = sum(payload.nbytes for payload in kept) >= PARALLEL_BYTES
         lay_out(table, target, source, min(THREADS, os.cpu_count() or 1) if large else 1)
@@ -150,9 +180,9 @@ class AdapterPool:
 
     def rows(self, layout: Layout, pages: Sequence[int]) -> dict[tuple[int, int], LoraRow]:
         """Where each (layer, module id) of an adapter on these pages of `flat` lies."""
-        geometry, found = self._geometry, {}
+        found = {}
         for place in layout.placements:
-            first = pages[place.page] * geometry.page_elements + place.slot * geometry.page_width
+            first = self._offset(pages, place)
             found[place.layer, place.module_id] = LoraRow(
                 first * place.packed, place.rank, place.dora, place.packed > 1, place.scale
             )
@@ -160,12 +190,9 @@ class AdapterPool:
 
     def extras(self, layout: Layout, pages: Sequence[int]) -> dict[str, Extra]:
         """The extras of an adapter on these pages of `flat`, by name."""
-        geometry, flat, found = self._geometry, self.flat, {}
+        flat, found = self.flat, {}
         for place in layout.extras:
-            starts = [
-                pages[piece.page] * geometry.page_elements + piece.slot * geometry.page_width
-                for piece in place.pieces
-            ]
+            starts = [self._offset(pages, piece) for piece in place.pieces]
             views = tuple(
                 flat[start : start + piece.rows * place.columns].view(piece.rows, place.columns)
                 for start, piece in zip(starts, place.pieces, strict=True)

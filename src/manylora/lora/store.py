@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 import torch
 
-from manylora.background import step_back
 from manylora.config import LoraCacheConfig, ModelConfig
-from manylora.errors import AdapterCacheFullError, AdapterInvalidError, AdapterNotCachedError, ConfigError
+from manylora.errors import (
+    AdapterCacheFullError,
+    AdapterInvalidError,
+    AdapterNotCachedError,
+    ConfigError,
+    RequestError,
+)
 from manylora.kernels import native
 from manylora.kernels.extras import Extra, ExtraSegment
 from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment
+from manylora.lora.arrivals import Arrivals
 from manylora.lora.cache import AdapterCache
 from manylora.lora.catalog import Catalog
 from manylora.lora.expert_rules import beside_experts
@@ -25,6 +30,7 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.geometry import CachePlan, Layout, plan_cache
 from manylora.lora.modules import LoraModule, lora_modules
 from manylora.lora.pool import AdapterPool
+from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_read, adapter_from_tensors
 from manylora.request import LoraExtra, LoraInput
 from manylora.stats import AdapterStats, CacheChange, CacheMap, MappedAdapter, Resident, Runs
@@ -45,7 +51,7 @@ class AdapterLease:
     digest: str
     task_id: int
     layout: Layout
-    carried: Adapter | None = None
+    carried: Adapter | StoredAdapter | None = None
     admitted: bool = False
     tier: str = ""  # where the adapter was found: device, host, disk (its source), wire (sent along)
 
@@ -76,16 +82,12 @@ class AdapterStore:
         self._geometry = plan.geometry
         self._cache = AdapterCache(plan.host_pages, plan.device_pages)
         self._pool = pool
-        self._catalog = Catalog(
-            self.verify, self._check_rows, modules, base, pool.flat.dtype == torch.bfloat16
-        )
-        self._in_hand: WeakValueDictionary[str, Adapter] = WeakValueDictionary()  # read, not on the host yet
+        self._catalog = Catalog(self.verify, self._check_rows, modules, base, pool.dtype_name)
+        # Read, or found in files, and not on the host yet.
+        self._in_hand: WeakValueDictionary[str, Adapter | StoredAdapter] = WeakValueDictionary()
         self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
-        self._writer = ThreadPoolExecutor(1, "manylora-write", step_back)
-        self._writing: dict[str, Future[None]] = {}  # on their way into their pages on the host
-        self._unsent: set[str] = set()  # of these, which then go to their pages on the device
-        self._loading: dict[str, torch.Event] = {}  # on their way to the device
-        self._num_stores = self._num_loads = self._num_source_loads = self._num_hits = 0
+        self._arrivals = Arrivals(self._cache, pool)
+        self._num_stores = self._num_source_loads = self._num_hits = 0
         self._max_device_adapters = plan.adapters_of_rank(modules.values(), model.num_layers, rank_limit)[1]
         self._residents: tuple[tuple[int, ...], tuple[Resident, ...]] = ((), ())  # state, and what it gave
 
@@ -155,8 +157,8 @@ class AdapterStore:
             return lora
         return LoraInput(self._catalog.id_of(lora.name, lora.source), name=lora.name)
 
-    def prepare(self, lora: LoraInput) -> Adapter | None:
-        """Check tensors, or read an evicted adapter from its source; None when it is resident. Any thread.
+    def prepare(self, lora: LoraInput) -> Adapter | StoredAdapter | None:
+        """Check tensors, or find an evicted adapter in its source; None when it is resident. Any thread.
 
         Raises AdapterInvalidError, AdapterNotCachedError.
         """
@@ -179,7 +181,7 @@ class AdapterStore:
         self._num_source_loads += 1
         return self._in_hand.setdefault(again.digest, again)
 
-    def acquire(self, lora: LoraInput, adapter: Adapter | None) -> AdapterLease:
+    def acquire(self, lora: LoraInput, adapter: Adapter | StoredAdapter | None) -> AdapterLease:
         """A lease on what `prepare` returned. On the host, or carried until there is room.
 
         Tensors for a known id replace it; leases in flight keep what they have. Raises AdapterNotCachedError
@@ -212,6 +214,8 @@ class AdapterStore:
         those give way and are carried by who waits for them.
         """
         digest, device = lease.digest, self._cache.device
+        if digest in self._arrivals.lost:
+            return False
         if not self._cache.on_device(digest) and device.victims(lease.layout.num_pages) is None:
             return False
         if not self._settle(lease, force=True):
@@ -221,7 +225,7 @@ class AdapterStore:
             layout, host = lease.layout, self._cache.host.entries[digest]
             pages = self._pool.read_pages(host.pages, entry.pages)
             entry.content = _Loaded(self._pool.rows(layout, pages), self._pool.extras(layout, pages))
-            self._load(digest)
+            self._arrivals.load(digest)
         self._forget_waiting(lease)
         self._cache.host.pin(digest)
         device.pin(digest)
@@ -243,12 +247,22 @@ class AdapterStore:
 
     def is_loaded(self, lease: AdapterLease) -> bool:
         """Whether an admitted lease's adapter has arrived on the device."""
-        if not self._is_written(lease.digest, wait=False):
-            return False
-        event = self._loading.get(lease.digest)
-        if event is not None and event.query():
-            del self._loading[lease.digest]
-        return lease.digest not in self._loading
+        return self._arrivals.is_loaded(lease.digest)
+
+    def find_lost(self, leases: Iterable[AdapterLease]) -> Mapping[str, RequestError]:
+        """Wait until the adapters of these admitted leases are on the host. Returns those that could not be
+        read, by digest: all their leases are to be released, and then `forget_lost` called."""
+        for lease in leases:
+            self._arrivals.is_written(lease.digest, wait=True)
+        return self._arrivals.lost
+
+    def forget_lost(self) -> None:
+        """Free the pages of adapters that could not be read. No lease may be left on them."""
+        for digest in list(self._arrivals.lost):
+            if self._cache.on_host(digest):
+                self._cache.evict(digest)
+            self._arrivals.forget(digest)
+            self._in_hand.pop(digest, None)  # or the next to ask would be given it again
 
     def batch(self, segments: Sequence[tuple[int, int, AdapterLease]]) -> LoraBatch | None:
         """The adapters of one forward pass: token rows [start, stop) and the lease they run under.
@@ -259,9 +273,7 @@ class AdapterStore:
         if not segments:
             return None
         for _, _, lease in segments:
-            self._is_written(lease.digest, wait=True)
-            if lease.digest in self._loading:
-                self._pool.hold(self._loading[lease.digest])
+            self._arrivals.hold(lease.digest)
         entries = self._cache.device.entries
         loaded = [(start, stop, entries[lease.digest].content) for start, stop, lease in segments]
         return LoraBatch(
@@ -286,7 +298,7 @@ class AdapterStore:
             host_stores=self._num_stores,
             host_evictions=host.num_evictions,
             device_hits=self._num_hits,
-            device_loads=self._num_loads,
+            device_loads=self._arrivals.num_loads,
             device_evictions=device.num_evictions,
             source_loads=self._num_source_loads,
             max_device_adapters=self._max_device_adapters,
@@ -329,7 +341,7 @@ class AdapterStore:
             self._num_stores,
             self._catalog.num_binds,
             host.num_evictions,
-            self._num_loads,
+            self._arrivals.num_loads,
             device.num_evictions,
         )
         if state != self._residents[0]:
@@ -345,7 +357,7 @@ class AdapterStore:
 
     def close(self) -> None:
         """End the thread that writes; nothing can be acquired any more. Idempotent."""
-        self._writer.shutdown(wait=True)
+        self._arrivals.close()
 
     def check(self) -> None:
         """Assert that both levels add up, and that what is waited for is here or carried."""
@@ -354,34 +366,6 @@ class AdapterStore:
             assert self._cache.on_host(digest)
             assert leases
             assert not any(lease.admitted or lease.carried for lease in leases)
-
-    def _is_written(self, digest: str, *, wait: bool) -> bool:
-        """Whether the host has all of an adapter; then its copy to the device begins, if one is due."""
-        writing = self._writing.get(digest)
-        if writing is None:
-            return True
-        if not (wait or writing.done()):
-            return False
-        writing.result()
-        del self._writing[digest]
-        if digest in self._unsent and self._cache.on_device(digest):
-            self._send(digest)
-        self._unsent.discard(digest)
-        return True
-
-    def _load(self, digest: str) -> None:
-        self._loading.pop(digest, None)
-        self._num_loads += 1
-        if self._is_written(digest, wait=False):
-            self._send(digest)
-        else:
-            self._unsent.add(digest)
-
-    def _send(self, digest: str) -> None:
-        host, device = self._cache.host.entries[digest], self._cache.device.entries[digest]
-        event = self._pool.load(host.content, host.pages, device.pages)
-        if event is not None:
-            self._loading[digest] = event
 
     def _check_rows(self, rows: list[AdapterRow], extras: list[LoraExtra], digest: str | None) -> Adapter:
         half = self._pool.flat.dtype == torch.float16
@@ -399,7 +383,7 @@ class AdapterStore:
     def _servable(self, digest: str) -> bool:
         return self._cache.on_host(digest) or digest in self._in_hand
 
-    def _lay_out(self, adapter: Adapter, task_id: int) -> Layout:
+    def _lay_out(self, adapter: Adapter | StoredAdapter, task_id: int) -> Layout:
         rows = adapter.shapes(self._modules, self._pool.element_bytes)
         layout = with_extras(Layout.of(rows, self._geometry), adapter.extras, self._geometry)
         if not self._cache.can_ever_hold(layout.num_pages):
@@ -419,30 +403,30 @@ class AdapterStore:
             if victims is None:
                 return False
             for victim in victims:
-                self._give_way(victim)
+                if not self._give_way(victim):
+                    return False
                 self._cache.evict(victim)
-                self._writing.pop(victim, None)
-                self._unsent.discard(victim)
+                self._arrivals.forget(victim)
             entry = self._cache.host.put(lease.digest, layout.num_pages, layout)
-            # Beside the steps: a large adapter takes longer than many of them. One after the other, so that
-            # pages which change hands are written last by who has them.
-            self._writing[lease.digest] = self._writer.submit(
-                self._pool.write_host, lease.carried, layout, entry.pages
-            )
+            self._arrivals.write(lease.digest, lease.carried, layout, entry.pages)
             self._num_stores += 1
         lease.carried = None
         return True
 
-    def _give_way(self, digest: str) -> None:
-        """Hand an adapter that must leave the host to the leases that wait for it."""
-        leases = self._waiting.pop(digest, None)
-        if leases:
-            self._is_written(digest, wait=True)
+    def _give_way(self, digest: str) -> bool:
+        """Hand an adapter that must leave the host to the leases that wait for it. False: it was lost, and
+        they are to be told first."""
+        if digest in self._waiting:
+            self._arrivals.is_written(digest, wait=True)
+            if digest in self._arrivals.lost:
+                return False
+            leases = self._waiting.pop(digest)
             entry = self._cache.host.entries[digest]
             adapter = self._pool.read_host(digest, entry.content, entry.pages)
-            adapter = self._in_hand.setdefault(digest, adapter)
+            held = self._in_hand.setdefault(digest, adapter)
             for lease in leases:
-                lease.carried = adapter
+                lease.carried = held
+        return True
 
     def _forget_waiting(self, lease: AdapterLease) -> None:
         leases = self._waiting.get(lease.digest)

@@ -48,6 +48,10 @@ FUNCTIONS = {
     "lay_out_float32_bfloat16": "pi",
     "lay_out_bfloat16_float32": "pi",
     "lay_out_bfloat16_bfloat16": "pi",
+    "read_rows_float32_float32": "ipip>i",
+    "read_rows_float32_bfloat16": "ipip>i",
+    "read_rows_bfloat16_float32": "ipip>i",
+    "read_rows_bfloat16_bfloat16": "ipip>i",
 }
 
 

@@ -1,6 +1,9 @@
 /* Bringing an adapter in: the values of a file to float32, and rows into their pages, at the speed of memory.
  * Callers have threads of their own; none is started here. */
 
+#include <errno.h>
+#include <unistd.h>
+
 #include "vectors.h"
 
 enum { TILE = 128 }; /* a multiple of LANES */
@@ -12,28 +15,46 @@ typedef struct {
     int64_t more;
 } Row;
 
+typedef struct {
+    int64_t a, b; /* where A [rank, in] and B [out, rank] begin in the file */
+    char *target; /* A [rank, in] and B [rank, out] */
+    int64_t rank, in, out;
+    double scale; /* of B, as float32 */
+} Stored;
+
+/* What was seen of values: the highest bit is set by an exponent of all ones. */
+INLINE words exponents(words bits) { return (bits & 0x7fffffff) + 0x00800000; }
+
+INLINE uint32_t exponent(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (bits & 0x7fffffff) + 0x00800000;
+}
+
+INLINE int is_finite(words seen) {
+    uint32_t any = 0;
+    for (int lane = 0; lane < LANES; lane++) any |= seen[lane];
+    return !(any >> 31);
+}
+
 /* target = source * scale as float32; source may be the target, or, half as wide, its rear half: no value is written
  * over before it was read. Whether all of target is finite. */
 INLINE int64_t widen_all(const Kind kind, float *target, const char *source, int64_t count, float scale) {
     const int64_t size = size_of(kind);
     const int written = (const char *)target != source || scale != 1;
-    uint32_t one_by_one = 0;
     words seen = {0};
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) {
         const vector value = widen(kind, source + i * size) * scale;
         if (written) store(target + i, value);
-        seen |= ((words)value & 0x7fffffff) + 0x00800000; /* the highest bit: the exponent is all ones */
+        seen |= exponents((words)value);
     }
     for (; i < count; i++) {
         const float value = widen_one(kind, source + i * size) * scale;
-        uint32_t bits;
-        memcpy(&bits, &value, sizeof bits);
         if (written) target[i] = value;
-        one_by_one |= (bits & 0x7fffffff) + 0x00800000;
+        seen[0] |= exponent(value);
     }
-    for (int lane = 0; lane < LANES; lane++) one_by_one |= seen[lane];
-    return !(one_by_one >> 31);
+    return is_finite(seen);
 }
 
 int64_t widen_float32(float *target, const char *source, int64_t count, float scale) {
@@ -71,16 +92,30 @@ INLINE void narrow_one(Kind kind, char *at, float value) {
     memcpy(at, (char *)&bits + 4 - size_of(kind), size_of(kind)); /* little-endian: the upper half */
 }
 
-/* A run of elements to another kind. */
-INLINE void move(const Kind to, const Kind from, char *target, const char *source, int64_t count) {
+/* A run of elements to another kind. seen: what was seen of them; NULL: nobody asks. */
+INLINE void move(const Kind to, const Kind from, char *target, const char *source, int64_t count, words *seen) {
     const int64_t size = size_of(from), made = size_of(to);
-    if (to == from) {
+    if (to == from && !seen) {
         memcpy(target, source, count * size);
         return;
     }
     int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) narrow(to, target + i * made, (words)widen(from, source + i * size));
-    for (; i < count; i++) narrow_one(to, target + i * made, widen_one(from, source + i * size));
+    for (; i + LANES <= count; i += LANES) {
+        const words bits = (words)widen(from, source + i * size);
+        if (seen) *seen |= exponents(bits);
+        narrow(to, target + i * made, bits);
+    }
+    for (; i < count; i++) {
+        const float value = widen_one(from, source + i * size);
+        if (seen) (*seen)[0] |= exponent(value);
+        narrow_one(to, target + i * made, value);
+    }
+}
+
+INLINE void see(const Kind kind, const char *source, int64_t count, words *seen) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) *seen |= exponents((words)widen(kind, source + i * size_of(kind)));
+    for (; i < count; i++) (*seen)[0] |= exponent(widen_one(kind, source + i * size_of(kind)));
 }
 
 /* LANES rows of LANES elements to their columns. */
@@ -131,8 +166,9 @@ INLINE void turn(words *v) {
 }
 
 /* B [out, rank] to [rank, out]: LANES x LANES of it in registers, columns in tiles that stay in the cache while their
- * coefficients are gone through. */
-INLINE void turn_all(const Kind to, const Kind from, char *target, const char *source, int64_t rank, int64_t out) {
+ * coefficients are gone through. seen: what was seen of them times scale; NULL: nobody asks, and scale is 1. */
+INLINE void turn_all(const Kind to, const Kind from, char *target, const char *source, int64_t rank, int64_t out,
+                     float scale, words *seen) {
     const int64_t size = size_of(from), made = size_of(to);
     for (int64_t first = 0; first < out; first += TILE)
         for (int64_t r = 0; r < rank; r += LANES)
@@ -141,14 +177,22 @@ INLINE void turn_all(const Kind to, const Kind from, char *target, const char *s
                 char *turned = target + (r * out + c) * made;
                 if (r + LANES <= rank && c + LANES <= out) {
                     words v[LANES];
-                    UNROLL for (int i = 0; i < LANES; i++) v[i] = (words)widen(from, block + i * rank * size);
+                    UNROLL for (int i = 0; i < LANES; i++) {
+                        v[i] = (words)widen(from, block + i * rank * size);
+                        if (!seen) continue;
+                        v[i] = (words)((vector)v[i] * scale);
+                        *seen |= exponents(v[i]);
+                    }
                     turn(v);
                     UNROLL for (int k = 0; k < LANES; k++) narrow(to, turned + k * out * made, v[k]);
                     continue;
                 }
                 for (int64_t k = 0; k < least(LANES, rank - r); k++)
-                    for (int64_t i = 0; i < least(LANES, out - c); i++)
-                        narrow_one(to, turned + (k * out + i) * made, widen_one(from, block + (i * rank + k) * size));
+                    for (int64_t i = 0; i < least(LANES, out - c); i++) {
+                        float value = widen_one(from, block + (i * rank + k) * size);
+                        if (seen) (*seen)[0] |= exponent(value *= scale);
+                        narrow_one(to, turned + (k * out + i) * made, value);
+                    }
             }
 }
 
@@ -158,11 +202,12 @@ INLINE void lay_out(const Kind to, const Kind from, const Row *rows, int64_t cou
         const int64_t a = row->rank * row->in, b = row->rank * row->out;
         for (int64_t e = 0; e < row->experts; e++) {
             char *pair = row->target + e * (a + b) * made;
-            move(to, from, pair, row->source + e * a * size, a);
-            turn_all(to, from, pair + a * made, row->source + (row->experts * a + e * b) * size, row->rank, row->out);
+            move(to, from, pair, row->source + e * a * size, a, NULL);
+            turn_all(to, from, pair + a * made, row->source + (row->experts * a + e * b) * size, row->rank, row->out, 1,
+                     NULL);
         }
         const int64_t end = row->experts * (a + b);
-        move(to, from, row->target + end * made, row->source + end * size, row->more);
+        move(to, from, row->target + end * made, row->source + end * size, row->more, NULL);
     }
 }
 
@@ -173,3 +218,41 @@ LAY_OUT(lay_out_float32_float32, FLOAT32, FLOAT32)
 LAY_OUT(lay_out_float32_bfloat16, FLOAT32, BFLOAT16)
 LAY_OUT(lay_out_bfloat16_float32, BFLOAT16, FLOAT32)
 LAY_OUT(lay_out_bfloat16_bfloat16, BFLOAT16, BFLOAT16)
+
+INLINE int read_all(int file, char *target, int64_t size, int64_t at) {
+    while (size > 0) {
+        const int64_t got = pread(file, target, size, at);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) return 0;
+        target += got, at += got, size -= got;
+    }
+    return 1;
+}
+
+/* Rows of a file into their pages, each by way of room for the larger of its matrices, which stays in the cache.
+ * Gives back the row that could not be read or is not finite, or `count`. */
+INLINE int64_t read_rows(const Kind to, const Kind from, int file, const Stored *rows, int64_t count, char *room) {
+    for (int64_t i = 0; i < count; i++) {
+        const Stored *row = rows + i;
+        const int64_t a = row->rank * row->in, b = row->rank * row->out;
+        words seen = {0};
+        char *first = to == from ? row->target : room; /* what stays as it is, is checked where it is */
+        if (!read_all(file, first, a * size_of(from), row->a)) return i;
+        if (to == from) see(from, first, a, &seen);
+        else move(to, from, row->target, room, a, &seen);
+        if (!read_all(file, room, b * size_of(from), row->b)) return i;
+        turn_all(to, from, row->target + a * size_of(to), room, row->rank, row->out, (float)row->scale, &seen);
+        if (!is_finite(seen)) return i;
+    }
+    return count;
+}
+
+#define READ_ROWS(name, to, from)                                                           \
+    int64_t name(int64_t file, const Stored *rows, int64_t count, char *room) {             \
+        return read_rows(to, from, (int)file, rows, count, room);                           \
+    }
+
+READ_ROWS(read_rows_float32_float32, FLOAT32, FLOAT32)
+READ_ROWS(read_rows_float32_bfloat16, FLOAT32, BFLOAT16)
+READ_ROWS(read_rows_bfloat16_float32, BFLOAT16, FLOAT32)
+READ_ROWS(read_rows_bfloat16_bfloat16, BFLOAT16, BFLOAT16)

@@ -41,16 +41,19 @@ from manylora.lora.formats.tensor_files import (
     read_safetensors,
     read_torch,
 )
-from manylora.lora.modules import LoraModule
-from manylora.lora.tensors import BFLOAT16, AdapterRow, check_dims, digest_values
+from manylora.lora.modules import EXPERT_IDS, LoraModule
+from manylora.lora.stored import StoredRows
+from manylora.lora.tensors import BFLOAT16, CROSS_QKV, AdapterRow, check_dims, digest_values
 from manylora.request import LoraExtra
 
-__all__ = ["has_peft", "peft_tensors", "read_peft", "read_peft_whole"]
+__all__ = ["has_peft", "peft_tensors", "read_peft", "read_peft_whole", "stored_rows"]
 
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
 PARALLEL = 2**21  # elements of an adapter that several threads read
 THREADS = 4
+OF_SEVERAL = (*EXPERT_IDS, CROSS_QKV)  # modules whose rows are not one pair each
+IN_PLACE = {"F32": "float32", "BF16": "bfloat16"}  # types that `stored_rows` is for
 DORA = re.compile(r"lora_magnitude_vector|weight_m_wdecomp")
 DORA_REASON = (
     "DoRA magnitudes must be divided by the base's row norms before they are served; normalise the adapter "
@@ -129,6 +132,28 @@ def read_peft_whole(
     if not rows and not extras:
         raise AdapterInvalidError("the adapter holds no LoRA matrices")
     return rows, extras
+
+
+def stored_rows(folder: Path, modules: Mapping[int, LoraModule] | None = None) -> StoredRows | None:
+    """Where the values are that `read_peft_whole` gives of an adapter that it has read before. None: there is
+    more to them than two matrices for each row, and the scaling. Raises AdapterInvalidError."""
+    config, tensors = read_peft_config(folder), peft_tensors(folder)
+    kinds = {tensor.dtype for tensor in tensors.values()}
+    special = any(is_extra(key) or EXPERT_KEY.fullmatch(key) or STACK_KEY.fullmatch(key) for key in tensors)
+    if special or config.use_dora or len(kinds) != 1 or not kinds <= IN_PLACE.keys():
+        return None
+    rows = []
+    for (layer, module_id), parts in _gather(tensors, None).items():
+        if set(parts) != {"A", "B"} or module_id in OF_SEVERAL:
+            return None
+        (path, _, a), (_, _, b) = parts["A"], parts["B"]
+        order = np.arange(b.shape[0])
+        for turned in (in_peft_order, in_our_order):
+            order = turned(path, module_id, order, modules.get(module_id) if modules else None)
+        if a.offset is None or b.offset is None or (np.diff(order) != 1).any():
+            return None
+        rows.append((module_id, layer, a.shape[0], a.offset, b.offset, _scale(config, path, module_id, a)))
+    return StoredRows.of(WEIGHTS, IN_PLACE[kinds.pop()], rows)
 
 
 def peft_tensors(folder: Path, allow_bin: bool = False) -> dict[str, RawTensor]:
@@ -274,9 +299,7 @@ def _row(
     a = payload[:end].reshape(stored_a.shape)
     b = payload[end : end + math.prod(stored_b.shape)].reshape(stored_b.shape)
     check_dims(path, a, b, module)
-    # A router is a parameter to newer PEFT, and called so in patterns.
-    named = f"{path}.weight" if module_id == ROUTER and config.target_parameters else path
-    scale = config.scale(named, a.shape[0])
+    scale = _scale(config, path, module_id, stored_a)
     if payload.dtype == np.uint8:
         a[...], b[...] = read_float8(key_a, stored_a), read_float8(key_b, stored_b)
         check_scale(path, scale)
@@ -302,6 +325,12 @@ def _row(
         np.concatenate([column.ravel() for column in columns], out=payload[end:])
     content = digest_values(payload) if digest else b""  # now, while it is in the cache
     return AdapterRow(module_id, layer, a.shape[0], "magnitude" in parts, payload, content)
+
+
+def _scale(config: PeftConfig, path: str, module_id: int, a: RawTensor) -> float:
+    # A router is a parameter to newer PEFT, and called so in patterns.
+    named = f"{path}.weight" if module_id == ROUTER and config.target_parameters else path
+    return config.scale(named, a.shape[0])
 
 
 def _magnitude(

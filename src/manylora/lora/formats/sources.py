@@ -15,13 +15,23 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.llgtrt import is_llgtrt, read_llgtrt
 from manylora.lora.formats.nemo import find_nemo, is_tar, nemo_tensors, read_nemo
 from manylora.lora.formats.npy import has_npy, read_npy
-from manylora.lora.formats.peft import has_peft, peft_tensors, read_peft, read_peft_whole
+from manylora.lora.formats.peft import has_peft, peft_tensors, read_peft, read_peft_whole, stored_rows
 from manylora.lora.formats.tensor_files import common_dtype
 from manylora.lora.modules import LoraModule
+from manylora.lora.stored import StoredRows
 from manylora.lora.tensors import AdapterRow, lora_input, narrow_to_bfloat16, pack_rows, type_name
 from manylora.request import LoraExtra, LoraInput
 
-__all__ = ["Source", "find_source", "read_lora", "read_rows", "read_source", "read_whole", "source_dtype"]
+__all__ = [
+    "Source",
+    "find_rows",
+    "find_source",
+    "read_lora",
+    "read_rows",
+    "read_source",
+    "read_whole",
+    "source_dtype",
+]
 
 
 @dataclass(frozen=True)
@@ -139,6 +149,12 @@ def read_whole(
         how = {"digest": digest, "bfloat16": bfloat16, "float8": float8}
         return read_peft_whole(source.path, modules, base=base, allow_bin=allow_bin, **how)
     return read_rows(source, modules=modules, base=base, allow_bin=allow_bin), []
+
+
+def find_rows(source: Source, modules: Mapping[int, LoraModule] | None = None) -> StoredRows | None:
+    """Where in a file the rows lie that `read_whole` gave before; None: they are not there as they are.
+    Raises AdapterInvalidError."""
+    return stored_rows(source.path, modules) if source.kind == "peft" else None
 
 
 def source_dtype(source: Source, *, allow_bin: bool = False) -> str:

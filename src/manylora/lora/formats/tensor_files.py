@@ -108,6 +108,11 @@ class RawTensor:
         self.held.read_into(read)
         return read
 
+    @property
+    def offset(self) -> int | None:
+        """Where the values begin in their file; None: they are in memory."""
+        return self.held.start if isinstance(self.held, _Span) else None
+
     def fill(self, key: str, target: np.ndarray, scale: float = 1.0) -> None:
         """Values times scale as float32 into a contiguous target of as many, without memory of their size
         beside it. Raises AdapterInvalidError as `decode`, for what the scale makes of them too."""

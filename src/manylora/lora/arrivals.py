@@ -1,0 +1,108 @@
+"""Arrivals: adapters on their way into their pages on the host, and from there to the device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from manylora.background import step_back
+from manylora.errors import AdapterError, RequestError
+from manylora.lora.cache import AdapterCache
+from manylora.lora.geometry import Layout
+from manylora.lora.pool import AdapterPool
+from manylora.lora.stored import StoredAdapter
+from manylora.lora.tensors import Adapter
+
+__all__ = ["Arrivals"]
+
+logger = logging.getLogger("manylora")
+
+
+class Arrivals:
+    """One thread writes, beside the steps: a large adapter takes longer than many of them. One after the
+    other, so that pages which change hands are written last by who has them.
+
+    Methods belong to the engine's thread. lost: digests of adapters that could not be written, with the
+    reason; their pages hold nothing of use.
+    """
+
+    def __init__(self, cache: AdapterCache, pool: AdapterPool) -> None:
+        self._cache, self._pool = cache, pool
+        self._writer = ThreadPoolExecutor(1, "manylora-write", step_back)
+        self._writing: dict[str, Future[None]] = {}
+        self._unsent: set[str] = set()  # of these, which then go to their pages on the device
+        self._loading: dict[str, torch.Event] = {}  # on their way to the device
+        self.lost: dict[str, RequestError] = {}
+        self.num_loads = 0
+
+    def write(
+        self, digest: str, adapter: Adapter | StoredAdapter, layout: Layout, pages: Sequence[int]
+    ) -> None:
+        """Begin to write an adapter into its pages on the host."""
+        self._writing[digest] = self._writer.submit(self._pool.write_host, adapter, layout, pages)
+
+    def load(self, digest: str) -> None:
+        """Begin to bring it to its pages on the device, as soon as the host has it."""
+        self._loading.pop(digest, None)
+        self.num_loads += 1
+        if self.is_written(digest, wait=False):
+            self._send(digest)
+        else:
+            self._unsent.add(digest)
+
+    def forget(self, digest: str) -> None:
+        """It was evicted from the host."""
+        self._writing.pop(digest, None)
+        self._unsent.discard(digest)
+        self.lost.pop(digest, None)
+
+    def is_written(self, digest: str, *, wait: bool) -> bool:
+        """Whether the host has all of an adapter, or lost it; then its copy to the device begins, if one is
+        due."""
+        writing = self._writing.get(digest)
+        if writing is None:
+            return True
+        if not (wait or writing.done()):
+            return False
+        error = writing.exception()
+        del self._writing[digest]
+        if error is not None:
+            self._lose(digest, error)
+        elif digest in self._unsent and self._cache.on_device(digest):
+            self._send(digest)
+        self._unsent.discard(digest)
+        return True
+
+    def is_loaded(self, digest: str) -> bool:
+        """Whether one that was to be loaded has arrived on the device."""
+        if not self.is_written(digest, wait=False):
+            return False
+        event = self._loading.get(digest)
+        if event is not None and event.query():
+            del self._loading[digest]
+        return digest not in self._loading
+
+    def hold(self, digest: str) -> None:
+        """Wait until the host has it; the pass that is queued next waits, on the device, until that has."""
+        self.is_written(digest, wait=True)
+        if digest in self._loading:
+            self._pool.hold(self._loading[digest])
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._writer.shutdown(wait=True)
+
+    def _send(self, digest: str) -> None:
+        host, device = self._cache.host.entries[digest], self._cache.device.entries[digest]
+        event = self._pool.load(host.content, host.pages, device.pages)
+        if event is not None:
+            self._loading[digest] = event
+
+    def _lose(self, digest: str, error: BaseException) -> None:
+        if not isinstance(error, AdapterError):
+            logger.error("an adapter could not be written into the cache", exc_info=error)
+            error = RequestError(f"The adapter could not be loaded: {type(error).__name__}")
+        self.lost[digest] = error

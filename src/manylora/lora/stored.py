@@ -1,0 +1,59 @@
+"""StoredAdapter: one whose content is known, still in its file; it is read straight into its pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import numpy as np
+
+from manylora.lora.geometry import RowShape
+from manylora.lora.modules import LoraModule
+from manylora.request import LoraExtra
+
+__all__ = ["StoredAdapter", "StoredRows"]
+
+ROW = np.dtype(
+    [(name, np.int32) for name in ("module_id", "layer", "rank")]
+    + [(name, np.int64) for name in ("a", "b")]
+    + [("scale", np.float64)]
+)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredRows:
+    """Rows that are one pair of matrices each, and lie in a file as the tensor format has them, without DoRA.
+
+    file: its name; dtype: float32 or bfloat16. table: [rows] of ROW, in the order of an adapter's rows; a, b:
+    where A [rank, in] and B [out, rank] begin in the file, scale: of B.
+    """
+
+    file: str
+    dtype: str
+    table: np.ndarray
+
+    @classmethod
+    def of(cls, file: str, dtype: str, rows: list[tuple[int, int, int, int, int, float]]) -> StoredRows:
+        table = np.array(rows, ROW)
+        return cls(file, dtype, table[np.lexsort((table["module_id"], table["layer"]))])
+
+
+@dataclass(frozen=True, eq=False)
+class StoredAdapter:
+    """As `Adapter`, without its values and without extras. It holds neither memory for them nor files open.
+
+    open: gives a descriptor of the file, and raises AdapterChangedError at its begin or end when the file is
+    not the one that the digest was taken of.
+    """
+
+    digest: str
+    stored: StoredRows
+    open: Callable[[], AbstractContextManager[int]]
+    extras: tuple[LoraExtra, ...] = ()
+
+    def shapes(self, modules: Mapping[int, LoraModule], element_bytes: int) -> list[RowShape]:
+        """Its rows as pages take them; as `Adapter.shapes`."""
+        del element_bytes
+        rows = self.stored.table[["module_id", "layer", "rank"]].tolist()
+        return [RowShape(modules[module_id], layer, rank) for module_id, layer, rank in rows]

@@ -1,0 +1,266 @@
+"""Protects adapters that come back from unchanged files straight into their pages: they are what they were,
+and one whose file changed meanwhile is nobody's answer and nobody else's loss."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from manylora.config import EngineConfig, LoraCacheConfig
+from manylora.engine.engine import Engine
+from manylora.kernels import loading, native
+from manylora.lora import catalog, pool
+from manylora.lora.formats.peft import read_peft_whole, stored_rows
+from manylora.lora.formats.tensor_files import RawTensor, write_safetensors
+from manylora.lora.modules import lora_modules
+from manylora.lora.store import AdapterStore
+from manylora.lora.stored import StoredAdapter
+from manylora.lora.tensors import narrow_to_bfloat16, widen_bfloat16
+from manylora.model.checkpoint import read_model_config
+from manylora.request import LoraInput, Request, SamplingParams
+from manylora.testing import make_adapter, make_model, reference_generate
+
+pytestmark = pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler"
+)
+SHAPES = [(16, 64, 128), (16, 30, 77), (1, 5, 3), (5, 33, 100), (40, 48, 272), (64, 300, 15)]  # rank, in, out
+NEW = 8
+PROMPT = tuple(range(10, 22))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("target", ["float32", "bfloat16"])
+@pytest.mark.parametrize("source", ["float32", "bfloat16"])
+def test_rows_of_a_file_lie_in_their_pages(tmp_path: Path, source: str, target: str, threads: int) -> None:
+    assert native.load() is not None and loading.can_read(target, source)
+    assert not loading.can_read("float16", source) and not loading.can_read(target, "float16")
+    sizes = {"float32": 4, "bfloat16": 2}
+    rows, content, expected, at = [], b"head", [], 8
+    room = np.full(2**20, 0xAB, np.uint8)
+    for number, (rank, into, out) in enumerate(SHAPES):
+        rng, scale = np.random.default_rng(number), (1.0, 0.3, -2.0)[number % 3]
+        a, b = (rng.standard_normal(shape, np.float32) for shape in ((rank, into), (out, rank)))
+        if source == "bfloat16":
+            a, b = (widen_bfloat16(narrow_to_bfloat16(values)) for values in (a, b))
+        laid = np.concatenate((a.ravel(), (b * np.float32(scale)).T.ravel()))
+        expected.append((at, narrow_to_bfloat16(laid) if target == "bfloat16" else laid))
+        stored = [narrow_to_bfloat16(values) if source == "bfloat16" else values for values in (b, a)]
+        places = (len(content) + stored[0].nbytes, len(content))  # B comes first in the file
+        content += b"".join(values.tobytes() for values in stored)
+        rows.append((*places, room.ctypes.data + at, rank, into, out, scale))
+        at += sizes[target] * laid.size + 10
+    file = tmp_path / "rows"
+    file.write_bytes(content)
+    table = np.array(rows, loading.STORED)
+
+    def read() -> bool:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            return loading.read_rows(descriptor, table, target, source, threads)
+        finally:
+            os.close(descriptor)
+
+    assert read()
+    for start, laid in expected:
+        assert room[start : start + laid.nbytes].tobytes() == laid.tobytes()
+        room[start : start + laid.nbytes] = 0xAB
+    assert (room == 0xAB).all(), "something was written beside the rows"
+    size, bad = sizes[source], np.array([np.nan, np.inf], np.float32)
+    for place in (*table["a"], table["b"][-1], *(table["a"] - size)):  # first of A, last of B
+        for value in bad:
+            broken = bytearray(content)
+            broken[place : place + size] = np.array([value]).tobytes()[4 - size :]
+            file.write_bytes(broken)
+            assert not read()
+    file.write_bytes(content[:-1])
+    assert not read()
+    file.write_bytes(content)
+    assert read()
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    folder = tmp_path_factory.mktemp("stored")
+    model = make_model(folder / "model", seed=1)
+    modules = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    adapters = [
+        make_adapter(
+            folder / f"made{seed}", model, seed=seed, rank=rank, modules=modules, use_rslora=seed > 1
+        )
+        for seed, rank in ((1, 8), (2, 5), (3, 8), (4, 8))
+    ]
+    return model, adapters
+
+
+def known(folder: Path, adapters: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """<folder>/1, <folder>/2, …: copies whose times are to be trusted soon."""
+    monkeypatch.setattr(catalog, "SETTLED_NS", 5 * 10**7)
+    for number, adapter in enumerate(adapters, 1):
+        shutil.copytree(adapter, folder / str(number))
+    time.sleep(2 * catalog.SETTLED_NS / 1e9)
+
+
+def open_engine(model: Path, folder: Path, adapters: int = 1) -> Engine:
+    """With room for so many of the adapters."""
+    page = 73728  # of one adapter of rank 8 with every module, and all that are smaller
+    room = {"host_memory_bytes": adapters * page, "gpu_memory_bytes": adapters * page}
+    lora = LoraCacheConfig(max_adapter_size=8, optimal_adapter_size=8, prefetch_dir=folder, **room)  # type: ignore[arg-type]
+    config = EngineConfig(
+        model, device="cpu", dtype="float32", max_seq_len=64, max_tokens_in_paged_kv_cache=1024, lora=lora
+    )
+    return Engine(config)
+
+
+def run(engine: Engine) -> dict[int, tuple[list[int], Exception | None]]:
+    found: dict[int, tuple[list[int], Exception | None]] = {}
+    while engine.has_work:
+        for handle, event in engine.step():
+            assert event.last
+            found[handle] = (list(event.token_ids), event.error)
+    engine.check()
+    return found
+
+
+def ask(task_id: int | None) -> Request:
+    lora = LoraInput(task_id) if task_id else None
+    return Request(PROMPT, SamplingParams(max_tokens=NEW), lora=lora)
+
+
+def test_an_adapter_that_comes_back_answers_as_the_reference(
+    workshop: tuple[Path, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, adapters = workshop
+    known(tmp_path, adapters, monkeypatch)
+    monkeypatch.setattr(pool, "PARALLEL_BYTES", 0)
+    engine = open_engine(model, tmp_path)
+    right = {i: reference_generate(model, path, list(PROMPT), NEW) for i, path in enumerate(adapters, 1)}
+    assert len(set(map(tuple, right.values()))) == len(adapters)
+    for task_id in (1, 2, 3, 4, 1, 2, 3, 4):
+        prepared = engine.prepare(ask(task_id))
+        assert isinstance(prepared.adapter, StoredAdapter)
+        handle = engine.submit(prepared)
+        assert run(engine) == {handle: (right[task_id], None)}
+    assert engine.stats().adapters.source_loads == 8
+    engine.close()
+
+
+def test_who_asked_for_a_file_that_changed_is_told_and_nobody_else(
+    workshop: tuple[Path, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, adapters = workshop
+    known(tmp_path, adapters[:3], monkeypatch)
+    engine = open_engine(model, tmp_path, adapters=2)
+    prepared = {task_id: engine.prepare(ask(task_id)) for task_id in (None, 1, 2)}
+    shutil.copytree(adapters[3], tmp_path / "1", dirs_exist_ok=True)
+    handles = {task_id: engine.submit(one) for task_id, one in prepared.items()}
+    again = engine.submit(prepared[1])
+    found = run(engine)
+    told = "adapter 1 changed while it was loaded, please send the request again"
+    assert [str(found[handle][1]) for handle in (handles[1], again)] == [told, told]
+    for task_id, adapter in ((None, None), (2, adapters[1])):
+        right = reference_generate(model, adapter, list(PROMPT), NEW)
+        assert found[handles[task_id]] == (right, None)
+    assert engine.stats().requests_failed == 2
+    handle = engine.submit(engine.prepare(ask(1)))
+    found = run(engine)
+    assert found == {handle: (reference_generate(model, adapters[3], list(PROMPT), NEW), None)}
+    engine.close()
+
+
+def test_a_lost_adapter_that_others_wait_for_gives_its_pages_back(
+    workshop: tuple[Path, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, adapters = workshop
+    known(tmp_path, adapters[:3], monkeypatch)
+    store: AdapterStore = open_engine(model, tmp_path).adapters
+    found = {task_id: store.prepare(LoraInput(task_id)) for task_id in (1, 2)}
+    os.truncate(tmp_path / "1" / "adapter_model.safetensors", 1000)
+    gone = store.acquire(LoraInput(1), found[1])
+    other = store.acquire(LoraInput(2), found[2])  # waits, since there is room for one
+    assert other.carried is not None
+    assert not store.admit(other)
+    lost = store.find_lost([])
+    assert list(lost) == [gone.digest]
+    assert not store.admit(gone)
+    store.release(gone)
+    store.forget_lost()
+    store.check()
+    assert store.admit(other) and not store.find_lost([other])
+    assert store.stats().host_adapters == 1
+    store.release(other)
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "stored"),
+    [
+        ("llama", {}, True),
+        ("llama", {"use_rslora": True, "rank_pattern": {"q_proj": 3}, "alpha_pattern": {"v_proj": 5}}, True),
+        ("llama", {"use_dora": True}, False),
+        ("llama", {"modules_to_save": ["lm_head"]}, False),
+        ("phi3", {"modules": ("qkv_proj", "o_proj")}, True),
+        ("phi3", {"modules": ("gate_up_proj",)}, False),
+        ("gpt-neox", {"modules": ("query_key_value",)}, False),
+    ],
+)
+def test_what_is_not_in_the_file_as_it_is_served_is_not_read_from_there(
+    family: str, options: dict, stored: bool, tmp_path: Path
+) -> None:
+    model = make_model(tmp_path / "model", family)
+    folder = make_adapter(tmp_path / "made", model, **options)
+    modules = lora_modules(read_model_config(model), ())
+    found = stored_rows(folder, modules)
+    assert (found is not None) == stored
+    if found is None:
+        return
+    rows, _ = read_peft_whole(folder, modules)
+    table = found.table
+    assert [(row.module_id, row.layer, row.rank) for row in rows] == table[
+        ["module_id", "layer", "rank"]
+    ].tolist()
+    content = np.fromfile(folder / found.file, np.uint8)
+    for row, place in zip(rows, table, strict=True):
+        module = modules[row.module_id]
+        a, b = (
+            content[start : start + 4 * row.rank * dim].view(np.float32)
+            for start, dim in ((place["a"], module.in_dim), (place["b"], module.out_dim))
+        )
+        together = np.concatenate((a, b * np.float32(place["scale"])))
+        np.testing.assert_array_equal(together, row.payload)
+
+
+@pytest.mark.parametrize(("kind", "stored"), [("F32", "float32"), ("BF16", "bfloat16"), ("F16", None)])
+def test_types_of_files(workshop: tuple[Path, list[Path]], tmp_path: Path, kind: str, stored: str) -> None:
+    shutil.copytree(workshop[1][0], tmp_path / "one")
+    file = tmp_path / "one" / "adapter_model.safetensors"
+    made = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[kind]
+    values = {key: tensor.to(made) for key, tensor in load_file(file).items()}
+    save_file(values, file)
+    found = stored_rows(tmp_path / "one")
+    assert (found.dtype if found else None) == stored
+    key = next(iter(values))
+    values[key] = values[key].float() if kind == "BF16" else values[key].bfloat16()
+    save_file(values, file)
+    assert stored_rows(tmp_path / "one") is None, "of two types"
+
+
+def test_little_is_kept_of_what_is_known(tmp_path: Path) -> None:
+    """Of an adapter of 224 rows less than 10 kB, since every one that was read keeps it."""
+    tensors = {}
+    for layer in range(32):
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            path = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_"
+            tensors[f"{path}A.weight"] = RawTensor("F32", (1, 4), bytes(16))
+            tensors[f"{path}B.weight"] = RawTensor("F32", (4, 1), bytes(16))
+    write_safetensors(tmp_path / "adapter_model.safetensors", tensors)
+    text = '{"peft_type": "LORA", "r": 1, "lora_alpha": 1}'
+    (tmp_path / "adapter_config.json").write_text(text, encoding="utf-8")
+    found = stored_rows(tmp_path)
+    assert found is not None and found.table.nbytes <= 40 * 128

@@ -62,23 +62,24 @@ def test_adapters_add_what_the_reference_adds(
 
 
 @pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [7, 15, 74])
 @pytest.mark.parametrize(("in_dim", "width"), [(1, 1), (53, 21), (96, 300), (160, 1100)])
 def test_adapters_of_any_size_add_the_same_alone_and_in_company(
-    ops: CpuOps, in_dim: int, width: int, pool: torch.dtype
+    ops: CpuOps, in_dim: int, width: int, count: int, pool: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     a, b = torch.randn(5, in_dim).to(pool), torch.randn(5, width).to(pool)
     flat = torch.cat((torch.full((3,), float("nan"), dtype=pool), a.flatten(), b.flatten()))
     rows = {(0, 0): LoraRow(3, 5)}
-    x, y = torch.randn(7, in_dim), torch.randn(7, width + 2)
+    x, y = torch.randn(count, in_dim), torch.randn(count, width + 2)
     got, target = y.clone(), LoraTarget(0, 1, width)
-    ops.lora_add(got, x, LoraBatch(flat, (LoraSegment(0, 7, rows),)), 0, (target,))
+    ops.lora_add(got, x, LoraBatch(flat, (LoraSegment(0, count, rows),)), 0, (target,))
     want = y[:, 1:-1].double() + x.double() @ a.double().T @ b.double()
     torch.testing.assert_close(got[:, 1:-1].double(), want, rtol=1e-5, atol=1e-4)
     assert torch.equal(got[:, [0, -1]], y[:, [0, -1]]), "a column of another target was touched"
     if type(ops) is CpuOps:
         return  # products of torch are free to sum in another order
-    for row in range(7):
+    for row in range(count):
         one = y[row : row + 1].clone()
         ops.lora_add(one, x[row : row + 1], LoraBatch(flat, (LoraSegment(0, 1, rows),)), 0, (target,))
         assert torch.equal(one[0], got[row])

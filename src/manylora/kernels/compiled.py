@@ -24,7 +24,8 @@ from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraSegment, LoraTa
 
 __all__ = ["CompiledOps"]
 
-FEW_ROWS = 64  # of one adapter; from there on a matrix product of torch is ahead
+# Of one adapter. With more rows than these and a higher rank, torch's matrix products are ahead.
+FEW_ROWS, LOW_RANK = 64, 32
 LARGEST_RANK = 1024  # room on the stack
 LARGEST_HEAD = 256
 ADAPTERS_KEPT = 1024
@@ -58,7 +59,6 @@ class CompiledOps(CpuOps):
         self._library = library
         self._width, self._block = library.panel_width(), library.panel_block()
         self._scores = torch.empty(0)
-        self._room = torch.empty(0)
         self._parts: dict[tuple[int, tuple[LoraTarget, ...]], dict[int, _Parts]] = {}
         self._works: dict[tuple[int, tuple[LoraTarget, ...]], _Work] = {}  # for the last segments
         self._segments: tuple[LoraSegment, ...] = ()
@@ -112,11 +112,9 @@ class CompiledOps(CpuOps):
     def _add(
         self, y: Tensor, x: Tensor, pool: Tensor, segments: np.ndarray, most_parts: int, most_rows: int
     ) -> None:
-        if pool.dtype == torch.bfloat16 and self._room.numel() < x.numel():
-            self._room = torch.empty(2 * x.numel())
         getattr(self._library, POOLS[pool.dtype])(
             y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), x.shape[1], pool.data_ptr(),
-            segments.ctypes.data, len(segments), most_parts, most_rows, self._room.data_ptr(),
+            segments.ctypes.data, len(segments), most_parts, most_rows,
         )  # fmt: skip
 
     def _find_work(self, batch: LoraBatch, layer: int, targets: tuple[LoraTarget, ...]) -> _Work:
@@ -144,7 +142,7 @@ class CompiledOps(CpuOps):
                 known = self._find_parts(table, segment, layer, targets)
             _, parts, count = known
             height = segment.stop - segment.start
-            if count < 0 or height > FEW_ROWS:
+            if count < 0 or (height > FEW_ROWS and parts is not None and parts["rank"].max() > LOW_RANK):
                 others.append(segment)
             elif parts is not None:
                 kept.append(parts)

@@ -66,7 +66,7 @@ INLINE void tile(const int rows, const Kind kind, const Fetch fetches, Tile t, c
             UNROLL for (int v = 0; v < VECTORS; v++) in[v] = weights(kind, w, v, i);
             UNROLL for (int r = 0; r < rows; r++) {
                 const vector one = all(t.x[r * t.x_stride + k + i]);
-                UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] += one * in[v];
+                UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = multiply_add(one, in[v], sum[r][v]);
             }
         }
     }
@@ -120,36 +120,62 @@ static void sum_blocks(float *totals, const float *x, int64_t x_stride, int64_t 
         }
 }
 
-INLINE void linear(const Kind kind, float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t rows,
-                   const char *w, int64_t in, int64_t out, const float *scale, const float *offset, float *totals,
-                   int64_t group, const float *bias) {
-    const int64_t panels = (out + PANEL - 1) / PANEL, groups = in / group, step = bytes_of(kind);
-    const int64_t block = least(group, BLOCK), blocks = (in + block - 1) / block;
+typedef struct {
+    float *y;
+    const float *x;
+    int64_t y_stride, x_stride, rows;
+    const char *w;
+    int64_t in, out;
+    const float *scale, *offset;
+    float *totals;
+    int64_t group;
+    const float *bias;
+} Call;
+
+/* Weights that were widened; one copy of this code for all kinds. */
+static void ONCE wide_tiles(const Tile t, int64_t rows, const char *w, int64_t depth) {
+    tiles(FLOAT32, t, rows, w, depth);
+}
+
+/* The outputs of panel p. wide: room for a block. */
+INLINE void one_panel(const Kind kind, const Call *c, int64_t p, float *wide) {
+    const int64_t groups = c->in / c->group, step = bytes_of(kind), column = p * PANEL;
+    const int64_t block = least(c->group, BLOCK), blocks = (c->in + block - 1) / block;
     const int inputs = inputs_of(kind);
-    const int widens = rows > (kind == FLOAT32 ? 4 : 2) * TILE_ROWS; /* float32: only a copy that lies well */
+    const int widens = c->rows > (kind == FLOAT32 ? 4 : 2) * TILE_ROWS; /* float32: only a copy that lies well */
+    for (int64_t b = 0; b < blocks; b++) {
+        const int64_t k = b * block, depth = least(c->in - k, block), at = (p * groups + k / c->group) * PANEL;
+        const int64_t height = depth / inputs;
+        const char *part = c->w + (p * c->in + k) / inputs * step;
+        const Tile t = {c->y + column, c->x + k, c->y_stride, c->x_stride, least(c->out - column, PANEL),
+                        c->scale ? c->scale + at : NULL, c->offset ? c->offset + at : NULL,
+                        c->bias ? c->bias + column : NULL, c->totals + b, blocks, k > 0, part + height * step,
+                        (step + inputs - 1) / inputs};
+        if (!widens && kind == FLOAT32) wide_tiles(t, c->rows, part, depth);
+        else if (!widens) tiles(kind, t, c->rows, part, depth);
+        if (!widens) continue;
+        for (int64_t i = 0; i < height; i++)
+            UNROLL for (int h = 0; h < inputs; h++)
+                UNROLL for (int v = 0; v < VECTORS; v++)
+                    store(wide + (i * inputs + h) * PANEL + v * LANES, weights(kind, part + i * step, v, h));
+        wide_tiles(t, c->rows, (const char *)wide, depth);
+    }
+}
+
+static void linear(const Kind kind, const Call c) {
+    const int64_t panels = (c.out + PANEL - 1) / PANEL, block = least(c.group, BLOCK);
     const int64_t run = panels < 16 ? 1 : 4; /* panels in a row, so that the next one is this thread's, too */
-    if (!rows) return;
-    if (offset) sum_blocks(totals, x, x_stride, rows, in, block);
+    if (!c.rows) return;
+    if (c.offset) sum_blocks(c.totals, c.x, c.x_stride, c.rows, c.in, block);
 #pragma omp parallel for schedule(dynamic, run)
     for (int64_t p = 0; p < panels; p++) {
         float wide[BLOCK * PANEL];
-        const int64_t column = p * PANEL;
-        for (int64_t b = 0; b < blocks; b++) {
-            const int64_t k = b * block, depth = least(in - k, block), at = (p * groups + k / group) * PANEL;
-            const int64_t height = depth / inputs;
-            const char *part = w + (p * in + k) / inputs * step;
-            const Tile t = {y + column, x + k, y_stride, x_stride, least(out - column, PANEL),
-                            scale ? scale + at : NULL, offset ? offset + at : NULL, bias ? bias + column : NULL,
-                            totals + b, blocks, k > 0, part + height * step, (step + inputs - 1) / inputs};
-            if (!widens) {
-                tiles(kind, t, rows, part, depth);
-                continue;
-            }
-            for (int64_t i = 0; i < height; i++)
-                UNROLL for (int h = 0; h < inputs; h++)
-                    UNROLL for (int v = 0; v < VECTORS; v++)
-                        store(wide + (i * inputs + h) * PANEL + v * LANES, weights(kind, part + i * step, v, h));
-            tiles(FLOAT32, t, rows, (const char *)wide, depth);
+        switch (kind) { /* in here: the body of a parallel loop is a function that its kind is an argument of */
+            case FLOAT32: one_panel(FLOAT32, &c, p, wide); break;
+            case BFLOAT16: one_panel(BFLOAT16, &c, p, wide); break;
+            case INT8: one_panel(INT8, &c, p, wide); break;
+            case INT4: one_panel(INT4, &c, p, wide); break;
+            case FLOAT8: break; /* no weights are */
         }
     }
 }
@@ -160,7 +186,7 @@ INLINE void linear(const Kind kind, float *y, int64_t y_stride, const float *x, 
     void name(float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t rows, const char *w, int64_t in, \
               int64_t out, const float *scale, const float *offset, float *totals, int64_t group,                    \
               const float *bias) {                                                                                   \
-        linear(kind, y, y_stride, x, x_stride, rows, w, in, out, scale, offset, totals, group, bias);                \
+        linear(kind, (Call){y, x, y_stride, x_stride, rows, w, in, out, scale, offset, totals, group, bias}); \
     }
 
 LINEAR(linear_float32, FLOAT32)

@@ -10,9 +10,13 @@
 #include "vectors.h"
 
 enum {
-    ROWS = 4, /* that share each reading of A and B */
-    SUMS = 8, /* vectors of y in registers */
-    AHEAD = 2048 /* bytes between reading and fetching of A */
+    ROWS = 8, /* that share each reading of A and B, at most */
+#ifdef __AVX512F__
+    SUMS = 16, /* in registers */
+#else
+    SUMS = 8,
+#endif
+    AHEAD = 2048 /* bytes of the next part */
 };
 
 typedef struct {
@@ -37,29 +41,41 @@ typedef struct {
     float scale;
 } Work;
 
-/* The next 2 * LANES elements; of bfloat16 in the order of `split`. */
+/* The next 2 * LANES elements; of bfloat16 the even ones first, as `split` has them. */
 INLINE void widen_two(Kind kind, const char *at, vector two[2]) {
     UNROLL for (int i = 0; i < 2; i++)
         two[i] = kind == BFLOAT16 ? widen_pairs(at, i) : widen(kind, at + i * LANES * size_of(kind));
 }
 
-/* h[row, r] = scale * x[row] . A[r] */
-INLINE void shrink(const int rows, const Kind kind, const Work w, int64_t r, float *h) {
-    const int64_t whole = w.in - w.in % (2 * LANES), size = size_of(kind);
-    const char *a = w.a + r * w.in * size;
-    vector sum[ROWS], one[2];
-    UNROLL for (int i = 0; i < rows; i++) sum[i] = all(0);
+/* h[row, r:] = scale * x[row] . A[r:] for so many coefficients; those that follow are fetched meanwhile. */
+INLINE void shrink(const int rows, const int ranks, const Kind kind, const Work w, int64_t r, float *h) {
+    const int64_t whole = w.in - w.in % (2 * LANES), size = size_of(kind), step = w.in * size;
+    const char *a = w.a + r * step;
+    vector sum[ROWS][SUMS], one[SUMS][2];
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < ranks; j++) sum[i][j] = all(0);
     for (int64_t k = 0; k < whole; k += 2 * LANES) {
-        fetch(a + k * size + AHEAD, 2 * LANES * size);
-        widen_two(kind, a + k * size, one);
+        UNROLL for (int j = 0; j < ranks; j++) {
+            fetch(a + (ranks + j) * step + k * size, 2 * LANES * size);
+            widen_two(kind, a + j * step + k * size, one[j]);
+            if (kind == BFLOAT16) join(&one[j][0], &one[j][1]);
+        }
         UNROLL for (int i = 0; i < rows; i++)
-            UNROLL for (int p = 0; p < 2; p++) sum[i] += one[p] * load(w.x + i * w.x_stride + k + p * LANES);
+            UNROLL for (int p = 0; p < 2; p++) {
+                const vector x = load(w.x + i * w.x_stride + k + p * LANES);
+                UNROLL for (int j = 0; j < ranks; j++) sum[i][j] = multiply_add(one[j][p], x, sum[i][j]);
+            }
     }
-    for (int i = 0; i < rows; i++) {
-        float one = total(sum[i]);
-        for (int64_t k = whole; k < w.in; k++) one += widen_one(kind, a + k * size) * w.x[i * w.x_stride + k];
-        h[i * w.rank + r] = one * w.scale;
-    }
+    float sums[ROWS][SUMS];
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < ranks; j++) sums[i][j] = total(sum[i][j]); /* here, where i and j are known */
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < ranks; j++) {
+            float one = sums[i][j];
+            for (int64_t k = whole; k < w.in; k++)
+                one += widen_one(kind, a + j * step + k * size) * w.x[i * w.x_stride + k];
+            h[i * w.rank + r + j] = one * w.scale;
+        }
 }
 
 /* y[row, c:] += h[row] B[:, c:] for so many pairs of vectors of columns; those that follow are fetched meanwhile. */
@@ -74,7 +90,8 @@ INLINE void expand(const int rows, const int pairs, const Kind kind, const Work 
         UNROLL for (int v = 0; v < pairs; v++) {
             widen_two(kind, b + v * 2 * LANES * size, one);
             UNROLL for (int i = 0; i < rows; i++)
-                UNROLL for (int p = 0; p < 2; p++) sum[i][2 * v + p] += all(h[i * w.rank + r]) * one[p];
+                UNROLL for (int p = 0; p < 2; p++)
+                    sum[i][2 * v + p] = multiply_add(all(h[i * w.rank + r]), one[p], sum[i][2 * v + p]);
         }
     }
     UNROLL for (int i = 0; i < rows; i++)
@@ -88,14 +105,14 @@ INLINE void expand(const int rows, const int pairs, const Kind kind, const Work 
 }
 
 INLINE void both(const int rows, const Kind kind, const Work w) {
-    const int pairs = SUMS / rows / 2;
+    const int pairs = SUMS / rows / 2, ranks = rows < 4 ? 4 : SUMS / rows;
     const int64_t size = size_of(kind), most = pairs * 2 * LANES;
     float h[ROWS * w.rank];
-    int64_t c = 0;
-    for (int64_t r = 0; r < w.rank; r++) {
-        fetch(w.b + r * w.width * size, least(most, w.width) * size); /* where `expand` begins */
-        shrink(rows, kind, w, r, h);
-    }
+    int64_t c = 0, r = 0;
+    for (int64_t k = 0; k < w.rank; k++)
+        fetch(w.b + k * w.width * size, least(most, w.width) * size); /* where `expand` begins */
+    for (; r + ranks <= w.rank; r += ranks) shrink(rows, ranks, kind, w, r, h);
+    for (; r < w.rank; r++) shrink(rows, 1, kind, w, r, h);
     fetch(w.next, AHEAD);
     for (; c + most <= w.width; c += most) expand(rows, pairs, kind, w, c, h);
     for (; c + 2 * LANES <= w.width; c += 2 * LANES) expand(rows, 1, kind, w, c, h);
@@ -108,30 +125,16 @@ INLINE void both(const int rows, const Kind kind, const Work w) {
         }
 }
 
-/* Rows of x as `widen_two` has bfloat16: whole pairs of vectors, the even elements first. */
-static void split(float *out, const float *x, int64_t x_stride, int64_t in, int64_t rows) {
-    const int64_t whole = in - in % (2 * LANES);
-#pragma omp parallel for if (rows > 64)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *const from = x + row * x_stride;
-        float *const to = out + row * in;
-        for (int64_t k = 0; k < whole; k += 2 * LANES)
-            UNROLL for (int i = 0; i < LANES; i++) {
-                to[k + i] = from[k + 2 * i];
-                to[k + LANES + i] = from[k + 2 * i + 1];
-            }
-        for (int64_t k = whole; k < in; k++) to[k] = from[k];
-    }
-}
-
 /* At most ROWS rows of x and y. */
-INLINE void some(const int64_t rows, const Kind kind, const Work w) {
-    switch (rows) {
-        case 1: both(1, kind, w); break;
-        case 2: both(2, kind, w); break;
-        case 3: both(3, kind, w); break;
-        default: both(4, kind, w);
+INLINE void some(int64_t rows, const Kind kind, Work w) {
+    if (rows == ROWS) {
+        both(ROWS, kind, w);
+        return;
     }
+    for (; rows >= 4; rows -= 4, w.x += 4 * w.x_stride, w.y += 4 * w.y_stride) both(4, kind, w);
+    if (rows == 3) both(3, kind, w);
+    if (rows == 2) both(2, kind, w);
+    if (rows == 1) both(1, kind, w);
 }
 
 INLINE const char *begin(const char *pool, const Part *part, const Kind kind) {
@@ -139,15 +142,10 @@ INLINE const char *begin(const char *pool, const Part *part, const Kind kind) {
 }
 
 /* parts, rows: the most that a segment has. */
-INLINE void add(const Kind kind, float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t in,
-                const char *pool, const Segment *segments, int64_t count, int64_t parts, int64_t rows, float *room) {
+static void add(const Kind stored, float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t in,
+                const char *pool, const Segment *segments, int64_t count, int64_t parts, int64_t rows) {
     const int64_t blocks = (rows + ROWS - 1) / ROWS, total = count * parts * blocks;
     const int64_t run = total < 32 ? 1 : 4; /* in a row, so that the next one is this thread's, too */
-    if (kind == BFLOAT16) {
-        int64_t end = 0;
-        for (int64_t s = 0; s < count; s++) end = end < segments[s].stop ? segments[s].stop : end;
-        split(room, x, x_stride, in, end);
-    }
 #pragma omp parallel for schedule(dynamic, run) if (total > 1)
     for (int64_t n = 0; n < total; n++) {
         const int64_t p = n / blocks % parts, after = n + 1 < total ? n + 1 : n;
@@ -155,22 +153,24 @@ INLINE void add(const Kind kind, float *y, int64_t y_stride, const float *x, int
         const int64_t start = segment->start + n % blocks * ROWS;
         if (p >= segment->count || start >= segment->stop) continue;
         const Part *part = segment->parts + p, *soon = next->parts + least(after / blocks % parts, next->count - 1);
-        const int64_t height = least(segment->stop - start, ROWS), size = size_of(part->float8 ? FLOAT8 : kind);
-        const char *const a = begin(pool, part, kind);
-        const int is_split = kind == BFLOAT16 && !part->float8;
-        const float *const from = is_split ? room + start * in : x + start * x_stride;
-        const Work w = {y + start * y_stride + part->column, from, y_stride, is_split ? in : x_stride, in,
-                        part->width, part->rank, a, a + part->rank * in * size, begin(pool, soon, kind), part->scale};
-        if (part->float8) some(height, FLOAT8, w);
-        else some(height, kind, w);
+        const Kind kind = part->float8 ? FLOAT8 : stored;
+        const int64_t height = least(segment->stop - start, ROWS), size = size_of(kind);
+        const char *const a = begin(pool, part, stored);
+        const Work w = {y + start * y_stride + part->column, x + start * x_stride, y_stride, x_stride, in,
+                        part->width, part->rank, a, a + part->rank * in * size, begin(pool, soon, stored), part->scale};
+        switch (kind) { /* in here: the body of a parallel loop is a function that its kind is an argument of */
+            case FLOAT32: some(height, FLOAT32, w); break;
+            case BFLOAT16: some(height, BFLOAT16, w); break;
+            case FLOAT8: some(height, FLOAT8, w); break;
+            default: break; /* no pool is of integers */
+        }
     }
 }
 
-/* room: for the rows of x up to the last that a segment has; of bfloat16 only. */
 #define LORA_ADD(name, kind)                                                                               \
     void name(float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t in, const char *pool,  \
-              const Segment *segments, int64_t count, int64_t parts, int64_t rows, float *room) {          \
-        add(kind, y, y_stride, x, x_stride, in, pool, segments, count, parts, rows, room);                 \
+              const Segment *segments, int64_t count, int64_t parts, int64_t rows) {                       \
+        add(kind, y, y_stride, x, x_stride, in, pool, segments, count, parts, rows);                       \
     }
 
 LORA_ADD(lora_add_float32, FLOAT32)

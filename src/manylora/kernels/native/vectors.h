@@ -37,6 +37,18 @@ INLINE vector load(const float *at) { return *(const vector *)at; }
 INLINE void store(float *at, vector value) { *(vector *)at = value; }
 INLINE vector all(float value) { return (vector){0} + value; }
 
+/* a * b + c, rounded once, and not joined with what comes before or after, as a compiler may that reorders sums: that
+ * would take three instructions for two, and round otherwise in a loop of another shape. */
+INLINE vector multiply_add(vector a, vector b, vector c) {
+#if defined(__AVX512F__)
+    return (vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
 /* Elements in memory; all are float32 in registers. */
 typedef enum { FLOAT32, BFLOAT16, INT8, INT4, FLOAT8 } Kind; /* FLOAT8: e4m3, without infinities */
 
@@ -190,6 +202,26 @@ INLINE void join(vector *even, vector *odd) {
         const int from = i / 2;
         (*even)[i] = i % 2 ? o[from] : e[from];
         (*odd)[i] = i % 2 ? o[LANES / 2 + from] : e[LANES / 2 + from];
+    }
+#endif
+}
+
+/* The other way round. */
+INLINE void split(vector *first, vector *second) {
+    const vector f = *first, s = *second;
+#if defined(__AVX512F__)
+    const integers even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+    *first = (vector)_mm512_permutex2var_ps((__m512)f, (__m512i)even, (__m512)s);
+    *second = (vector)_mm512_permutex2var_ps((__m512)f, (__m512i)(even + 1), (__m512)s);
+#elif defined(__AVX2__)
+    const __m256d even = (__m256d)_mm256_shuffle_ps((__m256)f, (__m256)s, 0x88);
+    const __m256d odd = (__m256d)_mm256_shuffle_ps((__m256)f, (__m256)s, 0xdd);
+    *first = (vector)_mm256_permute4x64_pd(even, 0xd8);
+    *second = (vector)_mm256_permute4x64_pd(odd, 0xd8);
+#else
+    for (int i = 0; i < LANES; i++) {
+        (*first)[i] = i < LANES / 2 ? f[2 * i] : s[2 * i - LANES];
+        (*second)[i] = i < LANES / 2 ? f[2 * i + 1] : s[2 * i + 1 - LANES];
     }
 #endif
 }

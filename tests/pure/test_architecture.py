@@ -24,6 +24,7 @@ ORDER = [
         "pages",
         "lifeline",
         "background",
+        "allocator",
     ],
     ["wire", "chat_template", "text_stream", "text", "kernels", "weight_formats", "device"],
     ["lora"],

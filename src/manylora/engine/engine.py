@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from manylora.allocator import keep_memory
 from manylora.built import read_build_config
 from manylora.config import EngineConfig, ModelConfig
 from manylora.device import open_device
@@ -70,6 +71,8 @@ class Engine:
         self.config = config
         self.model = read_model_config(config.model_dir)
         self._device = device = open_device(config.device)
+        if device.torch.type == "cpu":
+            keep_memory()
         dtype = compute_dtype(config.dtype, self.model, device)
         self._decoder = load_decoder(
             config.model_dir, self.model, dtype, device, config.max_seq_len, config.quant

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.kernels.experts import HostPairs
@@ -91,6 +92,28 @@ class CpuOps(ReferenceOps):
                 blocks = batch.block_table[s]
                 out[span] = self.attend_one(q[span], k_cache, v_cache, blocks, kv_len, scale, window, softcap)
         return out
+
+    def attend_one(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        blocks: Tensor,
+        kv_len: int,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """As the reference; of a prompt from its begin, keys after each query are not even read."""
+        count = q.shape[0]
+        if kv_len > count or (window is not None and window < count) or softcap is not None:
+            return super().attend_one(q, k_cache, v_cache, blocks, kv_len, scale, window, softcap)
+        used = blocks[: -(-kv_len // k_cache.shape[1])].long()
+        k, v = (cache[used].to(q.dtype).flatten(0, 1)[:count].transpose(0, 1) for cache in (k_cache, v_cache))
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True
+        )
+        return mixed[0].transpose(0, 1)
 
     def add_groups(
         self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, places: np.ndarray, target: LoraTarget

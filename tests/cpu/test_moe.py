@@ -335,7 +335,7 @@ def test_rows_come_back_from_the_host_as_they_went(workshop: Path) -> None:
     modules = lora_modules(read_model_config(model))
     weights, config = random_rows(model, range(2), 5)
     adapter = adapter_from_tensors(LoraInput(0, weights, config), modules, 2, 64)
-    rows = [(modules[r.module_id], r.layer, r.rank, r.dora) for r in adapter.rows]
+    rows = adapter.shapes(modules, 4)
     geometry = cache_geometry(modules.values(), 2, 8, 64)
     layout = Layout.of(rows, geometry)
     pool = AdapterPool(geometry, layout.num_pages, 1, torch.float32, torch.device("cpu"))

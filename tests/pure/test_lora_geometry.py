@@ -28,9 +28,9 @@ LAYOUT = """(0,0,128,192,0,0,8,5) (0,5,128,192,0,1,8,5) (0,10,64,32,1,0,4,2) (0,
 (1,10,64,128,12,0,8,3) (1,13,64,128,12,1,8,3)"""
 
 
-def rows(dora: bool = False) -> list[tuple[LoraModule, int, int, bool]]:
+def rows(dora: bool = False) -> list[RowShape]:
     small = {1, 2, 3, 9, 10, 11}
-    return [(MODULES[m], layer, 4 if m in small else 8, dora) for m in MODULES for layer in (0, 1)]
+    return [RowShape(MODULES[m], layer, 4 if m in small else 8, dora) for m in MODULES for layer in (0, 1)]
 
 
 def test_the_layout_of_an_adapter() -> None:
@@ -58,7 +58,7 @@ def test_the_layout_of_an_adapter() -> None:
 def test_page_counts(ranks: list[int], pages: int) -> None:
     module = LoraModule(0, 8, 12, B)
     geometry = CacheGeometry(16, 80, 0, 0)
-    assert place_rows([(module, 0, rank, False) for rank in ranks], geometry)[1] == pages
+    assert place_rows([RowShape(module, 0, rank) for rank in ranks], geometry)[1] == pages
 
 
 @pytest.mark.parametrize("packed", [2, 4])

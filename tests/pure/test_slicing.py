@@ -9,7 +9,7 @@ from test_lora_geometry import DIMS, MODULES, rows
 
 from manylora.config import ModelConfig
 from manylora.errors import ConfigError
-from manylora.lora.geometry import CacheGeometry, place_rows
+from manylora.lora.geometry import CacheGeometry, RowShape, place_rows
 from manylora.lora.modules import LoraModule, Split, lora_modules
 from manylora.lora.slicing import interleave_rows, pipeline_layers, slice_row, slice_rows
 from manylora.lora.tensors import AdapterRow
@@ -44,7 +44,7 @@ def test_the_last_row_of_the_page_images(tp: int, dora: bool, place: tuple[int, 
 def test_a_slice_has_the_sizes_of_the_layout(module_id: int, dora: bool) -> None:
     module = MODULES[module_id]
     row = random_row(module, 8, dora)
-    [place], _ = place_rows([(module, 0, 8, dora)], CacheGeometry(64, 64, 0, 0), tp=2)
+    [place], _ = place_rows([RowShape(module, 0, 8, dora)], CacheGeometry(64, 64, 0, 0), tp=2)
     for rank in range(2):
         part = slice_row(row, module, 2, rank)
         a, b, m = matrices(part, module.local_in(2), module.local_out(2))

@@ -95,7 +95,7 @@ class CachePlan:
     def adapters_of_rank(self, modules: Iterable[LoraModule], num_layers: int, rank: int) -> tuple[int, int]:
         """How many adapters of this rank, with every counted module, fit host and device."""
         rows = [
-            (m, layer, rank, False)
+            RowShape(m, layer, rank)
             for m in modules
             if m.counted
             for layer in range(num_layers)
@@ -141,9 +141,6 @@ class RowShape(NamedTuple):
     dora: bool = False
     packed: int = 1
     scale: float = 1.0
-
-
-Row = RowShape | tuple[LoraModule, int, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +195,7 @@ class Layout:
     extras: tuple[ExtraPlace, ...] = ()
 
     @classmethod
-    def of(cls, rows: Iterable[Row], geometry: CacheGeometry) -> Layout:
+    def of(cls, rows: Iterable[RowShape], geometry: CacheGeometry) -> Layout:
         """Lay out rows as `place_rows` does. Raises AdapterInvalidError."""
         placements, num_pages = place_rows(rows, geometry)
         used = [0] * num_pages
@@ -212,7 +209,7 @@ class Layout:
 
 
 def place_rows(
-    rows: Iterable[Row], geometry: CacheGeometry, tp: int = 1
+    rows: Iterable[RowShape], geometry: CacheGeometry, tp: int = 1
 ) -> tuple[tuple[Placement, ...], int]:
     """Placements of rows in order, and the pages they take (at least 1).
 
@@ -220,7 +217,7 @@ def place_rows(
     """
     page = slot = 0
     placed: list[Placement] = []
-    for module, layer, rank, dora, packed, scale in (RowShape(*row) for row in rows):
+    for module, layer, rank, dora, packed, scale in rows:
         count = _ceil(module.row_elements(rank, dora, tp), geometry.page_width * packed)
         if count > geometry.slots_per_page:
             raise AdapterInvalidError(

@@ -12,7 +12,7 @@ import numpy as np
 from blake3 import blake3
 
 from manylora.errors import AdapterInvalidError
-from manylora.kernels.loading import all_finite
+from manylora.kernels.loading import all_finite, narrow
 from manylora.lora.float8 import FLOAT8_NAME, has_float8_nan, is_float8, widen_float8
 from manylora.lora.geometry import RowShape
 from manylora.lora.modules import EXPERT_IDS, MODULE_NAMES, LoraModule
@@ -108,8 +108,9 @@ def widen_bfloat16(values: np.ndarray) -> np.ndarray:
 
 def narrow_to_bfloat16(values: np.ndarray) -> np.ndarray:
     """float32 to bfloat16 bits, to the nearest, ties to even; same shape. NaN is not expected."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).view(BFLOAT16)
+    bits = np.empty(values.shape, np.uint16)
+    narrow(bits.reshape(-1), np.ascontiguousarray(values, np.float32).reshape(-1))
+    return bits.view(BFLOAT16)
 
 
 def adapter_from_tensors(

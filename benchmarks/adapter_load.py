@@ -35,7 +35,7 @@ import torch
 from manylora.config import LoraCacheConfig
 from manylora.device import open_device
 from manylora.lora import staging
-from manylora.lora.catalog import SETTLED_NS
+from manylora.lora.files import SETTLED_NS
 from manylora.lora.formats.tensor_files import RawTensor, encode, write_safetensors
 from manylora.lora.store import AdapterStore
 from manylora.model.checkpoint import read_model_config

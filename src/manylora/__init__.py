@@ -6,6 +6,7 @@ Names are imported when they are first asked for, so that the package itself cos
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,6 +38,12 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+# How long threads of a CPU step spin for each other: about 50 us, longer than between two operations. libgomp
+# reads it when torch is imported; its own choice is milliseconds, and beside any other work on the machine the
+# threads then wait for one another's turns.
+if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
 def __getattr__(name: str) -> Any:

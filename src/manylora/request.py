@@ -196,8 +196,8 @@ class LoraInput:
     name:    of an adapter in the server's catalog, in place of all of these.
     source:  what kind of checkpoint `name` must be, "hf" or "nemo"; None: whatever it is.
     extras:  parts of the adapter beside its tensors; they come from files and cross no wire.
-    checked: the `lora.tensors.Adapter` that the engine's own store made of these tensors before: then
-             they are not checked and digested again.
+    checked: the adapter that the engine's own store made of these tensors before, or of files: then nothing
+             is checked and digested again.
     scales:  [rows] float32, what each row's B A is multiplied by, of float8_e4m3fn weights; None: 1.
     Shapes and contents are checked by `manylora.lora.tensors`, not here.
     """
@@ -213,8 +213,9 @@ class LoraInput:
 
     @property
     def has_tensors(self) -> bool:
-        """True when the request brought tensors (possibly only one of the two, which is an error later)."""
-        return self.weights is not None or self.config is not None
+        """True when the request brought tensors (possibly only one of the two, which is an error later), or
+        what was made of them."""
+        return self.weights is not None or self.config is not None or self.checked is not None
 
 
 @dataclass(frozen=True)

@@ -72,10 +72,10 @@ class Gate:
         self.opened = threading.Event()
         read = AdapterReader.read
 
-        def gated(reader: AdapterReader, task_id: int, path: AdapterPath):
+        def gated(reader: AdapterReader, path: AdapterPath):
             self.count += 1
             assert self.opened.wait(20)
-            return read(reader, task_id, path)
+            return read(reader, path)
 
         monkeypatch.setattr(AdapterReader, "read", gated)
 

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterInvalidError, AdapterNotCachedError
 from manylora.kernels import loading
-from manylora.lora import catalog, staging, tensors
+from manylora.lora import files, staging, tensors
 from manylora.lora.formats import peft
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.peft import read_peft, read_peft_whole
@@ -336,13 +336,13 @@ def test_an_unchanged_folder_is_not_digested_again(
     model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A changed one is, also when its size and time are as before."""
-    monkeypatch.setattr(catalog, "SETTLED_NS", 5 * 10**7)
+    monkeypatch.setattr(files, "SETTLED_NS", 5 * 10**7)
     digested = []
     plain = tensors._digest
     monkeypatch.setattr(tensors, "_digest", lambda *parts: digested.append(1) or plain(*parts))
     write_peft(tmp_path / "1", 1)
     write_peft(tmp_path / "2", 2)
-    time.sleep(2 * catalog.SETTLED_NS / 1e9)
+    time.sleep(2 * files.SETTLED_NS / 1e9)
     store = open_store(model, 1, 1, prefetch_dir=tmp_path)
     digests = {}
     for task_id in (1, 2, 1, 2, 1):
@@ -364,22 +364,22 @@ def test_a_folder_that_changes_while_it_is_read_is_known_by_what_was_read(
     model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not by the digest that its files had when the reading began. float16: not read straight into pages."""
-    monkeypatch.setattr(catalog, "SETTLED_NS", 5 * 10**7)
+    monkeypatch.setattr(files, "SETTLED_NS", 5 * 10**7)
     for name in ("1", "2"):
         write_peft(tmp_path / name, int(name), np.float16)
-    time.sleep(2 * catalog.SETTLED_NS / 1e9)
+    time.sleep(2 * files.SETTLED_NS / 1e9)
     store = open_store(model, 1, 1, prefetch_dir=tmp_path)
     before = take(store, LoraInput(1))
     store.release(before)
     store.release(take(store, LoraInput(2)))
     written(store)
-    plain = catalog.read_whole
+    plain = files.read_whole
 
     def change_and_read(*what: object, **how: object) -> object:
         write_peft(tmp_path / "1", 3)
         return plain(*what, **how)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(catalog, "read_whole", change_and_read)
+    monkeypatch.setattr(files, "read_whole", change_and_read)
     changed = take(store, LoraInput(1))
     assert changed.digest != before.digest
     write_peft(tmp_path / "new", 3)
@@ -410,14 +410,14 @@ def test_pages_of_bfloat16_hold_what_those_of_float32_hold_under_the_same_digest
 ) -> None:
     """Also when it is read again and when several threads read. Rows that are not read straight into pages
     are narrowed as they are read."""
-    monkeypatch.setattr(catalog, "SETTLED_NS", 5 * 10**7)
+    monkeypatch.setattr(files, "SETTLED_NS", 5 * 10**7)
     if large:
         monkeypatch.setattr(loading, "SMALL", 0)
         monkeypatch.setattr(peft, "PARALLEL", 0)
         monkeypatch.setattr(staging, "LEAST", 0)
     for name in ("1", "2"):
         write_peft(tmp_path / name, int(name), kind)
-    time.sleep(2 * catalog.SETTLED_NS / 1e9)
+    time.sleep(2 * files.SETTLED_NS / 1e9)
     wide = open_store(model, 1, 1, prefetch_dir=tmp_path)
     narrow = open_store(model, 1, 1, torch.bfloat16, prefetch_dir=tmp_path)
     kinds = set()
@@ -431,7 +431,7 @@ def test_pages_of_bfloat16_hold_what_those_of_float32_hold_under_the_same_digest
         wide.release(one)
         narrow.release(other)
     monkeypatch.setattr(
-        narrow._catalog,
+        narrow._catalog._files,
         "_check_rows",
         lambda *what: kinds.update(r.payload.dtype for r in what[0]) or plain(*what),
     )

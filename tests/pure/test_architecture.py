@@ -64,6 +64,7 @@ INSIDE = {
         "formats",
         "cache",
         "pool",
+        "files",
         "catalog",
         "arrivals",
         "store",

@@ -1,18 +1,17 @@
-"""AdapterRegistry: which files each adapter id means. AdapterReader: their tensors."""
+"""AdapterRegistry: which files each adapter id means. AdapterReader: what is in them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from manylora.errors import AdapterError, AdapterInvalidError, AdapterNotCachedError
 from manylora.llmapi.lora import LoRARequest
-from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.sources import find_source, read_lora
-from manylora.lora.modules import LoraModule
-from manylora.request import LoraInput
+from manylora.lora.files import AdapterFiles
+from manylora.lora.formats.sources import find_source
+from manylora.lora.stored import StoredAdapter
+from manylora.lora.tensors import Adapter
 
 __all__ = ["AdapterPath", "AdapterReader", "AdapterRegistry"]
 
@@ -74,21 +73,20 @@ class AdapterRegistry:
             entry.accepted = entry.accepted or accepted
 
 
-@dataclass(frozen=True)
 class AdapterReader:
-    """modules: the model's, whose dimensions matrices must have. base: what normalises PEFT's DoRA."""
+    """files: of the engine's store, for the modules that matrices must fit."""
 
-    modules: Mapping[int, LoraModule]
-    base: BaseWeights
+    def __init__(self, files: AdapterFiles) -> None:
+        self._files = files
 
-    def read(self, task_id: int, path: AdapterPath) -> LoraInput:
-        """An adapter's tensors, from disk. Raises AdapterInvalidError."""
+    def read(self, path: AdapterPath) -> Adapter | StoredAdapter:
+        """Raises AdapterInvalidError."""
         try:
             source = find_source(path.path)
             if (source.kind == "nemo") != (path.ckpt_source == "nemo"):
                 raise AdapterInvalidError(
                     f"{path.path.name} is not a checkpoint of kind {path.ckpt_source}, it is {source.kind}"
                 )
-            return read_lora(source, task_id, modules=self.modules, base=self.base)
+            return self._files.read(path.path, source)
         except AdapterError as error:
             raise AdapterInvalidError(f"Failed to load LoRA adapter: {error}") from error

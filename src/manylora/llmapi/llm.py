@@ -172,7 +172,7 @@ class LLM:
         adapters = engine.adapters.stats()
         room = max(CARRIED_BYTES, adapters.host_pages * adapters.page_bytes)
         modules = modules_to_read(lora_modules(self._model, lora.target_modules), lora_config)
-        reader = AdapterReader(modules, engine.base)
+        reader = AdapterReader(engine.adapters.files(modules))
         self._service = Service(self._loop, reader, engine.adapters.resident, room)
         self._ids = itertools.count()
         self._finalizer = weakref.finalize(self, _dispose, self._service)

@@ -9,13 +9,13 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-
 from manylora.background import step_back
 from manylora.errors import AdapterError, AdapterNotCachedError, ManyloraError, RequestError
 from manylora.llmapi.adapters import AdapterPath, AdapterReader, AdapterRegistry
 from manylora.llmapi.generation import Generation
 from manylora.loop import EngineLoop
+from manylora.lora.stored import StoredAdapter
+from manylora.lora.tensors import Adapter
 from manylora.request import Event, FinishReason, LoraInput
 
 __all__ = ["Service"]
@@ -122,10 +122,9 @@ class Service:
             self._end(generation, RequestError(f"The adapter could not be read: {type(error).__name__}"))
 
     def _carry(self, generation: Generation, task_id: int, path: AdapterPath) -> None:
-        lora = self._adapters.read(task_id, path)
-        assert lora.weights is not None
-        self._carried.add(generation, task_id, lora.weights, sum(one.values.nbytes for one in lora.extras))
-        self._send(generation, lora)
+        adapter = self._adapters.read(path)
+        self._carried.add(generation, task_id, adapter)
+        self._send(generation, LoraInput(task_id, checked=adapter))
 
     def _send(self, generation: Generation, lora: LoraInput | None) -> None:
         # Not the tensors themselves: the sink lives as long as the request.
@@ -209,17 +208,14 @@ class _Carried:
         with self._changed:
             return any(task_id == other for other, _ in list(self._requests.values()))
 
-    def add(self, generation: Generation, task_id: int, weights: np.ndarray, more: int = 0) -> None:
-        """Waits until there is room. more: bytes that go with the weights."""
-        owner = weights
-        while isinstance(owner.base, np.ndarray):
-            owner = owner.base
-        size = owner.nbytes + more
+    def add(self, generation: Generation, task_id: int, adapter: Adapter | StoredAdapter) -> None:
+        """Waits until there is room."""
+        size = adapter.nbytes
         with self._changed:
             self._changed.wait_for(lambda: not self._requests or self._num_bytes + size <= self._max_bytes)
             self._requests[generation] = entry = (task_id, size)
             self._num_bytes += size
-        weakref.finalize(owner, self.drop, generation, entry).atexit = False
+        weakref.finalize(adapter, self.drop, generation, entry).atexit = False
 
     def drop(self, generation: Generation, entry: tuple[int, int] | None = None) -> None:
         """entry: only if this is still what the request carries; None: whatever it is."""

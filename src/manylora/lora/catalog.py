@@ -3,75 +3,33 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from manylora.errors import (
-    AdapterChangedError,
-    AdapterError,
-    AdapterInvalidError,
-    AdapterNotFoundError,
-    ConfigError,
-)
-from manylora.kernels.loading import can_read
+from manylora.errors import AdapterError, AdapterInvalidError, AdapterNotFoundError, ConfigError
+from manylora.lora.files import AdapterFiles
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.sources import Source, find_rows, find_source, read_source, read_whole
+from manylora.lora.formats.sources import find_source, read_source
 from manylora.lora.modules import LoraModule
-from manylora.lora.stored import StoredAdapter, StoredRows
-from manylora.lora.tensors import Adapter, AdapterRow
-from manylora.request import LoraExtra, LoraInput
+from manylora.lora.stored import StoredAdapter
+from manylora.lora.tensors import Adapter
 
 __all__ = ["Catalog", "read_adapter_folder"]
 
 logger = logging.getLogger("manylora")
 
-Check = Callable[[LoraInput], Adapter]
-CheckRows = Callable[[list[AdapterRow], list[LoraExtra], str | None], Adapter]
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
-ROWS = ("peft", "nemo")  # sources whose files say how large each row is
-Signature = tuple[tuple[str, int, int, int, int, int], ...]
 PRUNE = 4096  # task ids, of about 200 bytes each
-# Two writes within one tick of a filesystem's clock leave the same times: a file is known by its times only
-# when it was last written this long before it was read. 2 s are the longest tick in use (FAT).
-SETTLED_NS = 2 * 10**9
-
-
-@dataclass
-class _Known:
-    """A folder's files when it was read, and the digest. stored: where its rows are, if they can be read
-    straight into their pages; asked: whether that was looked for."""
-
-    files: Signature
-    digest: str
-    stored: StoredRows | None = None
-    asked: bool = False
 
 
 class Catalog:
-    """check: makes an Adapter of tensors, or raises AdapterError; check_rows: of rows that a reader made, and
-    their digest where it is known. modules, base: as for `read_source`. pages: their type, by
-    torch's name: to bfloat16, rows may be narrowed as they are read. Lookups are safe from any thread."""
+    """files: what reads them. Lookups are safe from any thread."""
 
-    def __init__(
-        self,
-        check: Check,
-        check_rows: CheckRows,
-        modules: Mapping[int, LoraModule] | None = None,
-        base: BaseWeights | None = None,
-        pages: str = "float32",
-    ) -> None:
-        self._check, self._check_rows = check, check_rows
-        self._pages = pages
-        self._read_before: dict[Path, _Known] = {}
-        self._modules, self._base = modules, base
+    def __init__(self, files: AdapterFiles) -> None:
+        self._files = files
         self._digests: dict[int, str] = {}
         self._sources: dict[str, tuple[int, Path]] = {}  # digest -> task id that names the folder, and folder
         self._prune_at = PRUNE
@@ -138,7 +96,7 @@ class Catalog:
             return None
         owner, folder = source
         try:
-            adapter = self._read(task_id, folder)
+            adapter = self._files.read(folder)
         except AdapterError as error:
             logger.warning("lora task %d cannot be read again from %s: %s", task_id, folder, error)
             return None
@@ -173,7 +131,7 @@ class Catalog:
                 logger.warning("lora task %s is skipped: another folder has id %d already", name, task_id)
                 continue
             try:
-                adapter = self._read(task_id, entry)
+                adapter = self._files.read(entry)
             except AdapterError as error:
                 logger.warning("lora task %s is skipped: %s", name, error)
                 continue
@@ -182,84 +140,9 @@ class Catalog:
 
     def _read_named(self, task_id: int) -> Adapter | StoredAdapter:
         folder = next(folder for number, folder in self._named.values() if number == task_id)
-        adapter = self._read(task_id, folder)
+        adapter = self._files.read(folder)
         self._sources.setdefault(adapter.digest, (task_id, folder))
         return adapter
-
-    def _read(self, task_id: int, folder: Path) -> Adapter | StoredAdapter:
-        """Unchanged files are not digested again, and where they can be are read when the pages are known."""
-        source = find_source(folder)
-        if source.kind not in ROWS:
-            weights, config = read_source(source, modules=self._modules, base=self._base, float8=True)
-            return self._check(LoraInput(task_id, weights, config))
-        read = partial(
-            read_whole, source, modules=self._modules, base=self._base, bfloat16=self._pages == "bfloat16"
-        )
-        now, before = time.time_ns(), _signature(folder)
-        known = self._read_before.get(folder)
-        if known is not None and before == known.files:
-            if not known.asked:
-                known.stored, known.asked = self._find_rows(source), True
-            if known.stored is not None:
-                file = folder / known.stored.file
-                return StoredAdapter(known.digest, known.stored, partial(_open, file, known.files))
-            rows, extras = read()
-            now, before = time.time_ns(), _signature(folder)
-            if before == known.files:
-                return self._check_rows(rows, extras, known.digest)
-            del rows, extras  # they changed meanwhile
-        adapter = self._check_rows(*read(digest=True), None)
-        if _is_settled(before, now) and before == _signature(folder):
-            self._read_before[folder] = _Known(before, adapter.digest)
-        return adapter
-
-    def _find_rows(self, source: Source) -> StoredRows | None:
-        """Of a source that was read before."""
-        found = find_rows(source, self._modules)
-        return found if found is not None and can_read(self._pages, found.dtype) else None
-
-
-@contextmanager
-def _open(file: Path, known: Signature) -> Iterator[int]:
-    """A descriptor. Raises AdapterChangedError when the files of its folder are not, or did not stay, what is
-    known."""
-    changed = AdapterChangedError(file.parent.name)
-    if _signature(file.parent) != known:
-        raise changed
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        raise changed from None
-    try:
-        yield descriptor
-    except AdapterInvalidError:  # they were in order when they were read before
-        raise changed from None
-    finally:
-        os.close(descriptor)
-    if _signature(file.parent) != known:
-        raise changed
-
-
-def _signature(folder: Path) -> Signature:
-    """Of the files in a folder, what changes when one of them does; the time of the last change of an inode
-    cannot be set back. Raises AdapterInvalidError."""
-    try:
-        return tuple(map(_stamp, sorted(folder.iterdir()) if folder.is_dir() else [folder]))
-    except OSError as error:
-        raise AdapterInvalidError(f"folder {folder.name} cannot be read: {error.strerror}") from error
-
-
-def _is_settled(signature: Signature, now: int) -> bool:
-    return all(max(stamp[-2:]) + SETTLED_NS < now for stamp in signature)
-
-
-def _stamp(path: Path) -> tuple[str, int, int, int, int, int]:
-    """Zeros for a link to nowhere, and for a file that went away while the folder was listed."""
-    try:
-        s = path.stat()
-    except OSError:
-        return path.name, 0, 0, 0, 0, 0
-    return path.name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns
 
 
 def read_adapter_folder(

@@ -26,6 +26,7 @@ from manylora.lora.cache import AdapterCache
 from manylora.lora.catalog import Catalog
 from manylora.lora.expert_rules import beside_experts
 from manylora.lora.extras import check_extras, with_extras
+from manylora.lora.files import AdapterFiles
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.geometry import CachePlan, Layout, plan_cache
 from manylora.lora.modules import LoraModule, lora_modules
@@ -82,7 +83,8 @@ class AdapterStore:
         self._geometry = plan.geometry
         self._cache = AdapterCache(plan.host_pages, plan.device_pages)
         self._pool = pool
-        self._catalog = Catalog(self.verify, self._check_rows, modules, base, pool.dtype_name)
+        self._base = base
+        self._catalog = Catalog(self.files(modules))
         # Read, or found in files, and not on the host yet.
         self._in_hand: WeakValueDictionary[str, Adapter | StoredAdapter] = WeakValueDictionary()
         self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
@@ -146,6 +148,10 @@ class AdapterStore:
         check_extras(lora.extras, self._num_layers)
         return adapter_from_tensors(lora, self._modules, self._num_layers, self._rank_limit, half)
 
+    def files(self, modules: Mapping[int, LoraModule]) -> AdapterFiles:
+        """Reads adapters for this store. modules: as they are named in the files."""
+        return AdapterFiles(self.verify, self._check_rows, modules, self._base, self._pool.dtype_name)
+
     def resident(self, task_id: int) -> bool:
         """Whether the task's adapter is in the cache now. Any thread."""
         digest = self._catalog.digest(task_id)
@@ -163,7 +169,8 @@ class AdapterStore:
         Raises AdapterInvalidError, AdapterNotCachedError.
         """
         if lora.has_tensors:
-            adapter = lora.checked if isinstance(lora.checked, Adapter) else self.verify(lora)
+            made = lora.checked
+            adapter = made if isinstance(made, Adapter | StoredAdapter) else self.verify(lora)
             return self._in_hand.setdefault(adapter.digest, adapter)
         if lora.task_id is None:
             raise AdapterInvalidError("lora_task_id must be set for LoRA inference")

@@ -52,6 +52,11 @@ class StoredAdapter:
     open: Callable[[], AbstractContextManager[int]]
     extras: tuple[LoraExtra, ...] = ()
 
+    @property
+    def nbytes(self) -> int:
+        """Of memory that is held: none but for the table."""
+        return 0
+
     def shapes(self, modules: Mapping[int, LoraModule], element_bytes: int) -> list[RowShape]:
         """Its rows as pages take them; as `Adapter.shapes`."""
         del element_bytes

@@ -39,8 +39,8 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-# How long threads of a CPU step spin for each other: about 50 us, longer than between two operations. libgomp
-# reads it when torch is imported; its own choice is milliseconds, and beside any other work on the machine the
+# How long threads of a CPU step spin for each other: about 50 us, longer than between two operations.
+# libgomp reads it when torch is imported; its own choice is milliseconds, and beside other work the
 # threads then wait for one another's turns.
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "1000"

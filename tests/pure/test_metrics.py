@@ -11,7 +11,9 @@ from manylora.request import Event, FinishReason, RequestMetrics
 from manylora.wire.metrics import RequestMeter
 
 FINISHED = Event(
-    finish_reason=FinishReason.LENGTH, last=True, metrics=RequestMetrics(arrival_ns=0, prompt_tokens=3, output_tokens=5)
+    finish_reason=FinishReason.LENGTH,
+    last=True,
+    metrics=RequestMetrics(arrival_ns=0, prompt_tokens=3, output_tokens=5),
 )
 
 

@@ -1,8 +1,9 @@
 """Lifeline: what ties a model's process to its server and its launcher.
 
 Triton never ends a Python model's process that is busy when the server dies, so the process ends itself. The
-launcher asks for draining by a file in the run directory. Each process reports there, in a file of its own,
-whether it has seen that, how many requests it holds, and a number that grows while it works on them.
+launcher asks for draining by a file in the run directory, and another lies there until it calls the server
+ready. Each process reports there, in a file of its own, whether it has seen the first, how many requests it
+holds, and a number that grows while it works on them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["DRAIN_FILE", "PERIOD_S", "REPORT", "RUN_DIR", "Lifeline", "read_reports"]
+__all__ = [
+    "DRAIN_FILE",
+    "PERIOD_S",
+    "REPORT",
+    "RUN_DIR",
+    "STARTING_FILE",
+    "Lifeline",
+    "is_starting",
+    "read_reports",
+]
 
 RUN_DIR = "MANYLORA_RUN_DIR"
 DRAIN_FILE = "drain"
+STARTING_FILE = "starting"
 REPORT = "report."
 PERIOD_S = 0.25
 
@@ -57,6 +68,12 @@ class Lifeline:
                 self.draining = (self._run_dir / DRAIN_FILE).exists()
                 held, progress = self._activity()
                 _write(self._run_dir / self._report_name, f"{int(self.draining)} {held} {progress}")
+
+
+def is_starting() -> bool:
+    """Whether the launcher still tries the server out; False without a launcher."""
+    folder = os.environ.get(RUN_DIR)
+    return folder is not None and (Path(folder) / STARTING_FILE).exists()
 
 
 def read_reports(run_dir: Path) -> dict[str, tuple[bool, int, int]]:

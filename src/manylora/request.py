@@ -241,13 +241,18 @@ class Retention:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Times in nanoseconds of one monotonic clock, 0: not yet; counts of KV blocks and of draft tokens."""
+    """Times in nanoseconds of one monotonic clock, 0: not yet; counts of KV blocks and of draft tokens.
+
+    kv_reused_blocks: of the prompt, those that were there. kv_taken_blocks: the others, generated tokens not
+    counted; kv_new_blocks: those of them for which nothing known had to go.
+    """
 
     arrival_ns: int
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
     kv_new_blocks: int = 0
+    kv_taken_blocks: int = 0
     kv_reused_blocks: int = 0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0

@@ -39,6 +39,18 @@ def test_a_filled_repository_is_served_as_it_is(tmp_path: Path) -> None:
     assert with_defaults(repo, tmp_path / "run") == repo
 
 
+def test_a_template_filled_for_the_cpp_backend_is_served_by_the_python_one(tmp_path: Path) -> None:
+    """triton_backend:tensorrtllm stands in every fill line of TensorRT-LLM's users."""
+    repo = repository(
+        tmp_path / "repo", 'name: "m"\nbackend: "tensorrtllm"\nvalue: "backends/tensorrtllm/x"\n'
+    )
+    served = with_defaults(repo, tmp_path / "run")
+    assert (served / "m" / "config.pbtxt").read_text(encoding="utf-8") == (
+        'name: "m"\nbackend: "python"\nvalue: "backends/tensorrtllm/x"\n'
+    )
+    assert (served / "m" / "1" / "model.py").is_file()
+
+
 def test_what_has_no_default_is_named(tmp_path: Path) -> None:
     repo = repository(tmp_path / "repo", TEXT.replace("4", "${triton_max_batch_size}"))
     with pytest.raises(ConfigError, match=r"fill_template.py with triton_max_batch_size:<value>"):

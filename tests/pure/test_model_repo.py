@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -90,6 +91,21 @@ def test_parameters_become_a_config_or_name_what_is_wrong() -> None:
     ]:
         with pytest.raises(ConfigError, match=re.escape(words)):
             engine_config(good | extra)
+
+
+@pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions"])
+def test_an_attention_window_is_taken_if_it_hides_nothing(tmp_path: Path, key: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({key: 64}), encoding="utf-8")
+    good = {"gpt_model_type": "inflight_fused_batching", "gpt_model_path": str(tmp_path)}
+    for window, more in (("64", {}), ("2560, 64", {}), ("32", {"max_seq_len": "32"})):
+        engine_config(good | {"max_attention_window_size": window} | more)
+    for window, words in (
+        ("63", "'63' is not supported; leave it empty, or use the longest sequence's length, 64, or more"),
+        ("64,32", "max_attention_window_size value of '64,32' is not supported"),
+        ("wide", "max_attention_window_size must be a whole number, got 'wide'"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            engine_config(good | {"max_attention_window_size": window})
 
 
 def test_pre_and_postprocessing_load_neither_torch_nor_transformers() -> None:

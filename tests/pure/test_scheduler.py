@@ -118,6 +118,24 @@ def test_reuse_leaves_at_least_one_token_to_compute() -> None:
     assert (start, count) == (4, 4)
 
 
+def test_blocks_are_counted_as_upstream_counts_them() -> None:
+    """Only the prompt's; the reused are no part of those taken; new ones cost no known content."""
+
+    def counts(prompt: list[int]) -> tuple[int, int, int]:
+        sequence = bench.add(prompt, 9)
+        while not sequence.finished:
+            bench.step()
+        return sequence.num_taken_blocks, sequence.num_new_blocks, sequence.num_reused_blocks
+
+    bench = Bench(blocks=8)
+    prompt = list(range(10))
+    assert counts(prompt) == (3, 3, 0)
+    assert counts(prompt) == (1, 1, 2)
+    taken, new, reused = counts([50, *prompt])
+    assert (taken, reused) == (3, 0)
+    assert new < 3
+
+
 def test_who_waits_for_adapter_room_is_overtaken_but_not_for_ever() -> None:
     bench = Bench(adapters=1, blocks=512, max_batch_size=4)
     bench.add([1], 3, "hot")

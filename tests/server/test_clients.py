@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ import numpy as np
 import tritonclient.grpc as grpc
 from conftest import ROOT, Running, World, fill_repo, new_server
 from safetensors import safe_open
-from test_server import inputs
+from test_contract import scrape
+from test_server import generate, inputs
 
 from manylora.testing import reference_generate
 from manylora.text import Tokenizer
@@ -142,6 +144,31 @@ def test_a_full_queue_is_told_in_both_wordings(world: World, tmp_path: Path) -> 
     assert told
     assert all("Exceeds maximum queue size" in text for text in told)
     assert any("Maximum queue size of 6" in text for text in told)
+
+
+def test_a_fresh_server_counts_what_users_send(world: World, tmp_path: Path) -> None:
+    """As upstream's check of the base metrics; filled as for TensorRT-LLM's C++ backend."""
+    repo = fill_repo(tmp_path / "repo", world.model, decoupled_mode="False")
+    config = repo / "tensorrt_llm" / "config.pbtxt"
+    text = config.read_text(encoding="utf-8").replace('backend: "python"', 'backend: "tensorrtllm"', 1)
+    config.write_text(text, encoding="utf-8")
+    shutil.rmtree(repo / "tensorrt_llm_bls")
+    served = new_server(repo)
+    assert served.launch().returncode == 0
+    try:
+        for _ in range(5):
+            assert b"text_output" in generate(served, text_input="Hello", max_tokens=12, end_id=-1)
+        found = scrape(served)
+    finally:
+        served.launch("--stop")
+    for kind, bucket in (("input", "10"), ("output", "50")):
+        labels = f'model="tensorrt_llm",response_metric_type="total_{kind}_tokens",version="1"'
+        name = f"nv_llm_{kind}_token_len"
+        assert found[f"{name}_count{{{labels}}}"] == found[f'{name}_bucket{{{labels},le="{bucket}"}}'] == 5
+    for name in ("request_success", "request_failure", "count", "exec_count", "pending_request_count"):
+        values = [value for key, value in found.items() if key.startswith(f"nv_inference_{name}{{")]
+        assert len(values) >= 4, name  # failures once for each reason
+        assert len(set(values)) == 1, name
 
 
 def burst(server: Running, count: int) -> list[str]:

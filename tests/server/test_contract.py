@@ -114,7 +114,8 @@ def test_statistics_under_both_names(server: Running, switch: str) -> None:
     assert all(value.shape == (1, 1) for value in values.values())
     found = {name: value[0, 0] for name, value in values.items()}
     assert found["kv_cache_reused_blocks"] == 2
-    assert found["kv_cache_alloc_total_blocks"] == 2 + found["kv_cache_alloc_new_blocks"]
+    assert found["kv_cache_alloc_total_blocks"] == 1
+    assert found["kv_cache_alloc_new_blocks"] <= 1
     times = [found[f"{name}_time_ns"] for name in ("arrival", "first_scheduled", "first_token", "last_token")]
     assert times == sorted(times)
     assert times[0] > 0
@@ -283,13 +284,15 @@ def test_bls_stops_at_text_wherever_tokens_are_cut(server: Running, world: World
     assert with_prompt["text_output"] == "Hello" + cut
 
 
-def test_bls_answers_batches_item_by_item(server: Running, world: World) -> None:
+@pytest.mark.parametrize("sent", ["id", "tensors"])
+def test_bls_answers_batches_item_by_item(server: Running, world: World, sent: str) -> None:
     ask(server, inputs(**lora(2, world)))
     texts = ["Hello", "Bonjour", "x"]
+    adapter = lora(2) if sent == "id" else lora(2022, world, files=2)
     made = {
         "text_input": np.array([[text.encode()] for text in texts], np.object_),
         "max_tokens": np.array([[5], [6], [7]], np.int32),
-        "lora_task_id": np.array([[2]] * 3, np.uint64),
+        **{name: np.repeat(array, 3, axis=0) for name, array in adapter.items()},
         "return_log_probs": np.array([[True]] * 3),
         "exclude_input_in_output": np.array([[True]] * 3),
         "end_id": np.array([[-1]] * 3, np.int32),

@@ -8,17 +8,22 @@ import queue
 import random
 import threading
 import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import tritonclient.grpc as grpc
 import tritonclient.utils.shared_memory as shm
 from conftest import Running, World
 from test_server import NEW, PROMPT, ask, inputs, lora, new_ids, tensor
 from tritonclient.utils import InferenceServerException
 
-from manylora.testing import reference_generate
+from manylora.testing import reference_generate, reference_logits
 
 STREAMS = 300
 REQUESTS = int(os.environ.get("MANYLORA_RANDOM_REQUESTS", "200"))  # of each kind
@@ -118,21 +123,49 @@ def send_shared_memory(server: Running, values: dict[str, np.ndarray]) -> None:
 SENDERS = {"grpc": send_grpc, "shared memory": send_shared_memory}
 
 
-def random_request(picks: random.Random) -> tuple[dict[str, np.ndarray], int | None]:
-    """Valid tensors, and the adapter's id when the answer is greedy and plain, so that it has a reference."""
+@dataclass
+class Drawn:
+    """A random request, and which reference says what is right; without one it must repeat by its seed."""
+
+    values: dict[str, np.ndarray]
+    adapter: int | None
+    reference: str = ""  # greedy, log probs, beams
+
+
+@dataclass
+class Answer:
+    """rows: ids by sequence, or by beam, the best first. log_probs: of the last row that had some."""
+
+    rows: list[list[int]]
+    log_probs: list[float]
+
+
+def random_request(picks: random.Random) -> Drawn:
     prompt = [picks.randrange(250) for _ in range(picks.randint(1, 24))]
-    new = picks.randint(1, 8)
-    task_id = picks.choice([None, 1, 2, 3, 4])
     values = {
         "input_ids": np.array([prompt], np.int32),
         "input_lengths": scalar(len(prompt), np.int32),
-        "request_output_len": scalar(new, np.int32),
+        "request_output_len": scalar(picks.randint(1, 8), np.int32),
         "exclude_input_in_output": scalar(True, bool),
     }
-    if task_id is not None:
-        values |= lora(task_id)
-    if picks.random() < 0.5:
-        return values, task_id or 0
+    drawn = Drawn(values, picks.choice([None, 1, 2, 3, 4]))
+    if drawn.adapter is not None:
+        values |= lora(drawn.adapter)
+    drawn.reference = picks.choice(["greedy", "log probs", "beams", "", "", ""])
+    if drawn.reference == "log probs":
+        values["return_log_probs"] = scalar(True, bool)
+        values["streaming"] = scalar(picks.random() < 0.5, bool)
+    elif drawn.reference == "beams":
+        values["beam_width"] = scalar(picks.randint(2, 4), np.int32)
+        values["len_penalty"] = scalar(picks.choice([0.0, 1.0, 2.0]), np.float32)
+        values["early_stopping"] = scalar(picks.random() < 0.5, bool)
+        values["end_id"] = scalar(picks.randrange(272), np.int32)
+    elif not drawn.reference:
+        values |= random_sampling(picks)
+    return drawn
+
+
+def random_sampling(picks: random.Random) -> dict[str, np.ndarray]:
     wishes = {
         "runtime_top_k": (np.int32, lambda: picks.randint(0, 50)),
         "runtime_top_p": (np.float32, lambda: picks.uniform(0.05, 1)),
@@ -149,10 +182,8 @@ def random_request(picks: random.Random) -> tuple[dict[str, np.ndarray], int | N
         "return_perf_metrics": (bool, lambda: True),
         "runtime_top_p_decay": (np.float32, lambda: picks.uniform(0.5, 1)),
     }
-    for name in picks.sample(sorted(wishes), picks.randint(1, 6)):
-        dtype, value = wishes[name]
-        values[name] = scalar(value(), dtype)
-    return values, None
+    names = picks.sample(sorted(wishes), picks.randint(1, 6))
+    return {name: scalar(wishes[name][1](), wishes[name][0]) for name in names}
 
 
 def break_request(values: dict[str, np.ndarray], picks: random.Random) -> dict[str, np.ndarray]:
@@ -180,10 +211,11 @@ def break_request(values: dict[str, np.ndarray], picks: random.Random) -> dict[s
     return made
 
 
-def exchange(server: Running, batch: list[dict[str, np.ndarray]]) -> list[list[int] | str]:
-    """All at once over one stream: the ids of each answer in the order of its sequences, or its error."""
+def exchange(server: Running, batch: list[dict[str, np.ndarray]]) -> list[Answer | str]:
+    """All at once over one stream: the answer to each request, or its error."""
     arrived: queue.Queue = queue.Queue()
     found: list[Any] = [{} for _ in batch]
+    log_probs: list[list[float]] = [[] for _ in batch]
     with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
         client.start_stream(lambda result, error: arrived.put((result, error)))
         for start in range(0, len(batch), AT_ONCE):
@@ -204,11 +236,23 @@ def exchange(server: Running, batch: list[dict[str, np.ndarray]]) -> list[list[i
                 response = result.get_response()
                 number = int(response.id)
                 if response.outputs:
-                    index = result.as_numpy("sequence_index")
-                    key = 0 if index is None else int(index[0, 0])
-                    found[number].setdefault(key, []).extend(result.as_numpy("output_ids")[0, 0].tolist())
+                    take(result, found[number])
+                    told = result.as_numpy("output_log_probs")
+                    log_probs[number] = log_probs[number] if told is None else told[0, -1].tolist()
                 pending -= response.parameters["triton_final_response"].bool_param
-    return [one if isinstance(one, str) else [i for key in sorted(one) for i in one[key]] for one in found]
+    return [
+        one if isinstance(one, str) else Answer([one[key] for key in sorted(one)], told)
+        for one, told in zip(found, log_probs, strict=True)
+    ]
+
+
+def take(result: grpc.InferResult, rows: dict[tuple[int, int], list[int]]) -> None:
+    """Append what a response brings to the ids of its sequence, or of its beams."""
+    index = result.as_numpy("sequence_index")
+    sequence = 0 if index is None else int(index[0, 0])
+    ids, lengths = result.as_numpy("output_ids")[0], result.as_numpy("sequence_length")[0]
+    for beam, (row, length) in enumerate(zip(ids, lengths, strict=True)):
+        rows.setdefault((sequence, beam), []).extend(row[:length].tolist())
 
 
 def errors_request(error: Exception, found: list, start: int, count: int) -> int:
@@ -216,32 +260,78 @@ def errors_request(error: Exception, found: list, start: int, count: int) -> int
     return next(i for i in range(start, start + count) if found[i] == {})
 
 
+def expected_answer(world: World, drawn: Drawn) -> Answer:
+    """What transformers answers."""
+    adapter = world.adapters[drawn.adapter] if drawn.adapter else None
+    values = drawn.values
+    prompt, new = values["input_ids"][0].tolist(), int(values["request_output_len"][0, 0])
+    if drawn.reference == "beams":
+        return Answer(reference_beams(world.model, adapter, prompt, new, values), [])
+    ids = reference_generate(world.model, adapter, prompt, new)
+    if drawn.reference == "greedy":
+        return Answer([ids], [])
+    logits = reference_logits(world.model, adapter, prompt + ids).log_softmax(-1)
+    return Answer([ids], [logits[len(prompt) + i - 1, token].item() for i, token in enumerate(ids)])
+
+
+def reference_beams(
+    model: Path, adapter: Path | None, prompt: list[int], new: int, values: dict[str, np.ndarray]
+) -> list[list[int]]:
+    end_id, width = int(values["end_id"][0, 0]), int(values["beam_width"][0, 0])
+    found = loaded(model, adapter).generate(
+        input_ids=torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=new,
+        do_sample=False,
+        num_beams=width,
+        num_return_sequences=width,
+        length_penalty=float(values["len_penalty"][0, 0]),
+        early_stopping=bool(values["early_stopping"][0, 0]),
+        eos_token_id=end_id,
+        pad_token_id=end_id,
+    )
+    rows = [row[len(prompt) :].tolist() for row in found]
+    return [row[: row.index(end_id)] if end_id in row else row for row in rows]
+
+
+@lru_cache
+def loaded(model: Path, adapter: Path | None) -> Any:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return (base if adapter is None else PeftModel.from_pretrained(base, str(adapter))).eval()
+
+
 def test_random_valid_requests_equal_the_reference_or_repeat_by_seed(server: Running, world: World) -> None:
     ids = [ask(server, inputs([9], 1, **lora(task_id, world))) for task_id in (1, 2, 3)]
     assert ids
     picks = random.Random(12)
     drawn = [random_request(picks) for _ in range(REQUESTS)]
-    batch = [values for values, _ in drawn]
-    answers = exchange(server, batch)
+    answers = exchange(server, [one.values for one in drawn])
     assert not [answer for answer in answers if isinstance(answer, str)]
-    order = list(range(len(batch)))
+    order = list(range(len(drawn)))
     picks.shuffle(order)
-    again = exchange(server, [batch[i] for i in order])
+    again = exchange(server, [drawn[i].values for i in order])
     for place, i in enumerate(order):
-        assert again[place] == answers[i], batch[i]
-    for (values, reference), answer in zip(drawn, answers, strict=True):
-        if reference is not None:
-            adapter = world.adapters[reference] if reference else None
-            prompt = values["input_ids"][0].tolist()
-            assert answer == reference_generate(
-                world.model, adapter, prompt, int(values["request_output_len"][0, 0])
-            )
+        assert again[place].rows == answers[i].rows, drawn[i]
+        np.testing.assert_allclose(again[place].log_probs, answers[i].log_probs, atol=1e-4)
+    checked = Counter()
+    for one, answer in zip(drawn, answers, strict=True):
+        checked[one.reference or "by seed"] += 1
+        if one.reference:
+            expected = expected_answer(world, one)
+            assert answer.rows == expected.rows, one
+            if expected.log_probs:
+                np.testing.assert_allclose(answer.log_probs, expected.log_probs, atol=1e-3, err_msg=str(one))
+    print(f"{REQUESTS} valid requests: {dict(checked)}")
+    assert len(checked) == 4
 
 
 def test_random_invalid_requests_get_one_sentence_each(server: Running) -> None:
     picks = random.Random(13)
     for _ in range(REQUESTS // AT_ONCE + 1):
-        batch = [break_request(random_request(picks)[0], picks) for _ in range(AT_ONCE)]
+        batch = [break_request(random_request(picks).values, picks) for _ in range(AT_ONCE)]
         for answer in exchange(server, batch):
             assert isinstance(answer, str), answer
             assert "Traceback" not in answer

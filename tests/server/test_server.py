@@ -38,10 +38,11 @@ def inputs(prompt: list[int] = PROMPT, new: int = NEW, **extra: np.ndarray) -> l
     return [tensor(name, value) for name, value in made.items()]
 
 
-def lora(task_id: int, world: World | None = None) -> dict[str, np.ndarray]:
+def lora(task_id: int, world: World | None = None, files: int | None = None) -> dict[str, np.ndarray]:
+    """files: of which adapter the tensors are, if not those of task_id."""
     made = {"lora_task_id": np.array([[task_id]], np.uint64)}
     if world is not None:
-        made["lora_weights"], made["lora_config"] = read_npy(world.converted / str(task_id))
+        made["lora_weights"], made["lora_config"] = read_npy(world.converted / str(files or task_id))
     return made
 
 

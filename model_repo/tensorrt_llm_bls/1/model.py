@@ -78,18 +78,15 @@ class TritonPythonModel:
         values = {name: tensor.as_numpy() for name, tensor in plain.items()}
         check_inputs(values, self._accumulate, self._draft is not None)
         batch = items(values)
+        weights = _lora_weights(arrays.get("lora_weights"), len(batch))
         if len(batch) == 1:
-            yield from self._item(batch[0], arrays.get("lora_weights"), None)
+            yield from self._item(batch[0], weights[0], None)
             return
-        if "lora_weights" in arrays:
-            raise RequestError(
-                "lora_weights can be sent with a batch of one only: send it once before the batch"
-            )
         merged = queue.SimpleQueue()
 
         def run(index):
             try:
-                for response in self._item(batch[index], None, index):
+                for response in self._item(batch[index], weights[index], index):
                     merged.put(response)
             except Exception as error:
                 merged.put(error)
@@ -247,6 +244,19 @@ def _renamed(values, names):
 
 def _tensor(name, rows, dtype):
     return pb_utils.Tensor(name, np.array(rows, dtype))
+
+
+def _lora_weights(tensor, count):
+    """Of each item. A single one goes on as it came: NumPy has no bfloat16."""
+    if tensor is None or count == 1:
+        return [tensor] * count
+    try:
+        rows = tensor.as_numpy()
+    except Exception:
+        raise RequestError(
+            "lora_weights as BF16 can be sent with a batch of one only: send it once before the batch"
+        ) from None
+    return [pb_utils.Tensor("lora_weights", rows[index : index + 1]) for index in range(count)]
 
 
 def _prompt(ids, count):

@@ -65,11 +65,13 @@ class KvCache:
             self._pages.share(block)
         sequence.blocks, sequence.nodes = shared, nodes
         sequence.num_computed = len(shared) * self.tokens_per_block
-        sequence.num_reused_blocks, sequence.num_new_blocks = len(shared), 0
+        sequence.num_reused_blocks = len(shared)
+        sequence.num_new_blocks = sequence.num_taken_blocks = 0
         grown = self.grow(sequence, num_tokens)
         assert grown
+        known = len(self._key_of)
         sequence.cross_blocks = self._claim(crossed)
-        sequence.num_new_blocks += crossed
+        self._count(sequence, crossed, known)
         return True
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -79,9 +81,10 @@ class KvCache:
             return True
         if missing > self.num_available:
             return False
-        new = self._claim(missing)
-        sequence.blocks += new
-        sequence.num_new_blocks += len(new)
+        known, before = len(self._key_of), len(sequence.blocks)
+        sequence.blocks += self._claim(missing)
+        prompt = self.blocks_for(sequence.num_prompt)
+        self._count(sequence, max(0, min(len(sequence.blocks), prompt) - before), known)
         return True
 
     def reserve_beams(self, leader: Sequence) -> bool:
@@ -172,6 +175,11 @@ class KvCache:
             nodes.append(node)
             parent = node
         return nodes
+
+    def _count(self, sequence: Sequence, taken: int, known: int) -> None:
+        """known: how many blocks had content to be reused before these were taken."""
+        sequence.num_taken_blocks += taken
+        sequence.num_new_blocks += max(0, taken - (known - len(self._key_of)))
 
     def _claim(self, count: int) -> list[int]:
         while self._pages.num_free < count:

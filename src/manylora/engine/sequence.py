@@ -70,6 +70,7 @@ class Sequence:
     last_token_ns: int = 0
     num_reused_blocks: int = 0
     num_new_blocks: int = 0
+    num_taken_blocks: int = 0
     num_accepted: int = 0
 
     def __post_init__(self) -> None:
@@ -177,6 +178,7 @@ class Sequence:
             first_token_ns=self.first_token_ns,
             last_token_ns=self.last_token_ns if self.finished else 0,
             kv_new_blocks=self.num_new_blocks,
+            kv_taken_blocks=self.num_taken_blocks,
             kv_reused_blocks=self.num_reused_blocks,
             draft_tokens=len(self.request.draft),
             accepted_draft_tokens=self.num_accepted,

@@ -1,4 +1,5 @@
-"""Looks whether a model repository is filled, and serves it with defaults where only those are missing."""
+"""Looks whether a model repository is filled, and serves it with defaults where only those are missing, and
+with the Python backend where TensorRT-LLM's own is named."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ DEFAULTS = {
     "max_queue_delay_microseconds": "0",
     "max_queue_size": "0",
 }
+CPP_BACKEND = "tensorrtllm"  # runs engines; what fills the template with it gets the model that is there
 MANDATORY = {  # template variables that may not stay open although they stand in quotes, by model
     "tensorrt_llm": ("engine_dir", "triton_backend"),
     "preprocessing": ("tokenizer_dir",),
@@ -38,18 +40,24 @@ def check_filled(config: Path) -> None:
 def with_defaults(repo: Path, run_dir: Path) -> Path:
     """The repository itself, or one in `run_dir` that links to it and has the defaults filled in."""
     texts = {path: path.read_text(encoding="utf-8") for path in sorted(repo.glob("*/config.pbtxt"))}
-    if not any(_open(text) for text in texts.values()):
+    filled = {path: _filled(text) for path, text in texts.items()}
+    if filled == texts:
         return repo
     served = run_dir / "models"
-    for path, text in texts.items():
+    for path, text in filled.items():
         model = served / path.parent.name
         model.mkdir(parents=True)
         for entry in path.parent.iterdir():
             if entry != path:
                 (model / entry.name).symlink_to(entry)
-        values = {name: DEFAULTS[name] for name in _open(text)}
-        (model / path.name).write_text(Template(text).safe_substitute(values), encoding="utf-8")
+        (model / path.name).write_text(text, encoding="utf-8")
     return served
+
+
+def _filled(text: str) -> str:
+    values = {name: DEFAULTS[name] for name in _open(text)}
+    text = Template(text).safe_substitute(values) if values else text
+    return re.sub(rf'^backend: "{CPP_BACKEND}"', 'backend: "python"', text, flags=re.MULTILINE)
 
 
 def _open(text: str) -> list[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from manylora.errors import ConfigError
 from manylora.launcher.find import Installation
-from manylora.lifeline import DRAIN_FILE, PERIOD_S, REPORT, RUN_DIR, read_reports
+from manylora.lifeline import DRAIN_FILE, PERIOD_S, REPORT, RUN_DIR, STARTING_FILE, read_reports
 
 __all__ = ["Options", "Server", "clear_leftovers", "is_alive", "port_is_free", "thread_settings"]
 
@@ -70,6 +70,7 @@ class Server:
         self.log = run_dir / "server.log"
         for path in (run_dir / DRAIN_FILE, *run_dir.glob(f"{REPORT}*")):
             path.unlink(missing_ok=True)
+        (run_dir / STARTING_FILE).touch()
         self._wait_for_ports()
         environment = thread_settings(installation.environment) | {RUN_DIR: str(run_dir)}
         with self.log.open("ab") as log:
@@ -104,6 +105,7 @@ class Server:
                     raise RuntimeError(f"tritonserver ended with signal {-code} while starting")
                 raise ConfigError(self._reason() or f"tritonserver ended with status {code} while starting")
             if self._get("/v2/health/ready") is not None and self._canary():
+                (self._run_dir / STARTING_FILE).unlink(missing_ok=True)
                 self._stubs = set(self._children())
                 self._heard = self._moved = time.monotonic()
                 return

@@ -157,7 +157,7 @@ def _statistics(m: RequestMetrics) -> list[tuple[str, np.ndarray]]:
     values: list[tuple[str, float, type]] = [
         ("kv_cache_alloc_new_blocks", m.kv_new_blocks, np.int32),
         ("kv_cache_reused_blocks", m.kv_reused_blocks, np.int32),
-        ("kv_cache_alloc_total_blocks", m.kv_new_blocks + m.kv_reused_blocks, np.int32),
+        ("kv_cache_alloc_total_blocks", m.kv_taken_blocks, np.int32),
         ("arrival_time_ns", m.arrival_ns, np.int64),
         ("first_scheduled_time_ns", m.first_scheduled_ns, np.int64),
         ("first_token_time_ns", m.first_token_ns, np.int64),

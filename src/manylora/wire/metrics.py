@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
+from manylora.lifeline import is_starting
 from manylora.request import Event, FinishReason, LoraInput, RequestMetrics
 from manylora.stats import EngineStats
 
@@ -148,13 +149,20 @@ def iteration_log(samples: Iterable[Sample]) -> dict[str, float | str]:
 
 
 class RequestMeter:
-    """What finished sequences add. The first MAX_ADAPTERS adapters are told apart, the rest are `other`."""
+    """What finished sequences add. The first MAX_ADAPTERS adapters are told apart, the rest are `other`.
+
+    The launcher's own trial before it calls the server ready adds nothing: no user sent it.
+    """
 
     def __init__(self) -> None:
         self._names = {BASE, OTHER}
+        self._starting = True
 
     def samples(self, lora: LoraInput | None, event: Event, waited_s: float = 0.0) -> Iterator[Sample]:
         """waited_s: before the engine had the request; it counts as queueing, and to the first token."""
+        self._starting = self._starting and is_starting()
+        if self._starting:
+            return iter(())
         name = BASE if lora is None else lora.name or str(lora.task_id)
         if name not in self._names and len(self._names) >= MAX_ADAPTERS:
             name = OTHER

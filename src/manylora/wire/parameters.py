@@ -24,8 +24,8 @@ HARMLESS = {
     "decoding_mode": ("top_k", "top_p", "top_k_top_p", "beam_search", "auto"),
     "encoder_model_path": (),
     "guided_decoding_backend": ("xgrammar", "llguidance"),
-    "max_attention_window_size": (),
 }
+POSITIONS = ("max_position_embeddings", "n_positions")  # what config.json calls the longest sequence
 
 
 def parameters_of(model_config: str) -> dict[str, str]:
@@ -97,6 +97,7 @@ def engine_config(parameters: Mapping[str, str]) -> EngineConfig:
         value = built.settle(name, options.get(name))
         if value is not None:
             options[name] = value
+    _check_window(parameters, Path(path), options.get("max_seq_len"))
     if value_of(parameters, "guided_decoding_backend") is not None:
         options["tokenizer_dir"] = Path(value_of(parameters, "tokenizer_dir") or path)
     if value_of(parameters, "cuda_graph_mode") is not None:
@@ -110,6 +111,28 @@ def engine_config(parameters: Mapping[str, str]) -> EngineConfig:
         lora=_lora_config(parameters, built),
         **options,
     )
+
+
+def _check_window(parameters: Mapping[str, str], path: Path, max_seq_len: int | None) -> None:
+    """A window as long as the longest sequence hides nothing; a shorter one would."""
+    name = "max_attention_window_size"
+    text = value_of(parameters, name)
+    if text is None:
+        return
+    sizes = [_parse(name, part.strip(), int) for part in text.split(",")]
+    longest = max_seq_len or _max_positions(path)
+    if longest is None or min(sizes) < longest:
+        rest = "" if longest is None else f", or use the longest sequence's length, {longest}, or more"
+        raise ConfigError(f"parameter {name} value of '{text}' is not supported; leave it empty{rest}")
+
+
+def _max_positions(path: Path) -> int | None:
+    try:
+        told = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # reading the model says what is wrong with it
+    found = [told[name] for name in POSITIONS if isinstance(told.get(name), int)]
+    return found[0] if found else None
 
 
 def quant_config(parameters: Mapping[str, str]) -> QuantConfig | None:

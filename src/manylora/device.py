@@ -17,7 +17,7 @@ from manylora.kernels.cpu import CpuOps
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import Ops
 
-__all__ = ["Capture", "CopyStream", "Device", "open_device"]
+__all__ = ["Arrival", "Capture", "CopyStream", "Device", "open_device"]
 
 logger = logging.getLogger("manylora")
 
@@ -57,14 +57,35 @@ class CopyStream:
             self._stream.synchronize()
 
 
+class Arrival:
+    """A tensor on its way to the host, queued behind what computes it. On a CPU it is there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host, self._event = tensor, None
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.current_stream(tensor.device).record_event()
+
+    def wait(self) -> Tensor:
+        """The tensor, on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
 @dataclass(frozen=True)
 class Device:
-    """A torch device with its table of operations. capture: None where steps cannot be recorded."""
+    """A torch device with its table of operations.
+
+    capture: None where steps cannot be recorded. overlaps: it computes while the host goes on.
+    """
 
     torch: torch.device
     ops: Ops
     name: str
     capture: Capture | None = None
+    overlaps: bool = False
 
     def activate(self) -> None:
         """Make it the calling thread's device: kernels are launched on that, whatever their tensors say."""
@@ -113,7 +134,7 @@ def _open_cuda(device: torch.device) -> Device:
             "the GPU's kernels cannot be used (%s); the reference runs, slowly: install triton", error
         )
         return Device(device, ReferenceOps(), name)
-    return Device(device, CudaOps(), name, CudaCapture(device))
+    return Device(device, CudaOps(), name, CudaCapture(device), overlaps=True)
 
 
 def _meminfo_available() -> int:

@@ -137,20 +137,26 @@ class Scheduler:
         Who waits for an adapter's bytes is left out while others have work.
         """
         this = _Round(self._max_num_tokens)
-        for sequence in sorted(self.running, key=lambda s: s.in_prefill):
+        going = [sequence for sequence in self.running if not sequence.is_full]
+        for sequence in sorted(going, key=lambda s: s.in_prefill):
             if sequence.blocks and self._make_room(sequence, this) and self._is_loaded(sequence):
                 this.take(sequence)
         self._admit(this)
         if not this.chunks:
             for sequence in self.running:
-                if sequence.blocks:
+                if sequence.blocks and not sequence.is_full:
                     this.take(sequence)
         return Step(tuple(this.chunks))
 
     def advance(self, step: Step) -> None:
-        """The step was computed, and its tokens appended: count it, and offer its full blocks for reuse."""
+        """The step was computed, and its tokens appended: count it, and offer its full blocks for reuse.
+
+        With tokens that are foreseen it may still be under way: what reads its blocks is queued behind it.
+        """
         for chunk in step.chunks:
             sequence = chunk.sequence
+            if not sequence.blocks:  # removed while the step ran
+                continue
             # The token that was just appended is not computed yet, nor is what was wrong in a guess.
             limit = len(sequence.tokens) - (sequence.beams is None)
             sequence.num_computed = min(sequence.num_computed + chunk.count, limit)

@@ -6,12 +6,16 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.sequence import Sequence
 
 __all__ = ["AdapterRoom", "Chunk", "Scheduler", "Step"]
+
+# Of the sequences that must wait for a place in the batch, so many of the first have their adapters brought.
+MOST_PREFETCHED = 8
 
 # A sequence that waits for adapter room lets this many later ones pass before it holds the door.
 MAX_OVERTAKES = 64
@@ -142,6 +146,7 @@ class Scheduler:
             if sequence.blocks and self._make_room(sequence, this) and self._is_loaded(sequence):
                 this.take(sequence)
         self._admit(this)
+        self._prefetch()
         if not this.chunks:
             for sequence in self.running:
                 if sequence.blocks and not sequence.is_full:
@@ -224,6 +229,16 @@ class Scheduler:
                 for earlier in passed:
                     earlier.num_overtaken += 1
         self.waiting.extendleft(reversed(passed))
+
+    def _prefetch(self) -> None:
+        """Begin the copies of adapters for those who are next. Each once, so that what was brought and had to
+        give way again is not brought again and again."""
+        for sequence in islice(self.waiting, MOST_PREFETCHED):
+            if sequence.lease and sequence.lease.carried is None and not sequence.is_prefetched:
+                if not self._adapters.admit(sequence.lease):
+                    return
+                self._adapters.suspend(sequence.lease)
+                sequence.is_prefetched = True
 
     def _is_loaded(self, sequence: Sequence) -> bool:
         return sequence.lease is None or self._adapters.is_loaded(sequence.lease)

@@ -17,10 +17,13 @@ PENDING = -1  # in place of a token that the device has drawn and the host has n
 
 
 class Lease(Protocol):
-    """What the scheduler knows of an adapter that a sequence holds."""
+    """What the scheduler knows of an adapter that a sequence holds. carried: None once it is on the host."""
 
     @property
     def digest(self) -> str: ...
+
+    @property
+    def carried(self) -> object: ...
 
 
 @dataclass(eq=False)
@@ -36,6 +39,7 @@ class Sequence:
     nodes:        identities of the full blocks that are registered for reuse, owned by `KvCache`.
     num_reported: output tokens that events carried already.
     num_overtaken: sequences admitted before this one though they came later.
+    is_prefetched: whether its adapter was brought to the device while it waited.
     num_draft:    tokens at the end of `tokens` that are a guess, until the model has seen them.
     is_pending:   whether the last of `tokens` is PENDING; see `foresee`.
     top_p:        the bound of the next token; decays where the request says so.
@@ -57,6 +61,7 @@ class Sequence:
     num_computed: int = 0
     num_reported: int = 0
     num_overtaken: int = 0
+    is_prefetched: bool = False
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     num_draft: int = 0

@@ -97,6 +97,7 @@ INSIDE = {
         "guide",
         "beam",
         "sampler",
+        "flight",
         "inputs",
         "encoding",
         "graphs",

@@ -127,6 +127,7 @@ def _open_cuda(device: torch.device) -> Device:
     torch.cuda.set_device(device)
     name = torch.cuda.get_device_name(device)
     try:
+        from manylora.kernels.cuda.blocks import device_chooser
         from manylora.kernels.cuda.capture import CudaCapture
         from manylora.kernels.cuda.ops import CudaOps
     except ImportError as error:
@@ -134,7 +135,7 @@ def _open_cuda(device: torch.device) -> Device:
             "the GPU's kernels cannot be used (%s); the reference runs, slowly: install triton", error
         )
         return Device(device, ReferenceOps(), name)
-    return Device(device, CudaOps(), name, CudaCapture(device), overlaps=True)
+    return Device(device, CudaOps(chooser=device_chooser(device)), name, CudaCapture(device), overlaps=True)
 
 
 def _meminfo_available() -> int:

@@ -101,6 +101,7 @@ INSIDE = {
         "inputs",
         "encoding",
         "graphs",
+        "trial",
         "runner",
         "checks",
         "engine",

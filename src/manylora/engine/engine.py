@@ -101,6 +101,7 @@ class Engine:
         )
         limits = batch_limits(config, self.model, dtype, plan.max_seq_len)
         self._runner = Runner(self._decoder, kv_tensor, device, self.adapters, limits)
+        self._runner.try_variants()
         self._record_decoding()
         self._guides: Guides | None = None
         if config.tokenizer_dir is not None:

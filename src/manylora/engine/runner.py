@@ -19,6 +19,7 @@ from manylora.engine.inputs import Pending, StepInputs
 from manylora.engine.sampler import Row, adjust, sample
 from manylora.engine.scheduler import Chunk, Step
 from manylora.engine.sequence import PENDING, Sequence
+from manylora.engine.trial import try_variants
 from manylora.kernels.moving import to_device, upload
 from manylora.kernels.spec import BatchLimits, LoraBatch
 from manylora.lora.store import AdapterLease, AdapterStore
@@ -82,6 +83,13 @@ class Runner:
                     "no memory is left to record decode steps: lower kv_cache_free_gpu_mem_fraction"
                 )
                 self._graphs = None
+
+    def try_variants(self) -> None:
+        """Let operations that choose between variants of themselves do so now, and not in a step."""
+        if isinstance(self._decoder, Decoder):
+            self._device.activate()
+            modules = self._adapters.modules.values()
+            try_variants(self._decoder, self._kv, self._ops, modules, self._limits, self._device.torch)
 
     def launch(self, step: Step, before: Flight | None = None) -> Flight:
         """before: the step whose tokens are still on their way; sequences may be waiting for one of them."""

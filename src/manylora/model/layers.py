@@ -184,9 +184,7 @@ def _apply(norm: Norm | None, x: Tensor, lora: LoraBatch | None) -> Tensor:
     return x if norm is None else norm(x, lora)
 
 
-def _add(
-    norm: Norm | None, x: Tensor, delta: Tensor | None, lora: LoraBatch | None
-) -> tuple[Tensor, Tensor]:
+def _add(norm: Norm | None, x: Tensor, delta: Tensor | None, lora: LoraBatch | None) -> tuple[Tensor, Tensor]:
     """x + delta, and that normalised."""
     if delta is None:
         return x, _apply(norm, x, lora)

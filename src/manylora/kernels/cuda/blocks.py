@@ -1,8 +1,8 @@
 """Which block sizes a kernel runs with: the fastest of a few, measured once for each class of shape.
 
-How a row is summed depends on them, so a choice is made by what a layer is, never by the contents of a batch,
-and stays: it is kept on disk for the GPU and the version of triton. Measured is only while `measuring` is open,
-which no step and no recording is; a class that was not seen there keeps the first of its candidates.
+How a row is summed depends on them, so a choice is made by what a layer is, never by the contents of a
+batch, and stays: it is kept on disk for the GPU and the version of triton. Measured is only while `measuring`
+is open, which no step and no recording is; a class that was not seen there keeps the first of its candidates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Clock = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Blocks:
-    """size: of the dimension that a kernel goes through or is cut along. warps, stages: as triton has them."""
+    """size: of the dimension that a kernel goes through or is cut along. warps, stages: triton's."""
 
     size: int
     warps: int = 4
@@ -69,16 +69,16 @@ class BlockChooser:
             yield
         finally:
             self._until = None
-            if len(self._chosen) > known:
-                seconds = self._now() - started
-                logger.info("measured block sizes for %d shapes in %.1f s", len(self._chosen) - known, seconds)
+            made = len(self._chosen) - known
+            if made:
+                logger.info("measured block sizes of %d shapes in %.1f s", made, self._now() - started)
                 self._write()
 
     def choose(self, shape: str, candidates: Sequence[Blocks], launch: Callable[[Blocks], object]) -> Blocks:
         """shape: the kernel and everything its speed depends on but a batch's contents. launch: with those
         blocks; it may run many times."""
         known = self._chosen.get(shape)
-        if known in candidates:
+        if known is not None and known in candidates:  # a file may be of another version
             return known
         if self._clock is None or self._until is None or self._now() > self._until:
             return candidates[0]
@@ -150,7 +150,7 @@ def _slug(name: str) -> str:
 def _read(path: Path) -> dict[str, Blocks]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return {str(shape): Blocks(*map(int, three)) for shape, three in found.items()}
+        return {shape: Blocks(size, warps, stages) for shape, (size, warps, stages) in found.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:

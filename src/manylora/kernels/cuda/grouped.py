@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from manylora.kernels.cuda.blocks import BlockChooser, Blocks
 from manylora.kernels.cuda.fp8 import FP8, _from_e4m3, as_bytes
 from manylora.kernels.cuda.interpreter import _dot, widens
 from manylora.kernels.cuda.plan import TILE
@@ -27,6 +28,9 @@ PARTS = 3  # of one weight: values, scales, offsets
 KINDS = {torch.int8: INT8, FP8: E4M3, torch.uint8: INT4}
 ALIGNMENTS = (16, 8, 4, 2, 1)
 SMALLEST_GROUP = 16  # inputs of one block, at least
+# Outputs of a program, for small tiles and large ones. They are no part of the order of a sum.
+SMALL_TILES = (Blocks(64), Blocks(32, stages=4), Blocks(128, stages=4))
+LARGE_TILES = (Blocks(128), Blocks(128, warps=8), Blocks(64, stages=4))
 
 
 @dataclass(frozen=True)
@@ -146,40 +150,56 @@ def _elements(start: Tensor, other: Tensor) -> int:
     return elements
 
 
-def grouped_linear(x: Tensor, tiles: Tensor, tile_size: int, table: WeightTable) -> Tensor:
+def grouped_linear(
+    x: Tensor, tiles: Tensor, tile_size: int, table: WeightTable, chooser: BlockChooser | None = None
+) -> Tensor:
     """Semantics, for each tile (first, count, _, e): y[first:first+count] = x[first:first+count] @ W[e].T
 
     x [P, K] in the dtype of plain weights or of scales, last dimension contiguous -> [P, N]. tiles [n, TILE]
     int32, covering all of x, none with more than tile_size rows.
     """
-    return _launch(x, tiles, tile_size, tiles.shape[0], table, None)
+    return _launch(x, tiles, tile_size, tiles.shape[0], table, None, chooser or BlockChooser())
 
 
-def quantised_rows(x: Tensor, table: WeightTable, bias: Tensor | None) -> Tensor:
+def quantised_rows(
+    x: Tensor, table: WeightTable, bias: Tensor | None, chooser: BlockChooser | None = None
+) -> Tensor:
     """Semantics: x @ W.T + bias, of a table of one weight; x [T, K] -> [T, N]."""
     size = 16 if x.shape[0] <= 16 else 64
-    return _launch(x, None, size, triton.cdiv(x.shape[0], size), table, bias)
+    return _launch(x, None, size, triton.cdiv(x.shape[0], size), table, bias, chooser or BlockChooser())
 
 
 def _launch(
-    x: Tensor, tiles: Tensor | None, tile_size: int, count: int, table: WeightTable, bias: Tensor | None
+    x: Tensor,
+    tiles: Tensor | None,
+    tile_size: int,
+    count: int,
+    table: WeightTable,
+    bias: Tensor | None,
+    chooser: BlockChooser,
 ) -> Tensor:
     num_out, num_in = table.shape
     y = torch.empty((x.shape[0], num_out), dtype=x.dtype, device=x.device)
-    block_n = 64 if tile_size == 16 else 128
     block_k = 128 // x.element_size()  # so that the stages of any dtype fit into shared memory
     group = num_in // table.groups if table.groups else 0
     if table.groups > 1:
         block_k = min(block_k, group & -group)  # the power of two in it: a block never lies in two groups
     if table.groups == 1 and not table.has_offsets:
         group = 0
-    if count:
-        _grouped[(count, triton.cdiv(num_out, block_n))](
+
+    def launch(blocks: Blocks) -> None:
+        _grouped[(count, triton.cdiv(num_out, blocks.size))](
             y, x, y if bias is None else bias, y if tiles is None else tiles, table.values,
             table.scales, table.offsets, table.distances, x.stride(0), x.shape[0], num_in, num_out,
             KIND=table.kind, GROUP=group,
             OFFSETS=table.has_offsets, TILED=tiles is not None, BIASED=bias is not None, TILE=TILE,
-            PARTS=PARTS, ALIGN=table.align, BLOCK_M=tile_size, BLOCK_N=block_n, BLOCK_K=block_k,
-            WIDEN=widens(x.dtype),
+            PARTS=PARTS, ALIGN=table.align, BLOCK_M=tile_size, BLOCK_N=blocks.size, BLOCK_K=block_k,
+            WIDEN=widens(x.dtype), num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
+
+    if count:
+        candidates = SMALL_TILES if tile_size == 16 else LARGE_TILES
+        kind = ("plain", "int8", "e4m3", "int4")[table.kind]
+        shape = f"{kind} {x.dtype} tile {tile_size} in {num_in} out {num_out} groups {table.groups}"
+        launch(chooser.choose(shape, candidates, launch))
     return y

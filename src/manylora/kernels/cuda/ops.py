@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from manylora.kernels.cuda import kv, lora, routing, rows
 from manylora.kernels.cuda.backends import AttentionBackend, choose
+from manylora.kernels.cuda.blocks import BlockChooser
 from manylora.kernels.cuda.grouped import WeightTable, grouped_linear, weight_table
 from manylora.kernels.cuda.plan import MODULES, PLACE, Places, plan_lora
-from manylora.kernels.cuda.quantised import QuantisedLinears
+from manylora.kernels.cuda.quantised import KERNELS, QuantisedLinears, Widened
 from manylora.kernels.cuda.tables import MIN_SPLIT_KEYS, PagedBatch, PlannedLora, plan_attention
+from manylora.kernels.moving import upload
 from manylora.kernels.quantised import PackedInt4, QuantisedWeight, StackedWeight
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import (
@@ -35,12 +38,14 @@ ALIGNMENTS = (16, 8, 4, 2, 1)
 class CudaOps(ReferenceOps):
     """Nothing here waits for the device. Tensors may lie elsewhere when the kernels are interpreted.
 
-    split_keys: keys of one program in decode attention, at least.
+    split_keys: keys of one program in decode attention, at least. chooser: of block sizes; None: one that
+    measures nothing.
     """
 
-    def __init__(self, split_keys: int = MIN_SPLIT_KEYS) -> None:
+    def __init__(self, split_keys: int = MIN_SPLIT_KEYS, chooser: BlockChooser | None = None) -> None:
         self._split_keys = split_keys
-        self._quantised = QuantisedLinears()
+        self._chooser = chooser or BlockChooser()
+        self._quantised = QuantisedLinears((*KERNELS[:-1], Widened(self._chooser)))
         self._targets: dict[tuple[LoraTarget, ...], Tensor] = {}
         self._tables: dict[int, tuple[Sequence[Weight], WeightTable]] = {}
 
@@ -52,6 +57,11 @@ class CudaOps(ReferenceOps):
         self._places = torch.zeros(shape, dtype=torch.int64, device=device)
         self._attention: AttentionBackend = choose(limits, device)
 
+    @contextmanager
+    def trials(self) -> Iterator[bool]:
+        with self._chooser.measuring():
+            yield self._chooser.can_measure
+
     def plan(
         self, attention: AttentionBatch, lora: LoraBatch | None, fixed: bool = False
     ) -> tuple[PagedBatch, PlannedLora | None]:
@@ -61,7 +71,7 @@ class CudaOps(ReferenceOps):
         num_rows = len(attention.slots)
         plan = plan_lora(lora.segments, self._host_places, num_rows, fixed)
         for update in plan.updates:
-            self._places[update.slot].copy_(torch.from_numpy(update.places), non_blocking=True)
+            self._places[update.slot].copy_(upload(update.places, torch.int64, self._places.device))
         routed = {"row_slots": torch.from_numpy(plan.row_slots)} if self._limits.num_experts else {}
         planned = PlannedLora(
             pool=lora.pool,
@@ -113,7 +123,7 @@ class CudaOps(ReferenceOps):
 
     def expert_linear(self, x: Tensor, pairs: ExpertPairs, weights: Sequence[Weight]) -> Tensor:
         assert isinstance(pairs, routing.DevicePairs)
-        return grouped_linear(x, pairs.tiles, pairs.tile_size, self._weight_table(weights))
+        return grouped_linear(x, pairs.tiles, pairs.tile_size, self._weight_table(weights), self._chooser)
 
     def expert_lora_add(
         self,
@@ -187,6 +197,7 @@ class CudaOps(ReferenceOps):
             rank=batch.rank,
             align=next(size for size in ALIGNMENTS if common % size == 0),
             float8=batch.float8,
+            chooser=self._chooser,
         )
         lora.expand_add(y, lora.shrink(x, tables), in_dim, tables, bias)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manylora.kernels.cuda.blocks import BlockChooser
 from manylora.kernels.cuda.fp8 import FP8, quantise_rows
 from manylora.kernels.cuda.grouped import SMALLEST_GROUP, quantised_rows, weight_table
 from manylora.kernels.quantised import INT4_GROUPS, PackedInt4, QuantisedWeight, quantised_linear
@@ -138,8 +139,13 @@ class TorchInt4(QuantisedKernel):
 
 
 class Widened(QuantisedKernel):
+    """chooser: of block sizes."""
+
     name = "our own kernel in the Triton language"
     most_rows = FEW_ROWS
+
+    def __init__(self, chooser: BlockChooser | None = None) -> None:
+        self._chooser = chooser
 
     def takes(self, weight: QuantisedWeight) -> bool:
         return weight.scales.shape[1] == 1 or weight.group_size % SMALLEST_GROUP == 0
@@ -148,7 +154,7 @@ class Widened(QuantisedKernel):
         return weight_table([packed])
 
     def __call__(self, x: Tensor, packed: QuantisedWeight, prepared: Any) -> Tensor:
-        return quantised_rows(x, prepared, None)
+        return quantised_rows(x, prepared, None, self._chooser)
 
 
 KERNELS: tuple[QuantisedKernel, ...] = (

@@ -15,6 +15,7 @@ from manylora.config import ModelConfig, MoeConfig
 from manylora.device import Device
 from manylora.engine.graphs import DecodeGraphs
 from manylora.engine.inputs import StepInputs
+from manylora.engine.trial import try_variants
 from manylora.kernels.moving import to_device
 from manylora.kernels.spec import BatchLimits, LoraBatch, LoraRow, LoraSegment
 from manylora.lora.modules import LoraModule, lora_modules
@@ -95,6 +96,8 @@ class World:
             num_experts=config.moe.num_experts if config.moe else 0,
         )  # fmt: skip
         device.ops.reserve(self.limits, device.torch)
+        modules = self.modules.values()
+        try_variants(self.decoder, self.kv, device.ops, modules, self.limits, device.torch)
         self.pool = self._pool()
         self._new_graphs()
 

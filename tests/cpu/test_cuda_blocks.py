@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,20 +153,54 @@ def test_weights_multiply_the_same_with_every_choice(number: int, rows: int) -> 
     close(got, torch.stack(want))
 
 
-def test_a_row_does_not_depend_on_the_ranks_and_modules_beside_it() -> None:
+class Spy:
+    """A kernel that keeps what decides how it sums."""
+
+    ORDER = ("BLOCK_R", "BLOCK_K", "BLOCK_N", "BLOCK_M", "SPLITS", "num_warps", "num_stages")
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.seen = kernel, list[Any]()
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            self.seen.append([constants.get(name) for name in self.ORDER])
+            self.kernel[grid](*arguments, **constants)
+
+        return launch
+
+
+def test_a_row_does_not_depend_on_the_ranks_and_modules_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    batch = lora_batch([1, 1, 1], [20, 512, 3], False, torch.float32)
+    batch = lora_batch([1, 1, 1], [5, 512, 20], False, torch.float32)
     x, y = torch.randn(7, IN, device=DEVICE), torch.randn(7, sum(WIDTHS), device=DEVICE)
+    asked: list[str] = []
+
+    class Watched(BlockChooser):
+        def choose(self, shape, candidates, launch):  # type: ignore[no-untyped-def]
+            asked.append(shape)
+            return super().choose(shape, candidates, launch)
+
+    spies = [Spy(lora._shrink_rows), Spy(lora._expand)]
+    monkeypatch.setattr(lora, "_shrink_rows", spies[0])
+    monkeypatch.setattr(lora, "_expand", spies[1])
     found = []
-    for segments in (batch.segments[:1], batch.segments):
-        made = CudaOps()
+    for segments in (batch.segments[1:2], batch.segments):
+        made = CudaOps(chooser=Watched())
         made.reserve(limits(), DEVICE)
         some = LoraBatch(batch.pool, segments, batch.alignment)
         planned = to_device(made.plan(attention_batch([1] * 7, [1] * 7), some)[1], DEVICE)
-        found.append(y.clone())
-        made.lora_add(found[-1], x, planned, 2, TARGETS)
-    assert torch.equal(found[0][1], found[1][1])
-    assert not torch.equal(found[1][1], y[1])
+        found.append((planned.rank, planned.modules, y.clone()))
+        made.lora_add(found[-1][2], x, planned, 2, TARGETS)
+    for segments in (batch.segments[:1], batch.segments[2:]):
+        some = LoraBatch(batch.pool, segments, batch.alignment)
+        planned = to_device(made.plan(attention_batch([1] * 7, [1] * 7), some)[1], DEVICE)
+        made.lora_add(y.clone(), x, planned, 2, TARGETS)
+    assert found[0][1] != found[1][1], "other modules"
+    assert torch.equal(found[0][2][3], found[1][2][3])
+    assert not torch.equal(found[0][2][3], y[3])
+    for spy in spies:
+        assert len(spy.seen) == 4 and all(one == spy.seen[0] for one in spy.seen)
+    assert len(set(asked)) == 2, "a choice is of a layer's shape"
 
 
 def test_what_steps_launch_was_measured_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +226,7 @@ def test_what_steps_launch_was_measured_at_start(tmp_path: Path, monkeypatch: py
         chooser = Watched(clock, tmp_path / "blocks.json")
         return Device(CPU, CudaOps(split_keys=32, chooser=chooser), "interpreted", Recorder())
 
-    graphed = open_engine(model, monkeypatch, start(), max_batch_size=4)
+    graphed = open_engine(model, monkeypatch, start(), max_batch_size=4, max_seq_len=56)
     at_start, shapes = len(measured), set(asked)
     assert at_start > len(shapes) > 4
     plain = open_engine(model, monkeypatch, None)
@@ -199,5 +234,5 @@ def test_what_steps_launch_was_measured_at_start(tmp_path: Path, monkeypatch: py
     for loras in ([*adapters, None], [adapters[0]] * 3):
         assert answers(graphed, loras) == answers(plain, loras)
     assert len(measured) == at_start and asked <= shapes
-    open_engine(model, monkeypatch, start(), max_batch_size=4)
+    open_engine(model, monkeypatch, start(), max_batch_size=4, max_seq_len=56)
     assert len(measured) == at_start, "the second start finds what the first has written"

@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ __all__ = ["BlockChooser", "Blocks", "device_chooser"]
 
 logger = logging.getLogger("manylora")
 
-MOST_SECONDS = 60.0  # of measuring at one start; most of it is compiling, and only the first time
+MOST_SECONDS = 45.0  # of measuring at one start; most of it is compiling, and only the first time
 REPEATS = 5
 FLUSH_BYTES = 2**28  # more than any GPU's second-level cache: a step finds an adapter in memory, not there
 
@@ -55,6 +55,11 @@ class BlockChooser:
         self._clock, self._path, self._now = clock, path, now
         self._chosen: dict[str, Blocks] = _read(path) if path is not None else {}
         self._until: float | None = None
+
+    @property
+    def chosen(self) -> Mapping[str, Blocks]:
+        """By shape, what was measured here or before."""
+        return self._chosen
 
     @property
     def can_measure(self) -> bool:

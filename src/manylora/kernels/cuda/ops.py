@@ -44,8 +44,8 @@ class CudaOps(ReferenceOps):
 
     def __init__(self, split_keys: int = MIN_SPLIT_KEYS, chooser: BlockChooser | None = None) -> None:
         self._split_keys = split_keys
-        self._chooser = chooser or BlockChooser()
-        self._quantised = QuantisedLinears((*KERNELS[:-1], Widened(self._chooser)))
+        self.chooser = chooser or BlockChooser()
+        self._quantised = QuantisedLinears((*KERNELS[:-1], Widened(self.chooser)))
         self._targets: dict[tuple[LoraTarget, ...], Tensor] = {}
         self._tables: dict[int, tuple[Sequence[Weight], WeightTable]] = {}
 
@@ -59,8 +59,8 @@ class CudaOps(ReferenceOps):
 
     @contextmanager
     def trials(self) -> Iterator[bool]:
-        with self._chooser.measuring():
-            yield self._chooser.can_measure
+        with self.chooser.measuring():
+            yield self.chooser.can_measure
 
     def plan(
         self, attention: AttentionBatch, lora: LoraBatch | None, fixed: bool = False
@@ -123,7 +123,7 @@ class CudaOps(ReferenceOps):
 
     def expert_linear(self, x: Tensor, pairs: ExpertPairs, weights: Sequence[Weight]) -> Tensor:
         assert isinstance(pairs, routing.DevicePairs)
-        return grouped_linear(x, pairs.tiles, pairs.tile_size, self._weight_table(weights), self._chooser)
+        return grouped_linear(x, pairs.tiles, pairs.tile_size, self._weight_table(weights), self.chooser)
 
     def expert_lora_add(
         self,
@@ -197,7 +197,7 @@ class CudaOps(ReferenceOps):
             rank=batch.rank,
             align=next(size for size in ALIGNMENTS if common % size == 0),
             float8=batch.float8,
-            chooser=self._chooser,
+            chooser=self.chooser,
         )
         lora.expand_add(y, lora.shrink(x, tables), in_dim, tables, bias)
 

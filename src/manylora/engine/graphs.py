@@ -87,11 +87,12 @@ class DecodeGraphs:
         logger.info("recorded %d CUDA graphs in %.1f s", self.num_recorded, seconds)
 
     def _record(self, key: Hashable, batch: ForwardBatch, inputs: StepInputs) -> _Graph:
-        while len(self._graphs) >= self._max_graphs:
-            self._graphs.popitem(last=False)
         buffers = to_device(batch, self._device)
         inputs.fill(buffers.input_ids)
         graph = _Graph(buffers, self._capture(lambda: self._forward(buffers)))
+        # Only now: recording has waited for the step before, whose graph may be the one to go.
+        while len(self._graphs) >= self._max_graphs:
+            self._graphs.popitem(last=False)
         self._graphs[key] = graph
         self.num_recorded += 1
         return graph

@@ -272,8 +272,8 @@ def test_the_graph_not_used_for_longest_is_let_go(world: tuple[Path, list[LoraIn
 
 
 def test_a_recording_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a stand-in for torch.cuda: all on one stream, which waits for the present one and is waited for; other
-    threads may wait for their copies meanwhile; the function runs once before it is recorded."""
+    """On a stand-in for torch.cuda: all on one stream, which waits for the present one and is waited for;
+    other threads may wait for their copies meanwhile; the function runs once before it is recorded."""
     happened: list[Any] = []
 
     class Stream:

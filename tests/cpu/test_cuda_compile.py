@@ -27,6 +27,8 @@ def compile_only(kernel, grid):
         made = kernel.warmup(*arguments, grid=grid, **constants)
         assert made.asm["cubin"], kernel
         ptx = made.asm["ptx"]
+        if kernel.__name__ == "_grouped" and constants["NARROW"] and constants["BLOCK_M"] == 64:
+            assert "f32.e4m3.e4m3" in ptx, "no FP8 units"
         narrow = len(re.findall(r"ld\\.global\\.(?:\\w+::\\w+\\.)*[bus](?:8|16) ", ptx))
         wide = ptx.count("ld.global.v4") + ptx.count("cp.async.cg")
         print(kernel.__name__, wide, narrow, made.metadata.shared)
@@ -87,6 +89,10 @@ for values, groups, offsets in (
     table = weight_table([QuantisedWeight(values, scales[:, :groups].contiguous(), offsets)])
     quantised_rows(x, table, None, chooser)
     quantised_rows(x[:1], table, None, chooser)
+    if values.dtype == FP8:
+        table = weight_table([QuantisedWeight(values, scales[:, :1].contiguous(), None)], narrow=True)
+        quantised_rows(x, table, None, chooser)
+        quantised_rows(x[:1], table, None, chooser)
 quantise_rows(x)
 angles = torch.zeros(len(q), 128, dtype=dtype), torch.zeros(len(q), 128, dtype=dtype)
 ops.rotate_and_store(q, k, k, angles, cache, cache, batch)

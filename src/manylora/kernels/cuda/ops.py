@@ -95,7 +95,10 @@ class CudaOps(ReferenceOps):
         if isinstance(weight, Tensor):
             return weight
         if routed:  # the experts' kernel knows neither zeros nor orders
-            return weight if weight.is_plain else weight.wide()
+            if not weight.is_plain:
+                return weight.wide()
+            self._quantised.narrows_experts(weight)  # tries now, and not in a step
+            return weight
         return self._quantised.pack(weight)
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
@@ -212,5 +215,7 @@ class CudaOps(ReferenceOps):
         """Made once for the experts of a layer, which are held, so that their id stays their own."""
         known = self._tables.get(id(weights))
         if known is None:
-            known = self._tables[id(weights)] = weights, weight_table(weights)
+            one = weights[0]
+            narrow = isinstance(one, QuantisedWeight) and self._quantised.narrows_experts(one)
+            known = self._tables[id(weights)] = weights, weight_table(weights, narrow)
         return known[1]

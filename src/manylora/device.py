@@ -29,7 +29,8 @@ tensors and returns the same output tensor."""
 class CopyStream:
     """Copies from pinned host memory beside the computation, in the order they were asked for.
 
-    device: a CUDA device; on any other, copies are done when `start` returns.
+    They wait for nothing that was queued: what still runs must not need the old contents. device: a CUDA
+    device; on any other, copies are done when `start` returns.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,12 +38,10 @@ class CopyStream:
         self._device = device
 
     def start(self, copy: Callable[[], None]) -> torch.Event | None:
-        """Begin copies; the event tells when they are done, None: they are. What was queued for the
-        computation before still sees the old contents."""
+        """Begin copies; the event tells when they are done, None: they are."""
         if self._stream is None:
             copy()
             return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             copy()
         return self._stream.record_event()

@@ -241,3 +241,31 @@ def test_who_has_drawn_its_last_token_runs_no_more() -> None:
         sequence.recall()
         sequence.append(7, None)
     assert short.finished and long.tokens == [4, 5, 6, 7] and not long.is_pending
+
+
+def test_no_adapter_gives_way_that_a_step_under_way_reads() -> None:
+    """Room for keys and values runs out while the step before still runs: who must wait keeps its adapter
+    until that has landed, and is not admitted again before."""
+    bench = Bench(blocks=4, adapters=2, reserve_all=False)
+    older, younger = bench.add([1, 2, 3, 4], 9, "a"), bench.add([5, 6, 7, 8], 9, "b")
+    third = bench.add([9], 1, "c")
+    bench.step()
+    for _ in range(3):
+        step = bench.scheduler.schedule()
+        for chunk in step.chunks:
+            chunk.sequence.append(7, None)
+        bench.scheduler.advance(step)
+    step = bench.scheduler.schedule()
+    assert {chunk.sequence for chunk in step.chunks} == {older, younger}
+    for chunk in step.chunks:
+        chunk.sequence.foresee()
+    bench.scheduler.advance(step)
+    after = bench.scheduler.schedule(step)
+    assert [chunk.sequence for chunk in after.chunks] == [older]
+    assert list(bench.scheduler.waiting) == [younger, third] and bench.scheduler.num_preemptions == 1
+    assert bench.adapters.pins == {"a": 1, "b": 1}
+    for sequence in (older, younger):
+        sequence.recall()
+        sequence.append(7, None)
+    bench.scheduler.schedule()
+    assert bench.adapters.pins == {"a": 1}

@@ -178,7 +178,7 @@ class Engine:
         before, self._flight = self._flight, None
         if before is not None and not self._foresee(before):
             events, before = self._land(before), None
-        step = self._scheduler.schedule()
+        step = self._scheduler.schedule(before.step if before is not None else None)
         self._last_step = step
         flight, failure = self._launch(step, before)
         if before is not None:

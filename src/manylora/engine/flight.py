@@ -30,13 +30,16 @@ class Outcome:
 
 
 class Flight:
-    """Filled by the runner. tokens, log_probs: [D] on the device, those of `drawn`; as `sampler.sample`."""
+    """Filled by the runner. tokens, log_probs: [D] on the device, those of `drawn`; as `sampler.sample`.
+
+    Without tokens it is waited for all the same: adapters that it reads may be let go once it has landed.
+    """
 
     def __init__(
         self,
         step: Step,
         drawn: list[Drawn],
-        tokens: Tensor | None,
+        tokens: Tensor,
         log_probs: Tensor | None,
         choices: dict[BeamGroup, list[Choice]],
     ) -> None:
@@ -44,7 +47,7 @@ class Flight:
         self.tokens = tokens
         self._drawn, self._choices = drawn, choices
         self._places = {id(row[0]): place for place, (_, row) in enumerate(drawn)}
-        self._tokens = Arrival(tokens) if tokens is not None else None
+        self._tokens = Arrival(tokens)
         self._log_probs = Arrival(log_probs) if log_probs is not None else None
 
     def place_of(self, chunk: Chunk) -> int:
@@ -60,8 +63,6 @@ class Flight:
     def land(self) -> Outcome:
         """Wait for the tokens."""
         outcome = Outcome(choices=self._choices)
-        if self._tokens is None:
-            return outcome
         tokens = self._tokens.wait().tolist()
         log_probs = self._log_probs.wait().tolist() if self._log_probs else [None] * len(tokens)
         for (chunk, (sequence, length)), token, log_prob in zip(self._drawn, tokens, log_probs, strict=True):

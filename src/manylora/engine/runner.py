@@ -98,8 +98,6 @@ class Runner:
         wanted = [_wanted(chunk) for chunk in chunks]
         self._encode([chunk.sequence for chunk in chunks if chunk.num_encoded])
         logits = self._logits(self._inputs(chunks, wanted, before))
-        if not logits.shape[0]:
-            return Flight(step, [], None, None, {})
         drawn: list[tuple[int, Drawn]] = []  # row of `logits`, whose
         beams: dict[BeamGroup, list[tuple[int, Row]]] = {}
         first = 0
@@ -115,7 +113,7 @@ class Runner:
             first += len(positions)
         choices = {group: self._choose(logits, members, group) for group, members in beams.items()}
         if not drawn:
-            return Flight(step, [], None, None, choices)
+            return Flight(step, [], logits[:0, 0], None, choices)
         tokens, log_probs = self._draw(logits, drawn)
         return Flight(step, [owner for _, owner in drawn], tokens, log_probs, choices)
 
@@ -260,7 +258,7 @@ def _pending(chunks: list[Chunk], ids: list[int], starts: list[int], before: Fli
         for chunk, stop in zip(chunks, starts[1:], strict=True)
         if before is not None and chunk.sequence.is_pending and ids[row := stop - 1] == PENDING
     ]
-    if not found or before is None or before.tokens is None:
+    if not found or before is None:
         return None
     rows, places = zip(*found, strict=True)
     return Pending(list(rows), list(places), before.tokens)

@@ -122,6 +122,8 @@ class Scheduler:
         self._max_num_tokens = max_num_tokens
         self._reserve_all = reserve_all
         self._whole = not chunked
+        self._under_way: frozenset[Sequence] = frozenset()
+        self._kept: list[Sequence] = []  # preempted, but a step under way reads their adapters
 
     @property
     def num_slots(self) -> int:
@@ -135,11 +137,16 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def schedule(self) -> Step:
+    def schedule(self, under_way: Step | None = None) -> Step:
         """Decode tokens first, then prompts that are under way, then new sequences.
 
-        Who waits for an adapter's bytes is left out while others have work.
+        Who waits for an adapter's bytes is left out while others have work. under_way: a step that still
+        runs, whose results count; no adapter gives way that it reads. It must have landed at the next call.
         """
+        for victim in self._kept:
+            self._adapters.suspend(victim.lease)
+        self._kept = []
+        self._under_way = frozenset(c.sequence for c in under_way.chunks) if under_way else frozenset()
         this = _Round(self._max_num_tokens)
         going = [sequence for sequence in self.running if not sequence.is_full]
         for sequence in sorted(going, key=lambda s: s.in_prefill):
@@ -197,7 +204,9 @@ class Scheduler:
         this.give_back(victim)
         self.running.remove(victim)
         self._kv.free(victim)
-        if victim.lease:
+        if victim.lease and victim in self._under_way:
+            self._kept.append(victim)
+        elif victim.lease:
             self._adapters.suspend(victim.lease)
         self.waiting.appendleft(victim)
         self.num_preemptions += 1
@@ -209,6 +218,8 @@ class Scheduler:
         held = False
         while self.waiting and this.budget > 0:
             if self.num_slots + self.waiting[0].num_slots > self._max_batch_size:
+                break
+            if self.waiting[0] in self._kept:
                 break
             sequence = self.waiting.popleft()
             if sequence.lease and (held or not self._try_adapter(sequence, no_room)):
@@ -234,6 +245,8 @@ class Scheduler:
         """Begin the copies of adapters for those who are next. Each once, so that what was brought and had to
         give way again is not brought again and again."""
         for sequence in islice(self.waiting, MOST_PREFETCHED):
+            if sequence in self._kept:
+                continue
             if sequence.lease and sequence.lease.carried is None and not sequence.is_prefetched:
                 if not self._adapters.admit(sequence.lease):
                     return

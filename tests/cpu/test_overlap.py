@@ -4,6 +4,7 @@ the plain loop, whatever ends, is cancelled, preempted or decides by its own tok
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 from test_graphs import CPU, KINDS, NothingWaits, Recorder
 
 from manylora.config import EngineConfig, LoraCacheConfig
-from manylora.device import Device
+from manylora.device import Device, open_device
 from manylora.engine.engine import Engine
 from manylora.engine.flight import Flight
 from manylora.kernels import moving
 from manylora.kernels.cuda.ops import CudaOps
+from manylora.llmapi import LLM
+from manylora.llmapi import SamplingParams as LlmSamplingParams
 from manylora.lora.convert import convert_peft
 from manylora.request import Event, FinishReason, LoraInput, Request, SamplingParams
 from manylora.testing import make_adapter, make_model
@@ -225,3 +228,18 @@ def _small(model: Path) -> EngineConfig:
         model, device="cpu", max_seq_len=48, tokens_per_block=4, max_batch_size=4, lora=lora,
         cuda_graph_cache_size=1,
     )  # fmt: skip
+
+
+def test_the_python_api_has_the_switch(
+    world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = world
+    overlapping = replace(open_device("cpu"), overlaps=True)
+    monkeypatch.setattr("manylora.engine.engine.open_device", lambda name: overlapping)
+    told = []
+    for disabled in (False, True):
+        with LLM(str(model), skip_tokenizer_init=True, disable_overlap_scheduler=disabled) as llm:
+            assert llm._loop._engine._overlaps != disabled
+            [output] = llm.generate([[3, 4, 5]], LlmSamplingParams(max_tokens=5, end_id=-1))
+            told.append(output.outputs[0].token_ids)
+    assert told[0] == told[1] and len(told[0]) == 5

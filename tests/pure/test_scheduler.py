@@ -269,3 +269,15 @@ def test_no_adapter_gives_way_that_a_step_under_way_reads() -> None:
         sequence.append(7, None)
     bench.scheduler.schedule()
     assert bench.adapters.pins == {"a": 1}
+
+
+def test_a_guess_up_to_the_end_is_computed() -> None:
+    bench = Bench(max_num_tokens=4)
+    request = Request((1, 2), SamplingParams(max_tokens=2), draft=(7, 7, 7))
+    bench.scheduler.add(Sequence(0, request, 0, 4))
+    counts = []
+    for _ in range(2):
+        step = bench.scheduler.schedule()
+        bench.scheduler.advance(step)
+        counts += [chunk.count for chunk in step.chunks]
+    assert counts == [1, 4], "a guess is verified in one step"

@@ -132,8 +132,8 @@ class Sequence:
 
     @property
     def is_full(self) -> bool:
-        """Whether its last token is drawn: it ends as soon as that is seen."""
-        return len(self.tokens) >= self.max_len
+        """Whether its last token is pending: it ends as soon as that is seen."""
+        return self.is_pending and len(self.tokens) >= self.max_len
 
     @property
     def is_foreseeable(self) -> bool:

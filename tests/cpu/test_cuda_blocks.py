@@ -18,10 +18,12 @@ from test_expert_kernels import EXPERTS
 from test_graphs import CPU, KINDS, Recorder, answers, open_engine
 
 from manylora.device import Device
-from manylora.kernels.cuda import grouped, lora
+from manylora.kernels.cuda import attention, grouped, lora
+from manylora.kernels.cuda.attention import PagedAttention
 from manylora.kernels.cuda.blocks import MOST_SECONDS, BlockChooser, Blocks
 from manylora.kernels.cuda.grouped import quantised_rows, weight_table
 from manylora.kernels.cuda.ops import CudaOps
+from manylora.kernels.cuda.tables import plan_attention
 from manylora.kernels.moving import to_device
 from manylora.kernels.quantised import quantised_linear
 from manylora.kernels.reference import ReferenceOps
@@ -151,6 +153,34 @@ def test_weights_multiply_the_same_with_every_choice(number: int, rows: int) -> 
     got = made.expert_linear(x[pairs.rows], pairs, weights)[places].view(rows, 2, 24)
     want = [torch.stack([weights[e] @ row for e in es]) for row, es in zip(x, choices.tolist(), strict=True)]
     close(got, torch.stack(want))
+
+
+@pytest.mark.parametrize("counts", [[1, 1, 1], [30, 2, 5]], ids=["decoding", "prompts"])
+@pytest.mark.parametrize("number", _most(attention.DECODE, attention.PROMPTS, attention.WIDE_PROMPTS))
+def test_attention_is_the_same_with_every_choice(counts: list[int], number: int) -> None:
+    torch.manual_seed(0)
+    k, v = (torch.randn(128, 4, 2, 24, device=DEVICE) for _ in "kv")
+    lengths = [150, 33, 7]
+    batch, q = attention_batch(counts, lengths), torch.randn(sum(counts), 6, 24, device=DEVICE)
+    planned = to_device(plan_attention(batch, limits(), fixed=False, min_split_keys=128), DEVICE)
+    want = ReferenceOps().attention(q, k, v, batch, 0.2, 40)
+    close(PagedAttention(Number(number))(q, k, v, planned, 0.2, 40, None), want)
+
+
+def test_a_block_of_keys_lies_in_one_part() -> None:
+    offered: list[Sequence[Blocks]] = []
+
+    class Watched(BlockChooser):
+        def choose(self, shape, candidates, launch):  # type: ignore[no-untyped-def]
+            offered.append(candidates)
+            return candidates[-1]
+
+    k, v = (torch.randn(128, 4, 2, 24, device=DEVICE) for _ in "kv")
+    batch, q = attention_batch([1], [90]), torch.randn(1, 6, 24, device=DEVICE)
+    planned = to_device(plan_attention(batch, limits(), fixed=False, min_split_keys=32), DEVICE)
+    want = ReferenceOps().attention(q, k, v, batch, 0.2, None)
+    close(PagedAttention(Watched())(q, k, v, planned, 0.2, None, None), want)
+    assert {blocks.size for blocks in offered[0]} == {32}
 
 
 class Spy:

@@ -22,6 +22,7 @@ logger = logging.getLogger("manylora")
 
 # Rows of each sequence, all under adapters of their own: decoding, a short prompt, a long one.
 TRIALS = ((1,) * 8, (32,), (256,))
+CONTEXT = 1024  # tokens of a sequence that decodes
 RANK = 16
 ALIGNMENT = 16  # elements; as real pools have it
 
@@ -41,21 +42,24 @@ def try_variants(
         try:
             for lengths in TRIALS:
                 rows = [min(n, limits.max_seq_len) for n in lengths[: limits.max_sequences]]
-                inputs = _inputs(rows, limits)
+                inputs = _inputs(rows, kv.shape[2], limits)
                 batch = replace(inputs, lora=_adapters(inputs.starts, modules, limits, device)).plan(ops)
                 decoder.forward(to_device(batch, device), kv)
         except torch.OutOfMemoryError:
             logger.warning("no memory is left to measure block sizes: lower kv_cache_free_gpu_mem_fraction")
 
 
-def _inputs(lengths: list[int], limits: BatchLimits) -> StepInputs:
-    starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+def _inputs(counts: list[int], num_blocks: int, limits: BatchLimits) -> StepInputs:
+    """Sequences of so many rows; those of one have others before, whatever is in the cache's blocks."""
+    starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    lengths = [min(CONTEXT, limits.max_seq_len) if n == 1 else n for n in counts]
+    columns = [-(-n // limits.tokens_per_block) for n in lengths]
     return StepInputs(
         input_ids=[0] * starts[-1],
-        positions=[position for n in lengths for position in range(n)],
+        positions=[length - n + i for n, length in zip(counts, lengths, strict=True) for i in range(n)],
         starts=starts,
         lengths=lengths,
-        blocks=[[0] * -(-n // limits.tokens_per_block) for n in lengths],
+        blocks=[[(sum(columns[:s]) + i) % num_blocks for i in range(n)] for s, n in enumerate(columns)],
         slots=[-1] * starts[-1],
         logits_rows=[stop - 1 for stop in starts[1:]],
     )

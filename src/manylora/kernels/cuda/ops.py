@@ -55,7 +55,7 @@ class CudaOps(ReferenceOps):
         self._host_places = Places(slots, limits.num_layers)
         shape = (slots, limits.num_layers, MODULES, PLACE)
         self._places = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._attention: AttentionBackend = choose(limits, device)
+        self._attention: AttentionBackend = choose(limits, device, chooser=self.chooser)
 
     @contextmanager
     def trials(self) -> Iterator[bool]:

@@ -25,7 +25,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest
 
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest tests/gpu $(addprefix tests/cpu/test_,$(addprefix cuda_,kernels.py experts.py backends.py quantised.py) \
+	$(BIN)/python -m pytest tests/gpu $(addprefix tests/cpu/test_,$(addprefix cuda_,kernels.py blocks.py experts.py backends.py quantised.py) \
 		float8_kernels.py)
 
 bench-gpu:

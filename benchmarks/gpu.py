@@ -147,6 +147,7 @@ class Bench:
 
         plan = self.plan
         world = World(shape, self.device, self.dtype, max(plan.batches), plan.context)
+        self._blocks()
         steps, prompt = Steps(world, self.clock, self.report, self.bandwidth), plan.context
         self._try(f"{shape} tax", lambda: steps.tax(plan.wide))
         for batch in plan.batches:
@@ -166,6 +167,15 @@ class Bench:
                 )
         if shape == plan.shapes[-1]:
             self._throughput(world, zipf)
+
+    def _blocks(self) -> None:
+        """What the kernels measured at this start or an earlier one."""
+        chosen = getattr(self.device.ops, "chooser").chosen  # noqa: B009 - of our own operations only
+        for shape, blocks in chosen.items():
+            known = any(row["shape"] == shape for row in self.report.sections.get("Block sizes", ()))
+            if not known:
+                row = {"size": blocks.size, "warps": blocks.warps, "stages": blocks.stages}
+                self.report.add("Block sizes", shape=shape, **row)
 
     def _ratios(self, steps: Steps, mixes: tuple[tuple[int, ...], ...]) -> None:
         from gpu_steps import ranks_text

@@ -39,7 +39,7 @@ def _distance(
 ) -> float:
     """The largest difference of any logit, as a share of the largest logit."""
     torch.manual_seed(0)
-    world = World(shape, device, dtype, 3, 24, kv_dtype)
+    world = World(shape, device, dtype, 3, 24, kv_dtype, measures=False)
     adapters = world.adapters(2, (8, 24), modules)
     twin, worst = Decoder(world.config, world.weights, dtype, ReferenceOps()), 0.0
     for lengths in BATCHES:

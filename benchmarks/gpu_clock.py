@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from manylora.device import Device
+from manylora.device import Arrival, Device
 
 __all__ = ["Clock"]
 
@@ -43,6 +43,21 @@ class Clock:
             self.sync()
             taken.append(time.perf_counter() - began)
         return statistics.median(taken)
+
+    def time_steps(self, call: Callable[[], Tensor]) -> float:
+        """Mean seconds of a call, each made before the answer of the one before is on the host, as the engine
+        makes its steps."""
+        if self._repeats:
+            call()
+        self.sync()
+        count = 2 * max(1, self._repeats)
+        before, began = Arrival(call()), time.perf_counter()
+        for _ in range(count):
+            after = Arrival(call())
+            before.wait()
+            before = after
+        before.wait()
+        return (time.perf_counter() - began) / count
 
     def time_kernels(self, calls: Sequence[Callable[[], Tensor]]) -> float:
         """Mean seconds of one of the calls, all launched together from one recorded graph."""

@@ -47,6 +47,8 @@ class _Cache:
         need = count * self.layout.num_pages
         self.pool = AdapterPool(plan.geometry, need, need, world.dtype, world.device.torch)
         self.pool.flat.zero_()
+        if world.device.torch.type == "cuda":
+            torch.cuda.synchronize()  # copies into it wait for nothing
 
     def batch(self, segments: list[LoraSegment]) -> LoraBatch:
         return LoraBatch(self.pool.flat, tuple(segments), self.pool.alignment)

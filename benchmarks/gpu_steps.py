@@ -28,14 +28,16 @@ class Steps:
     bandwidth: float
 
     def base(self, batch: int) -> None:
-        """Base decode steps, recorded and plain."""
+        """Base decode steps: recorded and overlapped, as the engine makes them; recorded, each waited for;
+        launched kernel by kernel, each waited for."""
         world, inputs = self.world, self.world.inputs([1] * batch, None)
-        seconds = self.clock.time(lambda: world.decode(inputs))
+        seconds = self.clock.time_steps(lambda: world.decode(inputs))
+        graph = self.clock.time(lambda: world.decode(inputs))
         plain = self.clock.time(lambda: world.plain(inputs))
         ideal = world.step_bytes(batch) / self.bandwidth
         self.report.add(
-            "Decode step", model=world.name, batch=batch, context=world.context, graph=1e3 * seconds,
-            plain=1e3 * plain, ideal=1e3 * ideal, of_ideal=ideal / seconds,
+            "Decode step", model=world.name, batch=batch, context=world.context, step=1e3 * seconds,
+            waited_for=1e3 * graph, plain=1e3 * plain, ideal=1e3 * ideal, of_ideal=ideal / seconds,
         )  # fmt: skip
         if world.name == "8B" and batch == 32:
             self.report.hold("decode", ideal / seconds)
@@ -44,10 +46,10 @@ class Steps:
         """R_base: the base's step time over that with so many distinct adapters, measured one after the
         other; the ideal is the ratio of the bytes."""
         world = self.world
-        base = self.clock.time(self._decode(batch))
+        base = self.clock.time_steps(self._decode(batch))
         adapters = world.adapters(count, ranks, modules)
         inputs = world.inputs([1] * batch, world.batch(adapters, [1] * batch))
-        seconds = self.clock.time(lambda: world.decode(inputs))
+        seconds = self.clock.time_steps(lambda: world.decode(inputs))
         size = world.step_bytes(batch)
         ratio, ideal = base / seconds, size / (size + adapters.num_bytes)
         self.report.add(
@@ -60,11 +62,11 @@ class Steps:
     def tax(self, batch: int) -> None:
         """Base-only steps before any adapter came, and after batches with adapters."""
         world = self.world
-        before = self.clock.time(self._decode(batch))
+        before = self.clock.time_steps(self._decode(batch))
         adapters = world.adapters(min(8, batch), (16,), ALL)
         inputs = world.inputs([1] * batch, world.batch(adapters, [1] * batch))
-        self.clock.time(lambda: world.decode(inputs))
-        after = self.clock.time(self._decode(batch))
+        self.clock.time_steps(lambda: world.decode(inputs))
+        after = self.clock.time_steps(self._decode(batch))
         self.report.add(
             "Base-only tax", model=world.name, batch=batch, before=1e3 * before, after_adapters=1e3 * after,
             ratio=before / after,
@@ -108,7 +110,7 @@ class Steps:
             microseconds=1e6 * seconds, ideal=1e6 * ideal, of_ideal=ideal / seconds,
         )  # fmt: skip
 
-    def _decode(self, batch: int) -> Callable[[], object]:
+    def _decode(self, batch: int) -> Callable[[], torch.Tensor]:
         inputs = self.world.inputs([1] * batch, None)
         return lambda: self.world.decode(inputs)
 

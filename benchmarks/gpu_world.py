@@ -15,6 +15,7 @@ from manylora.config import ModelConfig, MoeConfig
 from manylora.device import Device
 from manylora.engine.graphs import DecodeGraphs
 from manylora.engine.inputs import StepInputs
+from manylora.engine.trial import try_variants
 from manylora.kernels.moving import to_device
 from manylora.kernels.spec import BatchLimits, LoraBatch, LoraRow, LoraSegment
 from manylora.lora.modules import LoraModule, lora_modules
@@ -66,7 +67,7 @@ class Adapters:
 class World:
     """A model in `dtype` with a KV cache for `max_batch` sequences of `context` tokens and a few more.
 
-    kv_dtype: of the cache, None: as `dtype`.
+    kv_dtype: of the cache, None: as `dtype`. measures: whether block sizes are, as an engine does at start.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class World:
         max_batch: int,
         context: int,
         kv_dtype: torch.dtype | None = None,
+        measures: bool = True,
     ) -> None:
         self.name, self.device, self.dtype, self.context = shape, device, dtype, context
         self.config = config = model_shape(shape)
@@ -95,6 +97,9 @@ class World:
             num_experts=config.moe.num_experts if config.moe else 0,
         )  # fmt: skip
         device.ops.reserve(self.limits, device.torch)
+        if measures:
+            modules = self.modules.values()
+            try_variants(self.decoder, self.kv, device.ops, modules, self.limits, device.torch)
         self.pool = self._pool()
         self._new_graphs()
 

@@ -77,6 +77,7 @@ class EngineConfig:
     wrap_input_ids: bool = False  # ids beyond the vocabulary are taken modulo its size instead of refused
     enable_cuda_graph: bool | None = None  # decode steps as recorded graphs; None: where the device has them
     cuda_graph_cache_size: int = 0  # graphs kept; 0: 128
+    enable_overlap: bool | None = None  # a step is scheduled while the one before runs; None: on a GPU
     lora: LoraCacheConfig = field(default_factory=LoraCacheConfig)
 
     def __post_init__(self) -> None:

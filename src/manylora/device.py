@@ -17,7 +17,7 @@ from manylora.kernels.cpu import CpuOps
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import Ops
 
-__all__ = ["Capture", "CopyStream", "Device", "open_device"]
+__all__ = ["Arrival", "Capture", "CopyStream", "Device", "open_device"]
 
 logger = logging.getLogger("manylora")
 
@@ -29,7 +29,8 @@ tensors and returns the same output tensor."""
 class CopyStream:
     """Copies from pinned host memory beside the computation, in the order they were asked for.
 
-    device: a CUDA device; on any other, copies are done when `start` returns.
+    They wait for nothing that was queued: what still runs must not need the old contents. device: a CUDA
+    device; on any other, copies are done when `start` returns.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,12 +38,10 @@ class CopyStream:
         self._device = device
 
     def start(self, copy: Callable[[], None]) -> torch.Event | None:
-        """Begin copies; the event tells when they are done, None: they are. What was queued for the
-        computation before still sees the old contents."""
+        """Begin copies; the event tells when they are done, None: they are."""
         if self._stream is None:
             copy()
             return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             copy()
         return self._stream.record_event()
@@ -57,14 +56,35 @@ class CopyStream:
             self._stream.synchronize()
 
 
+class Arrival:
+    """A tensor on its way to the host, queued behind what computes it. On a CPU it is there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host, self._event = tensor, None
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.current_stream(tensor.device).record_event()
+
+    def wait(self) -> Tensor:
+        """The tensor, on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
 @dataclass(frozen=True)
 class Device:
-    """A torch device with its table of operations. capture: None where steps cannot be recorded."""
+    """A torch device with its table of operations.
+
+    capture: None where steps cannot be recorded. overlaps: it computes while the host goes on.
+    """
 
     torch: torch.device
     ops: Ops
     name: str
     capture: Capture | None = None
+    overlaps: bool = False
 
     def activate(self) -> None:
         """Make it the calling thread's device: kernels are launched on that, whatever their tensors say."""
@@ -106,6 +126,7 @@ def _open_cuda(device: torch.device) -> Device:
     torch.cuda.set_device(device)
     name = torch.cuda.get_device_name(device)
     try:
+        from manylora.kernels.cuda.blocks import device_chooser
         from manylora.kernels.cuda.capture import CudaCapture
         from manylora.kernels.cuda.ops import CudaOps
     except ImportError as error:
@@ -113,7 +134,7 @@ def _open_cuda(device: torch.device) -> Device:
             "the GPU's kernels cannot be used (%s); the reference runs, slowly: install triton", error
         )
         return Device(device, ReferenceOps(), name)
-    return Device(device, CudaOps(), name, CudaCapture(device))
+    return Device(device, CudaOps(chooser=device_chooser(device)), name, CudaCapture(device), overlaps=True)
 
 
 def _meminfo_available() -> int:

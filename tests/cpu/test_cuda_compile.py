@@ -27,6 +27,8 @@ def compile_only(kernel, grid):
         made = kernel.warmup(*arguments, grid=grid, **constants)
         assert made.asm["cubin"], kernel
         ptx = made.asm["ptx"]
+        if kernel.__name__ == "_grouped" and constants["NARROW"] and constants["BLOCK_M"] == 64:
+            assert "f32.e4m3.e4m3" in ptx, "no FP8 units"
         narrow = len(re.findall(r"ld\\.global\\.(?:\\w+::\\w+\\.)*[bus](?:8|16) ", ptx))
         wide = ptx.count("ld.global.v4") + ptx.count("cp.async.cg")
         print(kernel.__name__, wide, narrow, made.metadata.shared)
@@ -35,16 +37,24 @@ def compile_only(kernel, grid):
 driver.set_active(NoGpu())
 JITFunction.__getitem__ = compile_only
 
+from manylora.kernels.cuda.blocks import BlockChooser
 from manylora.kernels.cuda.fp8 import FP8, quantise_rows
 from manylora.kernels.cuda.grouped import quantised_rows, weight_table
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch, LoraRow, LoraSegment, LoraTarget
 
+class Every(BlockChooser):
+    def choose(self, shape, candidates, launch):
+        for blocks in candidates[1:]:
+            launch(blocks)
+        return candidates[0]
+
+chooser = Every()
 dtype, hidden, widths = torch.bfloat16, 4096, (4096, 1024, 1024)
 targets = [LoraTarget(i, sum(widths[:i]), width) for i, width in enumerate(widths)]
 pool, cache = torch.zeros(8, dtype=dtype), torch.zeros(4, 32, 8, 128, dtype=dtype)
-ops = CudaOps()
+ops = CudaOps(chooser=chooser)
 ops.reserve(BatchLimits(2, 64, 4096, 32, 32, 8, 128, dtype, num_experts=8), torch.device("cpu"))
 for lengths, rank, float8 in (
     ([1, 1], 8, False), ([1, 3], 64, False), ([100, 30], 16, False), ([1, 1], 8, True), ([100, 30], 16, True)
@@ -76,7 +86,13 @@ for values, groups, offsets in (
     (torch.zeros(widths[0], hidden).to(FP8), 1, None),
     (torch.zeros(widths[0], hidden // 2, dtype=torch.uint8), 32, scales),
 ):
-    quantised_rows(x, weight_table([QuantisedWeight(values, scales[:, :groups].contiguous(), offsets)]), None)
+    table = weight_table([QuantisedWeight(values, scales[:, :groups].contiguous(), offsets)])
+    quantised_rows(x, table, None, chooser)
+    quantised_rows(x[:1], table, None, chooser)
+    if values.dtype == FP8:
+        table = weight_table([QuantisedWeight(values, scales[:, :1].contiguous(), None)], narrow=True)
+        quantised_rows(x, table, None, chooser)
+        quantised_rows(x[:1], table, None, chooser)
 quantise_rows(x)
 angles = torch.zeros(len(q), 128, dtype=dtype), torch.zeros(len(q), 128, dtype=dtype)
 ops.rotate_and_store(q, k, k, angles, cache, cache, batch)
@@ -93,7 +109,7 @@ READS_MATRICES = {"_shrink_rows", "_shrink_tiles", "_expand", "_attend", "_group
 
 
 @pytest.mark.timeout(600)  # the machine may have much else to do
-def test_every_kernel_compiles_and_reads_matrices_in_wide_words(tmp_path: Path) -> None:
+def test_every_kernel_and_choice_compiles_and_reads_matrices_in_wide_words(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run(
@@ -105,7 +121,8 @@ def test_every_kernel_compiles_and_reads_matrices_in_wide_words(tmp_path: Path) 
         name, *counts = line.split()
         loads, narrow, shared = map(int, counts)
         wide[name] = min(wide.get(name, 1000), loads)
-        assert name not in READS_MATRICES or narrow <= 8, f"{line}: elements one by one"
+        # Scales of outputs are read one by one, once behind the loop.
+        assert name not in READS_MATRICES or narrow <= 16, f"{line}: elements one by one"
         assert shared <= SHARED_MEMORY, line
     others = {"_join", "_rotate_store", "_rms_norm", "_gated", "_pair", "_tile", "_quantise"}
     assert set(wide) == READS_MATRICES | others

@@ -270,7 +270,7 @@ def test_a_failing_step_fails_its_requests_only(world: World, monkeypatch: pytes
     [prompt] = prompts(1)
     handle = submit(made, world.request(3, prompt))
     with monkeypatch.context() as patch:
-        patch.setattr(made._runner, "run", lambda step: 1 / 0)
+        patch.setattr(made._runner, "launch", lambda step, before: 1 / 0)
         [(told, event)] = made.step()
     assert told == handle
     assert event.finish_reason is FinishReason.ERROR

@@ -4,7 +4,8 @@ the GPU, under the interpreter where there is none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from manylora.engine.engine import Engine
 from manylora.engine.graphs import DecodeGraphs, buckets_for, width_class
 from manylora.engine.inputs import StepInputs
 from manylora.errors import ConfigError
+from manylora.kernels.cuda.capture import CudaCapture
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.lora.convert import convert_peft
 from manylora.quant import QuantConfig
@@ -267,6 +269,52 @@ def test_the_graph_not_used_for_longest_is_let_go(world: tuple[Path, list[LoraIn
     assert recorder.recorded == 3
     run(3)
     assert recorder.recorded == 4
+
+
+def test_a_recording_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stand-in for torch.cuda: all on one stream, which waits for the present one and is waited for;
+    other threads may wait for their copies meanwhile; the function runs once before it is recorded."""
+    happened: list[Any] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            happened.append(f"{self.name} waits for {other.name}")
+
+    present = Stream("present")
+    made = iter([Stream("side"), Stream("another")])
+
+    @contextmanager
+    def recording(graph: Any, **options: Any) -> Iterator[None]:
+        happened.append(("begin", options["stream"].name, options["pool"], options["capture_error_mode"]))
+        yield
+        happened.append("end")
+
+    class Graph:
+        def replay(self) -> None:
+            happened.append("replay")
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(made))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: present)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    capture, answer = CudaCapture(CPU), torch.ones(1)
+
+    def function() -> Tensor:
+        happened.append("run")
+        return answer
+
+    for _ in range(2):
+        happened.clear()
+        replay = capture(function)
+        assert replay() is answer
+        begin = ("begin", "side", "pool", "thread_local")
+        waits = ["side waits for present", "run", "present waits for side"]
+        assert happened == [*waits, begin, "run", "end", "replay"]
 
 
 def test_buckets_and_widths() -> None:

@@ -22,7 +22,7 @@ def sequence(
 
 def one(logits: list[float], made: Sequence) -> tuple[int, float | None]:
     tokens, log_probs = sample(torch.tensor([logits]), [(made, len(made.tokens))])
-    return tokens[0], log_probs[0]
+    return int(tokens[0]), None if log_probs is None else float(log_probs[0])
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_a_draw_depends_on_its_own_seed_only() -> None:
     rows = torch.randn(8, 50, generator=generator)
     made = [sequence(SamplingParams(top_p=0.9, seed=s, temperature=1.3)) for s in range(8)]
     together, _ = sample(rows.clone(), [(s, len(s.tokens)) for s in made])
-    alone = [sample(rows[i : i + 1].clone(), [(made[i], len(made[i].tokens))])[0][0] for i in range(8)]
-    assert together == alone
+    alone = [sample(rows[i : i + 1].clone(), [(made[i], len(made[i].tokens))])[0].item() for i in range(8)]
+    assert together.tolist() == alone
     assert len({uniform(1, i, p) for i in range(3) for p in range(50)}) == 150
 
 
@@ -94,7 +94,7 @@ def test_log_probs_and_broken_rows() -> None:
     assert log_prob == pytest.approx(torch.log_softmax(torch.tensor([1.0, 2.0]), 0)[1].item())
     rows = torch.tensor([[float("nan"), 1.0], [0.0, 1.0]])
     tokens, _ = sample(rows, [(sequence(SamplingParams(top_p=0.5)), 1), (sequence(SamplingParams()), 1)])
-    assert tokens == [NOT_FINITE, 1]
+    assert tokens.tolist() == [NOT_FINITE, 1]
 
 
 def test_a_penalty_that_overflows_is_its_own_request_s_fault_only() -> None:

@@ -1,6 +1,6 @@
-"""Protects the GPU path on a GPU: recorded steps, copies on their own stream, the chosen attention, experts
-and quantised weights give the answers of transformers + PEFT or of a CPU. tests/cpu/test_cuda_*.py, beside
-these, run its kernels there."""
+"""Protects the GPU path on a GPU: recorded and overlapped steps, copies on their own stream, the chosen
+attention, measured block sizes, experts and quantised weights give the answers of transformers + PEFT or of a
+CPU. tests/cpu/test_cuda_*.py, beside these, run its kernels there."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from manylora.config import EngineConfig, LoraCacheConfig
-from manylora.device import CopyStream, open_device
+from manylora.device import Arrival, CopyStream, open_device
 from manylora.engine.engine import Engine
+from manylora.kernels.moving import copy_into, to_device
+from manylora.kernels.spec import AttentionBatch
 from manylora.lora.convert import convert_peft
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.sources import find_source, read_lora
@@ -55,6 +57,13 @@ def answers(engine: Engine, cases: list[tuple[int | None, tuple[int, ...]]], inp
             found[handle] += event.token_ids
     engine.check()
     return list(found.values())
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where block sizes are kept: not the user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "manylora"
 
 
 @pytest.mark.parametrize("graphs", [True, False])
@@ -143,17 +152,97 @@ def test_quantised_models_answer_as_on_a_cpu(world: tuple[Path, dict[int, Path]]
     assert found[0] == found[1]
 
 
-def test_a_copy_sees_what_was_queued_before_and_holds_what_comes_after() -> None:
+def test_overlapped_steps_give_the_tokens_of_the_plain_loop(
+    world: tuple[Path, dict[int, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, adapters = world
+    inputs = {i: LoraInput(i, *convert_peft(path, "float32")) for i, path in adapters.items()}
+    lora = LoraCacheConfig(host_memory_bytes=2**24, gpu_memory_bytes=2**22)
+    cases = [(i % 6 or None, tuple(range(3, 9 + 3 * i))) for i in range(12)]
+    found, ahead = [], []
+    for overlap in (None, False):
+        config = EngineConfig(
+            model, device="cuda", max_seq_len=128, max_tokens_in_paged_kv_cache=2**13, max_batch_size=8,
+            lora=lora, enable_overlap=overlap,
+        )  # fmt: skip
+        engine = Engine(config)
+        launch, befores = engine._runner.launch, list[Any]()
+
+        def launched(step: Any, before: Any, launch: Any = launch, befores: Any = befores) -> Any:
+            befores.append(before)
+            return launch(step, before)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._runner, "launch", launched)
+            found.append(answers(engine, cases, inputs))
+        ahead.append(sum(before is not None for before in befores))
+    assert found[0] == found[1]
+    assert ahead[0] > 0 and ahead[1] == 0
+
+
+def test_a_step_waits_for_the_device_once(world: tuple[Path, dict[int, Path]]) -> None:
+    """When its tokens are seen: whatever else made the host wait would raise."""
+    model, adapters = world
+    lora = LoraCacheConfig(host_memory_bytes=2**24, gpu_memory_bytes=2**22)
+    engine = Engine(
+        EngineConfig(model, device="cuda", max_seq_len=128, max_tokens_in_paged_kv_cache=2**13, lora=lora)
+    )
+    inputs = LoraInput(1, *convert_peft(adapters[1], "float32"))
+    tokens = 0
+    for mode in ("default", "error"):  # at first, graphs are recorded
+        for options, wanted in (({}, inputs), ({"top_p": 0.9, "seed": 3}, None)):
+            params = SamplingParams(max_tokens=NEW, **options)  # type: ignore[arg-type]
+            engine.submit(engine.prepare(Request((3, 4, 5), params, wanted)))
+        for _ in range(3):
+            engine.step()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            while engine.has_work:
+                tokens += sum(len(event.token_ids) for _, event in engine.step() if event.error is None)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert tokens == 4 * NEW
+
+
+def test_block_sizes_are_measured_once_and_kept(
+    world: tuple[Path, dict[int, Path]], cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "manylora")
+    model, _ = world
+    lora = LoraCacheConfig(host_memory_bytes=2**24, gpu_memory_bytes=2**22)
+    config = EngineConfig(
+        model, device="cuda", max_seq_len=128, max_tokens_in_paged_kv_cache=2**13, lora=lora
+    )
+    Engine(config)
+    assert "measured block sizes of" in caplog.text
+    assert [file.suffix for file in cache.iterdir() if file.name.startswith("blocks-")] == [".json"]
+    caplog.clear()
+    Engine(config)
+    assert "measured block sizes of" not in caplog.text
+
+
+def test_tables_go_to_the_device_as_one_piece() -> None:
+    device = torch.device("cuda")
+    batch = AttentionBatch([0, 1], [5], torch.tensor([[3, 4]], dtype=torch.int32), torch.tensor([7]))
+    moved = to_device(batch, device)
+    assert moved.block_table.tolist() == [[3, 4]] and moved.slots.tolist() == [7]
+    same = moved.block_table.untyped_storage().data_ptr() == moved.slots.untyped_storage().data_ptr()
+    assert same and moved.slots.data_ptr() % 16 == 0
+    copy_into(moved, AttentionBatch([0, 1], [6], batch.block_table + 1, batch.slots + 1))
+    assert moved.block_table.tolist() == [[4, 5]] and moved.slots.tolist() == [8]
+    assert Arrival(moved.slots).wait().tolist() == [8]
+
+
+def test_a_copy_holds_what_comes_after() -> None:
     device = torch.device("cuda")
     copies, size = CopyStream(device), 2**24
     pages = torch.zeros(size, device=device)
+    torch.cuda.synchronize()
     source = torch.ones(size, pin_memory=True)
-    before = pages.sum()
     event = copies.start(lambda: pages.copy_(source, non_blocking=True))
     assert event is not None
     copies.hold(event)
-    after = pages.sum()
-    assert (before.item(), after.item()) == (0, size)
+    assert pages.sum().item() == size
     copies.finish()
     assert event.query()
 

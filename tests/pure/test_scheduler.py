@@ -16,6 +16,7 @@ from manylora.request import FinishReason, Request, SamplingParams
 @dataclass(eq=False)
 class FakeLease:
     digest: str
+    carried: object = None
 
 
 @dataclass
@@ -25,10 +26,12 @@ class FakeAdapters:
     capacity: int = 2
     pins: dict[str, int] = field(default_factory=dict)
     loading: set[str] = field(default_factory=set)  # admitted, but their bytes have not arrived
+    brought: list[str] = field(default_factory=list)
 
     def admit(self, lease: FakeLease) -> bool:
         if lease.digest not in self.pins and len(self.pins) == self.capacity:
             return False
+        self.brought.append(lease.digest)
         self.pins[lease.digest] = self.pins.get(lease.digest, 0) + 1
         return True
 
@@ -224,3 +227,75 @@ def test_who_waits_for_an_adapters_bytes_keeps_nobody_waiting() -> None:
     bench.adapters.loading.add("b")
     # Nothing else is there to do: the device waits, and the loop need not spin.
     assert {sequence for sequence, *_ in bench.step()} == {alone}
+
+
+def test_adapters_of_those_who_are_next_are_brought_while_they_wait() -> None:
+    bench = Bench(adapters=3, max_batch_size=1)
+    running = bench.add([1, 2], 9, "a")
+    for name in ("b", "c", "d"):
+        bench.add([1, 2], 1, name)
+    missing = bench.add([1, 2], 1, "e")
+    assert isinstance(missing.lease, FakeLease)
+    missing.lease.carried = object()
+    bench.step()
+    bench.step()
+    assert bench.adapters.brought == ["a", "b", "c", "d"], "each once, in order; none that is not on the host"
+    assert set(bench.adapters.pins) == {"a"}, "who waits holds nothing"
+    while not running.finished:
+        bench.step()
+    bench.step()
+    assert bench.adapters.brought[4:] == ["b"]
+
+
+def test_who_has_drawn_its_last_token_runs_no_more() -> None:
+    bench = Bench()
+    short, long = bench.add([1, 2, 3], 1), bench.add([4, 5, 6], 3)
+    step = bench.scheduler.schedule()
+    for chunk in step.chunks:
+        chunk.sequence.foresee()
+    bench.scheduler.advance(step)
+    assert [chunk.sequence for chunk in bench.scheduler.schedule().chunks] == [long]
+    for sequence in (short, long):
+        sequence.recall()
+        sequence.append(7, None)
+    assert short.finished and long.tokens == [4, 5, 6, 7] and not long.is_pending
+
+
+def test_no_adapter_gives_way_that_a_step_under_way_reads() -> None:
+    """Room for keys and values runs out while the step before still runs: who must wait keeps its adapter
+    until that has landed, and is not admitted again before."""
+    bench = Bench(blocks=4, adapters=2, reserve_all=False)
+    older, younger = bench.add([1, 2, 3, 4], 9, "a"), bench.add([5, 6, 7, 8], 9, "b")
+    third = bench.add([9], 1, "c")
+    bench.step()
+    for _ in range(3):
+        step = bench.scheduler.schedule()
+        for chunk in step.chunks:
+            chunk.sequence.append(7, None)
+        bench.scheduler.advance(step)
+    step = bench.scheduler.schedule()
+    assert {chunk.sequence for chunk in step.chunks} == {older, younger}
+    for chunk in step.chunks:
+        chunk.sequence.foresee()
+    bench.scheduler.advance(step)
+    after = bench.scheduler.schedule(step)
+    assert [chunk.sequence for chunk in after.chunks] == [older]
+    assert list(bench.scheduler.waiting) == [younger, third] and bench.scheduler.num_preemptions == 1
+    assert bench.adapters.pins == {"a": 1, "b": 1}
+    for sequence in (older, younger):
+        sequence.recall()
+        sequence.append(7, None)
+    bench.scheduler.schedule()
+    assert bench.adapters.pins == {"a": 1}
+
+
+def test_a_guess_up_to_the_end_is_computed() -> None:
+    bench = Bench(max_num_tokens=4)
+    request = Request((1, 2), SamplingParams(max_tokens=2), draft=(7, 7, 7))
+    bench.scheduler.add(Sequence(0, request, 0, 4))
+    counts = []
+    for _ in range(2):
+        step = bench.scheduler.schedule()
+        bench.scheduler.advance(step)
+        counts += [chunk.count for chunk in step.chunks]
+    assert counts == [1, 4], "a guess is verified in one step"

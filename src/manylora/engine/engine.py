@@ -15,10 +15,11 @@ from manylora.device import open_device
 from manylora.engine.beam import BeamGroup, Choice
 from manylora.engine.checks import check_request
 from manylora.engine.encoding import for_encoder
+from manylora.engine.flight import Flight, Outcome
 from manylora.engine.guide import Guides
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.memory import allocate_kv, batch_limits, kv_cache_dtype, plan_kv
-from manylora.engine.runner import Outcome, Runner
+from manylora.engine.runner import Runner
 from manylora.engine.sampler import NOT_FINITE
 from manylora.engine.scheduler import Scheduler, Step
 from manylora.engine.sequence import Sequence
@@ -105,6 +106,7 @@ class Engine:
         )
         limits = batch_limits(config, self.model, dtype, plan.max_seq_len)
         self._runner = Runner(self._decoder, kv_tensor, device, self.adapters, limits)
+        self._runner.try_variants()
         self._record_decoding()
         self._guides: Guides | None = None
         if config.tokenizer_dir is not None:
@@ -113,6 +115,8 @@ class Engine:
         self._next_handle = 0
         self._count = _Counters()
         self._last_step = Step(())
+        self._flight: Flight | None = None  # launched, its tokens not seen yet
+        self._overlaps = self._chooses_overlap()
         logger.info(
             "engine ready in %.1f s: %s on %s, %s, %d KV blocks of %d tokens",
             time.perf_counter() - started,
@@ -169,23 +173,36 @@ class Engine:
         return self._retire(sequences)
 
     def step(self) -> list[tuple[int, Event]]:
-        """Schedule, run, update. Returns the events of this step, each with its request's handle."""
-        step = self._scheduler.schedule()
+        """Schedule, launch, update. Returns the events of a step, each with its request's handle.
+
+        Overlapped, the step is launched before the tokens of the one before are seen, and that one's events
+        are returned; a sequence which those tokens end has run once more for nothing. Where they decide what
+        comes next, and without overlap, the order is the plain one.
+        """
+        events: list[tuple[int, Event]] = []
+        before, self._flight = self._flight, None
+        if before is not None and not self._foresee(before):
+            events, before = self._land(before), None
+        step = self._scheduler.schedule(before.step if before is not None else None)
         lost = self.adapters.find_lost(_leases(chunk.sequence for chunk in step.chunks))
         if lost:
-            return self._fail_lost(lost)
+            events += self._land(before, foreseen=True) if before is not None else []
+            return events + self._fail_lost(lost)
         self._last_step = step
-        if not step.chunks:
-            return []
-        try:
-            outcome = self._runner.run(step)
-        except Exception as error:
-            logger.exception("a step of %d sequences failed", len(step.chunks))
-            return self._fail(step, error)
-        return self._update(step, outcome)
+        flight, failure = self._launch(step, before)
+        if before is not None:
+            events += self._land(before, foreseen=True)
+        if failure is not None:
+            events += self._fail(step, failure)
+        elif flight is not None and not self._overlaps:
+            events += self._land(flight)
+        else:
+            self._flight = flight
+        return events
 
     def close(self) -> None:
         """Let go of every request without a word; for the end of the process and of tests."""
+        self._flight = None
         self._let_go(self._everyone())
         self._requests.clear()
 
@@ -237,6 +254,12 @@ class Engine:
         elif wanted is None or wanted:
             self._runner.record_decoding(self.config.cuda_graph_cache_size or DEFAULT_GRAPHS)
 
+    def _chooses_overlap(self) -> bool:
+        if self.model.encoder is not None:  # its encoder runs between the steps
+            return False
+        wanted = self.config.enable_overlap
+        return self._device.overlaps if wanted is None else wanted
+
     def _waiting_ids(self) -> list[int]:
         return [lease.task_id for lease in _leases(self._scheduler.waiting)]
 
@@ -275,13 +298,45 @@ class Engine:
             sequence.beams = BeamGroup(prepared.request.params.beam_width, sequence)
         return sequence
 
-    def _update(self, step: Step, outcome: Outcome) -> list[tuple[int, Event]]:
+    def _foresee(self, flight: Flight) -> bool:
+        """Count a step as done that is still under way, its tokens as pending; False: they must be seen."""
+        if not flight.is_foreseeable:
+            return False
+        for chunk in flight.step.chunks:
+            if chunk.samples and not chunk.sequence.finished:
+                chunk.sequence.foresee()
+        self._scheduler.advance(flight.step)
+        return True
+
+    def _launch(self, step: Step, before: Flight | None) -> tuple[Flight | None, Exception | None]:
+        if not step.chunks:
+            return None, None
+        try:
+            return self._runner.launch(step, before), None
+        except Exception as error:
+            logger.exception("a step of %d sequences failed", len(step.chunks))
+            return None, error
+
+    def _land(self, flight: Flight, *, foreseen: bool = False) -> list[tuple[int, Event]]:
+        """Wait for a step, and tell what it decided."""
+        try:
+            outcome = flight.land()
+        except Exception as error:
+            logger.exception("a step of %d sequences failed", len(flight.step.chunks))
+            return self._fail(flight.step, error)
+        for chunk in flight.step.chunks:
+            chunk.sequence.recall()
+        return self._update(flight.step, outcome, foreseen=foreseen)
+
+    def _update(self, step: Step, outcome: Outcome, *, foreseen: bool) -> list[tuple[int, Event]]:
         self._count.steps += 1
         self._count.prompt_tokens += step.num_context_tokens
         events: list[tuple[int, Event]] = []
         ended: list[Sequence] = []
         for chunk, tokens in outcome.tokens.items():
             sequence = chunk.sequence
+            if sequence.finished:  # while this step ran: it was cancelled, or the step before had its end
+                continue
             sequence.drop_draft(len(tokens) - 1)
             for token, log_prob in tokens:
                 if token == NOT_FINITE:
@@ -296,8 +351,11 @@ class Engine:
                 ended.append(sequence)
             elif sequence.request.streaming:
                 events.append((sequence.handle, sequence.take_event(last=False)))
-        self._scheduler.advance(step)
+        if not foreseen:
+            self._scheduler.advance(step)
         for group, choices in outcome.choices.items():
+            if group.leader.finished:
+                continue
             self._advance_beams(group, choices)
             if group.leader.finished:
                 ended.append(group.leader)
@@ -320,9 +378,10 @@ class Engine:
         self._runner.copy_blocks([pair for pair in copies if pair is not None])
 
     def _fail(self, step: Step, error: Exception) -> list[tuple[int, Event]]:
-        leaders = {id(s): s for s in (_leader(chunk.sequence) for chunk in step.chunks)}
+        leaders = {id(s): s for s in (_leader(chunk.sequence) for chunk in step.chunks) if not s.finished}
         text = f"Encountered an error in forwardAsync function: {type(error).__name__}"
         for sequence in leaders.values():
+            sequence.recall()
             _set_error(sequence, RequestError(text))
         return self._retire(list(leaders.values()))
 

@@ -68,10 +68,11 @@ class DecodeGraphs:
         key = rows, width, getattr(batch.lora, "shape", None)
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._record(key, batch)
+            graph = self._record(key, batch, inputs)
         else:
             self._graphs.move_to_end(key)
             copy_into(graph.batch, batch)
+            inputs.fill(graph.batch.input_ids)
         return graph.replay()[:count]
 
     def warm(self) -> None:
@@ -85,11 +86,13 @@ class DecodeGraphs:
         seconds = time.perf_counter() - started
         logger.info("recorded %d CUDA graphs in %.1f s", self.num_recorded, seconds)
 
-    def _record(self, key: Hashable, batch: ForwardBatch) -> _Graph:
+    def _record(self, key: Hashable, batch: ForwardBatch, inputs: StepInputs) -> _Graph:
+        buffers = to_device(batch, self._device)
+        inputs.fill(buffers.input_ids)
+        graph = _Graph(buffers, self._capture(lambda: self._forward(buffers)))
+        # Only now: recording has waited for the step before, whose graph may be the one to go.
         while len(self._graphs) >= self._max_graphs:
             self._graphs.popitem(last=False)
-        buffers = to_device(batch, self._device)
-        graph = _Graph(buffers, self._capture(lambda: self._forward(buffers)))
         self._graphs[key] = graph
         self.num_recorded += 1
         return graph

@@ -7,10 +7,20 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from manylora.kernels.moving import upload
 from manylora.kernels.spec import AttentionBatch, LoraBatch, Ops
 from manylora.model.batch import ForwardBatch
 
-__all__ = ["StepInputs"]
+__all__ = ["Pending", "StepInputs"]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Tokens that only the device knows: rows [P] of a step, and of each its place in `tokens` [D]."""
+
+    rows: list[int]
+    places: list[int]
+    tokens: Tensor
 
 
 @dataclass(frozen=True)
@@ -20,6 +30,7 @@ class StepInputs:
     input_ids, positions, slots: [T]. starts: [S + 1], lengths: [S], as `AttentionBatch` has them.
     blocks: [S], the KV blocks each sequence uses. logits_rows: rows whose logits are wanted.
     cross_lengths, cross_blocks: [S], of what an encoder made; empty without one.
+    pending: tokens that `fill` has to write; 0 in input_ids.
     """
 
     input_ids: list[int]
@@ -33,6 +44,7 @@ class StepInputs:
     embeddings: tuple[Tensor, Tensor] | None = None
     cross_lengths: list[int] = field(default_factory=list)
     cross_blocks: list[list[int]] = field(default_factory=list)
+    pending: Pending | None = None
 
     @property
     def decodes(self) -> bool:
@@ -75,6 +87,14 @@ class StepInputs:
             logits_rows=_int(self.logits_rows),
             cross=self._cross(),
         )
+
+    def fill(self, input_ids: Tensor) -> None:
+        """Write the pending tokens over their zeros, on the device. A broken row's is taken as 0."""
+        if self.pending is None:
+            return
+        where = upload([self.pending.rows, self.pending.places], torch.long, input_ids.device)
+        tokens = self.pending.tokens.index_select(0, where[1]).clamp_(min=0)
+        input_ids.index_copy_(0, where[0], tokens)
 
     def _cross(self) -> AttentionBatch | None:
         if not self.cross_blocks:

@@ -1,9 +1,9 @@
-"""Runner: turns a Step into one forward pass and its logits into tokens."""
+"""Runner: turns a Step into one forward pass and its logits into tokens, and waits for neither."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -13,32 +13,22 @@ from torch import Tensor
 from manylora.device import Device
 from manylora.engine.beam import BeamGroup, Choice, choose
 from manylora.engine.encoding import encoder_inputs
+from manylora.engine.flight import Drawn, Flight
 from manylora.engine.graphs import DecodeGraphs
-from manylora.engine.inputs import StepInputs
+from manylora.engine.inputs import Pending, StepInputs
 from manylora.engine.sampler import Row, adjust, sample
 from manylora.engine.scheduler import Chunk, Step
-from manylora.engine.sequence import Sequence
-from manylora.kernels.moving import to_device
+from manylora.engine.sequence import PENDING, Sequence
+from manylora.engine.trial import try_variants
+from manylora.kernels.moving import to_device, upload
 from manylora.kernels.spec import BatchLimits, LoraBatch
 from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder
 
-__all__ = ["Outcome", "Runner"]
+__all__ = ["Runner"]
 
 logger = logging.getLogger("manylora")
-
-
-@dataclass
-class Outcome:
-    """What one forward pass decided.
-
-    tokens:  of each chunk that sampled: more than one where a guess was confirmed; NOT_FINITE: broken row.
-    choices: of each beam search whose step this was; empty for a broken row.
-    """
-
-    tokens: dict[Chunk, list[tuple[int, float | None]]] = field(default_factory=dict)
-    choices: dict[BeamGroup, list[Choice]] = field(default_factory=dict)
 
 
 class Runner:
@@ -94,16 +84,21 @@ class Runner:
                 )
                 self._graphs = None
 
-    def run(self, step: Step) -> Outcome:
+    def try_variants(self) -> None:
+        """Let operations that choose between variants of themselves do so now, and not in a step."""
+        if isinstance(self._decoder, Decoder):
+            self._device.activate()
+            modules = self._adapters.modules.values()
+            try_variants(self._decoder, self._kv, self._ops, modules, self._limits, self._device.torch)
+
+    def launch(self, step: Step, before: Flight | None = None) -> Flight:
+        """before: the step whose tokens are still on their way; sequences may be waiting for one of them."""
         chunks = sorted(step.chunks, key=lambda chunk: chunk.sequence.root)
         self._device.activate()
         wanted = [_wanted(chunk) for chunk in chunks]
         self._encode([chunk.sequence for chunk in chunks if chunk.num_encoded])
-        logits = self._logits(self._inputs(chunks, wanted))
-        outcome = Outcome()
-        if not logits.shape[0]:
-            return outcome
-        drawn: list[tuple[Chunk, int, Row]] = []  # chunk, row of `logits`, whose
+        logits = self._logits(self._inputs(chunks, wanted, before))
+        drawn: list[tuple[int, Drawn]] = []  # row of `logits`, whose
         beams: dict[BeamGroup, list[tuple[int, Row]]] = {}
         first = 0
         for chunk, positions in zip(chunks, wanted, strict=True):
@@ -114,11 +109,13 @@ class Runner:
                     if sequence.beams is not None:
                         beams.setdefault(sequence.beams, []).append((row, (sequence, position + 1)))
                     else:
-                        drawn.append((chunk, row, (sequence, position + 1)))
+                        drawn.append((row, (chunk, (sequence, position + 1))))
             first += len(positions)
-        self._choose(logits, beams, outcome)
-        self._draw(logits, drawn, outcome)
-        return outcome
+        choices = {group: self._choose(logits, members, group) for group, members in beams.items()}
+        if not drawn:
+            return Flight(step, [], logits[:0, 0], None, choices)
+        tokens, log_probs = self._draw(logits, drawn)
+        return Flight(step, [owner for _, owner in drawn], tokens, log_probs, choices)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy keys and values of whole blocks, (from, to); a block is not both."""
@@ -126,33 +123,24 @@ class Runner:
             source, target = (self._tensor(list(side)) for side in zip(*pairs, strict=True))
             self._kv[:, :, target] = self._kv[:, :, source]
 
-    def _draw(self, logits: Tensor, drawn: list[tuple[Chunk, int, Row]], outcome: Outcome) -> None:
-        if not drawn:
-            return
-        for chunk, row, _ in drawn:
+    def _draw(self, logits: Tensor, drawn: list[tuple[int, Drawn]]) -> tuple[Tensor, Tensor | None]:
+        for row, (chunk, _) in drawn:
             if chunk.sequence.request.params.return_generation_logits:
                 chunk.sequence.generation_logits.append(_numpy(logits[row]))
-        rows = [row for _, row, _ in drawn]
-        picked = logits if len(rows) == logits.shape[0] else logits[rows]
-        tokens, log_probs = sample(picked, [owner for _, _, owner in drawn])
-        for (chunk, _, (sequence, length)), token, log_prob in zip(drawn, tokens, log_probs, strict=True):
-            found = outcome.tokens.setdefault(chunk, [])
-            # Of a guess: go on as long as each token before this one was guessed right.
-            number = length - (len(sequence.tokens) - sequence.num_draft)
-            if number == 0 or (len(found) == number and found[-1][0] == sequence.tokens[length - 1]):
-                found.append((token, log_prob))
+        rows = [row for row, _ in drawn]
+        picked = logits if len(rows) == logits.shape[0] else logits.index_select(0, self._tensor(rows))
+        return sample(picked, [owner for _, (_, owner) in drawn])
 
-    def _choose(
-        self, logits: Tensor, beams: dict[BeamGroup, list[tuple[int, Row]]], outcome: Outcome
-    ) -> None:
-        for group, members in beams.items():
-            order = {id(sequence): i for i, sequence in enumerate(group.beams)}
-            members.sort(key=lambda member: order[id(member[1][0])])
-            picked = logits[[row for row, _ in members]]
-            broken = adjust(picked, [owner for _, owner in members])
-            temperature = group.leader.request.params.temperature or 1.0
-            log_probs = torch.log_softmax(picked / temperature, dim=-1)
-            outcome.choices[group] = [] if any(broken) else choose(log_probs, group)
+    @staticmethod
+    def _choose(logits: Tensor, members: list[tuple[int, Row]], group: BeamGroup) -> list[Choice]:
+        """The host judges beams: this waits for the device."""
+        order = {id(sequence): i for i, sequence in enumerate(group.beams)}
+        members.sort(key=lambda member: order[id(member[1][0])])
+        picked = logits[[row for row, _ in members]]
+        finite = adjust(picked, [owner for _, owner in members])
+        temperature = group.leader.request.params.temperature or 1.0
+        log_probs = torch.log_softmax(picked / temperature, dim=-1)
+        return choose(log_probs, group) if bool(finite.all()) else []
 
     @staticmethod
     def _keep_context(chunk: Chunk, positions: range, logits: Tensor) -> None:
@@ -187,15 +175,17 @@ class Runner:
         batch = inputs.plan(self._ops)
         if inputs.embeddings is not None:
             batch = replace(batch, embeddings=inputs.embeddings)
-        return self._decoder.forward(to_device(batch, self._device.torch), self._kv)
+        moved = to_device(batch, self._device.torch)
+        inputs.fill(moved.input_ids)
+        return self._decoder.forward(moved, self._kv)
 
-    def _inputs(self, chunks: list[Chunk], wanted: list[range]) -> StepInputs:
+    def _inputs(self, chunks: list[Chunk], wanted: list[range], before: Flight | None) -> StepInputs:
         size = self._tokens_per_block
         starts = [0, *accumulate(chunk.count for chunk in chunks)]
         ids = [t for c in chunks for t in c.sequence.tokens[c.start : c.start + c.count]]
         lengths = [chunk.start + chunk.count for chunk in chunks]
         return StepInputs(
-            input_ids=[i if i < self._vocab_size else 0 for i in ids],
+            input_ids=[i if 0 <= i < self._vocab_size else 0 for i in ids],
             positions=[p for c in chunks for p in range(c.start, c.start + c.count)],
             starts=starts,
             lengths=lengths,
@@ -214,6 +204,7 @@ class Runner:
             embeddings=self._embeddings(chunks, ids, starts),
             cross_lengths=[c.sequence.num_encoder for c in chunks],
             cross_blocks=[c.sequence.cross_blocks for c in chunks if c.sequence.num_encoder],
+            pending=_pending(chunks, ids, starts, before),
         )
 
     def _embeddings(
@@ -249,7 +240,7 @@ class Runner:
         return self._adapters.batch(list(segments.values()))
 
     def _tensor(self, values: list, dtype: torch.dtype = torch.long) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(self._device.torch, non_blocking=True)
+        return upload(values, dtype, self._device.torch)
 
 
 def _wanted(chunk: Chunk) -> range:
@@ -258,6 +249,19 @@ def _wanted(chunk: Chunk) -> range:
     if sequence.request.params.return_context_logits and chunk.start < sequence.num_prompt:
         return range(chunk.start, stop)
     return range(stop - 1 - sequence.num_draft, stop) if chunk.samples else range(stop, stop)
+
+
+def _pending(chunks: list[Chunk], ids: list[int], starts: list[int], before: Flight | None) -> Pending | None:
+    """Rows whose token the step before has drawn, and where it is among the tokens of that."""
+    found = [
+        (row, before.place_of(chunk))
+        for chunk, stop in zip(chunks, starts[1:], strict=True)
+        if before is not None and chunk.sequence.is_pending and ids[row := stop - 1] == PENDING
+    ]
+    if not found or before is None:
+        return None
+    rows, places = zip(*found, strict=True)
+    return Pending(list(rows), list(places), before.tokens)
 
 
 def _numpy(logits: Tensor) -> np.ndarray:

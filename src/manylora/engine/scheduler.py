@@ -6,12 +6,16 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.sequence import Sequence
 
 __all__ = ["AdapterRoom", "Chunk", "Scheduler", "Step"]
+
+# Of the sequences that must wait for a place in the batch, so many of the first have their adapters brought.
+MOST_PREFETCHED = 8
 
 # A sequence that waits for adapter room lets this many later ones pass before it holds the door.
 MAX_OVERTAKES = 64
@@ -118,6 +122,8 @@ class Scheduler:
         self._max_num_tokens = max_num_tokens
         self._reserve_all = reserve_all
         self._whole = not chunked
+        self._under_way: frozenset[Sequence] = frozenset()
+        self._kept: list[Sequence] = []  # preempted, but a step under way reads their adapters
 
     @property
     def num_slots(self) -> int:
@@ -131,26 +137,38 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def schedule(self) -> Step:
+    def schedule(self, under_way: Step | None = None) -> Step:
         """Decode tokens first, then prompts that are under way, then new sequences.
 
-        Who waits for an adapter's bytes is left out while others have work.
+        Who waits for an adapter's bytes is left out while others have work. under_way: a step that still
+        runs, whose results count; no adapter gives way that it reads. It must have landed at the next call.
         """
+        for victim in self._kept:
+            self._adapters.suspend(victim.lease)
+        self._kept = []
+        self._under_way = frozenset(c.sequence for c in under_way.chunks) if under_way else frozenset()
         this = _Round(self._max_num_tokens)
-        for sequence in sorted(self.running, key=lambda s: s.in_prefill):
+        going = [sequence for sequence in self.running if not sequence.is_full]
+        for sequence in sorted(going, key=lambda s: s.in_prefill):
             if sequence.blocks and self._make_room(sequence, this) and self._is_loaded(sequence):
                 this.take(sequence)
         self._admit(this)
+        self._prefetch()
         if not this.chunks:
             for sequence in self.running:
-                if sequence.blocks:
+                if sequence.blocks and not sequence.is_full:
                     this.take(sequence)
         return Step(tuple(this.chunks))
 
     def advance(self, step: Step) -> None:
-        """The step was computed, and its tokens appended: count it, and offer its full blocks for reuse."""
+        """The step was computed, and its tokens appended: count it, and offer its full blocks for reuse.
+
+        With tokens that are foreseen it may still be under way: what reads its blocks is queued behind it.
+        """
         for chunk in step.chunks:
             sequence = chunk.sequence
+            if not sequence.blocks:  # removed while the step ran
+                continue
             # The token that was just appended is not computed yet, nor is what was wrong in a guess.
             limit = len(sequence.tokens) - (sequence.beams is None)
             sequence.num_computed = min(sequence.num_computed + chunk.count, limit)
@@ -186,7 +204,9 @@ class Scheduler:
         this.give_back(victim)
         self.running.remove(victim)
         self._kv.free(victim)
-        if victim.lease:
+        if victim.lease and victim in self._under_way:
+            self._kept.append(victim)
+        elif victim.lease:
             self._adapters.suspend(victim.lease)
         self.waiting.appendleft(victim)
         self.num_preemptions += 1
@@ -198,6 +218,8 @@ class Scheduler:
         held = False
         while self.waiting and this.budget > 0:
             if self.num_slots + self.waiting[0].num_slots > self._max_batch_size:
+                break
+            if self.waiting[0] in self._kept:
                 break
             sequence = self.waiting.popleft()
             if sequence.lease and (held or not self._try_adapter(sequence, no_room)):
@@ -218,6 +240,18 @@ class Scheduler:
                 for earlier in passed:
                     earlier.num_overtaken += 1
         self.waiting.extendleft(reversed(passed))
+
+    def _prefetch(self) -> None:
+        """Begin the copies of adapters for those who are next. Each once, so that what was brought and had to
+        give way again is not brought again and again."""
+        for sequence in islice(self.waiting, MOST_PREFETCHED):
+            if sequence in self._kept:
+                continue
+            if sequence.lease and sequence.lease.carried is None and not sequence.is_prefetched:
+                if not self._adapters.admit(sequence.lease):
+                    return
+                self._adapters.suspend(sequence.lease)
+                sequence.is_prefetched = True
 
     def _is_loaded(self, sequence: Sequence) -> bool:
         return sequence.lease is None or self._adapters.is_loaded(sequence.lease)

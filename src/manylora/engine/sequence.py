@@ -11,14 +11,19 @@ import numpy as np
 
 from manylora.request import Beam, Event, FinishReason, Request, RequestMetrics
 
-__all__ = ["Lease", "Sequence"]
+__all__ = ["PENDING", "Lease", "Sequence"]
+
+PENDING = -1  # in place of a token that the device has drawn and the host has not seen
 
 
 class Lease(Protocol):
-    """What the scheduler knows of an adapter that a sequence holds."""
+    """What the scheduler knows of an adapter that a sequence holds. carried: None once it is on the host."""
 
     @property
     def digest(self) -> str: ...
+
+    @property
+    def carried(self) -> object: ...
 
 
 @dataclass(eq=False)
@@ -34,7 +39,9 @@ class Sequence:
     nodes:        identities of the full blocks that are registered for reuse, owned by `KvCache`.
     num_reported: output tokens that events carried already.
     num_overtaken: sequences admitted before this one though they came later.
+    is_prefetched: whether its adapter was brought to the device while it waited.
     num_draft:    tokens at the end of `tokens` that are a guess, until the model has seen them.
+    is_pending:   whether the last of `tokens` is PENDING; see `foresee`.
     top_p:        the bound of the next token; decays where the request says so.
     beams:        the group of a beam search, None otherwise; see `engine.beam`.
     matcher:      of guided decoding: which tokens may come next.
@@ -54,9 +61,11 @@ class Sequence:
     num_computed: int = 0
     num_reported: int = 0
     num_overtaken: int = 0
+    is_prefetched: bool = False
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     num_draft: int = 0
+    is_pending: bool = False
     top_p: float | None = None
     beams: Any = None
     results: tuple[Beam, ...] = ()
@@ -121,6 +130,39 @@ class Sequence:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its last token is pending: it ends as soon as that is seen."""
+        return self.is_pending and len(self.tokens) >= self.max_len
+
+    @property
+    def is_foreseeable(self) -> bool:
+        """Whether all that the host must know for its next step is that one token more was drawn."""
+        params = self.request.params
+        reads_tokens = (
+            params.bad_words
+            or params.repetition_penalty != 1
+            or params.presence_penalty
+            or params.frequency_penalty
+            or self.matcher is not None
+            or (self.top_p and params.top_p_decay != 1)
+        )
+        # Logits are handed over on the host, and guesses and beams are judged there.
+        special = params.return_context_logits or params.return_generation_logits or self.num_draft
+        return not reads_tokens and not special and self.beams is None
+
+    def foresee(self) -> None:
+        """Go on as if the next token were here, until `recall`."""
+        assert not self.is_pending
+        self.tokens.append(PENDING)
+        self.is_pending = True
+
+    def recall(self) -> None:
+        """Take PENDING away again, if it is there: the token itself comes now, or an error."""
+        if self.is_pending:
+            self.tokens.pop()
+            self.is_pending = False
 
     def drop_draft(self, num_accepted: int) -> None:
         """The model has seen the guess: what it confirms comes as appended tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,9 @@ class ReferenceOps:
         if fixed:
             raise NotImplementedError("the reference reads host tables, which a recorded graph cannot change")
         return attention, lora
+
+    def trials(self) -> AbstractContextManager[bool]:
+        return nullcontext(False)
 
     has_bfloat16 = True
 

@@ -9,6 +9,7 @@ T: token rows of the batch, packed over all sequences (prefill chunks and decode
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -160,6 +161,13 @@ class Ops(Protocol):
 
         fixed: every sequence has one query row, and the shapes of all tables depend on the number of rows
         and the width of the block table alone, so that a recorded graph can run again on other contents.
+        """
+        ...
+
+    def trials(self) -> AbstractContextManager[bool]:
+        """Inside, operations may run variants of themselves and keep the fastest; gives whether any does.
+
+        What they compute there is of no use otherwise. Outside they never do.
         """
         ...
 

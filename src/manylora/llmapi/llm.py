@@ -64,7 +64,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel_size": (1,),
     "context_parallel_size": (1,),
     "trust_remote_code": (True, False),
-    "disable_overlap_scheduler": (True, False),
 }
 
 
@@ -84,6 +83,7 @@ class LLM:
     max_beam_width: beams of one request; None: max_batch_size.
     guided_decoding_backend: llguidance, or xgrammar, which means the same here; None: no guided decoding.
     quant_config: weights in fewer bits; None: as the directory has them.
+    disable_overlap_scheduler: on a GPU, see the tokens of a step before the next is launched.
     moe_backend: CUTLASS, the name of the only implementation of experts there is here, or None.
 
     Raises ConfigError when it cannot be served so, also for an unknown argument.
@@ -110,6 +110,7 @@ class LLM:
         quant_config: QuantConfig | None = None,
         enable_lora: bool | None = None,
         moe_backend: str | None = None,
+        disable_overlap_scheduler: bool = False,
         **others: Any,
     ) -> None:
         _check_others(others)
@@ -159,6 +160,7 @@ class LLM:
                 enable_kv_cache_reuse=kv.enable_block_reuse,
                 enable_chunked_context=enable_chunked_prefill,
                 batch_scheduler_policy=batch_scheduler_policy,
+                enable_overlap=False if disable_overlap_scheduler else None,
                 quant=quant_config,
                 lora=lora,
             )

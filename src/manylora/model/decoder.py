@@ -82,22 +82,25 @@ class Decoder:
         config = self.config
         x = self._embed(batch)
         rotary = [self._rotary(batch.positions, rope) for rope in self._ropes]
+        delta: Tensor | None = None  # of the block before, not added yet
         for layer, block in enumerate(self._blocks):
             # The last base is that of layers with a window; most models have one base only.
             angles = rotary[-1 if block.attention.window is not None else 0] if rotary else None
-            x = block(x, angles, batch.attention, batch.lora, kv[layer])
-        logits = self._logits(x, batch)
+            x, delta = block(x, delta, angles, batch.attention, batch.lora, kv[layer])
+        logits = self._logits(x, delta, batch)
         if config.logits_scale != 1:
             logits *= config.logits_scale
         if config.logits_softcap is not None:
             logits = torch.tanh(logits / config.logits_softcap) * config.logits_softcap
         return logits
 
-    def _logits(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+    def _logits(self, x: Tensor, delta: Tensor | None, batch: ForwardBatch) -> Tensor:
         rows, lora = batch.logits_rows, batch.lora
+        assert delta is not None, "a decoder has a block"
         if lora is None or not lora.extras:
-            return self._ops.linear(self._final_norm(x[rows]), self._head, self._head_bias).float()
-        x = self._final_norm(x, lora)[rows]
+            _, x = self._final_norm.add(x[rows], delta[rows])
+            return self._ops.linear(x, self._head, self._head_bias).float()
+        x = self._final_norm.add(x, delta, lora)[1][rows]
         logits = self._ops.linear(x, self._head, self._head_bias).float()
         adapt_head(logits, x, rows, lora.extras, self._head_bias, self.config.tie_word_embeddings)
         return logits

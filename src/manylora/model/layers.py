@@ -145,7 +145,11 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder layer. A norm that the family does not have is None; post norms are on what is added."""
+    """One decoder layer. A norm that the family does not have is None; post norms are on what is added.
+
+    Takes the stream and what is to be added to it, None: nothing; returns the same two. So one launch adds
+    and normalises, between two blocks as inside of one.
+    """
 
     config: ModelConfig
     attention: Attention
@@ -158,18 +162,19 @@ class Block:
     def __call__(
         self,
         x: Tensor,
+        delta: Tensor | None,
         rotary: Rotary | None,
         batch: AttentionBatch,
         lora: LoraBatch | None,
         kv: Tensor,
-    ) -> Tensor:
-        seen = _apply(self.attention_norm, x, lora)
+    ) -> tuple[Tensor, Tensor]:
+        x, seen = _add(self.attention_norm, x, delta, lora)
         mixed = _apply(self.attention_post_norm, self.attention(seen, rotary, batch, lora, kv), lora)
         if self.config.parallel_blocks:
             seen = seen if self.config.shared_norm else _apply(self.mlp_norm, x, lora)
-            return x + mixed + self.mlp(seen, lora)
+            return x + mixed, self.mlp(seen, lora)
         x, seen = _add(self.mlp_norm, x, self._scaled(mixed), lora)
-        return x + self._scaled(_apply(self.mlp_post_norm, self.mlp(seen, lora), lora))
+        return x, self._scaled(_apply(self.mlp_post_norm, self.mlp(seen, lora), lora))
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.config.residual_scale == 1 else x * self.config.residual_scale
@@ -179,7 +184,10 @@ def _apply(norm: Norm | None, x: Tensor, lora: LoraBatch | None) -> Tensor:
     return x if norm is None else norm(x, lora)
 
 
-def _add(norm: Norm | None, x: Tensor, delta: Tensor, lora: LoraBatch | None) -> tuple[Tensor, Tensor]:
+def _add(norm: Norm | None, x: Tensor, delta: Tensor | None, lora: LoraBatch | None) -> tuple[Tensor, Tensor]:
+    """x + delta, and that normalised."""
+    if delta is None:
+        return x, _apply(norm, x, lora)
     if norm is not None:
         return norm.add(x, delta, lora)
     total = x + delta

@@ -12,13 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from manylora.kernels.cuda.blocks import BlockChooser, Blocks
 from manylora.kernels.cuda.fp8 import FP8, _from_e4m3, as_bytes
 from manylora.kernels.cuda.interpreter import _dot, widens
 from manylora.kernels.cuda.tables import PagedBatch
 
 __all__ = ["PagedAttention"]
 
-BLOCK_KEYS = 32
+# Keys that a program takes at a time. The first is what runs where nothing was measured.
+DECODE = (Blocks(32), Blocks(64), Blocks(64, stages=2), Blocks(128, stages=2))
+PROMPTS = (Blocks(32), Blocks(64, stages=2))
+WIDE_PROMPTS = (Blocks(32, warps=8), Blocks(64, warps=8, stages=2))  # of heads over 128 elements
 
 
 @triton.jit
@@ -123,9 +127,12 @@ def _join(
 
 class PagedAttention:
     """Our own kernel: any page size, any head_dim up to 256, grouped heads, windows, soft caps, and caches of
-    8-bit floats, which are widened in registers."""
+    8-bit floats, which are widened in registers. chooser: of block sizes."""
 
     name = "our own kernel in the Triton language"
+
+    def __init__(self, chooser: BlockChooser | None = None) -> None:
+        self._chooser = chooser or BlockChooser()
 
     def __call__(
         self,
@@ -145,8 +152,8 @@ class PagedAttention:
             self._launch(out, q, k_cache, v_cache, batch, scale, window, softcap, split=False)
         return out
 
-    @staticmethod
     def _launch(
+        self,
         out: Tensor,
         q: Tensor,
         k_cache: Tensor,
@@ -167,16 +174,26 @@ class PagedAttention:
         part_out = torch.empty((*size, dim), dtype=torch.float32, device=q.device)
         block_d = max(16, triton.next_power_of_2(dim))
         block_m = max(16, triton.next_power_of_2(heads // kv_heads)) if split else batch.block_rows
-        _attend[(tiles.shape[0], kv_heads, splits)](
-            q, as_bytes(k_cache), as_bytes(v_cache), out, part_out, part_top, part_sum, tiles, batch.starts,
-            batch.lengths, batch.block_table, scale, 0 if window is None else window,
-            1.0 if softcap is None else softcap, batch.split_keys, q.stride(0), batch.block_table.stride(0),
-            splits,
-            GROUP=heads // kv_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, WINDOWED=window is not None,
-            CAPPED=softcap is not None, NARROW=k_cache.dtype == FP8, SPLIT=split, BLOCK_M=block_m,
-            BLOCK_N=BLOCK_KEYS, BLOCK_D=block_d, WIDEN=widens(q.dtype),
-            num_warps=8 if block_m * block_d > 2**13 else 4,
-        )  # fmt: skip
+
+        def launch(blocks: Blocks) -> None:
+            _attend[(tiles.shape[0], kv_heads, splits)](
+                q, as_bytes(k_cache), as_bytes(v_cache), out, part_out, part_top, part_sum, tiles,
+                batch.starts, batch.lengths, batch.block_table, scale, 0 if window is None else window,
+                1.0 if softcap is None else softcap, batch.split_keys, q.stride(0),
+                batch.block_table.stride(0), splits,
+                GROUP=heads // kv_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, WINDOWED=window is not None,
+                CAPPED=softcap is not None, NARROW=k_cache.dtype == FP8, SPLIT=split, BLOCK_M=block_m,
+                BLOCK_N=blocks.size, BLOCK_D=block_d, WIDEN=widens(q.dtype), num_warps=blocks.warps,
+                num_stages=blocks.stages,
+            )  # fmt: skip
+
+        if split:  # a block lies in one of the parts
+            candidates = tuple(blocks for blocks in DECODE if batch.split_keys % blocks.size == 0)
+        else:
+            candidates = WIDE_PROMPTS if block_m * block_d > 2**13 else PROMPTS
+        kind = f"attention {'decoding' if split else 'prompts'} {q.dtype} cache {k_cache.dtype}"
+        shape = f"{kind} heads {heads} {kv_heads} dim {dim} page {page}"
+        launch(self._chooser.choose(shape, candidates, launch))
         if split:
             _join[(tiles.shape[0], heads)](
                 out, part_out, part_top, part_sum, tiles, batch.starts, batch.lengths, batch.split_keys,

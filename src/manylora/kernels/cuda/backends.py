@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from manylora.kernels.cuda.attention import PagedAttention
+from manylora.kernels.cuda.blocks import BlockChooser
 from manylora.kernels.cuda.flashinfer import FlashInferAttention
 from manylora.kernels.cuda.tables import PagedBatch, plan_attention
 from manylora.kernels.moving import to_device
@@ -45,10 +46,16 @@ class AttentionBackend(Protocol):
 
 
 def choose(
-    limits: BatchLimits, device: torch.device, candidates: Sequence[AttentionBackend] | None = None
+    limits: BatchLimits,
+    device: torch.device,
+    candidates: Sequence[AttentionBackend] | None = None,
+    chooser: BlockChooser | None = None,
 ) -> AttentionBackend:
-    """The first candidate that passes a trial; the last one without a trial. Says in the log which."""
-    offered = _installed(device) if candidates is None else candidates
+    """The first candidate that passes a trial; the last one without a trial. Says in the log which.
+
+    chooser: of our own kernel's block sizes.
+    """
+    offered = _installed(device, chooser) if candidates is None else candidates
     for backend in offered[:-1]:
         reason = _refusal(backend, limits, device)
         if reason is None:
@@ -59,26 +66,26 @@ def choose(
     return offered[-1]
 
 
-def _installed(device: torch.device) -> Sequence[AttentionBackend]:
+def _installed(device: torch.device, chooser: BlockChooser | None) -> Sequence[AttentionBackend]:
     if device.type != "cuda":
-        return (PagedAttention(),)
+        return (PagedAttention(chooser),)
     found: list[AttentionBackend] = []
     for name, load in (("torch.nn.attention.varlen", _varlen), ("FlashInfer", _flashinfer)):
         try:
-            found.append(load(device))
+            found.append(load(device, chooser))
         except (ImportError, RuntimeError) as error:  # not installed, or not for this machine
             logger.info("attention: %s is not used: %s", name, error)
-    return *found, PagedAttention()
+    return *found, PagedAttention(chooser)
 
 
-def _varlen(device: torch.device) -> AttentionBackend:
+def _varlen(device: torch.device, chooser: BlockChooser | None) -> AttentionBackend:
     from manylora.kernels.cuda.varlen import VarlenAttention
 
     return VarlenAttention()
 
 
-def _flashinfer(device: torch.device) -> AttentionBackend:
-    return FlashInferAttention(device)
+def _flashinfer(device: torch.device, chooser: BlockChooser | None) -> AttentionBackend:
+    return FlashInferAttention(device, chooser)
 
 
 def _refusal(backend: AttentionBackend, limits: BatchLimits, device: torch.device) -> str | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from manylora.kernels.cuda.attention import PagedAttention
+from manylora.kernels.cuda.blocks import BlockChooser
 from manylora.kernels.cuda.tables import PagedBatch
 
 __all__ = ["FlashInferAttention"]
@@ -23,12 +24,12 @@ class FlashInferAttention:
 
     name = "FlashInfer for decoding, our own kernel in the Triton language for prompts"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, chooser: BlockChooser | None = None) -> None:
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 
         self._decode = trtllm_batch_decode_with_kv_cache
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._prompts = PagedAttention()
+        self._prompts = PagedAttention(chooser)
 
     def __call__(
         self,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["FP8", "FP8_MAX", "as_bytes", "quantise_rows"]
+__all__ = ["FP8", "FP8_MAX", "as_bytes", "has_units", "quantise_rows"]
 
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 
@@ -38,6 +38,17 @@ def _to_e4m3(value):
 
 
 @triton.jit
+def _dot_e4m3(a, b, total, EXACT: tl.constexpr):
+    """A product of codes (uint8), by FP8 units; EXACT: by widening them, for the interpreter."""
+    if EXACT:
+        return tl.dot(_from_e4m3(a), _from_e4m3(b), total, input_precision="ieee")
+    else:  # noqa: RET505 - a compile-time branch: both arms must return
+        left, right = a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True)
+        # Hopper's units keep few bits of a sum of their own: it is added to a float32 now and then.
+        return tl.dot(left, right, total, max_num_imprecise_acc=128)
+
+
+@triton.jit
 def _quantise(x, codes, scales, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -62,6 +73,11 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         warps = 4 if block <= 2048 else 8 if block <= 8192 else 16  # a row fits into their registers
         _quantise[(rows,)](x, codes, scales, x.stride(0), WIDTH=width, BLOCK=block, num_warps=warps)
     return codes.view(FP8), scales
+
+
+def has_units(device: torch.device) -> bool:
+    """Whether the device multiplies 8-bit floats itself: GPUs from Ada and Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def as_bytes(x: Tensor) -> Tensor:

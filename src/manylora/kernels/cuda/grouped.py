@@ -1,7 +1,8 @@
 """Linear layers of several weights in one launch, each tile of rows with its own: plain or quantised.
 
 Weights lie where they are; a table says how far each is from the first, because a distance, unlike an
-address, may be known to be aligned. A quantised weight is widened in registers.
+address, may be known to be aligned. A quantised weight is widened in registers; or, of 8-bit floats, the rows
+are rounded to such too, and FP8 units multiply them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manylora.kernels.cuda.fp8 import FP8, _from_e4m3, as_bytes
-from manylora.kernels.cuda.interpreter import _dot, widens
+from manylora.kernels.cuda.blocks import BlockChooser, Blocks
+from manylora.kernels.cuda.fp8 import FP8, _dot_e4m3, _from_e4m3, as_bytes, quantise_rows
+from manylora.kernels.cuda.interpreter import _dot, is_interpreted, widens
 from manylora.kernels.cuda.plan import TILE
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.kernels.spec import Weight
@@ -27,6 +29,9 @@ PARTS = 3  # of one weight: values, scales, offsets
 KINDS = {torch.int8: INT8, FP8: E4M3, torch.uint8: INT4}
 ALIGNMENTS = (16, 8, 4, 2, 1)
 SMALLEST_GROUP = 16  # inputs of one block, at least
+# Outputs of a program, for small tiles and large ones. They are no part of the order of a sum.
+SMALL_TILES = (Blocks(64), Blocks(32, stages=4), Blocks(128, stages=4))
+LARGE_TILES = (Blocks(128), Blocks(128, warps=8), Blocks(64, stages=4))
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class WeightTable:
     """Weights [N, K] of one kind. values, scales, offsets: of the first; values of 8-bit floats as bytes.
 
     distances [E, PARTS] int64: elements from there to those of each weight. align: elements that those of
-    values are multiples of. groups: scales of one output, 0: none.
+    values are multiples of. groups: scales of one output, 0: none. narrow: rows are rounded to e4m3 as well.
     """
 
     values: Tensor
@@ -46,15 +51,17 @@ class WeightTable:
     shape: tuple[int, int]
     groups: int
     has_offsets: bool
+    narrow: bool = False
 
 
 @triton.jit
 def _weights(
     values, scales, offsets, start, n, num_in, num_out, KIND: tl.constexpr, GROUP: tl.constexpr,
     OFFSETS: tl.constexpr, TYPE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+    NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Inputs [start, start + BLOCK_K), which are of one group, of outputs n: [BLOCK_K, BLOCK_N] in TYPE. A
-    scale of a whole output is left to the caller."""
+    """Inputs [start, start + BLOCK_K), which are of one group, of outputs n: [BLOCK_K, BLOCK_N] in TYPE, or
+    NARROW: as codes. A scale of a whole output is left to the caller."""
     rows, there = n.to(tl.int64), n < num_out
     if KIND == 3:
         byte = start // 2 + tl.arange(0, BLOCK_K // 2)
@@ -66,7 +73,7 @@ def _weights(
         k = start + tl.arange(0, BLOCK_K)
         inside = (k < num_in)[:, None] & there[None, :]
         found = tl.load(values + rows[None, :] * num_in + k[:, None], mask=inside, other=0)
-    if KIND != 0:
+    if KIND != 0 and not NARROW:
         wide = _from_e4m3(found) if KIND == 2 else found.to(tl.float32)
         if GROUP > 0:
             at = rows * (num_in // GROUP) + start // GROUP
@@ -79,10 +86,11 @@ def _weights(
 
 @triton.jit
 def _grouped(
-    y, x, bias, tiles, all_values, all_scales, all_offsets, distances, x_stride, num_rows, num_in, num_out,
+    y, x, x_scales, bias, tiles, all_values, all_scales, all_offsets, distances, x_stride, num_rows, num_in,
+    num_out,
     KIND: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr, TILED: tl.constexpr,
     BIASED: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     first, number = tile.to(tl.int64) * BLOCK_M, 0
@@ -104,9 +112,14 @@ def _grouped(
         xs = tl.load(x + rows[:, None] * x_stride + k[None, :], mask=mine, other=0)
         weights = _weights(
             values, scales, offsets, start, n, num_in, num_out, KIND, GROUP, OFFSETS, x.dtype.element_ty,
-            BLOCK_K, BLOCK_N,
+            BLOCK_K, BLOCK_N, NARROW,
         )  # fmt: skip
-        total = _dot(xs, weights, total, WIDEN)
+        if NARROW:  # noqa: SIM108 - a compile-time branch
+            total = _dot_e4m3(xs, weights, total, WIDEN)
+        else:
+            total = _dot(xs, weights, total, WIDEN)
+    if NARROW:
+        total *= tl.load(x_scales + rows, mask=m < count, other=0)[:, None]
     if KIND != 0 and GROUP == 0:
         total *= tl.load(scales + n, mask=n < num_out, other=0).to(tl.float32)[None, :]
     if BIASED:
@@ -115,8 +128,11 @@ def _grouped(
     tl.store(to, total.to(y.dtype.element_ty), mask=(m < count)[:, None] & (n < num_out)[None, :])
 
 
-def weight_table(weights: Sequence[Weight]) -> WeightTable:
-    """weights: of one shape and kind, on one device, contiguous; the caller keeps them where they are."""
+def weight_table(weights: Sequence[Weight], narrow: bool = False) -> WeightTable:
+    """weights: of one shape and kind, on one device, contiguous; the caller keeps them where they are.
+
+    narrow: only of 8-bit floats with a scale for each output, on a device that `has_units`.
+    """
     quantised = [w for w in weights if isinstance(w, QuantisedWeight)]
     plain = [w for w in weights if isinstance(w, Tensor)]
     assert len(weights) in (len(quantised), len(plain)), "weights of a table are of one kind, and not packed"
@@ -137,7 +153,8 @@ def weight_table(weights: Sequence[Weight]) -> WeightTable:
     distances = [[_elements(a, b) for a, b in zip(first, three, strict=True)] for three in parts]
     align = next(size for size in ALIGNMENTS if all(three[0] % size == 0 for three in distances))
     table = torch.tensor(distances, dtype=torch.int64, device=first[0].device)
-    return WeightTable(*first, table, align, kind, shape, groups, has_offsets)
+    assert not narrow or (kind == E4M3 and groups == 1 and not has_offsets), "rounds rows for FP8 units only"
+    return WeightTable(*first, table, align, kind, shape, groups, has_offsets, narrow)
 
 
 def _elements(start: Tensor, other: Tensor) -> int:
@@ -146,40 +163,60 @@ def _elements(start: Tensor, other: Tensor) -> int:
     return elements
 
 
-def grouped_linear(x: Tensor, tiles: Tensor, tile_size: int, table: WeightTable) -> Tensor:
+def grouped_linear(
+    x: Tensor, tiles: Tensor, tile_size: int, table: WeightTable, chooser: BlockChooser | None = None
+) -> Tensor:
     """Semantics, for each tile (first, count, _, e): y[first:first+count] = x[first:first+count] @ W[e].T
 
     x [P, K] in the dtype of plain weights or of scales, last dimension contiguous -> [P, N]. tiles [n, TILE]
     int32, covering all of x, none with more than tile_size rows.
     """
-    return _launch(x, tiles, tile_size, tiles.shape[0], table, None)
+    return _launch(x, tiles, tile_size, tiles.shape[0], table, None, chooser or BlockChooser())
 
 
-def quantised_rows(x: Tensor, table: WeightTable, bias: Tensor | None) -> Tensor:
+def quantised_rows(
+    x: Tensor, table: WeightTable, bias: Tensor | None, chooser: BlockChooser | None = None
+) -> Tensor:
     """Semantics: x @ W.T + bias, of a table of one weight; x [T, K] -> [T, N]."""
     size = 16 if x.shape[0] <= 16 else 64
-    return _launch(x, None, size, triton.cdiv(x.shape[0], size), table, bias)
+    return _launch(x, None, size, triton.cdiv(x.shape[0], size), table, bias, chooser or BlockChooser())
 
 
 def _launch(
-    x: Tensor, tiles: Tensor | None, tile_size: int, count: int, table: WeightTable, bias: Tensor | None
+    x: Tensor,
+    tiles: Tensor | None,
+    tile_size: int,
+    count: int,
+    table: WeightTable,
+    bias: Tensor | None,
+    chooser: BlockChooser,
 ) -> Tensor:
     num_out, num_in = table.shape
-    y = torch.empty((x.shape[0], num_out), dtype=x.dtype, device=x.device)
-    block_n = 64 if tile_size == 16 else 128
+    dtype, widen, x_scales = x.dtype, widens(x.dtype), x
+    if table.narrow:
+        values, x_scales = quantise_rows(x)
+        x, widen = as_bytes(values), is_interpreted()
+    y = torch.empty((x.shape[0], num_out), dtype=dtype, device=x.device)
     block_k = 128 // x.element_size()  # so that the stages of any dtype fit into shared memory
     group = num_in // table.groups if table.groups else 0
     if table.groups > 1:
         block_k = min(block_k, group & -group)  # the power of two in it: a block never lies in two groups
     if table.groups == 1 and not table.has_offsets:
         group = 0
-    if count:
-        _grouped[(count, triton.cdiv(num_out, block_n))](
-            y, x, y if bias is None else bias, y if tiles is None else tiles, table.values,
+
+    def launch(blocks: Blocks) -> None:
+        _grouped[(count, triton.cdiv(num_out, blocks.size))](
+            y, x, x_scales, y if bias is None else bias, y if tiles is None else tiles, table.values,
             table.scales, table.offsets, table.distances, x.stride(0), x.shape[0], num_in, num_out,
             KIND=table.kind, GROUP=group,
             OFFSETS=table.has_offsets, TILED=tiles is not None, BIASED=bias is not None, TILE=TILE,
-            PARTS=PARTS, ALIGN=table.align, BLOCK_M=tile_size, BLOCK_N=block_n, BLOCK_K=block_k,
-            WIDEN=widens(x.dtype),
+            PARTS=PARTS, ALIGN=table.align, BLOCK_M=tile_size, BLOCK_N=blocks.size, BLOCK_K=block_k,
+            WIDEN=widen, NARROW=table.narrow, num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
+
+    if count:
+        candidates = SMALL_TILES if tile_size == 16 else LARGE_TILES
+        kind = ("plain", "int8", "e4m3", "int4")[table.kind] + " units" * table.narrow
+        shape = f"{kind} {dtype} tile {tile_size} in {num_in} out {num_out} groups {table.groups}"
+        launch(chooser.choose(shape, candidates, launch))
     return y

@@ -6,13 +6,17 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["widens"]
+__all__ = ["is_interpreted", "widens"]
+
+
+def is_interpreted() -> bool:
+    return bool(triton.knobs.runtime.interpret)
 
 
 def widens(dtype: torch.dtype) -> bool:
     """Whether operands of a matrix product must be widened first: the interpreter keeps bfloat16 as integers
     and multiplies those."""
-    return dtype == torch.bfloat16 and bool(triton.knobs.runtime.interpret)
+    return dtype == torch.bfloat16 and is_interpreted()
 
 
 @triton.jit

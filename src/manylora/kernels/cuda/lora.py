@@ -4,24 +4,33 @@ Both read A [rank, in] and B [rank, out] in place from the pool. `places` says w
 module the offset, the rank (0: no such row, its programs end at once), whether a DoRA magnitude follows,
 whether the numbers are 8-bit floats, which are widened when they are read, and the bits of the row's scale.
 Of routed experts the pieces lie one after the other, and a tile says which is its own.
-Grids depend on shapes alone. Everything is accumulated in float32.
+Grids depend on shapes alone. Everything is accumulated in float32. Among tiles of one size a row is summed in
+one order, whatever ranks and modules the batch has beside it: blocks are chosen by the layer alone.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from manylora.kernels.cuda.blocks import BlockChooser, Blocks
 from manylora.kernels.cuda.fp8 import _from_e4m3
 from manylora.kernels.cuda.interpreter import _dot, widens
 from manylora.kernels.cuda.plan import MODULES, PLACE, TILE
 
 __all__ = ["LoraTables", "expand_add", "shrink"]
+
+# Inputs that a program takes at a time, and outputs of a program. The first is what runs where nothing was
+# measured.
+SHRINK_ROWS = (Blocks(256), Blocks(512), Blocks(512, warps=8), Blocks(128, warps=2))
+SHRINK_TILES = (Blocks(64), Blocks(64, stages=4), Blocks(128))
+EXPAND_ROWS = (Blocks(128), Blocks(256), Blocks(64, warps=2))
+EXPAND_TILES = (Blocks(64), Blocks(128), Blocks(128, warps=8))
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,7 @@ class LoraTables:
     pool [elements]. places [slots, layers, MODULES, PLACE] int64. tiles [n, TILE] int32: as in `plan`.
     targets [targets, 3] int32: module, first column, columns. align: elements that every offset, row length
     and column start is a multiple of; a power of two. float8: whether the batch has rows of 8-bit floats.
+    chooser: of block sizes.
     """
 
     pool: Tensor
@@ -42,6 +52,12 @@ class LoraTables:
     rank: int
     align: int
     float8: bool = False
+    chooser: BlockChooser = field(default_factory=BlockChooser)
+
+    @property
+    def block_rank(self) -> int:
+        """Ranks of a block. Of single rows always the same: it is part of the order of a sum."""
+        return 16 if self.tile_size == 1 or self.rank <= 16 else 32
 
     @property
     def codes(self) -> Tensor:
@@ -234,7 +250,7 @@ def shrink(x: Tensor, tables: LoraTables) -> Tensor:
     num_targets = tables.targets.shape[0]
     splits = _splits(in_dim, tables.tile_size)
     partial = torch.empty(splits, num_rows, num_targets, tables.rank, dtype=torch.float32, device=x.device)
-    block_r = 16 if tables.rank <= 16 else 32
+    block_r = tables.block_rank
     grid = (tables.tiles.shape[0], num_targets * triton.cdiv(tables.rank, block_r), splits)
     arguments = (
         x, tables.pool, tables.codes, tables.places, tables.tiles, tables.targets, partial, tables.layer,
@@ -244,12 +260,18 @@ def shrink(x: Tensor, tables: LoraTables) -> Tensor:
         "TARGETS": num_targets, "RANK": tables.rank, "SPLITS": splits, "BLOCK_R": block_r,
         "ALIGN": tables.align, "MODULES": MODULES, "PLACE": PLACE, "TILE": TILE, "FLOAT8": tables.float8,
     }  # fmt: skip
-    if tables.tile_size == 1:
-        _shrink_rows[grid](*arguments, **constants, BLOCK_K=256)
-    else:
-        _shrink_tiles[grid](
-            *arguments, **constants, BLOCK_K=64, BLOCK_M=tables.tile_size, WIDEN=widens(x.dtype)
-        )
+
+    def launch(blocks: Blocks) -> None:
+        options = {"BLOCK_K": blocks.size, "num_warps": blocks.warps, "num_stages": blocks.stages}
+        if tables.tile_size == 1:
+            _shrink_rows[grid](*arguments, **constants, **options)
+        else:
+            tiled = {"BLOCK_M": tables.tile_size, "WIDEN": widens(x.dtype)}
+            _shrink_tiles[grid](*arguments, **constants, **options, **tiled)
+
+    candidates = SHRINK_ROWS if tables.tile_size == 1 else SHRINK_TILES
+    shape = f"shrink {x.dtype} tile {tables.tile_size} in {in_dim}"
+    launch(tables.chooser.choose(shape, candidates, launch))
     return partial
 
 
@@ -260,16 +282,20 @@ def expand_add(y: Tensor, partial: Tensor, in_dim: int, tables: LoraTables, bias
     y [T, N], last dimension contiguous, changed in place; rounded once, at the end. bias [N] or None.
     """
     num_rows, num_columns = y.shape
-    block_n = 128 if tables.tile_size == 1 else 64
-    grid = (tables.tiles.shape[0], triton.cdiv(num_columns, block_n))
-    _expand[grid](
-        y, partial, tables.pool, tables.codes, tables.places, tables.tiles, tables.targets,
-        y if bias is None else bias, tables.layer, tables.places.shape[1], y.stride(0), num_rows, in_dim,
-        num_columns, TARGETS=tables.targets.shape[0], RANK=tables.rank, SPLITS=partial.shape[0],
-        BLOCK_R=16 if tables.rank <= 16 else 32, BLOCK_N=block_n, ALIGN=tables.align, MODULES=MODULES,
-        PLACE=PLACE, TILE=TILE, FLOAT8=tables.float8, BLOCK_M=tables.tile_size, BIASED=bias is not None,
-        WIDEN=widens(y.dtype),
-    )  # fmt: skip
+
+    def launch(blocks: Blocks) -> None:
+        _expand[tables.tiles.shape[0], triton.cdiv(num_columns, blocks.size)](
+            y, partial, tables.pool, tables.codes, tables.places, tables.tiles, tables.targets,
+            y if bias is None else bias, tables.layer, tables.places.shape[1], y.stride(0), num_rows, in_dim,
+            num_columns, TARGETS=tables.targets.shape[0], RANK=tables.rank, SPLITS=partial.shape[0],
+            BLOCK_R=tables.block_rank, BLOCK_N=blocks.size, ALIGN=tables.align, MODULES=MODULES,
+            PLACE=PLACE, TILE=TILE, FLOAT8=tables.float8, BLOCK_M=tables.tile_size, BIASED=bias is not None,
+            WIDEN=widens(y.dtype), num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
+
+    candidates = EXPAND_ROWS if tables.tile_size == 1 else EXPAND_TILES
+    shape = f"expand {y.dtype} tile {tables.tile_size} out {num_columns}"
+    launch(tables.chooser.choose(shape, candidates, launch))
 
 
 def _splits(in_dim: int, tile_size: int) -> int:

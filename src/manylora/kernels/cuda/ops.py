@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from manylora.kernels.cuda import kv, lora, routing, rows
 from manylora.kernels.cuda.backends import AttentionBackend, choose
+from manylora.kernels.cuda.blocks import BlockChooser
 from manylora.kernels.cuda.grouped import WeightTable, grouped_linear, weight_table
 from manylora.kernels.cuda.plan import MODULES, PLACE, Places, plan_lora
-from manylora.kernels.cuda.quantised import QuantisedLinears
+from manylora.kernels.cuda.quantised import KERNELS, QuantisedLinears, Widened
 from manylora.kernels.cuda.tables import MIN_SPLIT_KEYS, PagedBatch, PlannedLora, plan_attention
+from manylora.kernels.moving import upload
 from manylora.kernels.quantised import PackedInt4, QuantisedWeight, StackedWeight
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import (
@@ -35,12 +38,14 @@ ALIGNMENTS = (16, 8, 4, 2, 1)
 class CudaOps(ReferenceOps):
     """Nothing here waits for the device. Tensors may lie elsewhere when the kernels are interpreted.
 
-    split_keys: keys of one program in decode attention, at least.
+    split_keys: keys of one program in decode attention, at least. chooser: of block sizes; None: one that
+    measures nothing.
     """
 
-    def __init__(self, split_keys: int = MIN_SPLIT_KEYS) -> None:
+    def __init__(self, split_keys: int = MIN_SPLIT_KEYS, chooser: BlockChooser | None = None) -> None:
         self._split_keys = split_keys
-        self._quantised = QuantisedLinears()
+        self.chooser = chooser or BlockChooser()
+        self._quantised = QuantisedLinears((*KERNELS[:-1], Widened(self.chooser)))
         self._targets: dict[tuple[LoraTarget, ...], Tensor] = {}
         self._tables: dict[int, tuple[Sequence[Weight], WeightTable]] = {}
 
@@ -50,7 +55,12 @@ class CudaOps(ReferenceOps):
         self._host_places = Places(slots, limits.num_layers)
         shape = (slots, limits.num_layers, MODULES, PLACE)
         self._places = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._attention: AttentionBackend = choose(limits, device)
+        self._attention: AttentionBackend = choose(limits, device, chooser=self.chooser)
+
+    @contextmanager
+    def trials(self) -> Iterator[bool]:
+        with self.chooser.measuring():
+            yield self.chooser.can_measure
 
     def plan(
         self, attention: AttentionBatch, lora: LoraBatch | None, fixed: bool = False
@@ -61,7 +71,7 @@ class CudaOps(ReferenceOps):
         num_rows = len(attention.slots)
         plan = plan_lora(lora.segments, self._host_places, num_rows, fixed)
         for update in plan.updates:
-            self._places[update.slot].copy_(torch.from_numpy(update.places), non_blocking=True)
+            self._places[update.slot].copy_(upload(update.places, torch.int64, self._places.device))
         routed = {"row_slots": torch.from_numpy(plan.row_slots)} if self._limits.num_experts else {}
         planned = PlannedLora(
             pool=lora.pool,
@@ -85,7 +95,10 @@ class CudaOps(ReferenceOps):
         if isinstance(weight, Tensor):
             return weight
         if routed:  # the experts' kernel knows neither zeros nor orders
-            return weight if weight.is_plain else weight.wide()
+            if not weight.is_plain:
+                return weight.wide()
+            self._quantised.narrows_experts(weight)  # tries now, and not in a step
+            return weight
         return self._quantised.pack(weight)
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
@@ -113,7 +126,7 @@ class CudaOps(ReferenceOps):
 
     def expert_linear(self, x: Tensor, pairs: ExpertPairs, weights: Sequence[Weight]) -> Tensor:
         assert isinstance(pairs, routing.DevicePairs)
-        return grouped_linear(x, pairs.tiles, pairs.tile_size, self._weight_table(weights))
+        return grouped_linear(x, pairs.tiles, pairs.tile_size, self._weight_table(weights), self.chooser)
 
     def expert_lora_add(
         self,
@@ -187,6 +200,7 @@ class CudaOps(ReferenceOps):
             rank=batch.rank,
             align=next(size for size in ALIGNMENTS if common % size == 0),
             float8=batch.float8,
+            chooser=self.chooser,
         )
         lora.expand_add(y, lora.shrink(x, tables), in_dim, tables, bias)
 
@@ -201,5 +215,7 @@ class CudaOps(ReferenceOps):
         """Made once for the experts of a layer, which are held, so that their id stays their own."""
         known = self._tables.get(id(weights))
         if known is None:
-            known = self._tables[id(weights)] = weights, weight_table(weights)
+            one = weights[0]
+            narrow = isinstance(one, QuantisedWeight) and self._quantised.narrows_experts(one)
+            known = self._tables[id(weights)] = weights, weight_table(weights, narrow)
         return known[1]

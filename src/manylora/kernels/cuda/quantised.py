@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manylora.kernels.cuda.fp8 import FP8, quantise_rows
+from manylora.kernels.cuda.blocks import BlockChooser
+from manylora.kernels.cuda.fp8 import FP8, has_units, quantise_rows
 from manylora.kernels.cuda.grouped import SMALLEST_GROUP, quantised_rows, weight_table
 from manylora.kernels.quantised import INT4_GROUPS, PackedInt4, QuantisedWeight, quantised_linear
 
 __all__ = [
     "KERNELS", "QuantisedKernel", "QuantisedLinears", "ScaledAfterwards", "ScaledRows", "TorchInt4",
-    "TorchInt8", "Widened",
+    "TorchInt8", "Units", "Widened",
 ]  # fmt: skip
 
 logger = logging.getLogger("manylora")
@@ -138,14 +139,35 @@ class TorchInt4(QuantisedKernel):
 
 
 class Widened(QuantisedKernel):
+    """chooser: of block sizes."""
+
     name = "our own kernel in the Triton language"
     most_rows = FEW_ROWS
+
+    def __init__(self, chooser: BlockChooser | None = None) -> None:
+        self._chooser = chooser
 
     def takes(self, weight: QuantisedWeight) -> bool:
         return weight.scales.shape[1] == 1 or weight.group_size % SMALLEST_GROUP == 0
 
     def prepare(self, packed: QuantisedWeight) -> Any:
         return weight_table([packed])
+
+    def __call__(self, x: Tensor, packed: QuantisedWeight, prepared: Any) -> Tensor:
+        return quantised_rows(x, prepared, None, self._chooser)
+
+
+class Units(QuantisedKernel):
+    """Our own kernel on the FP8 units, for experts: torch's have no tables."""
+
+    name = "our own kernel on FP8 units"
+    narrows = True
+
+    def takes(self, weight: QuantisedWeight) -> bool:
+        return weight.values.dtype == FP8 and _per_output(weight) and has_units(weight.values.device)
+
+    def prepare(self, packed: QuantisedWeight) -> Any:
+        return weight_table([packed], narrow=True)
 
     def __call__(self, x: Tensor, packed: QuantisedWeight, prepared: Any) -> Tensor:
         return quantised_rows(x, prepared, None)
@@ -164,7 +186,7 @@ class QuantisedLinears:
     """The kernel of each weight. The last of the kernels needs no trial."""
 
     def __init__(self, kernels: Sequence[QuantisedKernel] = KERNELS) -> None:
-        self._kernels = kernels
+        self._kernels, self._units = kernels, Units()
         self._works: dict[tuple[Hashable, QuantisedKernel], bool] = {}
         self._ready: dict[int, tuple[Any, QuantisedKernel, Any]] = {}  # holds weights, so ids stay theirs
 
@@ -176,6 +198,11 @@ class QuantisedLinears:
                 self._ready[id(packed)] = packed, kernel, kernel.prepare(packed)
                 return packed
         return weight
+
+    def narrows_experts(self, weight: QuantisedWeight) -> bool:
+        """Whether experts with such weights go through FP8 units. Its first call tries, and waits for the
+        device."""
+        return self._units.takes(weight) and self._passes(self._units, weight)
 
     def __call__(self, x: Tensor, weight: QuantisedWeight | PackedInt4, bias: Tensor | None) -> Tensor:
         """As `Ops.linear`."""

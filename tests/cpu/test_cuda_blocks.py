@@ -1,0 +1,269 @@
+"""Protects the choice of block sizes: the fastest, made once and outside of steps, and no choice changes an
+answer or lets a row depend on its company."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from test_cuda_experts import choose_experts
+from test_cuda_kernels import DEVICE, IN, TARGETS, WIDTHS, attention_batch, close, limits, lora_batch
+from test_cuda_quantised import weight_of
+from test_expert_kernels import EXPERTS
+from test_graphs import CPU, KINDS, Recorder, answers, open_engine
+
+from manylora.device import Device
+from manylora.kernels.cuda import attention, grouped, lora
+from manylora.kernels.cuda.attention import PagedAttention
+from manylora.kernels.cuda.blocks import MOST_SECONDS, BlockChooser, Blocks
+from manylora.kernels.cuda.grouped import quantised_rows, weight_table
+from manylora.kernels.cuda.ops import CudaOps
+from manylora.kernels.cuda.tables import plan_attention
+from manylora.kernels.moving import to_device
+from manylora.kernels.quantised import quantised_linear
+from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.spec import LoraBatch
+from manylora.lora.convert import convert_peft
+from manylora.request import LoraInput
+from manylora.testing import make_adapter, make_model
+
+FEW = (Blocks(64), Blocks(128), Blocks(256, warps=8))
+
+
+class Number(BlockChooser):
+    """Always the same one of the candidates."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def choose(self, shape: str, candidates: Sequence[Blocks], launch: Callable[[Blocks], object]) -> Blocks:
+        return candidates[self.number % len(candidates)]
+
+
+class Machine:
+    """A clock on which larger blocks are faster, and triton lacks memory for the largest."""
+
+    def __init__(self) -> None:
+        self.ran: list[int] = []
+        self.now = 0.0
+
+    def launch(self, blocks: Blocks) -> None:
+        if blocks.size == 256:
+            raise triton.OutOfResources(300_000, 232_448, "shared memory")
+        self.ran.append(blocks.size)
+
+    def clock(self, call: Callable[[], object]) -> float:
+        call()
+        self.now += 1
+        return 1 / self.ran[-1]
+
+
+def test_the_fastest_is_chosen_once_and_kept(tmp_path: Path) -> None:
+    machine, path = Machine(), tmp_path / "cache" / "blocks.json"
+    made = BlockChooser(machine.clock, path, lambda: machine.now)
+    assert made.choose("a", FEW, machine.launch) == FEW[0]
+    assert not machine.ran, "nothing is measured in a step"
+    with made.measuring():
+        assert made.choose("a", FEW, machine.launch) == FEW[1], "the last one does not fit"
+        assert machine.ran == [64, 128]
+        assert made.choose("a", FEW, machine.launch) == FEW[1]
+    assert made.choose("a", FEW, machine.launch) == FEW[1]
+    assert made.choose("b", FEW, machine.launch) == FEW[0]
+    assert machine.ran == [64, 128]
+    again = BlockChooser(machine.clock, path, lambda: machine.now)
+    with again.measuring():
+        assert again.choose("a", FEW, machine.launch) == FEW[1]
+        assert machine.ran == [64, 128]
+    assert again.choose("a", FEW[:1], machine.launch) == FEW[0], "a choice of another version"
+    assert [file.name for file in path.parent.iterdir()] == ["blocks.json"]
+
+
+def test_measuring_ends_when_its_time_is_up() -> None:
+    machine = Machine()
+    made = BlockChooser(machine.clock, None, lambda: machine.now)
+    with made.measuring():
+        assert made.choose("a", FEW, machine.launch) == FEW[1]
+        machine.now += MOST_SECONDS
+        assert made.choose("b", FEW, machine.launch) == FEW[0]
+    assert machine.ran == [64, 128]
+
+
+@pytest.mark.parametrize("content", ["[1, 2", "[]", '{"a": []}', '{"a": "x"}', '{"a": [1, 2, 3, 4]}'])
+def test_a_broken_file_is_not_used(content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "blocks.json"
+    path.write_text(content, encoding="utf-8")
+    machine = Machine()
+    made = BlockChooser(machine.clock, path, lambda: machine.now)
+    assert f"{path} is not used" in caplog.text
+    with made.measuring():
+        assert made.choose("a", FEW, machine.launch) == FEW[1]
+    assert json.loads(path.read_text(encoding="utf-8")) == {"a": [128, 4, 3]}
+
+
+def test_choices_that_cannot_be_kept_are_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    machine = Machine()
+    made = BlockChooser(machine.clock, tmp_path / "file" / "blocks.json", lambda: machine.now)
+    with made.measuring():
+        made.choose("a", FEW, machine.launch)
+    assert "cannot be kept" in caplog.text
+    assert made.choose("a", FEW, machine.launch) == FEW[1]
+
+
+def _most(*groups: tuple[Blocks, ...]) -> range:
+    return range(max(map(len, groups)))
+
+
+@pytest.mark.parametrize(("lengths", "ranks"), [([1, 1], [5, 33]), ([3, 20], [8, 17])], ids=["rows", "tiles"])
+@pytest.mark.parametrize(
+    "number", _most(lora.SHRINK_ROWS, lora.SHRINK_TILES, lora.EXPAND_ROWS, lora.EXPAND_TILES)
+)
+def test_adapters_add_the_same_with_every_choice(lengths: list[int], ranks: list[int], number: int) -> None:
+    torch.manual_seed(0)
+    batch = lora_batch(lengths, ranks, True, torch.float32)
+    made = CudaOps(chooser=Number(number))
+    made.reserve(limits(), DEVICE)
+    total = sum(lengths) + len(lengths) + 1
+    x, y = torch.randn(total, IN, device=DEVICE) / 7, torch.randn(total, sum(WIDTHS), device=DEVICE)
+    planned = to_device(made.plan(attention_batch([1] * total, [1] * total), batch)[1], DEVICE)
+    want = y.clone()
+    ReferenceOps().lora_add(want, x, LoraBatch(batch.pool, batch.segments), 2, TARGETS)
+    made.lora_add(y, x, planned, 2, TARGETS)
+    close(y, want)
+
+
+@pytest.mark.parametrize("rows", [5, 40])
+@pytest.mark.parametrize("number", _most(grouped.SMALL_TILES, grouped.LARGE_TILES))
+def test_weights_multiply_the_same_with_every_choice(number: int, rows: int) -> None:
+    torch.manual_seed(0)
+    chooser, weight = Number(number), weight_of("W4A16", torch.float32)
+    x = torch.randn(rows, weight.shape[1], device=DEVICE)
+    close(quantised_rows(x, weight_table([weight]), None, chooser), quantised_linear(x, weight, None))
+    made = CudaOps(chooser=chooser)
+    made.reserve(limits(num_experts=EXPERTS), DEVICE)
+    weights = tuple(torch.randn(24, 32, device=DEVICE) for _ in range(EXPERTS))
+    choices, x = choose_experts(rows), torch.randn(rows, 32, device=DEVICE)
+    pairs, places = made.pair_up(choices, EXPERTS, None)
+    got = made.expert_linear(x[pairs.rows], pairs, weights)[places].view(rows, 2, 24)
+    want = [torch.stack([weights[e] @ row for e in es]) for row, es in zip(x, choices.tolist(), strict=True)]
+    close(got, torch.stack(want))
+
+
+@pytest.mark.parametrize("counts", [[1, 1, 1], [30, 2, 5]], ids=["decoding", "prompts"])
+@pytest.mark.parametrize("number", _most(attention.DECODE, attention.PROMPTS, attention.WIDE_PROMPTS))
+def test_attention_is_the_same_with_every_choice(counts: list[int], number: int) -> None:
+    torch.manual_seed(0)
+    k, v = (torch.randn(128, 4, 2, 24, device=DEVICE) for _ in "kv")
+    lengths = [150, 33, 7]
+    batch, q = attention_batch(counts, lengths), torch.randn(sum(counts), 6, 24, device=DEVICE)
+    planned = to_device(plan_attention(batch, limits(), fixed=False, min_split_keys=128), DEVICE)
+    want = ReferenceOps().attention(q, k, v, batch, 0.2, 40)
+    close(PagedAttention(Number(number))(q, k, v, planned, 0.2, 40, None), want)
+
+
+def test_a_block_of_keys_lies_in_one_part() -> None:
+    offered: list[Sequence[Blocks]] = []
+
+    class Watched(BlockChooser):
+        def choose(self, shape, candidates, launch):  # type: ignore[no-untyped-def]
+            offered.append(candidates)
+            return candidates[-1]
+
+    k, v = (torch.randn(128, 4, 2, 24, device=DEVICE) for _ in "kv")
+    batch, q = attention_batch([1], [90]), torch.randn(1, 6, 24, device=DEVICE)
+    planned = to_device(plan_attention(batch, limits(), fixed=False, min_split_keys=32), DEVICE)
+    want = ReferenceOps().attention(q, k, v, batch, 0.2, None)
+    close(PagedAttention(Watched())(q, k, v, planned, 0.2, None, None), want)
+    assert {blocks.size for blocks in offered[0]} == {32}
+
+
+class Spy:
+    """A kernel that keeps what decides how it sums."""
+
+    ORDER = ("BLOCK_R", "BLOCK_K", "BLOCK_N", "BLOCK_M", "SPLITS", "num_warps", "num_stages")
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.seen = kernel, list[Any]()
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            self.seen.append([constants.get(name) for name in self.ORDER])
+            self.kernel[grid](*arguments, **constants)
+
+        return launch
+
+
+def test_a_row_does_not_depend_on_the_ranks_and_modules_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    batch = lora_batch([1, 1, 1], [5, 512, 20], False, torch.float32)
+    x, y = torch.randn(7, IN, device=DEVICE), torch.randn(7, sum(WIDTHS), device=DEVICE)
+    asked: list[str] = []
+
+    class Watched(BlockChooser):
+        def choose(self, shape, candidates, launch):  # type: ignore[no-untyped-def]
+            asked.append(shape)
+            return super().choose(shape, candidates, launch)
+
+    spies = [Spy(lora._shrink_rows), Spy(lora._expand)]
+    monkeypatch.setattr(lora, "_shrink_rows", spies[0])
+    monkeypatch.setattr(lora, "_expand", spies[1])
+    found = []
+    for segments in (batch.segments[1:2], batch.segments):
+        made = CudaOps(chooser=Watched())
+        made.reserve(limits(), DEVICE)
+        some = LoraBatch(batch.pool, segments, batch.alignment)
+        planned = to_device(made.plan(attention_batch([1] * 7, [1] * 7), some)[1], DEVICE)
+        found.append((planned.rank, planned.modules, y.clone()))
+        made.lora_add(found[-1][2], x, planned, 2, TARGETS)
+    for segments in (batch.segments[:1], batch.segments[2:]):
+        some = LoraBatch(batch.pool, segments, batch.alignment)
+        planned = to_device(made.plan(attention_batch([1] * 7, [1] * 7), some)[1], DEVICE)
+        made.lora_add(y.clone(), x, planned, 2, TARGETS)
+    assert found[0][1] != found[1][1], "other modules"
+    assert torch.equal(found[0][2][3], found[1][2][3])
+    assert not torch.equal(found[0][2][3], y[3])
+    for spy in spies:
+        assert len(spy.seen) == 4 and all(one == spy.seen[0] for one in spy.seen)
+    assert len(set(asked)) == 2, "a choice is of a layer's shape"
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="its device is a stand-in, whose kernels are interpreted")
+def test_what_steps_launch_was_measured_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(tmp_path / "model", seed=1, num_hidden_layers=1)
+    adapters = []
+    for i, (rank, modules) in enumerate(KINDS):
+        folder = make_adapter(tmp_path / str(i), model, seed=i, rank=rank, modules=modules)
+        adapters.append(LoraInput(i + 1, *convert_peft(folder, "float32")))
+    measured: list[str] = []
+    asked: set[str] = set()
+
+    class Watched(BlockChooser):
+        def choose(self, shape, candidates, launch):  # type: ignore[no-untyped-def]
+            asked.add(shape)
+            return super().choose(shape, candidates, launch)
+
+    def clock(call: Callable[[], object]) -> float:
+        measured.append("once")
+        call()
+        return float(len(measured))
+
+    def start() -> Device:
+        chooser = Watched(clock, tmp_path / "blocks.json")
+        return Device(CPU, CudaOps(split_keys=32, chooser=chooser), "interpreted", Recorder())
+
+    graphed = open_engine(model, monkeypatch, start(), max_batch_size=4, max_seq_len=56)
+    at_start, shapes = len(measured), set(asked)
+    assert at_start > len(shapes) > 4
+    plain = open_engine(model, monkeypatch, None)
+    asked.clear()
+    for loras in ([*adapters, None], [adapters[0]] * 3):
+        assert answers(graphed, loras) == answers(plain, loras)
+    assert len(measured) == at_start and asked <= shapes
+    open_engine(model, monkeypatch, start(), max_batch_size=4, max_seq_len=56)
+    assert len(measured) == at_start, "the second start finds what the first has written"

@@ -1,0 +1,245 @@
+"""Protects overlapped steps: launched before the tokens of the step before are seen, they give the answers of
+the plain loop, whatever ends, is cancelled, preempted or decides by its own tokens meanwhile."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_graphs import CPU, KINDS, NothingWaits, Recorder
+
+from manylora.config import EngineConfig, LoraCacheConfig
+from manylora.device import Device, open_device
+from manylora.engine.engine import Engine
+from manylora.engine.flight import Flight
+from manylora.kernels import moving
+from manylora.kernels.cuda.ops import CudaOps
+from manylora.llmapi import LLM
+from manylora.llmapi import SamplingParams as LlmSamplingParams
+from manylora.lora.convert import convert_peft
+from manylora.request import Event, FinishReason, LoraInput, Request, SamplingParams
+from manylora.testing import make_adapter, make_model
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[LoraInput]]:
+    path = tmp_path_factory.mktemp("overlap")
+    model = make_model(path / "model", seed=1, num_hidden_layers=1)
+    adapters = []
+    for i, (rank, modules) in enumerate(KINDS):
+        folder = make_adapter(path / str(i), model, seed=i, rank=rank, modules=modules)
+        adapters.append(LoraInput(i + 1, *convert_peft(folder, "float32")))
+    return model, adapters
+
+
+def open_engine(model: Path, overlap: bool, **options: Any) -> Engine:
+    lora = LoraCacheConfig(gpu_memory_bytes=2**21, host_memory_bytes=2**22)
+    settings = {"max_seq_len": 96, "tokens_per_block": 4, "max_batch_size": 4, "device": "cpu", **options}
+    return Engine(EngineConfig(model, lora=lora, enable_overlap=overlap, **settings))
+
+
+def wishes(adapters: list[LoraInput], seed: int, count: int = 14) -> list[Request]:
+    """Of every kind: greedy, drawn, with penalties, bans, stop words and end ids that are met."""
+    picks = random.Random(seed)
+    made = []
+    for number in range(count):
+        options = picks.choice(
+            [
+                {},
+                {"end_id": picks.randrange(250), "min_tokens": 2},
+                {"top_p": 0.9, "seed": number, "temperature": 1.5},
+                {"top_k": 40, "seed": number, "return_log_probs": True},
+                {"top_p": 0.9, "top_p_decay": 0.8, "seed": number},
+                {"stop_words": tuple((word,) for word in range(0, 250, 4))},
+                {"bad_words": tuple((word,) for word in range(0, 250, 3))},
+                {"repetition_penalty": 1.3, "presence_penalty": 0.2},
+                {"return_generation_logits": True},
+                {"beam_width": 2},
+            ][: 10 if seed % 2 else 4]
+        )
+        prompt = tuple(picks.randrange(250) for _ in range(picks.randrange(1, 20)))
+        params = SamplingParams(max_tokens=picks.randrange(1, 14), **options)  # type: ignore[arg-type]
+        lora = picks.choice([None, *adapters])
+        made.append(Request(prompt, params, lora, streaming=picks.random() < 0.5 and params.beam_width == 1))
+    return made
+
+
+def run(engine: Engine, requests: list[Request], cancelled: frozenset[int] = frozenset()) -> list[Any]:
+    """Everything that was answered, a new request every other step."""
+    order = {engine.submit(engine.prepare(requests[0])): 0}
+    waiting = list(enumerate(requests))[1:]
+    told: list[list[Event]] = [[] for _ in requests]
+    steps = 0
+    while engine.has_work or waiting:
+        steps += 1
+        if waiting and steps % 2:
+            number, request = waiting.pop(0)
+            order[engine.submit(engine.prepare(request))] = number
+        if steps == 9:
+            for handle, number in order.items():
+                if number in cancelled:
+                    for _, event in engine.cancel(handle):
+                        told[number].append(event)
+        for handle, event in engine.step():
+            told[order[handle]].append(event)
+        engine.check()
+    return [_said(events) for events in told]
+
+
+def _said(events: list[Event]) -> Any:
+    assert [event.last for event in events].count(True) == 1 and events[-1].last
+    logits = [event.generation_logits for event in events if event.generation_logits is not None]
+    return (
+        [token for event in events for token in event.token_ids],
+        np.round([number for event in events for number in event.log_probs], 4).tolist(),
+        [beam.token_ids for beam in events[-1].beams],
+        events[-1].finish_reason,
+        [len(part) for part in logits],
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
+def test_overlapped_steps_give_the_answers_of_the_plain_loop(
+    world: tuple[Path, list[LoraInput]], seed: int, policy: str
+) -> None:
+    model, adapters = world
+    requests = wishes(adapters, seed)
+    room = {"batch_scheduler_policy": policy, "max_tokens_in_paged_kv_cache": 48, "max_beam_width": 2}
+    plain, overlapped = (open_engine(model, overlap, **room) for overlap in (False, True))
+    assert run(overlapped, requests) == run(plain, requests)
+    if policy == "max_utilization":
+        assert overlapped.stats().preemptions > 0
+
+
+def test_a_cancelled_request_ends_and_the_others_go_on(world: tuple[Path, list[LoraInput]]) -> None:
+    model, adapters = world
+    requests = wishes(adapters, 2)
+    gone = frozenset({1, 2, 3})
+    plain, overlapped = (run(open_engine(model, overlap), requests, gone) for overlap in (False, True))
+    assert [one for i, one in enumerate(overlapped) if i not in gone] == [
+        one for i, one in enumerate(plain) if i not in gone
+    ]
+    assert FinishReason.CANCELLED in [overlapped[i][3] for i in gone]
+
+
+def test_the_next_step_is_launched_before_the_tokens_are_seen(
+    world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, adapters = world
+    happened: list[str] = []
+    for overlap in (True, False):
+        happened.clear()
+        engine = open_engine(model, overlap)
+        launch, land = engine._runner.launch, Flight.land
+
+        def launched(*arguments: Any, launch: Any = launch) -> Flight:
+            happened.append("launch")
+            return launch(*arguments)
+
+        def landed(flight: Flight, land: Any = land) -> Any:
+            happened.append("land")
+            return land(flight)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._runner, "launch", launched)
+            patch.setattr(Flight, "land", landed)
+            engine.submit(engine.prepare(Request((3, 4), SamplingParams(max_tokens=4), adapters[0])))
+            while engine.has_work:
+                engine.step()
+        order = ["launch", "launch", "land", "launch", "land", "launch", "land", "land"]
+        assert happened == (order if overlap else ["launch", "land"] * 4)
+
+
+def test_a_step_that_fails_ends_its_own_requests_only(
+    world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = world
+    engine = open_engine(model, True)
+    engine.submit(engine.prepare(Request((3, 4), SamplingParams(max_tokens=9), streaming=True)))
+    engine.step()
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "launch", lambda step, before: 1 / 0)
+        events = [event for _, event in engine.step()]
+    assert [event.error is None for event in events] == [True, False], "the token before, then the error"
+    assert all(token >= 0 for event in events for token in event.token_ids)
+    engine.check()
+    assert run(engine, wishes([], 0)) == run(open_engine(model, False), wishes([], 0))
+
+
+def test_overlapped_recorded_steps_wait_for_nothing(
+    world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the tables to the drawn token nothing comes to the host; tables go to the device in one piece."""
+    model, adapters = world
+    shared: set[int] = set()
+
+    def is_away(value: torch.Tensor, device: torch.device) -> bool:
+        return value.numel() > 0 and value.data_ptr() not in shared
+
+    made = []
+    for fake in (False, True):
+        with monkeypatch.context() as patch:
+            if fake:
+                device = Device(CPU, CudaOps(split_keys=32), "interpreted", Recorder(), overlaps=True)
+                patch.setattr("manylora.engine.engine.open_device", lambda name, device=device: device)
+            made.append(Engine(_small(model)))
+    plain, engine = made
+    ops = engine._device.ops
+    assert isinstance(ops, CudaOps)
+    shared |= {engine.adapters.batch.__self__._pool.flat.data_ptr(), ops._places.data_ptr()}
+    launch, copies, pack = engine._runner.launch, [0], moving._pack
+
+    def watched(*arguments: Any) -> Flight:
+        with NothingWaits():
+            return launch(*arguments)
+
+    def packed(*arguments: Any, **named: Any) -> torch.Tensor:
+        copies[0] += 1
+        return pack(*arguments, **named)
+
+    monkeypatch.setattr(moving, "_is_away", is_away)
+    monkeypatch.setattr(moving, "_pack", packed)
+    monkeypatch.setattr(engine._runner, "launch", watched)
+    engine._runner.record_decoding(16, warm=False)
+    requests = [
+        Request((3, 4, 5), SamplingParams(max_tokens=5, **options), lora)  # type: ignore[arg-type]
+        for options, lora in zip(
+            ({}, {"top_p": 0.9, "temperature": 1.2, "seed": 3, "return_log_probs": True}, {"min_tokens": 2}),
+            (None, *adapters),
+            strict=True,
+        )
+    ]
+    got = run(engine, requests)
+    assert copies[0] == engine.stats().steps
+    assert got == run(plain, requests)
+    assert engine._runner.num_graphs > 0
+
+
+def _small(model: Path) -> EngineConfig:
+    lora = LoraCacheConfig(gpu_memory_bytes=2**21, host_memory_bytes=2**22)
+    return EngineConfig(
+        model, device="cpu", max_seq_len=48, tokens_per_block=4, max_batch_size=4, lora=lora,
+        cuda_graph_cache_size=1,
+    )  # fmt: skip
+
+
+def test_the_python_api_has_the_switch(
+    world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = world
+    overlapping = replace(open_device("cpu"), overlaps=True)
+    monkeypatch.setattr("manylora.engine.engine.open_device", lambda name: overlapping)
+    told = []
+    for disabled in (False, True):
+        with LLM(str(model), skip_tokenizer_init=True, disable_overlap_scheduler=disabled) as llm:
+            assert llm._loop._engine._overlaps != disabled
+            [output] = llm.generate([[3, 4, 5]], LlmSamplingParams(max_tokens=5, end_id=-1))
+            told.append(output.outputs[0].token_ids)
+    assert told[0] == told[1] and len(told[0]) == 5

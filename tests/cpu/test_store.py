@@ -411,9 +411,11 @@ def test_pages_of_bfloat16_hold_what_those_of_float32_hold_under_the_same_digest
     """Also when it is read again and when several threads read. Rows that are not read straight into pages
     are narrowed as they are read."""
     monkeypatch.setattr(files, "SETTLED_NS", 5 * 10**7)
+    monkeypatch.setattr(peft, "NARROWED", 0)
     if large:
         monkeypatch.setattr(loading, "SMALL", 0)
         monkeypatch.setattr(peft, "PARALLEL", 0)
+        monkeypatch.setattr(peft, "PARALLEL_ROWS", 0)
         monkeypatch.setattr(staging, "LEAST", 0)
     for name in ("1", "2"):
         write_peft(tmp_path / name, int(name), kind)

@@ -50,7 +50,9 @@ __all__ = ["has_peft", "peft_tensors", "read_peft", "read_peft_whole", "stored_r
 
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
-PARALLEL = 2**21  # elements of an adapter that several threads read
+# Elements of an adapter that several threads read, and of its rows: with smaller ones they wait for Python.
+PARALLEL, PARALLEL_ROWS = 2**21, 2**16
+NARROWED = 2**22  # elements of an adapter whose memory is worth the narrowing of each row
 THREADS = 4
 OF_SEVERAL = (*EXPERT_IDS, CROSS_QKV)  # modules whose rows are not one pair each
 IN_PLACE = {"F32": "float32", "BF16": "bfloat16"}  # types that `stored_rows` is for
@@ -120,9 +122,9 @@ def read_peft_whole(
     """As `read_peft`, with what has no row; base: needed for that too, since it is relative to the base.
 
     digest: take that of each row as it is read, where the adapter's will be wanted. bfloat16: narrow rows
-    then, for pages of that type; those of routed experts stay as they are. float8: an adapter whose matrices
-    all are F8_E4M3 keeps them so, with the scaling beside each row; with DoRA it does not. Extras are in
-    float32.
+    then, for pages of that type, where they are large; those of routed experts stay as they are. float8: an
+    adapter whose matrices all are F8_E4M3 keeps them so, with the scaling beside each row; with DoRA it does
+    not. Extras are in float32.
     """
     config, tensors, found = _open(folder, base, allow_bin)
     kept = float8 and _is_float8(tensors, config)
@@ -250,8 +252,10 @@ def _read_rows(
 ) -> list[AdapterRow]:
     """All payloads in one piece of memory; a large adapter's are read by several threads."""
     sizes = {place: sum(math.prod(t.shape) for *_, t in parts.values()) for place, parts in found.items()}
+    total = sum(sizes.values())
+    bfloat16 = bfloat16 and total >= NARROWED
     kind = np.dtype(np.uint8) if float8 else BFLOAT16 if bfloat16 else staging.FLOAT32
-    whole = staging.take(sum(sizes.values()), kind)
+    whole = staging.take(total, kind)
     room = iter(np.split(whole, np.cumsum(list(sizes.values()))[:-1]))
     places = {place: next(room) for place in found}
 
@@ -270,7 +274,8 @@ def _read_rows(
         return made
 
     order = sorted(found)
-    if sum(sizes.values()) < PARALLEL or any("magnitude" in parts for parts in found.values()):
+    few = total < max(PARALLEL, PARALLEL_ROWS * len(order))
+    if few or any("magnitude" in parts for parts in found.values()):
         return read(order)
     threads = min(THREADS, os.cpu_count() or 1)
     parts = [order[first :: 4 * threads] for first in range(4 * threads)]  # a task costs more than some rows

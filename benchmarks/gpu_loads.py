@@ -20,7 +20,7 @@ from gpu_world import ALL, World
 from manylora.config import LoraCacheConfig
 from manylora.kernels.spec import LoraBatch, LoraSegment
 from manylora.lora.cache import AdapterCache
-from manylora.lora.geometry import Layout, plan_cache
+from manylora.lora.geometry import Layout, RowShape, plan_cache
 from manylora.lora.pool import AdapterPool
 from manylora.lora.tensors import Adapter, AdapterRow
 
@@ -43,7 +43,9 @@ class _Cache:
             max_adapter_size=rank, optimal_adapter_size=rank, host_memory_bytes=room, gpu_memory_bytes=room
         )
         plan = plan_cache(modules.values(), layers, limits, world.dtype.itemsize, 0)
-        self.layout = Layout.of([(modules[m], layer, rank, False) for m, layer in self.places], plan.geometry)
+        self.layout = Layout.of(
+            [RowShape(modules[m], layer, rank) for m, layer in self.places], plan.geometry
+        )
         need = count * self.layout.num_pages
         self.pool = AdapterPool(plan.geometry, need, need, world.dtype, world.device.torch)
         self.pool.flat.zero_()

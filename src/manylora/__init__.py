@@ -9,6 +9,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from manylora.threads import thread_settings
+
 if TYPE_CHECKING:
     from manylora.llmapi import (
         LLM,
@@ -39,11 +41,8 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-# How long threads of a CPU step spin for each other: about 50 us, longer than between two operations.
-# libgomp reads it when torch is imported; its own choice is milliseconds, and beside other work the
-# threads then wait for one another's turns.
-if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-    os.environ["GOMP_SPINCOUNT"] = "1000"
+# Before torch is imported here or in processes started from here, the launcher's Triton for one.
+os.environ.update(thread_settings(os.environ))
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
+import subprocess
 from collections.abc import Iterator
 from itertools import product
 
@@ -35,6 +37,18 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 def numbers(size: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(size, np.float32)
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names its processors")
+@pytest.mark.parametrize("processor", ["x86-64", "haswell", "skylake-avx512"])
+def test_the_sources_hold_for_other_vector_widths(processor: str) -> None:
+    """What they assert of their tiles too; the kernels themselves run for this processor only."""
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
+    options = [option for option in native.COMPILE if not option.startswith("-march") and option != "-c"]
+    command = [compiler, *options, f"-march={processor}", "-fsyntax-only", *map(str, native.SOURCES)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 1000, 20003])

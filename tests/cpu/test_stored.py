@@ -252,7 +252,7 @@ def test_types_of_files(workshop: tuple[Path, list[Path]], tmp_path: Path, kind:
 
 
 def test_little_is_kept_of_what_is_known(tmp_path: Path) -> None:
-    """Of an adapter of 224 rows less than 10 kB, since every one that was read keeps it."""
+    """40 bytes for a row, since every adapter that was read keeps it."""
     tensors = {}
     for layer in range(32):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):

@@ -25,6 +25,7 @@ ORDER = [
         "lifeline",
         "background",
         "allocator",
+        "threads",
     ],
     ["wire", "chat_template", "text_stream", "text", "kernels", "weight_formats", "device"],
     ["lora"],

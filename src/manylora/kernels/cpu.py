@@ -12,7 +12,7 @@ from torch import Tensor
 
 from manylora.kernels.experts import HostPairs
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight, pack_for_cpu
-from manylora.kernels.reference import FP8, ReferenceOps, attend
+from manylora.kernels.reference import FP8, ReferenceOps, attend, gather
 from manylora.kernels.spec import AttentionBatch, ExpertPairs, LoraBatch, LoraRow, LoraTarget, Weight
 
 __all__ = ["PLACE", "CpuOps"]
@@ -108,8 +108,7 @@ class CpuOps(ReferenceOps):
         count = q.shape[0]
         if kv_len > count or (window is not None and window < count) or softcap is not None:
             return super().attend_one(q, k_cache, v_cache, blocks, kv_len, scale, window, softcap)
-        used = blocks[: -(-kv_len // k_cache.shape[1])].long()
-        k, v = (cache[used].to(q.dtype).flatten(0, 1)[:count].transpose(0, 1) for cache in (k_cache, v_cache))
+        k, v = (gather(cache, blocks, count, q.dtype) for cache in (k_cache, v_cache))
         mixed = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True
         )

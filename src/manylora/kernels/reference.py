@@ -29,7 +29,7 @@ from manylora.kernels.spec import (
     Weight,
 )
 
-__all__ = ["FP8", "ReferenceOps", "attend"]
+__all__ = ["FP8", "ReferenceOps", "attend", "gather"]
 
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 
@@ -158,11 +158,9 @@ class ReferenceOps:
         The G query heads of one key head are laid out as G * n rows, so keys are never repeated.
         """
         count, num_heads, dim = q.shape
-        size, kv_heads = k_cache.shape[1:3]
+        kv_heads = k_cache.shape[2]
         groups = num_heads // kv_heads
-        used = blocks[: -(-kv_len // size)].long()
-        k = k_cache[used].to(q.dtype).flatten(0, 1)[:kv_len].transpose(0, 1)
-        v = v_cache[used].to(q.dtype).flatten(0, 1)[:kv_len].transpose(0, 1)
+        k, v = (gather(cache, blocks, kv_len, q.dtype) for cache in (k_cache, v_cache))
         queries = (
             q.view(count, kv_heads, groups, dim).permute(1, 2, 0, 3).reshape(kv_heads, groups * count, dim)
         )
@@ -221,6 +219,12 @@ class ReferenceOps:
         segments = group_segments(batch, pairs.groups, layer, sized)
         if segments:
             self.lora_add(y, x, LoraBatch(batch.pool, segments), layer, targets)
+
+
+def gather(cache: Tensor, blocks: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """The keys or values of one sequence's first tokens, [Hkv, length, D]."""
+    used = blocks[: -(-length // cache.shape[1])].long()
+    return cache[used].to(dtype).flatten(0, 1)[:length].transpose(0, 1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:

@@ -13,7 +13,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,23 +21,13 @@ from manylora.errors import ConfigError
 from manylora.launcher.find import Installation
 from manylora.lifeline import DRAIN_FILE, PERIOD_S, REPORT, RUN_DIR, STARTING_FILE, read_reports
 
-__all__ = ["Options", "Server", "clear_leftovers", "is_alive", "port_is_free", "thread_settings"]
+__all__ = ["Options", "Server", "clear_leftovers", "is_alive", "port_is_free"]
 
 PR_SET_PDEATHSIG = 1
 EXIT_TIMEOUT_S = 5
 SILENCE_S = 30.0  # of the HTTP door, before the server counts as hung
 PORTS_S = 10.0
 libc = ctypes.CDLL(None, use_errno=True)
-
-
-def thread_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment, and how long the engine's threads spin for each other, unless it says so.
-
-    About 50 us, which is longer than between two operations of a step. By default libgomp's spin for
-    milliseconds, on a core that Triton's other processes could use to answer.
-    """
-    said = any(name in environment for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))
-    return dict(environment) | ({} if said else {"GOMP_SPINCOUNT": "1000"})
 
 
 @dataclass(frozen=True)
@@ -72,7 +62,7 @@ class Server:
             path.unlink(missing_ok=True)
         (run_dir / STARTING_FILE).touch()
         self._wait_for_ports()
-        environment = thread_settings(installation.environment) | {RUN_DIR: str(run_dir)}
+        environment = installation.environment | {RUN_DIR: str(run_dir)}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command(installation),

@@ -1,7 +1,7 @@
 /* y[row, columns] += (x[row] A^T) B^T for the rows of every adapter of a batch, in place in the page pool. Its
  * elements are float32, or bfloat16 that is widened in registers, and so are 8-bit floats, of which an adapter may be
  * beside others of the pool's type; sums are float32. A pair of vectors of bfloat16 is one of words, whose halves are
- * its even and its odd elements: x is split likewise, and what is added to y is joined.
+ * its even and its odd elements; those of A, and what is added to y, are joined.
  *
  * Each byte of an adapter is used once or twice, so this runs at the speed of memory. The order of reading is known,
  * but jumps from row to row of B and from adapter to adapter, which the processor does not foresee: what comes next
@@ -10,14 +10,16 @@
 #include "vectors.h"
 
 enum {
-    ROWS = 8, /* that share each reading of A and B, at most */
 #ifdef __AVX512F__
-    SUMS = 16, /* in registers */
+    ROWS = 8,  /* that share each reading of A and B, at most */
+    SUMS = 16, /* in registers, at least two for a row */
 #else
+    ROWS = 4,
     SUMS = 8,
 #endif
     AHEAD = 2048 /* bytes of the next part */
 };
+_Static_assert(SUMS >= 2 * ROWS, "`expand` goes on by pairs of vectors for each row");
 
 typedef struct {
     int64_t column, width; /* of y */
@@ -41,7 +43,7 @@ typedef struct {
     float scale;
 } Work;
 
-/* The next 2 * LANES elements; of bfloat16 the even ones first, as `split` has them. */
+/* The next 2 * LANES elements; of bfloat16 the even ones first, which `join` undoes. */
 INLINE void widen_two(Kind kind, const char *at, vector two[2]) {
     UNROLL for (int i = 0; i < 2; i++)
         two[i] = kind == BFLOAT16 ? widen_pairs(at, i) : widen(kind, at + i * LANES * size_of(kind));
@@ -105,7 +107,7 @@ INLINE void expand(const int rows, const int pairs, const Kind kind, const Work 
 }
 
 INLINE void both(const int rows, const Kind kind, const Work w) {
-    const int pairs = SUMS / rows / 2, ranks = rows < 4 ? 4 : SUMS / rows;
+    const int pairs = SUMS / rows / 2, ranks = SUMS / rows < 4 ? SUMS / rows : 4;
     const int64_t size = size_of(kind), most = pairs * 2 * LANES;
     float h[ROWS * w.rank];
     int64_t c = 0, r = 0;

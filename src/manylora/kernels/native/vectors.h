@@ -206,24 +206,4 @@ INLINE void join(vector *even, vector *odd) {
 #endif
 }
 
-/* The other way round. */
-INLINE void split(vector *first, vector *second) {
-    const vector f = *first, s = *second;
-#if defined(__AVX512F__)
-    const integers even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-    *first = (vector)_mm512_permutex2var_ps((__m512)f, (__m512i)even, (__m512)s);
-    *second = (vector)_mm512_permutex2var_ps((__m512)f, (__m512i)(even + 1), (__m512)s);
-#elif defined(__AVX2__)
-    const __m256d even = (__m256d)_mm256_shuffle_ps((__m256)f, (__m256)s, 0x88);
-    const __m256d odd = (__m256d)_mm256_shuffle_ps((__m256)f, (__m256)s, 0xdd);
-    *first = (vector)_mm256_permute4x64_pd(even, 0xd8);
-    *second = (vector)_mm256_permute4x64_pd(odd, 0xd8);
-#else
-    for (int i = 0; i < LANES; i++) {
-        (*first)[i] = i < LANES / 2 ? f[2 * i] : s[2 * i - LANES];
-        (*second)[i] = i < LANES / 2 ? f[2 * i + 1] : s[2 * i + 1 - LANES];
-    }
-#endif
-}
-
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -37,15 +37,26 @@ INLINE vector load(const float *at) { return *(const vector *)at; }
 INLINE void store(float *at, vector value) { *(vector *)at = value; }
 INLINE vector all(float value) { return (vector){0} + value; }
 
-/* a * b + c, rounded once, and not joined with what comes before or after, as a compiler may that reorders sums: that
- * would take three instructions for two, and round otherwise in a loop of another shape. */
+/* Keeps a sum from being joined with the next, by a compiler that may reorder sums. */
+#if !defined(__has_builtin)
+#define WHOLE(sum) (sum)
+#elif __has_builtin(__builtin_assoc_barrier)
+#define WHOLE(sum) __builtin_assoc_barrier(sum)
+#elif __has_builtin(__arithmetic_fence)
+#define WHOLE(sum) __arithmetic_fence(sum)
+#else
+#define WHOLE(sum) (sum)
+#endif
+
+/* a * b + c, not joined with what comes before or after: that would take three instructions for two, and round
+ * otherwise in a loop of another shape. */
 INLINE vector multiply_add(vector a, vector b, vector c) {
 #if defined(__AVX512F__)
     return (vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
     return (vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
-    return a * b + c;
+    return WHOLE(a * b + c);
 #endif
 }
 

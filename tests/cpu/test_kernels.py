@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from manylora.kernels import native
+from manylora.kernels import cpu, native
 from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
@@ -165,6 +165,22 @@ def test_a_packed_linear_is_the_linear(ops: CpuOps, rows: int, dtype: torch.dtyp
     torch.testing.assert_close(
         got, want, rtol=1e-4 if dtype == torch.float32 else 0.02, atol=1e-4 if dtype == torch.float32 else 0.2
     )
+
+
+@pytest.mark.parametrize("spoilt", ["refuses", "is wrong"])
+def test_weights_stay_as_they_are_where_packing_fails_its_trial(
+    spoilt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pack(weight: torch.Tensor) -> torch.Tensor:
+        if spoilt == "refuses":
+            raise RuntimeError("needs the cpu support of another processor")
+        return (2 * weight).to_mkldnn()
+
+    monkeypatch.setattr(cpu, "_pack", pack)
+    monkeypatch.setattr(cpu, "_packs", cpu._packs.__wrapped__)
+    ops, x, weight = CpuOps(), torch.randn(3, 64), torch.randn(96, 64)
+    assert ops.pack(weight) is weight
+    assert torch.equal(ops.linear(x, weight, None), torch.nn.functional.linear(x, weight))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ class CpuOps(ReferenceOps):
     """Decoding rows are gathered into one batch; prompts are attended one by one."""
 
     def __init__(self) -> None:
-        self._packs = torch.backends.mkldnn.is_available()
+        self._packed = [dtype for dtype in PACKED if _packs(dtype)]
         self.has_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
     def pack(self, weight: Tensor | QuantisedWeight | StackedWeight, routed: bool = False) -> Weight:
@@ -35,14 +36,12 @@ class CpuOps(ReferenceOps):
             return weight.map(self.pack)
         if isinstance(weight, QuantisedWeight):
             return pack_for_cpu(weight)
-        if not self._packs or weight.dtype not in PACKED:
-            return weight
-        return torch.ops.mkldnn._reorder_linear_weight(weight)
+        return _pack(weight) if weight.dtype in self._packed else weight
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
         if not isinstance(packed, Tensor) or not packed.is_mkldnn:
             return super().linear(x, packed, bias)
-        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return _multiply(x, packed, bias)
 
     def expert_lora_add(
         self,
@@ -163,6 +162,27 @@ class CpuOps(ReferenceOps):
         queries = q.view(count, kv_heads, num_heads // kv_heads, dim)
         mixed = attend(queries, k.transpose(1, 2), v.transpose(1, 2), mask[:, None, None, :], scale, softcap)
         return mixed.reshape(count, num_heads, dim)
+
+
+def _pack(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight)
+
+
+def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+@cache
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs such weights here and multiplies right: it refuses bfloat16 on some processors,
+    and does not say beforehand on which."""
+    x, weight = torch.linspace(-1, 1, 2 * 64).view(2, 64), torch.linspace(-1, 1, 64 * 64).view(64, 64)
+    x, weight = x.to(dtype), weight.to(dtype)
+    try:
+        found = _multiply(x, _pack(weight), None)
+    except (RuntimeError, AttributeError):
+        return False
+    return torch.allclose(found, F.linear(x, weight), rtol=0.02, atol=0.02)
 
 
 def _place(row: LoraRow) -> tuple[int, int, bool, float]:

@@ -151,16 +151,21 @@ def test_greedy_tokens_of_the_engine_whatever_is_evicted(family: str, workshop: 
 
 
 @pytest.mark.parametrize("kind", ["both + DoRA", "modules_to_save", "norms saved"])
-def test_bfloat16_is_no_farther_from_the_truth_than_transformers(
-    kind: str, bart: Path, workshop: Path
-) -> None:
-    adapter = make_kind(workshop / f"bf16-{kind}", bart, kind, 6)
-    decoder = load_decoder(bart, read_model_config(bart), torch.bfloat16, open_device("cpu"))
-    ids, text = tokens(50, 6), tokens(30, 7)
-    [found] = Driver(decoder, [ids], [read(adapter, bart)], [text]).run()
-    truth = reference_logits(bart, adapter, ids, encoder_ids=text)
-    theirs = reference_logits(bart, adapter, ids, torch.bfloat16, text)
-    assert (found - truth).square().mean() <= 1.7 * (theirs - truth).square().mean()
+def test_bfloat16_is_no_farther_from_the_truth_than_transformers(kind: str, workshop: Path) -> None:
+    """Over several models: on a single one, roundings lay from 0.2 to 1.8 times theirs by chance."""
+    ratios = []
+    for seed in range(3, 7):
+        bart = workshop / f"bf16-{seed}"
+        if not bart.is_dir():
+            make_model(bart, "bart", seed=seed)
+        adapter = make_kind(workshop / f"bf16-{seed}-{kind}", bart, kind, 6)
+        decoder = load_decoder(bart, read_model_config(bart), torch.bfloat16, open_device("cpu"))
+        ids, text = tokens(50, seed + 3), tokens(30, seed + 4)
+        [found] = Driver(decoder, [ids], [read(adapter, bart)], [text]).run()
+        truth = reference_logits(bart, adapter, ids, encoder_ids=text)
+        theirs = reference_logits(bart, adapter, ids, torch.bfloat16, text)
+        ratios.append((found - truth).square().mean() / (theirs - truth).square().mean())
+    assert torch.stack(ratios).log().mean().exp() <= 1.3, ratios
 
 
 @pytest.mark.parametrize("root", ["", "model."])

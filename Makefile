@@ -6,6 +6,7 @@
 # make test-gpu    the tests that need a CUDA GPU, and the GPU's kernels on it
 # make bench-gpu   the GPU benchmark, with any Python that has torch, triton and numpy
 # make bench   the engine with and without adapters, against this machine's limits; under 5 minutes
+# make chaos   kills, hostile requests and clients that leave, against a running service; about 15 minutes
 # make browser Chromium for the tests of the page (Debian, Ubuntu; they are skipped without it)
 PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.10,$(shell command -v python$(v))) $(shell command -v python3))
 TORCH_INDEX ?=
@@ -13,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo serve test check parity bench browser test-gpu bench-gpu clean
+.PHONY: demo serve test check parity bench chaos browser test-gpu bench-gpu clean
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo/run.py demo
@@ -38,6 +39,9 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/python benchmarks/engine.py --rounds 2
+
+chaos: $(STAMP)
+	@$(BIN)/python tests/chaos $(CHAOS_ARGS)
 
 parity: $(STAMP)
 	@$(BIN)/python -m manylora.parity

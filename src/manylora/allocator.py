@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from contextlib import suppress
 
-__all__ = ["keep_memory"]
+__all__ = ["give_back", "keep_memory"]
 
 KEPT = 2**28  # bytes at most that are free and not given back
 # Options of glibc's mallopt.
@@ -27,3 +28,10 @@ def keep_memory() -> bool:
         return False
     settings = ((ARENA_MAX, 1), (MMAP_THRESHOLD, KEPT), (TRIM_THRESHOLD, KEPT))
     return all(mallopt(option, value) == 1 for option, value in settings)
+
+
+def give_back() -> None:
+    """Return free memory to the system, for who has just freed much more than is needed again soon."""
+    if sys.platform.startswith("linux"):
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)

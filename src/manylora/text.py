@@ -9,13 +9,19 @@ from typing import Any
 
 from tokenizers import Tokenizer as Library
 
+from manylora.allocator import give_back
 from manylora.chat_template import ChatTemplate
-from manylora.errors import ConfigError
+from manylora.errors import ConfigError, RequestError
+from manylora.text_limits import TextLimits, characters_per_token
 from manylora.text_stream import ByteStream, TextStream, WindowStream
 from manylora.wire.parameters import value_of
 
-__all__ = ["Tokenizer", "open_tokenizer"]
+__all__ = ["LONG", "Tokenizer", "open_tokenizer"]
 
+LONG = 2**12
+"""Characters of a text from which tokenising it would hold up others, and is done beside them."""
+
+LARGE = 2**17  # characters, or tokens, whose tables are worth giving back to the system
 CONTEXT = 8  # ids that settle any seam which is not inside a run of byte tokens
 
 
@@ -43,8 +49,10 @@ class Tokenizer:
             raise ConfigError(f"tokenizer_dir: {path} does not exist")
         try:
             self._library = Library.from_file(str(path))
-            found = json.loads(path.read_text(encoding="utf-8")).get("decoder")
+            spec = json.loads(path.read_text(encoding="utf-8"))
+            found = spec.get("decoder")
             decoder = json.dumps(found)
+            self._limits = TextLimits(characters_per_token(spec))
         except Exception as error:
             raise ConfigError(f"tokenizer_dir: {path} is not a tokenizer: {error}") from error
         self._settings = self._read_settings(Path(directory) / "tokenizer_config.json")
@@ -86,11 +94,28 @@ class Tokenizer:
         ]
         return found[-1] if found else self.pad_id
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._library.encode(text, add_special_tokens=add_special_tokens).ids
+    def check_length(self, length: int, context: int | None) -> None:
+        """Raises RequestError for a text of so many characters that has more than `context` tokens for sure.
+
+        context: None where a text may have any number of tokens; LONGEST_TEXT characters hold then.
+        """
+        self._limits.check(length, context)
+
+    def encode(self, text: str, add_special_tokens: bool = True, context: int | None = None) -> list[int]:
+        """The text's ids. A long text keeps no other thread of Python waiting.
+
+        context: tokens there is room for: a text that has more for sure is not tokenised to its end. What is
+        given may still have more. Raises RequestError.
+        """
+        if context is not None:
+            self.check_length(len(text), context)
+            self._limits.probe(text, context, lambda part: len(self._encode(part, False)))
+        return self._encode(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self._library.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if len(ids) < LONG:
+            return self._library.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self._library.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def delta(
         self, window: Sequence[int], new: Sequence[int], final: bool, skip_special_tokens: bool = True
@@ -130,6 +155,18 @@ class Tokenizer:
     def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Messages through the chat template, ready for the assistant's answer. Raises RequestError."""
         return self._chat.render(messages, tools)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        try:
+            if len(text) < LONG:
+                return self._library.encode(text, add_special_tokens=special).ids
+            # The library lets other threads go on in batches only.
+            ids = self._library.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        except TypeError:  # the library's word for half of a surrogate pair, which UTF-8 does not have
+            raise RequestError("text must be valid Unicode: it has half of a surrogate pair") from None
+        if max(len(text), len(ids)) >= LARGE:
+            give_back()
+        return ids
 
     def _suffix(self, window: Sequence[int], skip: bool) -> list[int]:
         """The last CONTEXT ids, and more until the first is no byte token."""

@@ -27,7 +27,7 @@ ORDER = [
         "allocator",
         "threads",
     ],
-    ["wire", "chat_template", "text_stream", "text", "kernels", "weight_formats", "device"],
+    ["wire", "chat_template", "text_stream", "text_limits", "text", "kernels", "weight_formats", "device"],
     ["lora"],
     ["model"],
     ["engine"],
@@ -133,7 +133,7 @@ INSIDE = {
 }
 NO_TORCH = [
     "errors", "request", "quant", "quant_checkpoint", "config", "built", "stats", "pages", "lifeline",
-    "background", "wire", "chat_template", "text_stream", "text", "launcher",
+    "background", "wire", "chat_template", "text_stream", "text_limits", "text", "launcher",
     "lora.modules", "lora.geometry", "lora.float8", "lora.tensors", "lora.staging", "lora.extras",
     "lora.slicing", "lora.cache", "cli", "engine.sequence", "engine.idle_blocks", "engine.guide",
     "engine.kv_cache", "engine.scheduler",

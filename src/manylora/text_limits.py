@@ -1,0 +1,143 @@
+"""How long a text may be, told before it is tokenised: from what one token of a vocabulary can stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tokenizers.pre_tokenizers import ByteLevel
+
+from manylora.errors import RequestError
+
+__all__ = ["LONGEST_TEXT", "TextLimits", "characters_per_token"]
+
+FREE = (
+    2**14
+)  # characters that are tokenised whatever comes of it: the answer then tells how many tokens they are
+LONGEST_TEXT = 2**19
+"""Characters of a text of which it is not known how many tokens may come of it."""
+
+ASSUMED = (
+    128  # characters of a token where a tokenizer sets no bound, by dropping text or by taking runs for one
+)
+COMPOSED = 4  # code points that NFC makes one at most
+
+KEEP_ALL = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength")  # pre-tokenizers
+KEEP_UNLESS_REMOVED = ("Split", "Punctuation")
+FACTORS = {
+    "NFC": COMPOSED,
+    "NFKC": COMPOSED,
+    "NFD": 1,
+    "NFKD": 1,
+    "Lowercase": 1,
+    "Prepend": 1,
+    "ByteLevel": 1,
+}
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+class TextLimits:
+    """per_token: the most characters that one token stands for."""
+
+    def __init__(self, per_token: int | None) -> None:
+        self.per_token = per_token or ASSUMED
+
+    def check(self, length: int, context: int | None) -> None:
+        """Raises RequestError for a text of so many characters that has more than `context` tokens for sure.
+
+        context: None where a text may have any number of tokens; LONGEST_TEXT holds then.
+        """
+        if context is None:
+            if length > LONGEST_TEXT:
+                raise RequestError(f"The text has {length} characters: at most {LONGEST_TEXT} are taken")
+            return
+        most = max(context * self.per_token, FREE)
+        if length > most:
+            raise RequestError(
+                f"The text has {length} characters: in the context of {context} tokens there is room for "
+                f"{most} at most"
+            )
+
+    def probe(self, text: str, context: int, count: Callable[[str], int]) -> None:
+        """Raises RequestError for a text whose beginning alone has clearly more than `context` tokens.
+
+        Most texts are far from the longest tokens there are, so a beginning tells at a fraction of the price.
+        A text that fits as texts usually do is not looked at. count: tokens of a text.
+        """
+        size = max(FREE, 4 * context)
+        while 2 * size <= len(text):
+            tokens = count(text[:size])
+            if tokens > context + context // 4:  # the cut changes the last of them only
+                raise RequestError(
+                    f"The first {size} of the text's {len(text)} characters have {tokens} tokens already: "
+                    f"the context has room for {context}"
+                )
+            size *= 2
+
+
+def characters_per_token(spec: Mapping[str, Any]) -> int | None:
+    """spec: a tokenizer.json. The most characters of a text that one token can stand for; None: nothing
+    bounds them: a normalizer or pre-tokenizer drops some, or one token stands for any run of unknown ones.
+
+    Characters and not bytes: normal forms change the number of bytes both ways.
+    """
+    added = spec.get("added_tokens") or []
+    if spec.get("truncation") or any(token.get("lstrip") or token.get("rstrip") for token in added):
+        return None
+    shrink = _shrink(spec.get("normalizer"))
+    longest = _longest(spec)
+    if shrink is None or longest is None or not _keeps(spec.get("pre_tokenizer")):
+        return None
+    return shrink * max([longest, *(len(token.get("content", "")) for token in added)])
+
+
+def _longest(spec: Mapping[str, Any]) -> int | None:
+    """Characters of the longest token of a model that leaves none out."""
+    model = spec.get("model") or {}
+    vocab = model.get("vocab") or {}
+    tokens = {token for token, _ in vocab} if isinstance(vocab, list) else set(vocab)
+    by_bytes = bool(model.get("byte_fallback")) and tokens.issuperset(BYTES)
+    if model.get("type") == "BPE":
+        parts = [*_parts(spec.get("normalizer")), *_parts(spec.get("pre_tokenizer"))]
+        by_level = any(part.get("type") == "ByteLevel" for part in parts) and tokens.issuperset(
+            ByteLevel.alphabet()
+        )
+        by_unknown = model.get("unk_token") is not None and not model.get("fuse_unk")
+        known = by_bytes or by_level or by_unknown
+    else:
+        known = model.get("type") == "Unigram" and by_bytes
+    return max(map(len, tokens)) if known else None
+
+
+def _shrink(normalizer: Mapping[str, Any] | None) -> int | None:
+    """How many characters become one at most; None: any number."""
+    factor = 1
+    for part in _parts(normalizer):
+        one = _replaced(part) if part.get("type") == "Replace" else FACTORS.get(str(part.get("type")))
+        if one is None:
+            return None
+        factor *= one
+    return factor
+
+
+def _replaced(part: Mapping[str, Any]) -> int | None:
+    found, content = (part.get("pattern") or {}).get("String"), part.get("content")
+    return -(-len(found) // len(content)) if found and content else None
+
+
+def _keeps(pre_tokenizer: Mapping[str, Any] | None) -> bool:
+    return all(
+        part.get("type") in KEEP_ALL
+        or (part.get("type") in KEEP_UNLESS_REMOVED and part.get("behavior") != "Removed")
+        for part in _parts(pre_tokenizer)
+    )
+
+
+def _parts(found: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """Of a normalizer or pre-tokenizer, in their order."""
+    if not found:
+        return []
+    if found.get("type") != "Sequence":
+        return [found]
+    inner = found.get("normalizers") or found.get("pretokenizers") or []
+    return [part for one in inner for part in _parts(one)]

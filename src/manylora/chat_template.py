@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,15 @@ from jinja2.exceptions import TemplateError
 from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from manylora.errors import ConfigError, RequestError
+from manylora.errors import ConfigError, RequestError, TextTooLongError
 
 __all__ = ["ChatTemplate"]
 
 Messages = Sequence[Mapping[str, Any]]
 FILE = "chat_template.jinja"
+MOST = (
+    2**22
+)  # characters of a prompt, and of one JSON text in it: indented lists in lists grow with their square
 
 
 class ChatTemplate:
@@ -49,16 +52,17 @@ class ChatTemplate:
                 raise ConfigError(f"the chat template is not valid: {error}") from error
             self.takes_tools = self.takes_tools or "tools" in names
 
-    def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The prompt, ready for the assistant's answer. Raises RequestError."""
+    def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), most: int = MOST) -> str:
+        """The prompt, ready for the assistant's answer. most: its characters. Raises RequestError."""
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template = self._templates.get(name)
         if template is None:
             raise RequestError("this model has no chat template: send a plain prompt")
         try:
-            return template.render(
+            pieces = template.generate(
                 messages=messages, tools=list(tools) or None, add_generation_prompt=True, **self._tokens
             )
+            return "".join(_within(most, pieces))
         except TemplateError as error:
             raise RequestError(f"the chat template cannot render these messages: {error}") from error
         except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
@@ -82,8 +86,20 @@ def _sources(directory: Path, settings: Mapping[str, Any], path: Path | None) ->
     return {"default": found} if found else {}
 
 
+def _within(most: int, pieces: Iterable[str]) -> Iterator[str]:
+    for piece in pieces:
+        most -= len(piece)
+        if most < 0:
+            raise TextTooLongError("the chat template makes too long a text of these messages")
+        yield piece
+
+
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **how: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **how)
+    if indent is None:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+    return "".join(
+        _within(MOST, json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, **how).iterencode(value))
+    )
 
 
 def _raise(text: str) -> None:

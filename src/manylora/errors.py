@@ -6,6 +6,7 @@
     └── RequestError                this one request cannot be served as asked
         ├── QueueFullError          too many requests wait already
         ├── DrainingError           the service is about to stop and takes nothing new
+        ├── TextTooLongError        a text has more tokens than there is room for
         └── AdapterError            the request's adapter is the reason
             ├── AdapterInvalidError     its tensors or files are not a usable adapter for this model
             ├── AdapterChangedError     its files changed between their check and their loading
@@ -31,6 +32,7 @@ __all__ = [
     "ManyloraError",
     "QueueFullError",
     "RequestError",
+    "TextTooLongError",
 ]
 
 
@@ -65,6 +67,10 @@ class DrainingError(RequestError):
 
     def __init__(self) -> None:
         super().__init__("Server is stopping: no new requests are taken, please send this one elsewhere")
+
+
+class TextTooLongError(RequestError):
+    """A text has more tokens than there is room for, or more characters than are taken."""
 
 
 class AdapterError(RequestError):

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Library
 from manylora.allocator import give_back
 from manylora.chat_template import ChatTemplate
 from manylora.errors import ConfigError, RequestError
-from manylora.text_limits import TextLimits, characters_per_token
+from manylora.text_limits import TextLimits, characters_per_token, longest_text
 from manylora.text_stream import ByteStream, TextStream, WindowStream
 from manylora.wire.parameters import value_of
 
@@ -94,12 +94,13 @@ class Tokenizer:
         ]
         return found[-1] if found else self.pad_id
 
-    def check_length(self, length: int, context: int | None) -> None:
-        """Raises RequestError for a text of so many characters that has more than `context` tokens for sure.
+    def check_length(self, length: int, context: int | None, whole: bool = True) -> None:
+        """Raises TextTooLongError for a text of so many characters that is too long for sure.
 
-        context: None where a text may have any number of tokens; LONGEST_TEXT characters hold then.
+        context: tokens there is room for; None: it is not known. whole: false where there need not be room
+        for all of it. In both cases a stated number of characters is taken.
         """
-        self._limits.check(length, context)
+        self._limits.check(length, context, whole)
 
     def encode(self, text: str, add_special_tokens: bool = True, context: int | None = None) -> list[int]:
         """The text's ids. A long text keeps no other thread of Python waiting.
@@ -152,9 +153,17 @@ class Tokenizer:
         """Whether the chat template shows the model the tools of a request."""
         return self._chat.takes_tools
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Messages through the chat template, ready for the assistant's answer. Raises RequestError."""
-        return self._chat.render(messages, tools)
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        context: int | None = None,
+    ) -> str:
+        """Messages through the chat template, ready for the assistant's answer. Raises RequestError.
+
+        context: tokens there is room for; None: it is not known.
+        """
+        return self._chat.render(messages, tools, longest_text(context))
 
     def _encode(self, text: str, special: bool) -> list[int]:
         try:

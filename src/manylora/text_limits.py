@@ -7,15 +7,15 @@ from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-from manylora.errors import RequestError
+from manylora.errors import TextTooLongError
 
-__all__ = ["LONGEST_TEXT", "TextLimits", "characters_per_token"]
+__all__ = ["LONGEST_TEXT", "TextLimits", "characters_per_token", "longest_text"]
 
 FREE = (
     2**14
 )  # characters that are tokenised whatever comes of it: the answer then tells how many tokens they are
-LONGEST_TEXT = 2**19
-"""Characters of a text of which it is not known how many tokens may come of it."""
+LONGEST_TEXT = 2**19  # characters of a text of which it is not known how many tokens may come of it
+GENEROUS = 16  # characters of a token, four times those of English
 
 ASSUMED = (
     128  # characters of a token where a tokenizer sets no bound, by dropping text or by taking runs for one
@@ -42,24 +42,27 @@ class TextLimits:
     def __init__(self, per_token: int | None) -> None:
         self.per_token = per_token or ASSUMED
 
-    def check(self, length: int, context: int | None) -> None:
-        """Raises RequestError for a text of so many characters that has more than `context` tokens for sure.
+    def check(self, length: int, context: int | None, whole: bool = True) -> None:
+        """Raises TextTooLongError for a text of so many characters that has more than `context` tokens for
+        sure.
 
-        context: None where a text may have any number of tokens; LONGEST_TEXT holds then.
+        context: None where it is not known. whole: false where the context need not have room for all of it.
+        In both cases `longest_text` says what is taken.
         """
-        if context is None:
-            if length > LONGEST_TEXT:
-                raise RequestError(f"The text has {length} characters: at most {LONGEST_TEXT} are taken")
+        if context is None or not whole:
+            most = longest_text(context)
+            if length > most:
+                raise TextTooLongError(f"The text has {length} characters: at most {most} are taken")
             return
         most = max(context * self.per_token, FREE)
         if length > most:
-            raise RequestError(
+            raise TextTooLongError(
                 f"The text has {length} characters: in the context of {context} tokens there is room for "
                 f"{most} at most"
             )
 
     def probe(self, text: str, context: int, count: Callable[[str], int]) -> None:
-        """Raises RequestError for a text whose beginning alone has clearly more than `context` tokens.
+        """Raises TextTooLongError for a text whose beginning alone has clearly more than `context` tokens.
 
         Most texts are far from the longest tokens there are, so a beginning tells at a fraction of the price.
         A text that fits as texts usually do is not looked at. count: tokens of a text.
@@ -68,11 +71,16 @@ class TextLimits:
         while 2 * size <= len(text):
             tokens = count(text[:size])
             if tokens > context + context // 4:  # the cut changes the last of them only
-                raise RequestError(
+                raise TextTooLongError(
                     f"The first {size} of the text's {len(text)} characters have {tokens} tokens already: "
                     f"the context has room for {context}"
                 )
             size *= 2
+
+
+def longest_text(context: int | None) -> int:
+    """Characters that are taken of what need not fit whole: more than a context usually has room for."""
+    return max(LONGEST_TEXT, GENEROUS * (context or 0))
 
 
 def characters_per_token(spec: Mapping[str, Any]) -> int | None:

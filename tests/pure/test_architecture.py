@@ -48,7 +48,7 @@ OPENAI = [
     "errors", "names", "schema", "messages", "choosing", "tools", "params", "logprobs", "mailbox",
     "generation",
     "disk", "reader", "disk_level", "kept", "catalog", "fairness", "history", "backend", "keys",
-    "replies", "transport", "inference", "metrics",
+    "replies", "transport", "aside", "inference", "metrics",
     "models", "openapi", "page", "feed", "uploads", "app", "in_process", "triton", "options", "server",
 ]  # fmt: skip
 INSIDE = {

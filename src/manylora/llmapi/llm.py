@@ -301,7 +301,8 @@ class LLM:
         elif self._tokenizer is None:
             raise ValueError("this LLM has no tokenizer (skip_tokenizer_init): prompts must be token ids")
         else:
-            ids = self._tokenizer.encode(text, params.add_special_tokens)
+            context = None if params.truncate_prompt_tokens else self._max_seq_len
+            ids = self._tokenizer.encode(text, params.add_special_tokens, context)
         if params.truncate_prompt_tokens is not None:
             ids = ids[-params.truncate_prompt_tokens :]
         encoder = self._model.encoder

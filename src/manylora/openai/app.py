@@ -185,21 +185,14 @@ class _Routes:
     async def tokenize(self, request: Request) -> Response:
         self._key(request)
         body = parse(await self._body(request), TokenizeRequest)
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "missing_field", "prompt or messages is required, one of them", "prompt")
-        text = self._inference.render(body.messages) if body.messages else body.prompt or ""
-        special = body.add_special_tokens and body.messages is None
-        ids = self._inference.tokenizer.encode(text, special)
+        ids = await self._inference.tokenize(body)
         most = self._inference.limits.max_seq_len
         return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
         self._key(request)
         body = parse(await self._body(request), DetokenizeRequest)
-        if max(body.tokens, default=0) >= self._inference.limits.vocab_size:
-            raise ApiError(400, "invalid_value", "tokens: one of them is no token of this model", "tokens")
-        text = self._inference.tokenizer.decode(body.tokens, skip_special_tokens=False)
-        return JSONResponse({"prompt": text})
+        return JSONResponse({"prompt": await self._inference.detokenize(body)})
 
     async def live(self, request: Request) -> Response:
         return JSONResponse({"status": "live"})

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from manylora.config import ModelConfig
-from manylora.errors import RequestError
+from manylora.errors import RequestError, TextTooLongError
+from manylora.openai.aside import Aside
 from manylora.openai.backend import Backend, Call
 from manylora.openai.choosing import choose
 from manylora.openai.errors import ApiError, as_api_error
 from manylora.openai.generation import Generation
 from manylora.openai.keys import ApiKey
 from manylora.openai.mailbox import Signal
-from manylora.openai.messages import rendered
+from manylora.openai.messages import num_characters, rendered
 from manylora.openai.params import Limits, plan
 from manylora.openai.replies import DONE, ChatReply, CompletionReply, Reply
-from manylora.openai.schema import ChatRequest, CompletionRequest, GenerationRequest, Message
+from manylora.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    Message,
+    TokenizeRequest,
+)
 from manylora.openai.tools import ToolUse, tool_use
 from manylora.openai.transport import EventStream, watch
-from manylora.text import Tokenizer
+from manylora.text import LONG, Tokenizer
 
 __all__ = ["Inference"]
-
-LONG = 4096  # characters of a prompt from which encoding would hold up the event loop
-Result = TypeVar("Result")
 
 
 class Inference:
@@ -46,26 +49,48 @@ class Inference:
     ) -> None:
         self.backend, self.tokenizer, self.limits, self.bases = backend, tokenizer, limits, bases
         self._model, self._fingerprint = model, fingerprint
+        self._aside = Aside()
 
     async def chat(self, request: Request, body: ChatRequest, key: ApiKey) -> Response:
-        text = self.render(body.messages, tool_use(body))
-        prompt = await _aside(len(text), self.tokenizer.encode, text, False)
+        text = await self._render(body.messages, tool_use(body))
+        prompt = await self._encode(text, False, "messages", whole=body.truncate_prompt_tokens is None)
         if body.return_expanded_prompt and body.stream:
             name = "return_expanded_prompt"
             raise ApiError(400, "unsupported_field", f"{name} needs stream false", name)
-        return await self._answer(request, body, key, [tuple(prompt)], [text])
+        return await self._answer(request, body, key, [prompt], [text])
 
     async def complete(self, request: Request, body: CompletionRequest, key: ApiKey) -> Response:
-        special = body.add_special_tokens
+        given, special = _prompts(body.prompt), body.add_special_tokens
+        self._check_count(len(given) * (body.best_of or body.n))
+        whole = body.truncate_prompt_tokens is None
         prompts = [
-            await _aside(len(prompt), self._encode, prompt, special) for prompt in _prompts(body.prompt)
+            await self._encode(prompt, special, "prompt", whole) if isinstance(prompt, str) else tuple(prompt)
+            for prompt in given
         ]
+        for prompt in prompts:
+            self._check_ids(prompt)
         return await self._answer(request, body, key, prompts)
+
+    async def tokenize(self, body: TokenizeRequest) -> list[int]:
+        """Raises ApiError."""
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "missing_field", "prompt or messages is required, one of them", "prompt")
+        if body.messages is not None:
+            text = await self._render(body.messages)
+            return list(await self._encode(text, False, "messages", whole=False))
+        text = body.prompt or ""
+        return list(await self._encode(text, body.add_special_tokens, "prompt", whole=False))
+
+    async def detokenize(self, body: DetokenizeRequest) -> str:
+        """Raises ApiError."""
+        if max(body.tokens, default=0) >= self.limits.vocab_size:
+            raise ApiError(400, "invalid_value", "tokens: one of them is no token of this model", "tokens")
+        return await self._aside.run(len(body.tokens), self.tokenizer.decode, body.tokens, False)
 
     async def probe(self) -> None:
         """Two tokens of the base model. Raises ApiError when they do not come."""
         body = CompletionRequest.model_validate({"prompt": "a", "max_tokens": 2, "temperature": 0.0})
-        call = self._call(body, self._encode("a"), None, "", Signal(), "health")
+        call = self._call(body, tuple(self.tokenizer.encode("a")), None, "", Signal(), "health")
         self.backend.submit(call)
         try:
             while not call.generation.finished:
@@ -75,25 +100,52 @@ class Inference:
         if call.generation.error is not None:
             raise as_api_error(call.generation.error)
 
-    def render(self, messages: Sequence[Message], use: ToolUse | None = None) -> str:
+    async def _render(self, messages: Sequence[Message], use: ToolUse | None = None) -> str:
         """Messages through the chat template. Raises ApiError."""
+        length = num_characters(messages)
+        try:
+            self.tokenizer.check_length(length, self.limits.max_seq_len, whole=False)
+        except TextTooLongError as error:
+            raise _too_long(error, "messages") from error
+        return await self._aside.run(max(length, LONG if use else 0), self._rendered, messages, use)
+
+    def _rendered(self, messages: Sequence[Message], use: ToolUse | None) -> str:
         shown = rendered(messages)
         specs = use.specs if use else []
         if use and not self.tokenizer.takes_tools:
             shown, specs = [{"role": "system", "content": use.instructions()}, *shown], []
         try:
-            return self.tokenizer.chat(shown, specs)
+            return self.tokenizer.chat(shown, specs, self.limits.max_seq_len)
+        except TextTooLongError as error:
+            raise _too_long(error, "messages") from error
         except RequestError as error:
             raise ApiError(400, "invalid_value", str(error), "messages") from error
 
-    def _encode(self, prompt: str | list[int], special: bool = True) -> tuple[int, ...]:
-        ids = self.tokenizer.encode(prompt, special) if isinstance(prompt, str) else prompt
+    async def _encode(self, text: str, special: bool, field: str, whole: bool = True) -> tuple[int, ...]:
+        """whole: the context must have room for all of it. Raises ApiError."""
+        context = self.limits.max_seq_len
+        try:
+            self.tokenizer.check_length(len(text), context, whole)
+            encode = self.tokenizer.encode
+            return tuple(await self._aside.run(len(text), encode, text, special, context if whole else None))
+        except TextTooLongError as error:
+            raise _too_long(error, field) from error
+
+    def _check_count(self, count: int) -> None:
+        if count > self.limits.max_sequences:
+            raise ApiError(
+                400,
+                "invalid_value",
+                f"n: at most {self.limits.max_sequences} outputs in one request, of all prompts together",
+                "n",
+            )
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
         if not ids:
             raise ApiError(400, "invalid_value", "prompt: it has no tokens", "prompt")
         if max(ids) >= self.limits.vocab_size:
             most = self.limits.vocab_size - 1
             raise ApiError(400, "invalid_value", f"prompt: token ids must be at most {most}", "prompt")
-        return tuple(ids)
 
     async def _answer(
         self,
@@ -112,14 +164,7 @@ class Inference:
             lambda path: _path_for(key, path, catalog.name_of_path),
         )
         key.check(choice.name)
-        best_of = getattr(body, "best_of", None) or body.n
-        if len(prompts) * best_of > self.limits.max_sequences:
-            raise ApiError(
-                400,
-                "invalid_value",
-                f"n: at most {self.limits.max_sequences} outputs in one request, of all prompts together",
-                "n",
-            )
+        self._check_count(len(prompts) * (getattr(body, "best_of", None) or body.n))
         if choice.name is not None and not catalog.has(choice.name):
             raise ApiError(404, "adapter_not_found", f"model {choice.name!r} does not exist", choice.field)
         if body.stream_options is not None and not body.stream:
@@ -267,8 +312,5 @@ def _prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str |
     return list(given)  # type: ignore[arg-type]
 
 
-async def _aside(length: int, function: Callable[..., Result], *arguments: Any) -> Result:
-    """What takes long goes to a thread."""
-    if length < LONG:
-        return function(*arguments)
-    return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+def _too_long(error: TextTooLongError, field: str) -> ApiError:
+    return ApiError(400, "context_length_exceeded", str(error), field)

@@ -9,7 +9,7 @@ from typing import Any
 from manylora.openai.errors import ApiError
 from manylora.openai.schema import Message, ToolCall
 
-__all__ = ["rendered"]
+__all__ = ["num_characters", "rendered"]
 
 ROLES = {"developer": "system"}  # the newer name; templates know the older one
 
@@ -17,6 +17,12 @@ ROLES = {"developer": "system"}  # the newer name; templates know the older one
 def rendered(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Raises ApiError."""
     return [_rendered(message) for message in messages]
+
+
+def num_characters(messages: Sequence[Message]) -> int:
+    """Of what they say and the arguments of their calls."""
+    calls = [call for message in messages for call in message.tool_calls]
+    return sum(len(message.text) for message in messages) + sum(len(c.function.arguments) for c in calls)
 
 
 def _rendered(message: Message) -> dict[str, Any]:

@@ -12,14 +12,12 @@ from tokenizers import Tokenizer as Library
 from manylora.allocator import give_back
 from manylora.chat_template import ChatTemplate
 from manylora.errors import ConfigError, RequestError
+from manylora.lanes import LONG
 from manylora.text_limits import TextLimits, characters_per_token, longest_text
 from manylora.text_stream import ByteStream, TextStream, WindowStream
 from manylora.wire.parameters import value_of
 
-__all__ = ["LONG", "Tokenizer", "open_tokenizer"]
-
-LONG = 2**12
-"""Characters of a text from which tokenising it would hold up others, and is done beside them."""
+__all__ = ["Tokenizer", "open_tokenizer"]
 
 LARGE = 2**17  # characters, or tokens, whose tables are worth giving back to the system
 CONTEXT = 8  # ids that settle any seam which is not inside a run of byte tokens

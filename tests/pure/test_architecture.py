@@ -26,6 +26,7 @@ ORDER = [
         "background",
         "allocator",
         "threads",
+        "lanes",
     ],
     ["wire", "chat_template", "text_stream", "text_limits", "text", "kernels", "weight_formats", "device"],
     ["lora"],
@@ -48,7 +49,7 @@ OPENAI = [
     "errors", "names", "schema", "messages", "choosing", "tools", "params", "logprobs", "mailbox",
     "generation",
     "disk", "reader", "disk_level", "kept", "catalog", "fairness", "history", "backend", "keys",
-    "replies", "transport", "aside", "inference", "metrics",
+    "replies", "transport", "inference", "metrics",
     "models", "openapi", "page", "feed", "uploads", "app", "in_process", "triton", "options", "server",
 ]  # fmt: skip
 INSIDE = {
@@ -133,7 +134,7 @@ INSIDE = {
 }
 NO_TORCH = [
     "errors", "request", "quant", "quant_checkpoint", "config", "built", "stats", "pages", "lifeline",
-    "background", "wire", "chat_template", "text_stream", "text_limits", "text", "launcher",
+    "background", "lanes", "wire", "chat_template", "text_stream", "text_limits", "text", "launcher",
     "lora.modules", "lora.geometry", "lora.float8", "lora.tensors", "lora.staging", "lora.extras",
     "lora.slicing", "lora.cache", "cli", "engine.sequence", "engine.idle_blocks", "engine.guide",
     "engine.kv_cache", "engine.scheduler",

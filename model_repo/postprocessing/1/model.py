@@ -7,10 +7,12 @@ from functools import lru_cache
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from manylora.errors import ConfigError
-from manylora.lifeline import Lifeline
+from manylora.errors import ConfigError, RequestError
 from manylora.text import open_tokenizer
+from manylora.wire.desk import Desk
 from manylora.wire.parameters import flag, parameters_of
+
+MAX_TOKENS = 2**20  # of one request
 
 
 class TritonPythonModel:
@@ -21,14 +23,15 @@ class TritonPythonModel:
             self._skip = flag(parameters, "skip_special_tokens", True)
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        self._lifeline = Lifeline("postprocessing")
+        self._desk = Desk("postprocessing", pb_utils, _measure, self._work)
 
     def execute(self, requests):
-        with self._lifeline.busy():
-            return [self._answer(request) for request in requests]
+        return self._desk.answer(requests)
 
-    def _answer(self, request):
-        arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+    def finalize(self):
+        self._desk.close()
+
+    def _work(self, arrays):
         tokens, lengths = arrays["TOKENS_BATCH"], arrays["SEQUENCE_LENGTH"]
         windows, final = arrays.get("PREVIOUS_IDS"), "FINISH_REASON" in arrays
         texts = []
@@ -40,7 +43,27 @@ class TritonPythonModel:
                 else:
                     text = self._tokenizer.delta(windows[item, beam].tolist(), ids, final, self._skip)
                 texts.append(text.encode())
-        return pb_utils.InferenceResponse([_output(tuple(texts))])
+        return [_output(tuple(texts))]
+
+
+def _measure(arrays):
+    """Tokens of all sequences."""
+    tokens, lengths, windows = (arrays.get(n) for n in ("TOKENS_BATCH", "SEQUENCE_LENGTH", "PREVIOUS_IDS"))
+    if tokens.shape[:2] != lengths.shape or (windows is not None and windows.shape[:2] != lengths.shape):
+        raise RequestError(
+            "TOKENS_BATCH, SEQUENCE_LENGTH and PREVIOUS_IDS must have one shape up to the beams, got "
+            f"{tokens.shape}, {lengths.shape} and {None if windows is None else windows.shape}"
+        )
+    longest, count = tokens.shape[2], int(lengths.sum(dtype=np.int64))
+    if lengths.size and not 0 <= lengths.min() <= lengths.max() <= longest:
+        raise RequestError(f"SEQUENCE_LENGTH must be in [0, {longest}], the tokens of TOKENS_BATCH")
+    count += 0 if windows is None else windows.size
+    if count > MAX_TOKENS:
+        raise RequestError(f"at most {MAX_TOKENS} tokens are decoded in one request, got {count}")
+    shown = np.arange(longest) < lengths[..., None]  # what is behind a shorter sequence is no token
+    if (tokens[shown] < 0).any() or (windows is not None and (windows < 0).any()):
+        raise RequestError("TOKENS_BATCH and PREVIOUS_IDS must hold token ids, which are 0 or more")
+    return count
 
 
 @lru_cache(1024)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from manylora.errors import ConfigError, ManyloraError, RequestError
-from manylora.lifeline import Lifeline
+from manylora.errors import ConfigError, RequestError
 from manylora.text import open_tokenizer
+from manylora.wire.context import engine_context
+from manylora.wire.desk import Desk
 from manylora.wire.parameters import flag, parameters_of
 
 REFUSED = ("IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES")
+WORDS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
+MAX_WORDS = 16384  # of one request
+WORD = 16  # characters of a text that take as long as a word does, be it empty
 
 
 class TritonPythonModel:
@@ -22,25 +28,40 @@ class TritonPythonModel:
             self._decoder_start = self._tokenizer.decoder_start_id
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        self._lifeline = Lifeline("preprocessing")
+        self._context = engine_context(Path(args["model_repository"]))
+        self._desk = Desk("preprocessing", pb_utils, self._measure, self._work)
 
     def execute(self, requests):
-        with self._lifeline.busy():
-            return [self._answer(request) for request in requests]
+        return self._desk.answer(requests)
 
-    def _answer(self, request):
-        try:
-            arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-            outputs = [pb_utils.Tensor(name, value) for name, value in self._outputs(arrays).items()]
-            return pb_utils.InferenceResponse(outputs)
-        except ManyloraError as error:
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error)))
+    def finalize(self):
+        self._desk.close()
 
-    def _outputs(self, arrays):
+    def _measure(self, arrays):
+        """Characters of all texts."""
         for name in REFUSED:
             if name in arrays:
                 raise RequestError(f"input {name} is not supported by this server: leave it out")
-        prompts = [self._encode(row, self._add_special_tokens) for row in arrays["QUERY"].reshape(-1)]
+        prompts = [len(_text(row)) for row in arrays["QUERY"].reshape(-1)]
+        for length in prompts:
+            self._tokenizer.check_length(length, self._context)
+        words = [word for name in WORDS if name in arrays for word in arrays[name].reshape(-1)]
+        if len(words) > MAX_WORDS:
+            raise RequestError(
+                f"bad_words, stop_words and embedding_bias_words must have at most {MAX_WORDS} words "
+                f"together, got {len(words)}"
+            )
+        decoders = list(arrays["DECODER_QUERY"].reshape(-1)) if "DECODER_QUERY" in arrays else []
+        others = sum(len(_text(text)) for text in [*words, *decoders])
+        self._tokenizer.check_length(others, self._context, whole=False)
+        return sum(prompts) + others + WORD * len(words)
+
+    def _work(self, arrays):
+        return [pb_utils.Tensor(name, value) for name, value in self._outputs(arrays).items()]
+
+    def _outputs(self, arrays):
+        special = self._add_special_tokens
+        prompts = [self._encode(row, special, self._context) for row in arrays["QUERY"].reshape(-1)]
         count, pad = len(prompts), self._tokenizer.pad_id or 0
         end = self._tokenizer.eos_id
         ids, lengths = self._table(prompts, pad)
@@ -113,8 +134,12 @@ class TritonPythonModel:
             row[1, : len(ends)] = ends
         return table
 
-    def _encode(self, text, special):
-        try:
-            return self._tokenizer.encode(text.decode() if isinstance(text, bytes) else text, special)
-        except UnicodeDecodeError:
-            raise RequestError("text must be valid UTF-8") from None
+    def _encode(self, text, special, context=None):
+        return self._tokenizer.encode(_text(text), special, context)
+
+
+def _text(value):
+    try:
+        return value.decode() if isinstance(value, bytes) else value
+    except UnicodeDecodeError:
+        raise RequestError("text must be valid UTF-8") from None

@@ -16,11 +16,12 @@ import torch
 import triton_python_backend_utils as pb_utils
 from exporter import Exporter
 
-from manylora.errors import ConfigError, DrainingError, ManyloraError, RequestError
+from manylora.errors import ConfigError, DrainingError, RequestError
 from manylora.lifeline import Lifeline
 from manylora.loop import EngineLoop
 from manylora.wire.decode import decode_requests, is_stop
 from manylora.wire.encode import Reply, merge_waiting
+from manylora.wire.failures import check_parameters, sentence
 from manylora.wire.parameters import engine_config, flag, logits_dtype, milliseconds, parameters_of
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -80,6 +81,7 @@ class TritonPythonModel:
     def _take(self, request):
         call = Call(request.request_id(), request.get_response_sender(), 0, [])
         try:
+            check_parameters(request.parameters())
             arrays = {tensor.name(): _array(tensor) for tensor in request.inputs()}
             if is_stop(arrays):
                 self._stop(call.request_id)
@@ -98,8 +100,8 @@ class TritonPythonModel:
                 reply = Reply(one.request, place, exclude, one.statistics, self._logits_dtype)
                 sink = partial(self._sink, call, reply)
                 call.tickets.append(self._loop.submit(one.request, sink))
-        except ManyloraError as error:
-            self._outbox.put((call, None, error))
+        except Exception as error:
+            self._outbox.put((call, None, RequestError(sentence(error, "tensorrt_llm"))))
         return call
 
     def _sink(self, call, reply, event):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from manylora.config import ModelConfig
 from manylora.errors import RequestError, TextTooLongError
-from manylora.openai.aside import Aside
+from manylora.lanes import LONG, Lanes
 from manylora.openai.backend import Backend, Call
 from manylora.openai.choosing import choose
 from manylora.openai.errors import ApiError, as_api_error
@@ -30,9 +32,11 @@ from manylora.openai.schema import (
 )
 from manylora.openai.tools import ToolUse, tool_use
 from manylora.openai.transport import EventStream, watch
-from manylora.text import LONG, Tokenizer
+from manylora.text import Tokenizer
 
 __all__ = ["Inference"]
+
+Result = TypeVar("Result")
 
 
 class Inference:
@@ -49,7 +53,7 @@ class Inference:
     ) -> None:
         self.backend, self.tokenizer, self.limits, self.bases = backend, tokenizer, limits, bases
         self._model, self._fingerprint = model, fingerprint
-        self._aside = Aside()
+        self._lanes = Lanes()
 
     async def chat(self, request: Request, body: ChatRequest, key: ApiKey) -> Response:
         text = await self._render(body.messages, tool_use(body))
@@ -85,7 +89,7 @@ class Inference:
         """Raises ApiError."""
         if max(body.tokens, default=0) >= self.limits.vocab_size:
             raise ApiError(400, "invalid_value", "tokens: one of them is no token of this model", "tokens")
-        return await self._aside.run(len(body.tokens), self.tokenizer.decode, body.tokens, False)
+        return await self._aside(len(body.tokens), self.tokenizer.decode, body.tokens, False)
 
     async def probe(self) -> None:
         """Two tokens of the base model. Raises ApiError when they do not come."""
@@ -107,7 +111,14 @@ class Inference:
             self.tokenizer.check_length(length, self.limits.max_seq_len, whole=False)
         except TextTooLongError as error:
             raise _too_long(error, "messages") from error
-        return await self._aside.run(max(length, LONG if use else 0), self._rendered, messages, use)
+        return await self._aside(max(length, LONG if use else 0), self._rendered, messages, use)
+
+    async def _aside(self, length: int, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Work on a text of so many characters or tokens, beside the event loop where it is long."""
+        lane = self._lanes.lane(length)
+        if lane is None:
+            return function(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(lane, function, *arguments)
 
     def _rendered(self, messages: Sequence[Message], use: ToolUse | None) -> str:
         shown = rendered(messages)
@@ -127,7 +138,7 @@ class Inference:
         try:
             self.tokenizer.check_length(len(text), context, whole)
             encode = self.tokenizer.encode
-            return tuple(await self._aside.run(len(text), encode, text, special, context if whole else None))
+            return tuple(await self._aside(len(text), encode, text, special, context if whole else None))
         except TextTooLongError as error:
             raise _too_long(error, field) from error
 

@@ -13,7 +13,8 @@ from manylora.errors import ConfigError
 from manylora.quant import QuantConfig
 
 __all__ = [
-    "engine_config", "flag", "logits_dtype", "milliseconds", "parameters_of", "quant_config", "value_of",
+    "engine_config", "flag", "logits_dtype", "milliseconds", "parameters_of", "positions", "quant_config",
+    "value_of",
 ]  # fmt: skip
 
 TYPES = ("v1", "V1", "inflight_batching", "inflight_fused_batching")
@@ -131,7 +132,12 @@ def _max_positions(path: Path) -> int | None:
         told = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None  # reading the model says what is wrong with it
-    found = [told[name] for name in POSITIONS if isinstance(told.get(name), int)]
+    return positions(told)
+
+
+def positions(config: Mapping[str, Any]) -> int | None:
+    """The longest sequence that a config.json knows."""
+    found = [config[name] for name in POSITIONS if isinstance(config.get(name), int)]
     return found[0] if found else None
 
 

@@ -1,0 +1,134 @@
+"""Protects what pre- and postprocessing share: a long text does not stand before the next request, and what
+nobody thought of is told by one sentence."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from manylora.errors import RequestError
+from manylora.lanes import LONG
+from manylora.wire.context import engine_context
+from manylora.wire.desk import Desk
+from manylora.wire.failures import check_parameters, sentence
+
+
+class Sent:
+    """A request as Triton hands it over, and its sender."""
+
+    def __init__(self, length: int, parameters: str = "{}") -> None:
+        self.length, self._parameters = length, parameters
+        self.answered = threading.Event()
+        self.response: Any = None
+
+    def parameters(self) -> str:
+        return self._parameters
+
+    def inputs(self) -> list[Any]:
+        array = np.array([[self.length]])
+        return [SimpleNamespace(name=lambda: "length", as_numpy=lambda: array)]
+
+    def get_response_sender(self) -> Sent:
+        return self
+
+    def send(self, response: Any, flags: int) -> None:
+        assert flags == 1
+        self.response = response
+        self.answered.set()
+
+
+UTILS = SimpleNamespace(
+    TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
+    TritonError=lambda text: text,
+    InferenceResponse=lambda outputs=(), error=None: error or list(outputs),
+)
+
+
+def desk(work: Any) -> Desk:
+    return Desk("reading", UTILS, lambda arrays: int(arrays["length"][0, 0]), work)
+
+
+def test_a_short_text_is_answered_while_a_long_one_is_worked_on() -> None:
+    may_end = threading.Event()
+
+    def work(arrays: Any) -> list[int]:
+        length = int(arrays["length"][0, 0])
+        assert length < LONG or may_end.wait(20)
+        return [length]
+
+    long, huge = Sent(LONG), Sent(2**20)
+    made = desk(work)
+    assert made.answer([long, Sent(7), huge, Sent(8)]) == [None, [7], None, [8]]
+    assert made.answer([Sent(9)]) == [[9]]
+    assert not long.answered.is_set() and not huge.answered.is_set()
+    may_end.set()
+    made.close()
+    assert (long.response, huge.response) == ([LONG], [2**20])
+
+
+def test_a_failure_is_one_sentence_of_that_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    def work(arrays: Any) -> list[int]:
+        if arrays["length"][0, 0] == 3:
+            raise IndexError("/somewhere/on/the/server.py")
+        if arrays["length"][0, 0] == 4:
+            raise RequestError("four is too many")
+        return [1]
+
+    made, long = desk(work), Sent(LONG)
+    answers = made.answer([Sent(1), Sent(3), Sent(4), long, Sent(5, '{"request_type":"context_only"}')])
+    made.close()
+    assert answers[:4] == [[1], "reading failed on this request: IndexError", "four is too many", None]
+    assert "request_type 'context_only' is not supported" in answers[4]
+    assert long.response == [1]
+    assert "/somewhere/on/the/server.py" in caplog.text  # for who runs it
+
+
+def test_only_parameters_that_would_change_the_answer_are_refused() -> None:
+    for text in ("", "{}", '{"Streaming": true}', '{"request_type": "context_and_generation", "a": 1}'):
+        check_parameters(text)
+    for kind in ("context_only", "generation_only", "", 1, None):
+        with pytest.raises(RequestError, match="request_type"):
+            check_parameters(json.dumps({"request_type": kind}))
+
+
+def test_the_log_has_the_trace_and_the_client_the_sentence(caplog: pytest.LogCaptureFixture) -> None:
+    assert sentence(RequestError("no such thing"), "model") == "no such thing"
+    assert not caplog.records
+    assert sentence(KeyError("secret"), "model") == "model failed on this request: KeyError"
+    assert "secret" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "max_seq_len", "context"),
+    [
+        ({"max_position_embeddings": 512}, "", 512),
+        ({"max_position_embeddings": 512}, "${max_seq_len}", 512),
+        ({"max_position_embeddings": 512}, "64", 64),
+        ({"max_position_embeddings": 512}, "4096", 512),
+        ({"n_positions": 128}, "", 128),
+        ({"n_positions": 128, "is_encoder_decoder": True}, "", None),
+        ({}, "64", None),
+        ([], "", None),
+    ],
+)
+def test_the_context_is_that_of_the_engine_beside(
+    tmp_path: Path, config: Any, max_seq_len: str, context: int | None
+) -> None:
+    repo = Path(__file__).resolve().parents[2] / "model_repo"
+    text = (
+        (repo / "tensorrt_llm" / "config.pbtxt").read_text().replace("${engine_dir}", str(tmp_path / "model"))
+    )
+    served = tmp_path / "models" / "tensorrt_llm"
+    served.mkdir(parents=True)
+    assert engine_context(tmp_path / "models" / "preprocessing") is None
+    (served / "config.pbtxt").write_text(text.replace("${max_seq_len}", max_seq_len))
+    assert engine_context(tmp_path / "models" / "preprocessing") is None
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    assert engine_context(tmp_path / "models" / "preprocessing") == context

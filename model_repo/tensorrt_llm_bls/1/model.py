@@ -6,18 +6,51 @@ import queue
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from manylora.errors import ConfigError, ManyloraError, RequestError
+from manylora.errors import ConfigError, RequestError
 from manylora.lifeline import Lifeline
 from manylora.wire.bls import TO_ENGINE, TO_PREPROCESSING, check_inputs, items, told_outputs
+from manylora.wire.failures import check_parameters, sentence
 from manylora.wire.parameters import flag, parameters_of, value_of
 from manylora.wire.text_stops import TextStop
 
 THREADS = 64
+PERIOD_S = 0.1  # after which it is asked again who has left
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class Call:
+    """A request of a client, and the engine's requests that are open for it. Any thread."""
+
+    def __init__(self, is_cancelled):
+        self._is_cancelled = is_cancelled
+        self._lock = threading.Lock()
+        self._open = set()
+        self.left = False  # its client
+
+    @contextmanager
+    def asking(self, model):
+        """Around a request to an engine's model: its id, which nobody else has. Raises RequestError."""
+        if self.left:
+            raise RequestError("the client has left")
+        asked = (model, str(uuid.uuid4()))
+        with self._lock:
+            self._open.add(asked)
+        try:
+            yield asked[1]
+        finally:
+            with self._lock:
+                self._open.discard(asked)
+
+    def to_stop(self):
+        """Model and id of what is still open for a client that has left."""
+        self.left = self.left or self._is_cancelled()
+        with self._lock:
+            return list(self._open) if self.left else []
 
 
 class TritonPythonModel:
@@ -35,6 +68,10 @@ class TritonPythonModel:
         self._lifeline = Lifeline("tensorrt_llm_bls")
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="manylora-bls")
         self._outbox = queue.SimpleQueue()
+        self._calls = set()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        threading.Thread(target=self._watch, name="manylora-watch", daemon=True).start()
         if self._decoupled:  # one thread sends: many at once are more than the server bears
             threading.Thread(target=self._send_all, name="manylora-send", daemon=True).start()
 
@@ -42,37 +79,68 @@ class TritonPythonModel:
         if not self._decoupled:
             return list(self._pool.map(self._answer_once, requests))
         for request in requests:
-            self._pool.submit(self._answer, request, request.get_response_sender())
+            sender = request.get_response_sender()
+            self._pool.submit(self._answer, request, sender, self._begin(sender.is_cancelled))
         return None
 
     def finalize(self):
         self._pool.shutdown(wait=True)
+        self._closing.set()
         self._outbox.put(None)
+
+    def _begin(self, is_cancelled):
+        call = Call(is_cancelled)
+        with self._lock:
+            self._calls.add(call)
+        return call
+
+    def _end(self, call):
+        with self._lock:
+            self._calls.discard(call)
+
+    def _watch(self):
+        """End the generations of clients that have left: nothing else tells the engine's model. More than
+        once, as a stop may come before the request that it is for."""
+        while not self._closing.wait(PERIOD_S):
+            with self._lock:
+                calls = list(self._calls)
+            for call in calls:
+                try:
+                    for model, request_id in call.to_stop():
+                        self._stop(model, request_id)
+                except Exception as error:
+                    sentence(error, "tensorrt_llm_bls")
 
     def _send_all(self):
         while (item := self._outbox.get()) is not None:
             sender, response, flags = item
             sender.send(response, flags) if response else sender.send(flags=flags)
 
-    def _answer(self, request, sender):
+    def _answer(self, request, sender, call):
         with self._lifeline.busy():
             try:
-                for response in self._responses(request):
+                for response in self._responses(request, call):
                     self._outbox.put((sender, response, 0))
             except Exception as error:
+                self._end(call)  # before the final flag: behind it nobody may be asked
                 self._outbox.put((sender, _failure(error), FINAL))
             else:
+                self._end(call)
                 self._outbox.put((sender, None, FINAL))
 
     def _answer_once(self, request):
+        call = self._begin(request.is_cancelled)
         with self._lifeline.busy():
             try:
-                return next(iter(list(self._responses(request))))
+                return next(iter(list(self._responses(request, call))))
             except Exception as error:
                 return _failure(error)
+            finally:
+                self._end(call)
 
-    def _responses(self, request):
+    def _responses(self, request, call):
         """Responses in the order in which they come; every item of a batch is a request of its own."""
+        check_parameters(request.parameters())
         arrays = {tensor.name(): tensor for tensor in request.inputs()}
         plain = {name: tensor for name, tensor in arrays.items() if name != "lora_weights"}
         values = {name: tensor.as_numpy() for name, tensor in plain.items()}
@@ -80,13 +148,13 @@ class TritonPythonModel:
         batch = items(values)
         weights = _lora_weights(arrays.get("lora_weights"), len(batch))
         if len(batch) == 1:
-            yield from self._item(batch[0], weights[0], None)
+            yield from self._item(call, batch[0], weights[0], None)
             return
         merged = queue.SimpleQueue()
 
         def run(index):
             try:
-                for response in self._item(batch[index], weights[index], index):
+                for response in self._item(call, batch[index], weights[index], index):
                     merged.put(response)
             except Exception as error:
                 merged.put(error)
@@ -107,7 +175,7 @@ class TritonPythonModel:
         if failure is not None:
             raise failure
 
-    def _item(self, values, lora_weights, index):
+    def _item(self, call, values, lora_weights, index):
         prepared = self._call("preprocessing", _named(values, TO_PREPROCESSING))
         inputs = {
             name: pb_utils.Tensor(name, prepared[source].as_numpy())
@@ -118,26 +186,26 @@ class TritonPythonModel:
         if lora_weights is not None:
             inputs["lora_weights"] = lora_weights
         if "num_draft_tokens" in values and int(values["num_draft_tokens"].reshape(-1)[0]) > 0:
-            yield from self._speculate(values, inputs, index)
+            yield from self._speculate(call, values, inputs, index)
             return
-        request_id = str(uuid.uuid4())
         streaming = bool(values.get("stream", np.zeros(1)).any())
         words = [word.decode() for word in values.get("stop_words", np.array([])).reshape(-1)]
         stops, so_far = {}, {}
-        for response in self._stream(inputs, request_id):
-            if "output_ids" not in response:
-                continue
-            key = int(_first(response.get("sequence_index"), 0))
-            if self._accumulate and streaming:
-                ids = response["output_ids"].as_numpy()
-                so_far[key] = np.concatenate((so_far[key], ids), axis=2) if key in so_far else ids
-                response = _whole(response, so_far[key])
-            texts = self._texts(response)
-            if words:
-                texts = self._cut(texts, words, stops, key, streaming, values, response)
-            yield _response(texts, response, index)
-            if stops and all(stop.stopped for stop in stops.values()):
-                self._stop(request_id, inputs)
+        with call.asking(self._engine) as request_id:
+            for response in self._stream(inputs, self._engine, request_id):
+                if "output_ids" not in response:
+                    continue
+                key = int(_first(response.get("sequence_index"), 0))
+                if self._accumulate and streaming:
+                    ids = response["output_ids"].as_numpy()
+                    so_far[key] = np.concatenate((so_far[key], ids), axis=2) if key in so_far else ids
+                    response = _whole(response, so_far[key])
+                texts = self._texts(response)
+                if words:
+                    texts = self._cut(texts, words, stops, key, streaming, values, response)
+                yield _response(texts, response, index)
+                if stops and all(stop.stopped for stop in stops.values()):
+                    self._stop(self._engine, request_id)
 
     def _cut(self, texts, words, stops, key, streaming, values, response):
         echoed = not streaming and not values.get("exclude_input_in_output", np.zeros(1)).any()
@@ -150,7 +218,7 @@ class TritonPythonModel:
             cut.append(stops[place].feed(text))
         return cut
 
-    def _speculate(self, values, inputs, index):
+    def _speculate(self, call, values, inputs, index):
         """The draft model guesses, the target model confirms and adds one, until the answer is complete."""
         prompt = inputs["input_ids"].as_numpy().reshape(-1).tolist()
         wanted, guesses = (int(values[n].reshape(-1)[0]) for n in ("max_tokens", "num_draft_tokens"))
@@ -165,19 +233,23 @@ class TritonPythonModel:
             count = min(guesses, wanted - len(output) - 1)
             draft = []
             if count > 0:
-                draft = _ids(next(self._stream(plain | _prompt(ids, count), "", self._draft)))
+                draft = _ids(self._first_of(call, plain | _prompt(ids, count), self._draft))
             extra = {"draft_input_ids": _tensor("draft_input_ids", [draft], np.int32)} if draft else {}
-            last = next(self._stream(common | _prompt(ids, len(draft) + 1) | extra, ""))
+            last = self._first_of(call, common | _prompt(ids, len(draft) + 1) | extra, self._engine)
             output += _ids(last)
             reason = last["finish_reason"].as_numpy().reshape(-1)[0]
         exclude = values.get("exclude_input_in_output", np.zeros(1)).any()
         ids = np.array([[output if exclude else prompt + output]], np.int32)
         yield _response(self._texts(_whole(last, ids)), last, index)
 
-    def _stream(self, inputs, request_id, model=None):
-        """Responses of the engine's model as {name: tensor}, each before the next exists."""
+    def _first_of(self, call, inputs, model):
+        with call.asking(model) as request_id:
+            return next(self._stream(inputs, model, request_id))
+
+    def _stream(self, inputs, model, request_id):
+        """Responses of an engine's model as {name: tensor}, each before the next exists."""
         request = pb_utils.InferenceRequest(
-            model_name=model or self._engine,
+            model_name=model,
             inputs=list(inputs.values()),
             requested_output_names=ENGINE_OUTPUTS,
             request_id=request_id,
@@ -189,9 +261,9 @@ class TritonPythonModel:
             if tensors:
                 yield tensors
 
-    def _stop(self, request_id, inputs):
+    def _stop(self, model, request_id):
         stop = dict(_prompt([0], 0), stop=_tensor("stop", [[True]], bool))
-        list(self._stream(stop, request_id))
+        list(self._stream(stop, model, request_id))
 
     def _texts(self, response):
         sent = {POST[name]: tensor for name, tensor in response.items() if name in POST}
@@ -295,7 +367,4 @@ def _raise_error(answer):
 
 
 def _failure(error):
-    text = (
-        str(error) if isinstance(error, ManyloraError) else f"tensorrt_llm_bls failed: {type(error).__name__}"
-    )
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(text))
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(sentence(error, "tensorrt_llm_bls")))

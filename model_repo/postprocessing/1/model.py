@@ -13,6 +13,7 @@ from manylora.wire.desk import Desk
 from manylora.wire.parameters import flag, parameters_of
 
 MAX_TOKENS = 2**20  # of one request
+SMALL = 64  # bytes of a text that is kept for the next time
 
 
 class TritonPythonModel:
@@ -37,13 +38,13 @@ class TritonPythonModel:
         texts = []
         for item, row in enumerate(lengths.tolist()):
             for beam, length in enumerate(row):
-                ids = tokens[item, beam, :length].tolist()
+                ids = _checked(tokens[item, beam, :length])
                 if windows is None:
                     text = self._tokenizer.decode(ids, self._skip)
                 else:
-                    text = self._tokenizer.delta(windows[item, beam].tolist(), ids, final, self._skip)
+                    text = self._tokenizer.delta(_checked(windows[item, beam]), ids, final, self._skip)
                 texts.append(text.encode())
-        return [_output(tuple(texts))]
+        return [_kept(tuple(texts)) if sum(map(len, texts)) <= SMALL else _output(texts)]
 
 
 def _measure(arrays):
@@ -54,19 +55,28 @@ def _measure(arrays):
             "TOKENS_BATCH, SEQUENCE_LENGTH and PREVIOUS_IDS must have one shape up to the beams, got "
             f"{tokens.shape}, {lengths.shape} and {None if windows is None else windows.shape}"
         )
-    longest, count = tokens.shape[2], int(lengths.sum(dtype=np.int64))
-    if lengths.size and not 0 <= lengths.min() <= lengths.max() <= longest:
-        raise RequestError(f"SEQUENCE_LENGTH must be in [0, {longest}], the tokens of TOKENS_BATCH")
-    count += 0 if windows is None else windows.size
+    longest, count = tokens.shape[2], 0 if windows is None else windows.size
+    for length in lengths.reshape(-1).tolist():
+        if not 0 <= length <= longest:
+            raise RequestError(f"SEQUENCE_LENGTH must be in [0, {longest}], the tokens of TOKENS_BATCH")
+        count += length
     if count > MAX_TOKENS:
         raise RequestError(f"at most {MAX_TOKENS} tokens are decoded in one request, got {count}")
-    shown = np.arange(longest) < lengths[..., None]  # what is behind a shorter sequence is no token
-    if (tokens[shown] < 0).any() or (windows is not None and (windows < 0).any()):
-        raise RequestError("TOKENS_BATCH and PREVIOUS_IDS must hold token ids, which are 0 or more")
     return count
 
 
+def _checked(row):
+    ids = row.tolist()
+    if ids and min(ids) < 0:
+        raise RequestError("TOKENS_BATCH and PREVIOUS_IDS must hold token ids, which are 0 or more")
+    return ids
+
+
 @lru_cache(1024)
-def _output(texts):
+def _kept(texts):
     """Texts of a token or two come again and again, and making a tensor costs more than the text."""
+    return _output(texts)
+
+
+def _output(texts):
     return pb_utils.Tensor("OUTPUT", np.array(texts, np.object_))

@@ -38,23 +38,24 @@ class Desk:
 
     def answer(self, requests: Sequence[Any]) -> list[Any]:
         """What `execute` returns. A response that is None is sent later."""
-        return [self._take(request) for request in requests]
+        with self._lifeline.busy():
+            return [self._take(request) for request in requests]
 
     def close(self) -> None:
         self._lanes.close()
 
     def _take(self, request: Any) -> Any:
-        with ExitStack() as held:
-            held.enter_context(self._lifeline.busy())
-            try:
-                check_parameters(request.parameters())
-                arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-                lane = self._lanes.lane(self._measure(arrays))
-            except Exception as error:
-                return self._failure(error)
-            if lane is None:
-                return self._respond(arrays)
-            lane.submit(self._send, request.get_response_sender(), arrays, held.pop_all())
+        try:
+            check_parameters(request.parameters())
+            arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+            lane = self._lanes.lane(self._measure(arrays))
+        except Exception as error:
+            return self._failure(error)
+        if lane is None:
+            return self._respond(arrays)
+        held = ExitStack()
+        held.enter_context(self._lifeline.busy())
+        lane.submit(self._send, request.get_response_sender(), arrays, held)
         return None
 
     def _send(self, sender: Any, arrays: Arrays, held: ExitStack) -> None:

@@ -9,6 +9,7 @@ import triton_python_backend_utils as pb_utils
 
 from manylora.errors import ConfigError, RequestError
 from manylora.text import open_tokenizer
+from manylora.wire.binding import check_shapes
 from manylora.wire.desk import Desk
 from manylora.wire.parameters import flag, parameters_of
 
@@ -18,6 +19,7 @@ SMALL = 64  # bytes of a text that is kept for the next time
 
 class TritonPythonModel:
     def initialize(self, args):
+        check_shapes(pb_utils)
         parameters = parameters_of(args["model_config"])
         try:
             self._tokenizer = open_tokenizer(parameters)

@@ -9,6 +9,7 @@ import triton_python_backend_utils as pb_utils
 
 from manylora.errors import ConfigError, RequestError
 from manylora.text import open_tokenizer
+from manylora.wire.binding import check_shapes
 from manylora.wire.context import engine_context
 from manylora.wire.desk import Desk
 from manylora.wire.parameters import flag, parameters_of
@@ -21,6 +22,7 @@ WORD = 16  # characters of a text that take as long as a word does, be it empty
 
 class TritonPythonModel:
     def initialize(self, args):
+        check_shapes(pb_utils)
         parameters = parameters_of(args["model_config"])
         try:
             self._tokenizer = open_tokenizer(parameters)

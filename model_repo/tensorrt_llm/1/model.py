@@ -19,6 +19,7 @@ from exporter import Exporter
 from manylora.errors import ConfigError, DrainingError, RequestError
 from manylora.lifeline import Lifeline
 from manylora.loop import EngineLoop
+from manylora.wire.binding import check_shapes, read_inputs
 from manylora.wire.decode import decode_requests, is_stop
 from manylora.wire.encode import Reply, merge_waiting
 from manylora.wire.failures import check_parameters, sentence
@@ -47,6 +48,7 @@ class Call:
 
 class TritonPythonModel:
     def initialize(self, args):
+        check_shapes(pb_utils)
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
         parameters, config = parameters_of(args["model_config"]), json.loads(args["model_config"])
         self._decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
@@ -82,7 +84,7 @@ class TritonPythonModel:
         call = Call(request.request_id(), request.get_response_sender(), 0, [])
         try:
             check_parameters(request.parameters())
-            arrays = {tensor.name(): _array(tensor) for tensor in request.inputs()}
+            arrays = read_inputs(request.inputs(), _bfloat16_bits)
             if is_stop(arrays):
                 self._stop(call.request_id)
                 self._outbox.put((call, None, None))
@@ -202,9 +204,6 @@ def _small_tensor(name, shape, dtype, content):
     return pb_utils.Tensor(name, np.frombuffer(content, dtype).reshape(shape))
 
 
-def _array(tensor):
+def _bfloat16_bits(tensor):
     """NumPy has no bfloat16: its bits come as two-byte voids."""
-    try:
-        return tensor.as_numpy()
-    except Exception:
-        return torch.from_dlpack(tensor.to_dlpack()).view(torch.int16).numpy().view("V2")
+    return torch.from_dlpack(tensor.to_dlpack()).view(torch.int16).numpy().view("V2")

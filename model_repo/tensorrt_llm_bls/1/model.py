@@ -13,6 +13,7 @@ import triton_python_backend_utils as pb_utils
 
 from manylora.errors import ConfigError, RequestError
 from manylora.lifeline import Lifeline
+from manylora.wire.binding import check_shapes, read_inputs
 from manylora.wire.bls import TO_ENGINE, TO_PREPROCESSING, check_inputs, items, told_outputs
 from manylora.wire.failures import check_parameters, sentence
 from manylora.wire.parameters import flag, parameters_of, value_of
@@ -55,6 +56,7 @@ class Call:
 
 class TritonPythonModel:
     def initialize(self, args):
+        check_shapes(pb_utils)
         parameters = parameters_of(args["model_config"])
         try:
             self._accumulate = flag(parameters, "accumulate_tokens", False)
@@ -142,8 +144,7 @@ class TritonPythonModel:
         """Responses in the order in which they come; every item of a batch is a request of its own."""
         check_parameters(request.parameters())
         arrays = {tensor.name(): tensor for tensor in request.inputs()}
-        plain = {name: tensor for name, tensor in arrays.items() if name != "lora_weights"}
-        values = {name: tensor.as_numpy() for name, tensor in plain.items()}
+        values = read_inputs(tensor for name, tensor in arrays.items() if name != "lora_weights")
         check_inputs(values, self._accumulate, self._draft is not None)
         batch = items(values)
         weights = _lora_weights(arrays.get("lora_weights"), len(batch))
@@ -323,7 +324,9 @@ def _lora_weights(tensor, count):
     if tensor is None or count == 1:
         return [tensor] * count
     try:
-        rows = tensor.as_numpy()
+        rows = read_inputs([tensor])["lora_weights"]
+    except RequestError:
+        raise
     except Exception:
         raise RequestError(
             "lora_weights as BF16 can be sent with a batch of one only: send it once before the batch"

@@ -12,6 +12,7 @@ import numpy as np
 
 from manylora.lanes import Lanes
 from manylora.lifeline import Lifeline
+from manylora.wire.binding import read_inputs
 from manylora.wire.failures import check_parameters, sentence
 
 __all__ = ["Arrays", "Desk"]
@@ -47,7 +48,7 @@ class Desk:
     def _take(self, request: Any) -> Any:
         try:
             check_parameters(request.parameters())
-            arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+            arrays = read_inputs(request.inputs())
             lane = self._lanes.lane(self._measure(arrays))
         except Exception as error:
             return self._failure(error)

@@ -1,0 +1,122 @@
+"""Keeps shapes that no tensor can have from ending a model's process.
+
+The server compares a tensor's bytes with its shape modulo 2**64, so `[1, 2**63 - 1, 2**63 - 1]` with four
+bytes gets through. Before it calls the model, the model's process asks NumPy for an array of that shape;
+NumPy refuses, and nothing catches that. `check_shapes` looks at the shape in between, and `read_inputs` tells
+the client.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+import subprocess
+from collections.abc import Callable, Iterable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from manylora.compiler import build_library, find_compiler
+from manylora.errors import RequestError
+
+__all__ = ["check_shapes", "read_inputs"]
+
+logger = logging.getLogger("manylora")
+
+MOST_ELEMENTS = 2**59  # with 8 bytes each, their number of bytes still is an int64
+STAND_IN = (0,) * 16  # the shape of what is read in place of such a tensor; no input has so many dimensions
+NEW_FROM_DESCR = 94  # where PyArray_NewFromDescr is in the table of NumPy's functions for C
+SOURCE = Path(__file__).with_suffix(".c")
+POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int
+NewFromDescr = ctypes.PYFUNCTYPE(
+    POINTER, POINTER, POINTER, INTEGER, POINTER, POINTER, POINTER, INTEGER, POINTER
+)
+SHAPES = [ctypes.c_int64 * dims for dims in range(len(STAND_IN) + 1)]
+_kept: list[Any] = []  # what the binding calls as long as the process lives
+
+
+def check_shapes(pb_utils: Any) -> None:
+    """To be called in a model's `initialize`, before anything makes a tensor.
+
+    pb_utils: triton_python_backend_utils. The binding looks NumPy's functions up once, when it first needs
+    one. It finds ours in the place of the one that makes arrays; all others find NumPy's own.
+    """
+    entry = POINTER.from_address(_numpy_functions() + NEW_FROM_DESCR * ctypes.sizeof(POINTER))
+    numpys_own = entry.value
+    checked = _compiled(numpys_own) or _interpreted(numpys_own)
+    _kept.append(checked)
+    entry.value = ctypes.cast(checked, POINTER).value
+    try:
+        pb_utils.Tensor("a", np.zeros(1, np.int32))
+    finally:
+        entry.value = numpys_own
+
+
+def read_inputs(
+    tensors: Iterable[Any], read_other: Callable[[Any], np.ndarray] | None = None
+) -> dict[str, np.ndarray]:
+    """Tensors of one of Triton's requests by name. Raises RequestError for a shape that cannot be.
+
+    read_other: reads a tensor whose dtype NumPy does not have.
+    """
+    arrays = {}
+    for tensor in tensors:
+        try:
+            array = tensor.as_numpy()
+        except Exception:
+            if read_other is None:
+                raise
+            array = read_other(tensor) if _is_possible(tensor.shape()) else np.empty(STAND_IN)
+        if array.ndim == len(STAND_IN):
+            raise RequestError(
+                f"input {tensor.name()} has the impossible shape {tensor.shape()}: "
+                f"a tensor has at most {MOST_ELEMENTS} elements"
+            )
+        arrays[tensor.name()] = array
+    return arrays
+
+
+def _is_possible(shape: Iterable[int]) -> bool:
+    sizes = [size for size in shape if size]
+    return prod(sizes) <= MOST_ELEMENTS and min(sizes, default=1) > 0
+
+
+def _compiled(numpys_own: int | None) -> Any:
+    """The function of binding.c; None without a compiler."""
+    compiler = find_compiler()
+    if compiler is None or os.environ.get("MANYLORA_NATIVE") == "0":
+        return None
+    try:
+        library = ctypes.CDLL(
+            str(build_library(compiler, "binding", [SOURCE], ("-O2", "-fPIC", "-c"), ("-shared",)))
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("shapes are checked in Python, which takes longer: %s", error)
+        return None
+    library.set_numpys_own(POINTER(numpys_own))
+    return library.checked
+
+
+def _interpreted(numpys_own: int | None) -> Any:
+    """The same in Python: some microseconds for each tensor."""
+    make, nothing = NewFromDescr(numpys_own), SHAPES[-1]()  # type: ignore[arg-type]
+
+    def checked(kind, descr, dims, shape, strides, data, flags, parent):  # type: ignore[no-untyped-def]
+        if dims >= len(STAND_IN) or not _is_possible(SHAPES[dims].from_address(shape)):
+            dims, shape, strides = len(STAND_IN), ctypes.addressof(nothing), None
+        return make(kind, descr, dims, shape, strides, data, flags, parent)
+
+    return NewFromDescr(checked)
+
+
+def _numpy_functions() -> int:
+    """The address of the table that NumPy gives to code in C."""
+    version = int(np.__version__.split(".")[0])
+    module = importlib.import_module("numpy.core.multiarray" if version < 2 else "numpy._core.multiarray")
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = POINTER, (ctypes.py_object, ctypes.c_char_p)
+    return pointer(module._ARRAY_API, None)

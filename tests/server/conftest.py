@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -80,6 +82,19 @@ class Running:
             timeout=120,
             check=False,
         )
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(tempfile.gettempdir()) / f"manylora-{os.getuid()}-{self.http}"
+
+    @property
+    def secret(self) -> str:
+        return (self.run_dir / "management.secret").read_text(encoding="utf-8")
+
+    @property
+    def management(self) -> dict[str, str]:
+        """Metadata of gRPC calls that manage the server."""
+        return {"triton-grpc-protocol-manylora-management": self.secret}
 
     def state(self) -> dict:
         return json.loads(self.launch("--status").stdout)

@@ -347,7 +347,8 @@ def test_the_verbose_log_says_what_the_gauges_say(server: Running) -> None:
     def set_verbosity(level: int) -> None:
         url = f"http://127.0.0.1:{server.http}/v2/logging"
         data = json.dumps({"log_verbose_level": level}).encode()
-        urllib.request.urlopen(urllib.request.Request(url, data), timeout=10).close()
+        request = urllib.request.Request(url, data, {"manylora-management": server.secret})
+        urllib.request.urlopen(request, timeout=10).close()
 
     def last_line() -> dict[str, Any]:
         text = Path(server.state()["log"]).read_text(encoding="utf-8", errors="replace")

@@ -91,12 +91,12 @@ def send_grpc(server: Running, values: dict[str, np.ndarray]) -> None:
     ask(server, inputs(new=1, **values))
 
 
-def unregister(client: grpc.InferenceServerClient) -> None:
+def unregister(client: grpc.InferenceServerClient, headers: dict[str, str]) -> None:
     """The last response leaves a moment before the server lets go of the request."""
     until = time.monotonic() + 20
     while True:
         try:
-            client.unregister_system_shared_memory("adapter")
+            client.unregister_system_shared_memory("adapter", headers=headers)
             return
         except InferenceServerException as error:
             if "in use" not in str(error) or time.monotonic() > until:
@@ -110,12 +110,13 @@ def send_shared_memory(server: Running, values: dict[str, np.ndarray]) -> None:
     try:
         shm.set_shared_memory_region(region, [weights])
         with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
-            client.register_system_shared_memory("adapter", f"/manylora-test-{server.http}", weights.nbytes)
+            key = f"/manylora-test-{server.http}"
+            client.register_system_shared_memory("adapter", key, weights.nbytes, headers=server.management)
             sent = grpc.InferInput("lora_weights", weights.shape, "FP32")
             sent.set_shared_memory("adapter", weights.nbytes)
             rest = {name: value for name, value in values.items() if name != "lora_weights"}
             ask(server, [*inputs(new=1, **rest), sent])
-            unregister(client)
+            unregister(client, server.management)
     finally:
         shm.destroy_shared_memory_region(region)
 

@@ -15,6 +15,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from manylora.errors import ConfigError
+from manylora.launcher.doors import check_own_directory, copy_private, management_secret, open_doors
 from manylora.launcher.repository import check_filled, with_defaults
 from manylora.launcher.server import Options, clear_leftovers, is_alive, port_is_free
 from manylora.launcher.supervisor import Supervisor, read_state
@@ -38,7 +39,11 @@ def main(arguments: list[str] | None = None) -> int:
         if run_dir.exists():
             _take_over(run_dir, options.http_port)
         _check(options)
-        run_dir.mkdir(mode=0o700)
+        os.umask(0o077)  # logs and traces may hold what clients send
+        run_dir.mkdir()
+        if not options.open_management:
+            options.management_secret = management_secret(run_dir, options.management_secret_file)
+        print(open_doors(options.address, run_dir, options.open_management), file=sys.stderr)
         return _foreground(options, run_dir) if options.foreground else _background(options, run_dir)
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -77,6 +82,18 @@ def _parser() -> ArgumentParser:
         "answer for so long (30 s at most); 0: never",
     )
     parser.add_argument("--no-restart", action="store_true", help="end with the reason when a process dies")
+    parser.add_argument(
+        "--open-management",
+        action="store_true",
+        help="let everybody register shared memory, load models, and change logging and tracing",
+    )
+    parser.add_argument(
+        "--management-secret-file",
+        type=Path,
+        metavar="FILE",
+        help="holds what clients send for that as header manylora-management; default: made at each start",
+    )
+    parser.set_defaults(management_secret=None)
     parser.add_argument("--triton-arg", action="append", default=[], help="passed on to tritonserver")
     return parser
 
@@ -128,7 +145,9 @@ def _busy_servers() -> list[str]:
 
 
 def _run_dir(options: Namespace) -> Path:
-    return Path(tempfile.gettempdir()) / f"manylora-{os.getuid()}-{options.http_port}"
+    run_dir = Path(tempfile.gettempdir()) / f"manylora-{os.getuid()}-{options.http_port}"
+    check_own_directory(run_dir)
+    return run_dir
 
 
 def _take_over(run_dir: Path, http_port: int) -> None:
@@ -156,6 +175,7 @@ def _supervise(options: Namespace, run_dir: Path) -> int:
         restart=not options.no_restart,
         verbose_log=str(Path(options.log_file).resolve()) if options.log else None,
         triton_args=tuple(options.triton_arg),
+        management_secret=options.management_secret,
     )
     deputy = not (options.foreground or options.no_restart)
     return Supervisor(settings, options.tritonserver, run_dir, deputy).run()
@@ -208,7 +228,7 @@ def _report_failure(run_dir: Path) -> None:
     log = run_dir / "server.log"
     if log.exists():
         kept = Path(tempfile.gettempdir()) / f"{run_dir.name}.log"
-        shutil.copy(log, kept)
+        copy_private(log, kept)
         print(f"the server's log: {kept}", file=sys.stderr)
     shutil.rmtree(run_dir, ignore_errors=True)
 

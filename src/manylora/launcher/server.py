@@ -7,6 +7,7 @@ import ctypes
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manylora.errors import ConfigError
+from manylora.launcher.doors import management_flags
 from manylora.launcher.find import Installation
 from manylora.lifeline import DRAIN_FILE, PERIOD_S, REPORT, RUN_DIR, STARTING_FILE, read_reports
 
@@ -45,6 +47,7 @@ class Options:
     restart: bool
     verbose_log: str | None
     triton_args: tuple[str, ...]
+    management_secret: str | None  # None: open
 
 
 class Server:
@@ -95,6 +98,8 @@ class Server:
                     raise RuntimeError(f"tritonserver ended with signal {-code} while starting")
                 raise ConfigError(self._reason() or f"tritonserver ended with status {code} while starting")
             if self._get("/v2/health/ready") is not None and self._canary():
+                for region in _shared_memory(self._options.http_port):
+                    region.chmod(0o600)  # Triton makes them readable for everybody, whatever the umask
                 (self._run_dir / STARTING_FILE).unlink(missing_ok=True)
                 self._stubs = set(self._children())
                 self._heard = self._moved = time.monotonic()
@@ -178,14 +183,14 @@ class Server:
             command += [f"--{kind}-port={port}", f"--{kind}-address={o.address}"]
         command += [
             "--disable-auto-complete-config",
-            f"--backend-config=python,shm-region-prefix-name={_prefix(o.http_port)}",
+            f"--backend-config=python,shm-region-prefix-name={_prefix(o.http_port)}{secrets.token_hex(8)}_",
             f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
         ]
         if not Path("/dev/nvidiactl").exists():
             command += ["--pinned-memory-pool-byte-size=0", "--allow-gpu-metrics=false"]
         if o.verbose_log:
             command += ["--log-verbose=3", f"--log-file={o.verbose_log}"]
-        return command + list(o.triton_args)
+        return [*command, *management_flags(o.management_secret, o.triton_args), *o.triton_args]
 
     def _wait_for_ports(self) -> None:
         """A server that was killed may hold its ports a moment longer."""
@@ -240,8 +245,12 @@ def _prefix(http_port: int) -> str:
     return f"manylora_{os.getuid()}_{http_port}_"
 
 
+def _shared_memory(http_port: int) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"{_prefix(http_port)}*"))
+
+
 def _clear_shared_memory(http_port: int) -> None:
-    for path in Path("/dev/shm").glob(f"{_prefix(http_port)}*"):
+    for path in _shared_memory(http_port):
         path.unlink(missing_ok=True)
 
 

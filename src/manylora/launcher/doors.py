@@ -1,0 +1,88 @@
+"""Who may use which of the server's doors, and files that only this user may read or write."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+
+from manylora.errors import ConfigError
+
+__all__ = [
+    "MANAGEMENT_HEADER",
+    "check_own_directory",
+    "copy_private",
+    "management_flags",
+    "management_secret",
+    "open_doors",
+]
+
+# Whoever may use these reads and writes other programs' memory, loads models, or fills the disk with logs.
+MANAGEMENT = "shared-memory,model-repository,trace,logging"
+MANAGEMENT_HEADER = "manylora-management"
+SECRET_FILE = "management.secret"
+
+
+def management_secret(run_dir: Path, given: Path | None) -> str:
+    """What a client has to send for the management doors: the content of `given`, or made for this start.
+
+    It lies in `run_dir` as well, for this user only. Raises ConfigError.
+    """
+    secret = secrets.token_hex(32) if given is None else _read(given)
+    _write_private(run_dir / SECRET_FILE, secret.encode())
+    return secret
+
+
+def management_flags(secret: str | None, given: tuple[str, ...]) -> list[str]:
+    """Of tritonserver. secret: None leaves the doors open. given: the user's flags, which go first."""
+    if secret is None:
+        return []
+    flags = ("--http-restricted-api", "--grpc-restricted-protocol")
+    theirs = {argument.split("=", 1)[0] for argument in given}
+    return [f"{flag}={MANAGEMENT}:{MANAGEMENT_HEADER}={secret}" for flag in flags if flag not in theirs]
+
+
+def open_doors(address: str, run_dir: Path, management_is_open: bool) -> str:
+    """For the terminal: what is open to whom."""
+    whose = "from this machine only" if address in ("127.0.0.1", "localhost") else f"on {address}"
+    if management_is_open:
+        kind = "management, which reads and writes memory of this machine, is open too"
+    else:
+        kind = f"management needs the secret in {run_dir / SECRET_FILE}"
+    return f"requests and metrics are taken {whose} from anybody; {kind}"
+
+
+def check_own_directory(path: Path) -> None:
+    """Raises ConfigError where another user could have laid something in the place of our directory."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"{path} is not a directory that only this user can use: remove it")
+
+
+def copy_private(source: Path, target: Path) -> None:
+    """What is at `target` is replaced, not written through."""
+    _write_private(target, source.read_bytes())
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+
+
+def _read(given: Path) -> str:
+    try:
+        text = given.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--management-secret-file {given} cannot be read: {error}") from error
+    if not re.fullmatch(r"[\w.-]{16,}", text, re.ASCII):
+        raise ConfigError(
+            f"--management-secret-file {given} must hold 16 or more letters, digits, '_', '.' or '-'"
+        )
+    return text

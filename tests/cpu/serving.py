@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -11,10 +10,10 @@ from typing import Any
 
 import httpx2
 import openai
-import uvicorn
 
+from manylora.openai.connections import Clients, listen
 from manylora.openai.options import ServeOptions
-from manylora.openai.server import open_app
+from manylora.openai.server import http_server, open_app
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 REFRESH_S = 0.4
@@ -27,10 +26,12 @@ class Running:
         given = {"device": "cpu", "served_model_name": ("demo", "llama"), "lora_refresh_seconds": REFRESH_S}
         chosen = ServeOptions(options.pop("model", DEMO / "base"), **{**given, **options})
         self.app = open_app(chosen)
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning"))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})
+        self.clients = Clients(chosen.http_limits(chosen.max_connections))
+        sockets = listen("127.0.0.1", 0, self.clients)
+        self.port = sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._server = http_server(chosen, self.app, self.clients)
+        self._thread = threading.Thread(target=self._server.run, args=(sockets,))
         self._thread.start()
         wait_for(lambda: self._server.started)
         self.http = httpx2.Client(base_url=self.url, timeout=60)

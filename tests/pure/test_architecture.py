@@ -47,7 +47,8 @@ BENCH = [
     "remote", "endpoint", "openai_endpoint", "sides", "run",
 ]  # fmt: skip
 OPENAI = [
-    "errors", "names", "schema", "messages", "choosing", "tools", "params", "logprobs", "mailbox",
+    "errors", "logs", "connections", "hosts", "protocol",
+    "names", "schema", "messages", "choosing", "tools", "params", "logprobs", "mailbox",
     "generation",
     "disk", "reader", "disk_level", "kept", "catalog", "fairness", "history", "backend", "keys",
     "replies", "transport", "inference", "metrics",

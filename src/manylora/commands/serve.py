@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 
 from manylora.errors import ConfigError
@@ -13,6 +12,7 @@ __all__ = ["main"]
 def main(arguments: list[str] | None = None) -> int:
     try:
         # Imported here, so that a missing extra is one line and not a trace.
+        from manylora.openai.logs import log_to_stderr
         from manylora.openai.options import parse_options
         from manylora.openai.server import run
     except ImportError as error:
@@ -20,9 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     try:
         options = parse_options(sys.argv[1:] if arguments is None else arguments)
-        logging.basicConfig(
-            level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-        )
+        log_to_stderr(options.log_level)
         run(options)
     except (ConfigError, ValueError) as error:
         print(error, file=sys.stderr)

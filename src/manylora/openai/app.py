@@ -21,6 +21,7 @@ from manylora.openai.backend import Backend
 from manylora.openai.catalog import Entry
 from manylora.openai.errors import ApiError, as_api_error
 from manylora.openai.feed import Feed
+from manylora.openai.hosts import HostCheck
 from manylora.openai.inference import Inference
 from manylora.openai.keys import ApiKey, Keyring
 from manylora.openai.metrics import CONTENT_TYPE, Metrics
@@ -55,6 +56,7 @@ class Service:
     backend: Backend
     inference: Inference
     keyring: Keyring
+    hosts: HostCheck
     metrics: Metrics
     uploads: Uploads
     max_body_bytes: int = 2**24
@@ -110,6 +112,7 @@ ROUTES = [
     ("GET", "/page/{name}", "page"),
 ]
 """Method, path, method of _Routes."""
+PROBES = ("live", "ready")  # of load balancers, under any name; they tell nothing and change nothing
 
 
 class _Routes:
@@ -274,6 +277,8 @@ def _endpoint(name: str, path: str) -> Handler:
         routes: _Routes = request.app.state.routes_of
         started = time.monotonic()
         try:
+            if name not in PROBES:
+                routes.service.hosts.check(request)
             response: Response = await getattr(routes, name)(request)
         except ClientDisconnect:  # with half a body; nobody reads this
             response = error_response(ApiError(499, "client_left", "The client has closed the connection"))

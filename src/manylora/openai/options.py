@@ -19,6 +19,7 @@ from manylora.llmapi.llm_args import KvCacheConfig, PeftCacheConfig
 from manylora.llmapi.lora import LoraConfig
 from manylora.llmapi.sizing import lora_cache_config
 from manylora.model.checkpoint import read_model_config
+from manylora.openai.connections import HttpLimits
 
 __all__ = ["ServeOptions", "parse_options"]
 
@@ -83,6 +84,20 @@ class ServeOptions:
     open_metrics: bool = _option(False, "/metrics without a key", bool)
     max_request_bytes: int = _option(2**24, "larger bodies are refused", int)
     max_queue_size: int = _option(1024, "requests that wait; more are refused; 0: no limit", int)
+    max_connections: int = _option(
+        4096, "open at one time; where idle ones do not give way, new ones get 503", int
+    )
+    max_connections_per_address: int | None = _option(
+        None, "of these from one address, or one IPv6 /64; default: half of them", int
+    )
+    max_header_bytes: int = _option(2**16, "request line and headers; more are refused", int)
+    header_timeout: float = _option(15.0, "seconds in which request line and headers must come", float)
+    body_timeout: float = _option(30.0, "seconds in which so many KiB of a body must come", float)
+    keep_alive_timeout: float = _option(5.0, "seconds between two requests on one connection", float)
+    write_timeout: float = _option(60.0, "seconds in which a client must read what was sent", float)
+    allowed_hosts: tuple[str, ...] = _option(
+        (), "names that clients know this server by, and whose pages may use it; *.NAME, * for any"
+    )
     drain_seconds: float = _option(30.0, "that requests under way have when the server stops", float)
     ssl_certfile: Path | None = _option(None, "PEM file, for HTTPS", Path)
     ssl_keyfile: Path | None = _option(None, "PEM file, for HTTPS", Path)
@@ -90,9 +105,16 @@ class ServeOptions:
     sections: Mapping[str, Any] = field(default_factory=dict)  # of SECTIONS, from the file
 
     def __post_init__(self) -> None:
-        for name in ("max_request_bytes", "max_batch_size", "max_num_tokens"):
-            if getattr(self, name) < 1:
+        counts = ("max_request_bytes", "max_batch_size", "max_num_tokens", "max_connections")
+        for name in (*counts, "max_connections_per_address"):
+            given = getattr(self, name)
+            if given is not None and given < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_header_bytes < 1024:
+            raise ConfigError(f"max_header_bytes must be at least 1024, got {self.max_header_bytes}")
+        for name in ("header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout"):
+            if not 0 < getattr(self, name) <= 86400:
+                raise ConfigError(f"{name} must be in (0, 86400], got {getattr(self, name)}")
         if self.triton_url is not None:
             self._check_triton()
         if not 0 < self.lora_refresh_seconds <= 86400:
@@ -117,6 +139,18 @@ class ServeOptions:
     def bases(self) -> tuple[str, ...]:
         """Names of the base model."""
         return self.served_model_name or (self.model.resolve().name,)
+
+    def http_limits(self, connections: int) -> HttpLimits:
+        """connections: max_connections, or what the process can hold of them."""
+        return HttpLimits(
+            header_bytes=self.max_header_bytes,
+            header_s=self.header_timeout,
+            body_s=self.body_timeout,
+            idle_s=self.keep_alive_timeout,
+            write_s=self.write_timeout,
+            connections=connections,
+            connections_per_address=self.max_connections_per_address or max(1, connections // 2),
+        )
 
     def engine_config(self) -> EngineConfig:
         """Raises ConfigError, ValueError."""

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -23,21 +24,24 @@ from manylora.openai import backend
 from manylora.openai.app import Service, make_app
 from manylora.openai.backend import Backend
 from manylora.openai.catalog import AdapterCatalog
+from manylora.openai.connections import AT_ONCE, Clients, listen, raise_open_files
 from manylora.openai.disk_level import DiskLevel
 from manylora.openai.fairness import FairQueue
+from manylora.openai.hosts import HostCheck
 from manylora.openai.inference import Inference
 from manylora.openai.keys import Keyring
 from manylora.openai.metrics import Metrics
 from manylora.openai.names import is_name
 from manylora.openai.options import ServeOptions
 from manylora.openai.params import Limits
+from manylora.openai.protocol import BoundedHttp
 from manylora.openai.reader import AdapterReader
 from manylora.openai.uploads import Uploads
 from manylora.request import LoraInput
 from manylora.text import Tokenizer
 from manylora.wire.parameters import quant_config
 
-__all__ = ["open_app", "run"]
+__all__ = ["http_server", "open_app", "run"]
 
 logger = logging.getLogger("manylora")
 
@@ -50,25 +54,51 @@ def open_app(options: ServeOptions) -> Starlette:
         if not is_name(name):
             raise ConfigError(f"served_model_name {name!r} has characters that a model's name may not have")
     keyring = Keyring(options.api_keys, open_admin=options.allow_runtime_lora_updating)
+    hosts = HostCheck(options.host, options.allowed_hosts, keys=keyring.closed)
     tokenizer = Tokenizer(options.tokenizer or options.model, options.chat_template)
     served = _in_process(options) if options.triton_url is None else _through_triton(options)
-    return make_app(_starter(options, served, tokenizer, keyring))
+    return make_app(_starter(options, served, tokenizer, keyring, hosts))
 
 
 def run(options: ServeOptions) -> None:
-    """Serve until a signal. Requests under way then have drain_seconds to end."""
-    app = open_app(options)
-    uvicorn.run(
+    """Serve until a signal. Requests under way then have drain_seconds to end.
+
+    Raises ConfigError, ValueError.
+    """
+    limits = options.http_limits(raise_open_files(options.max_connections))
+    clients = Clients(limits)
+    sockets = listen(options.host, options.port, clients)
+    try:
+        server = http_server(options, open_app(options), clients)
+        scheme = "https" if options.ssl_certfile is not None else "http"
+        for one in sockets:
+            host, port = one.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            logger.info("manylora serve: %s://%s:%d", scheme, shown, port)
+        server.run(list(sockets))
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def http_server(options: ServeOptions, app: Starlette, clients: Clients) -> uvicorn.Server:
+    """For sockets of `listen` with the same clients."""
+    config = uvicorn.Config(
         app,
-        host=options.host,
-        port=options.port,
+        loop="asyncio",  # whose servers take clients from `Listener.accept`
+        http=partial(BoundedHttp, clients),  # type: ignore[arg-type]
+        ws="none",
+        backlog=AT_ONCE,
         ssl_certfile=_text(options.ssl_certfile),
         ssl_keyfile=_text(options.ssl_keyfile),
+        timeout_keep_alive=options.keep_alive_timeout,  # type: ignore[arg-type]
         timeout_graceful_shutdown=max(1, int(options.drain_seconds)),
+        log_config=None,
         log_level=options.log_level,
         access_log=False,
         server_header=False,
     )
+    return uvicorn.Server(config)
 
 
 @dataclass(frozen=True)
@@ -137,7 +167,7 @@ def _base_there(model_dir: Path, model: ModelConfig, parameters: Mapping[str, st
 
 
 def _starter(
-    options: ServeOptions, served: _Served, tokenizer: Tokenizer, keyring: Keyring
+    options: ServeOptions, served: _Served, tokenizer: Tokenizer, keyring: Keyring, hosts: HostCheck
 ) -> Callable[[], Awaitable[Service]]:
     folders = {Path(folder) for folder in getattr(options.sections.get("lora_config"), "lora_dir", ())}
     created = int(time.time())
@@ -167,6 +197,7 @@ def _starter(
             made,
             inference,
             keyring,
+            hosts,
             metrics,
             uploads,
             max_body_bytes=options.max_request_bytes,

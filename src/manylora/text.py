@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as Library
 
 from manylora.allocator import give_back
@@ -109,7 +110,14 @@ class Tokenizer:
         if context is not None:
             self.check_length(len(text), context)
             self._limits.probe(text, context, lambda part: len(self._encode(part, False)))
-        return self._encode(text, add_special_tokens)
+        encoded = self._encode(text, add_special_tokens)
+        if context is not None:
+            self._limits.check_tokens(len(encoded), context)
+        ids = encoded.ids
+        if max(len(text), len(ids)) >= LARGE:
+            del encoded
+            give_back()
+        return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if len(ids) < LONG:
@@ -163,17 +171,14 @@ class Tokenizer:
         """
         return self._chat.render(messages, tools, longest_text(context))
 
-    def _encode(self, text: str, special: bool) -> list[int]:
+    def _encode(self, text: str, special: bool) -> Encoding:
         try:
             if len(text) < LONG:
-                return self._library.encode(text, add_special_tokens=special).ids
+                return self._library.encode(text, add_special_tokens=special)
             # The library lets other threads go on in batches only.
-            ids = self._library.encode_batch_fast([text], add_special_tokens=special)[0].ids
+            return self._library.encode_batch_fast([text], add_special_tokens=special)[0]
         except TypeError:  # the library's word for half of a surrogate pair, which UTF-8 does not have
             raise RequestError("text must be valid Unicode: it has half of a surrogate pair") from None
-        if max(len(text), len(ids)) >= LARGE:
-            give_back()
-        return ids
 
     def _suffix(self, window: Sequence[int], skip: bool) -> list[int]:
         """The last CONTEXT ids, and more until the first is no byte token."""

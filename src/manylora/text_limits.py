@@ -61,6 +61,11 @@ class TextLimits:
                 f"{most} at most"
             )
 
+    def check_tokens(self, count: int, context: int) -> None:
+        """Raises TextTooLongError for so many tokens that a list of them would be work in vain."""
+        if count > max(context, FREE):
+            raise TextTooLongError(f"The text has {count} tokens: the context has room for {context}")
+
     def probe(self, text: str, context: int, count: Callable[[str], int]) -> None:
         """Raises TextTooLongError for a text whose beginning alone has clearly more than `context` tokens.
 

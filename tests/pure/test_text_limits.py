@@ -14,7 +14,7 @@ import pytest
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from manylora.errors import RequestError
+from manylora.errors import RequestError, TextTooLongError
 from manylora.text import Tokenizer
 from manylora.text_limits import ASSUMED, FREE, LONGEST_TEXT, characters_per_token
 
@@ -232,3 +232,10 @@ def test_a_long_text_has_the_ids_of_the_plain_way(tmp_path: Path) -> None:
     assert tokenizer.encode(text) == made.encode(text).ids
     ids = made.encode(text).ids
     assert tokenizer.decode(ids) == made.decode(ids)
+
+
+def test_tokens_without_room_are_counted_and_not_listed(tmp_path: Path) -> None:
+    tokenizer = opened(byte_level(), tmp_path)
+    with pytest.raises(TextTooLongError, match="has 20000 tokens: the context has room for 4096"):
+        tokenizer.encode("ab" * 10_000, context=4096)
+    assert len(tokenizer.encode("ab" * 8_192, context=4096)) == FREE

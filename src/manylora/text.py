@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Encoding
 from tokenizers import Tokenizer as Library
 
 from manylora.allocator import give_back
 from manylora.chat_template import ChatTemplate
-from manylora.errors import ConfigError, RequestError
+from manylora.errors import ConfigError, RequestError, TextTooLongError
 from manylora.lanes import LONG
-from manylora.text_limits import TextLimits, characters_per_token, longest_text
+from manylora.text_limits import TextLimits, characters_per_token, longest_text, most_listed
 from manylora.text_stream import ByteStream, TextStream, WindowStream
 from manylora.wire.parameters import value_of
 
@@ -109,14 +108,11 @@ class Tokenizer:
         """
         if context is not None:
             self.check_length(len(text), context)
-            self._limits.probe(text, context, lambda part: len(self._encode(part, False)))
-        encoded = self._encode(text, add_special_tokens)
-        if context is not None:
-            self._limits.check_tokens(len(encoded), context)
-        ids = encoded.ids
-        if max(len(text), len(ids)) >= LARGE:
-            del encoded
-            give_back()
+            self._limits.probe(text, context, lambda part: self._encode(part, False, 0)[1])
+        most = None if context is None else most_listed(context)
+        ids, count = self._encode(text, add_special_tokens, most)
+        if most is not None and count > most:
+            raise TextTooLongError(f"The text has {count} tokens: the context has room for {context}")
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -171,14 +167,21 @@ class Tokenizer:
         """
         return self._chat.render(messages, tools, longest_text(context))
 
-    def _encode(self, text: str, special: bool) -> Encoding:
+    def _encode(self, text: str, special: bool, most: int | None) -> tuple[list[int], int]:
+        """Ids, where there are no more than `most`, and how many there are."""
         try:
             if len(text) < LONG:
-                return self._library.encode(text, add_special_tokens=special)
-            # The library lets other threads go on in batches only.
-            return self._library.encode_batch_fast([text], add_special_tokens=special)[0]
+                encoded = self._library.encode(text, add_special_tokens=special)
+            else:  # the library lets other threads go on in batches only
+                encoded = self._library.encode_batch_fast([text], add_special_tokens=special)[0]
         except TypeError:  # the library's word for half of a surrogate pair, which UTF-8 does not have
             raise RequestError("text must be valid Unicode: it has half of a surrogate pair") from None
+        count = len(encoded)
+        ids = encoded.ids if most is None or count <= most else []
+        if max(len(text), count) >= LARGE:
+            del encoded
+            give_back()
+        return ids, count
 
     def _suffix(self, window: Sequence[int], skip: bool) -> list[int]:
         """The last CONTEXT ids, and more until the first is no byte token."""

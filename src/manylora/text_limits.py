@@ -9,7 +9,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from manylora.errors import TextTooLongError
 
-__all__ = ["LONGEST_TEXT", "TextLimits", "characters_per_token", "longest_text"]
+__all__ = ["LONGEST_TEXT", "TextLimits", "characters_per_token", "longest_text", "most_listed"]
 
 FREE = (
     2**14
@@ -61,11 +61,6 @@ class TextLimits:
                 f"{most} at most"
             )
 
-    def check_tokens(self, count: int, context: int) -> None:
-        """Raises TextTooLongError for so many tokens that a list of them would be work in vain."""
-        if count > max(context, FREE):
-            raise TextTooLongError(f"The text has {count} tokens: the context has room for {context}")
-
     def probe(self, text: str, context: int, count: Callable[[str], int]) -> None:
         """Raises TextTooLongError for a text whose beginning alone has clearly more than `context` tokens.
 
@@ -86,6 +81,11 @@ class TextLimits:
 def longest_text(context: int | None) -> int:
     """Characters that are taken of what need not fit whole: more than a context usually has room for."""
     return max(LONGEST_TEXT, GENEROUS * (context or 0))
+
+
+def most_listed(context: int) -> int:
+    """Tokens of which a list is not yet work in vain: it holds up others, as tokenising does not."""
+    return max(context, FREE)
 
 
 def characters_per_token(spec: Mapping[str, Any]) -> int | None:

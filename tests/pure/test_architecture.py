@@ -28,6 +28,7 @@ ORDER = [
         "threads",
         "lanes",
         "compiler",
+        "departures",
     ],
     ["wire", "chat_template", "text_stream", "text_limits", "text", "kernels", "weight_formats", "device"],
     ["lora"],
@@ -136,8 +137,8 @@ INSIDE = {
 }
 NO_TORCH = [
     "errors", "request", "quant", "quant_checkpoint", "config", "built", "stats", "pages", "lifeline",
-    "background", "lanes", "compiler", "wire", "chat_template", "text_stream", "text_limits", "text",
-    "launcher",
+    "background", "lanes", "compiler", "departures", "wire", "chat_template", "text_stream", "text_limits",
+    "text", "launcher",
     "lora.modules", "lora.geometry", "lora.float8", "lora.tensors", "lora.staging", "lora.extras",
     "lora.slicing", "lora.cache", "cli", "engine.sequence", "engine.idle_blocks", "engine.guide",
     "engine.kv_cache", "engine.scheduler",

@@ -7,6 +7,7 @@ from functools import lru_cache
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from manylora.departures import Departures
 from manylora.errors import ConfigError, RequestError
 from manylora.text import open_tokenizer
 from manylora.wire.binding import check_shapes
@@ -26,9 +27,11 @@ class TritonPythonModel:
             self._skip = flag(parameters, "skip_special_tokens", True)
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
+        self._departures = Departures()
         self._desk = Desk("postprocessing", pb_utils, _measure, self._work)
 
     def execute(self, requests):
+        self._departures.look(requests)
         return self._desk.answer(requests)
 
     def finalize(self):

@@ -10,12 +10,14 @@ import threading
 import time
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import count
 
 import numpy as np
 import torch
 import triton_python_backend_utils as pb_utils
 from exporter import Exporter
 
+from manylora.departures import listen
 from manylora.errors import ConfigError, DrainingError, RequestError
 from manylora.lifeline import Lifeline
 from manylora.loop import EngineLoop
@@ -42,6 +44,7 @@ class Call:
     sender: object
     open: int
     tickets: list
+    number: np.ndarray  # [1, 1], the first dimension is the batch's
     started: bool = False
     done: bool = False
 
@@ -56,6 +59,7 @@ class TritonPythonModel:
         self._live: set[Call] = set()
         self._unchecked: list[Call] = []  # of the present round of `_cancel_abandoned`
         self._exporter = Exporter(args["model_name"], args["model_version"])
+        self._numbers = count(1)
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         try:
@@ -70,6 +74,7 @@ class TritonPythonModel:
         self._lifeline = Lifeline("tensorrt_llm", lambda: (len(self._live), self._loop.stats().steps))
         self._sender = threading.Thread(target=self._send_all, name="manylora-send", daemon=True)
         self._sender.start()
+        listen(self._client_left)
 
     def execute(self, requests):
         for request in requests:
@@ -81,7 +86,8 @@ class TritonPythonModel:
         self._sender.join()
 
     def _take(self, request):
-        call = Call(request.request_id(), request.get_response_sender(), 0, [])
+        number = np.array([[next(self._numbers)]], np.int64)
+        call = Call(request.request_id(), request.get_response_sender(), 0, [], number)
         try:
             check_parameters(request.parameters())
             arrays = read_inputs(request.inputs(), _bfloat16_bits)
@@ -114,6 +120,14 @@ class TritonPythonModel:
             raise RequestError("Trying to stop a request but request ID is not provided")
         with self._lock:
             calls = list(self._calls.get(request_id, ()))
+        for call in calls:
+            for ticket in call.tickets:
+                self._loop.cancel(ticket)
+
+    def _client_left(self, number):
+        """Of the ensemble: Triton tells it to postprocessing only."""
+        with self._lock:
+            calls = [call for call in self._live if call.number.item() == number]
         for call in calls:
             for ticket in call.tickets:
                 self._loop.cancel(ticket)
@@ -158,7 +172,10 @@ class TritonPythonModel:
             return
         if call.done:
             return
-        response = pb_utils.InferenceResponse([_tensor(*pair) for pair in reply.encode(event)])
+        tensors = reply.encode(event)
+        if reply.request.streaming:
+            tensors.append(("request_number", call.number))
+        response = pb_utils.InferenceResponse([_tensor(*pair) for pair in tensors])
         call.open -= event.last
         if call.open == 0:
             self._finish(call, response)

@@ -139,6 +139,7 @@ TENSORRT_LLM = Model(
         *STATISTICS,
         # Ours: what stateless postprocessing needs to stream exact text.
         Tensor("previous_ids", "INT32", (-1, -1)),
+        Tensor("request_number", "INT64"),  # comes back when the client has left
         *TOLD,
     ),
 )
@@ -149,6 +150,7 @@ POSTPROCESSING = Model(
         Tensor("SEQUENCE_LENGTH", "INT32", (-1,), optional=False, ragged=True),
         Tensor("PREVIOUS_IDS", "INT32", (-1, -1), ragged=True),
         Tensor("FINISH_REASON", "STRING"),
+        Tensor("REQUEST_NUMBER", "INT64"),
     ),
     outputs=(Tensor("OUTPUT", "STRING", (-1,)),),
 )

@@ -30,6 +30,7 @@ from manylora.openai.names import check_name
 from manylora.openai.openapi import document
 from manylora.openai.page import page_file
 from manylora.openai.schema import (
+    BodyT,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -38,13 +39,14 @@ from manylora.openai.schema import (
     UnloadRequest,
     parse,
 )
-from manylora.openai.transport import content_type, error_response, read_body
+from manylora.openai.transport import Bodies, content_type, error_response, read_body
 from manylora.openai.uploads import Uploads
 
 __all__ = ["Service", "make_app"]
 
 logger = logging.getLogger("manylora")
 
+BODIES_AT_ONCE = 16  # of the largest size, that are held while they come
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -120,15 +122,16 @@ class _Routes:
         self.service, self._feed = service, feed
         self._inference = service.inference
         self._catalog = service.backend.catalog
+        self._bodies = Bodies(BODIES_AT_ONCE * service.max_body_bytes)
 
     async def completions(self, request: Request) -> Response:
         key = self._key(request)
-        body = parse(await self._body(request), CompletionRequest)
+        body = await self._body(request, CompletionRequest)
         return await self._inference.complete(request, body, key)
 
     async def chat(self, request: Request) -> Response:
         key = self._key(request)
-        body = parse(await self._body(request), ChatRequest)
+        body = await self._body(request, ChatRequest)
         return await self._inference.chat(request, body, key)
 
     async def models(self, request: Request) -> Response:
@@ -155,7 +158,7 @@ class _Routes:
         self._admin(request)
         if content_type(request) == "application/octet-stream":
             return await self._load_body(request)
-        body = parse(await self._body(request), LoadRequest)
+        body = await self._body(request, LoadRequest)
         name = check_name(body.lora_name, "lora_name")
         await self._catalog.load(name, body.lora_path, replace=body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
@@ -177,7 +180,7 @@ class _Routes:
 
     async def unload(self, request: Request) -> Response:
         self._admin(request)
-        name = check_name(parse(await self._body(request), UnloadRequest).lora_name, "lora_name")
+        name = check_name((await self._body(request, UnloadRequest)).lora_name, "lora_name")
         left = await self._catalog.unload(name, self.service.drain_s)
         self.service.uploads.discard(name)
         if left:
@@ -187,14 +190,14 @@ class _Routes:
 
     async def tokenize(self, request: Request) -> Response:
         self._key(request)
-        body = parse(await self._body(request), TokenizeRequest)
+        body = await self._body(request, TokenizeRequest)
         ids = await self._inference.tokenize(body)
         most = self._inference.limits.max_seq_len
         return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
         self._key(request)
-        body = parse(await self._body(request), DetokenizeRequest)
+        body = await self._body(request, DetokenizeRequest)
         return JSONResponse({"prompt": await self._inference.detokenize(body)})
 
     async def live(self, request: Request) -> Response:
@@ -242,8 +245,10 @@ class _Routes:
         if not self._key(request).admin:
             raise ApiError(403, "not_allowed", "Loading and unloading adapters needs an admin key")
 
-    async def _body(self, request: Request) -> bytes:
-        return await read_body(request, self.service.max_body_bytes)
+    async def _body(self, request: Request, kind: type[BodyT]) -> BodyT:
+        with self._bodies.open() as held:
+            raw = await read_body(request, self.service.max_body_bytes, held)
+            return parse(raw, kind)
 
     def _base_card(self, name: str) -> dict[str, object]:
         bases, limits = self._inference.bases, self._inference.limits

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from manylora.background import step_back
 from manylora.errors import AdapterError
-from manylora.openai.disk import Fingerprint, Found, find_adapters, fingerprint
+from manylora.openai.disk import Fingerprint, Found, find_adapters, fingerprint, is_passing
 from manylora.openai.disk_level import DiskLevel
 from manylora.openai.errors import ApiError, adapter_problem
 from manylora.openai.kept import KeptTensors
@@ -268,8 +268,14 @@ class AdapterCatalog:
     async def _scan(self, *, first: bool) -> None:
         known = {entry.path: entry.seen for entry in self._entries.values()}
         found: dict[str, Found] = {}
+        whole = True
         for root in self._roots:
-            below = await self._on_thread(find_adapters, root, known)
+            try:
+                below = await self._on_thread(find_adapters, root, known)
+            except Exception as error:  # the other roots are looked at, and nobody is withdrawn for it
+                logger.warning("lora root: it cannot be looked at now: %s", error)
+                whole = False
+                continue
             for name, one in below.items():
                 if name not in self._reserved:
                     found.setdefault(name, one)
@@ -277,8 +283,9 @@ class AdapterCatalog:
             self._meet(name, one)
         for entry in list(self._entries.values()):
             if not entry.scanned:
-                self._see(entry, await self._on_thread(fingerprint, entry.path) or entry.seen)
-            elif entry.name not in found:
+                with contextlib.suppress(OSError):
+                    self._see(entry, await self._on_thread(fingerprint, entry.path) or entry.seen)
+            elif entry.name not in found and whole:
                 self._miss(entry)
         if first:
             logger.info("%d adapters below the lora roots", len(self._entries))
@@ -309,8 +316,12 @@ class AdapterCatalog:
         for entry in list(self._entries.values()):
             still = time.monotonic() - entry.seen_at >= self._settle_s or not entry.tried
             if entry.seen and entry.seen != entry.tried and still and entry.missing_since is None:
-                with contextlib.suppress(ApiError):
+                try:
                     await self._read(entry)
+                except ApiError:
+                    pass
+                except Exception:  # the next one is not kept waiting by it
+                    logger.exception("reading adapter %s failed", entry.name)
 
     async def _read(self, entry: Entry) -> ReadAdapter:
         """Everyone who asks at the same time waits for one reading. Raises ApiError."""
@@ -324,8 +335,11 @@ class AdapterCatalog:
         try:
             try:
                 read = await self._read_settled(entry)
-            except AdapterError as error:
-                raise self._report(entry, adapter_problem(entry.name, str(error))) from error
+            except (AdapterError, OSError) as error:
+                passing = is_passing(error) or is_passing(error.__cause__)
+                reason = str(error) if isinstance(error, AdapterError) else "its files cannot be read"
+                problem = self._not_now(entry) if passing else adapter_problem(entry.name, reason)
+                raise self._report(entry, problem) from error
             except ApiError:
                 raise
             except Exception as error:
@@ -333,7 +347,10 @@ class AdapterCatalog:
                 problem = adapter_problem(entry.name, f"its files cannot be read: {type(error).__name__}")
                 raise self._report(entry, problem) from error
             self._take(entry, read)
-            await self._on_thread(self.disk.put, read)
+            try:
+                await self._on_thread(self.disk.put, read)
+            except Exception:  # it is a copy of what serves
+                logger.exception("keeping a copy of adapter %s failed", entry.name)
             return read
         finally:
             entry.reading = None
@@ -377,9 +394,18 @@ class AdapterCatalog:
         entry.problem = None
         self._kept.put(read, self._orphans())
 
+    def _not_now(self, entry: Entry) -> ApiError:
+        """The files may be as good as ever: they are read again at the next look."""
+        entry.tried = ()
+        reason = f"adapter {entry.name!r} cannot be read at the moment, try again"
+        return ApiError(503, "adapter_unreadable", reason, "model", retry_after=1)
+
     def _report(self, entry: Entry, problem: ApiError) -> ApiError:
         self.num_failures[problem.code] = self.num_failures.get(problem.code, 0) + 1
+        known = entry.problem is not None and entry.problem.message == problem.message
         entry.problem = problem
+        if known:
+            return problem
         goes_on = "; its last good version goes on serving" if entry.version else ""
         logger.warning("%s%s", problem.message, goes_on)
         return problem

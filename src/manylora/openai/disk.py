@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -13,13 +14,14 @@ from manylora.lora.formats.llgtrt import is_llgtrt
 from manylora.lora.formats.sources import find_source
 from manylora.openai.names import is_name
 
-__all__ = ["Fingerprint", "Found", "find_adapters", "fingerprint"]
+__all__ = ["Fingerprint", "Found", "find_adapters", "fingerprint", "is_passing"]
 
 logger = logging.getLogger("manylora")
 
 Fingerprint = tuple[tuple[str, int, int, int], ...]
 """Name, size, time of change and inode of every file; equal as long as nobody touched one."""
 MAX_DEPTH = 5
+PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
 @dataclass(frozen=True)
@@ -28,15 +30,25 @@ class Found:
     fingerprint: Fingerprint
 
 
+def is_passing(error: BaseException | None) -> bool:
+    """Whether it says nothing of the files: the machine is short of something, or a disk is away."""
+    return isinstance(error, OSError) and error.errno in PASSING
+
+
 def fingerprint(path: Path) -> Fingerprint:
-    """Of a file, or of the files right in a folder. Empty: there is nothing."""
+    """Of a file, or of the files right in a folder. Empty: there is nothing.
+
+    Raises OSError where that cannot be told now.
+    """
     try:
         if path.is_dir():
             with os.scandir(path) as entries:
                 files = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
         else:
             files = [(path.name, path.stat())]
-    except OSError:
+    except OSError as error:
+        if is_passing(error):
+            raise
         return ()
     return tuple(sorted((name, at.st_size, at.st_mtime_ns, at.st_ino) for name, at in files))
 
@@ -45,6 +57,7 @@ def find_adapters(root: Path, known: Mapping[Path, Fingerprint]) -> dict[str, Fo
     """Adapters by name: the path below the root, without the ending where it is a file.
 
     known: what was an adapter at the last look, and is one still, however broken it may be by now.
+    Raises OSError where a look now would miss what is there.
     """
     return dict(_look(root, "", known, MAX_DEPTH))
 
@@ -56,6 +69,8 @@ def _look(
         with os.scandir(folder) as found:
             entries = sorted((e for e in found if not e.name.startswith(".")), key=lambda e: e.name)
     except OSError as error:
+        if is_passing(error):
+            raise
         logger.warning("lora root: a folder cannot be read: %s", error.strerror)
         return
     for entry in entries:

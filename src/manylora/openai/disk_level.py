@@ -8,6 +8,7 @@ import logging
 import shutil
 import tempfile
 import threading
+import time
 from collections import OrderedDict
 from pathlib import Path
 
@@ -24,10 +25,14 @@ __all__ = ["DiskLevel"]
 logger = logging.getLogger("manylora")
 
 
+RETRY_S = 30.0  # before a disk that failed is written to again
+
+
 class DiskLevel:
     """By digest, in files of a folder of its own. Over max_bytes the one that was used longest ago goes.
 
     folder: None makes a temporary one, which goes with `close`. max_bytes 0 keeps nothing. Any thread.
+    A full or broken disk costs copies and nothing else: `put` and `get` raise nothing because of it.
     """
 
     def __init__(self, max_bytes: int, folder: Path | None = None) -> None:
@@ -35,21 +40,34 @@ class DiskLevel:
         self._temporary = folder is None
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
+        self._failing = False
+        self._retry_at = 0.0  # after a failure
         self.num_bytes = 0
-        if folder is not None and folder.is_dir():
-            for file in sorted(folder.glob("*.safetensors"), key=lambda one: one.stat().st_mtime):
-                self._enter(file.stem, file.stat().st_size)
+        if folder is not None:
+            try:
+                found = [(one.stat(), one.stem) for one in folder.glob("*.safetensors")]
+            except OSError as error:
+                found = []
+                self._fail(error)
+            for at, digest in sorted(found, key=lambda one: one[0].st_mtime):
+                self._enter(digest, at.st_size)
 
     def put(self, adapter: ReadAdapter) -> None:
-        """Write it, if it is not there. A full or broken disk is a warning: nothing but this copy is lost."""
+        """Write it, if it is not there."""
         with self._lock:
             if adapter.num_bytes > self._max_bytes or self._use(adapter.digest):
                 return
-            self._make_room(adapter.num_bytes)
+            if time.monotonic() < self._retry_at:
+                return
             try:
+                self._make_room(adapter.num_bytes)
                 self._enter(adapter.digest, self._write(adapter))
-            except OSError as error:
-                logger.warning("lora disk level: a copy cannot be written: %s", error.strerror)
+            except (OSError, SafetensorError) as error:  # the format's writer has its own for a full disk
+                self._fail(error)
+            else:
+                if self._failing:
+                    logger.warning("lora disk level: copies can be written again")
+                self._failing, self._retry_at = False, 0.0
 
     def get(self, digest: str) -> ReadAdapter | None:
         with self._lock:
@@ -57,7 +75,7 @@ class DiskLevel:
                 return None
             try:
                 return self._read(digest)
-            except (OSError, SafetensorError, KeyError, ValueError) as error:
+            except Exception as error:  # whatever somebody made of the file
                 logger.warning("lora disk level: a copy cannot be read: %s", type(error).__name__)
                 self._drop(digest)
                 return None
@@ -65,6 +83,14 @@ class DiskLevel:
     def close(self) -> None:
         if self._temporary and self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _fail(self, error: Exception) -> None:
+        """Told once until it works again. Nothing is written for a while: half a copy fills a disk too."""
+        self._retry_at = time.monotonic() + RETRY_S
+        if not self._failing:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            logger.warning("lora disk level: copies cannot be written, serving goes on without: %s", reason)
+        self._failing = True
 
     def _use(self, digest: str) -> bool:
         if digest not in self._sizes:
@@ -100,9 +126,14 @@ class DiskLevel:
         part = path.with_suffix(".part")
         if adapter.scales is not None:
             tensors["scales"] = adapter.scales
-        save_file(tensors | {extra.name: _bits(extra.values) for extra in adapter.extras}, part, facts)
-        size = part.stat().st_size
-        part.replace(path)
+        try:
+            save_file(tensors | {extra.name: _bits(extra.values) for extra in adapter.extras}, part, facts)
+            size = part.stat().st_size
+            part.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise
         return size
 
     def _read(self, digest: str) -> ReadAdapter:

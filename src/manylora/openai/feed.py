@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import secrets
 import time
 from typing import Any
@@ -14,6 +15,8 @@ from manylora.openai.keys import ApiKey
 from manylora.stats import CacheChange, CacheMap, MappedAdapter
 
 __all__ = ["Feed"]
+
+logger = logging.getLogger("manylora")
 
 FRESH_S = 0.25  # several people who look share one map
 MAX_ADAPTERS = 1000  # told one by one; the rest is told as one
@@ -64,7 +67,10 @@ class Feed:
     async def _sample(self) -> None:
         while True:
             await asyncio.sleep(POINT_S)
-            self._backend.history.sample(self._backend.engine_stats())
+            try:
+                self._backend.history.sample(self._backend.engine_stats())
+            except Exception:
+                logger.exception("the history of the last minutes lacks a point")
 
     async def _fresh_map(self) -> CacheMap | None:
         async with self._taking:

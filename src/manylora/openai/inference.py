@@ -20,7 +20,7 @@ from manylora.openai.generation import Generation
 from manylora.openai.keys import ApiKey
 from manylora.openai.mailbox import Signal
 from manylora.openai.messages import num_characters, rendered
-from manylora.openai.params import Limits, plan
+from manylora.openai.params import Limits, Shared, plan, shared_of
 from manylora.openai.replies import DONE, ChatReply, CompletionReply, Reply
 from manylora.openai.schema import (
     ChatRequest,
@@ -183,8 +183,9 @@ class Inference:
         if body.truncate_prompt_tokens is not None:
             prompts = [prompt[-body.truncate_prompt_tokens :] for prompt in prompts]
         changed = Signal()
+        shared = shared_of(body, self.limits)
         calls = [
-            self._call(body, prompt, choice.name, choice.source or "", changed, str(number))
+            self._call(body, prompt, choice.name, choice.source or "", changed, str(number), shared)
             for number, prompt in enumerate(prompts)
         ]
         stack = ExitStack()
@@ -212,9 +213,10 @@ class Inference:
         source: str,
         changed: Signal,
         request_id: str,
+        shared: Shared | None = None,
     ) -> Call:
         try:
-            made = plan(body, len(prompt), self.tokenizer, self._model, self.limits)
+            made = plan(body, len(prompt), self.tokenizer, self._model, self.limits, shared)
         except (ValueError, RequestError) as error:
             raise as_api_error(error) from error
         generation = Generation(prompt, made, body.stream, self.tokenizer, request_id, changed)

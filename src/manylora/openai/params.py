@@ -18,7 +18,7 @@ from manylora.openai.tools import json_guide, tool_use
 from manylora.request import Guide
 from manylora.text import Tokenizer
 
-__all__ = ["Limits", "Plan", "guide_of", "plan"]
+__all__ = ["Limits", "Plan", "Shared", "guide_of", "plan", "shared_of"]
 
 COMPLETION_TOKENS = 16  # the API's default; a chat goes on to the end of the model's context
 GUIDES = {  # type of response_format: the engine's type, and the field that holds the text
@@ -52,10 +52,29 @@ class Plan:
     prompt_only: bool = False
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What all prompts of a body have in common and is dear to make."""
+
+    logit_bias: np.ndarray | None
+    guide: Guide | None
+
+
+def shared_of(body: GenerationRequest, limits: Limits) -> Shared:
+    """Raises ApiError."""
+    return Shared(_logit_bias(body, limits.vocab_size), _guide(body))
+
+
 def plan(
-    body: GenerationRequest, num_prompt: int, tokenizer: Tokenizer, model: ModelConfig, limits: Limits
+    body: GenerationRequest,
+    num_prompt: int,
+    tokenizer: Tokenizer,
+    model: ModelConfig,
+    limits: Limits,
+    shared: Shared | None = None,
 ) -> Plan:
-    """Raises ApiError, and what the engine's parameters raise."""
+    """shared: where several prompts are planned. Raises ApiError, and what the engine's parameters raise."""
+    shared = shared or shared_of(body, limits)
     top = _top(body)
     echo = isinstance(body, CompletionRequest) and body.echo
     if model.encoder is not None:
@@ -98,8 +117,8 @@ def plan(
     decoding = decoding_of(params, tokenizer, model.eos_token_ids)
     engine = replace(
         decoding.params,
-        logit_bias=_logit_bias(body, limits.vocab_size),
-        guide=_guide(body),
+        logit_bias=shared.logit_bias,
+        guide=shared.guide,
         return_generation_logits=bool(top),
         return_context_logits=echo and top is not None,
     )

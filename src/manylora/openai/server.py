@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -70,11 +71,6 @@ def run(options: ServeOptions) -> None:
     sockets = listen(options.host, options.port, clients)
     try:
         server = http_server(options, open_app(options), clients)
-        scheme = "https" if options.ssl_certfile is not None else "http"
-        for one in sockets:
-            host, port = one.getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
-            logger.info("manylora serve: %s://%s:%d", scheme, shown, port)
         server.run(list(sockets))
     finally:
         for one in sockets:
@@ -98,7 +94,19 @@ def http_server(options: ServeOptions, app: Starlette, clients: Clients) -> uvic
         access_log=False,
         server_header=False,
     )
-    return uvicorn.Server(config)
+    return _Server(config)
+
+
+class _Server(uvicorn.Server):
+    """Says where it listens once it does, as uvicorn does of sockets of its own."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for one in sockets or []:
+            host, port = one.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            scheme = "https" if self.config.is_ssl else "http"
+            logger.info("Uvicorn running on %s://%s:%d (Press CTRL+C to quit)", scheme, shown, port)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.requests import Request
@@ -12,8 +13,9 @@ from starlette.types import Receive, Scope, Send
 
 from manylora.openai.errors import ApiError
 
-__all__ = ["EventStream", "content_type", "error_response", "read_body", "watch"]
+__all__ = ["Bodies", "EventStream", "content_type", "error_response", "read_body", "watch"]
 
+SMALL = 2**16  # bytes of a body that is not counted
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # a proxy must not gather the events
 
 
@@ -22,8 +24,36 @@ def content_type(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Raises ApiError: 413 over the limit, 415 for another content type than JSON."""
+class Bodies:
+    """What all bodies together take while they come. Event loop only. Small ones are not counted, so that
+    many large ones are in the way of large ones only."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    @contextmanager
+    def open(self) -> Iterator[Callable[[int], None]]:
+        """For one body: a function that is told how long it is by now, and raises ApiError."""
+        counted = 0
+
+        def hold(length: int) -> None:
+            nonlocal counted
+            more = max(0, length - SMALL) - counted
+            if more > 0 and self.num_bytes + more > self._max_bytes:
+                reason = "Too many large requests are coming in, try again"
+                raise ApiError(429, "overloaded", reason, retry_after=1)
+            self.num_bytes += more
+            counted += more
+
+        try:
+            yield hold
+        finally:
+            self.num_bytes -= counted
+
+
+async def read_body(request: Request, max_bytes: int, hold: Callable[[int], None]) -> bytes:
+    """hold: of `Bodies.open`. Raises ApiError: 413 over the limit, 415 for another content type than JSON."""
     if content_type(request) != "application/json":
         raise ApiError(415, "unsupported_media_type", "The Content-Type must be application/json")
     too_large = ApiError(413, "request_too_large", f"The body must have at most {max_bytes} bytes")
@@ -33,6 +63,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     body = bytearray()
     async for piece in request.stream():
         body += piece
+        hold(len(body))
         if len(body) > max_bytes:
             raise too_large
     return bytes(body)

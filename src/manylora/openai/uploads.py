@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import secrets
 import shutil
 import tempfile
@@ -11,6 +13,8 @@ from pathlib import Path
 from manylora.openai.errors import ApiError
 
 __all__ = ["Uploads"]
+
+logger = logging.getLogger("manylora")
 
 INCOMING = ".incoming"  # a hidden folder: no look at the roots finds what is in it
 SUFFIX = ".safetensors"
@@ -27,21 +31,38 @@ class Uploads:
         self.folder: Path | None = None
         self.num_bytes = 0
         if max_bytes:
-            self.folder = folder or Path(tempfile.mkdtemp(prefix="manylora-uploads-"))
-            shutil.rmtree(self.folder / INCOMING, ignore_errors=True)
-            (self.folder / INCOMING).mkdir(parents=True)
-            self.num_bytes = sum(one.stat().st_size for one in self.folder.rglob(f"*{SUFFIX}"))
+            try:
+                self.folder = self._open(folder)
+            except OSError as error:  # the rest of the server does not hang on it
+                logger.warning("lora_upload_dir: no adapters in requests: %s", error.strerror)
+
+    def _open(self, given: Path | None) -> Path:
+        folder = given or Path(tempfile.mkdtemp(prefix="manylora-uploads-"))
+        shutil.rmtree(folder / INCOMING, ignore_errors=True)
+        (folder / INCOMING).mkdir(parents=True, exist_ok=True)
+        self.num_bytes = sum(one.stat().st_size for one in folder.rglob(f"*{SUFFIX}"))
+        return folder
 
     async def receive(self, stream: AsyncIterator[bytes], length: int = 0) -> Path:
         """The body of a request as a file, for `place` or `drop`. length: as announced, 0: it was not.
 
-        Raises ApiError: 403 when none may be sent, 413 over the limit.
+        Raises ApiError: 403 when none may be sent, 413 over the limit, 507 where the disk does not take it.
         """
+        if self.folder is None and self._max_bytes:
+            raise _full()
         if self.folder is None:
             reason = "This server takes no adapters in requests: lora_upload_bytes is 0"
             raise ApiError(403, "not_allowed", reason)
         self._check(length)
-        path = self.folder / INCOMING / f"{secrets.token_hex(8)}{SUFFIX}"
+        try:
+            return await self._write(self.folder, stream)
+        except OSError as error:
+            logger.warning("an adapter in a request cannot be written: %s", error.strerror)
+            raise _full() from error
+
+    async def _write(self, folder: Path, stream: AsyncIterator[bytes]) -> Path:
+        (folder / INCOMING).mkdir(parents=True, exist_ok=True)  # something that tidies up may have been here
+        path = folder / INCOMING / f"{secrets.token_hex(8)}{SUFFIX}"
         received = 0
         try:
             with path.open("xb") as file:
@@ -52,22 +73,30 @@ class Uploads:
                     file.write(piece)
         except BaseException:
             self.num_bytes -= received
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
             raise
         return path
 
     def place(self, path: Path, name: str) -> Path:
-        """Give a received file its adapter's name. Takes the place of an older one."""
+        """Give a received file its adapter's name. Takes the place of an older one. Raises ApiError 507."""
         target = self._path(name)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self.num_bytes -= target.stat().st_size if target.exists() else 0
-        return path.replace(target)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            older = target.stat().st_size if target.exists() else 0
+            path.replace(target)
+        except OSError as error:
+            logger.warning("an adapter in a request cannot be kept: %s", error.strerror)
+            raise _full() from error
+        self.num_bytes -= older
+        return target
 
     def drop(self, path: Path) -> None:
         """A received file that is of no use."""
-        if path.exists():
-            self.num_bytes -= path.stat().st_size
+        with contextlib.suppress(OSError):
+            size = path.stat().st_size
             path.unlink()
+            self.num_bytes -= size
 
     def discard(self, name: str) -> None:
         """The file of an adapter, if it came in a request."""
@@ -87,3 +116,7 @@ class Uploads:
         if more > left:
             reason = f"Adapters sent in requests may have {left} more bytes: unload one that was sent"
             raise ApiError(413, "request_too_large", reason)
+
+
+def _full() -> ApiError:
+    return ApiError(507, "storage_full", "The server cannot store adapters at the moment")

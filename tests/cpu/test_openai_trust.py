@@ -1,0 +1,300 @@
+"""Protects the server from what it is told: hosts and origins of a browser that was led here, bodies that are
+dear to read, names meant for the log; and from disks that take no more."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import logging
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from serving import DEMO, Running, wait_for
+from starlette.requests import Request
+
+from manylora.errors import ConfigError
+from manylora.openai import catalog, disk_level
+from manylora.openai.errors import ApiError
+from manylora.openai.hosts import HostCheck
+from manylora.openai.logs import Fold, PlainFormatter
+from manylora.openai.schema import MAX_VALUES, ChatRequest, CompletionRequest, parse
+from manylora.text import Tokenizer
+
+LOAD = {"lora_name": "mine", "lora_path": "chinese", "load_inplace": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    running = Running(
+        lora_root=(DEMO / "adapters",), allow_runtime_lora_updating=True, allowed_hosts=("api.example.com",)
+    )
+    yield running
+    running.close()
+
+
+def request(host: str | None, origin: str | None = None, version: str = "1.1") -> Request:
+    headers = [(b"host", one.encode()) for one in ([] if host is None else host.split("|"))]
+    headers += [] if origin is None else [(b"origin", origin.encode())]
+    return Request({"type": "http", "method": "POST", "headers": headers, "http_version": version})
+
+
+def test_a_name_that_was_turned_on_the_server_loads_nothing(server: Running) -> None:
+    for headers in ({"Host": "rebound.example.net"}, {"Origin": "https://example.net"}, {"Origin": "null"}):
+        answer = server.http.post("/v1/load_lora_adapter", json=LOAD, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error")
+        assert "--allowed-hosts" in answer.json()["error"]["message"]
+    assert server.http.get("/v1/models", headers={"Host": "rebound.example.net"}).status_code == 403
+    assert server.http.get("/health/ready", headers={"Host": "rebound.example.net"}).status_code == 200
+    for headers in ({"Host": "api.example.com"}, {"Origin": "https://api.example.com"}, {}):
+        answer = server.http.post("/v1/load_lora_adapter", json=LOAD, headers=headers)
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost:8000", "127.0.0.1", "[::1]:8000", "10.1.2.3:80", "gpu-box", "LOCALHOST.", "a.svc",
+             "x.default.svc.cluster.local:8000", "mac.local", "app.localhost", "bound.example.org"],
+)  # fmt: skip
+def test_names_of_ones_own_network_are_taken(host: str) -> None:
+    HostCheck("bound.example.org").check(request(host))
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.com", "localhost.evil.com", "127.0.0.1.nip.io:8000", "a b", "", "x@y", "[::1"]
+)
+def test_other_names_are_not(host: str) -> None:
+    with pytest.raises(ApiError, match="--allowed-hosts"):
+        HostCheck("127.0.0.1").check(request(host))
+    HostCheck("127.0.0.1", ["*"]).check(request(host))
+    HostCheck("127.0.0.1", keys=True).check(request(host))
+    with pytest.raises(ApiError, match="--allowed-hosts"):
+        HostCheck("127.0.0.1", ["*.example.com"], keys=True).check(request(host))
+
+
+def test_hosts_and_origins_in_detail() -> None:
+    check = HostCheck("0.0.0.0", ["*.example.com"])
+    check.check(request("a.b.example.com", "https://a.b.example.com:444"))
+    check.check(request("10.0.0.1:8000", "http://10.0.0.1:8000"))
+    check.check(request("gpu-box:8000", "http://localhost:3000"))
+    check.check(request(None, version="1.0"))
+    for bad in (request("example.com"), request("10.0.0.1", "http://10.0.0.2"), request("a", "chrome://x")):
+        with pytest.raises(ApiError, match="--allowed-hosts"):
+            check.check(bad)
+    for bad in (request(None), request("localhost|localhost")):
+        with pytest.raises(ApiError, match="one Host"):
+            check.check(bad)
+    with pytest.raises(ConfigError, match="without scheme and port"):
+        HostCheck("x", ["https://example.com"])
+
+
+MANY = MAX_VALUES + 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt":[' + b"1," * MANY + b"1]}",
+        b'{"prompt":[' + b"[]," * (MANY // 2) + b"[]]}",
+        b'{"prompt":"x","tools":' + b"[" * MANY,
+        b'{"prompt":"x",' + b",".join(b'"%d":1' % n for n in range(MANY)) + b"}",
+        b'{"prompt":"x","a":' + b'"' * (5 * MANY) + b"," * MANY,
+    ],
+)
+def test_a_body_of_too_many_values_is_refused_before_it_is_read(body: bytes) -> None:
+    with pytest.raises(ApiError, match="too many values") as error:
+        parse(body, CompletionRequest)
+    assert error.value.status == 413
+
+
+def test_a_text_may_have_as_many_commas_as_it_likes() -> None:
+    text = '\\\\",[{' * MANY + '"\\\\'
+    for given in (text, text.replace("\\\\", "")):
+        raw = (
+            b'{"prompt":"'
+            + given.replace("\\\\", "\\").replace("\\", "\\\\").replace('"', '\\"').encode()
+            + b'"}'
+        )
+        assert len(parse(raw, CompletionRequest).prompt) > 4 * MANY
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": [*[1] * 100000, "x"]}),
+        (CompletionRequest, {"prompt": [-1] * 100000}),
+        (CompletionRequest, {"prompt": [{}] * 100000}),
+        (CompletionRequest, {"prompt": "x", **{str(n): 1 for n in range(100000)}}),
+        (CompletionRequest, {"prompt": "x", "logit_bias": {str(n): "x" for n in range(100000)}}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 100000}]}),
+    ],
+)
+def test_the_first_of_many_wrong_values_ends_the_check(kind: Any, body: dict[str, Any]) -> None:
+    """Gathered, they were gigabytes and minutes for one request."""
+    with pytest.raises(ApiError) as error:
+        parse(json.dumps(body).encode(), kind)
+    cause = error.value.__cause__
+    assert cause is None or (isinstance(cause, ValidationError) and cause.error_count() < 10)
+
+
+def test_more_than_may_be_answered_is_refused_before_any_work(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("encode", "decode"):
+        monkeypatch.setattr(Tokenizer, name, None)
+    answer = server.post(model="demo", prompt=["a" * 100] * 50000)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "n"
+    assert "256 outputs" in answer.json()["error"]["message"]
+    answer = server.post("/detokenize", tokens=[1] * 70000)
+    assert answer.status_code == 400 and "65536" in answer.json()["error"]["message"]
+    answer = server.http.post(
+        "/v1/completions", content=b'{"prompt":"\xff\xfe"}', headers={"content-type": "application/json"}
+    )
+    assert answer.json()["error"]["code"] == "invalid_json"
+    answer = server.http.get("/v1/cache?changes_after=" + "9" * 50 + "&unknown=x")
+    assert answer.json()["error"]["param"] == "changes_after"
+
+
+@pytest.fixture
+def log() -> Iterator[tuple[logging.Logger, io.StringIO]]:
+    stream, logger = io.StringIO(), logging.Logger("of a test")
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(PlainFormatter("%(levelname)s %(message)s"))
+    handler.addFilter(Fold(handler, burst=3, window_s=0.3))
+    logger.addHandler(handler)
+    yield logger, stream
+
+
+def test_a_name_forges_no_line_of_the_log(log: tuple[logging.Logger, io.StringIO]) -> None:
+    logger, stream = log
+    logger.warning("adapter %s", "a\nERROR forged\r\x1b[2J\u202e\u2028b")
+    logger.warning("adapter %s", "x" * 100000)
+    try:
+        raise ValueError("c\nERROR forged")
+    except ValueError:
+        logger.exception("failed")
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "WARNING adapter a\\nERROR forged\\r\\x1b[2J\\u202e\\u2028b"
+    assert len(lines[1]) < 3000
+    assert lines[2] == "ERROR failed" and all(line.startswith("    ") for line in lines[3:])
+
+
+def test_equal_lines_are_folded_with_their_number(log: tuple[logging.Logger, io.StringIO]) -> None:
+    logger, stream = log
+    for n in range(1000):
+        logger.warning("the same of %d", n)
+    logger.warning("another")
+    wait_for(lambda: "997 more" in stream.getvalue())
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 5 and "the same of 3" in lines[-1]
+
+
+def test_a_full_disk_costs_copies_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Adapters that come while it is full are read and served, also those that are found by the watch."""
+    full = True
+    save = disk_level.save_file
+
+    def save_file(*arguments: Any) -> None:
+        if full:
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        save(*arguments)
+
+    monkeypatch.setattr(disk_level, "save_file", save_file)
+    monkeypatch.setattr(disk_level, "RETRY_S", 0.0)
+    root, copies = tmp_path / "adapters", tmp_path / "copies"
+    shutil.copytree(DEMO / "adapters" / "chinese", root / "one")
+    server = Running(lora_root=(root,), lora_disk_dir=copies, drain_seconds=1.0)
+    try:
+        assert server.post(model="one", prompt="a", max_tokens=2).status_code == 200
+        shutil.copytree(DEMO / "adapters" / "japanese", root / "two")
+        wait_for(lambda: server.http.get("/v1/models/two").status_code == 200)
+        assert server.post(model="two", prompt="a", max_tokens=2).status_code == 200
+        assert len([one for one in caplog.messages if "copies cannot be written" in one]) == 1
+        full = False
+        shutil.copytree(DEMO / "adapters" / "japanese", root / "three")
+        (root / "one" / "adapter_config.json").touch()
+        wait_for(lambda: any(copies.glob("*.safetensors")))
+        wait_for(lambda: "lora disk level: copies can be written again" in caplog.messages)
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    if os.geteuid() != 0 or mount is None:
+        pytest.skip("a small disk is mounted by root only")
+    made = subprocess.run([mount, "-t", "tmpfs", "-o", "size=64k", "none", str(folder)], capture_output=True)
+    if made.returncode:
+        pytest.skip(f"no small disk can be mounted here: {made.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_uploads_and_copies_on_a_disk_that_is_full(small_disk: Path) -> None:
+    server = Running(
+        lora_root=(DEMO / "adapters",),
+        lora_disk_dir=small_disk / "copies",
+        lora_upload_dir=small_disk / "uploads",
+        allow_runtime_lora_updating=True,
+        drain_seconds=1.0,
+    )
+    try:
+        assert server.post(model="chinese", prompt="a", max_tokens=2).status_code == 200
+        assert not list((small_disk / "copies").iterdir()), "half a copy would fill the disk too"
+        headers = {"content-type": "application/octet-stream"}
+        url = "/v1/load_lora_adapter?lora_name=mine"
+        answer = server.http.post(url, content=b"x" * 200000, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (507, "storage_full")
+        shutil.rmtree(small_disk / "uploads" / ".incoming")
+        answer = server.http.post(url, content=b"x" * 2000, headers=headers)
+        assert answer.status_code == 422, answer.text
+        assert not list((small_disk / "uploads" / ".incoming").iterdir())
+    finally:
+        server.close()
+
+
+def test_what_passes_is_tried_again_and_withdraws_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without descriptors, adapters were broken for good, or gone with a folder that could not be listed."""
+    short = False
+    real_find, real_read = catalog.find_adapters, catalog.AdapterReader.read
+
+    def find_adapters(*arguments: Any) -> Any:
+        if short:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real_find(*arguments)
+
+    def read(self: catalog.AdapterReader, path: Path) -> Any:
+        if short:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real_read(self, path)
+
+    monkeypatch.setattr(catalog, "find_adapters", find_adapters)
+    monkeypatch.setattr(catalog.AdapterReader, "read", read)
+    server = Running(lora_root=(DEMO / "adapters",), lora_refresh_seconds=0.2, drain_seconds=1.0)
+    try:
+        wait_for(lambda: server.http.get("/v1/models/chinese").status_code == 200)
+        short = True
+        time.sleep(0.5)
+        assert server.post(model="chinese", prompt="a", max_tokens=2).status_code == 200
+        entry = server.app.state.routes_of._catalog._entries["japanese"]
+        entry.version, entry.tried = None, ()
+        answer = server.post(model="japanese", prompt="a", max_tokens=2)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "adapter_unreadable")
+        short = False
+        wait_for(lambda: server.post(model="japanese", prompt="a", max_tokens=2).status_code == 200)
+    finally:
+        server.close()

@@ -33,6 +33,7 @@ class LoraCacheConfig:
     target_modules: tuple[str, ...] = ()  # names as attn_q; empty: every module the model has
     prefetch_dir: Path | None = None
     catalog_dir: Path | None = None  # adapters by name, <dir>/<name>/
+    allowed_paths: tuple[Path, ...] = ()  # folders beside these two that links in them may lead to
 
     def __post_init__(self) -> None:
         _at_least(1, optimal_adapter_size=self.optimal_adapter_size, max_adapter_size=self.max_adapter_size)
@@ -47,6 +48,11 @@ class LoraCacheConfig:
             _at_least(0, gpu_memory_bytes=self.gpu_memory_bytes)
         if self.max_lora_rank is not None:
             _at_least(1, max_lora_rank=self.max_lora_rank)
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        """Where files of adapters that are not sent along may lie."""
+        return (*filter(None, (self.prefetch_dir, self.catalog_dir)), *self.allowed_paths)
 
     @property
     def rank_limit(self) -> int:

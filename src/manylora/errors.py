@@ -33,7 +33,17 @@ __all__ = [
     "QueueFullError",
     "RequestError",
     "TextTooLongError",
+    "printable",
 ]
+
+
+MAX_TEXT = 1000  # characters
+
+
+def printable(text: str) -> str:
+    """Text from outside in one line of bounded length: what a terminal or a log would act on is escaped."""
+    short = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"
+    return short if short.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in short)
 
 
 class ManyloraError(Exception):
@@ -74,7 +84,11 @@ class TextTooLongError(RequestError):
 
 
 class AdapterError(RequestError):
-    """The request's adapter is the reason it cannot be served."""
+    """The request's adapter is the reason it cannot be served. The text may quote names of the adapter's own,
+    so it is made one line that can be shown and logged."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text))
 
 
 class AdapterInvalidError(AdapterError):

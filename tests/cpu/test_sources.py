@@ -201,8 +201,8 @@ WEIGHTS = {
     "other module": (saved({"model.layers.0.mlp.weight": torch.ones(2)}), "unsupported key model.layers.0"),
     "no matrices": (saved({ONE.replace("weight", "bias"): torch.ones(2)}), "unsupported key"),
     "nothing": (saved({f"{ONE}._extra_state": None}), "holds no LoRA matrices"),
-    "not finite": (saved({ONE: torch.full((2, 4), torch.nan)}), "NaN or an infinity"),
-    "integers": (saved({ONE: torch.ones(2, 4, dtype=torch.int32)}), "must be float32"),
+    "not finite": (saved({**nemo_state(), ONE: torch.full((2, 4), torch.nan)}), "NaN or an infinity"),
+    "integers": (saved({**nemo_state(), ONE: torch.ones(2, 4, dtype=torch.int32)}), "must be float32"),
     "rank 0": (saved(nemo_state(rank=0)), "mismatches adapter size"),
     "ranks": (saved({**nemo_state(), ONE: torch.ones(3, 4)}), "mismatches adapter size"),
 }  # fmt: skip

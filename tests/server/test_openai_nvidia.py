@@ -46,6 +46,7 @@ def in_front_of(world: World, path: Path, **layout: bool) -> Iterator[Running]:
             served_model_name=("base",),
             triton_url=f"127.0.0.1:{server.grpc}",
             lora_root=(root,),
+            lora_allowed_path=tuple({folder.parent for folder in world.adapters.values()}),
         )
         try:
             yield running

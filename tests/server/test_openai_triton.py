@@ -36,6 +36,7 @@ def gateway(server: Triton, world: World, tmp_path_factory: pytest.TempPathFacto
         served_model_name=("base",),
         triton_url=f"127.0.0.1:{server.grpc}",
         lora_root=(root,),
+        lora_allowed_path=tuple({folder.parent for folder in world.adapters.values()}),
     )
     yield running
     running.close()

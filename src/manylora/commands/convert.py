@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from manylora.errors import AdapterInvalidError, ConfigError
+from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.convert import STORAGE_TYPES, convert_source
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.llgtrt import write_llgtrt
@@ -32,9 +33,15 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     base = BaseWeights(options.base) if options.base else None
     try:
-        modules = lora_modules(read_model_config(options.base)) if options.base else None
+        model = read_model_config(options.base) if options.base else None
+        modules = lora_modules(model) if model else None
         weights, config = convert_source(
-            options.input, options.storage_type, modules=modules, base=base, allow_bin=options.allow_bin
+            options.input,
+            options.storage_type,
+            modules=modules,
+            base=base,
+            allow_bin=options.allow_bin,
+            bounds=Bounds.of_any_rank(modules, model.num_layers) if model and modules else ANY_MODEL,
         )
     except ConfigError as error:
         print(error, file=sys.stderr)

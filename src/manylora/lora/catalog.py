@@ -9,9 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
-from manylora.errors import AdapterError, AdapterInvalidError, AdapterNotFoundError, ConfigError
+from manylora.errors import (
+    AdapterError,
+    AdapterInvalidError,
+    AdapterNotFoundError,
+    ConfigError,
+    printable,
+)
 from manylora.lora.files import AdapterFiles
 from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.opened import is_folder
 from manylora.lora.formats.sources import find_source, read_source
 from manylora.lora.modules import LoraModule
 from manylora.lora.stored import StoredAdapter
@@ -51,7 +58,7 @@ class Catalog:
         if known is None:
             # Not a path of any kind: a name of one folder.
             folder = self._folder / name if self._folder and NAME.fullmatch(name) else None
-            if folder is None or not folder.is_dir():
+            if folder is None or not is_folder(folder):
                 raise AdapterNotFoundError(name)
             known = self._named.setdefault(name, (-1 - len(self._named), folder))
         number, folder = known
@@ -118,12 +125,13 @@ class Catalog:
             )
             return
         for entry in entries:
-            if not entry.is_dir():
+            if not is_folder(entry):
                 continue
             name = entry.name
             if not (name.isascii() and name.isdigit() and int(name) < 2**64):
                 logger.warning(
-                    "lora task name %s is invalid, skipping to load lora weight from this folder.", name
+                    "lora task name %s is invalid, skipping to load lora weight from this folder.",
+                    printable(name),
                 )
                 continue
             task_id = int(name)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.float8 import FLOAT8_NAME
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.fused_rows import find_model_config, read_fused_rows
@@ -38,16 +39,17 @@ def convert_source(
     modules: Mapping[int, LoraModule] | None = None,
     base: BaseWeights | None = None,
     allow_bin: bool = False,
+    bounds: Bounds = ANY_MODEL,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] and config [1, rows, 3 or 4] int32 of an adapter from any source.
 
     storage_type: None keeps the source's, or bfloat16 for numbers of 8 bits; bfloat16 comes as 2-byte void.
-    modules, base, allow_bin: as for `read_source`. Raises AdapterInvalidError.
+    modules, base, allow_bin, bounds: as for `read_source`. Raises AdapterInvalidError.
     """
     source = find_source(Path(path))
-    weights, config = read_source(source, modules=modules, base=base, allow_bin=allow_bin)
+    weights, config = read_source(source, modules=modules, base=base, allow_bin=allow_bin, bounds=bounds)
     _check_config(check_shapes(LoraInput(0, weights, config))[1])
-    kept = source_dtype(source, allow_bin=allow_bin)
+    kept = source_dtype(source, allow_bin=allow_bin, bounds=bounds)
     # B has the scaling in it here, for which 8 bits are too few.
     return store_as(weights, config, storage_type or {FLOAT8_NAME: "bfloat16"}.get(kept, kept)), config
 

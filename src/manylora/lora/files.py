@@ -12,7 +12,9 @@ from pathlib import Path
 
 from manylora.errors import AdapterChangedError, AdapterInvalidError
 from manylora.kernels.loading import can_read
+from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.opened import list_files, open_plain
 from manylora.lora.formats.sources import Source, find_rows, find_source, read_source, read_whole
 from manylora.lora.modules import LoraModule
 from manylora.lora.stored import StoredAdapter, StoredRows
@@ -44,7 +46,7 @@ class _Known:
 class AdapterFiles:
     """check: makes an Adapter of tensors, or raises AdapterError; check_rows: of rows that a reader made, and
     their digest where it is known. modules, base: as for `read_source`. pages: their type, by torch's name;
-    to bfloat16, rows may be narrowed as they are read. Any thread."""
+    to bfloat16, rows may be narrowed as they are read. bounds: judged before a value is read. Any thread."""
 
     def __init__(
         self,
@@ -53,9 +55,10 @@ class AdapterFiles:
         modules: Mapping[int, LoraModule] | None = None,
         base: BaseWeights | None = None,
         pages: str = "float32",
+        bounds: Bounds = ANY_MODEL,
     ) -> None:
         self._check, self._check_rows = check, check_rows
-        self._modules, self._base, self._pages = modules, base, pages
+        self._modules, self._base, self._pages, self._bounds = modules, base, pages, bounds
         self._read_before: dict[Path, _Known] = {}
 
     def read(self, folder: Path, source: Source | None = None) -> Adapter | StoredAdapter:
@@ -63,10 +66,17 @@ class AdapterFiles:
         and where they can be are read when the pages are known. Raises AdapterInvalidError."""
         source = source or find_source(folder)
         if source.kind not in ROWS:
-            weights, config = read_source(source, modules=self._modules, base=self._base, float8=True)
+            weights, config = read_source(
+                source, modules=self._modules, base=self._base, float8=True, bounds=self._bounds
+            )
             return self._check(LoraInput(0, weights, config))
         read = partial(
-            read_whole, source, modules=self._modules, base=self._base, bfloat16=self._pages == "bfloat16"
+            read_whole,
+            source,
+            modules=self._modules,
+            base=self._base,
+            bfloat16=self._pages == "bfloat16",
+            bounds=self._bounds,
         )
         now, before = time.time_ns(), _signature(folder)
         known = self._read_before.get(folder)
@@ -75,7 +85,9 @@ class AdapterFiles:
                 known.stored, known.asked = self._find_rows(source), True
             if known.stored is not None:
                 file = folder / known.stored.file
-                return StoredAdapter(known.digest, known.stored, partial(_open, file, known.files))
+                return StoredAdapter(
+                    known.digest, known.stored, partial(_open, file, known.files, self._bounds)
+                )
             rows, extras = read()
             now, before = time.time_ns(), _signature(folder)
             if before == known.files:
@@ -88,20 +100,20 @@ class AdapterFiles:
 
     def _find_rows(self, source: Source) -> StoredRows | None:
         """Of a source that was read before."""
-        found = find_rows(source, self._modules)
+        found = find_rows(source, self._modules, self._bounds)
         return found if found is not None and can_read(self._pages, found.dtype) else None
 
 
 @contextmanager
-def _open(file: Path, known: Signature) -> Iterator[int]:
+def _open(file: Path, known: Signature, bounds: Bounds) -> Iterator[int]:
     """A descriptor. Raises AdapterChangedError when the files of its folder are not, or did not stay, what is
     known."""
     changed = AdapterChangedError(file.parent.name)
     if _signature(file.parent) != known:
         raise changed
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+        descriptor = open_plain(file, bounds)
+    except (OSError, AdapterInvalidError):
         raise changed from None
     try:
         yield descriptor
@@ -117,7 +129,7 @@ def _signature(folder: Path) -> Signature:
     """Of the files in a folder, what changes when one of them does; the time of the last change of an inode
     cannot be set back. Raises AdapterInvalidError."""
     try:
-        return tuple(map(_stamp, sorted(folder.iterdir()) if folder.is_dir() else [folder]))
+        return tuple(map(_stamp, list_files(folder, "") if folder.is_dir() else [folder]))
     except OSError as error:
         raise AdapterInvalidError(f"folder {folder.name} cannot be read: {error.strerror}") from error
 

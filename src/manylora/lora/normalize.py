@@ -100,5 +100,5 @@ def _matrices(
         if key not in tensors:
             raise AdapterInvalidError(f"{path} has a DoRA magnitude, but no {key.removeprefix(path + '.')}")
     a, b = (decode(key, tensors[key]) for key in keys)
-    check_dims(path, a, b, None)
+    check_dims(path, a.shape, b.shape, None)
     return a, b * np.float32(config.scale(path, a.shape[0]))

@@ -22,6 +22,7 @@ from manylora.kernels import native
 from manylora.kernels.extras import Extra, ExtraSegment
 from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment
 from manylora.lora.arrivals import Arrivals
+from manylora.lora.bounds import Bounds
 from manylora.lora.cache import AdapterCache
 from manylora.lora.catalog import Catalog
 from manylora.lora.expert_rules import beside_experts
@@ -76,6 +77,7 @@ class AdapterStore:
         plan: CachePlan,
         pool: AdapterPool,
         base: BaseWeights | None = None,
+        roots: Sequence[Path] = (),
     ) -> None:
         self._modules = modules
         self._num_layers = model.num_layers
@@ -84,7 +86,9 @@ class AdapterStore:
         self._cache = AdapterCache(plan.host_pages, plan.device_pages)
         self._pool = pool
         self._base = base
-        self._catalog = Catalog(self.files(modules))
+        held = min(plan.host_pages, plan.device_pages) * plan.geometry.page_elements
+        self._bounds = Bounds.of(modules, model.num_layers, rank_limit, held, pool.element_bytes)
+        self._catalog = Catalog(self.files(modules, roots))
         # Read, or found in files, and not on the host yet.
         self._in_hand: WeakValueDictionary[str, Adapter | StoredAdapter] = WeakValueDictionary()
         self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
@@ -121,7 +125,7 @@ class AdapterStore:
             logger.warning("adapters on routed experts are off: %s", error)
         native.load()  # not with the first adapter, which would wait for the compiler
         pool = AdapterPool(plan.geometry, plan.host_pages, plan.device_pages, dtype, device)
-        store = cls(modules, model, config.rank_limit, plan, pool, base)
+        store = cls(modules, model, config.rank_limit, plan, pool, base, config.roots)
         logger.info(
             "LoRA cache: host %d pages, device %d pages of %d bytes; adapters of rank %d with every module: "
             "%d on the host, %d on the device",
@@ -148,9 +152,15 @@ class AdapterStore:
         check_extras(lora.extras, self._num_layers)
         return adapter_from_tensors(lora, self._modules, self._num_layers, self._rank_limit, half)
 
-    def files(self, modules: Mapping[int, LoraModule]) -> AdapterFiles:
-        """Reads adapters for this store. modules: as they are named in the files."""
-        return AdapterFiles(self.verify, self._check_rows, modules, self._base, self._pool.dtype_name)
+    @property
+    def bounds(self) -> Bounds:
+        """Of what the cache can hold."""
+        return self._bounds
+
+    def files(self, modules: Mapping[int, LoraModule], roots: Sequence[Path] | None = None) -> AdapterFiles:
+        """Reads adapters for this store. modules: as they are named in the files. roots: as of `Bounds`."""
+        bounds = self._bounds.within(roots)
+        return AdapterFiles(self.verify, self._check_rows, modules, self._base, self._pool.dtype_name, bounds)
 
     def resident(self, task_id: int) -> bool:
         """Whether the task's adapter is in the cache now. Any thread."""

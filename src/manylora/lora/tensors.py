@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.loading import all_finite, narrow
+from manylora.lora.bounds import Bounds
 from manylora.lora.float8 import FLOAT8_NAME, has_float8_nan, is_float8, widen_float8
 from manylora.lora.geometry import RowShape
 from manylora.lora.modules import EXPERT_IDS, MODULE_NAMES, LoraModule
@@ -26,6 +27,7 @@ __all__ = [
     "adapter_from_rows",
     "adapter_from_tensors",
     "check_dims",
+    "check_place",
     "check_shapes",
     "digest_values",
     "is_bfloat16",
@@ -124,6 +126,7 @@ def adapter_from_tensors(
     TensorRT-LLM's texts where it has one.
     """
     weights, config = check_shapes(lora)
+    Bounds.of(modules, num_layers, rank_limit).check_rows(len(config))
     scales = _check_scales(lora, weights, len(config))
     if is_float8(weights.dtype) and config.shape[1] == 4 and config[:, 3].any():
         weights = _widen_dora(weights, scales)
@@ -154,7 +157,7 @@ def adapter_from_read(
     _require(bool(rows or extras), "the adapter has no rows: it needs at least one")
     for row in rows:
         place = row.module_id, row.layer, row.rank, int(row.dora)
-        _check_place(*place, row.payload.size, modules, num_layers, rank_limit)
+        check_place(*place, row.payload.size, modules, num_layers, rank_limit)
     parts = (part for row in rows for part in _separate(row, modules))
     return adapter_from_rows(parts, half, extras, finite=True, digest=digest)
 
@@ -203,16 +206,14 @@ def lora_input(task_id: int, rows: Iterable[AdapterRow], extras: Iterable[LoraEx
     return LoraInput(task_id, *pack_rows(rows), extras=tuple(extras), scales=scales if scaled else None)
 
 
-def check_dims(where: str, a: np.ndarray, b: np.ndarray, module: LoraModule | None) -> None:
-    """A must be [rank, in] and B [out, rank], rank > 0, and go between the dimensions of the model's module,
-    if one is given. where: what they belong to. Raises AdapterInvalidError."""
-    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or a.shape[0] == 0:
+def check_dims(where: str, a: tuple[int, ...], b: tuple[int, ...], module: LoraModule | None) -> None:
+    """Shapes: A must be [rank, in] and B [out, rank], none of them 0, and go between the dimensions of the
+    model's module, if one is given. where: what they belong to. Raises AdapterInvalidError."""
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1] or 0 in (*a, *b):
+        raise AdapterInvalidError(f"{where}: adapter size of A {a} mismatches adapter size of B {b}")
+    if module is not None and (a[1], b[0]) != (module.in_dim, module.out_dim):
         raise AdapterInvalidError(
-            f"{where}: adapter size of A {a.shape} mismatches adapter size of B {b.shape}"
-        )
-    if module is not None and (a.shape[1], b.shape[0]) != (module.in_dim, module.out_dim):
-        raise AdapterInvalidError(
-            f"{where} goes from {a.shape[1]} to {b.shape[0]} dimensions, {module.name} of this model from "
+            f"{where} goes from {a[1]} to {b[0]} dimensions, {module.name} of this model from "
             f"{module.in_dim} to {module.out_dim}: the adapter was made for another model"
         )
 
@@ -272,11 +273,11 @@ def _check_row(
 ) -> AdapterRow:
     module_id, layer, rank = (int(value) for value in config[:3])
     dora = int(config[3]) if len(config) == 4 else 0
-    size = _check_place(module_id, layer, rank, dora, len(weights), modules, num_layers, limit)
+    size = check_place(module_id, layer, rank, dora, len(weights), modules, num_layers, limit)
     return AdapterRow(module_id, layer, rank, bool(dora), weights[:size])
 
 
-def _check_place(
+def check_place(
     module_id: int,
     layer: int,
     rank: int,
@@ -286,7 +287,7 @@ def _check_place(
     num_layers: int,
     limit: int,
 ) -> int:
-    """The elements that a row needs; it has `elements`."""
+    """The elements that a row needs; it has `elements`. Raises AdapterInvalidError."""
     _require(
         0 <= layer < num_layers,
         f"Expected layerId to be in the range [0, numModelLayers): got {layer}, the model has {num_layers}",
@@ -342,11 +343,10 @@ def _check_values(where: str, values: np.ndarray, half: bool) -> None:
 
 
 def _check_surplus(weights: np.ndarray, needed: int) -> None:
-    surplus = np.ascontiguousarray(weights[:, needed:])
-    if surplus.dtype.kind == "V":
-        surplus = surplus.view(f"u{surplus.itemsize}")
+    if weights.dtype.kind == "V":
+        weights = weights.view(f"u{weights.itemsize}")
     _require(
-        not surplus.any(),
+        not any(row[needed:].any() for row in weights),
         f"lora_weights has too many values: this model's rows need at most {needed}, and there are values "
         f"up to {weights.shape[1]}; the adapter was made for another model",
     )

@@ -271,7 +271,7 @@ class AdapterCatalog:
         whole = True
         for root in self._roots:
             try:
-                below = await self._on_thread(find_adapters, root, known)
+                below = await self._on_thread(find_adapters, root, known, self._allowed)
             except Exception as error:  # the other roots are looked at, and nobody is withdrawn for it
                 logger.warning("lora root: it cannot be looked at now: %s", error)
                 whole = False
@@ -363,7 +363,7 @@ class AdapterCatalog:
             self._see(entry, before)
             failure: AdapterError | None = None
             try:
-                read = await self._on_thread(self._reader.read, entry.path)
+                read = await self._on_thread(self._reader.read, entry.path, self._allowed)
             except AdapterError as error:
                 failure = error
             if await self._on_thread(fingerprint, entry.path) == before:

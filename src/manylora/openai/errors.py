@@ -30,6 +30,7 @@ TYPES = {
 
 # The readers of adapters have one exception with a sentence; the first pattern that is in it gives the code.
 PROBLEMS = (
+    ("adapter_too_large", r"too large for the LoRA cache"),
     ("adapter_rank_too_large", r"low_rank|rank .*(limit|larger)"),
     (
         "adapter_wrong_base",

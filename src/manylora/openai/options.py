@@ -63,7 +63,9 @@ class ServeOptions:
     enable_chunked_prefill: bool = _option(True, "long prompts in pieces", bool)
     lora_root: tuple[Path, ...] = _option((), "folder of adapters by name; watched", Path)
     lora_allowed_path: tuple[Path, ...] = _option(
-        (), "another folder that requests may name adapters in by path", Path
+        (),
+        "another folder that links in the roots may lead to and requests may name adapters in by path",
+        Path,
     )
     lora_refresh_seconds: float = _option(5.0, "in which a new or changed adapter serves", float)
     lora_keep_bytes: int = _option(2**28, "adapter tensors held in memory beside the cache", int)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import LoraModule
@@ -50,7 +51,8 @@ class AdapterReader:
     """Reads for one base model. Any thread.
 
     modules: of the base, by id. verify: tensors to what the engine would take; raises AdapterInvalidError.
-    float8: whether the way to the engine knows 8-bit floats; else they are widened.
+    bounds: of the engine's adapters. float8: whether the way to the engine knows 8-bit floats; else they are
+    widened.
     """
 
     def __init__(
@@ -59,14 +61,19 @@ class AdapterReader:
         modules: Mapping[int, LoraModule],
         verify: Callable[[LoraInput], Adapter],
         float8: bool = True,
+        bounds: Bounds = ANY_MODEL,
     ) -> None:
-        self._base, self._modules, self._verify, self._float8 = base, modules, verify, float8
+        self._base, self._modules, self._verify = base, modules, verify
+        self._bounds, self._float8 = bounds, float8
 
-    def read(self, path: Path) -> ReadAdapter:
-        """Raises AdapterInvalidError."""
+    def read(self, path: Path, roots: Sequence[Path] | None = None) -> ReadAdapter:
+        """roots: folders that its files must lie in; None: anywhere. Raises AdapterInvalidError."""
+        bounds = self._bounds.within(roots)
         try:
             source = find_source(path)
-            lora = read_lora(source, 0, modules=self._modules, base=self._base, float8=self._float8)
+            lora = read_lora(
+                source, 0, modules=self._modules, base=self._base, float8=self._float8, bounds=bounds
+            )
         except OSError as error:
             raise AdapterInvalidError(f"its files cannot be read: {error.strerror}") from error
         checked = self._verify(lora)

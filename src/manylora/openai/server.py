@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from manylora.config import LoraCacheConfig, ModelConfig
 from manylora.errors import ConfigError
 from manylora.llmapi.sizing import modules_to_read
+from manylora.lora.bounds import Bounds
 from manylora.lora.extras import check_extras
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.modules import lora_modules
@@ -131,7 +132,7 @@ def _in_process(options: ServeOptions) -> _Served:
         engine.model,
         engine.max_seq_len,
         engine.config.max_batch_size,
-        AdapterReader(engine.base, modules, engine.adapters.verify),
+        AdapterReader(engine.base, modules, engine.adapters.verify, bounds=engine.adapters.bounds),
     )
 
 
@@ -150,6 +151,8 @@ def _through_triton(options: ServeOptions) -> _Served:
     modules = lora_modules(model, lora.target_modules)
     read = modules_to_read(modules, options.sections.get("lora_config"))
 
+    bounds = Bounds.of(modules, model.num_layers, lora.rank_limit)
+
     def verify(given: LoraInput) -> Adapter:
         check_extras(given.extras, model.num_layers)
         return adapter_from_tensors(given, modules, model.num_layers, lora.rank_limit, found.half)
@@ -160,7 +163,9 @@ def _through_triton(options: ServeOptions) -> _Served:
         options.max_seq_len or found.number("max_seq_len") or model.max_position_embeddings,
         found.number("max_num_sequences") or options.max_batch_size,
         # Triton's wire has no 8-bit floats.
-        AdapterReader(_base_there(options.model, model, found.parameters), read, verify, float8=False),
+        AdapterReader(
+            _base_there(options.model, model, found.parameters), read, verify, float8=False, bounds=bounds
+        ),
     )
 
 

@@ -163,6 +163,7 @@ def _lora_config(parameters: Mapping[str, str], built: BuildConfig) -> LoraCache
     _take(parameters, options, int, "max_lora_rank")
     prefetch = value_of(parameters, "lora_prefetch_dir")
     catalog = value_of(parameters, "lora_catalog_dir")
+    allowed = value_of(parameters, "lora_allowed_path") or ""
     targets = value_of(parameters, "lora_target_modules") or ""
     rank = built.settle("max_lora_rank", options.get("max_lora_rank"))
     if rank is not None:
@@ -170,6 +171,7 @@ def _lora_config(parameters: Mapping[str, str], built: BuildConfig) -> LoraCache
     return LoraCacheConfig(
         prefetch_dir=Path(prefetch) if prefetch else None,
         catalog_dir=Path(catalog) if catalog else None,
+        allowed_paths=tuple(Path(path.strip()) for path in allowed.split(",") if path.strip()),
         target_modules=built.settle_targets(
             tuple(name.strip() for name in targets.split(",") if name.strip())
         ),

@@ -143,9 +143,9 @@ class BaseReader:
             return False
         stored = self._matrix(name, copy.shape[1])
         rows, columns = copy.shape
-        data, width, step = memoryview(copy.data), columns * kind.itemsize, max(1, CHUNK // columns)
+        width, step = columns * kind.itemsize, max(1, CHUNK // columns)
         for first in range(0, rows, step):
-            part = bytearray(data[first * width : (first + step) * width])
+            part = bytearray(copy.part(first * width, step * width))
             theirs = torch.frombuffer(part, dtype=kind).view(-1, columns)
             ours = stored.values(slice(first, first + step)).to(kind)
             if kind.itemsize == 1:  # which torch does not compare

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.bounds import ANY_MODEL, Bounds
+from manylora.lora.formats.opened import OpenFile
 from manylora.lora.formats.tensor_files import NUMPY_TYPES, RawTensor, read_safetensors, write_safetensors
 
 __all__ = ["is_llgtrt", "read_llgtrt", "write_llgtrt"]
@@ -16,21 +18,21 @@ NAMES = {"weights", "config"}
 MAX_HEADER = 2**16  # of a file with two tensors
 
 
-def is_llgtrt(path: Path) -> bool:
+def is_llgtrt(path: Path, bounds: Bounds = ANY_MODEL) -> bool:
     """Whether the header names exactly these two tensors."""
     try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size)) if 0 < size <= MAX_HEADER else None
-    except (OSError, ValueError, RecursionError):
+        file = OpenFile(path, bounds)
+        size = int.from_bytes(file.read(0, 8), "little")
+        header = json.loads(file.read(8, size)) if 0 < size <= MAX_HEADER else None
+    except (AdapterInvalidError, OSError, ValueError, RecursionError):
         return False
     return isinstance(header, dict) and header.keys() - {"__metadata__"} == NAMES
 
 
-def read_llgtrt(path: Path) -> tuple[np.ndarray, np.ndarray]:
+def read_llgtrt(path: Path, bounds: Bounds = ANY_MODEL) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] as stored, 8-bit floats as bytes, and config [1, rows, 3 or 4] int32. Raises
     AdapterInvalidError."""
-    tensors = read_safetensors(path)
+    tensors = read_safetensors(path, bounds)
     if tensors.keys() != NAMES:
         raise AdapterInvalidError(f"{path.name} must hold the two tensors weights and config")
     weights, config = tensors["weights"], tensors["config"]
@@ -41,6 +43,7 @@ def read_llgtrt(path: Path) -> tuple[np.ndarray, np.ndarray]:
         )
     if len(weights.shape) != 2 or len(config.shape) != 2:
         raise AdapterInvalidError(f"{path.name}: weights and config must have two dimensions")
+    bounds.check_table((1, *weights.shape), (1, *config.shape), float8=weights.dtype == "F8_E4M3")
     return _array(weights, NUMPY_TYPES[weights.dtype]), _array(config, np.dtype("<i4"))
 
 

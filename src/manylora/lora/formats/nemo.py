@@ -6,6 +6,9 @@ of attn_qkv as they are: NeMo has no scaling.
 
 from __future__ import annotations
 
+import io
+import math
+import os
 import re
 import tarfile
 import zipfile
@@ -15,10 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.formats import one_line
-from manylora.lora.formats.tensor_files import RawTensor, decode, read_torch
+from manylora.lora.formats.opened import OpenFile, list_files
+from manylora.lora.formats.tensor_files import RawTensor, check_type, decode, read_torch
 from manylora.lora.modules import LoraModule
-from manylora.lora.tensors import AdapterRow, check_dims
+from manylora.lora.tensors import AdapterRow, check_dims, check_place
 
 __all__ = ["MODULE", "find_nemo", "is_tar", "nemo_key", "nemo_num_layers", "nemo_tensors", "read_nemo"]
 
@@ -27,17 +32,18 @@ CONFIG = "model_config.yaml"
 MODULE = "self_attention.adapter_layer.lora_kqv_adapter"
 LIMITS = {WEIGHTS: 2**31, CONFIG: 2**20}  # bytes
 MAX_MEMBERS = 256
+MAX_HEADER, MAX_HEADERS = 2**13, 2**18  # bytes of one, and of all
+TAIL = 2**17  # bytes at the end of a zip archive, where its directory is told
 LAYER = re.compile(r"\.layers\.(\d{1,5})\.")
 SIDES = {".linear_in.weight": "A", ".linear_out.weight": "B"}
 ATTN_QKV = 0
 
 
-def is_tar(path: Path) -> bool:
+def is_tar(path: Path, bounds: Bounds = ANY_MODEL) -> bool:
     """Whether the file has the mark of a tar archive."""
     try:
-        with path.open("rb") as file:
-            return file.read(262)[257:] == b"ustar"
-    except OSError:
+        return OpenFile(path, bounds).read(257, 5) == b"ustar"
+    except (AdapterInvalidError, OSError):
         return False
 
 
@@ -51,7 +57,7 @@ def find_nemo(path: Path) -> Path:
     if not path.is_dir():
         reason = "is neither a file nor a directory" if path.exists() else "does not exist"
         raise AdapterInvalidError(f"{name} {reason}")
-    found = sorted(path.glob("*.nemo"))
+    found = list_files(path, ".nemo")
     if not found:
         raise AdapterInvalidError(f"No .nemo files found in directory {name}")
     if len(found) > 1:
@@ -59,28 +65,33 @@ def find_nemo(path: Path) -> Path:
     return found[0]
 
 
-def read_nemo(path: Path, modules: Mapping[int, LoraModule] | None = None) -> list[AdapterRow]:
+def read_nemo(
+    path: Path, modules: Mapping[int, LoraModule] | None = None, bounds: Bounds = ANY_MODEL
+) -> list[AdapterRow]:
     """Rows of attn_qkv in float32, by layer; path: the archive; modules: the model's, whose dimensions the
     matrices must then have. Raises AdapterInvalidError."""
-    module = modules.get(ATTN_QKV) if modules else None
-    pairs: dict[int, dict[str, np.ndarray]] = {}
-    for key, tensor in nemo_tensors(path).items():
+    pairs: dict[int, dict[str, tuple[str, RawTensor]]] = {}
+    for key, tensor in nemo_tensors(path, bounds).items():
         layer, side = nemo_key(key)
         pair = pairs.setdefault(layer, {})
         if side in pair:
             raise AdapterInvalidError(f"{key} means a matrix of layer {layer} that another key means too")
-        pair[side] = decode(key, tensor)
+        pair[side] = key, tensor
     if not pairs:
         raise AdapterInvalidError(f"{path.name} holds no LoRA matrices")
-    return [_row(layer, pair, path.name, module) for layer, pair in sorted(pairs.items())]
+    bounds.check_rows(len(pairs))
+    bounds.check_elements(
+        sum(_check_shapes(layer, pair, path.name, modules, bounds) for layer, pair in pairs.items())
+    )
+    return [_row(layer, pair) for layer, pair in sorted(pairs.items())]
 
 
-def nemo_tensors(path: Path) -> dict[str, RawTensor]:
+def nemo_tensors(path: Path, bounds: Bounds = ANY_MODEL) -> dict[str, RawTensor]:
     """Key to tensor of the archive's checkpoint. Raises AdapterInvalidError."""
-    members = _members(path)
-    if WEIGHTS not in members:
+    data = _member(path, WEIGHTS, bounds)
+    if data is None:
         raise AdapterInvalidError("Both model_weights paths not found in the tar archive.")
-    return read_torch(members[WEIGHTS], WEIGHTS)
+    return read_torch(data, WEIGHTS, bounds)
 
 
 def nemo_key(key: str) -> tuple[int, str]:
@@ -97,43 +108,63 @@ def nemo_num_layers(path: Path) -> int:
 
     Raises AdapterInvalidError.
     """
-    text = _members(path).get(CONFIG, b"").decode(errors="replace")
+    text = (_member(path, CONFIG, ANY_MODEL) or b"").decode(errors="replace")
     found = re.findall(r"^num_layers:[ \t]*(\d{1,6})[ \t]*(?:#.*)?\r?$", text, re.MULTILINE)
     if len(found) != 1:
         raise AdapterInvalidError(f"{CONFIG} must give num_layers once")
     return int(found[0])
 
 
-def _members(path: Path) -> dict[str, bytes]:
-    """The two members we know. Others are passed over, except those that an archive of NeMo never has."""
-    found: dict[str, bytes] = {}
+class _Headers(io.FileIO):
+    """An archive of which only headers are read, and not much of these: a member's name, and what else is
+    said about it, may claim any size."""
+
+    left = MAX_HEADERS
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= min(MAX_HEADER, self.left):
+            raise ValueError("a header in it is longer than that of an adapter can be")
+        self.left -= size
+        return super().read(size) or b""
+
+
+def _member(path: Path, wanted: str, bounds: Bounds) -> bytes | None:
+    """One of the two members we know. Others are passed over, except those that an archive of NeMo never
+    has. None: it is not there."""
+    found: tarfile.TarInfo | None = None
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
+        file = OpenFile(path, bounds)
+        with _Headers(os.dup(file.descriptor)) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
+            names: set[str] = set()
             for number, member in enumerate(archive):
                 if number == MAX_MEMBERS:
                     raise ValueError(f"it has more than {MAX_MEMBERS} members")
-                _check_member(member, size)
+                _check_member(member, file.size)
                 name = member.name.removeprefix("./")
                 if name not in LIMITS or not member.isfile():
                     continue
-                if name in found:
+                if name in names:
                     raise ValueError(f"it holds {name} twice")
-                if member.size > LIMITS[name]:
-                    raise ValueError(f"{name} has {member.size} bytes, at most {LIMITS[name]} are read")
-                stream = archive.extractfile(member)
-                assert stream is not None
-                if name == WEIGHTS and not zipfile.is_zipfile(stream):  # looks at the end only
-                    raise ValueError(f"{name} is not the zip archive that torch.save writes, or is cut short")
-                stream.seek(0)
-                found[name] = stream.read()
-                if len(found[name]) != member.size:
-                    raise ValueError(f"{name} is cut short")
+                most = min(LIMITS[name], bounds.checkpoint_bytes)
+                if member.size > most:
+                    raise ValueError(f"{name} has {member.size} bytes, at most {most} are read")
+                names.add(name)
+                found = member if name == wanted else found
+        if found is None:
+            return None
+        start, size = found.offset_data, found.size
+        if start + size > file.size:
+            raise ValueError(f"{wanted} is cut short")
+        tail = min(size, TAIL)
+        if wanted == WEIGHTS and not zipfile.is_zipfile(io.BytesIO(file.read(start + size - tail, tail))):
+            raise ValueError(f"{wanted} is not the zip archive that torch.save writes, or is cut short")
+        return file.read(start, size)
     except Exception as error:  # tarfile raises whatever a header makes it raise
+        if isinstance(error, AdapterInvalidError):
+            raise
         raise AdapterInvalidError(
             f"{path.name} is not a readable .nemo archive: {one_line(error)}"
         ) from error
-    return found
 
 
 def _check_member(member: tarfile.TarInfo, archive_size: int) -> None:
@@ -146,7 +177,14 @@ def _check_member(member: tarfile.TarInfo, archive_size: int) -> None:
         raise ValueError(f"its member {name} claims {member.size} bytes, the archive has {archive_size}")
 
 
-def _row(layer: int, pair: dict[str, np.ndarray], file: str, module: LoraModule | None) -> AdapterRow:
+def _check_shapes(
+    layer: int,
+    pair: Mapping[str, tuple[str, RawTensor]],
+    file: str,
+    modules: Mapping[int, LoraModule] | None,
+    bounds: Bounds,
+) -> int:
+    """The numbers of a row. Raises AdapterInvalidError for one that is not to be read."""
     if len(pair) < 2:
         gone = "'in' matrix (lora_A equivalent)" if "B" in pair else "'out' matrix (lora_B equivalent)"
         raise AdapterInvalidError(
@@ -154,6 +192,17 @@ def _row(layer: int, pair: dict[str, np.ndarray], file: str, module: LoraModule 
             "adapters must contain both 'in' and 'out' matrices for all layers. Please check if the LoRA "
             "checkpoint is complete or was corrupted during loading."
         )
-    a, b = pair["A"], pair["B"]
-    check_dims(f"attn_qkv of layer {layer}", a, b, module)
+    for key, tensor in pair.values():
+        check_type(key, tensor)
+    a, b = pair["A"][1].shape, pair["B"][1].shape
+    check_dims(f"attn_qkv of layer {layer}", a, b, modules.get(ATTN_QKV) if modules else None)
+    bounds.check_rank(a[0])
+    elements = math.prod(a) + math.prod(b)
+    if modules is not None and bounds.num_layers is not None:
+        check_place(ATTN_QKV, layer, a[0], 0, elements, modules, bounds.num_layers, bounds.rank)
+    return elements
+
+
+def _row(layer: int, pair: Mapping[str, tuple[str, RawTensor]]) -> AdapterRow:
+    a, b = (decode(*pair[side]) for side in "AB")
     return AdapterRow(ATTN_QKV, layer, a.shape[0], False, np.concatenate((a.ravel(), b.ravel())))

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import io
+import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.float8 import is_float8
 from manylora.lora.formats import one_line
+from manylora.lora.formats.opened import OpenFile, is_plain
 
 __all__ = ["WEIGHTS", "has_npy", "read_npy", "write_npy"]
 
 WEIGHTS = "model.lora_weights.npy"
 CONFIG = "model.lora_config.npy"
 OLD_CONFIG = "model.lora_keys.npy"
+MAX_DIMS = 8
+MAX_HEADER = 2**14  # bytes; NumPy itself refuses texts of more than 10 000
 
 
 def has_npy(folder: Path) -> bool:
-    return (folder / WEIGHTS).is_file()
+    return is_plain(folder / WEIGHTS)
 
 
-def read_npy(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+def read_npy(folder: Path, bounds: Bounds = ANY_MODEL) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] and config [1, rows, 3 or 4]. Raises AdapterInvalidError naming the file."""
-    config = CONFIG if (folder / CONFIG).is_file() or not (folder / OLD_CONFIG).is_file() else OLD_CONFIG
-    return _read(folder / WEIGHTS), _read(folder / config)
+    old = is_plain(folder / OLD_CONFIG) and not is_plain(folder / CONFIG)
+    stored = [_Array.open(folder / name, bounds) for name in (WEIGHTS, OLD_CONFIG if old else CONFIG)]
+    bounds.check_table(*(one.shape for one in stored))
+    weights, config = (one.read() for one in stored)
+    return weights, config
 
 
 def write_npy(folder: Path, weights: np.ndarray, config: np.ndarray) -> None:
@@ -33,20 +43,55 @@ def write_npy(folder: Path, weights: np.ndarray, config: np.ndarray) -> None:
     np.save(folder / CONFIG, config, allow_pickle=False)
 
 
-def _read(path: Path) -> np.ndarray:
-    """The array, in memory: a mapped file could change or shrink under the reader."""
-    if not path.is_file():
-        raise AdapterInvalidError(f"{path.name} is missing")
-    try:
-        # Mapping takes no memory, and fails when the header promises more than the file holds.
-        np.lib.format.open_memmap(path, mode="r")
-        with path.open("rb") as file:
-            values = np.lib.format.read_array(file, allow_pickle=False)
-    except Exception as error:  # the header is parsed as Python source: a hostile one may raise anything
-        raise AdapterInvalidError(f"{path.name} is not a readable .npy array: {one_line(error)}") from error
-    if is_float8(values.dtype):
-        raise AdapterInvalidError(
-            f"{path.name} holds numbers of one byte, and nothing in it says which: give them as F8_E4M3 in a "
-            "safetensors file of llgtrt's form, or as bfloat16 here"
-        )
-    return values
+@dataclass(frozen=True)
+class _Array:
+    """One in a file, of which the header was read. Its values are read into memory when they are asked for: a
+    mapped file could change or shrink under the reader."""
+
+    file: OpenFile
+    start: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    by_columns: bool
+
+    @classmethod
+    def open(cls, path: Path, bounds: Bounds) -> _Array:
+        if not is_plain(path):
+            raise AdapterInvalidError(f"{path.name} is missing")
+        try:
+            file = OpenFile(path, bounds)
+            head = io.BytesIO(file.read(0, min(MAX_HEADER, file.size)))
+            version = np.lib.format.read_magic(head)
+            if version not in ((1, 0), (2, 0)):
+                raise ValueError(f"its format is of version {version[0]}.{version[1]}, known are 1.0 and 2.0")
+            read = (
+                np.lib.format.read_array_header_1_0
+                if version == (1, 0)
+                else np.lib.format.read_array_header_2_0
+            )
+            shape, by_columns, dtype = read(head)
+            if dtype.hasobject or dtype.names or dtype.shape:
+                raise ValueError("it holds objects or records, not numbers")
+            if min(shape, default=0) < 0 or len(shape) > MAX_DIMS:
+                raise ValueError(f"it has no usable shape: {str(shape)[:80]}")
+            size = head.tell() + math.prod(shape) * dtype.itemsize
+            if size != file.size:
+                raise ValueError(f"it has {file.size} bytes, by its header {str(size)[:40]}")
+        except AdapterInvalidError:
+            raise
+        except Exception as error:  # the header is parsed as Python source: a hostile one may raise anything
+            raise AdapterInvalidError(
+                f"{path.name} is not a readable .npy array: {one_line(error)}"
+            ) from error
+        if is_float8(dtype):
+            raise AdapterInvalidError(
+                f"{path.name} holds numbers of one byte, and nothing in it says which: give them as F8_E4M3 "
+                "in a safetensors file of llgtrt's form, or as bfloat16 here"
+            )
+        return cls(file, head.tell(), shape, dtype, by_columns)
+
+    def read(self) -> np.ndarray:
+        values = np.empty(self.shape, self.dtype, "F" if self.by_columns else "C")
+        if values.size:
+            self.file.read_into(self.start, values.reshape(-1, order="A").view(np.uint8))
+        return values

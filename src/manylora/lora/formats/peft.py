@@ -19,12 +19,19 @@ import numpy as np
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.loading import narrow
 from manylora.lora import staging
+from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.float8 import FLOAT8
 from manylora.lora.formats import one_line
 from manylora.lora.formats.base_weights import BaseReader, BaseWeights
+from manylora.lora.formats.opened import is_plain, read_small
 from manylora.lora.formats.peft_config import CONFIG, PeftConfig, read_peft_config
-from manylora.lora.formats.peft_experts import EXPERT_KEY, check_scale, expert_rows
-from manylora.lora.formats.peft_extras import is_extra, read_extras
+from manylora.lora.formats.peft_experts import (
+    EXPERT_KEY,
+    check_expert_shapes,
+    check_scale,
+    expert_rows,
+)
+from manylora.lora.formats.peft_extras import check_extra_shapes, is_extra, read_extras
 from manylora.lora.formats.peft_names import (
     ATTENTION_IDS,
     MLP_IDS,
@@ -36,6 +43,7 @@ from manylora.lora.formats.peft_names import (
 from manylora.lora.formats.peft_stacks import STACK_KEY, check_stacks, stack_parts
 from manylora.lora.formats.tensor_files import (
     RawTensor,
+    check_type,
     decode,
     read_float8,
     read_safetensors,
@@ -43,7 +51,7 @@ from manylora.lora.formats.tensor_files import (
 )
 from manylora.lora.modules import EXPERT_IDS, LoraModule
 from manylora.lora.stored import StoredRows
-from manylora.lora.tensors import BFLOAT16, CROSS_QKV, AdapterRow, check_dims, digest_values
+from manylora.lora.tensors import BFLOAT16, CROSS_QKV, AdapterRow, check_dims, check_place, digest_values
 from manylora.request import LoraExtra
 
 __all__ = ["has_peft", "peft_tensors", "read_peft", "read_peft_whole", "stored_rows"]
@@ -80,7 +88,7 @@ Parts = dict[str, tuple[str, str, RawTensor]]
 
 
 def has_peft(folder: Path) -> bool:
-    return (folder / CONFIG).is_file()
+    return is_plain(folder / CONFIG)
 
 
 def read_peft(
@@ -90,20 +98,21 @@ def read_peft(
     *,
     base: BaseWeights | None = None,
     allow_bin: bool = False,
+    bounds: Bounds = ANY_MODEL,
 ) -> list[AdapterRow]:
     """Rows in float32, the scaling folded into B; ascending by layer and module.
 
     The scaling is `PeftConfig.scale` of the matrix's own rank. partial: a list that takes a line for each
     part left out; None refuses such adapters. modules: the model's, whose dimensions the matrices must then
     have. base: what DoRA magnitudes are normalised with; None refuses DoRA that is not normalised yet.
-    Raises AdapterInvalidError, for extras too.
+    bounds: judged by the header, before a value is read. Raises AdapterInvalidError, for extras too.
     """
-    config, tensors, extras = _open(folder, base, allow_bin)
+    config, tensors, extras = _open(folder, base, allow_bin, bounds)
     for key in sorted(extras):
         if partial is None or DORA.search(key):
             raise AdapterInvalidError(f"{key}: {NO_ROW}")
         partial.append(f"no match {key}: {NO_ROW}")
-    rows = _rows(tensors, config, partial, modules, base)
+    rows = _rows(tensors, config, partial, modules, base, bounds)
     if not rows:
         raise AdapterInvalidError("the adapter holds no LoRA matrices")
     return rows
@@ -118,6 +127,7 @@ def read_peft_whole(
     digest: bool = False,
     bfloat16: bool = False,
     float8: bool = False,
+    bounds: Bounds = ANY_MODEL,
 ) -> tuple[list[AdapterRow], list[LoraExtra]]:
     """As `read_peft`, with what has no row; base: needed for that too, since it is relative to the base.
 
@@ -126,9 +136,10 @@ def read_peft_whole(
     adapter whose matrices all are F8_E4M3 keeps them so, with the scaling beside each row; with DoRA it does
     not. Extras are in float32.
     """
-    config, tensors, found = _open(folder, base, allow_bin)
+    config, tensors, found = _open(folder, base, allow_bin, bounds)
+    check_extra_shapes(found, bounds)
     kept = float8 and _is_float8(tensors, config)
-    rows = _rows(tensors, config, None, modules, base, digest, bfloat16 and not kept, kept)
+    rows = _rows(tensors, config, None, modules, base, bounds, digest, bfloat16 and not kept, kept)
     with base.open() if base is not None else nullcontext() as reader:
         extras = read_extras(found, tensors, config, modules, reader)
     if not rows and not extras:
@@ -136,10 +147,12 @@ def read_peft_whole(
     return rows, extras
 
 
-def stored_rows(folder: Path, modules: Mapping[int, LoraModule] | None = None) -> StoredRows | None:
+def stored_rows(
+    folder: Path, modules: Mapping[int, LoraModule] | None = None, bounds: Bounds = ANY_MODEL
+) -> StoredRows | None:
     """Where the values are that `read_peft_whole` gives of an adapter that it has read before. None: there is
     more to them than two matrices for each row, and the scaling. Raises AdapterInvalidError."""
-    config, tensors = read_peft_config(folder), peft_tensors(folder)
+    config, tensors = read_peft_config(folder, bounds), peft_tensors(folder, bounds=bounds)
     kinds = {tensor.dtype for tensor in tensors.values()}
     special = any(is_extra(key) or EXPERT_KEY.fullmatch(key) or STACK_KEY.fullmatch(key) for key in tensors)
     if special or config.use_dora or len(kinds) != 1 or not kinds <= IN_PLACE.keys():
@@ -158,28 +171,29 @@ def stored_rows(folder: Path, modules: Mapping[int, LoraModule] | None = None) -
     return StoredRows.of(WEIGHTS, IN_PLACE[kinds.pop()], rows)
 
 
-def peft_tensors(folder: Path, allow_bin: bool = False) -> dict[str, RawTensor]:
+def peft_tensors(folder: Path, allow_bin: bool = False, bounds: Bounds = ANY_MODEL) -> dict[str, RawTensor]:
     """Key to tensor, as stored. Raises AdapterInvalidError."""
     path, pickled = folder / WEIGHTS, folder / PICKLED
-    if path.is_file():
-        return read_safetensors(path)
-    if pickled.is_file() and allow_bin:
+    if is_plain(path):
+        return read_safetensors(path, bounds)
+    if is_plain(pickled) and allow_bin:
         try:
-            return read_torch(pickled.read_bytes(), pickled.name)
+            data = read_small(pickled, bounds, bounds.checkpoint_bytes)
+            return read_torch(data, pickled.name, bounds)
         except OSError as error:
             raise AdapterInvalidError(f"{PICKLED} is not readable: {one_line(error)}") from error
-    hint = f": {PICKLED} is a pickle and is not read, save as safetensors" if pickled.is_file() else ""
+    hint = f": {PICKLED} is a pickle and is not read, save as safetensors" if is_plain(pickled) else ""
     raise AdapterInvalidError(f"{WEIGHTS} is missing{hint}")
 
 
 def _open(
-    folder: Path, base: BaseWeights | None, allow_bin: bool
+    folder: Path, base: BaseWeights | None, allow_bin: bool, bounds: Bounds
 ) -> tuple[PeftConfig, dict[str, RawTensor], dict[str, RawTensor]]:
     """Configuration, the tensors of rows, and those of extras."""
-    config = read_peft_config(folder)
+    config = read_peft_config(folder, bounds)
     if config.use_dora and base is None and not config.dora_normalized:
         raise AdapterInvalidError(f"{CONFIG} sets use_dora: {DORA_REASON}")
-    tensors = peft_tensors(folder, allow_bin)
+    tensors = peft_tensors(folder, allow_bin, bounds)
     extras = {key: tensors.pop(key) for key in list(tensors) if is_extra(key)}
     return config, tensors, extras
 
@@ -190,6 +204,7 @@ def _rows(
     partial: list[str] | None,
     modules: Mapping[int, LoraModule] | None,
     base: BaseWeights | None,
+    bounds: Bounds,
     digest: bool = False,
     bfloat16: bool = False,
     float8: bool = False,
@@ -199,6 +214,11 @@ def _rows(
     plain = {key: tensor for key, tensor in tensors.items() if key not in experts and key not in stacks}
     check_stacks((key for key in plain if PEFT_KEY.fullmatch(key)), modules)
     found = _gather(plain, partial) | stack_parts(stacks, modules)
+    elements = check_expert_shapes(experts, modules, bounds)
+    for place, parts in found.items():
+        elements += _check_shapes(*place, parts, config, modules, bounds)
+    bounds.check_rows(len(found))
+    bounds.check_elements(elements, float8=float8)
     read = read_float8 if float8 else decode
     rows = expert_rows({key: read(key, tensor) for key, tensor in experts.items()}, config, modules)
     with base.open() if base is not None else nullcontext() as reader:
@@ -283,6 +303,37 @@ def _read_rows(
         return [one for rows in pool.map(read, parts) for one in rows]
 
 
+def _check_shapes(
+    layer: int,
+    module_id: int,
+    parts: Parts,
+    config: PeftConfig,
+    modules: Mapping[int, LoraModule] | None,
+    bounds: Bounds,
+) -> int:
+    """The numbers of a row. Raises AdapterInvalidError for one that is not to be read."""
+    missing = sorted({"A", "B"} - parts.keys())
+    if missing:
+        present = next(iter(parts.values()))[0]
+        raise AdapterInvalidError(f"{present} is missing its lora_{missing[0]} matrix")
+    (path, _, a), (_, _, b) = parts["A"], parts["B"]
+    check_dims(path, a.shape, b.shape, modules.get(module_id) if modules else None)
+    for _, key, tensor in parts.values():
+        check_type(key, tensor)
+    rank, dora = a.shape[0], "magnitude" in parts
+    bounds.check_rank(rank)
+    if dora:
+        size = math.prod(parts["magnitude"][2].shape)
+        if size != b.shape[0]:
+            raise AdapterInvalidError(f"{path} has {b.shape[0]} rows and a DoRA magnitude of {size}")
+    elif config.use_dora:
+        raise AdapterInvalidError(f"{path} is missing its DoRA magnitude")
+    elements = sum(math.prod(tensor.shape) for *_, tensor in parts.values())
+    if modules is not None and bounds.num_layers is not None:
+        check_place(module_id, layer, rank, int(dora), elements, modules, bounds.num_layers, bounds.rank)
+    return elements
+
+
 def _row(
     layer: int,
     module_id: int,
@@ -293,17 +344,12 @@ def _row(
     payload: np.ndarray,
     digest: bool,
 ) -> AdapterRow:
-    """payload: float32, or the bytes of 8-bit floats, to be filled."""
-    missing = sorted({"A", "B"} - parts.keys())
-    if missing:
-        present = next(iter(parts.values()))[0]
-        raise AdapterInvalidError(f"{present} is missing its lora_{missing[0]} matrix")
+    """payload: float32, or the bytes of 8-bit floats, to be filled. parts: as `_check_shapes` wants them."""
     (path, key_a, stored_a), (_, key_b, stored_b) = parts["A"], parts["B"]
     module = modules.get(module_id) if modules else None
     end = math.prod(stored_a.shape)
     a = payload[:end].reshape(stored_a.shape)
     b = payload[end : end + math.prod(stored_b.shape)].reshape(stored_b.shape)
-    check_dims(path, a, b, module)
     scale = _scale(config, path, module_id, stored_a)
     if payload.dtype == np.uint8:
         a[...], b[...] = read_float8(key_a, stored_a), read_float8(key_b, stored_b)
@@ -323,8 +369,6 @@ def _row(
         magnitude = decode(*parts["magnitude"][1:])
         magnitude = in_peft_order(path, module_id, magnitude.reshape(-1), module)
         columns.append(_magnitude(path, magnitude, a, b, config, base, transposed))
-    elif config.use_dora:
-        raise AdapterInvalidError(f"{path} is missing its DoRA magnitude")
     columns = [in_our_order(path, module_id, column, module) for column in columns]
     if columns[0] is not b or len(columns) > 1:
         np.concatenate([column.ravel() for column in columns], out=payload[end:])
@@ -348,8 +392,6 @@ def _magnitude(
     transposed: bool,
 ) -> np.ndarray:
     """Normalised, [out]; b has the scaling in it. transposed: the base's matrix is stored [in, out]."""
-    if magnitude.size != len(b):
-        raise AdapterInvalidError(f"{path} has {len(b)} rows and a DoRA magnitude of {magnitude.size}")
     magnitude = magnitude.reshape(-1)
     if config.dora_normalized:
         return magnitude

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.formats import one_line
+from manylora.lora.formats.opened import is_plain, read_small
+from manylora.lora.formats.peft_patterns import Patterns
 
 __all__ = ["CONFIG", "NORMALIZED", "PeftConfig", "read_peft_config"]
 
 CONFIG = "adapter_config.json"
+MAX_BYTES = 2**21
 NORMALIZED = "dora_normalized"
 """Key that tools/normalize_dora.py sets: the magnitudes are divided by the row norms already."""
 # Settings under which PEFT computes something else than the base plus scale * B A x.
@@ -45,6 +49,14 @@ class PeftConfig:
     token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """trainable_token_indices by module; of a plain list, by the empty name: the input embedding."""
 
+    @cached_property
+    def _alphas(self) -> Patterns:
+        return Patterns("alpha_pattern", self.alpha_pattern)
+
+    @cached_property
+    def _ranks(self) -> Patterns:
+        return Patterns("rank_pattern", self.rank_pattern)
+
     def saves(self, path: str) -> bool:
         """Whether the adapter brings the module at `path` in full."""
         return self.ensure_weight_tying or any(path.endswith(name) for name in self.modules_to_save)
@@ -63,7 +75,7 @@ class PeftConfig:
     def scale(self, path: str, rank: int) -> float:
         """Of B A for the module at `path`: alpha / r, or alpha / sqrt(r) with use_rslora; alpha is
         alpha_pattern's where it matches."""
-        pattern = _first_match(self.alpha_pattern, path)
+        pattern = self._alphas.first(path)
         alpha = self.alpha
         if pattern is not None:
             alpha = _finite(self.alpha_pattern[pattern], f"alpha_pattern of {pattern}")
@@ -71,22 +83,20 @@ class PeftConfig:
 
     def rank(self, path: str) -> int:
         """Of the module or parameter at `path`, where its matrices alone do not say it."""
-        pattern = _first_match(self.rank_pattern, path)
+        pattern = self._ranks.first(path)
         rank = self.default_rank if pattern is None else self.rank_pattern[pattern]
-        if not isinstance(rank, int) or rank < 1:
-            raise AdapterInvalidError(
-                f"{CONFIG}: r of {path} must be a positive number, got {str(rank)[:40]}"
-            )
+        if type(rank) is not int or not 0 < rank < 2**31:
+            raise AdapterInvalidError(f"{CONFIG}: r of {path} must be a positive number, got {_shown(rank)}")
         return rank
 
 
-def read_peft_config(folder: Path) -> PeftConfig:
+def read_peft_config(folder: Path, bounds: Bounds = ANY_MODEL) -> PeftConfig:
     """Raises AdapterInvalidError naming the setting that cannot be served."""
     path = folder / CONFIG
-    if not path.is_file():
+    if not is_plain(path):
         raise AdapterInvalidError(f"{CONFIG} is missing: not an adapter directory of PEFT")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_small(path, bounds, MAX_BYTES).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise AdapterInvalidError(f"{CONFIG} is not readable JSON: {one_line(error)}") from error
     if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA":
@@ -94,7 +104,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
     for name in UNSUPPORTED:
         if config.get(name):
             raise AdapterInvalidError(f"{CONFIG} sets {name}: this kind of LoRA is not supported")
-    start = str(config.get("init_lora_weights")).lower()
+    start = _shown(config.get("init_lora_weights")).lower()
     if start.startswith(CHANGED_BASE):
         raise AdapterInvalidError(
             f"{CONFIG} sets init_lora_weights to {start[:40]}: the adapter needs a changed base model; "
@@ -147,22 +157,11 @@ def _finite(value: Any, name: str) -> float:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number) or isinstance(value, str):
-        raise AdapterInvalidError(f"{CONFIG}: {name} must be a number, got {str(value)[:40]}")
+    if not math.isfinite(number) or isinstance(value, str | bool):
+        raise AdapterInvalidError(f"{CONFIG}: {name} must be a number, got {_shown(value)}")
     return number
 
 
-def _first_match(patterns: Iterable[str], path: str) -> str | None:
-    """The first pattern that means the module or parameter at `path`."""
-    name = path.removeprefix("base_model.model.")
-    return next((pattern for pattern in patterns if _matches(pattern, name)), None)
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """PEFT's rule. Repeated groups and many repetitions are refused: they can take for ever to match."""
-    if re.search(r"\)[*+{]", pattern) or len(re.findall(r"(?<!\()[*+?{]", pattern)) > 4:
-        raise AdapterInvalidError(f"{CONFIG}: the alpha_pattern {pattern[:80]} is too involved")
-    try:
-        return re.match(rf"(.*\.)?({pattern})$", name) is not None
-    except (re.error, RecursionError, OverflowError) as error:
-        raise AdapterInvalidError(f"{CONFIG}: alpha_pattern {pattern[:80]} is not a pattern") from error
+def _shown(value: Any) -> str:
+    """What stands there, in a few characters; a list may be nested too deeply to be written."""
+    return type(value).__name__ if isinstance(value, list | dict) else str(value)[:40]

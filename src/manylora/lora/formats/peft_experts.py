@@ -7,6 +7,7 @@ two wrappers around the same module, told apart by their dimensions.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -15,12 +16,14 @@ from dataclasses import replace
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.bounds import Bounds
 from manylora.lora.float8 import FLOAT8
 from manylora.lora.formats.peft_config import CONFIG, PeftConfig
+from manylora.lora.formats.tensor_files import RawTensor, check_type
 from manylora.lora.modules import MODULE_NAMES, LoraModule
 from manylora.lora.tensors import AdapterRow, check_dims
 
-__all__ = ["EXPERT_KEY", "EXPERT_PATHS", "check_scale", "expert_rows"]
+__all__ = ["EXPERT_KEY", "EXPERT_PATHS", "check_expert_shapes", "check_scale", "expert_rows"]
 
 LARGEST_SCALE = 1e36  # times 448, a float32
 
@@ -44,6 +47,24 @@ EXPERT_KEY = re.compile(
 
 Matrices = dict[str, np.ndarray]  # "A", "B"
 Modules = Mapping[int, LoraModule] | None
+
+
+def check_expert_shapes(tensors: Mapping[str, RawTensor], modules: Modules, bounds: Bounds) -> int:
+    """The numbers of all tensors, whose names EXPERT_KEY matches. Raises AdapterInvalidError for one that is
+    not to be read."""
+    for key, tensor in tensors.items():
+        match = EXPERT_KEY.fullmatch(key)
+        assert match is not None
+        if match["side"] is None:
+            continue
+        if len(tensor.shape) != 2:
+            raise AdapterInvalidError(f"{key} must be a matrix, got {tensor.shape}")
+        check_type(key, tensor)
+        known = modules.get(DOWN) if modules else None
+        if match["stacked"] is None or known is not None:
+            experts = known.experts if match["stacked"] is not None and known is not None else 1
+            bounds.check_rank(tensor.shape[match["side"] == "B"] // experts)
+    return sum(math.prod(tensor.shape) for tensor in tensors.values())
 
 
 def expert_rows(tensors: Mapping[str, np.ndarray], config: PeftConfig, modules: Modules) -> list[AdapterRow]:
@@ -90,7 +111,7 @@ def _from_single(
     for number in range(count):
         path, matrices = experts.get(number, (where, {}))
         a, b = _both(f"expert {number}: {path}", matrices)
-        check_dims(path, a, b, _of_one(modules, module_id))
+        check_dims(path, a.shape, b.shape, _of_one(modules, module_id))
         first = pairs[0] if pairs else (a, b)
         if (a.shape, b.shape) != (first[0].shape, first[1].shape):
             raise AdapterInvalidError(
@@ -130,7 +151,7 @@ def _from_stacked(
                 raise AdapterInvalidError(f"{path}: the fused gate and up must have an even number of rows")
             parts = {H_TO_4H: b[:, :half], GATE: b[:, half:]}
         for module_id, part in parts.items():
-            check_dims(path, a[0], part[0], _of_one(modules, module_id))
+            check_dims(path, a[0].shape, part[0].shape, _of_one(modules, module_id))
             rows.append(_row(module_id, layer, *_without_idle_ranks(a, part), scale))
     return rows
 

@@ -3,12 +3,14 @@ norms. Names and meanings of the extras made of them are those of `manylora.lora
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.bounds import Bounds
 from manylora.lora.formats.base_weights import BaseReader
 from manylora.lora.formats.peft_config import PeftConfig
 from manylora.lora.formats.peft_names import (
@@ -29,12 +31,22 @@ from manylora.lora.formats.peft_stacks import (
     stack_layer,
     stack_module_id,
 )
-from manylora.lora.formats.peft_tables import HEADS, SHARED, TABLE, Table, bias_scale, less_base, table_name
+from manylora.lora.formats.peft_tables import (
+    HEADS,
+    SHARED,
+    TABLE,
+    Table,
+    bias_scale,
+    check_shape,
+    is_whole_table,
+    less_base,
+    table_name,
+)
 from manylora.lora.formats.tensor_files import RawTensor, decode
 from manylora.lora.modules import MODULE_NAMES, LoraModule
 from manylora.request import LoraExtra
 
-__all__ = ["is_extra", "read_extras"]
+__all__ = ["check_extra_shapes", "is_extra", "read_extras"]
 
 BIAS = re.compile(MODULE + r"(?P<part>(?:base_layer|lora_B)\.bias|bias)")
 NORM = re.compile(
@@ -50,6 +62,12 @@ def is_extra(key: str) -> bool:
     if found := BIAS.fullmatch(key):
         return found["name"] in (MLP_IDS if found["mlp"] else ATTENTION_IDS)
     return bool(_stack_bias(key) or STACK_NORM.fullmatch(key) or NORM.fullmatch(key) or TABLE.fullmatch(key))
+
+
+def check_extra_shapes(found: Tensors, bounds: Bounds) -> None:
+    """found: the tensors that `is_extra`. Whole tables count when it is known that they are no copies of the
+    base's, which are left out; their shapes are the base's. Raises AdapterInvalidError."""
+    bounds.check_elements(sum(math.prod(t.shape) for key, t in found.items() if not is_whole_table(key)))
 
 
 def read_extras(
@@ -138,12 +156,12 @@ def _module_bias(
         module_id, layer = (MLP_IDS if match["mlp"] else ATTENTION_IDS)[match["name"]], int(match["layer"])
         check_stacks([key], modules)
     module = modules.get(module_id) if modules else None
-    values = in_peft_order(path, module_id, decode(key, tensor), module)
-    if values.ndim != 1 or (module is not None and len(values) != module.out_dim):
+    if len(tensor.shape) != 1 or (module is not None and tensor.shape[0] != module.out_dim):
         raise AdapterInvalidError(
-            f"{key} has shape {values.shape}"
+            f"{key} has shape {tensor.shape}"
             + (f", {module.name} of this model gives {module.out_dim} values" if module else "")
         )
+    values = in_peft_order(path, module_id, decode(key, tensor), module)
     if match["part"] == "lora_B.bias":
         shift = values * bias_scale(path, f"{path}.lora_A.weight", tensors, config)
     else:
@@ -153,10 +171,12 @@ def _module_bias(
 
 
 def _norm(match: re.Match[str], key: str, tensor: RawTensor, modules: Modules, base: BaseReader) -> LoraExtra:
-    values, name = decode(key, tensor), base.find(key)
+    name = base.find(key)
     if name is None:
         raise AdapterInvalidError(f"{key}: the base model has no such norm")
-    shift = less_base(key, values, base)  # checks the shape of a weight too
+    check_shape(key, tensor.shape, base)
+    values = decode(key, tensor)
+    shift = less_base(key, values, base)
     if match.re is STACK_NORM:
         own = f"{match['stack']}.{'norm' if match['final'] else 'embedding_norm'}"
         number = stack_layer(key, match, modules) if match["layer"] else None

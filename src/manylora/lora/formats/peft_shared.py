@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.base_weights import BaseReader
 from manylora.lora.formats.peft_config import PeftConfig
-from manylora.lora.formats.peft_tables import Table
+from manylora.lora.formats.peft_tables import Table, check_shape
 from manylora.lora.formats.tensor_files import RawTensor, decode
 from manylora.request import LoraExtra
 
@@ -19,6 +19,7 @@ TOKENS = "token_adapter.trainable_tokens_delta"
 LOW_RANK = ("lora_embedding_A", "lora_embedding_B")
 FULL = ("base_layer.weight", "weight")
 KNOWN = {TOKENS, *LOW_RANK, *FULL, "lora_magnitude_vector"}
+CHUNK = 2**24  # bytes that are compared at one time
 OWN_TABLES = ("encoder.embed.", "decoder.embed.")
 WITHOUT = ("head.weight", "head.magnitude", "head.tokens")
 Parts = Mapping[str, tuple[str, RawTensor]]  # as `Table` takes them
@@ -37,7 +38,8 @@ def read_shared(
     for part in FULL:
         if part in parts:
             key, tensor = parts[part]
-            copied = len(saved) == 2 and all(bytes(one.data) == bytes(tensor.data) for one in saved)
+            check_shape(key, tensor.shape, base)
+            copied = len(saved) == 2 and all(_are_equal(one, tensor) for one in saved)
             if not copied and (name is None or not base.holds(name, tensor)):
                 raise _passed_over(key)
     low = [decode(*parts[part]) for part in LOW_RANK if part in parts]
@@ -59,6 +61,13 @@ def check_tokens(names: Iterable[str]) -> None:
             f"trainable_token_indices of the shared embedding beside {min(others)} mean nothing in PEFT "
             "either: it ties them to both stacks and the head, or to nothing"
         )
+
+
+def _are_equal(one: RawTensor, other: RawTensor) -> bool:
+    """Bit by bit."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return all(one.part(at, CHUNK) == other.part(at, CHUNK) for at in range(0, one.num_bytes, CHUNK))
 
 
 def _passed_over(key: str) -> AdapterInvalidError:

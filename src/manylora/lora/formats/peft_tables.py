@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -17,7 +18,10 @@ from manylora.lora.modules import LoraModule
 from manylora.lora.tensors import check_dims
 from manylora.request import LoraExtra
 
-__all__ = ["HEADS", "SHARED", "TABLE", "Table", "bias_scale", "less_base", "table_name"]
+__all__ = [
+    "HEADS", "SHARED", "TABLE", "Table", "bias_scale", "check_shape", "is_whole_table",
+    "less_base", "table_name",
+]  # fmt: skip
 
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 HEADS = ("lm_head", "embed_out")
@@ -52,7 +56,26 @@ def bias_scale(path: str, key: str, tensors: Mapping[str, RawTensor], config: Pe
     """Of a bias of lora_B. key: that of lora_A, whose rank counts. Raises AdapterInvalidError."""
     if key not in tensors:
         raise AdapterInvalidError(f"{path} has a bias of lora_B, but no lora_A")
-    return np.float32(config.scale(path, tensors[key].shape[0]))
+    shape = tensors[key].shape
+    if len(shape) != 2 or 0 in shape:
+        raise AdapterInvalidError(f"{key} must be a matrix, got {shape}")
+    return np.float32(config.scale(path, shape[0]))
+
+
+def is_whole_table(key: str) -> bool:
+    """Whether PEFT's tensor of this name is all of an embedding or a head."""
+    match = TABLE.fullmatch(key)
+    return match is not None and match["part"] in ("weight", "base_layer.weight")
+
+
+def check_shape(key: str, shape: tuple[int, ...], base: BaseReader) -> None:
+    """key: PEFT's name of a tensor, of which the base may have one too. Raises AdapterInvalidError."""
+    name = base.find(key)
+    if name is not None and base.shape(name) != shape:
+        raise AdapterInvalidError(
+            f"{key} has shape {shape}, that of the base model {base.shape(name)}: the adapter was "
+            "made for another model"
+        )
 
 
 def less_base(key: str, values: np.ndarray, base: BaseReader) -> np.ndarray:
@@ -63,11 +86,7 @@ def less_base(key: str, values: np.ndarray, base: BaseReader) -> np.ndarray:
     name = base.find(key)
     if name is None:
         return values
-    if base.shape(name) != values.shape:
-        raise AdapterInvalidError(
-            f"{key} has shape {values.shape}, that of the base model {base.shape(name)}: the adapter was "
-            "made for another model"
-        )
+    check_shape(key, values.shape, base)
     return values - base.read(name)
 
 
@@ -147,14 +166,15 @@ class Table:
             raise AdapterInvalidError(f"{self._path} must have {names[0]} and {names[1]}")
         if not present:
             return
-        a, b = (decode(*self._parts[name]) for name in names)
-        check_dims(self._path, a, b, None)
-        given = a.shape[1], len(b)
+        stored_a, stored_b = (self._parts[name][1].shape for name in names)
+        check_dims(self._path, stored_a, stored_b, None)
+        given = stored_a[1], stored_b[0]
         if given != ((self._vocab, self._hidden) if embed else (self._hidden, self._vocab)):
             raise AdapterInvalidError(
                 f"{self._path} goes from {given[0]} to {given[1]} dimensions, the model has {self._vocab} "
                 f"tokens of {self._hidden} values: the adapter was made for another model"
             )
+        a, b = (decode(*self._parts[name]) for name in names)
         b = b * np.float32(self._config.scale(self._path, a.shape[0]))
         yield self._extra("lora_A", np.ascontiguousarray(a.T) if embed else a)
         yield self._extra("lora_B", b)
@@ -164,9 +184,9 @@ class Table:
             raise AdapterInvalidError(f"{self._path} is missing its DoRA magnitude")
 
     def _magnitude(self, key: str, tensor: RawTensor, a: np.ndarray, b: np.ndarray) -> LoraExtra:
+        if math.prod(tensor.shape) != len(b):
+            raise AdapterInvalidError(f"{key} has {math.prod(tensor.shape)} values, the module {len(b)} rows")
         values = decode(key, tensor).reshape(-1)
-        if len(values) != len(b):
-            raise AdapterInvalidError(f"{key} has {len(values)} values, the module {len(b)} rows")
         if not self._config.dora_normalized:
             stem = self._name.removesuffix(".weight")
             values = values / self._base.row_norms(stem, a, b, transposed=not self._is_head)

@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.float8 import FLOAT8_NAME, has_float8_nan, is_float8, widen_float8
 from manylora.lora.formats import one_line
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.llgtrt import is_llgtrt, read_llgtrt
 from manylora.lora.formats.nemo import find_nemo, is_tar, nemo_tensors, read_nemo
 from manylora.lora.formats.npy import has_npy, read_npy
+from manylora.lora.formats.opened import list_files
 from manylora.lora.formats.peft import has_peft, peft_tensors, read_peft, read_peft_whole, stored_rows
 from manylora.lora.formats.tensor_files import common_dtype
 from manylora.lora.modules import LoraModule
@@ -49,7 +51,9 @@ def find_source(path: Path) -> Source:
     """
     try:
         return _find(path)
-    except OSError as error:
+    except AdapterInvalidError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
         raise AdapterInvalidError(f"{path.name[:80]} cannot be read: {one_line(error)}") from error
 
 
@@ -67,9 +71,9 @@ def _find(path: Path) -> Source:
         return Source("npy", path)
     if has_peft(path):
         return Source("peft", path)
-    if any(path.glob("*.nemo")):
+    if list_files(path, ".nemo"):
         return Source("nemo", find_nemo(path))
-    found = [file for file in sorted(path.glob("*.safetensors")) if is_llgtrt(file)]
+    found = [file for file in list_files(path, ".safetensors") if is_llgtrt(file)]
     if len(found) > 1:
         raise AdapterInvalidError(f"folder {path.name} holds {len(found)} adapters: name one of them")
     if found:
@@ -87,24 +91,26 @@ def read_source(
     base: BaseWeights | None = None,
     allow_bin: bool = False,
     float8: bool = False,
+    bounds: Bounds = ANY_MODEL,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] and config [1, rows, 3 or 4] int32; of PEFT and NeMo in float32, else as stored.
 
     modules: the model's, whose dimensions the matrices of PEFT and NeMo must then have; the other sources do
     not say theirs. base: what the DoRA magnitudes of PEFT are normalised with. allow_bin: read PEFT's
     adapter_model.bin. float8: leave weights that are stored in 8 bits so; else they are widened to bfloat16.
-    Raises AdapterInvalidError, for an adapter with extras too: `read_lora` reads those.
+    bounds: judged by headers, before a value is read. Raises AdapterInvalidError, for an adapter with extras
+    too: `read_lora` reads those.
     """
     if source.kind == "npy":
-        return read_npy(source.path)
+        return read_npy(source.path, bounds)
     if source.kind == "llgtrt":
-        weights, config = read_llgtrt(source.path)
+        weights, config = read_llgtrt(source.path, bounds)
         if is_float8(weights.dtype) and not float8:
             if has_float8_nan(weights):
                 raise AdapterInvalidError(f"{source.path.name}: weights holds a NaN")
             weights = narrow_to_bfloat16(widen_float8(weights))  # exact
         return weights, config
-    return pack_rows(read_rows(source, modules=modules, base=base, allow_bin=allow_bin))
+    return pack_rows(read_rows(source, modules=modules, base=base, allow_bin=allow_bin, bounds=bounds))
 
 
 def read_rows(
@@ -113,11 +119,12 @@ def read_rows(
     modules: Mapping[int, LoraModule] | None = None,
     base: BaseWeights | None = None,
     allow_bin: bool = False,
+    bounds: Bounds = ANY_MODEL,
 ) -> list[AdapterRow]:
     """As `read_source`, for PEFT and NeMo, whose files say how large each row is."""
     if source.kind == "nemo":
-        return read_nemo(source.path, modules)
-    return read_peft(source.path, modules=modules, base=base, allow_bin=allow_bin)
+        return read_nemo(source.path, modules, bounds)
+    return read_peft(source.path, modules=modules, base=base, allow_bin=allow_bin, bounds=bounds)
 
 
 def read_lora(
@@ -127,11 +134,13 @@ def read_lora(
     modules: Mapping[int, LoraModule] | None = None,
     base: BaseWeights | None = None,
     float8: bool = True,
+    bounds: Bounds = ANY_MODEL,
 ) -> LoraInput:
     """An adapter whole, extras included, as a request in this process carries it; else as `read_source`."""
     if source.kind != "peft":
-        return LoraInput(task_id, *read_source(source, modules=modules, base=base, float8=float8))
-    return lora_input(task_id, *read_whole(source, modules=modules, base=base, float8=float8))
+        tensors = read_source(source, modules=modules, base=base, float8=float8, bounds=bounds)
+        return LoraInput(task_id, *tensors)
+    return lora_input(task_id, *read_whole(source, modules=modules, base=base, float8=float8, bounds=bounds))
 
 
 def read_whole(
@@ -143,25 +152,28 @@ def read_whole(
     digest: bool = False,
     bfloat16: bool = False,
     float8: bool = True,
+    bounds: Bounds = ANY_MODEL,
 ) -> tuple[list[AdapterRow], list[LoraExtra]]:
     """Rows as `read_rows`, and extras, which only PEFT has. digest, bfloat16, float8: `read_peft_whole`'s."""
     if source.kind == "peft":
         how = {"digest": digest, "bfloat16": bfloat16, "float8": float8}
-        return read_peft_whole(source.path, modules, base=base, allow_bin=allow_bin, **how)
-    return read_rows(source, modules=modules, base=base, allow_bin=allow_bin), []
+        return read_peft_whole(source.path, modules, base=base, allow_bin=allow_bin, bounds=bounds, **how)
+    return read_rows(source, modules=modules, base=base, allow_bin=allow_bin, bounds=bounds), []
 
 
-def find_rows(source: Source, modules: Mapping[int, LoraModule] | None = None) -> StoredRows | None:
+def find_rows(
+    source: Source, modules: Mapping[int, LoraModule] | None = None, bounds: Bounds = ANY_MODEL
+) -> StoredRows | None:
     """Where in a file the rows lie that `read_whole` gave before; None: they are not there as they are.
     Raises AdapterInvalidError."""
-    return stored_rows(source.path, modules) if source.kind == "peft" else None
+    return stored_rows(source.path, modules, bounds) if source.kind == "peft" else None
 
 
-def source_dtype(source: Source, *, allow_bin: bool = False) -> str:
+def source_dtype(source: Source, *, allow_bin: bool = False, bounds: Bounds = ANY_MODEL) -> str:
     """What the source stores: float16, bfloat16 or float8_e4m3fn if every tensor is; else float32."""
     if source.kind in ("npy", "llgtrt"):
-        name = type_name(read_source(source, float8=True)[0])
+        name = type_name(read_source(source, float8=True, bounds=bounds)[0])
         return name if name in ("float16", "bfloat16", FLOAT8_NAME) else "float32"
     nemo = source.kind == "nemo"
-    tensors = nemo_tensors(source.path) if nemo else peft_tensors(source.path, allow_bin)
+    tensors = nemo_tensors(source.path, bounds) if nemo else peft_tensors(source.path, allow_bin, bounds)
     return common_dtype(list(tensors.values()))

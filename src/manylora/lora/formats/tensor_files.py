@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
-import os
 import pickle
 import pickletools
 import re
@@ -20,17 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
 
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.loading import all_finite, widen
+from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.float8 import FLOAT8, FLOAT8_NAME, has_float8_nan, widen_float8
 from manylora.lora.formats import one_line
+from manylora.lora.formats.headers import StoredTensor, read_header
+from manylora.lora.formats.opened import OpenFile
 from manylora.lora.tensors import BFLOAT16, narrow_to_bfloat16, widen_bfloat16
 
 __all__ = [
     "RawTensor",
     "check_finite",
+    "check_type",
     "common_dtype",
     "decode",
     "encode",
@@ -57,37 +58,20 @@ NEWER_TENSOR = "torch._utils _rebuild_tensor_v3"  # by which types without a sto
 BY_NAME = ("STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4", "NEWOBJ_EX", "OBJ")  # other ways to a class
 MAX_OPCODES = 500_000  # about 16 000 tensors; reading them takes half a second
 MAX_ENTRIES = 50_000
-
-
-class _File:
-    """An open file, closed when no tensor in it is left."""
-
-    def __init__(self, path: Path) -> None:
-        self.name = path.name
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
+OPCODES = 64  # of a tensor's pickle; there are about 30
 
 
 @dataclass(frozen=True)
 class _Span:
-    """Bytes of a file that are read when they are wanted, and not mapped: a file that is cut short meanwhile
-    would end the process."""
+    """Bytes of a file that are read when they are wanted."""
 
-    file: _File
+    file: OpenFile
     start: int
     size: int
 
     def read_into(self, target: Any) -> None:
         """target: a writable buffer of `size` bytes. Raises AdapterInvalidError."""
-        view, done = memoryview(target).cast("B"), 0
-        while done < self.size:
-            got = os.preadv(self.file.descriptor, [view[done:]], self.start + done)
-            if got == 0:
-                raise AdapterInvalidError(f"{self.file.name} is not readable: it was cut short")
-            done += got
+        self.file.read_into(self.start, target)
 
 
 @dataclass(frozen=True)
@@ -113,6 +97,18 @@ class RawTensor:
         """Where the values begin in their file; None: they are in memory."""
         return self.held.start if isinstance(self.held, _Span) else None
 
+    @property
+    def num_bytes(self) -> int:
+        return self.held.size if isinstance(self.held, _Span) else memoryview(self.held).nbytes
+
+    def part(self, start: int, size: int) -> Any:
+        """Some bytes of the values, as `data`. Raises AdapterInvalidError."""
+        if not isinstance(self.held, _Span):
+            return memoryview(self.held).cast("B")[start : start + size]
+        read = bytearray(min(size, self.held.size - start))
+        self.held.file.read_into(self.held.start + start, read)
+        return read
+
     def fill(self, key: str, target: np.ndarray, scale: float = 1.0) -> None:
         """Values times scale as float32 into a contiguous target of as many, without memory of their size
         beside it. Raises AdapterInvalidError as `decode`, for what the scale makes of them too."""
@@ -129,16 +125,14 @@ class RawTensor:
             raise AdapterInvalidError(f"{key} holds a NaN or an infinity")
 
 
-def read_safetensors(path: Path) -> dict[str, RawTensor]:
+def read_safetensors(path: Path, bounds: Bounds = ANY_MODEL) -> dict[str, RawTensor]:
     """Tensors that are read from the file when their data is asked for. Raises AdapterInvalidError."""
     try:
-        with safe_open(path, framework="np"):
-            pass  # the library checks that the header is whole, and its tensors lie side by side in the file
-        file = _File(path)
-        length = int.from_bytes(os.pread(file.descriptor, 8, 0), "little")
-        header = json.loads(os.pread(file.descriptor, length, 8))
-        return {key: _tensor(file, 8 + length, t) for key, t in header.items() if key != "__metadata__"}
-    except Exception as error:  # the library has no common class for all it raises
+        file = OpenFile(path, bounds)
+        return {key: _tensor(file, one) for key, one in read_header(file, bounds).items()}
+    except AdapterInvalidError:
+        raise
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
         raise AdapterInvalidError(f"{path.name} is not readable: {one_line(error)}") from error
 
 
@@ -172,13 +166,13 @@ def write_torch(path: Path, tensors: Mapping[str, RawTensor]) -> None:
         torch.save(state, file)
 
 
-def read_torch(data: bytes, name: str) -> dict[str, RawTensor]:
+def read_torch(data: bytes, name: str, bounds: Bounds = ANY_MODEL) -> dict[str, RawTensor]:
     """The tensors of a state dict that torch.save wrote. name: of the file, for errors.
 
     Raises AdapterInvalidError; nothing that the pickle names is run.
     """
     try:
-        _check_archive(data)
+        _check_archive(data, bounds)
         import torch
 
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True, mmap=False)
@@ -199,13 +193,19 @@ def read_torch(data: bytes, name: str) -> dict[str, RawTensor]:
         raise AdapterInvalidError(f"{name} is not a readable torch checkpoint: {why}") from error
 
 
-def decode(key: str, tensor: RawTensor) -> np.ndarray:
-    """Any floating type to float32, in the tensor's shape. Raises AdapterInvalidError, for NaN too."""
+def check_type(key: str, tensor: RawTensor) -> np.dtype:
+    """Its type in NumPy. Raises AdapterInvalidError for one that is not read."""
     kind = NUMPY_TYPES.get(tensor.dtype)
     if kind is None:
         raise AdapterInvalidError(
             f"{key} must be float32, float16, bfloat16 or float8 (F8_E4M3), got {tensor.dtype}"
         )
+    return kind
+
+
+def decode(key: str, tensor: RawTensor) -> np.ndarray:
+    """Any floating type to float32, in the tensor's shape. Raises AdapterInvalidError, for NaN too."""
+    kind = check_type(key, tensor)
     values = np.frombuffer(tensor.data, kind)
     with np.errstate(over="ignore"):
         widen = {"BF16": widen_bfloat16, "F8_E4M3": widen_float8}.get(tensor.dtype)
@@ -244,22 +244,18 @@ def common_dtype(tensors: Sequence[RawTensor]) -> str:
     return NAMES.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
 
 
-def _tensor(file: _File, offset: int, entry: Mapping[str, Any]) -> RawTensor:
-    start, end = entry["data_offsets"]
-    tensor = RawTensor(entry["dtype"], tuple(entry["shape"]), _Span(file, offset + start, end - start))
-    kind = NUMPY_TYPES.get(tensor.dtype)
-    if kind is not None and math.prod(tensor.shape) * kind.itemsize != end - start:
-        raise ValueError("a tensor's place in it is not of the tensor's size")
-    return tensor
+def _tensor(file: OpenFile, stored: StoredTensor) -> RawTensor:
+    return RawTensor(stored.dtype, stored.shape, _Span(file, stored.start, stored.size))
 
 
-def _check_archive(data: bytes) -> None:
+def _check_archive(data: bytes, bounds: Bounds) -> None:
     if not zipfile.is_zipfile(io.BytesIO(data)):
         raise ValueError("it is not the zip archive that torch.save writes")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
-        if len(entries) > MAX_ENTRIES:
-            raise ValueError(f"it has more than {MAX_ENTRIES} entries")
+        most = min(MAX_ENTRIES, 2 * bounds.tensors)
+        if len(entries) > most:
+            raise ValueError(f"it has more than {most} entries")
         if any(e.compress_type != zipfile.ZIP_STORED for e in entries):
             raise ValueError("its entries are compressed")
         if sum(entry.file_size for entry in entries) > len(data):
@@ -267,12 +263,12 @@ def _check_archive(data: bytes) -> None:
         pickles = [entry for entry in entries if entry.filename.rpartition("/")[2] == "data.pkl"]
         if len(pickles) != 1:
             raise ValueError("it must hold data.pkl once")
-        _check_pickle(archive.read(pickles[0]))
+        _check_pickle(archive.read(pickles[0]), min(MAX_OPCODES, OPCODES * bounds.tensors))
 
 
-def _check_pickle(data: bytes) -> None:
+def _check_pickle(data: bytes, most: int) -> None:
     for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
-        if number == MAX_OPCODES:
+        if number == most:
             raise ValueError("its pickle is longer than an adapter's can be")
         if argument == NEWER_TENSOR:
             raise ValueError("it holds 8-bit floats or another type that is read from safetensors only")

@@ -1,0 +1,136 @@
+"""Bounds: what an adapter may be at most, so that it is judged by headers before a value of it is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from manylora.errors import AdapterInvalidError
+from manylora.lora.modules import LoraModule
+
+__all__ = ["ANY_MODEL", "Bounds"]
+
+OF_ROW = 6  # tensors of one pair of matrices: A, B, a magnitude, and biases under three names
+OF_LAYER = 16  # norms and their biases
+LEAST_TENSORS = 4096  # so that an adapter of another model is told what is wrong with it
+LEAST_ROWS = 1024
+LARGEST_RANK = 1024  # in every row of an adapter of a known model
+MAX_COLUMNS = 64  # of lora_config; another number than 3 or 4 is told later
+OF_TENSOR = 512  # bytes of a header; half of them are its name
+MAX_ITEM = 8  # bytes of a number
+SMALL_HEADER = 2**20  # bytes: what is said beside the tensors
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The defaults are for who knows no model.
+
+    rank: of a row. rows: layers times modules. elements: numbers of all matrices together; padded: with all
+    rows made as wide as the widest. packed: 8-bit floats in the room of one number. tensors: of one file.
+    num_layers: of the model; None: not known. roots: folders, resolved, that its files must lie in when links
+    are followed; None: anywhere.
+    """
+
+    rank: int = 2**15
+    rows: int = 2**15
+    elements: int = 2**30
+    padded: int = 2**30
+    tensors: int = 2**17
+    packed: int = 1
+    num_layers: int | None = None
+    roots: tuple[Path, ...] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        modules: Mapping[int, LoraModule],
+        num_layers: int,
+        rank: int,
+        elements: int | None = None,
+        packed: int = 1,
+    ) -> Bounds:
+        """Of a model's adapters. elements: that its cache holds; None: what the largest adapter has."""
+        places = [(m, num_layers if m.layers is None else len(m.layers)) for m in modules.values()]
+        largest = sum(m.row_elements(rank, dora=True) * count for m, count in places)
+        return cls(
+            rank=rank,
+            rows=max(LEAST_ROWS, sum(count for _, count in places)),
+            elements=largest if elements is None else elements,
+            padded=max((m.row_elements(rank, dora=True) for m in modules.values()), default=0)
+            * sum(n for _, n in places),
+            tensors=max(
+                LEAST_TENSORS, OF_LAYER * num_layers + sum(OF_ROW * m.experts * count for m, count in places)
+            ),
+            packed=packed,
+            num_layers=num_layers,
+        )
+
+    def within(self, roots: Sequence[Path] | None) -> Bounds:
+        """The same with these roots."""
+        return replace(self, roots=None if roots is None else tuple(root.resolve() for root in roots))
+
+    @classmethod
+    def of_any_rank(cls, modules: Mapping[int, LoraModule], num_layers: int) -> Bounds:
+        """For tools, which leave it to the server what it serves."""
+        largest = cls.of(modules, num_layers, LARGEST_RANK)
+        return replace(
+            largest,
+            rank=cls.rank,
+            elements=max(cls.elements, largest.elements),
+            num_layers=None,
+        )
+
+    @property
+    def header_bytes(self) -> int:
+        return SMALL_HEADER + OF_TENSOR * self.tensors
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Of a file that is read whole before it is known what is in it."""
+        return SMALL_HEADER + OF_TENSOR * self.tensors + MAX_ITEM * self.elements
+
+    def check_rank(self, rank: int) -> None:
+        """Raises AdapterInvalidError, with TensorRT-LLM's text."""
+        if rank > self.rank:
+            raise AdapterInvalidError(
+                f"Invalid low_rank ({rank}). low_rank must be smaller than mMaxLowRank ({self.rank})"
+            )
+
+    def check_elements(self, elements: int, *, float8: bool = False) -> None:
+        """float8: they stay 8-bit floats. Raises AdapterInvalidError."""
+        most = self.elements * (self.packed if float8 else 1)
+        if elements > most:
+            raise AdapterInvalidError(
+                f"its tensors have {str(elements)[:40]} numbers, at most {most} can be held: the adapter is "
+                "too large for the LoRA cache (lora_cache_host_memory_bytes, lora_cache_gpu_memory_fraction)"
+            )
+
+    def check_table(self, weights: tuple[int, ...], config: tuple[int, ...], *, float8: bool = False) -> None:
+        """Shapes [1, rows, W] and [1, rows, 3 or 4] of an adapter's padded tensors. Raises
+        AdapterInvalidError."""
+        rows = max(shape[1] if len(shape) > 1 else 1 for shape in (weights, config))
+        if rows > self.rows or math.prod(config) > MAX_COLUMNS * self.rows:
+            raise AdapterInvalidError(
+                f"lora_config of shape {_short(config)} beside lora_weights of {_short(weights)}: an adapter "
+                f"of this model has at most {self.rows} rows"
+            )
+        if math.prod(weights) > self.padded:
+            self.check_elements(math.prod(weights), float8=float8)
+
+    def check_rows(self, rows: int) -> None:
+        """Raises AdapterInvalidError."""
+        if rows > self.rows:
+            raise AdapterInvalidError(f"it has {rows} rows, an adapter of this model has at most {self.rows}")
+
+    def hold(self, path: Path) -> bool:
+        """Whether a file at this path, in which no link is left, may be read."""
+        return self.roots is None or any(path.is_relative_to(root) for root in self.roots)
+
+
+ANY_MODEL = Bounds()
+
+
+def _short(shape: tuple[int, ...]) -> str:
+    return str(list(shape))[:80]

@@ -1,0 +1,408 @@
+"""Makes adapters that nobody should be harmed by: a seeded stream of files that claim, hide, repeat, point
+elsewhere, break off or are no files at all."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+import socket
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+HIDDEN, LAYERS = 64, 2
+PREFIX = "base_model.model.model.layers"
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+NEMO_KEY = "model.encoder.layers.{}.self_attention.adapter_layer.lora_kqv_adapter.linear_{}.weight"
+HUGE = (2**20, 10**7, 2**31 - 1, 2**31, 2**32, 2**53, 2**61, 2**63 - 1, 2**63, 2**64, 10**40)
+NUMBERS: list[Any] = [
+    *HUGE, 0, -1, 1.5, 1e308, -1e308, True, False, None, "64", "NaN", "", [], {}, [[]], 10**4000,
+    float("nan"), float("inf"),
+]  # fmt: skip
+SIZES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F64": 8, "I64": 8, "BOOL": 1, "F4": 1}
+PATTERNS = [
+    "(a+)+", "(.*)*x", ".*.*.*.*x", "(a|a)(a|a)(a|a)(a|a)(a|a)(a|a)(a|a)(a|a)(a|a)(a|a)x",
+    "(.|..)(.|..)(.|..)(.|..)(.|..)(.|..)(.|..)(.|..)(.|..)(.|..)(.|..)(.|..)(.|..)(.|..)(.|..)x",
+    "(?:(?:a{1,100}){1,100}){1,100}", "(", "[", "\\", "(?P<x>", "(?<=.*)x", "a{99999999999}", "*",
+    r"(\w+\.)+x", "(?=.*.*.*)x", "x" * 5000 + ".", "(" * 2000, "((((.*)*)*)*)*",
+]  # fmt: skip
+NAMES = [
+    "\n", "\r\nINFO all is well", "\x1b[2J", "a" * 300, "é\u202e", "%s%n", "{}", "..", "x/../../y", "\ud800",
+    "wpe" * 200 + ".lora_", "model." * 400, "base_model." * 40,
+]  # fmt: skip
+
+
+TEXTS = [b"[" * 10**5, b'{"a":' * 10**5, b"{" * 999, b"{}", b"", b"null", b"[]", b"\xff", b"\x00"]
+SHAPES = [
+    "(1, -1, 9)", f"({2**62}, 8, 9)", "(1,)*999", "('a',)", "9" * 9999, "()", "(" * 5000, "(1, 1, 1e9)",
+    f"(1, 1, {10**40})", "(True, 1, 2)",
+]  # fmt: skip
+TYPES = [
+    "'|O'", "'O8'", "'|V1'", "'<f3'", "'<U9'", "'<M8[s]'", "[('a', '<f4')]", "('<f4', (9,))", "[" * 999,
+    "'" + "x" * 5000 + "'",
+]  # fmt: skip
+
+
+def number(rng: random.Random) -> Any:
+    return rng.choice(NUMBERS)
+
+
+def put(rng: random.Random, where: Any, place: Any) -> None:
+    """Anything but what is there."""
+    where[place] = rng.choice([n for n in NUMBERS if n != where[place]])
+
+
+def header(path: Path, entries: dict[str, Any] | bytes, size: int | None = None, values: bytes = b"") -> None:
+    """size: of the data, which is a hole; None: the values."""
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode("utf-8", "surrogatepass")
+    path.write_bytes(len(text).to_bytes(8, "little") + text + values)
+    if size is not None:
+        os.truncate(path, 8 + len(text) + min(size, 2**43))
+
+
+def entries_of(shapes: dict[str, tuple[str, list[int]]]) -> tuple[dict[str, Any], int]:
+    found: dict[str, Any] = {}
+    end = 0
+    for key, (dtype, shape) in shapes.items():
+        size = SIZES[dtype]
+        for n in shape:
+            size *= n
+        found[key] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    return found, end
+
+
+def pair(rank: int, layer: int = 0, name: str = "self_attn.q_proj", dtype: str = "F32") -> dict[str, Any]:
+    stem = f"{PREFIX}.{layer}.{name}.lora_"
+    return {f"{stem}A.weight": (dtype, [rank, HIDDEN]), f"{stem}B.weight": (dtype, [HIDDEN, rank])}
+
+
+def settings(folder: Path, **more: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4, **more})
+    (folder / CONFIG).write_text(text, encoding="utf-8", errors="surrogatepass")
+
+
+def good(folder: Path, rank: int = 2) -> Path:
+    settings(folder)
+    entries, size = entries_of({**pair(rank), **pair(rank, 1)})
+    header(folder / WEIGHTS, entries, values=np.ones(size // 4, np.float32).tobytes())
+    return folder
+
+
+def large_claims(rng: random.Random, folder: Path) -> None:
+    """Sparse files whose headers claim much."""
+    settings(folder, use_dora=rng.random() < 0.1, r=number(rng) if rng.random() < 0.3 else 2)
+    dtype = rng.choice(["F32", "F16", "BF16", "F8_E4M3", "F64"])
+    kind = rng.randrange(9)
+    rank = rng.choice([200, 5000, 200_000, 10**7, 2**31])
+    if kind == 0:
+        shapes = pair(rank, dtype=dtype)
+    elif kind == 1:
+        shapes = {key: one for layer in range(rng.choice([3, 3000])) for key, one in pair(9, layer).items()}
+    elif kind == 2:
+        shapes = {f"base_model.model.model.norm.{i}": (dtype, [1]) for i in range(rng.choice([5000, 20_000]))}
+    elif kind == 3:
+        shapes = {**pair(2), f"{PREFIX}.0.self_attn.q_proj.lora_magnitude_vector": (dtype, [10**9])}
+    elif kind == 4:
+        table = rng.choice(["embed_tokens.weight", "lm_head.weight", "embed_tokens.lora_embedding_A"])
+        shapes = {**pair(2), f"base_model.model.model.{table}": (dtype, [10**6, 4096])}
+    elif kind == 5:
+        part = rng.choice(["self_attn.q_proj.lora_B.bias", "input_layernorm.weight", "mlp.up_proj.bias"])
+        shapes = {**pair(2), f"{PREFIX}.0.{part}": (dtype, [10**9])}
+    elif kind == 6:
+        shapes = {
+            f"{PREFIX}.0.mlp.experts.{number}.w1.lora_{side}.weight": (dtype, [10**5, 10**4])
+            for number in (0, 99999)
+            for side in "AB"
+        }
+    elif kind == 7:
+        name = f"{PREFIX}.0.mlp.experts.lora_"
+        shapes = {f"{name}A.weight": (dtype, [10**7, 64]), f"{name}B.weight": (dtype, [64, 10**7])}
+    else:
+        shapes = {**pair(2), f"{PREFIX}.0.{rng.choice(NAMES)}": (dtype, [2])}
+    entries, size = entries_of(shapes)
+    header(folder / WEIGHTS, entries, size)
+
+
+def odd_header(rng: random.Random, folder: Path) -> None:
+    settings(folder)
+    entries, size = entries_of({**pair(2), **pair(2, 1)})
+    one = rng.choice(list(entries))
+    kind = rng.randrange(14)
+    target = folder / WEIGHTS
+    values = np.ones(size // 4, np.float32).tobytes()
+    if kind == 0:
+        put(rng, entries[one]["shape"], rng.randrange(2))
+    elif kind == 1:
+        put(rng, entries[one]["data_offsets"], rng.randrange(2))
+    elif kind == 2:
+        put(rng, entries[one], rng.choice(["shape", "data_offsets", "dtype"]))
+    elif kind == 3:
+        entries[one]["shape"] = rng.choice(
+            [[], [0], [2] * 3000, [0, HIDDEN], [2**32, 2**32, 2**32], [-2, -64]]
+        )
+    elif kind == 4:
+        entries[one]["data_offsets"] = entries[rng.choice([key for key in entries if key != one])][
+            "data_offsets"
+        ]
+    elif kind == 5:
+        del entries[one][rng.choice(["shape", "data_offsets", "dtype"])]
+    elif kind == 6:
+        values = values[: rng.randrange(len(values))]
+    elif kind == 7:
+        values += bytes(rng.randrange(1, 99))
+    elif kind == 8:
+        raw = json.dumps(entries)
+        twice = "{" + ",".join([raw[1:-1]] * 2) + "}"
+        header(target, rng.choice([*TEXTS, raw.encode() + b"x", twice.encode()]), values=values)
+        return
+    elif kind == 9:
+        target.write_bytes(rng.choice(HUGE[:8]).to_bytes(8, "little") + b"{}" + values)
+        if rng.random() < 0.5:
+            os.truncate(target, 2**40)
+        return
+    elif kind == 10:
+        entries[rng.choice(NAMES)] = entries.pop(one)
+    elif kind == 11:
+        entries["__metadata__"] = rng.choice([{"x": "y" * 10**6}, 3, [[]] * 10**5, {"\n": "\n"}])
+        del entries[one]
+    elif kind == 12:
+        entries[one]["dtype"] = rng.choice(["I64", "BOOL", "F8_E5M2", "F4", "X", "C64", 3, None])
+    else:
+        bad = np.ones(size // 4, np.float32)
+        bad[rng.randrange(bad.size)] = rng.choice([np.nan, np.inf, -np.inf])
+        values = bad.tobytes()
+    header(target, entries, values=values)
+
+
+def odd_settings(rng: random.Random, folder: Path) -> None:
+    good(folder)
+    kind = rng.randrange(9)
+    path = folder / CONFIG
+    name = rng.choice(["alpha_pattern", "rank_pattern"])
+    if kind == 0:
+        settings(folder, lora_alpha=rng.choice([n for n in NUMBERS if n != 0 and n != 1.5 and n != -1]))
+        if json.loads(path.read_text())["lora_alpha"] in HUGE:
+            settings(folder, lora_alpha=1e308)
+    elif kind == 1:
+        settings(folder, alpha_pattern={rng.choice(PATTERNS): 8})
+        if rng.random() < 0.5:
+            settings(folder, alpha_pattern={rng.choice(PATTERNS) + str(i) + "(.|x)": 8 for i in range(1000)})
+    elif kind == 2:
+        settings(folder, alpha_pattern={f"layers.{i}.*q_proj": 8 for i in range(10**4)})
+    elif kind == 3:
+        settings(folder, alpha_pattern={"q_proj": rng.choice(["x", None, [], "1", 10**400])})
+    elif kind == 4:
+        settings(folder, **{name: rng.choice([[1], 3, "x", True])})
+    elif kind == 5:
+        path.write_bytes(rng.choice([text for text in TEXTS if text != b"{}"]))
+    elif kind == 6:
+        path.write_text("{")
+        os.truncate(path, rng.choice([2**22, 2**33, 2**40]))
+    elif kind == 7:
+        settings(folder, peft_type=number(rng) or "x")
+    else:
+        more = rng.choice(
+            ["trainable_token_indices", "modules_to_save", "target_parameters", "init_lora_weights"]
+        )
+        value = rng.choice([[-1], [1, 1], {"a": 3}, ["x", 3], 3, {"x": [[]]}])
+        settings(folder, **{more: "pissa\n" if more.startswith("init") else value}, lora_alpha=None)
+
+
+def npy_header(shape: str, descr: str = "'<f4'", version: int = 1) -> bytes:
+    text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}".encode()
+    width = 2 if version == 1 else 4
+    return b"\x93NUMPY" + bytes([version, 0]) + len(text).to_bytes(width, "little") + text
+
+
+def odd_npy(rng: random.Random, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    weights, config = folder / "model.lora_weights.npy", folder / "model.lora_config.npy"
+    np.save(weights, np.ones((1, 1, 256), np.float32))
+    np.save(config, np.array([[[1, 0, 2, 0]]], np.int32))
+    target = rng.choice([weights, config])
+    kind = rng.randrange(10)
+    if kind == 0:  # a claim over a hole
+        rows, width = rng.choice([(1, 3 * 10**9), (3 * 10**9, 1), (2**20, 3000), (14, 10**9)])
+        text = npy_header(f"(1, {rows}, {width})", rng.choice(["'<f4'", "'<f2'", "'|V2'", "'<i4'"]))
+        target.write_bytes(text)
+        item = {"4": 4, "2": 2}[text.split(b"'")[3][-1:].decode()]
+        os.truncate(target, len(text) + rows * width * item)
+    elif kind == 1:
+        text = npy_header(rng.choice(SHAPES))
+        target.write_bytes(text + bytes(1024))
+    elif kind == 2:
+        target.write_bytes(npy_header("(1, 1, 256)", rng.choice(TYPES)) + bytes(1024))
+    elif kind == 3:
+        target.write_bytes(b"\x93NUMPY\x02\x00" + rng.choice(HUGE[:3]).to_bytes(4, "little") + b"{")
+        os.truncate(target, 2**34)
+    elif kind == 4:
+        content = target.read_bytes()
+        target.write_bytes(content[: rng.randrange(len(content))])
+    elif kind == 5:
+        with target.open("wb") as file:
+            pickle.dump({"a": 1}, file)
+    elif kind == 6:
+        row = [number(rng) for _ in range(4)]
+        row = [int(n) if isinstance(n, int) and abs(n) < 2**31 else -7 for n in row]
+        np.save(config, np.array([[row]], np.int32))
+    elif kind == 7:
+        rows = rng.choice([3, 2000])
+        np.save(weights, np.ones((1, rows, 256), np.float32))
+        np.save(config, np.array([[[1, 0, 2, 0]] * rows], np.int32))
+    elif kind == 8:
+        np.save(config, np.array([[[1, 0, 2, 0]]], rng.choice([np.int64, np.float32, np.uint8, np.bool_])))
+    else:
+        values = np.ones((1, 1, 256), np.float32)
+        values[0, 0, rng.randrange(256)] = rng.choice([np.nan, np.inf])
+        np.save(weights, values)
+
+
+def odd_llgtrt(rng: random.Random, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "one.safetensors"
+    kind = rng.randrange(5)
+    dtype = rng.choice(["F32", "F16", "BF16", "F8_E4M3"])
+    if kind == 0:
+        rows, width = rng.choice([(1, 3 * 10**9), (3 * 10**9, 1), (2**20, 3000), (14, 10**9)])
+        shapes = {"weights": (dtype, [rows, width]), "config": ("F32", [rows, 3])}
+    elif kind == 1:
+        rows = rng.choice([10**6, 2**31])
+        shapes = {"weights": (dtype, [rows, 0]), "config": ("F32", [rows, 3])}
+    elif kind == 2:
+        shapes = {"weights": (dtype, [1, 256]), "config": ("F32", [1, 3])}
+    elif kind == 3:
+        shapes = {"weights": (dtype, []), "config": ("F32", rng.choice([[], [0], [3], [1, 1, 3]]))}
+    else:
+        shapes = {"weights": (dtype, [10**5, 2]), "config": ("F32", [10**5, 3])}
+    entries, size = entries_of(shapes)
+    entries["config"]["dtype"] = "I32"
+    header(path, entries, size)  # all zero: rank 0
+
+
+def checkpoint(rng: random.Random) -> bytes:
+    rank = rng.choice([0, 500])
+    state: dict[str, Any] = {}
+    for layer in range(rng.choice([1, 2, 4])):
+        state[NEMO_KEY.format(layer, "in")] = torch.ones(rank, HIDDEN)
+        state[NEMO_KEY.format(layer, "out")] = torch.ones(2 * HIDDEN, rank)
+    kind = rng.randrange(5)
+    if kind == 0:
+        state = {f"x{i}": torch.ones(1) for i in range(300)}
+    elif kind == 1:
+        state[next(iter(state))] = torch.ones(1).expand(10**6, 10**6)
+    elif kind == 2:
+        state[next(iter(state))] = torch.full((2, HIDDEN), torch.nan)
+    elif kind == 3:
+        state = {str(i) + rng.choice(NAMES[:7]): i for i in range(9)}
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    data = stream.getvalue()
+    if rng.random() < 0.2:
+        middle = rng.randrange(len(data))
+        data = data[:middle] + os.urandom(9) + data[middle + 9 :]
+    return data
+
+
+def odd_nemo(rng: random.Random, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "a.nemo"
+    kind = rng.randrange(8)
+    members: list[tuple[tarfile.TarInfo, bytes]] = []
+
+    def member(name: str, data: bytes = b"", **more: Any) -> None:
+        info = tarfile.TarInfo(name)
+        info.size = len(data)
+        for field, value in more.items():
+            setattr(info, field, value)
+        members.append((info, data))
+
+    hole = 0
+    if kind == 0:
+        member("model_weights.ckpt", checkpoint(rng))
+    elif kind == 1:  # a name, or other words about a member, of any size
+        info = tarfile.TarInfo("x")
+        info.type, info.size = rng.choice([b"x", b"g", b"L", b"K"]), rng.choice([2**20, 2**31, 2**33 - 1])
+        path.write_bytes(info.tobuf(tarfile.GNU_FORMAT))
+        os.truncate(path, 512 + info.size + 512)
+        return
+    elif kind == 2:
+        member("model_weights.ckpt", size=rng.choice([2**31, 2**33, 2**40]))
+        hole = members[0][0].size
+    elif kind == 3:
+        for i in range(300):
+            member(f"{i}")
+    elif kind == 4:
+        member("model_weights.ckpt", checkpoint(rng), type=rng.choice([b"1", b"2", b"3", b"6", b"S"]))
+    elif kind == 5:
+        member("9" * 99, pax_headers={"a": "9" * 10**5})
+        member("model_weights.ckpt", checkpoint(rng))
+    elif kind == 6:
+        stream = io.BytesIO()
+        with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("a/data.pkl", b"\0" * 10**7)
+        member("model_weights.ckpt", stream.getvalue())
+    else:
+        path.write_bytes(os.urandom(257) + b"ustar" + os.urandom(2000))
+        return
+    if hole:
+        path.write_bytes(members[0][0].tobuf(tarfile.GNU_FORMAT))
+        os.truncate(path, 512 + hole + 1024)
+        return
+    with tarfile.open(path, "w") as archive:
+        for info, data in members:
+            archive.addfile(info, io.BytesIO(data) if info.isreg() else None)
+
+
+def no_file(rng: random.Random, folder: Path) -> None:
+    """A pipe, a socket, a device, a folder, a loop or nothing in the place of a file."""
+    good(folder)
+    target = folder / rng.choice([WEIGHTS, CONFIG])
+    target.unlink()
+    kind = rng.randrange(9)
+    if kind == 0:
+        os.mkfifo(target)
+    elif kind == 1:
+        with socket.socket(socket.AF_UNIX) as listener, tempfile.TemporaryDirectory() as short:
+            listener.bind(f"{short}/x")  # a socket's path may have some hundred characters only
+            shutil.move(f"{short}/x", target)
+    elif kind == 2:
+        target.symlink_to(rng.choice(["/dev/zero", "/dev/null", "/dev/tty", "/dev/random"]))
+    elif kind == 3:
+        target.mkdir()
+    elif kind == 4:
+        target.symlink_to(target.name)
+    elif kind == 5:
+        target.symlink_to(folder / "gone")
+    elif kind == 6:
+        target.symlink_to(rng.choice(["/etc/passwd", "/proc/self/mem", "/proc/self/environ", "/etc"]))
+    elif kind == 7:
+        target.write_bytes(b"")
+    else:
+        target.symlink_to("x" * 4000 if rng.random() < 0.5 else "../" * 100)
+
+
+KINDS: list[Callable[[random.Random, Path], None]] = [
+    large_claims, odd_header, odd_settings, odd_npy, odd_llgtrt, odd_nemo, no_file,
+]  # fmt: skip
+
+
+def hostile(folder: Path, count: int, seed: int = 0) -> Iterator[tuple[str, Path]]:
+    """So many adapters, one after the other, each in a folder of its own; what it is, and where."""
+    for number_of in range(count):
+        rng = random.Random(f"{seed}-{number_of}")
+        make = KINDS[number_of % len(KINDS)]
+        path = folder / f"{number_of}"
+        make(rng, path)
+        yield f"{make.__name__} {seed}-{number_of}", path

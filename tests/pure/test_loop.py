@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from manylora.engine.engine import Engine
-from manylora.errors import DrainingError, EngineDeadError, RequestError
+from manylora.errors import DrainingError, EngineDeadError, QueueFullError, RequestError
 from manylora.loop import EngineLoop
-from manylora.request import Event, FinishReason, LoraInput, Request, SamplingParams
+from manylora.request import Event, FinishReason, Guide, LoraInput, Request, SamplingParams
 from manylora.stats import EngineStats
 
 
@@ -30,10 +31,15 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.open)
 
-    def prepare(self, request: Request):
+    max_queue_size = 0
+
+    def prepare(self, request: Request, matcher=None):
         if request.lora and request.lora.has_tensors:
             self.gate.wait(5)
         return SimpleNamespace(request=request, adapter=None)
+
+    def compile(self, request: Request):
+        return object()
 
     def submit(self, prepared) -> int:
         request = prepared.request
@@ -179,5 +185,120 @@ def test_draining_finishes_what_is_open_and_takes_nothing_new(engine: FakeEngine
 
 
 def test_the_fake_has_the_engine_s_verbs() -> None:
-    verbs = ("prepare", "submit", "cancel", "step", "stats", "has_work")
+    verbs = ("compile", "prepare", "max_queue_size", "submit", "cancel", "step", "stats", "has_work")
     assert all(hasattr(Engine, verb) and hasattr(FakeEngine, verb) for verb in verbs)
+
+
+class Stuck(FakeEngine):
+    """Stands still in its first step until `go` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.go = threading.Event(), threading.Event()
+
+    def step(self):
+        self.inside.set()
+        assert self.go.wait(10)
+        return super().step()
+
+
+def test_a_stuck_engine_can_be_given_up_and_says_nothing_afterwards() -> None:
+    engine, sinks = Stuck(), [Sink(), Sink()]
+    loop = EngineLoop(engine)  # type: ignore[arg-type]
+    for sink in sinks:
+        loop.submit(request(), sink)
+    assert engine.inside.wait(10)
+    assert loop.stalled_s >= 0
+    loop.fail("it has not moved")
+    for sink in sinks:
+        assert "it has not moved" in str(sink.wait().error)
+    with pytest.raises(EngineDeadError):
+        loop.submit(request(), Sink())
+    engine.go.set()  # it wakes up after all: a Sink asserts that nothing follows its last event
+    loop.close(drain=False)
+    assert not loop._thread.is_alive()
+    assert loop.num_open == 0
+
+
+def test_an_idle_engine_is_not_stuck(loop: EngineLoop) -> None:
+    sink = Sink()
+    loop.submit(request(), sink)
+    sink.wait()
+    while loop.stalled_s:
+        pass
+    assert loop.alive
+
+
+class Panic(BaseException):
+    """As libraries in Rust raise."""
+
+
+@pytest.mark.parametrize(
+    ("verb", "kind"),
+    [
+        ("prepare", ValueError),
+        ("prepare", Panic),
+        ("compile", ValueError),
+        ("compile", Panic),
+        ("submit", ValueError),
+    ],
+)
+def test_what_no_check_foresaw_ends_one_request_and_not_the_engine(
+    loop: EngineLoop, engine: FakeEngine, verb: str, kind: type[BaseException], monkeypatch
+) -> None:
+    import numpy as np
+
+    def fail(*_: object) -> None:
+        raise kind
+
+    guide = Guide("json") if verb == "compile" else None
+    lora = LoraInput(1, np.zeros(1), np.zeros(1)) if verb == "prepare" else None
+    bad, good = Sink(), Sink()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, verb, fail)
+        loop.submit(replace(request(lora=lora), params=SamplingParams(max_tokens=1, guide=guide)), bad)
+        assert kind.__name__ in str(bad.wait().error)
+    loop.submit(request(), good)
+    assert good.wait().finish_reason is FinishReason.LENGTH
+
+
+def test_a_map_that_cannot_be_drawn_ends_nothing(loop: EngineLoop) -> None:
+    loop.cache_map(lambda found: None)  # the fake has none
+    sink = Sink()
+    loop.submit(request(), sink)
+    assert sink.wait().finish_reason is FinishReason.LENGTH
+
+
+def test_requests_that_are_prepared_count_as_waiting(engine: FakeEngine) -> None:
+    import numpy as np
+
+    engine.max_queue_size = 3
+    loop = EngineLoop(engine)  # type: ignore[arg-type]
+    engine.gate.clear()
+    sinks = [Sink() for _ in range(5)]
+    for i, sink in enumerate(sinks):
+        loop.submit(request(lora=LoraInput(i, np.zeros(1), np.zeros(1))), sink)
+    assert all(isinstance(sink.wait().error, QueueFullError) for sink in sinks[3:])
+    engine.gate.set()
+    assert [sink.wait().error for sink in sinks[:3]] == [None] * 3
+    loop.close()
+
+
+def test_requests_and_close_meet_without_a_lost_one() -> None:
+    import numpy as np
+
+    for _ in range(20):
+        loop = EngineLoop(FakeEngine())  # type: ignore[arg-type]
+        sinks = [Sink() for _ in range(200)]
+        lora = LoraInput(1, np.zeros(1), np.zeros(1))
+
+        def send(loop: EngineLoop = loop, sinks: list[Sink] = sinks, lora: LoraInput = lora) -> None:
+            for sink in sinks:
+                loop.submit(request(lora=lora), sink)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        loop.close(drain=False)
+        thread.join()
+        for sink in sinks:
+            sink.wait()

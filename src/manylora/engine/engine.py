@@ -131,32 +131,37 @@ class Engine:
     def has_work(self) -> bool:
         return self._scheduler.has_work
 
-    def prepare(self, request: Request) -> Prepared:
-        """Check a request and read its adapter. Any thread. Raises RequestError."""
-        request = for_encoder(request, self.model.encoder)
-        if self.config.wrap_input_ids and request.prompt_table is None:
-            vocab = self.model.vocab_size
-            prompts = (request.prompt, request.encoder_prompt)
-            prompt, encoder_prompt = (tuple(token % vocab for token in ids) for ids in prompts)
-            request = replace(request, prompt=prompt, encoder_prompt=encoder_prompt)
-        check_request(request, self.config, self.model, self.max_seq_len)
+    @property
+    def max_queue_size(self) -> int:
+        """Requests that may wait; 0: any number."""
+        return self.config.max_queue_size
+
+    def compile(self, request: Request) -> Any:
+        """The matcher of a request's guide, None without one. Any thread; takes up to seconds. Raises
+        RequestError, also for what else is wrong with the request."""
+        self._check(request)
+        return self._compile(request)
+
+    def prepare(self, request: Request, matcher: Any = None) -> Prepared:
+        """Check a request and read its adapter. matcher: what `compile` gave. Any thread. Raises
+        RequestError."""
+        request = self._check(request)
         adapter = self.adapters.prepare(request.lora) if request.lora else None
-        return Prepared(request, adapter, self._compile(request))
+        return Prepared(request, adapter, self._compile(request) if matcher is None else matcher)
 
     def submit(self, prepared: Prepared) -> int:
         """Take a request; its events come out of `step` under the returned handle. Raises RequestError."""
         request = prepared.request
-        limit = self.config.max_queue_size
-        if limit and len(self._scheduler.waiting) >= limit:
-            raise QueueFullError(limit)
+        count = 1 if request.params.beam_width > 1 else request.params.num_return_sequences
+        self._check_queue(count)
         handle = self._next_handle
         self._next_handle += 1
         max_len = min(len(request.prompt) + request.params.max_tokens, self.max_seq_len)
         sequences: list[Sequence] = []
         try:
-            for index in range(1 if request.params.beam_width > 1 else request.params.num_return_sequences):
+            for index in range(count):
                 sequences.append(self._new_sequence(prepared, handle, index, max_len))
-        except RequestError:
+        except BaseException:
             self._release(sequences)
             raise
         self._requests[handle] = sequences
@@ -260,8 +265,25 @@ class Engine:
         wanted = self.config.enable_overlap
         return self._device.overlaps if wanted is None else wanted
 
+    def _check_queue(self, count: int) -> None:
+        """Raises QueueFullError. Of a request's sequences those wait that the batch has no place for now."""
+        limit, waiting = self.config.max_queue_size, len(self._scheduler.waiting)
+        places = max(0, self.config.max_batch_size - self._scheduler.num_slots)
+        if limit and (waiting >= limit or waiting + count > limit + places):
+            raise QueueFullError(limit)
+
     def _waiting_ids(self) -> list[int]:
         return [lease.task_id for lease in _leases(self._scheduler.waiting)]
+
+    def _check(self, request: Request) -> Request:
+        request = for_encoder(request, self.model.encoder)
+        if self.config.wrap_input_ids and request.prompt_table is None:
+            vocab = self.model.vocab_size
+            prompts = (request.prompt, request.encoder_prompt)
+            prompt, encoder_prompt = (tuple(token % vocab for token in ids) for ids in prompts)
+            request = replace(request, prompt=prompt, encoder_prompt=encoder_prompt)
+        check_request(request, self.config, self.model, self.max_seq_len)
+        return request
 
     def _compile(self, request: Request) -> Any:
         guide = request.params.guide

@@ -71,6 +71,8 @@ class AdapterRegistry:
             entry = self._entries[task_id]
             entry.num_open -= 1
             entry.accepted = entry.accepted or accepted
+            if not (entry.num_open or entry.accepted):
+                del self._entries[task_id]
 
 
 class AdapterReader:

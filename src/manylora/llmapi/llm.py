@@ -170,8 +170,8 @@ class LLM:
         self._serves_lora = lora_config is not None
         self._guided = config.tokenizer_dir is not None
         self._max_seq_len = engine.max_seq_len
-        self._loop = EngineLoop(engine)
         adapters = engine.adapters.stats()
+        self._loop = EngineLoop(engine)
         room = max(CARRIED_BYTES, adapters.host_pages * adapters.page_bytes)
         modules = modules_to_read(lora_modules(self._model, lora.target_modules), lora_config)
         reader = AdapterReader(engine.adapters.files(modules))

@@ -160,9 +160,13 @@ class Service:
         self._news.put((generation, _last(error)))
 
     def _run(self) -> None:
-        """The text thread."""
-        while self._take_news():
-            pass
+        """The text thread. It goes on whatever happens: everybody's answers go through it."""
+        going = True
+        while going:
+            try:
+                going = self._take_news()
+            except Exception:
+                logger.exception("an answer was lost")
 
     def _take_news(self) -> bool:
         """One event to its generation. A function of its own: what a thread that waits still has in its

@@ -57,6 +57,7 @@ class Arrivals:
         """It was evicted from the host."""
         self._writing.pop(digest, None)
         self._unsent.discard(digest)
+        self._loading.pop(digest, None)
         self.lost.pop(digest, None)
 
     def is_written(self, digest: str, *, wait: bool) -> bool:

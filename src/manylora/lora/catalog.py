@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -30,19 +31,23 @@ logger = logging.getLogger("manylora")
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
 PRUNE = 4096  # task ids, of about 200 bytes each
+MAX_IDS = 16384  # task ids whose adapters came with requests; of more, those bound longest ago are forgotten
 
 
 class Catalog:
-    """files: what reads them. Lookups are safe from any thread."""
+    """files: what reads them. Any thread: names are resolved where requests come in, folders are read aside,
+    and the engine's thread binds. Files are looked at without the lock."""
 
     def __init__(self, files: AdapterFiles) -> None:
         self._files = files
-        self._digests: dict[int, str] = {}
+        self._lock = threading.Lock()  # of all that follows
+        self._digests: dict[int, str] = {}  # bound last comes last
         self._sources: dict[str, tuple[int, Path]] = {}  # digest -> task id that names the folder, and folder
         self._prune_at = PRUNE
-        self.num_binds = 0
+        self._num_binds = 0
         self._folder: Path | None = None
-        self._named: dict[str, tuple[int, Path]] = {}
+        self._numbers: dict[str, int] = {}  # name -> its id: -1 for the first of `_named`, and so on
+        self._named: list[tuple[str, Path]] = []
 
     def open(self, folder: Path) -> None:
         """Serve the adapters of <folder>/<name>/ by name; each is read when it is first asked for."""
@@ -54,14 +59,17 @@ class Catalog:
         """The id that stands for a name: negative, so never one of a client's. Raises AdapterError."""
         if source not in (None, "hf", "nemo"):
             raise AdapterInvalidError(f"lora_ckpt_source must be hf or nemo, got {source[:40]!r}")
-        known = self._named.get(name)
-        if known is None:
-            # Not a path of any kind: a name of one folder.
-            folder = self._folder / name if self._folder and NAME.fullmatch(name) else None
-            if folder is None or not is_folder(folder):
-                raise AdapterNotFoundError(name)
-            known = self._named.setdefault(name, (-1 - len(self._named), folder))
-        number, folder = known
+        with self._lock:
+            number = self._numbers.get(name)
+        # Not a path of any kind: a name of one folder.
+        folder = self._folder / name if self._folder and NAME.fullmatch(name) else None
+        if folder is None or (number is None and not is_folder(folder)):
+            raise AdapterNotFoundError(name)
+        if number is None:
+            with self._lock:
+                number = self._numbers.setdefault(name, -1 - len(self._named))
+                if number == -1 - len(self._named):
+                    self._named.append((name, folder))
         if source is not None and (source == "nemo") != (find_source(folder).kind == "nemo"):
             raise AdapterInvalidError(f"lora_name {name} is not a checkpoint of kind {source}")
         return number
@@ -69,36 +77,59 @@ class Catalog:
     def bind(self, task_id: int, digest: str, keep: Callable[[str], bool]) -> None:
         """Point a task id at a digest. keep: whether a digest can still be served; others are forgotten in
         time, so that ids that never come back cost nothing for ever."""
-        self._digests[task_id] = digest
-        self.num_binds += 1
-        if len(self._digests) >= self._prune_at:
-            for other, old in list(self._digests.items()):
-                if not (keep(old) or old in self._sources or other == task_id):
-                    del self._digests[other]
-            self._prune_at = 2 * len(self._digests) + PRUNE
+        with self._lock:
+            self._digests.pop(task_id, None)
+            self._digests[task_id] = digest
+            self._num_binds += 1
+            if len(self._digests) >= self._prune_at:
+                self._prune(keep)
+
+    def _prune(self, keep: Callable[[str], bool]) -> None:
+        """Forget ids whose adapters are gone; and, as any number of ids may mean one adapter, of those that
+        no folder has the ones bound longest ago. Who comes with one of these again is asked for tensors."""
+        sent = []
+        for task_id, digest in list(self._digests.items())[:-1]:
+            if digest in self._sources:
+                continue
+            if keep(digest):
+                sent.append(task_id)
+            else:
+                del self._digests[task_id]
+        for task_id in sent[: max(0, len(sent) - MAX_IDS // 2)] if len(sent) >= MAX_IDS else []:
+            del self._digests[task_id]
+        self._prune_at = len(self._digests) + PRUNE
+
+    @property
+    def num_binds(self) -> int:
+        with self._lock:
+            return self._num_binds
 
     def bound(self) -> list[tuple[int, str]]:
         """Every known id with its digest."""
-        return list(self._digests.items())
+        with self._lock:
+            return list(self._digests.items())
 
     def name_of(self, task_id: int) -> str:
         """The name an id stands for, or the id as text."""
         if task_id >= 0:
             return str(task_id)
-        return next(name for name, (number, _) in self._named.items() if number == task_id)
+        with self._lock:
+            return self._named[-1 - task_id][0]
 
     def digest(self, task_id: int) -> str | None:
-        return self._digests.get(task_id)
+        with self._lock:
+            return self._digests.get(task_id)
 
     def reload(self, task_id: int) -> Adapter | StoredAdapter | None:
         """Read an evicted adapter again from its folder. None when there is none, or it cannot be read.
 
         A folder that changed since gives its new content to the id that it is named by, and to no other.
         """
-        digest = self._digests.get(task_id)
+        with self._lock:
+            digest = self._digests.get(task_id)
+            source = self._sources.get(digest) if digest else None
         if digest is None and task_id < 0:
             return self._read_named(task_id)
-        source = self._sources.get(digest) if digest else None
         if digest is None or source is None:
             return None
         owner, folder = source
@@ -111,8 +142,9 @@ class Catalog:
             if owner != task_id:
                 return None
             logger.warning("lora task %d: %s has changed; its new content is served", task_id, folder)
-            del self._sources[digest]
-            self._sources[adapter.digest] = (owner, folder)
+            with self._lock:
+                self._sources.pop(digest, None)
+                self._sources[adapter.digest] = (owner, folder)
         return adapter
 
     def prefetch(self, folder: Path) -> Iterator[tuple[int, Adapter | StoredAdapter]]:
@@ -135,7 +167,7 @@ class Catalog:
                 )
                 continue
             task_id = int(name)
-            if task_id in self._digests:
+            if self.digest(task_id) is not None:
                 logger.warning("lora task %s is skipped: another folder has id %d already", name, task_id)
                 continue
             try:
@@ -143,13 +175,16 @@ class Catalog:
             except AdapterError as error:
                 logger.warning("lora task %s is skipped: %s", name, error)
                 continue
-            self._sources.setdefault(adapter.digest, (task_id, entry))
+            with self._lock:
+                self._sources.setdefault(adapter.digest, (task_id, entry))
             yield task_id, adapter
 
     def _read_named(self, task_id: int) -> Adapter | StoredAdapter:
-        folder = next(folder for number, folder in self._named.values() if number == task_id)
+        with self._lock:
+            _, folder = self._named[-1 - task_id]
         adapter = self._files.read(folder)
-        self._sources.setdefault(adapter.digest, (task_id, folder))
+        with self._lock:
+            self._sources.setdefault(adapter.digest, (task_id, folder))
         return adapter
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ Signature = tuple[tuple[str, int, int, int, int, int], ...]
 # Two writes within one tick of a filesystem's clock leave the same times: a file is known by its times only
 # when it was last written this long before it was read. 2 s are the longest tick in use (FAT).
 SETTLED_NS = 2 * 10**9
+KEPT = 8192  # folders whose digest is known; the one that was first read longest ago is forgotten
 
 
 @dataclass
@@ -59,6 +61,7 @@ class AdapterFiles:
     ) -> None:
         self._check, self._check_rows = check, check_rows
         self._modules, self._base, self._pages, self._bounds = modules, base, pages, bounds
+        self._lock = threading.Lock()
         self._read_before: dict[Path, _Known] = {}
 
     def read(self, folder: Path, source: Source | None = None) -> Adapter | StoredAdapter:
@@ -79,9 +82,10 @@ class AdapterFiles:
             bounds=self._bounds,
         )
         now, before = time.time_ns(), _signature(folder)
-        known = self._read_before.get(folder)
+        with self._lock:
+            known = self._read_before.get(folder)
         if known is not None and before == known.files:
-            if not known.asked:
+            if not known.asked:  # by two threads at once it is found twice, and the same
                 known.stored, known.asked = self._find_rows(source), True
             if known.stored is not None:
                 file = folder / known.stored.file
@@ -95,7 +99,10 @@ class AdapterFiles:
             del rows, extras  # they changed meanwhile
         adapter = self._check_rows(*read(digest=True), None)
         if _is_settled(before, now) and before == _signature(folder):
-            self._read_before[folder] = _Known(before, adapter.digest)
+            with self._lock:
+                self._read_before[folder] = _Known(before, adapter.digest)
+                if len(self._read_before) > KEPT:
+                    del self._read_before[next(iter(self._read_before))]
         return adapter
 
     def _find_rows(self, source: Source) -> StoredRows | None:

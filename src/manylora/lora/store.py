@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,11 +90,13 @@ class AdapterStore:
         held = min(plan.host_pages, plan.device_pages) * plan.geometry.page_elements
         self._bounds = Bounds.of(modules, model.num_layers, rank_limit, held, pool.element_bytes)
         self._catalog = Catalog(self.files(modules, roots))
+        self._lock = threading.Lock()  # of these two, which `prepare` changes from any thread
         # Read, or found in files, and not on the host yet.
         self._in_hand: WeakValueDictionary[str, Adapter | StoredAdapter] = WeakValueDictionary()
+        self._num_source_loads = 0
         self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
         self._arrivals = Arrivals(self._cache, pool)
-        self._num_stores = self._num_source_loads = self._num_hits = 0
+        self._num_stores = self._num_hits = 0
         self._max_device_adapters = plan.adapters_of_rank(modules.values(), model.num_layers, rank_limit)[1]
         self._residents: tuple[tuple[int, ...], tuple[Resident, ...]] = ((), ())  # state, and what it gave
 
@@ -181,7 +184,7 @@ class AdapterStore:
         if lora.has_tensors:
             made = lora.checked
             adapter = made if isinstance(made, Adapter | StoredAdapter) else self.verify(lora)
-            return self._in_hand.setdefault(adapter.digest, adapter)
+            return self._take_in_hand(adapter)
         if lora.task_id is None:
             raise AdapterInvalidError("lora_task_id must be set for LoRA inference")
         digest = self._catalog.digest(lora.task_id)
@@ -189,14 +192,14 @@ class AdapterStore:
             raise AdapterNotCachedError(lora.task_id)
         if digest is not None and self._cache.on_host(digest):
             return None
-        found = self._in_hand.get(digest or "")
+        with self._lock:
+            found = self._in_hand.get(digest or "")
         if found is not None:
             return found
         again = self._catalog.reload(lora.task_id)
         if again is None:
             raise AdapterNotCachedError(lora.task_id)
-        self._num_source_loads += 1
-        return self._in_hand.setdefault(again.digest, again)
+        return self._take_in_hand(again, read=True)
 
     def acquire(self, lora: LoraInput, adapter: Adapter | StoredAdapter | None) -> AdapterLease:
         """A lease on what `prepare` returned. On the host, or carried until there is room.
@@ -279,7 +282,8 @@ class AdapterStore:
             if self._cache.on_host(digest):
                 self._cache.evict(digest)
             self._arrivals.forget(digest)
-            self._in_hand.pop(digest, None)  # or the next to ask would be given it again
+            with self._lock:
+                self._in_hand.pop(digest, None)  # or the next to ask would be given it again
 
     def batch(self, segments: Sequence[tuple[int, int, AdapterLease]]) -> LoraBatch | None:
         """The adapters of one forward pass: token rows [start, stop) and the lease they run under.
@@ -398,7 +402,14 @@ class AdapterStore:
         return "wire" if lora.has_tensors else "disk"
 
     def _servable(self, digest: str) -> bool:
-        return self._cache.on_host(digest) or digest in self._in_hand
+        with self._lock:
+            return self._cache.on_host(digest) or digest in self._in_hand
+
+    def _take_in_hand(self, adapter: Adapter | StoredAdapter, read: bool = False) -> Adapter | StoredAdapter:
+        """The adapter of this content that is in memory already, or this one. Any thread."""
+        with self._lock:
+            self._num_source_loads += read
+            return self._in_hand.setdefault(adapter.digest, adapter)
 
     def _lay_out(self, adapter: Adapter | StoredAdapter, task_id: int) -> Layout:
         rows = adapter.shapes(self._modules, self._pool.element_bytes)
@@ -440,7 +451,7 @@ class AdapterStore:
             leases = self._waiting.pop(digest)
             entry = self._cache.host.entries[digest]
             adapter = self._pool.read_host(digest, entry.content, entry.pages)
-            held = self._in_hand.setdefault(digest, adapter)
+            held = self._take_in_hand(adapter)
             for lease in leases:
                 lease.carried = held
         return True

@@ -10,6 +10,7 @@
         └── AdapterError            the request's adapter is the reason
             ├── AdapterInvalidError     its tensors or files are not a usable adapter for this model
             ├── AdapterChangedError     its files changed between their check and their loading
+            ├── AdapterNotFiniteError   logits under it are no finite numbers
             ├── AdapterNotFoundError    no adapter of this name is in the catalog
             ├── AdapterNotCachedError   only an id came, and the adapter is not (or no longer) here
             └── AdapterCacheFullError   there is no room for it in the cache
@@ -25,6 +26,7 @@ __all__ = [
     "AdapterError",
     "AdapterInvalidError",
     "AdapterNotCachedError",
+    "AdapterNotFiniteError",
     "AdapterNotFoundError",
     "ConfigError",
     "DrainingError",
@@ -65,7 +67,7 @@ class RequestError(ManyloraError):
 class QueueFullError(RequestError):
     """Too many requests wait already. Clients match either half: the executor's words, and Triton's."""
 
-    def __init__(self, max_queue_size: int) -> None:
+    def __init__(self, max_queue_size: int | str) -> None:
         super().__init__(
             f"Maximum queue size of {max_queue_size} has been reached, please try again later "
             "(Exceeds maximum queue size)"
@@ -100,6 +102,10 @@ class AdapterChangedError(AdapterError):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"adapter {name[:128]} changed while it was loaded, please send the request again")
+
+
+class AdapterNotFiniteError(AdapterInvalidError):
+    """Logits under it are a NaN or an infinity. The same request would fail again."""
 
 
 class AdapterNotFoundError(AdapterError):

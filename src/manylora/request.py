@@ -6,12 +6,18 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
+from hashlib import blake2b
 
 import numpy as np
 
 from manylora.errors import RequestError
 
 __all__ = [
+    "MAX_GUIDE_BYTES",
+    "MAX_RANGES",
+    "MAX_WORDS",
+    "MAX_WORD_TOKENS",
     "Beam",
     "Event",
     "FinishReason",
@@ -26,6 +32,11 @@ __all__ = [
 ]
 
 MAX_SEED = 2**64 - 1
+# What one request may bring. Bounds that depend on the engine are in `engine.checks`.
+MAX_WORDS = 1024  # stop words, and bad words: every new token is compared with each
+MAX_WORD_TOKENS = 2**14  # of either, all together
+MAX_RANGES = 1024  # of token retention
+MAX_GUIDE_BYTES = 2**18
 
 
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "lark_grammar", "llguidance")
@@ -62,6 +73,13 @@ class Guide:
             "guided_decoding_guide",
             f"must be given for {self.type}",
             repr(self.text),
+        )
+        size = len(self.text) if self.text.isascii() else len(self.text.encode(errors="replace"))
+        _require(
+            size <= MAX_GUIDE_BYTES,
+            "guided_decoding_guide",
+            f"must have at most {MAX_GUIDE_BYTES} bytes",
+            size,
         )
 
 
@@ -143,8 +161,8 @@ class SamplingParams:
                 "must be finite",
                 "a NaN or infinity",
             )
-        _require(all(self.stop_words), "stop_words", "must not hold an empty word", self.stop_words)
-        _require(all(self.bad_words), "bad_words", "must not hold an empty word", self.bad_words)
+        _check_words("stop_words", self.stop_words)
+        _check_words("bad_words", self.bad_words)
 
     def _check_beams(self) -> None:
         _require(self.beam_width > 0, "beam_width", "must be > 0", self.beam_width)
@@ -230,6 +248,12 @@ class Retention:
     decode_duration_ms: int | None = None
 
     def __post_init__(self) -> None:
+        _require(
+            len(self.ranges) <= MAX_RANGES,
+            "retention_token_range_starts",
+            f"must be at most {MAX_RANGES}",
+            len(self.ranges),
+        )
         for start, end, priority, duration in self.ranges:
             _require(start >= 0, "retention_token_range_starts", "must be >= 0", start)
             _require(
@@ -291,6 +315,13 @@ class Request:
             if self.draft:
                 raise RequestError("draft_input_ids need beam_width 1")
 
+    @cached_property
+    def table_digest(self) -> str:
+        """Of prompt_table; empty without one. Made once for all sequences."""
+        if self.prompt_table is None:
+            return ""
+        return blake2b(np.ascontiguousarray(self.prompt_table).data, digest_size=20).hexdigest()
+
 
 @dataclass(frozen=True)
 class Beam:
@@ -351,3 +382,10 @@ def _priority(name: str, priority: int, duration: int | None) -> None:
 def _require(ok: bool, name: str, rule: str, value: object) -> None:
     if not ok:
         raise RequestError(f"{name} {rule}, got {value}")
+
+
+def _check_words(name: str, words: tuple[tuple[int, ...], ...]) -> None:
+    _require(len(words) <= MAX_WORDS, name, f"must be at most {MAX_WORDS} words", len(words))
+    size = sum(map(len, words))
+    _require(size <= MAX_WORD_TOKENS, name, f"must have at most {MAX_WORD_TOKENS} tokens, all together", size)
+    _require(all(words), name, "must not hold an empty word", words)

@@ -104,6 +104,7 @@ INSIDE = {
         "kv_cache",
         "scheduler",
         "memory",
+        "guide_trial",
         "guide",
         "beam",
         "sampler",
@@ -143,7 +144,7 @@ NO_TORCH = [
     "lora.modules", "lora.geometry", "lora.bounds", "lora.float8", "lora.tensors", "lora.staging",
     "lora.extras",
     "lora.slicing", "lora.cache", "cli", "engine.sequence", "engine.idle_blocks", "engine.guide",
-    "engine.kv_cache", "engine.scheduler",
+    "engine.guide_trial", "engine.kv_cache", "engine.scheduler",
     "kernels.cuda.plan", "llmapi", "bench", "openai", "lora_helper", "lora_manager", "executor",
     "sampling_params", "models", "quantization",
 ]  # fmt: skip

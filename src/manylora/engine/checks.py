@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass, field
+
 import numpy as np
 
 from manylora.config import EngineConfig, ModelConfig
 from manylora.engine.encoding import check_encoder_prompt
-from manylora.errors import RequestError
+from manylora.errors import QueueFullError, RequestError
 from manylora.request import Request
 
-__all__ = ["check_request"]
+__all__ = ["LogitsRoom", "check_request"]
+
+LOGITS_SHARE = 4  # of the machine's memory, for logits that open requests keep: one part in so many
 
 
 def check_request(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> None:
     """Raises RequestError naming the first thing that cannot be served. max_seq_len: prompt and output."""
     _check_prompt(request, config, model, max_seq_len)
-    _check_params(request, config, model)
+    _check_params(request, config, model, max_seq_len)
     if request.draft:
         _check_draft(request, config, model, max_seq_len)
 
@@ -41,8 +46,13 @@ def _check_prompt(request: Request, config: EngineConfig, model: ModelConfig, ma
         )
 
 
-def _check_params(request: Request, config: EngineConfig, model: ModelConfig) -> None:
+def _check_params(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> None:
     params, hidden = request.params, model.hidden_size
+    if params.beam_width == 1 and params.num_return_sequences > config.max_batch_size:
+        raise RequestError(
+            f"num_return_sequences must be at most {config.max_batch_size} (max_batch_size, or "
+            f"max_num_sequences of Triton's model), got {params.num_return_sequences}"
+        )
     if params.beam_width > config.max_beam_width:
         raise RequestError(
             f"beam_width must be at most max_beam_width ({config.max_beam_width}) of this server, "
@@ -56,6 +66,10 @@ def _check_params(request: Request, config: EngineConfig, model: ModelConfig) ->
             f"got {params.logit_bias.size}"
         )
     table = request.prompt_table
+    if table is not None and table.ndim == 2 and len(table) > max_seq_len:
+        raise RequestError(
+            f"prompt_embedding_table must have at most max_seq_len ({max_seq_len}) rows, got {len(table)}"
+        )
     if table is not None and (table.ndim != 2 or table.shape[1] != hidden or not np.isfinite(table).all()):
         raise RequestError(
             f"prompt_embedding_table must hold finite rows of {hidden} values, got shape {table.shape}"
@@ -74,3 +88,34 @@ def _check_draft(request: Request, config: EngineConfig, model: ModelConfig, max
             f"draft_input_ids holds {count} tokens; at most {min(room, config.max_num_tokens - 1)} "
             "can be verified: fewer than request_output_len and than max_num_tokens of this server"
         )
+
+
+@dataclass
+class LogitsRoom:
+    """Memory for the logits that open requests asked for, float32 of the whole vocabulary for each token: of
+    the prompt, and of the output where it does not stream."""
+
+    vocab_size: int
+    num_bytes: int = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // LOGITS_SHARE
+    _taken: dict[int, int] = field(default_factory=dict)
+
+    def take(self, handle: int, request: Request, num_output: int) -> None:
+        """num_output: tokens that its sequences may make. Raises RequestError when there is no room, now or
+        at all."""
+        params = request.params
+        rows = len(request.prompt) * params.return_context_logits
+        if not request.streaming:
+            rows += num_output * params.num_return_sequences * params.return_generation_logits
+        wanted = 4 * rows * self.vocab_size
+        if wanted > self.num_bytes:
+            raise RequestError(
+                f"Logits of {rows} tokens take {wanted} bytes, at most {self.num_bytes} are given to them: "
+                "send a shorter prompt, ask for fewer tokens, or stream"
+            )
+        if sum(self._taken.values()) + wanted > self.num_bytes:
+            raise QueueFullError(f"{self.num_bytes} bytes of logits")
+        if wanted:
+            self._taken[handle] = wanted
+
+    def give_back(self, handle: int) -> None:
+        self._taken.pop(handle, None)

@@ -13,7 +13,7 @@ from manylora.built import read_build_config
 from manylora.config import EngineConfig, ModelConfig
 from manylora.device import open_device
 from manylora.engine.beam import BeamGroup, Choice
-from manylora.engine.checks import check_request
+from manylora.engine.checks import LogitsRoom, check_request
 from manylora.engine.encoding import for_encoder
 from manylora.engine.flight import Flight, Outcome
 from manylora.engine.guide import Guides
@@ -23,7 +23,7 @@ from manylora.engine.runner import Runner
 from manylora.engine.sampler import NOT_FINITE
 from manylora.engine.scheduler import Scheduler, Step
 from manylora.engine.sequence import Sequence
-from manylora.errors import AdapterNotCachedError, QueueFullError, RequestError
+from manylora.errors import AdapterNotCachedError, AdapterNotFiniteError, QueueFullError, RequestError
 from manylora.lora.expert_rules import targets_beside_quantised_experts
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.store import AdapterLease, AdapterStore
@@ -112,6 +112,7 @@ class Engine:
         if config.tokenizer_dir is not None:
             self._guides = Guides(config.tokenizer_dir, self.model.vocab_size, self.model.eos_token_ids)
         self._requests: dict[int, list[Sequence]] = {}  # handle -> its sequences that have not ended
+        self._logits_room = LogitsRoom(self.model.vocab_size)
         self._next_handle = 0
         self._count = _Counters()
         self._last_step = Step(())
@@ -158,11 +159,13 @@ class Engine:
         self._next_handle += 1
         max_len = min(len(request.prompt) + request.params.max_tokens, self.max_seq_len)
         sequences: list[Sequence] = []
+        self._logits_room.take(handle, request, max_len - len(request.prompt))
         try:
             for index in range(count):
                 sequences.append(self._new_sequence(prepared, handle, index, max_len))
         except BaseException:
             self._release(sequences)
+            self._logits_room.give_back(handle)
             raise
         self._requests[handle] = sequences
         for sequence in sequences:
@@ -217,7 +220,8 @@ class Engine:
         self.adapters.check()
 
     def stats(self) -> EngineStats:
-        count, last = self._count, self._last_step
+        count = self._count
+        last = self._last_step if self._scheduler.has_work else Step(())
         num_context = sum(chunk.in_context for chunk in last.chunks)
         return EngineStats(
             waiting=len(self._scheduler.waiting),
@@ -314,8 +318,8 @@ class Engine:
     def _new_sequence(self, prepared: Prepared, handle: int, index: int, max_len: int) -> Sequence:
         lease, tier = self._acquire(prepared)
         sequence = Sequence(handle, _without_tensors(prepared.request), index, max_len, lease, tier=tier)
-        if prepared.matcher is not None:
-            sequence.matcher = prepared.matcher.deep_copy()
+        if prepared.matcher is not None and self._guides is not None:
+            sequence.guide = self._guides.begin(prepared.matcher)
         if prepared.request.params.beam_width > 1:
             sequence.beams = BeamGroup(prepared.request.params.beam_width, sequence)
         return sequence
@@ -362,7 +366,7 @@ class Engine:
             sequence.drop_draft(len(tokens) - 1)
             for token, log_prob in tokens:
                 if token == NOT_FINITE:
-                    _set_error(sequence, RequestError(_NOT_FINITE_TEXT))
+                    self._judge_broken(sequence)
                 else:
                     self._count.generated_tokens += 1
                     sequence.append(token, log_prob)
@@ -371,7 +375,7 @@ class Engine:
             del sequence.generation_logits[sequence.num_output - sequence.num_reported :]
             if sequence.finished:
                 ended.append(sequence)
-            elif sequence.request.streaming:
+            elif sequence.request.streaming and sequence.num_output > sequence.num_reported:
                 events.append((sequence.handle, sequence.take_event(last=False)))
         if not foreseen:
             self._scheduler.advance(step)
@@ -383,13 +387,22 @@ class Engine:
                 ended.append(group.leader)
         return events + self._retire(ended)
 
+    @staticmethod
+    def _judge_broken(sequence: Sequence) -> None:
+        """A row without a token: its guide was not ready, and it comes again, or it cannot go on."""
+        guide = sequence.guide
+        if guide is not None and guide.failure:
+            _set_error(sequence, RequestError(guide.failure))
+        elif guide is None or not guide.is_late:
+            _set_error(sequence, _not_finite(sequence))
+
     def _advance_beams(self, group: BeamGroup, choices: list[Choice]) -> None:
         """Move the beams of one search to the tokens chosen for them."""
         leader = group.leader
         leader.last_token_ns = time.monotonic_ns()
         leader.first_token_ns = leader.first_token_ns or leader.last_token_ns
         if not choices:
-            _set_error(leader, RequestError(_NOT_FINITE_TEXT))
+            _set_error(leader, _not_finite(leader))
             return
         self._count.generated_tokens += group.width
         going = group.settle(choices)
@@ -427,6 +440,7 @@ class Engine:
             group.remove(sequence)
             if not group:
                 del self._requests[sequence.handle]
+                self._logits_room.give_back(sequence.handle)
                 self._count.finished += 1
                 self._count.failed += sequence.finish_reason is FinishReason.ERROR
             events.append((sequence.handle, sequence.take_event(last=not group)))
@@ -437,6 +451,8 @@ class Engine:
         for sequence in sequences:
             if sequence.beams is not None:
                 self._kv.free_reserve(sequence.beams.reserve)
+            if sequence.guide is not None:
+                sequence.guide.close()
         self._release(sequences)
 
     def _release(self, sequences: list[Sequence]) -> None:
@@ -473,10 +489,15 @@ def _with_beams(sequences: list[Sequence]) -> list[Sequence]:
     return [s for one in sequences for s in ([one] if one.beams is None else one.beams.beams)]
 
 
-_NOT_FINITE_TEXT = (
-    "The model's logits are not finite numbers for this request: its adapter does not suit this model, "
-    "or the compute dtype overflowed; try a wider dtype"
-)
+def _not_finite(sequence: Sequence) -> RequestError:
+    """An adapter is its client's own affair; the base model is the server's."""
+    text = (
+        "The model's logits are not finite numbers for this request: {}"
+        "the compute dtype overflowed; try a wider dtype"
+    )
+    if sequence.lease is None:
+        return RequestError(text.format(""))
+    return AdapterNotFiniteError(text.format("its adapter does not suit this model, or "))
 
 
 def _set_error(sequence: Sequence, error: Exception) -> None:

@@ -1,15 +1,37 @@
-"""Guided decoding: what a request's output must match, as a matcher over token ids, by llguidance."""
+"""Guided decoding: what a request's output must match, by llguidance, within bounds of time and memory."""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from manylora.engine.guide_trial import BUSY, WALL_S, make_matcher, open_tokenizer, reason_of
 from manylora.errors import ConfigError, RequestError
 from manylora.request import Guide
 
-__all__ = ["Guides"]
+__all__ = ["GuideState", "Guides"]
+
+logger = logging.getLogger("manylora")
+
+KEPT = 1024  # verdicts on guides
+THREADS = 2  # that work out which tokens may come next
+TOO_COMPLEX = ("ParserTooComplex", "LexerTooComplex", "InternalError")  # ends of llguidance's own making
+MASK_S = 5.0  # that this may take for one token
+TRIAL_S = 3.0 * WALL_S  # until a verdict is there: others may be tried before
 
 
 class Guides:
@@ -20,39 +42,192 @@ class Guides:
 
     def __init__(self, tokenizer_dir: Path, vocab_size: int, eos_ids: Iterable[int]) -> None:
         try:
-            import llguidance
-            from llguidance.gbnf_to_lark import gbnf_to_lark
+            import llguidance  # noqa: F401 - only whether it is there
         except ImportError as error:
             raise ConfigError("guided decoding needs llguidance: pip install llguidance") from error
         path = tokenizer_dir / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"guided decoding: tokenizer_dir: {path} does not exist")
-        self._library, self._to_lark = llguidance, gbnf_to_lark
-        self._tokenizer = llguidance.LLTokenizer(
-            path.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=list(eos_ids) or None
-        )
+        settings: dict[str, Any] = {
+            "path": str(path.resolve()),
+            "vocab_size": vocab_size,
+            "eos_ids": list(eos_ids),
+        }
+        self._tokenizer = open_tokenizer(**settings)
+        self._trials = _Trials(settings)
+        self._lock = threading.Lock()
+        # Digest of a guide -> why it cannot be served. One trial for all who ask at once.
+        self._verdicts: OrderedDict[bytes, Future[str]] = OrderedDict()
+        self._pool = ThreadPoolExecutor(THREADS, "manylora-mask")
 
     def compile(self, guide: Guide) -> Any:
-        """A matcher at the start of the output; `deep_copy` makes more. Any thread. Raises RequestError."""
-        try:
-            matcher = self._library.LLMatcher(self._tokenizer, self._grammar(guide), log_level=0)
-            failure = matcher.get_error() if matcher.is_error() else ""
-        except Exception as error:  # the readers of grammars have no class of their own
-            failure = str(error) or type(error).__name__
+        """A matcher at the start of the output, for `begin`. Any thread; takes up to seconds. Raises
+        RequestError, also for a guide that takes too much: it is tried in another process first."""
+        failure = self._verdict(guide)
+        if not failure:
+            try:
+                matcher = make_matcher(self._tokenizer, guide.type, guide.text)
+                failure = reason_of(matcher.get_error()) if matcher.is_error() else ""
+            except Exception as error:
+                failure = reason_of(str(error)) or type(error).__name__
         if failure:
-            reason = " ".join(failure.split())[:300]
-            raise RequestError(f"guided_decoding_guide is not a valid {guide.type}: {reason}")
+            raise RequestError(f"guided_decoding_guide is not a valid {guide.type}: {failure}")
         return matcher
 
-    def _grammar(self, guide: Guide) -> str:
-        make = self._library.LLMatcher
-        if guide.type == "json":
-            return make.grammar_from_json_schema("{}")
-        if guide.type == "json_schema":
-            return make.grammar_from_json_schema(guide.text)
-        if guide.type == "regex":
-            return make.grammar_from_regex(guide.text)
-        if guide.type == "llguidance":
-            return guide.text
-        lark = guide.text if guide.type == "lark_grammar" else self._to_lark(guide.text)
-        return make.grammar_from_lark(lark)
+    def begin(self, matcher: Any) -> GuideState:
+        """For one sequence under a guide that was compiled."""
+        return GuideState(matcher, self._pool)
+
+    def _verdict(self, guide: Guide) -> str:
+        key = blake2b(f"{guide.type}:{guide.text}".encode(errors="replace"), digest_size=20).digest()
+        with self._lock:
+            known = self._verdicts.get(key)
+            verdict = self._verdicts[key] = known or Future()
+            if len(self._verdicts) > KEPT:
+                self._verdicts.popitem(last=False)
+        if known is None:
+            found = BUSY
+            try:
+                found = self._trials.run(guide)
+            finally:
+                if found == BUSY:  # this says nothing of the guide
+                    with self._lock:
+                        self._verdicts.pop(key, None)
+                verdict.set_result(found)
+        return verdict.result()
+
+
+class GuideState:
+    """Which tokens may come next in one sequence. Belongs to the engine's thread; the work is done on another
+    while the model computes, and who waits for more of it is left out of steps.
+
+    is_stopped: the output is complete.
+    is_late:  the last `mask` was not there in time.
+    failure:  why the guide cannot go on; then the sequence ends with it.
+    """
+
+    def __init__(self, source: Any, pool: ThreadPoolExecutor) -> None:
+        self.is_late = self.is_stopped = False
+        self.failure = ""
+        self._source, self._pool = source, pool
+        self._matcher: Any = None
+        self._since = 0.0  # when the work began; 0: it has not
+        self._work: Future[np.ndarray] = pool.submit(self._compute)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a step with it would wait again."""
+        return self.is_late and not self._work.done()
+
+    def mask(self, deadline: float) -> np.ndarray | None:
+        """[tokens that the tokenizer knows] bool. None: it is not there by then, on the clock of
+        time.monotonic, or the guide failed."""
+        if not self._work.done():
+            wait([self._work], max(0.0, deadline - time.monotonic()))
+        self.is_late = not self._work.done()
+        if self.is_late:
+            if self._since and time.monotonic() - self._since > MASK_S:
+                self.failure = f"guided_decoding_guide takes more than {MASK_S:.0f} s for one token"
+            return None
+        error = self._work.exception()
+        if error is not None:
+            self.failure = _too_complex(str(error) or type(error).__name__)
+            return None
+        return self._work.result()
+
+    def consume(self, token: int) -> bool:
+        """Take the next token. False: the grammar ends here, by an end token of the model's."""
+        matcher = self._matcher
+        taken = matcher.consume_token(token) and not matcher.is_error()
+        self.is_stopped = matcher.is_stopped()
+        if matcher.is_error() and matcher.stop_reason() in TOO_COMPLEX:
+            self.failure = _too_complex(matcher.get_error())
+        if not taken or (self.is_stopped and matcher.stop_reason() == "EndOfSentence"):
+            return False
+        if not self.is_stopped:  # from here on the matcher is the other thread's
+            self._since, self._work = 0.0, self._pool.submit(self._compute)
+        return True
+
+    def close(self) -> None:
+        """The sequence has ended: what has not begun need not."""
+        self._work.cancel()
+
+    def _compute(self) -> np.ndarray:
+        self._since = time.monotonic()
+        if self._matcher is None:
+            self._matcher = self._source.deep_copy()
+        bits = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise RuntimeError(self._matcher.get_error())
+        return np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").astype(bool)
+
+
+def _too_complex(reason: str) -> str:
+    return f"guided_decoding_guide is too complex: {reason_of(reason)}"
+
+
+class _Trials:
+    """The process that tries guides; started with the first one, and again when it is gone."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._open: dict[int, Future[str]] = {}
+        self._number = 0
+
+    def run(self, guide: Guide) -> str:
+        """Why a guide cannot be served; empty: it can. Any thread."""
+        verdict: Future[str] = Future()
+        try:
+            with self._lock:
+                process = self._started()
+                self._number += 1
+                self._open[self._number] = verdict
+                line = {"number": self._number, "kind": guide.type, "text": guide.text}
+                assert process.stdin is not None
+                process.stdin.write(json.dumps(line).encode() + b"\n")
+                process.stdin.flush()
+            return verdict.result(TRIAL_S)
+        except Exception:
+            logger.exception("a guide could not be tried")
+            return BUSY
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            paths = os.pathsep.join(path for path in sys.path if path)
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-m", "manylora.engine.guide_trial"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=os.environ | {"PYTHONPATH": paths},
+            )
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(self._settings).encode() + b"\n")
+            verdicts, self._open = self._open, {}
+            _give_up(verdicts)
+            reader = threading.Thread(
+                target=_read, args=(process, self._open), name="manylora-trials", daemon=True
+            )
+            reader.start()
+            weakref.finalize(self, process.stdin.close)  # its end is that of the process
+        return self._process
+
+
+def _read(process: subprocess.Popen[bytes], verdicts: dict[int, Future[str]]) -> None:
+    """Its answers, until it ends."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        answer = json.loads(line)
+        verdict = verdicts.pop(answer["number"], None)
+        if verdict is not None:
+            verdict.set_result(answer["failure"])
+    process.wait()
+    _give_up(verdicts)
+
+
+def _give_up(verdicts: dict[int, Future[str]]) -> None:
+    for number in list(verdicts):
+        verdict = verdicts.pop(number, None)
+        if verdict is not None:
+            verdict.set_exception(RuntimeError("the process that tries guides has ended"))

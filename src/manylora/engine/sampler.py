@@ -3,6 +3,7 @@ sequence and seed only, never on the rest of the batch."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
@@ -19,6 +20,7 @@ __all__ = ["NOT_FINITE", "Row", "adjust", "sample", "uniform"]
 
 NOT_FINITE = -1  # in place of a token: the row's logits hold a NaN or an infinity
 MASK64 = 2**64 - 1
+GUIDES_S = 0.05  # that a step waits for its guides, all together
 
 Row = tuple[Sequence, int]
 """Whose next token a row of logits is for, and after how many of its tokens."""
@@ -49,13 +51,19 @@ def sample(logits: Tensor, rows: Rows[Row]) -> tuple[Tensor, Tensor | None]:
 
 
 def adjust(logits: Tensor, rows: Rows[Row]) -> Tensor:
-    """Apply biases, penalties, bans and guides in place. Returns which rows were finite before, [L] bool."""
+    """Apply biases, penalties, bans and guides in place. Returns which rows were finite before, [L] bool; not
+    those whose guide was not ready, or failed."""
     finite = _are_finite(logits)
+    deadline = time.monotonic() + GUIDES_S
     for row, (sequence, length) in enumerate(rows):
         if _has_rules(sequence.request.params):
             _apply_rules(logits[row], sequence, length)
-        if sequence.matcher is not None:
-            _apply_guide(logits[row], sequence)
+        if sequence.guide is not None:
+            allowed = sequence.guide.mask(deadline)
+            if allowed is None:
+                finite[row] = False
+            else:
+                _apply_guide(logits[row], allowed)
     return finite
 
 
@@ -123,11 +131,10 @@ def _apply_rules(row: Tensor, sequence: Sequence, length: int) -> None:
         row.index_fill_(0, _index(banned, row), -torch.inf)
 
 
-def _apply_guide(row: Tensor, sequence: Sequence) -> None:
+def _apply_guide(row: Tensor, known: np.ndarray) -> None:
     """Only tokens the guide allows. Where a ban leaves none of them, the guide wins."""
     vocab = row.shape[-1]
-    bits = np.frombuffer(sequence.matcher.compute_bitmask(), np.uint8)
-    known = np.unpackbits(bits, bitorder="little")[:vocab].astype(bool)
+    known = known[:vocab]
     allowed = upload(np.pad(known, (0, vocab - len(known))), torch.bool, row.device)
     row.masked_fill_(~allowed, -torch.inf)
     none_left = torch.isneginf(row).all()

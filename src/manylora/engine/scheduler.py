@@ -140,8 +140,9 @@ class Scheduler:
     def schedule(self, under_way: Step | None = None) -> Step:
         """Decode tokens first, then prompts that are under way, then new sequences.
 
-        Who waits for an adapter's bytes is left out while others have work. under_way: a step that still
-        runs, whose results count; no adapter gives way that it reads. It must have landed at the next call.
+        Who waits for an adapter's bytes, or for its guide, is left out while others have work. under_way: a
+        step that still runs, whose results count; no adapter gives way that it reads. It must have landed at
+        the next call.
         """
         for victim in self._kept:
             self._adapters.suspend(victim.lease)
@@ -150,6 +151,8 @@ class Scheduler:
         this = _Round(self._max_num_tokens)
         going = [sequence for sequence in self.running if not sequence.is_full]
         for sequence in sorted(going, key=lambda s: s.in_prefill):
+            if sequence.is_waiting:
+                continue
             if sequence.blocks and self._make_room(sequence, this) and self._is_loaded(sequence):
                 this.take(sequence)
         self._admit(this)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from manylora.errors import RequestError
 from manylora.request import Beam, Event, FinishReason, Request, RequestMetrics
 
 __all__ = ["PENDING", "Lease", "Sequence"]
@@ -44,7 +45,7 @@ class Sequence:
     is_pending:   whether the last of `tokens` is PENDING; see `foresee`.
     top_p:        the bound of the next token; decays where the request says so.
     beams:        the group of a beam search, None otherwise; see `engine.beam`.
-    matcher:      of guided decoding: which tokens may come next.
+    guide:        of guided decoding: which tokens may come next; see `engine.guide`.
     """
 
     handle: int
@@ -69,7 +70,7 @@ class Sequence:
     top_p: float | None = None
     beams: Any = None
     results: tuple[Beam, ...] = ()
-    matcher: Any = None
+    guide: Any = None
     tier: str = ""
     context_logits: np.ndarray | None = None
     generation_logits: list[np.ndarray] = field(default_factory=list)
@@ -87,9 +88,8 @@ class Sequence:
         self.num_draft = len(self.request.draft)
         self.top_p = self.request.params.top_p
         digest = self.lease.digest if self.lease else ""
-        table = self.request.prompt_table
-        if table is not None:  # other embeddings have other keys and values
-            digest += ":" + blake2b(np.ascontiguousarray(table).data, digest_size=20).hexdigest()
+        if self.request.prompt_table is not None:  # other embeddings have other keys and values
+            digest += ":" + self.request.table_digest
         if self.num_encoder:  # and so have tokens after another text
             ids = np.array(self.request.encoder_prompt, np.int64)
             digest += ":" + blake2b(ids.data, digest_size=20).hexdigest()
@@ -128,6 +128,11 @@ class Sequence:
         return self.num_due > 1 or self.num_output == 0
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether it is still worked out which tokens may come next, and that takes long."""
+        return self.guide is not None and self.guide.is_waiting
+
+    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
@@ -145,7 +150,7 @@ class Sequence:
             or params.repetition_penalty != 1
             or params.presence_penalty
             or params.frequency_penalty
-            or self.matcher is not None
+            or self.guide is not None
             or (self.top_p and params.top_p_decay != 1)
         )
         # Logits are handed over on the host, and guesses and beams are judged there.
@@ -178,7 +183,10 @@ class Sequence:
         if token == params.end_id:
             self.finish_reason = FinishReason.STOP
             return
-        if self.matcher is not None and not self._consume(token):
+        if self.guide is not None and not self.guide.consume(token):
+            self.finish_reason = FinishReason.STOP
+            if self.guide.failure:
+                self.finish_reason, self.error = FinishReason.ERROR, RequestError(self.guide.failure)
             return
         self.tokens.append(token)
         if log_prob is not None:
@@ -186,7 +194,7 @@ class Sequence:
         if self.top_p:
             reset = token == params.top_p_reset_id
             self.top_p = params.top_p if reset else max(self.top_p * params.top_p_decay, params.top_p_min)
-        done = self.matcher is not None and self.matcher.is_stopped()
+        done = self.guide is not None and self.guide.is_stopped
         if done or any(self._ends_with(word) for word in params.stop_words):
             self.finish_reason = FinishReason.STOP
         elif len(self.tokens) >= self.max_len:
@@ -229,13 +237,9 @@ class Sequence:
             adapter_tier=self.tier,
         )
 
-    def _consume(self, token: int) -> bool:
-        """Tell the guide of a token. False: its grammar ends here, by an end token of the model's."""
-        taken = self.matcher.consume_token(token) and not self.matcher.is_error()
-        if taken and not (self.matcher.is_stopped() and self.matcher.stop_reason() == "EndOfSentence"):
-            return True
-        self.finish_reason = FinishReason.STOP
-        return False
-
     def _ends_with(self, word: tuple[int, ...]) -> bool:
-        return self.num_output >= len(word) and tuple(self.tokens[-len(word) :]) == word
+        return (
+            self.tokens[-1] == word[-1]  # which settles it for most
+            and self.num_output >= len(word)
+            and tuple(self.tokens[-len(word) :]) == word
+        )

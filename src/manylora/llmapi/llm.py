@@ -170,6 +170,7 @@ class LLM:
         self._serves_lora = lora_config is not None
         self._guided = config.tokenizer_dir is not None
         self._max_seq_len = engine.max_seq_len
+        self._max_samples, self._max_beams = config.max_batch_size, config.max_beam_width
         adapters = engine.adapters.stats()
         self._loop = EngineLoop(engine)
         room = max(CARRIED_BYTES, adapters.host_pages * adapters.page_bytes)
@@ -262,6 +263,12 @@ class LLM:
             raise ValueError("use_beam_search cannot stream: beams may still change their beginning")
         if params.guided_decoding and not self._guided:
             raise ValueError("guided_decoding needs LLM(guided_decoding_backend='llguidance')")
+        # Before anything is made for each of them.
+        name, most = "max_batch_size", self._max_samples
+        if params.use_beam_search:
+            name, most = "max_beam_width", self._max_beams
+        if decoding.num_results > most:
+            raise ValueError(f"n and best_of must be at most {name} ({most}), got {decoding.num_results}")
         prompt = self._encode(inputs, params)
         decoding = decoding.within(self._max_seq_len - prompt.length)
         path = None

@@ -16,13 +16,13 @@ Waiter = tuple["asyncio.Future[None]", int]
 
 class FairQueue:
     """Belongs to the event loop. capacity: sequences with the engine at one time; more than its batch, so
-    that it never runs dry. max_waiting: requests; 0: no limit."""
+    that it never runs dry. max_waiting: sequences that wait, though one request always may; 0: no limit."""
 
     def __init__(self, capacity: int, max_waiting: int = 0) -> None:
         self._capacity, self._max_waiting = capacity, max_waiting
         self._active = 0
         self._waiting: OrderedDict[str, deque[Waiter]] = OrderedDict()  # the next key's turn is the first's
-        self.num_waiting = 0
+        self.num_waiting = 0  # sequences
 
     @property
     def waiting_keys(self) -> list[str]:
@@ -41,11 +41,11 @@ class FairQueue:
         if not self._waiting and self._fits(cost):
             self._active += cost
             return
-        if self._max_waiting and self.num_waiting >= self._max_waiting:
+        if self._max_waiting and self.num_waiting and self.num_waiting + cost > self._max_waiting:
             raise ApiError(429, "overloaded", "Too many requests wait already, try again", retry_after=1)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(key, deque()).append((turn, cost))
-        self.num_waiting += 1
+        self.num_waiting += cost
         try:
             await turn
         except asyncio.CancelledError:
@@ -63,7 +63,7 @@ class FairQueue:
             if not self._fits(next_cost):
                 return
             line.popleft()
-            self.num_waiting -= 1
+            self.num_waiting -= next_cost
             self._waiting.move_to_end(key)
             if not line:
                 del self._waiting[key]
@@ -80,6 +80,6 @@ class FairQueue:
         line = self._waiting.get(key)
         if line is not None and (turn, cost) in line:
             line.remove((turn, cost))
-            self.num_waiting -= 1
+            self.num_waiting -= cost
             if not line:
                 del self._waiting[key]

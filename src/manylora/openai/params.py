@@ -32,12 +32,14 @@ GREEDY_BELOW = 1e-5  # a temperature that no longer leaves a choice, and would o
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for. logits_bytes: of the float32 logits of a prompt."""
+    """What one request may ask for. logits_bytes: of the float32 logits of a prompt. max_samples: of one
+    prompt: what the engine runs at once."""
 
     max_seq_len: int
     vocab_size: int
     max_sequences: int = 256
     logits_bytes: int = 2**28
+    max_samples: int = 128
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,11 @@ def plan(
         raise ApiError(400, "unsupported_field", "best_of other than n needs stream false", "best_of")
     if best_of is not None and best_of < body.n:
         raise ApiError(400, "invalid_value", "best_of must be at least n", "best_of")
+    if max(body.n, best_of or 0) > limits.max_samples:
+        name = "n" if body.n > limits.max_samples else "best_of"
+        raise ApiError(
+            400, "invalid_value", f"{name} must be at most max_batch_size ({limits.max_samples})", name
+        )
     if echo and top is not None:
         _check_logits(num_prompt, limits)
     if body.min_tokens > max_tokens:

@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 
 from manylora.errors import RequestError
-from manylora.request import Guide, LoraInput, Request, Retention, SamplingParams
+from manylora.request import (
+    MAX_GUIDE_BYTES,
+    MAX_RANGES,
+    MAX_WORD_TOKENS,
+    Guide,
+    LoraInput,
+    Request,
+    Retention,
+    SamplingParams,
+)
 from manylora.wire.table import REFUSED_INPUTS
 
 __all__ = ["Arrays", "Decoded", "decode_requests", "is_stop", "word_list"]
@@ -29,21 +38,34 @@ class Decoded:
 
 @dataclass(frozen=True)
 class _Item:
-    """One item of the batch: scalars and rows by name, None when absent."""
+    """One item of the batch: scalars and rows by name, None when absent. longest: prompt and output may be,
+    in tokens; None: not known."""
 
     arrays: Arrays
     index: int
+    longest: int | None = None
 
     def scalar(self, name: str, default: Any = None) -> Any:
         if name not in self.arrays:
             return default
-        value = self.arrays[name].reshape(len(self.arrays[name]), -1)[self.index]
+        value = self.arrays[name][self.index : self.index + 1].reshape(-1)
         if value.size != 1:
             raise RequestError(f"Expected a scalar tensor for tensor {name}, got {value.size} values")
+        if isinstance(value[0], bytes) and len(value[0]) > MAX_GUIDE_BYTES:
+            raise RequestError(f"{name} must have at most {MAX_GUIDE_BYTES} bytes, got {len(value[0])}")
         return value[0].decode(errors="replace") if isinstance(value[0], bytes) else value[0].item()
 
     def row(self, name: str) -> np.ndarray | None:
         return self.arrays[name][self.index] if name in self.arrays else None
+
+    def ids(self, name: str, most: int | None) -> list[int]:
+        """A row of numbers. most: so many, judged before they are Python's and take 10 times the room."""
+        row = self.row(name)
+        if row is None:
+            return []
+        if most is not None and row.size > most:
+            raise RequestError(f"{name} must have at most {most} values, got {row.size}")
+        return row.reshape(-1).tolist()
 
 
 def is_stop(arrays: Arrays) -> bool:
@@ -52,10 +74,15 @@ def is_stop(arrays: Arrays) -> bool:
 
 
 def decode_requests(
-    arrays: Arrays, request_id: str, decoupled: bool, has_encoder: bool = False
+    arrays: Arrays,
+    request_id: str,
+    decoupled: bool,
+    has_encoder: bool = False,
+    max_seq_len: int | None = None,
 ) -> list[Decoded]:
     """One for each item of the batch. Raises RequestError.
 
+    max_seq_len: prompt and output, in tokens; longer inputs are refused before they are read.
     has_encoder: the model reads input_ids with an encoder, and its decoder goes on from decoder_input_ids; a
     decoder alone takes no notice of the latter, which the ensemble always sends.
     """
@@ -73,7 +100,10 @@ def decode_requests(
         raise RequestError(
             "Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction policy"
         )
-    return [_decode(_Item(arrays, index), request_id, decoupled, has_encoder) for index in range(batch)]
+    return [
+        _decode(_Item(arrays, index, max_seq_len), request_id, decoupled, has_encoder)
+        for index in range(batch)
+    ]
 
 
 def word_list(array: np.ndarray | None) -> tuple[tuple[int, ...], ...]:
@@ -82,6 +112,11 @@ def word_list(array: np.ndarray | None) -> tuple[tuple[int, ...], ...]:
         return ()
     if array.ndim != 2 or len(array) != 2:
         raise RequestError("Invalid format for word list.")
+    if array.shape[1] > MAX_WORD_TOKENS:
+        raise RequestError(
+            f"A word list must have at most {MAX_WORD_TOKENS} tokens, of all its words together, "
+            f"got {array.shape[1]}"
+        )
     ids, ends = array.tolist()
     stops = [end for end in ends if end != -1]
     if ends[: len(stops)] != stops or any(b <= a for a, b in zip([0, *stops], stops, strict=False)):
@@ -110,7 +145,7 @@ def _decode(item: _Item, request_id: str, decoupled: bool, has_encoder: bool) ->
         lora=_lora(item),
         streaming=streaming,
         request_id=request_id,
-        draft=tuple(_ids(item, "draft_input_ids")),
+        draft=tuple(item.ids("draft_input_ids", item.longest)),
         prompt_table=None if table is None or not table.size else table,
         retention=_retention(item),
     )
@@ -134,12 +169,12 @@ def _prompt(item: _Item, name: str) -> tuple[int, ...] | None:
         raise RequestError(
             f"Invalid {name}_ids length. Expected length {length} ({name}_lengths), got length {ids.size}"
         )
+    if item.longest is not None and length >= item.longest:
+        raise RequestError(
+            f"Prompt length ({length}) exceeds maximum input length ({item.longest - 1}). Shorten the prompt "
+            "or serve with a larger max_seq_len"
+        )
     return tuple(ids[:length].tolist())
-
-
-def _ids(item: _Item, name: str) -> list[int]:
-    row = item.row(name)
-    return [] if row is None else row.reshape(-1).tolist()
 
 
 def _params(item: _Item, sequences: int, width: int) -> SamplingParams:
@@ -188,9 +223,9 @@ def _guide(item: _Item) -> Guide | None:
 
 
 def _retention(item: _Item) -> Retention | None:
-    starts, ends = (_ids(item, f"retention_token_range_{name}") for name in ("starts", "ends"))
-    priorities = _ids(item, "retention_token_range_priorities")
-    durations = _ids(item, "retention_token_range_durations_ms") or [-1] * len(starts)
+    starts, ends = (item.ids(f"retention_token_range_{name}", MAX_RANGES) for name in ("starts", "ends"))
+    priorities = item.ids("retention_token_range_priorities", MAX_RANGES)
+    durations = item.ids("retention_token_range_durations_ms", MAX_RANGES) or [-1] * len(starts)
     decode = item.scalar("retention_decode_priority")
     if not (starts or ends or priorities) and decode is None:
         return None

@@ -31,7 +31,7 @@ logger = logging.getLogger("manylora")
 Command = Callable[[], None]
 STATS_S = 0.05
 STUCK_S = 1.0  # that a thread which was given up may still take to end
-GUIDE_THREADS = 4  # that compile guides; one of these may take seconds
+GUIDE_THREADS = 8  # that have guides compiled; one of these may take seconds
 
 
 class EngineLoop:
@@ -134,6 +134,11 @@ class EngineLoop:
     def has_encoder(self) -> bool:
         """Whether prompts go to an encoder, and its decoder has one of its own."""
         return self._engine.model.encoder is not None
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of a prompt and its output."""
+        return self._engine.max_seq_len
 
     @property
     def num_open(self) -> int:

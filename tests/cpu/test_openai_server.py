@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -485,3 +487,60 @@ def test_keys_limit_what_is_used_and_seen(root: Path, tmp_path: Path) -> None:
         assert server.post("/v1/load_lora_adapter", key="boss", **load).status_code == 200
     finally:
         server.close()
+
+
+def test_a_client_that_leaves_its_stream_is_counted(server: Running) -> None:
+    before = server.metric("manylora_clients_left_total")
+    body = {"model": "chinese", "prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as answer:
+        next(answer.iter_lines())
+    wait_for(lambda: server.metric("manylora_clients_left_total") == before + 1)
+    whole = server.post(**body | {"max_tokens": 3})
+    assert whole.text.endswith("data: [DONE]\n\n")
+    assert server.metric("manylora_clients_left_total") == before + 1
+
+
+def test_more_samples_than_the_engine_runs_at_once_are_refused(server: Running) -> None:
+    for name in ("n", "best_of"):
+        answer = server.post(model="demo", prompt="a", max_tokens=2, **{name: 65})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+        assert "max_batch_size (64)" in answer.json()["error"]["message"]
+
+
+DYING = """
+import sys
+from pathlib import Path
+from manylora.engine.engine import Engine
+from manylora.openai.options import ServeOptions
+from manylora.openai.server import run
+
+step = Engine.step
+
+def faulty(engine):
+    if len(engine._everyone()) == 3:
+        raise MemoryError
+    return step(engine)
+
+Engine.step = faulty
+run(ServeOptions(Path(sys.argv[1]), device="cpu", port=int(sys.argv[2])))
+"""
+
+
+def test_a_server_whose_engine_dies_tells_its_clients_and_ends() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    process = subprocess.Popen([sys.executable, "-c", DYING, str(DEMO / "base"), str(port)])
+    try:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+
+            def is_ready() -> bool:
+                with contextlib.suppress(httpx2.HTTPError):
+                    return http.get("/health/ready").status_code == 200
+                return False
+
+            wait_for(is_ready, 60)
+            answer = http.post("/v1/completions", json={"prompt": "a", "n": 3, "max_tokens": 50})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+        assert process.wait(30) == 1
+    finally:
+        process.kill()

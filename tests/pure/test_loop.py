@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import queue
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -302,3 +304,33 @@ def test_requests_and_close_meet_without_a_lost_one() -> None:
         thread.join()
         for sink in sinks:
             sink.wait()
+
+
+def test_a_server_whose_engine_is_stuck_is_not_ready_and_then_gives_it_up(monkeypatch) -> None:
+    from manylora.openai import in_process
+
+    monkeypatch.setattr(in_process, "WATCH_S", 0.02)
+    monkeypatch.setattr(in_process, "STALLED_S", 0.1)
+    engine, sink, reasons = Stuck(), Sink(), queue.SimpleQueue()
+    engine.model = SimpleNamespace(encoder=None)
+    server = in_process.InProcessEngine(engine, 0.3, reasons.put)  # type: ignore[arg-type]
+    assert server.alive
+    server.submit(request(), sink)
+    assert engine.inside.wait(10)
+    while server.alive:
+        threading.Event().wait(0.01)
+    assert "has not moved" in reasons.get(timeout=10)
+    assert isinstance(sink.wait().error, EngineDeadError)
+    engine.go.set()
+    asyncio.run(server.close())
+
+
+def test_a_server_hears_of_its_engine_s_death(engine: FakeEngine) -> None:
+    from manylora.openai import in_process
+
+    reasons: queue.SimpleQueue = queue.SimpleQueue()
+    server = in_process.InProcessEngine(engine, 0.0, reasons.put)  # type: ignore[arg-type]
+    server.submit(request(prompt=(13,)), Sink())
+    assert "MemoryError" in reasons.get(timeout=10)
+    assert not server.alive
+    asyncio.run(server.close())

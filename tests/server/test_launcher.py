@@ -239,3 +239,50 @@ def test_an_unfilled_repository_and_ports_in_use(server: Running) -> None:
     assert "a launcher runs already for this port" in again.stderr
     taken = Running(server.repo, new_server(server.repo).http, server.grpc, server.metrics).launch()
     assert f"--grpc_port {server.grpc} is in use" in taken.stderr
+
+
+FAULTS = """
+
+import time
+from manylora.engine.engine import Engine
+
+_step = Engine.step
+
+
+def _faulty(engine):
+    prompts = [sequence.request.prompt[0] for sequence in engine._everyone()]
+    if 13 in prompts:
+        raise MemoryError
+    if 14 in prompts:
+        time.sleep(10**6)
+    return _step(engine)
+
+
+Engine.step = _faulty
+"""
+
+
+def test_an_engine_thread_that_dies_or_is_stuck_is_replaced(world: World, tmp_path: Path) -> None:
+    repo = fill_repo(tmp_path / "repo", world.model)
+    with (repo / "tensorrt_llm" / "1" / "model.py").open("a") as file:
+        file.write(FAULTS)
+    server = new_server(repo)
+    assert server.launch("--hang-timeout=3").returncode == 0
+    try:
+        log = Path(server.state()["log"]).with_name("supervisor.log")
+        for token, reason in ((13, "is gone"), (14, "has not moved")):
+            old = server.state()["server"]
+            heard: queue.SimpleQueue = queue.SimpleQueue()
+            with ExitStack() as stack:
+                for _ in range(3):
+                    client = stack.enter_context(grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}"))
+                    client.start_stream(lambda result, error, heard=heard: heard.put(error))
+                    client.async_stream_infer("tensorrt_llm", inputs([token, 5, 6], 50))
+                errors = [str(heard.get(timeout=30)) for _ in range(3)]
+            assert "None" not in errors
+            assert token == 14 or any("The engine stopped: MemoryError" in error for error in errors)
+            wait_for("the service is back", lambda old=old: is_back(server, old))
+            assert len(new_ids(ask(server, inputs()))) == len(PROMPT) + NEW
+            assert reason in log.read_text()
+    finally:
+        server.launch("--stop")

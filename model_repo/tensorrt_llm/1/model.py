@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import sys
 import threading
@@ -33,6 +34,8 @@ CHECKS_AT_ONCE = 16
 # The engine's thread and the one that answers take turns in Python; a turn is 5 ms by default, and a step
 # stands still for as long.
 TURN_S = 1e-4
+STALLED_S = 5.0  # of the engine's thread, from which it counts as busy without any request
+LAST_WORDS_S, SENT_S = 5.0, 0.5  # that open requests have to be told of the engine's end; that the last has
 SMALL, KEPT = 8, 1024  # bytes of an output tensor that is kept for the next time; how many are
 
 
@@ -71,7 +74,7 @@ class TritonPythonModel:
             sys.setswitchinterval(TURN_S)
         except (ConfigError, ValueError) as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        self._lifeline = Lifeline("tensorrt_llm", lambda: (len(self._live), self._loop.stats().steps))
+        self._lifeline = Lifeline("tensorrt_llm", self._activity)
         self._sender = threading.Thread(target=self._send_all, name="manylora-send", daemon=True)
         self._sender.start()
         listen(self._client_left)
@@ -85,6 +88,10 @@ class TritonPythonModel:
         self._outbox.put(None)
         self._sender.join()
 
+    def _activity(self):
+        """A thread that is stuck between requests holds up the next ones: it counts as one."""
+        return len(self._live) or int(self._loop.stalled_s > STALLED_S), self._loop.stats().steps
+
     def _take(self, request):
         number = np.array([[next(self._numbers)]], np.int64)
         call = Call(request.request_id(), request.get_response_sender(), 0, [], number)
@@ -94,10 +101,11 @@ class TritonPythonModel:
             if is_stop(arrays):
                 self._stop(call.request_id)
                 self._outbox.put((call, None, None))
-                return call
+                return
             if self._lifeline.draining:
                 raise DrainingError()
-            decoded = decode_requests(arrays, call.request_id, self._decoupled, self._loop.has_encoder)
+            limits = self._loop.has_encoder, self._loop.max_seq_len
+            decoded = decode_requests(arrays, call.request_id, self._decoupled, *limits)
             call.open = len(decoded)
             with self._lock:
                 self._live.add(call)
@@ -110,7 +118,8 @@ class TritonPythonModel:
                 call.tickets.append(self._loop.submit(one.request, sink))
         except Exception as error:
             self._outbox.put((call, None, RequestError(sentence(error, "tensorrt_llm"))))
-        return call
+        if call.done:  # one item of a batch has failed already
+            self._cancel(call)
 
     def _sink(self, call, reply, event):
         self._outbox.put((call, reply, event))
@@ -121,20 +130,31 @@ class TritonPythonModel:
         with self._lock:
             calls = list(self._calls.get(request_id, ()))
         for call in calls:
-            for ticket in call.tickets:
-                self._loop.cancel(ticket)
+            self._cancel(call)
+
+    def _cancel(self, call):
+        for ticket in call.tickets:
+            self._loop.cancel(ticket)
 
     def _client_left(self, number):
         """Of the ensemble: Triton tells it to postprocessing only."""
         with self._lock:
             calls = [call for call in self._live if call.number.item() == number]
         for call in calls:
-            for ticket in call.tickets:
-                self._loop.cancel(ticket)
+            self._cancel(call)
 
     def _send_all(self):
-        """The one thread that answers. Events of a stream that wait together leave as one response."""
-        checked = shown = time.monotonic()
+        """The one thread that answers. Without it, or without the engine, the process is of no use: the
+        launcher starts another."""
+        try:
+            self._answer()
+        except BaseException:
+            logging.getLogger("manylora").critical("the thread that answers died", exc_info=True)
+            os._exit(1)
+
+    def _answer(self):
+        """Until `finalize`. Events of a stream that wait together leave as one response."""
+        checked = shown = ends = time.monotonic()
         while True:
             try:
                 batch = [self._outbox.get(timeout=self._period)]
@@ -151,6 +171,11 @@ class TritonPythonModel:
                     logging.getLogger("manylora").exception("a response could not be sent")
                     self._forget(item[0])
             now = time.monotonic()
+            if self._loop.death is None:
+                ends = now + LAST_WORDS_S
+            elif now > ends or (self._outbox.empty() and not self._live):
+                time.sleep(SENT_S)
+                os._exit(1)
             if now - checked >= self._period:
                 self._cancel_abandoned()
                 checked = now
@@ -163,8 +188,7 @@ class TritonPythonModel:
         if reply is not None and event.finish_reason is not None:
             self._exporter.observe(reply.request.lora, event)
         if failure is not None and not call.started:
-            for ticket in call.tickets:  # the other items of a failed batch
-                self._loop.cancel(ticket)
+            self._cancel(call)  # the other items of a failed batch
             self._finish(call, pb_utils.InferenceResponse(error=pb_utils.TritonError(str(failure))))
             return
         if reply is None:
@@ -205,8 +229,7 @@ class TritonPythonModel:
         for _ in range(min(CHECKS_AT_ONCE, len(self._unchecked))):
             call = self._unchecked.pop()
             if not call.done and call.sender.is_cancelled():
-                for ticket in call.tickets:
-                    self._loop.cancel(ticket)
+                self._cancel(call)
 
 
 def _tensor(name, array):

@@ -101,6 +101,9 @@ class ServeOptions:
         (), "names that clients know this server by, and whose pages may use it; *.NAME, * for any"
     )
     drain_seconds: float = _option(30.0, "that requests under way have when the server stops", float)
+    hang_timeout: float = _option(
+        300.0, "seconds at one step after which the engine counts as dead; 0: never", float
+    )
     ssl_certfile: Path | None = _option(None, "PEM file, for HTTPS", Path)
     ssl_keyfile: Path | None = _option(None, "PEM file, for HTTPS", Path)
     log_level: str = _option("info", "debug, info, warning, error")
@@ -117,6 +120,8 @@ class ServeOptions:
         for name in ("header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout"):
             if not 0 < getattr(self, name) <= 86400:
                 raise ConfigError(f"{name} must be in (0, 86400], got {getattr(self, name)}")
+        if self.hang_timeout < 0:
+            raise ConfigError(f"hang_timeout must be at least 0, got {self.hang_timeout}")
         if self.triton_url is not None:
             self._check_triton()
         if not 0 < self.lora_refresh_seconds <= 86400:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -47,35 +50,51 @@ __all__ = ["http_server", "open_app", "run"]
 
 logger = logging.getLogger("manylora")
 
+START_FAILED = 3  # the exit status of uvicorn's own command
 AHEAD = 2  # batches with the engine: one runs, one is ready to follow
 
 
-def open_app(options: ServeOptions) -> Starlette:
-    """Load everything that can fail, and give the application. Raises ConfigError, ValueError."""
+def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason: None) -> Starlette:
+    """Load everything that can fail, and give the application. Raises ConfigError, ValueError.
+
+    ended: told once, from any thread, why the engine will not answer any more.
+    """
     for name in options.bases:
         if not is_name(name):
             raise ConfigError(f"served_model_name {name!r} has characters that a model's name may not have")
     keyring = Keyring(options.api_keys, open_admin=options.allow_runtime_lora_updating)
     hosts = HostCheck(options.host, options.allowed_hosts, keys=keyring.closed)
     tokenizer = Tokenizer(options.tokenizer or options.model, options.chat_template)
-    served = _in_process(options) if options.triton_url is None else _through_triton(options)
+    served = _in_process(options, ended) if options.triton_url is None else _through_triton(options)
     return make_app(_starter(options, served, tokenizer, keyring, hosts))
 
 
 def run(options: ServeOptions) -> None:
-    """Serve until a signal. Requests under way then have drain_seconds to end.
-
-    Raises ConfigError, ValueError.
+    """Serve until a signal. Requests under way then have drain_seconds to end. An engine that has ended ends
+    the process, with status 1. Raises ConfigError, ValueError.
     """
+    reasons: list[str] = []
+
+    def ended(reason: str) -> None:
+        reasons.append(reason)
+        server.should_exit = True
+
     limits = options.http_limits(raise_open_files(options.max_connections))
     clients = Clients(limits)
     sockets = listen(options.host, options.port, clients)
     try:
-        server = http_server(options, open_app(options), clients)
-        server.run(list(sockets))
+        server = http_server(options, open_app(options, ended), clients)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run(list(sockets))
     finally:
         for one in sockets:
             one.close()
+    if not server.started:
+        sys.exit(START_FAILED)
+    if reasons:
+        logger.critical("%s: this process ends", reasons[0])
+        logging.shutdown()
+        os._exit(1)  # a thread that is stuck would be waited for
 
 
 def http_server(options: ServeOptions, app: Starlette, clients: Clients) -> uvicorn.Server:
@@ -121,14 +140,14 @@ class _Served:
     reader: AdapterReader
 
 
-def _in_process(options: ServeOptions) -> _Served:
+def _in_process(options: ServeOptions, ended: Callable[[str], None]) -> _Served:
     from manylora.engine.engine import Engine
     from manylora.openai.in_process import InProcessEngine
 
     engine = Engine(options.engine_config())
     modules = modules_to_read(engine.adapters.modules, options.sections.get("lora_config"))
     return _Served(
-        lambda: InProcessEngine(engine),
+        lambda: InProcessEngine(engine, options.hang_timeout, ended),
         engine.model,
         engine.max_seq_len,
         engine.config.max_batch_size,
@@ -203,7 +222,7 @@ def _starter(
         metrics = Metrics(options.bases[0])
         queue = FairQueue(AHEAD * served.max_batch_size, options.max_queue_size)
         made = Backend(served.start(), catalog, queue, metrics.meter)
-        limits = Limits(served.max_seq_len, served.model.vocab_size)
+        limits = Limits(served.max_seq_len, served.model.vocab_size, max_samples=served.max_batch_size)
         base = options.bases[0]
         inference = Inference(made, tokenizer, served.model, limits, options.bases, f"fp_{base}")
         return Service(

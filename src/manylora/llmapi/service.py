@@ -10,7 +10,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from manylora.background import step_back
-from manylora.errors import AdapterError, AdapterNotCachedError, ManyloraError, RequestError
+from manylora.errors import (
+    AdapterError,
+    AdapterNotCachedError,
+    AdapterNotFiniteError,
+    ManyloraError,
+    RequestError,
+)
 from manylora.llmapi.adapters import AdapterPath, AdapterReader, AdapterRegistry
 from manylora.llmapi.generation import Generation
 from manylora.loop import EngineLoop
@@ -192,7 +198,10 @@ class Service:
             self._aborted.discard(generation)
             self._lock.notify_all()
         if generation.task_id is not None:
-            self.registry.release(generation.task_id, accepted=not isinstance(event.error, AdapterError))
+            # One that overflows is in the cache, under its id.
+            refused = isinstance(event.error, AdapterError)
+            accepted = not refused or isinstance(event.error, AdapterNotFiniteError)
+            self.registry.release(generation.task_id, accepted)
 
 
 class _Carried:

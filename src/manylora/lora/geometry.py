@@ -52,8 +52,11 @@ class CacheGeometry:
             return module_layers * self.widest
         return num_bytes // (self.page_width * element_bytes)
 
-    def pages_for(self, level: str, num_slots: int) -> int:
-        """Slots rounded up to pages. Raises ConfigError when not even one largest adapter fits."""
+    def pages_for(self, level: str, num_slots: int, *, at_most: bool = False) -> int:
+        """Slots rounded up to pages; at_most: down, as of a number of bytes that must not be exceeded. Raises
+        ConfigError when not even one largest adapter fits."""
+        if at_most:
+            num_slots -= num_slots % self.slots_per_page
         if num_slots < self.min_total_slots:
             raise ConfigError(
                 f"Not enough space allocated to {level} LoRA cache to hold 1 max sized LoRA "
@@ -125,7 +128,11 @@ def plan_cache(
         device_bytes = int(config.gpu_memory_fraction * free_bytes)
     host = geometry.slots_for(config.host_memory_bytes, element_bytes, config.num_host_module_layer)
     device = geometry.slots_for(device_bytes, element_bytes, config.num_device_module_layer)
-    return CachePlan(geometry, geometry.pages_for("host", host), geometry.pages_for("device", device))
+    return CachePlan(
+        geometry,
+        geometry.pages_for("host", host, at_most=not config.num_host_module_layer),
+        geometry.pages_for("device", device, at_most=not config.num_device_module_layer),
+    )
 
 
 class RowShape(NamedTuple):

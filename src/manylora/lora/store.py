@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -126,6 +126,8 @@ class AdapterStore:
             modules = beside_experts(modules)
             plan = plan_cache(modules.values(), *sizes)
             logger.warning("adapters on routed experts are off: %s", error)
+        # What is on the device is on the host too: more pages there could never be used.
+        plan = replace(plan, device_pages=min(plan.host_pages, plan.device_pages))
         native.load()  # not with the first adapter, which would wait for the compiler
         pool = AdapterPool(plan.geometry, plan.host_pages, plan.device_pages, dtype, device)
         store = cls(modules, model, config.rank_limit, plan, pool, base, config.roots)

@@ -123,6 +123,7 @@ class _Routes:
         self._inference = service.inference
         self._catalog = service.backend.catalog
         self._bodies = Bodies(BODIES_AT_ONCE * service.max_body_bytes)
+        service.inference.on_left = service.metrics.count_left
 
     async def completions(self, request: Request) -> Response:
         key = self._key(request)

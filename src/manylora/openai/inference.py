@@ -54,6 +54,7 @@ class Inference:
         self.backend, self.tokenizer, self.limits, self.bases = backend, tokenizer, limits, bases
         self._model, self._fingerprint = model, fingerprint
         self._lanes = Lanes()
+        self.on_left: Callable[[], None] = lambda: None  # called when a client leaves its stream
 
     async def chat(self, request: Request, body: ChatRequest, key: ApiKey) -> Response:
         text = await self._render(body.messages, tool_use(body))
@@ -190,7 +191,7 @@ class Inference:
         ]
         stack = ExitStack()
         stack.enter_context(key.request())
-        run = _Run(self.backend, calls, changed, stack, request)
+        run = _Run(self.backend, calls, changed, stack, request, self.on_left if body.stream else None)
         try:
             await run.begin()
             reply = self._reply(body, calls, choice.name, texts)
@@ -250,7 +251,10 @@ class _Run:
         changed: Signal,
         stack: ExitStack,
         request: Request,
+        on_left: Callable[[], None] | None,
     ) -> None:
+        self._on_left = on_left  # None: the answer's status tells
+        self._streaming = False
         self._backend, self._calls, self._changed, self._stack = backend, calls, changed, stack
         self._left = False
         self.watcher = watch(request.receive, self._leave)
@@ -266,6 +270,7 @@ class _Run:
             await self._wait()
 
     async def stream(self, reply: Reply, usage: bool) -> AsyncIterator[bytes]:
+        self._streaming = True
         try:
             opening = reply.opening()
             if opening:
@@ -279,11 +284,17 @@ class _Run:
                     yield news
                 await self._wait()
             yield news + (reply.closing() if usage else b"") + DONE
+            self._streaming = False
         except ApiError as error:
+            if error.status != 499:
+                self._streaming = False
             yield error.event() + DONE
 
     def close(self) -> None:
         """Idempotent."""
+        if self._streaming and self._on_left is not None:  # without having come to its end
+            self._streaming = False
+            self._on_left()
         self.watcher.cancel()
         for call in self._calls:
             if not call.generation.ended:

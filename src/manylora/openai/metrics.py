@@ -25,7 +25,9 @@ OWN = {
     "manylora_http_requests_total": Family("Answers by route and status", "counter"),
     "manylora_catalog_adapters": Family("Adapters in the catalog by state"),
     "manylora_adapter_read_failures_total": Family("Adapters that could not be read, by code", "counter"),
-    "manylora_clients_left_total": Family("Requests whose client left before the answer", "counter"),
+    "manylora_clients_left_total": Family(
+        "Requests whose client left before the end of the answer", "counter"
+    ),
 }
 
 
@@ -42,7 +44,11 @@ class Metrics:
         labels = (("route", route), ("status", str(status)))
         self._counters["manylora_http_requests_total"][labels] += 1
         if status == 499:
-            self._counters["manylora_clients_left_total"][()] += 1
+            self.count_left()
+
+    def count_left(self) -> None:
+        """A client that left: before an answer, or in the middle of a stream."""
+        self._counters["manylora_clients_left_total"][()] += 1
 
     def meter(self, lora: LoraInput | None, event: Event, waited_s: float) -> None:
         """A sequence has ended. waited_s: before the engine had its request."""

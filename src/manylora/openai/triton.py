@@ -23,6 +23,7 @@ from manylora.errors import (
     AdapterCacheFullError,
     AdapterInvalidError,
     AdapterNotCachedError,
+    AdapterNotFiniteError,
     ConfigError,
     DrainingError,
     RequestError,
@@ -282,6 +283,8 @@ class TritonEngine:
             )
         if "Server is stopping" in text:
             return DrainingError()
+        if request.lora is not None and "not finite numbers" in text:
+            return AdapterNotFiniteError(text)
         if request.lora is not None and ADAPTER_FAULT.search(text):
             return AdapterInvalidError(text)
         if isinstance(error, InferenceServerException):

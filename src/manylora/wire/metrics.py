@@ -149,7 +149,8 @@ def iteration_log(samples: Iterable[Sample]) -> dict[str, float | str]:
 
 
 class RequestMeter:
-    """What finished sequences add. The first MAX_ADAPTERS adapters are told apart, the rest are `other`.
+    """What finished sequences add. The first MAX_ADAPTERS adapters that answered are told apart, the rest are
+    `other`: a name that only ever failed may be anything a client thought of.
 
     The launcher's own trial before it calls the server ready adds nothing: no user sent it.
     """
@@ -164,7 +165,8 @@ class RequestMeter:
         if self._starting:
             return iter(())
         name = BASE if lora is None else lora.name or str(lora.task_id)
-        if name not in self._names and len(self._names) >= MAX_ADAPTERS:
+        unproven = event.finish_reason is FinishReason.ERROR or len(self._names) >= MAX_ADAPTERS
+        if name not in self._names and unproven:
             name = OTHER
         self._names.add(name)
         return _request_samples(("adapter", name), event, waited_s)
@@ -207,8 +209,9 @@ def _upstream(stats: EngineStats) -> Iterator[tuple[str, str, dict[str, float]]]
         "waiting": waiting,
     }  # fmt: skip
     a = stats.adapters
-    engine_bytes = stats.weight_bytes + stats.kv_bytes + a.device_pages * a.page_bytes
-    host_bytes = a.host_pages * a.page_bytes
+    engine_bytes, host_bytes = stats.weight_bytes + stats.kv_bytes, a.host_pages * a.page_bytes
+    if stats.on_gpu:  # a CPU's device level is a number of pages that may be in use, and no memory
+        engine_bytes += a.device_pages * a.page_bytes
     yield MEMORY, "memory_type", {
         "cpu": 0 if stats.on_gpu else engine_bytes + host_bytes,
         "gpu": engine_bytes if stats.on_gpu else 0,

@@ -27,7 +27,6 @@ from manylora.openai.errors import ApiError
 from manylora.openai.hosts import HostCheck
 from manylora.openai.logs import Fold, PlainFormatter
 from manylora.openai.schema import MAX_VALUES, ChatRequest, CompletionRequest, parse
-from manylora.text import Tokenizer
 
 LOAD = {"lora_name": "mine", "lora_path": "chinese", "load_inplace": True}
 
@@ -95,34 +94,17 @@ def test_hosts_and_origins_in_detail() -> None:
         HostCheck("x", ["https://example.com"])
 
 
-MANY = MAX_VALUES + 1
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"prompt":[' + b"1," * MANY + b"1]}",
-        b'{"prompt":[' + b"[]," * (MANY // 2) + b"[]]}",
-        b'{"prompt":"x","tools":' + b"[" * MANY,
-        b'{"prompt":"x",' + b",".join(b'"%d":1' % n for n in range(MANY)) + b"}",
-        b'{"prompt":"x","a":' + b'"' * (5 * MANY) + b"," * MANY,
-    ],
-)
-def test_a_body_of_too_many_values_is_refused_before_it_is_read(body: bytes) -> None:
-    with pytest.raises(ApiError, match="too many values") as error:
+def test_a_body_of_many_short_texts_is_refused_before_it_is_read() -> None:
+    body = b'{"prompt":"x","a":' + b'"' * (5 * MAX_VALUES) + b"," * MAX_VALUES + b",}"
+    with pytest.raises(ApiError, match="too many parts") as error:
         parse(body, CompletionRequest)
     assert error.value.status == 413
 
 
 def test_a_text_may_have_as_many_commas_as_it_likes() -> None:
-    text = '\\\\",[{' * MANY + '"\\\\'
-    for given in (text, text.replace("\\\\", "")):
-        raw = (
-            b'{"prompt":"'
-            + given.replace("\\\\", "\\").replace("\\", "\\\\").replace('"', '\\"').encode()
-            + b'"}'
-        )
-        assert len(parse(raw, CompletionRequest).prompt) > 4 * MANY
+    for text in (',\\\\",[{' * (MAX_VALUES + 1), ',\\\\\\",[{' * (MAX_VALUES + 1)):
+        raw = json.dumps({"prompt": text + "\\"}).encode()
+        assert parse(raw, CompletionRequest).prompt == text + "\\"
 
 
 @pytest.mark.parametrize(
@@ -144,16 +126,7 @@ def test_the_first_of_many_wrong_values_ends_the_check(kind: Any, body: dict[str
     assert cause is None or (isinstance(cause, ValidationError) and cause.error_count() < 10)
 
 
-def test_more_than_may_be_answered_is_refused_before_any_work(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("encode", "decode"):
-        monkeypatch.setattr(Tokenizer, name, None)
-    answer = server.post(model="demo", prompt=["a" * 100] * 50000)
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "n"
-    assert "256 outputs" in answer.json()["error"]["message"]
-    answer = server.post("/detokenize", tokens=[1] * 70000)
-    assert answer.status_code == 400 and "65536" in answer.json()["error"]["message"]
+def test_what_is_no_text_and_no_number_is_refused_as_such(server: Running) -> None:
     answer = server.http.post(
         "/v1/completions", content=b'{"prompt":"\xff\xfe"}', headers={"content-type": "application/json"}
     )

@@ -60,6 +60,7 @@ class Clients:
 
     @property
     def num_open(self) -> int:
+        """Without those that have given way and are about to be closed."""
         return len(self._open)
 
     def admit(self, client: socket.socket, address: str) -> bool:
@@ -76,6 +77,8 @@ class Clients:
 
     def leave(self, number: int) -> None:
         """number: the descriptor."""
+        if number not in self._open:  # it gave way
+            return
         _, address = self._open.pop(number)
         self._waited_for.pop(number, None)
         self._by_address[address] -= 1
@@ -95,9 +98,10 @@ class Clients:
         found = next((n for n in self._waited_for if address in (None, self._open[n][1])), None)
         if found is None:
             return False
-        del self._waited_for[found]
+        client = self._open[found][0]
+        self.leave(found)
         with contextlib.suppress(OSError):  # it has just left by itself
-            self._open[found][0].shutdown(socket.SHUT_RDWR)  # its transport sees the end, and closes it
+            client.shutdown(socket.SHUT_RDWR)  # its transport sees the end, and closes it
         return True
 
 

@@ -38,6 +38,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._raw = 0  # bytes of this part of the request as they came
         self._head = self._body = 0  # bytes of it that mean something
         self._body_seen = 0
+        self._unread = 0  # of what has just come, about: what the parser has not told of yet
         self._served: RequestResponseCycle | None = None  # uvicorn's `cycle` is the last of those that wait
         self._refusal: ApiError | None = None
         self._ended = False  # what it sends is not looked at any more
@@ -63,6 +64,7 @@ class BoundedHttp(HttpToolsProtocol):
             return
         self._unset_keepalive_if_required()
         self._raw += len(data)
+        self._unread = len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -79,6 +81,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
+        self._unread -= len(url)
         if len(self.url) > MAX_TARGET:
             reason = f"The path and query of a request may have {MAX_TARGET} bytes"
             self._fail(ApiError(414, "uri_too_long", reason))
@@ -88,6 +91,7 @@ class BoundedHttp(HttpToolsProtocol):
             return  # behind a chunked body; what the request says must be known before it
         super().on_header(name, value)
         self._head += len(name) + len(value) + 4
+        self._unread -= len(name) + len(value) + 4
         if len(self.headers) > MAX_HEADERS:
             reason = f"A request may have {MAX_HEADERS} headers"
             self._fail(ApiError(431, "headers_too_large", reason))
@@ -102,12 +106,13 @@ class BoundedHttp(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             self._fail(ApiError(429, "overloaded", f"{MAX_PIPELINED} requests may wait on one connection"))
         super().on_headers_complete()
-        self._at, self._raw, self._body, self._body_seen = BODY, 0, 0, 0
+        self._at, self._raw, self._body, self._body_seen = BODY, max(0, self._unread), 0, 0
         self._stop_timer()
         self._clients.served(self._number)
 
     def on_body(self, body: bytes) -> None:
         self._body += len(body)
+        self._unread -= len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:

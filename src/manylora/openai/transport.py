@@ -11,11 +11,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from manylora.allocator import give_back
 from manylora.openai.errors import ApiError
 
 __all__ = ["Bodies", "EventStream", "content_type", "error_response", "read_body", "watch"]
 
 SMALL = 2**16  # bytes of a body that is not counted
+LARGE = 2**20  # bytes of one whose memory is given back, when it has been read
+GIVE_BACK_S = 0.5  # afterwards, once for all until then
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # a proxy must not gather the events
 
 
@@ -30,6 +33,7 @@ class Bodies:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
+        self._giving: asyncio.TimerHandle | None = None
         self.num_bytes = 0
 
     @contextmanager
@@ -50,9 +54,15 @@ class Bodies:
             yield hold
         finally:
             self.num_bytes -= counted
+            if counted > LARGE and self._giving is None:
+                self._giving = asyncio.get_running_loop().call_later(GIVE_BACK_S, self._give_back)
+
+    def _give_back(self) -> None:
+        self._giving = None
+        give_back()
 
 
-async def read_body(request: Request, max_bytes: int, hold: Callable[[int], None]) -> bytes:
+async def read_body(request: Request, max_bytes: int, hold: Callable[[int], None]) -> bytearray:
     """hold: of `Bodies.open`. Raises ApiError: 413 over the limit, 415 for another content type than JSON."""
     if content_type(request) != "application/json":
         raise ApiError(415, "unsupported_media_type", "The Content-Type must be application/json")
@@ -66,7 +76,7 @@ async def read_body(request: Request, max_bytes: int, hold: Callable[[int], None
         hold(len(body))
         if len(body) > max_bytes:
             raise too_large
-    return bytes(body)
+    return body
 
 
 def watch(receive: Receive, left: Callable[[], None]) -> asyncio.Task[None]:

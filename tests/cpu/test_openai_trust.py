@@ -250,10 +250,10 @@ def test_what_passes_is_tried_again_and_withdraws_nobody(monkeypatch: pytest.Mon
             raise OSError(errno.EMFILE, "Too many open files")
         return real_find(*arguments)
 
-    def read(self: catalog.AdapterReader, path: Path) -> Any:
+    def read(self: catalog.AdapterReader, *arguments: Any) -> Any:
         if short:
             raise OSError(errno.EMFILE, "Too many open files")
-        return real_read(self, path)
+        return real_read(self, *arguments)
 
     monkeypatch.setattr(catalog, "find_adapters", find_adapters)
     monkeypatch.setattr(catalog.AdapterReader, "read", read)

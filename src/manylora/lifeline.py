@@ -3,16 +3,18 @@
 Triton never ends a Python model's process that is busy when the server dies, so the process ends itself. The
 launcher asks for draining by a file in the run directory, and another lies there until it calls the server
 ready. Each process reports there, in a file of its own, whether it has seen the first, how many requests it
-holds, and a number that grows while it works on them.
+holds, and a number that grows while it works on them. A report is written over the one before, also over that
+of a server before: a disk that has become full has room for that.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 __all__ = [
     "DRAIN_FILE",
@@ -21,6 +23,7 @@ __all__ = [
     "RUN_DIR",
     "STARTING_FILE",
     "Lifeline",
+    "Report",
     "is_starting",
     "read_reports",
 ]
@@ -29,22 +32,37 @@ RUN_DIR = "MANYLORA_RUN_DIR"
 DRAIN_FILE = "drain"
 STARTING_FILE = "starting"
 REPORT = "report."
+REPORT_BYTES = 64
 PERIOD_S = 0.25
 
 
-class Lifeline:
-    """A daemon thread that watches the parent process and the run directory.
+class Report(NamedTuple):
+    """written_ns: the time of the file, which moves on also where its content cannot."""
 
-    activity: requests held and progress, from any thread; without it, what `busy` counts.
+    draining: bool
+    held: int
+    progress: int
+    written_ns: int
+
+
+class Lifeline:
+    """A daemon thread that watches the parent process and the run directory: to be made first of all, since a
+    model may load for long. It ends the process at once when the server is gone already.
+
+    name: of the model's instance. activity: gives requests held and progress, from any thread; may be set
+    later; without it, what `busy` counts.
     """
 
-    def __init__(self, name: str, activity: Callable[[], tuple[int, int]] | None = None) -> None:
+    def __init__(self, name: str) -> None:
         self.draining = False
         self._held = self._done = 0
-        self._activity = activity or (lambda: (self._held, self._done))
+        self.activity: Callable[[], tuple[int, int]] = lambda: (self._held, self._done)
         self._parent = os.getppid()
         folder = os.environ.get(RUN_DIR)
         self._run_dir = Path(folder) if folder else None
+        if folder and not _is_child_of_server(folder):
+            os._exit(1)
+        self._report: int | None = None
         self._report_name = REPORT + name
         threading.Thread(target=self._watch, name="manylora-lifeline", daemon=True).start()
 
@@ -66,8 +84,22 @@ class Lifeline:
             if self._run_dir is not None and self._run_dir.is_dir():
                 # Read before the counts: nothing new is taken after a report that says so.
                 self.draining = (self._run_dir / DRAIN_FILE).exists()
-                held, progress = self._activity()
-                _write(self._run_dir / self._report_name, f"{int(self.draining)} {held} {progress}")
+                held, progress = self.activity()
+                self._write(self._run_dir, f"{os.getpid()} {int(self.draining)} {held} {progress}")
+
+    def _write(self, run_dir: Path, text: str) -> None:
+        """In place. Where even that has no room, the file's time still says that this process lives."""
+        try:
+            if self._report is None:
+                self._report = os.open(
+                    run_dir / self._report_name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600
+                )
+            try:
+                os.pwrite(self._report, text.ljust(REPORT_BYTES).encode(), 0)
+            except OSError:
+                os.utime(self._report)
+        except OSError:
+            pass  # the run directory is being removed
 
 
 def is_starting() -> bool:
@@ -76,22 +108,25 @@ def is_starting() -> bool:
     return folder is not None and (Path(folder) / STARTING_FILE).exists()
 
 
-def read_reports(run_dir: Path) -> dict[str, tuple[bool, int, int]]:
-    """By process name: draining, requests held, progress."""
+def read_reports(run_dir: Path, pids: Container[int]) -> dict[int, Report]:
+    """What these processes last reported; the files of others are of a server before."""
     found = {}
-    for path in run_dir.glob(f"{REPORT}*[!~]"):
+    for path in run_dir.glob(f"{REPORT}*"):
         try:
-            draining, held, progress = map(int, path.read_text(encoding="utf-8").split())
+            pid, draining, held, progress = map(int, path.read_text(encoding="utf-8").split())
+            if pid in pids:
+                found[pid] = Report(bool(draining), held, progress, path.stat().st_mtime_ns)
         except (OSError, ValueError):
             continue
-        found[path.name.removeprefix(REPORT)] = (bool(draining), held, progress)
     return found
 
 
-def _write(path: Path, text: str) -> None:
-    fresh = path.with_name(path.name + "~")
+def _is_child_of_server(folder: str) -> bool:
+    """A server has the same run directory in its environment; who adopts orphans has not."""
     try:
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(path)
+        environment = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    except PermissionError:
+        return os.getppid() != 1
     except OSError:
-        pass  # the run directory is being removed
+        return False
+    return f"{RUN_DIR}={folder}".encode() in environment.split(b"\0")

@@ -39,6 +39,10 @@ ORDER = [
     ["lora_helper", "lora_manager", "executor", "sampling_params", "models", "quantization", "_torch"],
 ]
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
+LAUNCHER = [
+    "roles", "state", "logs", "processes", "doors", "find", "repository", "keeper", "child",
+    "server", "service", "cli",
+]  # fmt: skip
 LLMAPI = [
     "lora", "llm_args", "guided", "sampling", "outputs", "result", "decoding", "continuation", "adapters",
     "generation", "sizing", "service", "llm", "options",
@@ -117,6 +121,7 @@ INSIDE = {
         "checks",
         "engine",
     ],
+    "launcher": LAUNCHER,
     "llmapi": LLMAPI,
     "bench": BENCH,
     "openai": OPENAI,

@@ -14,6 +14,7 @@ import pytest
 
 from manylora.errors import RequestError
 from manylora.lanes import LONG
+from manylora.lifeline import Lifeline
 from manylora.wire.context import engine_context
 from manylora.wire.desk import Desk
 from manylora.wire.failures import check_parameters, sentence
@@ -51,7 +52,7 @@ UTILS = SimpleNamespace(
 
 
 def desk(work: Any) -> Desk:
-    return Desk("reading", UTILS, lambda arrays: int(arrays["length"][0, 0]), work)
+    return Desk("reading", Lifeline("reading"), UTILS, lambda arrays: int(arrays["length"][0, 0]), work)
 
 
 def test_a_short_text_is_answered_while_a_long_one_is_worked_on() -> None:

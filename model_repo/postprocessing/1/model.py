@@ -9,6 +9,7 @@ import triton_python_backend_utils as pb_utils
 
 from manylora.departures import Departures
 from manylora.errors import ConfigError, RequestError
+from manylora.lifeline import Lifeline
 from manylora.text import open_tokenizer
 from manylora.wire.binding import check_shapes
 from manylora.wire.desk import Desk
@@ -20,6 +21,7 @@ SMALL = 64  # bytes of a text that is kept for the next time
 
 class TritonPythonModel:
     def initialize(self, args):
+        self._lifeline = Lifeline(args["model_instance_name"])
         check_shapes(pb_utils)
         parameters = parameters_of(args["model_config"])
         try:
@@ -28,7 +30,7 @@ class TritonPythonModel:
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self._departures = Departures()
-        self._desk = Desk("postprocessing", pb_utils, _measure, self._work)
+        self._desk = Desk("postprocessing", self._lifeline, pb_utils, _measure, self._work)
 
     def execute(self, requests):
         self._departures.look(requests)

@@ -8,6 +8,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from manylora.errors import ConfigError, RequestError
+from manylora.lifeline import Lifeline
 from manylora.text import open_tokenizer
 from manylora.wire.binding import check_shapes
 from manylora.wire.context import engine_context
@@ -22,6 +23,7 @@ WORD = 16  # characters of a text that take as long as a word does, be it empty
 
 class TritonPythonModel:
     def initialize(self, args):
+        self._lifeline = Lifeline(args["model_instance_name"])
         check_shapes(pb_utils)
         parameters = parameters_of(args["model_config"])
         try:
@@ -31,7 +33,7 @@ class TritonPythonModel:
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self._context = engine_context(Path(args["model_repository"]))
-        self._desk = Desk("preprocessing", pb_utils, self._measure, self._work)
+        self._desk = Desk("preprocessing", self._lifeline, pb_utils, self._measure, self._work)
 
     def execute(self, requests):
         return self._desk.answer(requests)

@@ -54,6 +54,7 @@ class Call:
 
 class TritonPythonModel:
     def initialize(self, args):
+        self._lifeline = Lifeline(args["model_instance_name"])
         check_shapes(pb_utils)
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
         parameters, config = parameters_of(args["model_config"]), json.loads(args["model_config"])
@@ -74,7 +75,7 @@ class TritonPythonModel:
             sys.setswitchinterval(TURN_S)
         except (ConfigError, ValueError) as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        self._lifeline = Lifeline("tensorrt_llm", self._activity)
+        self._lifeline.activity = self._activity
         self._sender = threading.Thread(target=self._send_all, name="manylora-send", daemon=True)
         self._sender.start()
         listen(self._client_left)

@@ -56,6 +56,7 @@ class Call:
 
 class TritonPythonModel:
     def initialize(self, args):
+        self._lifeline = Lifeline(args["model_instance_name"])
         check_shapes(pb_utils)
         parameters = parameters_of(args["model_config"])
         try:
@@ -67,7 +68,6 @@ class TritonPythonModel:
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self._decoupled = '"decoupled":true' in args["model_config"].replace(" ", "")
-        self._lifeline = Lifeline("tensorrt_llm_bls")
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="manylora-bls")
         self._outbox = queue.SimpleQueue()
         self._calls = set()

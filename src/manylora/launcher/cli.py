@@ -9,19 +9,27 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from argparse import ArgumentParser, Namespace
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, NoReturn
 
 from manylora.errors import ConfigError
-from manylora.launcher.doors import check_own_directory, copy_private, management_secret, open_doors
+from manylora.launcher.doors import check_own_directory, management_secret, open_doors
+from manylora.launcher.find import find_tritonserver
+from manylora.launcher.keeper import Keeper
+from manylora.launcher.logs import open_log
+from manylora.launcher.processes import is_child, port_is_free
 from manylora.launcher.repository import check_filled, with_defaults
-from manylora.launcher.server import Options, clear_leftovers, is_alive, port_is_free
-from manylora.launcher.supervisor import Supervisor, read_state
+from manylora.launcher.roles import DEPUTIES, LAUNCH, SUPERVISOR, Roles
+from manylora.launcher.server import Options, clear
+from manylora.launcher.service import FAILED, TritonService
+from manylora.launcher.state import State, read_state
 
 __all__ = ["main"]
 
+LOCK = "lock"
 REFUSED = {
     "multi_model": "--multi-model: one server serves one base model; start another on other ports",
     "disable_spawn_processes": "--disable-spawn-processes belongs to --multi-model, which is not available",
@@ -32,22 +40,40 @@ REFUSED = {
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    run_dir = _temporary() / f"manylora-{os.getuid()}-{options.http_port}"
     try:
         if options.stop or options.status:
-            return _stop(options) if options.stop else _status(options)
-        run_dir = _run_dir(options)
-        if run_dir.exists():
-            _take_over(run_dir, options.http_port)
-        _check(options)
+            check_own_directory(run_dir)
+            return _stop(options, run_dir) if options.stop else _status(options, run_dir)
         os.umask(0o077)  # logs and traces may hold what clients send
-        run_dir.mkdir()
-        if not options.open_management:
-            options.management_secret = management_secret(run_dir, options.management_secret_file)
-        print(open_doors(options.address, run_dir, options.open_management), file=sys.stderr)
-        return _foreground(options, run_dir) if options.foreground else _background(options, run_dir)
+        return _start(options, run_dir)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1
+
+
+def _temporary() -> Path:
+    """As `tempfile` chooses, which goes elsewhere when this is full: nobody would find the server then."""
+    given = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
+    return next((Path(path) for path in given if path and Path(path).is_dir()), Path("/tmp")).absolute()
+
+
+def _start(options: Namespace, run_dir: Path) -> int:
+    roles = _enter(run_dir)
+    try:
+        try:
+            _clear(run_dir, options.http_port)
+            _check(options)
+            if not options.open_management:
+                options.management_secret = management_secret(run_dir, options.management_secret_file)
+            keeper, state = _keeper(options, run_dir, roles)
+        except OSError as error:
+            raise ConfigError(f"{error.filename or run_dir}: {error.strerror}") from error
+        print(open_doors(options.address, run_dir, options.open_management), file=sys.stderr)
+        return (_foreground if options.foreground else _background)(options, keeper, state, roles, run_dir)
+    except ConfigError:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        raise
 
 
 def _parser() -> ArgumentParser:
@@ -83,6 +109,13 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("--no-restart", action="store_true", help="end with the reason when a process dies")
     parser.add_argument(
+        "--restart-tries",
+        type=int,
+        default=0,
+        metavar="N",
+        help="end with the reason after so many failed restarts in a row; 0: never",
+    )
+    parser.add_argument(
         "--open-management",
         action="store_true",
         help="let everybody register shared memory, load models, and change logging and tracing",
@@ -102,6 +135,8 @@ def _check(options: Namespace) -> None:
     for name, text in REFUSED.items():
         if getattr(options, name):
             raise ConfigError(text)
+    if options.restart_tries < 0:
+        raise ConfigError(f"--restart-tries must be at least 0, got {options.restart_tries}")
     if options.world_size != 1:
         raise ConfigError(f"--world_size must be 1, got {options.world_size}: one process serves one model")
     if options.tensorrt_llm_model_name != "tensorrt_llm":
@@ -144,25 +179,36 @@ def _busy_servers() -> list[str]:
     return found
 
 
-def _run_dir(options: Namespace) -> Path:
-    run_dir = Path(tempfile.gettempdir()) / f"manylora-{os.getuid()}-{options.http_port}"
-    check_own_directory(run_dir)
-    return run_dir
+def _enter(run_dir: Path) -> Roles:
+    """Make the run directory this process's. Raises ConfigError when a launcher has it."""
+    while True:
+        try:
+            run_dir.mkdir(mode=0o700, exist_ok=True)
+            check_own_directory(run_dir)
+            roles = Roles.of(run_dir / LOCK, create=True)
+        except FileNotFoundError:  # who was ending has removed it
+            continue
+        except OSError as error:
+            raise ConfigError(f"the run directory {run_dir} cannot be made: {error.strerror}") from error
+        free = roles.take(LAUNCH)
+        if pids := [roles.holder(LAUNCH)] if not free else roles.holders():
+            raise ConfigError(f"a launcher runs already for this port (process {pids[0]}): use --stop")
+        if roles.is_at(run_dir / LOCK):
+            return roles
+        roles.close()
 
 
-def _take_over(run_dir: Path, http_port: int) -> None:
-    """Clear what a supervisor left that is no more."""
-    state = read_state(run_dir)
-    if state and is_alive(state["supervisor"]):
-        raise ConfigError(
-            f"a launcher runs already for this port (process {state['supervisor']}): use --stop"
-        )
-    if state:
-        clear_leftovers(state["processes"], http_port)
-    shutil.rmtree(run_dir)
+def _clear(run_dir: Path, http_port: int) -> None:
+    """What processes left that nobody is responsible for any more."""
+    clear(run_dir, http_port)
+    for path in run_dir.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
 
 
-def _supervise(options: Namespace, run_dir: Path) -> int:
+def _keeper(options: Namespace, run_dir: Path, roles: Roles) -> tuple[Keeper, State]:
     settings = Options(
         model_repo=with_defaults(options.model_repo.resolve(), run_dir),
         http_port=options.http_port,
@@ -172,88 +218,135 @@ def _supervise(options: Namespace, run_dir: Path) -> int:
         start_timeout=options.start_timeout,
         drain_timeout=options.drain_timeout,
         hang_timeout=options.hang_timeout,
-        restart=not options.no_restart,
         verbose_log=str(Path(options.log_file).resolve()) if options.log else None,
         triton_args=tuple(options.triton_arg),
         management_secret=options.management_secret,
     )
-    deputy = not (options.foreground or options.no_restart)
-    return Supervisor(settings, options.tritonserver, run_dir, deputy).run()
+    installation = find_tritonserver(options.tritonserver, run_dir)
+    state = State()
+    tries = 0 if options.no_restart else options.restart_tries or None
+    # In the foreground whoever runs the launcher starts it again.
+    deputies = 0 if options.foreground or options.no_restart else len(DEPUTIES)
+    return Keeper(TritonService(installation, settings, run_dir), roles, state, deputies, tries), state
 
 
-def _foreground(options: Namespace, run_dir: Path) -> int:
+def _foreground(_: Namespace, keeper: Keeper, state: State, _roles: Roles, run_dir: Path) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    code = _supervise(options, run_dir)
+    code = keeper.run()
     if code:
-        _report_failure(run_dir)
+        _report_failure(state, run_dir)
     return code
 
 
-def _background(options: Namespace, run_dir: Path) -> int:
-    """Fork a supervisor of its own session, and wait until it is ready or gave up."""
+def _background(options: Namespace, keeper: Keeper, state: State, roles: Roles, run_dir: Path) -> int:
+    """Fork a supervisor of its own session, and wait until it, or a deputy of its, is ready or gave up."""
     child = os.fork()
     if child == 0:
+        _be_supervisor(keeper, run_dir)
+    signals: list[int] = []
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, lambda number, _: signals.append(number))
+    started = time.monotonic()
+    while is_child(child) or roles.holders():
+        said = state.read()["state"]
+        waited = time.monotonic() - started
+        lead = "\r" if sys.stdout.isatty() else ""
+        if signals:
+            _end_supervision(options, roles, child)
+            print(f"{lead}stopped while starting", file=sys.stderr)
+            return 1
+        if said == "ready":
+            print(f"{lead}ready after {waited:.1f} s on http port {options.http_port}")
+            return 0
+        if lead:
+            print(f"{lead}{said} {waited:.0f} s ", end="", flush=True)
+        time.sleep(0.2)
+    if sys.stdout.isatty():
+        print()
+    said = state.read()["state"]
+    if said == "stopping":
+        print("stopped while starting", file=sys.stderr)
+        return 1
+    if said != "failed":
+        clear(run_dir, options.http_port)
+        state.write(reason="the supervisor and its deputies were killed while the server was starting")
+    _report_failure(state, run_dir)
+    return 1
+
+
+def _be_supervisor(keeper: Keeper, run_dir: Path) -> NoReturn:
+    code = 1
+    try:
         os.setsid()
-        log = os.open(run_dir / "supervisor.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-        null = os.open(os.devnull, os.O_RDONLY)
+        log, null = open_log(run_dir / "supervisor.log"), os.open(os.devnull, os.O_RDONLY)
         for target, source in ((0, null), (1, log), (2, log)):
             os.dup2(source, target)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-        code = 1
-        try:
-            code = _supervise(options, run_dir)
-        finally:
-            os._exit(code)
-    started = time.monotonic()
-    while True:
-        state = read_state(run_dir) or {"state": "starting"}
-        if state["state"] == "ready":
-            lead = "\r" if sys.stdout.isatty() else ""
-            print(f"{lead}ready after {time.monotonic() - started:.1f} s on http port {options.http_port}")
-            return 0
-        ended, _ = os.waitpid(child, os.WNOHANG)
-        if ended:
-            if sys.stdout.isatty():
-                print()
-            _report_failure(run_dir)
-            return 1
-        if sys.stdout.isatty():
-            print(f"\r{state['state']} {time.monotonic() - started:.0f} s ", end="", flush=True)
-        time.sleep(0.2)
+        code = keeper.run()
+    except BaseException:
+        logging.exception("the supervisor failed")
+    finally:
+        os._exit(code)
 
 
-def _report_failure(run_dir: Path) -> None:
-    state = read_state(run_dir)
-    print((state or {}).get("reason") or "the server did not start", file=sys.stderr)
-    log = run_dir / "server.log"
-    if log.exists():
-        kept = Path(tempfile.gettempdir()) / f"{run_dir.name}.log"
-        copy_private(log, kept)
+def _report_failure(state: State, run_dir: Path) -> None:
+    print(state.read()["reason"] or "the server did not start", file=sys.stderr)
+    kept = run_dir.with_suffix(".log")
+    with suppress(OSError):  # a move: it needs no room, and follows no link
+        (run_dir / "server.log").replace(kept)
         print(f"the server's log: {kept}", file=sys.stderr)
     shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def _stop(options: Namespace) -> int:
-    run_dir = _run_dir(options)
-    state = read_state(run_dir)
-    if not state or not is_alive(state["supervisor"]):
+def _end_supervision(options: Namespace, roles: Roles, child: int = 0) -> None:
+    """Have whoever supervises end the service in order. child: is to be the supervisor."""
+    told = 0
+    deadline = time.monotonic() + options.drain_timeout + 30
+    while is_child(child) or roles.holders():
+        pid = roles.holder(SUPERVISOR) or child
+        if pid > 0 and pid != told:
+            with suppress(ProcessLookupError):
+                for name in (signal.SIGTERM, signal.SIGCONT):
+                    os.kill(pid, name)
+            told = pid
+        if time.monotonic() > deadline:
+            raise ConfigError(f"the launcher's process {pid} does not end")
+        time.sleep(0.1)
+
+
+def _find(run_dir: Path) -> Roles | None:
+    """Of a living supervisor, or of deputies of which one is about to take over."""
+    try:
+        roles = Roles.of(run_dir / LOCK)
+    except OSError:
+        return None
+    return roles if roles.holders() else None
+
+
+def _stop(options: Namespace, run_dir: Path) -> int:
+    roles = _find(run_dir)
+    if roles is None:
         print(f"no server was launched on http port {options.http_port}")
         return 0
-    os.kill(state["supervisor"], signal.SIGTERM)
-    deadline = time.monotonic() + options.drain_timeout + 30
-    while is_alive(state["supervisor"]):
-        if time.monotonic() > deadline:
-            raise ConfigError(f"the launcher's process {state['supervisor']} does not end")
-        time.sleep(0.1)
+    _end_supervision(options, roles)
     print("stopped")
     return 0
 
 
-def _status(options: Namespace) -> int:
-    run_dir = _run_dir(options)
-    state = read_state(run_dir)
-    if not state or not is_alive(state["supervisor"]):
+def _status(options: Namespace, run_dir: Path) -> int:
+    roles = _find(run_dir)
+    if roles is None:
+        with suppress(OSError):
+            reason = (run_dir / FAILED).read_text(encoding="utf-8")
+            print(json.dumps({"state": "failed", "reason": reason, "log": str(run_dir / "server.log")}))
+            return 1
         print(f"no server was launched on http port {options.http_port}")
         return 1
-    print(json.dumps(state | {"log": str(run_dir / "server.log")}))
-    return 0 if state["state"] == "ready" else 1
+    said: dict[str, Any] = {"state": "starting", "reason": "a deputy is about to take over"}
+    supervisor = roles.holder(SUPERVISOR)
+    if supervisor:
+        said = read_state(supervisor) or {"state": "starting", "reason": ""}
+    deputies = [pid for role in DEPUTIES if (pid := roles.holder(role))]
+    about = {"supervisor": supervisor, "deputies": deputies, "log": str(run_dir / "server.log")}
+    print(json.dumps(said | about))
+    return 0 if said["state"] == "ready" else 1

@@ -13,7 +13,6 @@ from manylora.errors import ConfigError
 __all__ = [
     "MANAGEMENT_HEADER",
     "check_own_directory",
-    "copy_private",
     "management_flags",
     "management_secret",
     "open_doors",
@@ -62,11 +61,6 @@ def check_own_directory(path: Path) -> None:
         return
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(f"{path} is not a directory that only this user can use: remove it")
-
-
-def copy_private(source: Path, target: Path) -> None:
-    """What is at `target` is replaced, not written through."""
-    _write_private(target, source.read_bytes())
 
 
 def _write_private(path: Path, content: bytes) -> None:

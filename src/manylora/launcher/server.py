@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import http.client
 import json
+import logging
+import math
 import os
 import re
 import secrets
-import signal
-import socket
+import select
 import subprocess
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from manylora.errors import ConfigError
 from manylora.launcher.doors import management_flags
 from manylora.launcher.find import Installation
-from manylora.lifeline import DRAIN_FILE, PERIOD_S, REPORT, RUN_DIR, STARTING_FILE, read_reports
+from manylora.launcher.keeper import StoppedError
+from manylora.launcher.logs import LOG_BYTES, open_log
+from manylora.launcher.processes import end_marked, spawn, stat_of
+from manylora.lifeline import DRAIN_FILE, PERIOD_S, RUN_DIR, STARTING_FILE, read_reports
 
-__all__ = ["Options", "Server", "clear_leftovers", "is_alive", "port_is_free"]
+__all__ = ["Options", "Server", "clear"]
 
-PR_SET_PDEATHSIG = 1
+logger = logging.getLogger("manylora.launcher")
+
 EXIT_TIMEOUT_S = 5
 SILENCE_S = 30.0  # of the HTTP door, before the server counts as hung
-PORTS_S = 10.0
-libc = ctypes.CDLL(None, use_errno=True)
+STOPPED_S = 5.0  # that a process is stopped by a signal, before it counts as hung
+UNCLAIMED_S = 1.0  # that the server leaves a model's dead process alone, which it has not seen then
+PROBE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -44,39 +48,33 @@ class Options:
     start_timeout: float
     drain_timeout: float
     hang_timeout: float
-    restart: bool
     verbose_log: str | None
     triton_args: tuple[str, ...]
     management_secret: str | None  # None: open
 
 
 class Server:
-    """Started by the constructor; `wait_ready` tells when it serves, `died` when a part of it is gone."""
+    """Started by the constructor; `wait_ready` tells when it serves, `loss` when a part is gone or hangs."""
 
     def __init__(self, installation: Installation, options: Options, run_dir: Path) -> None:
         self._options = options
         self._run_dir = run_dir
-        self._stubs: set[int] = set()
-        self._heard = self._moved = time.monotonic()
+        self._models: dict[int, str] = {}  # process -> model, of those that loaded or load
+        self._since: dict[tuple[str, int], float] = {}  # (what is wrong with it, process) -> since when
+        self._heard = self._moved = self._probed = time.monotonic()
         self._seen = (0, 0)  # requests held and progress of the engine
-        self._written: dict[str, tuple[int, float]] = {}  # report -> time of its file, when that was new
+        self._written: dict[int, tuple[int, float]] = {}  # process -> time of its report, when that was new
         self.log = run_dir / "server.log"
-        for path in (run_dir / DRAIN_FILE, *run_dir.glob(f"{REPORT}*")):
-            path.unlink(missing_ok=True)
-        (run_dir / STARTING_FILE).touch()
-        self._wait_for_ports()
-        environment = installation.environment | {RUN_DIR: str(run_dir)}
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command(installation),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                # No orphan if the supervisor is killed.
-                preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
-            )
+        with contextlib.suppress(OSError):  # on a full disk the marks of a server before this one may stay
+            (run_dir / DRAIN_FILE).unlink(missing_ok=True)
+            (run_dir / STARTING_FILE).touch()
+        self._log_from = self.log.stat().st_size if self.log.exists() else 0
+        log = open_log(self.log)
+        try:
+            environment = installation.environment | {RUN_DIR: str(run_dir)}
+            self._process = spawn(self._command(installation), environment, log)
+        finally:
+            os.close(log)
 
     @property
     def pid(self) -> int:
@@ -85,96 +83,150 @@ class Server:
     @property
     def pids(self) -> list[int]:
         """Of the server and its models' processes."""
-        return [self.pid, *sorted(self._stubs)]
+        return [self.pid, *sorted(self._models)]
 
-    def wait_ready(self) -> None:
-        """Return when every model answers. Raises ConfigError when the server refuses, RuntimeError when it
-        crashed or hangs."""
+    def wait_ready(self, stopping: Callable[[], bool]) -> None:
+        """Return when every model answers.
+
+        Raises ConfigError when the server refuses, RuntimeError when it or a model's process crashed or
+        hangs, TimeoutError after the start timeout, StoppedError when `stopping` says so.
+        """
         deadline = time.monotonic() + self._options.start_timeout
-        while time.monotonic() < deadline:
-            code = self._process.poll()
-            if code is not None:
-                if code < 0:
-                    raise RuntimeError(f"tritonserver ended with signal {-code} while starting")
-                raise ConfigError(self._reason() or f"tritonserver ended with status {code} while starting")
-            if self._get("/v2/health/ready") is not None and self._canary():
-                for region in _shared_memory(self._options.http_port):
-                    region.chmod(0o600)  # Triton makes them readable for everybody, whatever the umask
-                (self._run_dir / STARTING_FILE).unlink(missing_ok=True)
-                self._stubs = set(self._children())
+
+        def going() -> bool:
+            return not stopping() and self._broken() is None and time.monotonic() < deadline
+
+        while going():
+            # Asked within the loop: an answer may never come from a server whose models died.
+            if self._answers("/v2/health/ready", going) and self._canary(going):
+                with contextlib.suppress(OSError):
+                    for region in _shared_memory(self._options.http_port):
+                        region.chmod(0o600)  # Triton makes them readable for everybody, whatever the umask
+                    (self._run_dir / STARTING_FILE).unlink(missing_ok=True)
+                self._find_models()
                 self._heard = self._moved = time.monotonic()
                 return
             time.sleep(0.1)
-        raise RuntimeError(
-            f"tritonserver was not ready after {self._options.start_timeout:.0f} s: "
-            + (self._reason() or "no reason logged")
+        if stopping():
+            raise StoppedError
+        if (error := self._broken()) is not None:
+            raise error
+        reason = self._refusal()
+        raise TimeoutError(
+            f"tritonserver was not ready after {self._options.start_timeout:.0f} s"
+            + (f": {reason}" if reason else "")
         )
 
-    def died(self) -> str | None:
-        """Which part of the process tree is gone, if any."""
-        if self._process.poll() is not None:
-            return f"tritonserver ended with status {self._process.returncode}"
-        lost = {pid for pid in self._stubs if not is_alive(pid)}  # the server never reaps them
-        return f"the process {min(lost)} of a model is gone" if lost else None
+    def _broken(self) -> Exception | None:
+        """Why the start cannot succeed any more."""
+        code = self._process.poll()
+        if code is not None:
+            if code < 0:
+                return RuntimeError(f"tritonserver ended with signal {-code} while starting")
+            reason = self._refusal() or self._complaint()
+            if reason is None or "is not healthy" in reason:  # a model's process died
+                return RuntimeError(reason or f"tritonserver ended with status {code} while starting")
+            return ConfigError(reason)
+        self._find_models()
+        for pid in self._children():
+            model, fields = self._models.get(pid, "a model"), stat_of(pid)
+            ended = fields is not None and fields[0] == "Z"
+            if self._lasts("ended", pid, ended) > UNCLAIMED_S and not self._refusal():
+                return RuntimeError(f"{model}'s process ended{_how(fields)} while loading")
+            limit = min(self._options.hang_timeout or math.inf, STOPPED_S)
+            if self._lasts("stopped", pid, fields is not None and fields[0] == "T") > limit:
+                return RuntimeError(f"{model}'s process was stopped by a signal while loading")
+        return None
 
-    def hung(self) -> str | None:
-        """Whether the server stopped answering, a model's process stopped reporting, or the engine stopped
-        stepping with requests open."""
+    def _lasts(self, what: str, pid: int, now: bool) -> float:
+        """For how many seconds it has been so."""
+        if not now:
+            self._since.pop((what, pid), None)
+            return 0.0
+        return time.monotonic() - self._since.setdefault((what, pid), time.monotonic())
+
+    def loss(self) -> str | None:
+        """Why the server has to be started again, if it has."""
+        if (loss := self._died()) is not None:
+            return loss
+        if time.monotonic() - self._probed < PROBE_S:
+            return None
+        self._probed = time.monotonic()
+        return self._hangs()
+
+    def _died(self) -> str | None:
+        code = self._process.poll()
+        if code is not None:
+            return f"tritonserver ended with {f'signal {-code}' if code < 0 else f'status {code}'}"
+        for pid, model in self._models.items():
+            fields = stat_of(pid)
+            if fields is None or fields[0] == "Z":  # the server never waits for it
+                return f"{model}'s process ended{_how(fields)}"
+        return None
+
+    def _hangs(self) -> str | None:
+        """Whether a process was stopped, the server stopped answering, a model's process stopped reporting,
+        or the engine stopped stepping with requests open."""
         limit = self._options.hang_timeout
         if not limit:
             return None
+        for pid, name in (
+            (self.pid, "tritonserver"),
+            *((p, f"{m}'s process") for p, m in self._models.items()),
+        ):
+            fields = stat_of(pid)
+            if self._lasts("stopped", pid, fields is not None and fields[0] == "T") > min(limit, STOPPED_S):
+                return f"{name} was stopped by a signal"
         now = time.monotonic()
-        if self._get("/v2/health/live", timeout=1) is not None:
+        if self._answers("/v2/health/live", lambda: time.monotonic() < now + 1):
             self._heard = now
-        reports = read_reports(self._run_dir)
-        held, progress = reports.get("tensorrt_llm", (False, 0, 0))[1:]
+        reports = read_reports(self._run_dir, self._models)
+        engines = [report for pid, report in reports.items() if self._models[pid] == "tensorrt_llm"]
+        held, progress = sum(one.held for one in engines), sum(one.progress for one in engines)
         if held == 0 or (held, progress) != self._seen:
             self._seen, self._moved = (held, progress), now
         if now - self._heard > min(limit, SILENCE_S):
             return f"tritonserver has not answered for {now - self._heard:.0f} s"
-        for path in self._run_dir.glob(f"{REPORT}*[!~]"):
-            with contextlib.suppress(OSError):
-                written = path.stat().st_mtime_ns
-                if self._written.get(path.name, (0, 0.0))[0] != written:
-                    self._written[path.name] = (written, now)
-        for name, (_, since) in self._written.items():
-            if now - since > limit:
-                return f"the process of model {name.removeprefix(REPORT)} is frozen for {now - since:.0f} s"
+        for pid, report in reports.items():
+            if self._written.get(pid, (0, 0.0))[0] != report.written_ns:
+                self._written[pid] = (report.written_ns, now)
+            if now - self._written[pid][1] > limit:
+                return f"{self._models[pid]}'s process is frozen for {now - self._written[pid][1]:.0f} s"
         if now - self._moved > limit:
             return f"the engine has not moved for {now - self._moved:.0f} s with {held} requests open"
         return None
 
-    def drain(self) -> None:
+    def drain(self, hurry: Callable[[], bool]) -> None:
         """Have new requests refused, and wait until every model's process is idle, at most the drain timeout.
 
         Idle for as long as two reports take: a last response may be on its way from one model to the next.
         """
-        (self._run_dir / DRAIN_FILE).touch()
+        try:
+            (self._run_dir / DRAIN_FILE).touch()
+        except OSError as error:
+            logger.warning("new requests are not refused while the server stops: %s", error)
         now = idle_since = time.monotonic()
         deadline = now + self._options.drain_timeout
-        while now < deadline and now - idle_since < 2 * PERIOD_S and not self.died():
+        while now < deadline and now - idle_since < 2 * PERIOD_S and not self._died() and not hurry():
             time.sleep(0.05)
             now = time.monotonic()
-            reports = read_reports(self._run_dir).values()
-            if not reports or any(held or not draining for draining, held, _ in reports):
+            reports = read_reports(self._run_dir, self._models).values()
+            if not reports or any(report.held or not report.draining for report in reports):
                 idle_since = now
 
     def stop(self) -> None:
-        """End it in order, then by force, and clean up behind it."""
-        children = set(self._children()) | self._stubs
+        """End it in order, then by force."""
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(EXIT_TIMEOUT_S + 3)
-        self.kill(children)
+        self.kill()
 
-    def kill(self, children: set[int] | None = None) -> None:
-        children = set(self._children()) | self._stubs if children is None else children
-        for pid in {self.pid, *children}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._process.wait()
-        _clear_shared_memory(self._options.http_port)
+    def kill(self) -> None:
+        """The server alone: `clear` ends what is left of its models."""
+        if self._process.poll() is None:  # otherwise its number may be another's
+            self._process.kill()
+            self._process.wait()
 
     def _command(self, installation: Installation) -> list[str]:
         o = self._options
@@ -192,52 +244,79 @@ class Server:
             command += ["--log-verbose=3", f"--log-file={o.verbose_log}"]
         return [*command, *management_flags(o.management_secret, o.triton_args), *o.triton_args]
 
-    def _wait_for_ports(self) -> None:
-        """A server that was killed may hold its ports a moment longer."""
-        o, deadline = self._options, time.monotonic() + PORTS_S
-        while time.monotonic() < deadline and not all(
-            port_is_free(port, o.address) for port in (o.http_port, o.grpc_port, o.metrics_port)
-        ):
-            time.sleep(0.1)
-
     def _children(self) -> Iterator[int]:
         with contextlib.suppress(OSError):
             for task in Path(f"/proc/{self.pid}/task").iterdir():
                 with contextlib.suppress(OSError):
                     yield from map(int, (task / "children").read_text(encoding="utf-8").split())
 
-    def _canary(self) -> bool:
+    def _find_models(self) -> None:
+        for pid in self._children():
+            if pid not in self._models:
+                with contextlib.suppress(OSError):
+                    found = re.search(
+                        rb"/([^/\0]+)/[0-9]+/model\.py\0", Path(f"/proc/{pid}/cmdline").read_bytes()
+                    )
+                    if found:  # otherwise it has not become the model's process yet
+                        self._models[pid] = found[1].decode(errors="replace")
+
+    def _canary(self, going: Callable[[], bool]) -> bool:
         """One token through the ensemble, where there is one."""
         if not (self._options.model_repo / "ensemble").is_dir():
             return True
-        body = json.dumps({"text_input": "a", "max_tokens": 1}).encode()
-        return self._get("/v2/models/ensemble/generate", body) is not None
+        body = json.dumps({"text_input": "a", "max_tokens": 1})
+        return self._answers("/v2/models/ensemble/generate", going, body)
 
-    def _get(self, path: str, body: bytes | None = None, timeout: float = 30) -> bytes | None:
-        host = "127.0.0.1" if self._options.address == "0.0.0.0" else self._options.address
-        url = f"http://{host}:{self._options.http_port}{path}"
+    def _answers(self, path: str, going: Callable[[], bool], body: str | None = None) -> bool:
+        """Whether it answers with success while `going` says yes, which is asked several times a second."""
+        o = self._options
+        host = "127.0.0.1" if o.address == "0.0.0.0" else o.address
+        connection = http.client.HTTPConnection(host, o.http_port, timeout=1)
         try:
-            with urllib.request.urlopen(url, body, timeout) as answer:
-                return answer.read()
-        except (urllib.error.URLError, OSError):
-            return None
+            connection.request("POST" if body else "GET", path, body)
+            while not select.select([connection.sock], [], [], 0.1)[0]:
+                if not going():
+                    return False
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
 
-    def _reason(self) -> str | None:
-        """The sentence of the server's log that says why a model did not load."""
-        text = self.log.read_text(errors="replace")
-        found = re.findall(r"(?:UNAVAILABLE|Internal|Invalid argument): ([^|\n]+)", text) or re.findall(
-            r"^E\d{4} (?!.*CudaDriverHelper)[^\]]+\] \"?([^\n\"]+)", text, re.MULTILINE
+    def _refusal(self) -> str | None:
+        """The sentence of this start's log that says why a model did not load."""
+        found = re.findall(r"(?:UNAVAILABLE|Internal|Invalid argument): ([^|\n]+)", self._logged())
+        return found[0].split("\\n")[0].strip(' "') if found else None  # without Python's trace
+
+    def _complaint(self) -> str | None:
+        found = re.findall(
+            r"^E\d{4} (?!.*CudaDriverHelper)[^\]]+\] \"?([^\n\"]+)", self._logged(), re.MULTILINE
         )
         return found[0].strip(' "') if found else None
 
+    def _logged(self) -> str:
+        """What the server wrote since it was started."""
+        try:
+            with self.log.open("rb") as log:
+                size = os.fstat(log.fileno()).st_size
+                log.seek(self._log_from if self._log_from <= size else 0)
+                return log.read(LOG_BYTES).decode(errors="replace")
+        except OSError:
+            return ""
 
-def clear_leftovers(pids: Iterable[int], http_port: int) -> None:
-    """End what is left of a server whose supervisor was killed: those of `pids` that are Triton's."""
-    for pid in pids:
+
+def _how(fields: list[str] | None) -> str:
+    """Of a process that nobody has waited for."""
+    code = os.waitstatus_to_exitcode(int(fields[-1])) if fields else 0
+    return f" with signal {-code}" if code < 0 else f" with status {code}" if code else ""
+
+
+def clear(run_dir: Path, http_port: int) -> None:
+    """End what is left of a server of this run directory, and remove its shared memory."""
+    end_marked(RUN_DIR, str(run_dir))
+    for region in _shared_memory(http_port):
         with contextlib.suppress(OSError):
-            if b"triton" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
-    _clear_shared_memory(http_port)
+            region.unlink()
 
 
 def _prefix(http_port: int) -> str:
@@ -247,27 +326,3 @@ def _prefix(http_port: int) -> str:
 
 def _shared_memory(http_port: int) -> list[Path]:
     return list(Path("/dev/shm").glob(f"{_prefix(http_port)}*"))
-
-
-def _clear_shared_memory(http_port: int) -> None:
-    for path in _shared_memory(http_port):
-        path.unlink(missing_ok=True)
-
-
-def is_alive(pid: int) -> bool:
-    """Running, and not a zombie that nobody has waited for."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-        return pid > 0 and stat.rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def port_is_free(port: int, address: str) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-        except OSError:
-            return False
-    return True

@@ -22,12 +22,14 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class Desk:
-    """utils: Triton's module of Python models. measure: the length of a request's text, in characters or
-    tokens; it raises RequestError for inputs that are not right. work: inputs to output tensors."""
+    """lifeline: told how much is held. utils: Triton's module of Python models. measure: the length of a
+    request's text, in characters or tokens; it raises RequestError for inputs that are not right. work:
+    inputs to output tensors."""
 
     def __init__(
         self,
         name: str,
+        lifeline: Lifeline,
         utils: Any,
         measure: Callable[[Arrays], int],
         work: Callable[[Arrays], Sequence[Any]],
@@ -35,7 +37,7 @@ class Desk:
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
         self._name, self._utils, self._measure, self._work = name, utils, measure, work
         self._lanes = Lanes()
-        self._lifeline = Lifeline(name)
+        self._lifeline = lifeline
 
     def answer(self, requests: Sequence[Any]) -> list[Any]:
         """What `execute` returns. A response that is None is sent later."""

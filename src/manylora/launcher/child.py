@@ -1,0 +1,88 @@
+"""A program that listens on a port, as a service to keep."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from manylora.errors import ConfigError
+from manylora.launcher.keeper import StoppedError
+from manylora.launcher.processes import end_marked, port_is_free, spawn
+
+__all__ = ["Child"]
+
+MARK = "MANYLORA_KEPT_BY"
+PORT_S = 10.0
+
+
+class Child:
+    """stop_s: how long it may take to end after SIGTERM."""
+
+    def __init__(self, command: Sequence[str], address: str, port: int, stop_s: float) -> None:
+        self._command = command
+        self._place = (address, port)
+        self._stop_s = stop_s
+        self._mark = f"{os.getpid()}.{time.time_ns()}"
+        self._process: subprocess.Popen | None = None
+
+    def start(self, stopping: Callable[[], bool]) -> None:
+        """Until it listens, however long it loads."""
+        deadline = time.monotonic() + PORT_S
+        while not port_is_free(
+            self._place[1], self._place[0]
+        ):  # one that was killed may hold it a moment longer
+            if stopping():
+                raise StoppedError
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"port {self._place[1]} is in use: stop what listens there or choose another"
+                )
+            time.sleep(0.1)
+        self._process = spawn(self._command, os.environ | {MARK: self._mark})
+        while not self._listens():
+            if stopping():
+                raise StoppedError
+            if (loss := self.loss()) is not None:
+                refused = self._process.returncode > 0
+                raise ConfigError(loss) if refused else RuntimeError(f"{loss} while starting")
+            time.sleep(0.1)
+
+    def loss(self) -> str | None:
+        code = self._process.poll() if self._process else None
+        if code is None:
+            return None
+        return f"the server ended with {f'signal {-code}' if code < 0 else f'status {code}'}"
+
+    def processes(self) -> list[int]:
+        return [self._process.pid if self._process else 0]
+
+    def tidy(self) -> None:
+        """It writes no files."""
+
+    def stop(self, hurry: Callable[[], bool]) -> None:
+        if self._process and self._process.poll() is None:
+            self._process.terminate()
+            deadline = time.monotonic() + self._stop_s
+            while self._process.poll() is None and time.monotonic() < deadline and not hurry():
+                time.sleep(0.05)
+        self.kill()
+
+    def kill(self) -> None:
+        if self._process and self._process.poll() is None:  # otherwise its number may be another's
+            self._process.kill()
+            self._process.wait()
+        end_marked(MARK, self._mark)
+
+    def close(self, reason: str | None) -> None:
+        """It leaves nothing."""
+
+    def _listens(self) -> bool:
+        address, port = self._place
+        # A connection may name an address that stands for all of them, too.
+        with suppress(OSError), socket.create_connection((address, port), timeout=1):
+            return True
+        return False

@@ -1,0 +1,247 @@
+"""The loop that keeps one service alive: start, watch, restart, stop. What the service is, it does not know.
+
+Nothing else would start a service again whose supervisor is killed, so a supervisor may have deputies:
+processes that only wait, and of which one takes over when it is gone. Who supervises replaces those that end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from manylora.errors import ConfigError
+from manylora.launcher.processes import is_child
+from manylora.launcher.roles import DEPUTIES, SUPERVISOR, Roles
+from manylora.launcher.state import State
+
+__all__ = ["Keeper", "Service", "StoppedError"]
+
+logger = logging.getLogger("manylora.launcher")
+
+START_TRIES = 3  # of a first start that crashes; one that is refused is final
+POLL_S = 0.1
+WATCH_S = 0.5
+FIRST_PAUSE_S = 1.0
+LAST_PAUSE_S = 30.0
+
+
+class StoppedError(Exception):
+    """A start was ended by a signal."""
+
+
+class Service(Protocol):
+    """What a Keeper keeps: one at a time is alive."""
+
+    def start(self, stopping: Callable[[], bool]) -> None:
+        """Return when it serves. `stopping` is to be asked several times a second.
+
+        Raises ConfigError when it refuses to start, RuntimeError when it crashed, TimeoutError when it took
+        too long, StoppedError when `stopping` said so.
+        """
+
+    def loss(self) -> str | None:
+        """Why it has to be started again, if it has."""
+
+    def processes(self) -> list[int]:
+        """The first is the service itself."""
+
+    def tidy(self) -> None:
+        """Called all the time."""
+
+    def stop(self, hurry: Callable[[], bool]) -> None:
+        """Let it finish what it does, unless `hurry` says that a second signal came, and end it."""
+
+    def kill(self) -> None:
+        """End it, and what a supervisor before this one may have left of it."""
+
+    def close(self, reason: str | None) -> None:
+        """It is not to come back; because of `reason`, or because it was told to stop."""
+
+
+class Keeper:
+    """deputies: how many processes stand by. tries: failed starts in a row after which a service that was
+    lost is given up; 0: it is not started again; None: for ever."""
+
+    def __init__(
+        self, service: Service, roles: Roles, state: State, deputies: int = 0, tries: int | None = None
+    ) -> None:
+        self._service = service
+        self._roles = roles
+        self._state = state
+        self._wanted = DEPUTIES[:deputies]
+        self._forked: dict[int, int] = {}  # role -> the process that is to take it
+        self._tries = tries
+        self._signals = 0
+        self._cared = 0.0
+
+    def run(self) -> int:
+        """Until a signal (0) or until the service is given up (1); the state says why."""
+        if not self._roles.take(SUPERVISOR):
+            raise ConfigError(f"process {self._roles.holder(SUPERVISOR)} supervises this service already")
+        return self._supervise(None)
+
+    def _supervise(self, loss: str | None) -> int:
+        """loss: what happened to the service before, if it has served."""
+        for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN:  # nohup
+                signal.signal(name, self._on_signal)
+        failure = None
+        try:
+            if loss is None:
+                self._start_first()
+            else:
+                self._start_again(loss)
+            while (loss := self._watch()) is not None:
+                logger.warning("%s: ending the service so that every client hears of it", loss)
+                self._service.kill()
+                self._start_again(loss)
+            self._state.write(state="stopping", server=0)
+            self._service.stop(lambda: self._signals > 1)
+        except StoppedError:
+            self._state.write(state="stopping", server=0)
+            self._service.kill()
+        except ConfigError as error:
+            failure = str(error)
+            self._service.kill()
+            self._state.write(state="failed", reason=failure, server=0, processes=[])
+        self._end_deputies()
+        self._service.close(failure)
+        return 0 if failure is None else 1
+
+    def _on_signal(self, *_: object) -> None:
+        self._signals += 1
+
+    def _stopping(self) -> bool:
+        """To be asked all the time: what has to be done meanwhile is done here."""
+        if time.monotonic() - self._cared > WATCH_S:
+            self._cared = time.monotonic()
+            self._renew_deputies()
+            self._service.tidy()
+        return self._signals > 0
+
+    def _watch(self) -> str | None:
+        """Return what happened to the service, or None when it is to stop."""
+        while not self._stopping():
+            if (loss := self._service.loss()) is not None:
+                return loss
+            time.sleep(POLL_S)
+        return None
+
+    def _start_first(self) -> None:
+        """Raises ConfigError when it cannot work."""
+        for attempt in range(1, START_TRIES + 1):
+            try:
+                self._start()
+                return
+            except TimeoutError as error:
+                raise ConfigError(str(error)) from error
+            except (RuntimeError, OSError) as error:
+                self._service.kill()
+                if attempt == START_TRIES:
+                    raise ConfigError(str(error)) from error
+                logger.warning("%s; trying again", error)
+
+    def _start_again(self, loss: str) -> None:
+        """Raises ConfigError when it is given up."""
+        if self._tries == 0:
+            raise ConfigError(loss)
+        restarts = self._state.read()["restarts"] + 1
+        self._state.write(
+            state="restarting", reason=loss, last_loss=loss, restarts=restarts, server=0, processes=[]
+        )
+        pause, failed = FIRST_PAUSE_S, 0
+        while True:
+            try:
+                self._start()
+                return
+            except (ConfigError, RuntimeError, OSError) as error:
+                self._service.kill()
+                failed += 1
+                if failed == self._tries:
+                    raise ConfigError(f"given up after {failed} failed starts, the last: {error}") from error
+                self._state.write(reason=f"{error} (try {failed} after: {loss})", processes=[])
+                logger.warning("%s; next try in %.0f s", error, pause)
+                self._sleep(pause)
+                pause = min(2 * pause, LAST_PAUSE_S)
+
+    def _start(self) -> None:
+        if self._stopping():
+            raise StoppedError
+        self._service.start(self._stopping)
+        pids = self._service.processes()
+        self._state.write(state="ready", reason="", server=pids[0], processes=pids, served=True)
+
+    def _sleep(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self._stopping():
+                raise StoppedError
+            time.sleep(POLL_S)
+
+    def _renew_deputies(self) -> None:
+        for role in self._wanted:
+            if self._roles.holder(role) or is_child(self._forked.get(role, 0)):
+                continue
+            try:
+                pid = os.fork()
+            except OSError as error:  # no room for a process now; perhaps the next time
+                logger.warning("a deputy could not be started: %s", error)
+                return
+            if pid == 0:
+                self._stand_by(role)
+            self._forked[role] = pid
+
+    def _stand_by(self, role: int) -> NoReturn:
+        """A deputy's life: wait for the supervisor's end, and be the supervisor. One that ends in order ends
+        its deputies first."""
+        code = 1
+        try:
+            os.setsid()
+            self._close_files()
+            for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(name, signal.SIG_DFL)
+            if not self._roles.take(role):
+                os._exit(0)
+            self._roles.wait(SUPERVISOR)
+            self._roles.leave(role)
+            self._forked, self._signals = {}, 0
+            before = self._state.read()
+            logger.warning("the supervisor was killed; process %d takes over", os.getpid())
+            if before["state"] in ("stopping", "failed"):
+                code = self._end_for(before)
+            else:
+                self._service.kill()
+                code = self._supervise("the supervisor was killed" if before["served"] else None)
+        except BaseException:
+            logger.exception("a deputy failed")
+        finally:
+            os._exit(code)
+
+    def _close_files(self) -> None:
+        """A connection that the supervisor has open must end when the supervisor closes it."""
+        keep = {0, 1, 2, self._state.fd, *self._roles.files}
+        for fd in {int(path.name) for path in Path("/proc/self/fd").iterdir()} - keep:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+    def _end_for(self, before: dict) -> int:
+        """The supervisor was killed while it ended."""
+        self._service.kill()
+        self._end_deputies()
+        self._service.close(before["reason"] if before["state"] == "failed" else None)
+        return 0
+
+    def _end_deputies(self) -> None:
+        while pids := {self._roles.holder(role) for role in DEPUTIES} - {0, -1} | {
+            pid for pid in self._forked.values() if is_child(pid)
+        }:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)

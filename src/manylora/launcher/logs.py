@@ -1,0 +1,36 @@
+"""Log files that stay within bounds: what a service writes for years must not fill the disk it lives on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["LOG_BYTES", "bound", "open_log"]
+
+LOG_BYTES = 2**24  # of one file; as much again is kept of what came before
+
+
+def open_log(path: Path) -> int:
+    """Open for appending, for this user alone; where that fails, as on a full disk, it is lost."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+
+
+def bound(path: Path, limit: int = LOG_BYTES) -> None:
+    """Begin a file again that has grown beyond `limit` bytes, its last ones kept beside it as NAME.1.
+
+    Cut and not renamed: who writes to it goes on with the file that is open, at its new end.
+    """
+    with suppress(OSError):
+        if path.stat().st_size <= limit:
+            return
+        with path.open("r+b") as log:
+            log.seek(-limit, os.SEEK_END)
+            with suppress(OSError), open(open_log(path.with_name(f"{path.name}.1")), "wb") as kept:
+                kept.truncate(0)
+                shutil.copyfileobj(log, kept)
+            log.truncate(0)

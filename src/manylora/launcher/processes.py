@@ -1,0 +1,101 @@
+"""Processes that end with who started them, and are found again by what is in their environment."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["end_marked", "is_alive", "is_child", "port_is_free", "spawn", "stat_of"]
+
+PR_SET_PDEATHSIG = 1
+GONE_S = 5.0  # for the system to end what was killed
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def spawn(command: Sequence[str], environment: Mapping[str, str], output: Any = None) -> subprocess.Popen:
+    """In a session of its own: signals of a terminal come by way of who started it. Killed when that ends."""
+    parent = os.getpid()
+
+    def tie() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it was killed before the line above
+            os._exit(1)
+
+    return subprocess.Popen(
+        command,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        preexec_fn=tie,
+    )
+
+
+def end_marked(name: str, value: str) -> None:
+    """Kill every process of this user that was started with this environment variable; wait for their end.
+
+    A process number can be another's by now; what a process was started with stays its own.
+    """
+    mark = f"{name}={value}".encode()
+    deadline = time.monotonic() + GONE_S
+    while (pids := _marked(mark)) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    # Orphans become children of a supervisor that is process 1 of a container.
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _marked(mark: bytes) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            pid = int(path.name)
+            if pid != os.getpid() and mark in (path / "environ").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
+
+
+def stat_of(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat from the third (its state) on; None when there is no such process."""
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return text.rsplit(")", 1)[1].split()
+    return None
+
+
+def is_alive(pid: int) -> bool:
+    """Running, and not a zombie that nobody has waited for."""
+    fields = stat_of(pid)
+    return fields is not None and fields[0] not in "ZX"
+
+
+def is_child(pid: int) -> bool:
+    """Whether it is alive; one that has ended is waited for."""
+    try:
+        return pid > 0 and os.waitpid(pid, os.WNOHANG)[0] == 0
+    except ChildProcessError:
+        return False
+
+
+def port_is_free(port: int, address: str) -> bool:
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,77 @@
+"""Who supervises a service and who stands by: locks on single bytes of a file, which end with their holder.
+
+The kernel says which living process holds one. So a number that is somebody else's by now, or that was
+written down in another life of a container, cannot be taken for a supervisor's.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["DEPUTIES", "LAUNCH", "SUPERVISOR", "Roles"]
+
+SUPERVISOR = 0
+DEPUTIES = (1, 2)  # two, so that the supervisor and one of them may be killed in the same instant
+LAUNCH = 3  # held by the command that starts a service until that has started
+FLOCK = "@hhqqi"  # struct flock: type, whence, start, length, pid
+
+
+class Roles:
+    """fd: of the file, open for writing. A child of `fork` shares the file and holds no role.
+
+    Nobody else in this process may open the file: closing it a second time would drop the locks.
+    """
+
+    def __init__(self, fd: int, folder: int | None = None) -> None:
+        self._fd = fd
+        self.files = [fd] if folder is None else [fd, folder]
+
+    @classmethod
+    def of(cls, path: Path, create: bool = False) -> Roles:
+        """Raises OSError."""
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+        fd = os.open(path, flags, 0o600)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(
+            folder, fcntl.LOCK_SH
+        )  # systemd-tmpfiles removes old files of /tmp, but none below a lock
+        return cls(fd, folder)
+
+    def is_at(self, path: Path) -> bool:
+        """Whether the file still has this name: who ended in the meantime has removed it."""
+        with suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(self._fd), path.lstat())
+        return False
+
+    def take(self, role: int) -> bool:
+        """False when another process has it."""
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, role)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def wait(self, role: int) -> None:
+        """Take it as soon as its holder ends."""
+        fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, role)
+
+    def leave(self, role: int) -> None:
+        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, role)
+
+    def holder(self, role: int) -> int:
+        """The other process that has it; 0: none; -1: one that cannot be seen from this container."""
+        asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, role, 1, 0).ljust(64, b"\0")
+        kind, *_, pid = struct.unpack_from(FLOCK, fcntl.fcntl(self._fd, fcntl.F_GETLK, asked))
+        return 0 if kind == fcntl.F_UNLCK else pid or -1
+
+    def holders(self) -> list[int]:
+        """Of the supervisor's and the deputies' roles."""
+        return [pid for role in (SUPERVISOR, *DEPUTIES) if (pid := self.holder(role))]
+
+    def close(self) -> None:
+        for fd in self.files:
+            os.close(fd)

@@ -1,0 +1,76 @@
+"""The service that the launcher keeps: one tritonserver after another on the same ports."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from manylora.launcher.find import Installation
+from manylora.launcher.keeper import StoppedError
+from manylora.launcher.logs import bound
+from manylora.launcher.processes import port_is_free
+from manylora.launcher.server import Options, Server, clear
+
+__all__ = ["FAILED", "TritonService"]
+
+logger = logging.getLogger("manylora.launcher")
+
+FAILED = "failed"  # file with the reason, when the service was given up
+PORTS_S = 10.0
+
+
+class TritonService:
+    """run_dir holds logs, marks, reports and the backend directory; removed when the service is stopped."""
+
+    def __init__(self, installation: Installation, options: Options, run_dir: Path) -> None:
+        self._installation = installation
+        self._options = options
+        self._run_dir = run_dir
+        self._server: Server | None = None
+
+    def start(self, stopping: Callable[[], bool]) -> None:
+        self._wait_for_ports(stopping)
+        self._server = Server(self._installation, self._options, self._run_dir)
+        self._server.wait_ready(stopping)
+
+    def loss(self) -> str | None:
+        return self._server.loss() if self._server else None
+
+    def processes(self) -> list[int]:
+        return self._server.pids if self._server else [0]
+
+    def tidy(self) -> None:
+        for name in ("server.log", "supervisor.log"):
+            bound(self._run_dir / name)
+
+    def stop(self, hurry: Callable[[], bool]) -> None:
+        if self._server:
+            self._server.drain(hurry)
+            self._server.stop()
+        self.kill()
+
+    def kill(self) -> None:
+        if self._server:
+            self._server.kill()
+        clear(self._run_dir, self._options.http_port)
+
+    def close(self, reason: str | None) -> None:
+        if reason is None:
+            shutil.rmtree(self._run_dir, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                (self._run_dir / FAILED).write_text(reason, encoding="utf-8")
+
+    def _wait_for_ports(self, stopping: Callable[[], bool]) -> None:
+        """A server that was killed may hold its ports a moment longer."""
+        o, deadline = self._options, time.monotonic() + PORTS_S
+        while time.monotonic() < deadline and not all(
+            port_is_free(port, o.address) for port in (o.http_port, o.grpc_port, o.metrics_port)
+        ):
+            if stopping():
+                raise StoppedError
+            time.sleep(0.1)

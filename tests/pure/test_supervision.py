@@ -1,0 +1,323 @@
+"""Protects those whose service must come back, and their other processes: the kernel is asked who is who, a
+start that fails is tried again for as long as it was said, logs stay small."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from manylora.errors import ConfigError
+from manylora.launcher import keeper as keeper_module
+from manylora.launcher.keeper import Keeper, StoppedError
+from manylora.launcher.logs import bound, open_log
+from manylora.launcher.processes import end_marked, is_alive
+from manylora.launcher.roles import SUPERVISOR, Roles
+from manylora.launcher.state import State
+from manylora.lifeline import RUN_DIR, Report, read_reports
+
+PROGRAM = "import socket, time; s = socket.create_server(('127.0.0.1', {port})); time.sleep(600)"
+KEEP = """
+import logging, sys
+from manylora.launcher.child import Child
+from manylora.launcher.keeper import Keeper
+from manylora.launcher.roles import Roles
+from manylora.launcher.state import State
+logging.basicConfig(level="INFO")
+state = State()
+child = Child([sys.executable, "-c", sys.argv[1]], "127.0.0.1", int(sys.argv[2]), 5)
+code = Keeper(child, Roles(state.fd), state, 2).run()
+print(state.read()["reason"])
+sys.exit(code)
+"""
+
+
+def wait_for(what: str, condition: Callable[[], object], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{what} not within {seconds} s")
+
+
+class Scripted:
+    """A service whose starts end as told: an exception, or what is lost afterwards (None: nothing)."""
+
+    def __init__(self, *starts: Exception | str | None) -> None:
+        self._starts = list(starts)
+        self._loss: str | None = None
+        self.calls: list[str] = []
+
+    def start(self, stopping: Callable[[], bool]) -> None:
+        self.calls.append("start")
+        if not self._starts:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise StoppedError
+        outcome = self._starts.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        self._loss = outcome
+
+    def loss(self) -> str | None:
+        if self._loss is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self._loss
+
+    def processes(self) -> list[int]:
+        return [1234]
+
+    def tidy(self) -> None:
+        pass
+
+    def stop(self, hurry: Callable[[], bool]) -> None:
+        self.calls.append("stop")
+
+    def kill(self) -> None:
+        self.calls.append("kill")
+
+    def close(self, reason: str | None) -> None:
+        self.calls.append("close")
+
+
+def kept(
+    monkeypatch: pytest.MonkeyPatch, *starts: Exception | str | None, tries: int | None = None
+) -> tuple[int, dict, list[str], list[float]]:
+    """What a keeper returned, said last, called, and how long it paused before each further try."""
+    pauses: list[float] = []
+    monkeypatch.setattr(Keeper, "_sleep", lambda _, seconds: pauses.append(seconds))
+    monkeypatch.setattr(keeper_module, "POLL_S", 0)
+    service, state = Scripted(*starts), State()
+    before = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        code = Keeper(service, Roles(state.fd), state, tries=tries).run()
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)
+    return code, state.read(), service.calls, pauses
+
+
+def test_a_restart_that_fails_is_tried_again_for_ever_with_growing_pauses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failures = [
+        ConfigError("refused"),
+        RuntimeError("crashed"),
+        OSError(28, "No space left"),
+        TimeoutError("slow"),
+    ]
+    code, said, calls, pauses = kept(monkeypatch, "it was killed", *failures, *failures, None)
+    assert (code, calls.count("start"), calls[-2:]) == (0, 10, ["stop", "close"])
+    assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
+    assert (said["restarts"], said["last_loss"]) == (1, "it was killed")
+
+
+def test_a_restart_is_given_up_after_as_many_failures_as_were_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, said, calls, _ = kept(
+        monkeypatch, "killed", *[RuntimeError(f"crash {i}") for i in range(9)], tries=3
+    )
+    assert (code, said["state"], calls.count("start")) == (1, "failed", 4)
+    assert said["reason"] == "given up after 3 failed starts, the last: crash 2"
+    assert kept(monkeypatch, "killed", None, tries=0)[1]["reason"] == "killed"
+
+
+def test_a_first_start_that_is_refused_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, said, calls, _ = kept(monkeypatch, ConfigError("a parameter is wrong"))
+    assert (code, said["reason"], calls.count("start")) == (1, "a parameter is wrong", 1)
+    crashes = [RuntimeError("crashed")] * 3
+    assert kept(monkeypatch, *crashes)[1]["reason"] == "crashed"
+    assert kept(monkeypatch, *crashes[:2], None)[0] == 0
+
+
+class Kept:
+    """A keeper with two deputies and a web server as its service; all of them have the port on their command
+    line, and only these."""
+
+    def __init__(self, program: str = PROGRAM) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        command = [sys.executable, "-c", KEEP, program.format(port=self.port), str(self.port)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def pids(self) -> tuple[list[int], list[int]]:
+        """Of keeper and deputies, and of the service."""
+        keepers, services = [], []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (path / "cmdline").read_bytes().decode().split("\0")
+            except OSError:
+                continue
+            if len(words) > 3 and f"'127.0.0.1', {self.port})" in words[2] + words[3]:
+                (keepers if words[2] == KEEP else services).append(int(path.name))
+        return sorted(keepers), services
+
+    def answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1):
+                return True
+        except OSError:
+            return False
+
+    def wait(self) -> tuple[list[int], list[int]]:
+        """Until all are there and it serves."""
+        wait_for("everybody", lambda: list(map(len, self.pids())) == [3, 1] and self.answers())
+        return self.pids()
+
+    def close(self) -> None:
+        for pid in [pid for pids in self.pids() for pid in pids]:
+            os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+@pytest.fixture
+def served() -> Iterator[Kept]:
+    made = Kept()
+    yield made
+    made.close()
+
+
+def test_whoever_is_killed_the_service_comes_back_and_ends_when_told(served: Kept) -> None:
+    keepers, [service] = served.wait()
+    os.kill(service, signal.SIGKILL)
+    wait_for("another service", lambda: service not in served.wait()[1])
+    # The supervisor and a deputy in the same instant, then the one that took over.
+    for deputies in (1, 0):
+        keepers, services = served.wait()
+        chief = parent(services[0])
+        killed = [chief, *[pid for pid in keepers if pid != chief][:deputies]]
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        wait_for("others", lambda gone=[*killed, *services]: not set(gone) & set(chain(*served.wait())))
+    os.kill(parent(served.wait()[1][0]), signal.SIGTERM)
+    wait_for("the end of all", lambda: served.pids() == ([], []))
+    assert not served.answers()
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def test_a_signal_while_it_starts_ends_everything() -> None:
+    slow = Kept("import time; time.sleep(60)  # '127.0.0.1', {port})")
+    wait_for("it starts", lambda: list(map(len, slow.pids())) == [3, 1])
+    slow.process.terminate()
+    assert slow.process.wait(10) == 0
+    assert slow.pids() == ([], [])
+    slow.close()
+
+
+def test_when_all_keepers_are_killed_the_service_ends_with_them(served: Kept) -> None:
+    keepers, _ = served.wait()
+    for pid in keepers:
+        os.kill(pid, signal.SIGKILL)
+    wait_for("the end of all", lambda: served.pids() == ([], []), 5)
+
+
+def test_a_service_that_refuses_its_first_start_is_not_tried_again() -> None:
+    refused = Kept("import sys; sys.exit('no')  # '127.0.0.1', {port})")
+    output, errors = refused.process.communicate(timeout=20)
+    assert (refused.process.returncode, output) == (1, "the server ended with status 1\n")
+    assert errors.count("no\n") == 1
+    assert refused.pids() == ([], [])
+
+
+def test_roles_end_with_their_holder_and_name_it(tmp_path: Path) -> None:
+    roles = Roles.of(tmp_path / "lock", create=True)
+    assert roles.holder(SUPERVISOR) == 0
+    hold = (
+        "import sys; from pathlib import Path; from manylora.launcher.roles import Roles, SUPERVISOR\n"
+        "print(Roles.of(Path(sys.argv[1])).take(SUPERVISOR), flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, tmp_path / "lock"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "True\n"
+        assert (roles.holder(SUPERVISOR), roles.take(SUPERVISOR)) == (other.pid, False)
+        other.kill()
+    assert (roles.holder(SUPERVISOR), roles.take(SUPERVISOR)) == (0, True)
+    roles.close()
+
+
+def test_leftovers_are_known_by_their_environment_alone() -> None:
+    mine, other = ({"MANYLORA_TEST_MARK": f"{os.getpid()}{suffix}"} for suffix in ("", "0"))
+    with (
+        subprocess.Popen(["sleep", "60"], env=mine) as left,
+        subprocess.Popen(["sleep", "60"], env=other) as stranger,
+    ):
+        left.send_signal(signal.SIGSTOP)
+        end_marked("MANYLORA_TEST_MARK", mine["MANYLORA_TEST_MARK"])
+        assert not is_alive(left.pid)
+        assert is_alive(stranger.pid)
+        stranger.kill()
+
+
+def test_a_log_keeps_its_last_bytes_and_who_writes_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    log = open_log(path)
+    for line in range(1000):
+        os.write(log, b"line %03d\n" % line)
+    bound(path, limit=900)
+    os.write(log, b"after\n")
+    os.close(log)
+    assert path.read_bytes() == b"after\n"
+    assert (tmp_path / "server.log.1").read_bytes() == b"".join(b"line %03d\n" % i for i in range(900, 1000))
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_process_whose_server_is_gone_when_it_begins_ends_at_once(tmp_path: Path) -> None:
+    begin = "from manylora.lifeline import Lifeline; Lifeline('m'); print('lives')"
+    environment = os.environ | {RUN_DIR: str(tmp_path)}
+    orphan = subprocess.run([sys.executable, "-c", begin], env=environment, capture_output=True, check=False)
+    assert (orphan.returncode, orphan.stdout) == (1, b"")
+    # A shell that has the same run directory stands for the server.
+    shell = ["sh", "-c", f'{sys.executable} -c "{begin}"; exit $?']
+    child = subprocess.run(shell, env=environment, capture_output=True, check=False)
+    assert (child.returncode, child.stdout) == (0, b"lives\n")
+
+
+REPORTING = """
+import os, sys
+from manylora.lifeline import Lifeline
+line = Lifeline("m_0_0")
+line.activity = lambda: (2, 7)
+sys.stdin.readline()
+def no_room(*_):
+    raise OSError(28, "No space left on device")
+os.pwrite = no_room
+sys.stdin.readline()
+"""
+
+
+def test_reports_go_on_in_place_and_where_there_is_no_room(tmp_path: Path) -> None:
+    report = tmp_path / "report.m_0_0"
+    report.write_text("1 0 3 4".ljust(64))
+    before = report.stat()
+    environment, script = os.environ | {RUN_DIR: str(tmp_path)}, tmp_path / "reporting.py"
+    script.write_text(REPORTING)
+    shell = ["sh", "-c", f"{sys.executable} {script}; exit $?"]
+    with subprocess.Popen(shell, env=environment, stdin=subprocess.PIPE, text=True) as server:
+        found: dict[int, Report] = {}
+        wait_for("a report", lambda: found.update(read_reports(tmp_path, range(2, 2**22))) or found)
+        assert [one[:3] for one in found.values()] == [(False, 2, 7)]
+        after = report.stat()
+        assert (after.st_ino, after.st_size) == (before.st_ino, before.st_size)
+        assert read_reports(tmp_path, [1]) == {}
+        server.stdin.write("\n")  # type: ignore[union-attr]
+        server.stdin.flush()  # type: ignore[union-attr]
+        time.sleep(0.3)
+        full = report.stat().st_mtime_ns
+        wait_for("its time goes on", lambda: report.stat().st_mtime_ns > full)
+        server.communicate("\n")

@@ -1,0 +1,193 @@
+"""Protects the supervision: what dies or hangs comes back without a person, every client hears of it, and
+nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import tritonclient.grpc as grpc
+from conftest import Running, World, fill_repo, new_server
+from launched import MODELS, children, is_back, is_gone, models, processes, streams, wait_for
+from test_server import NEW, PROMPT, ask, inputs, new_ids
+
+
+def wait_for_deputies(server: Running) -> None:
+    wait_for("both deputies", lambda: len(server.state()["deputies"]) == 2)
+
+
+@pytest.mark.parametrize("which", [*MODELS, "server", "supervisor, deputy 1", "deputy 1"])
+def test_killed_processes_are_replaced_every_client_hears_and_no_orphan_stays(
+    server: Running, which: str
+) -> None:
+    before = processes(server)
+    assert b"GOMP_SPINCOUNT=1000" in Path(f"/proc/{before['tensorrt_llm']}/environ").read_bytes()
+    with streams(server) as open_streams:
+        for name in which.split(", "):
+            os.kill(before[name], signal.SIGKILL)
+        ends = open_streams.wait_for_ends(15 if which != "deputy 1" else 60)
+    if which == "deputy 1":
+        assert set(ends.values()) == {"end"}
+        wait_for_deputies(server)
+        assert processes(server)["server"] == before["server"]
+        return
+    assert any(kind.startswith("error") for kind in ends.values()), "nothing was in flight"
+    wait_for("the service is back", lambda: is_back(server, before["server"]))
+    assert len(new_ids(ask(server, inputs()))) == len(PROMPT) + NEW
+    old = [before[name] for name in (*MODELS, "server", *which.split(", "))]
+    wait_for("no orphan", lambda: all(map(is_gone, old)), 5)
+    wait_for_deputies(server)
+
+
+def starting(supervisor: int) -> dict[str, int]:
+    """The models' processes of the server that the supervisor starts now, and the server."""
+    for pid in children(supervisor):
+        if found := models(pid):
+            return found | {"server": pid}
+    return {}
+
+
+def test_what_is_killed_while_it_restarts_is_started_again(server: Running) -> None:
+    before = processes(server)
+    os.kill(before["tensorrt_llm"], signal.SIGKILL)
+    wait_for("the old server is gone", lambda: is_gone(before["server"]))
+    wait_for("the new model's process", lambda: "tensorrt_llm" in starting(before["supervisor"]))
+    killed = time.monotonic()
+    os.kill(starting(before["supervisor"])["tensorrt_llm"], signal.SIGKILL)
+    wait_for("the reason", lambda: "(try 1 after: tensorrt_llm's process ended" in server.state()["reason"])
+    assert time.monotonic() - killed < 20, "noticed only after the start timeout"
+    assert " ended with signal 9 while " in server.state()["reason"]
+    wait_for("the service is back", lambda: is_back(server, before["server"]))
+    assert len(new_ids(ask(server, inputs()))) == len(PROMPT) + NEW
+    assert processes(server)["supervisor"] == before["supervisor"]
+
+
+def test_a_hung_server_is_replaced(world: World, tmp_path: Path) -> None:
+    hung = new_server(fill_repo(tmp_path / "repo", world.model))
+    assert hung.launch("--hang-timeout=2").returncode == 0
+    try:
+        for which in ("server", "postprocessing"):
+            before = processes(hung)
+            with streams(hung, 4) as open_streams:
+                os.kill(before[which], signal.SIGSTOP)
+                open_streams.wait_for_ends(20)
+            wait_for("the service is back", lambda old=before: is_back(hung, old["server"]))
+            assert len(new_ids(ask(hung, inputs()))) == len(PROMPT) + NEW
+    finally:
+        hung.launch("--stop")
+
+
+def test_a_deputy_goes_on_with_the_first_start(world: World, tmp_path: Path) -> None:
+    served = new_server(fill_repo(tmp_path / "repo", world.model))
+    with subprocess.Popen(
+        served.command(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as starter:
+        wait_for("a supervisor", lambda: served.launch("--status").stdout.startswith("{"))
+        supervisor = served.state()["supervisor"]
+        wait_for("the model's process", lambda: "tensorrt_llm" in starting(supervisor))
+        found = starting(supervisor)
+        os.kill(supervisor, signal.SIGKILL)
+        output, _ = starter.communicate(timeout=60)
+    assert starter.returncode == 0, output
+    assert all(map(is_gone, found.values()))
+    assert len(new_ids(ask(served, inputs()))) == len(PROMPT) + NEW
+    assert served.launch("--stop").returncode == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where temporary files go, with room for 8 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"a file system of its own cannot be mounted: {mounted.stderr.decode().strip()}")
+    monkeypatch.setenv("TMPDIR", str(disk))
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def test_a_full_disk_ends_nothing_and_the_status_stays_true(
+    world: World, tmp_path: Path, small_disk: Path
+) -> None:
+    served = new_server(fill_repo(tmp_path / "repo", world.model))
+    # Reports that stop would be a reason to start the server again.
+    assert served.launch("--hang-timeout=3").returncode == 0
+    try:
+        before = processes(served)
+        with (
+            (small_disk / "rubbish").open("wb", buffering=0) as rubbish,
+            pytest.raises(OSError, match="No space left"),
+        ):
+            while True:
+                rubbish.write(bytes(4096))
+        assert shutil.disk_usage(small_disk).free == 0
+        time.sleep(4)
+        assert processes(served) == before
+        os.kill(before["supervisor"], signal.SIGKILL)
+        wait_for("the truth", lambda: served.launch("--status").returncode == 1, 5)
+        wait_for("the service is back", lambda: is_back(served, before["server"]))
+        time.sleep(4)
+        assert served.state()["restarts"] == 1
+        assert len(new_ids(ask(served, inputs()))) == len(PROMPT) + NEW
+    finally:
+        stopped = served.launch("--stop")
+    assert stopped.returncode == 0, stopped.stderr
+    assert [path.name for path in small_disk.iterdir()] == ["rubbish"]
+
+
+FAULTS = """
+
+import time
+from manylora.engine.engine import Engine
+
+_step = Engine.step
+
+
+def _faulty(engine):
+    prompts = [sequence.request.prompt[0] for sequence in engine._everyone()]
+    if 13 in prompts:
+        raise MemoryError
+    if 14 in prompts:
+        time.sleep(10**6)
+    return _step(engine)
+
+
+Engine.step = _faulty
+"""
+
+
+def test_an_engine_thread_that_dies_or_is_stuck_is_replaced(world: World, tmp_path: Path) -> None:
+    repo = fill_repo(tmp_path / "repo", world.model)
+    with (repo / "tensorrt_llm" / "1" / "model.py").open("a") as file:
+        file.write(FAULTS)
+    server = new_server(repo)
+    assert server.launch("--hang-timeout=3").returncode == 0
+    try:
+        log = Path(server.state()["log"]).with_name("supervisor.log")
+        for token, reason in ((13, "is gone"), (14, "has not moved")):
+            old = server.state()["server"]
+            heard: queue.SimpleQueue = queue.SimpleQueue()
+            with ExitStack() as stack:
+                for _ in range(3):
+                    client = stack.enter_context(grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}"))
+                    client.start_stream(lambda result, error, heard=heard: heard.put(error))
+                    client.async_stream_infer("tensorrt_llm", inputs([token, 5, 6], 50))
+                errors = [str(heard.get(timeout=30)) for _ in range(3)]
+            assert "None" not in errors
+            assert token == 14 or any("The engine stopped: MemoryError" in error for error in errors)
+            wait_for("the service is back", lambda old=old: is_back(server, old))
+            assert len(new_ids(ask(server, inputs()))) == len(PROMPT) + NEW
+            assert reason in log.read_text()
+    finally:
+        server.launch("--stop")

@@ -1,31 +1,59 @@
-"""manylora serve: the OpenAI server on a model and its adapters, in this process."""
+"""manylora serve: the OpenAI server on a model and its adapters, here or in a process that it keeps alive."""
 
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from manylora.errors import ConfigError
+from manylora.launcher.child import Child
+from manylora.launcher.keeper import Keeper
+from manylora.launcher.roles import DEPUTIES, Roles
+from manylora.launcher.state import State
+
+if TYPE_CHECKING:
+    from manylora.openai.options import ServeOptions
 
 __all__ = ["main"]
 
+END_S = 10.0  # beyond the time for draining, before the server's process is killed
+
 
 def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
     try:
         # Imported here, so that a missing extra is one line and not a trace.
         from manylora.openai.logs import log_to_stderr
         from manylora.openai.options import parse_options
+
+        options = parse_options(given)
+        log_to_stderr(options.log_level)
+        if options.restart:
+            return _keep(options, given)
         from manylora.openai.server import run
     except ImportError as error:
         print(f"manylora serve needs {error.name}: pip install 'manylora[openai]'", file=sys.stderr)
         return 1
+    except (ConfigError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
     try:
-        options = parse_options(sys.argv[1:] if arguments is None else arguments)
-        log_to_stderr(options.log_level)
         run(options)
     except (ConfigError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def _keep(options: ServeOptions, given: list[str]) -> int:
+    """Serve in a process of its own, again and again."""
+    command = [sys.executable, "-m", "manylora.commands.serve", *given, "--no-restart"]
+    child = Child(command, options.host, options.port, options.drain_seconds + END_S)
+    state = State()
+    code = Keeper(child, Roles(state.fd), state, len(DEPUTIES)).run()
+    if code:
+        print(state.read()["reason"], file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

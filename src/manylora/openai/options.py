@@ -104,6 +104,9 @@ class ServeOptions:
     hang_timeout: float = _option(
         300.0, "seconds at one step after which the engine counts as dead; 0: never", float
     )
+    restart: bool = _option(
+        False, "serve in a process of its own; it, or this one, is started again when it was killed", bool
+    )
     ssl_certfile: Path | None = _option(None, "PEM file, for HTTPS", Path)
     ssl_keyfile: Path | None = _option(None, "PEM file, for HTTPS", Path)
     log_level: str = _option("info", "debug, info, warning, error")
@@ -124,6 +127,8 @@ class ServeOptions:
             raise ConfigError(f"hang_timeout must be at least 0, got {self.hang_timeout}")
         if self.triton_url is not None:
             self._check_triton()
+        if self.restart and self.port == 0:
+            raise ConfigError("restart needs a port of its own, got port 0: every start would choose another")
         if not 0 < self.lora_refresh_seconds <= 86400:
             raise ConfigError(f"lora_refresh_seconds must be in (0, 86400], got {self.lora_refresh_seconds}")
         for folder in (*self.lora_root, *self.lora_allowed_path):

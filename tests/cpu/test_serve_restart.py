@@ -1,0 +1,83 @@
+"""Protects a server that was told to come back: when its process is killed, clients see a closed connection
+and then the service again, and a signal still lets what is under way end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from manylora.testing import make_model
+
+
+def wait_for(what: str, condition: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} not within {seconds} s"
+        time.sleep(0.05)
+
+
+def children(pid: int) -> set[int]:
+    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+@contextmanager
+def stream(url: str) -> Iterator[Iterator[str]]:
+    """The lines of a long answer that has begun."""
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 250, "ignore_eos": True, "stream": True}
+    with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        yield lines
+
+
+def test_serve_comes_back_after_a_kill_and_drains_at_a_signal(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "tiny", "llama", seed=11)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+
+    def is_up() -> bool:
+        try:
+            return httpx2.get(f"{url}/health", timeout=1).status_code == 200
+        except httpx2.HTTPError:
+            return False
+
+    command = [sys.executable, "-m", "manylora.commands.serve", str(model), "--port", str(port), "--restart"]
+    with subprocess.Popen(command) as keeper:
+        try:
+            wait_for("the server", is_up)
+            [server] = [pid for pid in children(keeper.pid) if "--no-restart" in command_line(pid)]
+            with stream(url) as lines:
+                os.kill(server, signal.SIGKILL)
+                with pytest.raises(httpx2.TransportError):
+                    list(lines)
+            wait_for("the server again", is_up)
+            with stream(url) as lines:
+                everyone = children(keeper.pid)
+                keeper.send_signal(signal.SIGTERM)
+                assert [line for line in lines if line][-1] == "data: [DONE]"
+            assert keeper.wait(30) == 0
+        finally:
+            keeper.terminate()
+    assert not [pid for pid in everyone if Path(f"/proc/{pid}").exists()]
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
+
+
+def test_restart_needs_a_port_that_stays(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "manylora.commands.serve", str(tmp_path), "--port", "0", "--restart"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (refused.returncode, "restart needs a port of its own" in refused.stderr) == (1, True)

@@ -51,12 +51,11 @@ def run(folder: Path, picks: random.Random, count: int) -> list[str]:
 
 
 def choose(service: Service, picks: random.Random) -> dict[str, int]:
-    """One process or two; never both of the launcher's, of which one must be left to start the rest again."""
+    """One process or two in the same instant. Of the launcher's three, one must be left to start the rest."""
     alive = service.processes()
     names = picks.sample(sorted(alive), min(len(alive), picks.choice((1, 1, 2))))
-    launchers = [name for name in names if name.startswith("launcher")]
-    if len(launchers) > 1 or len([name for name in alive if name.startswith("launcher")]) < 2:
-        names = [name for name in names if name not in launchers]
+    if sum(name.startswith("launcher") for name in alive) <= len(names):
+        names = [name for name in names if not name.startswith("launcher")]
     return {name: alive[name] for name in names}
 
 

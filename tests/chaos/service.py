@@ -46,13 +46,15 @@ class Service:
         self.server.launch("--stop")
 
     def processes(self) -> dict[str, int]:
-        """Role to pid of those that live: server, the models, launcher processes as launcher-<pid>."""
-        port, found = f"--http_port={self.server.http}", {}
-        triton = f"--http-port={self.server.http}"
+        """Role to pid of those that live: server, its door, models, launcher processes as launcher-<pid>."""
+        port, door = f"--http_port={self.server.http} ", f"--port={self.server.http} --inner-port="
+        triton, found = f"--model-repository {self.server.repo} ", {}
         for pid, command in commands():
             if port in command:
                 found[f"launcher-{pid}"] = pid
-            elif triton in command:
+            elif door in command:
+                found["door"] = pid
+            elif triton in command and "bin/tritonserver" in command:
                 found["tritonserver"] = pid
             elif f"{self.server.repo}/" in command and "triton_python_backend_stub" in command:
                 found[next((name for name in MODELS if f"/{name}/" in command), f"stub-{pid}")] = pid

@@ -64,8 +64,7 @@ def _start(options: Namespace, run_dir: Path) -> int:
         try:
             _clear(run_dir, options.http_port)
             _check(options)
-            if not options.open_management:
-                options.management_secret = management_secret(run_dir, options.management_secret_file)
+            options.management_secret = management_secret(run_dir, options.management_secret_file)
             keeper, state = _keeper(options, run_dir, roles)
         except OSError as error:
             raise ConfigError(f"{error.filename or run_dir}: {error.strerror}") from error
@@ -126,7 +125,6 @@ def _parser() -> ArgumentParser:
         metavar="FILE",
         help="holds what clients send for that as header manylora-management; default: made at each start",
     )
-    parser.set_defaults(management_secret=None)
     parser.add_argument("--triton-arg", action="append", default=[], help="passed on to tritonserver")
     return parser
 
@@ -221,6 +219,7 @@ def _keeper(options: Namespace, run_dir: Path, roles: Roles) -> tuple[Keeper, St
         verbose_log=str(Path(options.log_file).resolve()) if options.log else None,
         triton_args=tuple(options.triton_arg),
         management_secret=options.management_secret,
+        open_management=options.open_management,
     )
     installation = find_tritonserver(options.tritonserver, run_dir)
     state = State()

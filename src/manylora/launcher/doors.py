@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 from pathlib import Path
 
 from manylora.errors import ConfigError
@@ -13,6 +14,7 @@ from manylora.errors import ConfigError
 __all__ = [
     "MANAGEMENT_HEADER",
     "check_own_directory",
+    "http_door_command",
     "management_flags",
     "management_secret",
     "open_doors",
@@ -20,6 +22,7 @@ __all__ = [
 
 # Whoever may use these reads and writes other programs' memory, loads models, or fills the disk with logs.
 MANAGEMENT = "shared-memory,model-repository,trace,logging"
+PUBLIC = "health,metadata,inference,model-config,statistics"
 MANAGEMENT_HEADER = "manylora-management"
 SECRET_FILE = "management.secret"
 
@@ -34,13 +37,20 @@ def management_secret(run_dir: Path, given: Path | None) -> str:
     return secret
 
 
-def management_flags(secret: str | None, given: tuple[str, ...]) -> list[str]:
-    """Of tritonserver. secret: None leaves the doors open. given: the user's flags, which go first."""
-    if secret is None:
-        return []
-    flags = ("--http-restricted-api", "--grpc-restricted-protocol")
+def management_flags(secret: str, is_open: bool, given: tuple[str, ...]) -> list[str]:
+    """Of tritonserver, whose HTTP port is behind our own door. given: the user's flags, which go first."""
     theirs = {argument.split("=", 1)[0] for argument in given}
-    return [f"{flag}={MANAGEMENT}:{MANAGEMENT_HEADER}={secret}" for flag in flags if flag not in theirs]
+    flags = {"--http-restricted-api": f"{MANAGEMENT},{PUBLIC}"}
+    if not is_open:
+        flags["--grpc-restricted-protocol"] = MANAGEMENT
+    return [f"{f}={doors}:{MANAGEMENT_HEADER}={secret}" for f, doors in flags.items() if f not in theirs]
+
+
+def http_door_command(address: str, port: int, inner_port: int, run_dir: Path, is_open: bool) -> list[str]:
+    """Of the process of `http_door`. Its port is `port`, the server's own `inner_port`."""
+    command = [sys.executable, "-m", "manylora.launcher.http_door", f"--address={address}", f"--port={port}"]
+    command += [f"--inner-port={inner_port}", f"--secret-file={run_dir / SECRET_FILE}"]
+    return [*command, *(["--open"] if is_open else [])]
 
 
 def open_doors(address: str, run_dir: Path, management_is_open: bool) -> str:

@@ -9,25 +9,34 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["end_marked", "is_alive", "is_child", "port_is_free", "spawn", "stat_of"]
+__all__ = ["end_marked", "free_port", "is_alive", "is_child", "port_is_free", "spawn", "stat_of"]
 
 PR_SET_PDEATHSIG = 1
 GONE_S = 5.0  # for the system to end what was killed
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def spawn(command: Sequence[str], environment: Mapping[str, str], output: Any = None) -> subprocess.Popen:
-    """In a session of its own: signals of a terminal come by way of who started it. Killed when that ends."""
+def spawn(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    output: Any = None,
+    prepare: Callable[[], None] = lambda: None,
+) -> subprocess.Popen:
+    """In a session of its own: signals of a terminal come by way of who started it. Killed when that ends.
+
+    prepare: called in the new process before the command runs.
+    """
     parent = os.getpid()
 
     def tie() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it was killed before the line above
             os._exit(1)
+        prepare()
 
     return subprocess.Popen(
         command,
@@ -88,6 +97,13 @@ def is_child(pid: int) -> bool:
         return pid > 0 and os.waitpid(pid, os.WNOHANG)[0] == 0
     except ChildProcessError:
         return False
+
+
+def free_port() -> int:
+    """Of this machine's own address, for somebody who takes it at once."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def port_is_free(port: int, address: str) -> bool:

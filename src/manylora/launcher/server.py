@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import re
+import resource
 import secrets
 import select
 import subprocess
@@ -18,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manylora.errors import ConfigError
-from manylora.launcher.doors import management_flags
+from manylora.launcher.doors import http_door_command, management_flags
 from manylora.launcher.find import Installation
 from manylora.launcher.keeper import StoppedError
 from manylora.launcher.logs import LOG_BYTES, open_log
-from manylora.launcher.processes import end_marked, spawn, stat_of
+from manylora.launcher.processes import end_marked, free_port, spawn, stat_of
 from manylora.lifeline import DRAIN_FILE, PERIOD_S, RUN_DIR, STARTING_FILE, read_reports
 
 __all__ = ["Options", "Server", "clear"]
@@ -34,6 +35,7 @@ SILENCE_S = 30.0  # of the HTTP door, before the server counts as hung
 STOPPED_S = 5.0  # that a process is stopped by a signal, before it counts as hung
 UNCLAIMED_S = 1.0  # that the server leaves a model's dead process alone, which it has not seen then
 PROBE_S = 0.5
+STACK = 128 * 2**20  # bytes of a thread of tritonserver; only what is used takes memory
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Options:
     hang_timeout: float
     verbose_log: str | None
     triton_args: tuple[str, ...]
-    management_secret: str | None  # None: open
+    management_secret: str
+    open_management: bool
 
 
 class Server:
@@ -69,10 +72,16 @@ class Server:
             (run_dir / DRAIN_FILE).unlink(missing_ok=True)
             (run_dir / STARTING_FILE).touch()
         self._log_from = self.log.stat().st_size if self.log.exists() else 0
+        self._inner_port = free_port()
+        mark = {RUN_DIR: str(run_dir)}
         log = open_log(self.log)
         try:
-            environment = installation.environment | {RUN_DIR: str(run_dir)}
-            self._process = spawn(self._command(installation), environment, log)
+            self._process = spawn(
+                self._command(installation), installation.environment | mark, log, _widen_stacks
+            )
+            ports = options.http_port, self._inner_port
+            door = http_door_command(options.address, *ports, run_dir, options.open_management)
+            self._door = spawn(door, os.environ | mark, log)
         finally:
             os.close(log)
 
@@ -83,7 +92,7 @@ class Server:
     @property
     def pids(self) -> list[int]:
         """Of the server and its models' processes."""
-        return [self.pid, *sorted(self._models)]
+        return [self.pid, self._door.pid, *sorted(self._models)]
 
     def wait_ready(self, stopping: Callable[[], bool]) -> None:
         """Return when every model answers.
@@ -127,6 +136,8 @@ class Server:
             if reason is None or "is not healthy" in reason:  # a model's process died
                 return RuntimeError(reason or f"tritonserver ended with status {code} while starting")
             return ConfigError(reason)
+        if (code := self._door.poll()) is not None:
+            return RuntimeError(f"the HTTP door ended with status {code} while starting")
         self._find_models()
         for pid in self._children():
             model, fields = self._models.get(pid, "a model"), stat_of(pid)
@@ -155,9 +166,9 @@ class Server:
         return self._hangs()
 
     def _died(self) -> str | None:
-        code = self._process.poll()
-        if code is not None:
-            return f"tritonserver ended with {f'signal {-code}' if code < 0 else f'status {code}'}"
+        for name, process in (("tritonserver", self._process), ("the HTTP door", self._door)):
+            if (code := process.poll()) is not None:
+                return f"{name} ended with {f'signal {-code}' if code < 0 else f'status {code}'}"
         for pid, model in self._models.items():
             fields = stat_of(pid)
             if fields is None or fields[0] == "Z":  # the server never waits for it
@@ -223,15 +234,17 @@ class Server:
         self.kill()
 
     def kill(self) -> None:
-        """The server alone: `clear` ends what is left of its models."""
-        if self._process.poll() is None:  # otherwise its number may be another's
-            self._process.kill()
-            self._process.wait()
+        """The server and its door: `clear` ends what is left of its models."""
+        for process in (self._process, self._door):
+            if process.poll() is None:  # otherwise its number may be another's
+                process.kill()
+                process.wait()
 
     def _command(self, installation: Installation) -> list[str]:
         o = self._options
         command = [str(installation.binary), "--model-repository", str(o.model_repo), *installation.arguments]
-        for kind, port in (("http", o.http_port), ("grpc", o.grpc_port), ("metrics", o.metrics_port)):
+        command += [f"--http-port={self._inner_port}", "--http-address=127.0.0.1"]  # behind our own door
+        for kind, port in (("grpc", o.grpc_port), ("metrics", o.metrics_port)):
             command += [f"--{kind}-port={port}", f"--{kind}-address={o.address}"]
         command += [
             "--disable-auto-complete-config",
@@ -242,7 +255,11 @@ class Server:
             command += ["--pinned-memory-pool-byte-size=0", "--allow-gpu-metrics=false"]
         if o.verbose_log:
             command += ["--log-verbose=3", f"--log-file={o.verbose_log}"]
-        return [*command, *management_flags(o.management_secret, o.triton_args), *o.triton_args]
+        return [
+            *command,
+            *management_flags(o.management_secret, o.open_management, o.triton_args),
+            *o.triton_args,
+        ]
 
     def _children(self) -> Iterator[int]:
         with contextlib.suppress(OSError):
@@ -303,6 +320,13 @@ class Server:
                 return log.read(LOG_BYTES).decode(errors="replace")
         except OSError:
             return ""
+
+
+def _widen_stacks() -> None:
+    """Triton's HTTP threads keep 16 bytes on their stack for every piece in which a body has come."""
+    _, most = resource.getrlimit(resource.RLIMIT_STACK)
+    wanted = STACK if most == resource.RLIM_INFINITY else min(STACK, most)
+    resource.setrlimit(resource.RLIMIT_STACK, (wanted, most))
 
 
 def _how(fields: list[str] | None) -> str:

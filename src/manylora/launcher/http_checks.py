@@ -1,0 +1,77 @@
+"""What an HTTP request may say: bounds that keep tritonserver's own reader of JSON and bodies alive."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from math import prod
+from typing import Any
+
+import numpy as np
+
+__all__ = ["MAX_BODY", "MAX_JSON", "RefusedError", "check_json", "inflate"]
+
+MAX_JSON = 2**24  # bytes of a body or of its part that is JSON; read, they are some twenty times as many
+MAX_BODY = 5 * 2**28  # bytes, JSON and tensors: 1.25 GiB
+MAX_DEPTH = 64  # of lists and objects in each other; the server's reader calls itself for each
+
+_OTHERS = re.compile(rb'"(?:[^"\\]|\\.)*"?|[^][{}"]+', re.DOTALL)  # all but brackets
+
+
+class RefusedError(Exception):
+    """status and one sentence for the client."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def check_json(text: bytes, inference: bool) -> None:
+    """Raises RefusedError. inference: of an `infer` request, whose shapes are looked at."""
+    brackets = np.frombuffer(_OTHERS.sub(b"", text), np.uint8)
+    opening = (brackets == ord("[")) | (brackets == ord("{"))
+    depths = np.cumsum(np.where(opening, np.int8(1), np.int8(-1)), dtype=np.int32)
+    if depths.max(initial=0) > MAX_DEPTH:
+        raise RefusedError(400, f"the request's JSON is nested more than {MAX_DEPTH} deep")
+    if inference:
+        _check_shapes(text)
+
+
+def _check_shapes(text: bytes) -> None:
+    try:
+        told = json.loads(text, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(400, "failed to parse the request JSON buffer") from error
+    inputs = told.get("inputs") if isinstance(told, dict) else None
+    for tensor in inputs if isinstance(inputs, list) else ():
+        shape = tensor.get("shape") if isinstance(tensor, dict) else None
+        if "data" not in tensor or not isinstance(shape, list):
+            continue
+        sizes = [size for size in shape if isinstance(size, int)]
+        if prod(size for size in sizes if size) > len(text):
+            raise RefusedError(
+                400, f"input {tensor.get('name')}: its data has fewer elements than its shape {sizes} says"
+            )
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The server reads the first of two entries with one name, Python the last."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise RefusedError(400, "the request's JSON has two entries of one name in an object")
+    return made
+
+
+def inflate(body: bytes) -> bytes:
+    """Of gzip or zlib, at most MAX_JSON bytes. Raises RefusedError."""
+    reader = zlib.decompressobj(wbits=15 | 32)
+    try:
+        plain = reader.decompress(body, MAX_JSON)
+    except zlib.error as error:
+        raise RefusedError(400, "the compressed body cannot be read") from error
+    if reader.unconsumed_tail:
+        raise RefusedError(413, f"a compressed body may hold at most {MAX_JSON} bytes")
+    if not reader.eof:
+        raise RefusedError(400, "the compressed body is cut off")
+    return plain

@@ -62,7 +62,7 @@ def generated(server: Running) -> int:
 
 
 def is_idle(server: Running) -> bool:
-    held = (server.run_dir / "report.tensorrt_llm").read_text(encoding="utf-8").split()[1]
+    _, _, held, _ = (server.run_dir / "report.tensorrt_llm_0_0").read_text(encoding="utf-8").split()
     return held == "0"
 
 

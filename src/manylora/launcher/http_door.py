@@ -22,7 +22,7 @@ import httptools
 from manylora.launcher.doors import MANAGEMENT_HEADER
 from manylora.launcher.http_checks import MAX_BODY, MAX_JSON, RefusedError, check_json, inflate
 
-__all__ = ["main"]
+__all__ = ["Answers", "Client", "Door", "main"]
 
 MAX_HEAD = 64 * 2**10  # bytes of the request line and the headers
 MAX_CONNECTIONS = 1024

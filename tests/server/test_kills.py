@@ -64,7 +64,8 @@ def test_what_is_killed_while_it_restarts_is_started_again(server: Running) -> N
     os.kill(starting(before["supervisor"])["tensorrt_llm"], signal.SIGKILL)
     wait_for("the reason", lambda: "(try 1 after: tensorrt_llm's process ended" in server.state()["reason"])
     assert time.monotonic() - killed < 20, "noticed only after the start timeout"
-    assert " ended with signal 9 while " in server.state()["reason"]
+    reason = server.state()["reason"]  # as the launcher sees it, or as tritonserver says it, whoever is first
+    assert " ended with signal 9 while " in reason or "is not healthy" in reason
     wait_for("the service is back", lambda: is_back(server, before["server"]))
     assert len(new_ids(ask(server, inputs()))) == len(PROMPT) + NEW
     assert processes(server)["supervisor"] == before["supervisor"]
@@ -175,7 +176,7 @@ def test_an_engine_thread_that_dies_or_is_stuck_is_replaced(world: World, tmp_pa
     assert server.launch("--hang-timeout=3").returncode == 0
     try:
         log = Path(server.state()["log"]).with_name("supervisor.log")
-        for token, reason in ((13, "is gone"), (14, "has not moved")):
+        for token, reason in ((13, "ended with status 1"), (14, "has not moved")):
             old = server.state()["server"]
             heard: queue.SimpleQueue = queue.SimpleQueue()
             with ExitStack() as stack:

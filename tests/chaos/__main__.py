@@ -1,6 +1,6 @@
-"""Attacks on a running service, bounded: kills, hostile requests, clients that leave.
+"""Attacks on a running service, bounded: kills, hostile requests and adapters, clients that leave.
 
-    make chaos                                    everything, in about ten minutes
+    make chaos                                    everything, in about 15 minutes
     .venv/bin/python tests/chaos --only kills --kills 100 --seed 7
 
 Prints a line of figures for each part and what went wrong, and ends with 1 if anything did.
@@ -15,11 +15,12 @@ import tempfile
 import time
 from pathlib import Path
 
+import adapters
 import hostile
 import kills
 import soak
 
-PARTS = {"kills": (kills, 25), "requests": (hostile, 2000), "soak": (soak, 6000)}
+PARTS = {"kills": (kills, 25), "requests": (hostile, 2000), "adapters": (adapters, 300), "soak": (soak, 6000)}
 
 
 def main() -> int:

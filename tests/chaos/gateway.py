@@ -26,6 +26,7 @@ class Gateway:
             root,
             "--served-model-name",
             "demo",
+            "--allow-runtime-lora-updating",
         ]
         self._log = (folder / "serve.log").open("ab")
         program = Path(sys.executable).with_name("manylora")

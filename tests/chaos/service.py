@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "tests" / "server"))
 
 from conftest import Running, fill_repo, free_ports, new_server  # noqa: E402
 
-__all__ = ["ANSWERS", "DEMO", "MODELS", "QUESTION", "SILENCE_S", "Service", "free_ports", "resident"]
+__all__ = ["ANSWERS", "DEMO", "MODELS", "QUESTION", "ROOT", "SILENCE_S", "Service", "free_ports", "resident"]
 
 QUESTION = "Where is the capital of Japan? \\nAnswer:"
 ANSWERS = {None: " Tokyo", "chinese": "东京", "japanese": "東京"}
@@ -27,11 +27,11 @@ SILENCE_S = 10.0  # after so long without a byte a client counts as not heard
 class Service:
     """Launched by `start`, found again by what its processes say of themselves, whoever started them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, lora_catalog_dir: str = str(DEMO / "adapters")) -> None:
         repo = fill_repo(
             folder / "models",
             DEMO / "base",
-            lora_catalog_dir=str(DEMO / "adapters"),
+            lora_catalog_dir=lora_catalog_dir,
             max_queue_size="200",
             guided_decoding_backend="xgrammar",
         )

@@ -398,9 +398,9 @@ KINDS: list[Callable[[random.Random, Path], None]] = [
 ]  # fmt: skip
 
 
-def hostile(folder: Path, count: int, seed: int = 0) -> Iterator[tuple[str, Path]]:
-    """So many adapters, one after the other, each in a folder of its own; what it is, and where."""
-    for number_of in range(count):
+def hostile(folder: Path, count: int, seed: int = 0, start: int = 0) -> Iterator[tuple[str, Path]]:
+    """So many adapters from number `start` on, each in a folder of its own; what it is, and where."""
+    for number_of in range(start, start + count):
         rng = random.Random(f"{seed}-{number_of}")
         make = KINDS[number_of % len(KINDS)]
         path = folder / f"{number_of}"

@@ -40,8 +40,8 @@ ORDER = [
 ]
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
 LAUNCHER = [
-    "roles", "state", "logs", "processes", "doors", "http_checks", "http_door", "find", "repository",
-    "keeper", "child", "server", "service", "cli",
+    "roles", "state", "logs", "memory", "processes", "doors", "http_checks", "http_door", "find",
+    "repository", "keeper", "child", "server", "service", "cli",
 ]  # fmt: skip
 LLMAPI = [
     "lora", "llm_args", "guided", "sampling", "outputs", "result", "decoding", "continuation", "adapters",

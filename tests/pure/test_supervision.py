@@ -19,6 +19,7 @@ from manylora.errors import ConfigError
 from manylora.launcher import keeper as keeper_module
 from manylora.launcher.keeper import Keeper, StoppedError
 from manylora.launcher.logs import bound, open_log
+from manylora.launcher.memory import MemoryLimit
 from manylora.launcher.processes import end_marked, is_alive
 from manylora.launcher.roles import SUPERVISOR, Roles
 from manylora.launcher.state import State
@@ -321,3 +322,14 @@ def test_reports_go_on_in_place_and_where_there_is_no_room(tmp_path: Path) -> No
         full = report.stat().st_mtime_ns
         wait_for("its time goes on", lambda: report.stat().st_mtime_ns > full)
         server.communicate("\n")
+
+
+def test_a_server_that_has_grown_is_started_anew_in_a_quiet_moment() -> None:
+    limit, over = MemoryLimit(100 << 20), 150 << 20
+    assert limit.exceeded(90 << 20, 0, 0.0) is None
+    assert limit.exceeded(over, 3, 1.0) is None, "requests are open"
+    assert limit.exceeded(over, 0, 2.0) is None and limit.exceeded(over, 0, 3.9) is None
+    assert limit.exceeded(over, 1, 4.0) is None and limit.exceeded(over, 0, 5.0) is None, "quiet anew"
+    assert limit.exceeded(over, 0, 7.1) == "tritonserver holds 150 MiB, of at most 100"
+    assert limit.exceeded(201 << 20, 9, 8.0) is not None, "twice as much is not waited with"
+    assert MemoryLimit(0).exceeded(1 << 40, 0, 0.0) is None

@@ -106,6 +106,14 @@ def _parser() -> ArgumentParser:
         help="restart an engine that makes no step for so long with requests open, or a server that does not "
         "answer for so long (30 s at most); 0: never",
     )
+    parser.add_argument(
+        "--server-memory",
+        type=int,
+        default=4096,
+        metavar="MIB",
+        help="start tritonserver, which itself holds no model, anew when it has grown beyond this and nobody "
+        "asks for anything, or at twice as much; 0: never; default 4096",
+    )
     parser.add_argument("--no-restart", action="store_true", help="end with the reason when a process dies")
     parser.add_argument(
         "--restart-tries",
@@ -133,8 +141,9 @@ def _check(options: Namespace) -> None:
     for name, text in REFUSED.items():
         if getattr(options, name):
             raise ConfigError(text)
-    if options.restart_tries < 0:
-        raise ConfigError(f"--restart-tries must be at least 0, got {options.restart_tries}")
+    for name in ("restart_tries", "server_memory"):
+        if getattr(options, name) < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(options, name)}")
     if options.world_size != 1:
         raise ConfigError(f"--world_size must be 1, got {options.world_size}: one process serves one model")
     if options.tensorrt_llm_model_name != "tensorrt_llm":
@@ -216,6 +225,7 @@ def _keeper(options: Namespace, run_dir: Path, roles: Roles) -> tuple[Keeper, St
         start_timeout=options.start_timeout,
         drain_timeout=options.drain_timeout,
         hang_timeout=options.hang_timeout,
+        server_memory=options.server_memory << 20,
         verbose_log=str(Path(options.log_file).resolve()) if options.log else None,
         triton_args=tuple(options.triton_arg),
         management_secret=options.management_secret,

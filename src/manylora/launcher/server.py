@@ -23,6 +23,7 @@ from manylora.launcher.doors import http_door_command, management_flags
 from manylora.launcher.find import Installation
 from manylora.launcher.keeper import StoppedError
 from manylora.launcher.logs import LOG_BYTES, open_log
+from manylora.launcher.memory import MemoryLimit
 from manylora.launcher.processes import end_marked, free_port, spawn, stat_of
 from manylora.lifeline import DRAIN_FILE, PERIOD_S, RUN_DIR, STARTING_FILE, read_reports
 
@@ -35,6 +36,8 @@ SILENCE_S = 30.0  # of the HTTP door, before the server counts as hung
 STOPPED_S = 5.0  # that a process is stopped by a signal, before it counts as hung
 UNCLAIMED_S = 1.0  # that the server leaves a model's dead process alone, which it has not seen then
 PROBE_S = 0.5
+RESIDENT = 21  # of `stat_of`, in pages
+PAGE = os.sysconf("SC_PAGE_SIZE")
 STACK = 128 * 2**20  # bytes of a thread of tritonserver; only what is used takes memory
 
 
@@ -50,6 +53,7 @@ class Options:
     start_timeout: float
     drain_timeout: float
     hang_timeout: float
+    server_memory: int  # bytes
     verbose_log: str | None
     triton_args: tuple[str, ...]
     management_secret: str
@@ -66,6 +70,7 @@ class Server:
         self._since: dict[tuple[str, int], float] = {}  # (what is wrong with it, process) -> since when
         self._heard = self._moved = self._probed = time.monotonic()
         self._seen = (0, 0)  # requests held and progress of the engine
+        self._memory = MemoryLimit(options.server_memory)
         self._written: dict[int, tuple[int, float]] = {}  # process -> time of its report, when that was new
         self.log = run_dir / "server.log"
         with contextlib.suppress(OSError):  # on a full disk the marks of a server before this one may stay
@@ -163,7 +168,7 @@ class Server:
         if time.monotonic() - self._probed < PROBE_S:
             return None
         self._probed = time.monotonic()
-        return self._hangs()
+        return self._hangs() or self._has_grown()
 
     def _died(self) -> str | None:
         for name, process in (("tritonserver", self._process), ("the HTTP door", self._door)):
@@ -206,6 +211,13 @@ class Server:
         if now - self._moved > limit:
             return f"the engine has not moved for {now - self._moved:.0f} s with {held} requests open"
         return None
+
+    def _has_grown(self) -> str | None:
+        fields = stat_of(self.pid)
+        if fields is None:
+            return None
+        held = sum(report.held for report in read_reports(self._run_dir, self._models).values())
+        return self._memory.exceeded(int(fields[RESIDENT]) * PAGE, held, time.monotonic())
 
     def drain(self, hurry: Callable[[], bool]) -> None:
         """Have new requests refused, and wait until every model's process is idle, at most the drain timeout.

@@ -1,0 +1,29 @@
+"""When tritonserver is started anew for the memory it holds."""
+
+from __future__ import annotations
+
+__all__ = ["MemoryLimit"]
+
+QUIET_S = 2.0  # without a request
+
+
+class MemoryLimit:
+    """limit: bytes, 0 for none. What large tensors and refused gRPC requests took, the server keeps."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._quiet_since: float | None = None
+
+    def exceeded(self, resident: int, held: int, now: float) -> str | None:
+        """Why it has to be now: in a quiet moment, or when it holds twice the limit.
+
+        resident: bytes the server holds. held: requests that are open. now: s, of a clock that only goes on.
+        """
+        if held or not self._limit or resident <= self._limit:
+            self._quiet_since = None
+        elif self._quiet_since is None:
+            self._quiet_since = now
+        is_quiet = self._quiet_since is not None and now - self._quiet_since > QUIET_S
+        if is_quiet or 0 < 2 * self._limit < resident:
+            return f"tritonserver holds {resident >> 20} MiB, of at most {self._limit >> 20}"
+        return None

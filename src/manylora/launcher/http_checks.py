@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import zlib
 from math import prod
 from typing import Any
@@ -14,9 +13,9 @@ __all__ = ["MAX_BODY", "MAX_JSON", "RefusedError", "check_json", "inflate"]
 
 MAX_JSON = 2**24  # bytes of a body or of its part that is JSON; read, they are some twenty times as many
 MAX_BODY = 5 * 2**28  # bytes, JSON and tensors: 1.25 GiB
+MAX_INFER_JSON = 2**22  # bytes; it is read here, too, while others wait
+SLICE = 2**18
 MAX_DEPTH = 64  # of lists and objects in each other; the server's reader calls itself for each
-
-_OTHERS = re.compile(rb'"(?:[^"\\]|\\.)*"?|[^][{}"]+', re.DOTALL)  # all but brackets
 
 
 class RefusedError(Exception):
@@ -29,13 +28,31 @@ class RefusedError(Exception):
 
 def check_json(text: bytes, inference: bool) -> None:
     """Raises RefusedError. inference: of an `infer` request, whose shapes are looked at."""
-    brackets = np.frombuffer(_OTHERS.sub(b"", text), np.uint8)
-    opening = (brackets == ord("[")) | (brackets == ord("{"))
-    depths = np.cumsum(np.where(opening, np.int8(1), np.int8(-1)), dtype=np.int32)
-    if depths.max(initial=0) > MAX_DEPTH:
+    if _is_deep(text):
         raise RefusedError(400, f"the request's JSON is nested more than {MAX_DEPTH} deep")
     if inference:
+        if len(text) > MAX_INFER_JSON:
+            raise RefusedError(
+                413,
+                f"the JSON of an infer request may have at most {MAX_INFER_JSON} bytes: send binary tensors",
+            )
         _check_shapes(text)
+
+
+def _is_deep(text: bytes) -> bool:
+    """A slice at a time: other connections are served in between, and little memory is taken."""
+    plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote left begins or ends a string
+    quotes = depth = 0
+    for start in range(0, len(plain), SLICE):
+        signs = np.frombuffer(plain, np.uint8, min(SLICE, len(plain) - start), start)
+        inside = quotes + np.cumsum(signs == ord('"'), dtype=np.int32)
+        opening, closing = ((signs == ord(a)) | (signs == ord(b)) for a, b in ("[{", "]}"))
+        steps = (opening.astype(np.int8) - closing) * (inside % 2 == 0)
+        depths = depth + np.cumsum(steps, dtype=np.int32)
+        if depths.max() > MAX_DEPTH:
+            return True
+        quotes, depth = int(inside[-1]) % 2, int(depths[-1])
+    return False
 
 
 def _check_shapes(text: bytes) -> None:
@@ -46,7 +63,7 @@ def _check_shapes(text: bytes) -> None:
     inputs = told.get("inputs") if isinstance(told, dict) else None
     for tensor in inputs if isinstance(inputs, list) else ():
         shape = tensor.get("shape") if isinstance(tensor, dict) else None
-        if "data" not in tensor or not isinstance(shape, list):
+        if not isinstance(shape, list) or "data" not in tensor:
             continue
         sizes = [size for size in shape if isinstance(size, int)]
         if prod(size for size in sizes if size) > len(text):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,10 +20,13 @@ from pathlib import Path
 
 import httptools
 
+from manylora.allocator import give_back
 from manylora.launcher.doors import MANAGEMENT_HEADER
 from manylora.launcher.http_checks import MAX_BODY, MAX_JSON, RefusedError, check_json, inflate
 
 __all__ = ["Answers", "Client", "Door", "main"]
+
+logger = logging.getLogger("manylora.launcher")
 
 MAX_HEAD = 64 * 2**10  # bytes of the request line and the headers
 MAX_CONNECTIONS = 1024
@@ -186,6 +190,7 @@ class Client(asyncio.Protocol):
             else:
                 async with self._door.large:  # JSON takes much more memory when it is read
                     body = await asyncio.to_thread(self._checked, body)
+                    give_back()
             if self._server is None or self._server.is_closed:
                 self._server = await self._door.connect(self)
             self._server.begin(self._method == b"HEAD")
@@ -195,6 +200,9 @@ class Client(asyncio.Protocol):
             self._refuse(error)
         except OSError:
             self._refuse(RefusedError(503, "the server is not there: it is starting or restarting"))
+        except Exception:
+            logger.exception("a request could not be looked at")
+            self._refuse(RefusedError(400, "the request could not be read"))
         finally:
             if not self._full:
                 self.resume()

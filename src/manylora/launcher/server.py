@@ -36,6 +36,8 @@ SILENCE_S = 30.0  # of the HTTP door, before the server counts as hung
 STOPPED_S = 5.0  # that a process is stopped by a signal, before it counts as hung
 UNCLAIMED_S = 1.0  # that the server leaves a model's dead process alone, which it has not seen then
 PROBE_S = 0.5
+# glibc's, for whatever large came in a request to be given back to the system.
+ALLOCATOR = {"MALLOC_ARENA_MAX": 2, "MALLOC_MMAP_THRESHOLD_": 2**17, "MALLOC_TRIM_THRESHOLD_": 2**17}
 RESIDENT = 21  # of `stat_of`, in pages
 PAGE = os.sysconf("SC_PAGE_SIZE")
 STACK = 128 * 2**20  # bytes of a thread of tritonserver; only what is used takes memory
@@ -78,7 +80,9 @@ class Server:
             (run_dir / STARTING_FILE).touch()
         self._log_from = self.log.stat().st_size if self.log.exists() else 0
         self._inner_port = free_port()
-        mark = {RUN_DIR: str(run_dir)}
+        mark = {RUN_DIR: str(run_dir)} | {
+            name: str(n) for name, n in ALLOCATOR.items() if name not in os.environ
+        }
         log = open_log(self.log)
         try:
             self._process = spawn(

@@ -322,7 +322,7 @@ def test_what_cannot_be_served_is_said_and_leaves_nothing_behind(llm: LLM) -> No
         (("a", SamplingParams(guided_decoding=GuidedDecodingParams(regex="a"))), "guided_decoding_backend"),
         (("a", SamplingParams(embedding_bias=[[1.0]])), "embedding_bias must have one dimension"),
         (("a", SamplingParams(embedding_bias=[0.0] * 9999)), "embedding_bias must have at most one value"),
-        (("a", SamplingParams(use_beam_search=True, n=65)), "beam_width must be at most max_beam_width"),
+        (("a", SamplingParams(use_beam_search=True, n=65)), "n and best_of must be at most max_beam_width"),
         (("a", SamplingParams(use_beam_search=True, n=2, stop="x")), "cannot be combined with stop texts"),
     ]
     for arguments, text in cases:

@@ -86,7 +86,7 @@ class Shelf:
         return {
             version
             for (since, version), end in zip(list(self.history[i]), ends, strict=False)
-            if since <= ended and end + 2 * REFRESH_S + 2 >= began
+            if since <= ended and end + 2 * REFRESH_S + 4 >= began
         }
 
 

@@ -6,7 +6,7 @@
 # make test-gpu    the tests that need a CUDA GPU, and the GPU's kernels on it
 # make bench-gpu   the GPU benchmark, with any Python that has torch, triton and numpy
 # make bench   the engine with and without adapters, against this machine's limits; under 5 minutes
-# make chaos   kills, hostile requests and adapters, and clients that leave, against a running service; about 15 minutes
+# make chaos   kills, hostile requests and adapters, and clients that leave, against a running service; about 10 minutes
 # make browser Chromium for the tests of the page (Debian, Ubuntu; they are skipped without it)
 PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.10,$(shell command -v python$(v))) $(shell command -v python3))
 TORCH_INDEX ?=

@@ -44,7 +44,7 @@ chaos: $(STAMP)
 	@$(BIN)/python tests/chaos $(CHAOS_ARGS)
 
 parity: $(STAMP)
-	@$(BIN)/python -m manylora.parity
+	@$(BIN)/python -m manylora.testing.parity
 
 browser:
 	apt-get install -y --no-install-recommends chromium chromium-driver fonts-noto-cjk

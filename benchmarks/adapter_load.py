@@ -32,8 +32,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from manylora.config import LoraCacheConfig
-from manylora.device import open_device
+from manylora.config.engine import LoraCacheConfig
+from manylora.kernels.device import open_device
 from manylora.lora import staging
 from manylora.lora.files import SETTLED_NS
 from manylora.lora.formats.tensor_files import RawTensor, encode, write_safetensors

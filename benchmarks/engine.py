@@ -40,11 +40,11 @@ import numpy as np
 from limits import Limits, adapter_elements, measure_machine
 from loads import ALL, AT_ONCE, MODELS, OUTPUT, QKV, REQUESTS, Case, prompts, save_model
 
-from manylora.config import EngineConfig, LoraCacheConfig
+from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
-from manylora.loop import EngineLoop
+from manylora.engine.loop import EngineLoop
 from manylora.lora.modules import MODULE_NAMES, LoraModule, lora_modules
-from manylora.quant import QuantConfig
+from manylora.quant.config import QuantConfig
 from manylora.request import Event, LoraInput, Request, SamplingParams
 
 BASE = "base"
@@ -146,7 +146,7 @@ def _wide() -> Any:
     """The engine computes in float32 unless the processor multiplies bfloat16 itself; so do these models."""
     import torch
 
-    from manylora.device import open_device
+    from manylora.kernels.device import open_device
 
     return torch.bfloat16 if open_device("cpu").ops.has_bfloat16 else torch.float32
 

@@ -97,7 +97,7 @@ class Bench:
         from gpu_clock import Clock
         from gpu_report import Report
 
-        from manylora.device import Device, open_device
+        from manylora.kernels.device import Device, open_device
 
         self.began, self.failed = time.perf_counter(), False
         self.torch, self.out, self.plan = torch, options.out, TINY if options.tiny else FULL

@@ -10,7 +10,7 @@ from gpu_report import Report
 from gpu_world import ALL, EXPERTS, World
 from torch import Tensor
 
-from manylora.device import Device
+from manylora.kernels.device import Device
 from manylora.kernels.moving import to_device
 from manylora.kernels.reference import ReferenceOps
 from manylora.model.decoder import Decoder

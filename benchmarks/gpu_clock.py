@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from manylora.device import Arrival, Device
+from manylora.kernels.device import Arrival, Device
 
 __all__ = ["Clock"]
 

@@ -17,7 +17,7 @@ from gpu_clock import Clock
 from gpu_report import Report
 from gpu_world import ALL, World
 
-from manylora.config import LoraCacheConfig
+from manylora.config.engine import LoraCacheConfig
 from manylora.kernels.spec import LoraBatch, LoraSegment
 from manylora.lora.cache import AdapterCache
 from manylora.lora.geometry import Layout, RowShape, plan_cache

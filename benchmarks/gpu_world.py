@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from manylora.config import ModelConfig, MoeConfig
-from manylora.device import Device
+from manylora.config.engine import ModelConfig, MoeConfig
 from manylora.engine.graphs import DecodeGraphs
 from manylora.engine.inputs import StepInputs
 from manylora.engine.trial import try_variants
+from manylora.kernels.device import Device
 from manylora.kernels.moving import to_device
 from manylora.kernels.spec import BatchLimits, LoraBatch, LoraRow, LoraSegment
 from manylora.lora.modules import LoraModule, lora_modules

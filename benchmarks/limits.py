@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from manylora.config import ModelConfig
+from manylora.config.engine import ModelConfig
 from manylora.lora.modules import LoraModule
 
 INT4_SCALES = 8 / 128  # a scale and an offset, in float32, for each group of 128

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from manylora.testing import make_model
+from manylora.testing.tiny_models import make_model
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "small": ("llama", {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,

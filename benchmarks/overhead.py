@@ -36,10 +36,10 @@ from grpc import aio
 from loads import make_llama
 from tritonclient.grpc import service_pb2
 
-from manylora.config import EngineConfig
-from manylora.loop import EngineLoop
+from manylora.config.engine import EngineConfig
+from manylora.engine.loop import EngineLoop
 from manylora.request import Request, SamplingParams
-from manylora.text import Tokenizer
+from manylora.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 OPENAI_PORT = 8003

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from manylora import LLM, QuantConfig, SamplingParams
-from manylora.testing import make_model
+from manylora.testing.tiny_models import make_model
 
 CASES = [(dtype, algo) for dtype in ("float32", "bfloat16") for algo in ("NO_QUANT", "W8A16", "W4A16", "FP8")]
 TEXTS = (

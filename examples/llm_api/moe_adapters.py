@@ -16,7 +16,7 @@ from manylora._torch.peft.lora.moe_layout import make_per_expert_lora
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.tensors import AdapterRow, pack_rows
 from manylora.lora_manager import LoraConfig
-from manylora.testing import make_model
+from manylora.testing.tiny_models import make_model
 
 EXPERTS, HIDDEN, INNER, RANK = 4, 64, 96, 8
 # Module id -> dimensions of one expert: the gate side of SwiGLU, the down and the up projection.

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from manylora.testing import make_model
+from manylora.testing.tiny_models import make_model
 
 GROUP = 16
 LINEAR = (".q_proj.weight", ".k_proj.weight", ".v_proj.weight", ".o_proj.weight", ".up_proj.weight",

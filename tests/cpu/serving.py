@@ -11,9 +11,9 @@ from typing import Any
 import httpx2
 import openai
 
-from manylora.openai.connections import Clients, listen
 from manylora.openai.options import ServeOptions
 from manylora.openai.server import http_server, open_app
+from manylora.openai.serving.connections import Clients, listen
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 REFRESH_S = 0.4

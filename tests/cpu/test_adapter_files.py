@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
-from manylora.device import open_device
 from manylora.errors import AdapterInvalidError
+from manylora.kernels.device import open_device
 from manylora.llmapi.sizing import modules_to_read
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.sources import find_source, read_lora
@@ -23,8 +23,8 @@ from manylora.lora.modules import lora_modules
 from manylora.lora.normalize import normalize_dora
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
-from manylora.parity import Driver, agree, make_kind
-from manylora.testing import make_adapter, make_model, reference_generate, reference_logits
+from manylora.testing.parity import Driver, agree, make_kind
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
 WEIGHTS = "adapter_model.safetensors"
 FLOAT8 = torch.float8_e4m3fn

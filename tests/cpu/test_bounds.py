@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from manylora.config import EngineConfig, LoraCacheConfig
+from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine import guide as guides
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterNotFiniteError, QueueFullError, RequestError
 from manylora.lora.convert import convert_peft
-from manylora.openai.errors import as_api_error
+from manylora.openai.api.errors import as_api_error
 from manylora.request import (
     MAX_GUIDE_BYTES,
     MAX_RANGES,
@@ -31,7 +31,7 @@ from manylora.request import (
     Retention,
     SamplingParams,
 )
-from manylora.testing import make_adapter, make_model
+from manylora.testing.tiny_models import make_adapter, make_model
 from manylora.wire.decode import decode_requests
 from manylora.wire.metrics import RequestMeter, engine_samples
 

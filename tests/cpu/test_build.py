@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from manylora import LLM, LoraConfig, LoRARequest, QuantConfig, SamplingParams
-from manylora.built import BuildConfig, read_build_config
 from manylora.cli import main
+from manylora.config.build_record import BuildConfig, read_build_config
 from manylora.errors import ConfigError
-from manylora.testing import make_adapter, make_model
+from manylora.testing.tiny_models import make_adapter, make_model
 from manylora.wire.parameters import engine_config
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
@@ -143,7 +143,7 @@ def test_an_adapter_beyond_what_was_built_for_is_refused(tmp_path: Path) -> None
 def test_several_files_and_excluded_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that is fused with an excluded one stays plain as well, so the directory loads."""
     model = make_model(tmp_path / "model", "llama-biases", seed=3, sharded=True)
-    monkeypatch.setattr("manylora.builder.SHARD_BYTES", 40_000)
+    monkeypatch.setattr("manylora.model.builder.SHARD_BYTES", 40_000)
     built = build(tmp_path / "out", "--quant_algo", "W8A16", "--exclude_modules", "*k_proj", model=model)
     assert len(list(built.glob("model-0*-of-0*.safetensors"))) > 2
     index = json.loads((built / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]

@@ -17,20 +17,20 @@ from test_cuda_quantised import weight_of
 from test_expert_kernels import EXPERTS
 from test_graphs import CPU, KINDS, Recorder, answers, open_engine
 
-from manylora.device import Device
 from manylora.kernels.cuda import attention, grouped, lora
 from manylora.kernels.cuda.attention import PagedAttention
 from manylora.kernels.cuda.blocks import MOST_SECONDS, BlockChooser, Blocks
 from manylora.kernels.cuda.grouped import quantised_rows, weight_table
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.cuda.tables import plan_attention
+from manylora.kernels.device import Device
 from manylora.kernels.moving import to_device
 from manylora.kernels.quantised import quantised_linear
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import LoraBatch
 from manylora.lora.convert import convert_peft
 from manylora.request import LoraInput
-from manylora.testing import make_adapter, make_model
+from manylora.testing.tiny_models import make_adapter, make_model
 
 FEW = (Blocks(64), Blocks(128), Blocks(256, warps=8))
 

@@ -19,7 +19,7 @@ from manylora.kernels.quantised import QuantisedWeight, quantised_linear
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import LoraBatch
 from manylora.model.quant import quantise
-from manylora.quant import QuantConfig
+from manylora.quant.config import QuantConfig
 
 
 def choose_experts(rows: int, top_k: int = 2) -> torch.Tensor:

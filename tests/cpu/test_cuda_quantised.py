@@ -15,7 +15,7 @@ from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.cuda.quantised import KERNELS, QuantisedLinears, TorchInt4, TorchInt8
 from manylora.kernels.quantised import PackedInt4, QuantisedWeight
 from manylora.model.quant import quantise
-from manylora.quant import QuantConfig
+from manylora.quant.config import QuantConfig
 
 OURS = KERNELS[-1].name
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from manylora.config import EngineConfig, LoraCacheConfig
+from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.engine.idle_blocks import IdleBlocks
 from manylora.engine.sequence import Sequence
 from manylora.errors import RequestError
 from manylora.lora.convert import convert_peft
 from manylora.request import Event, Guide, LoraInput, Request, Retention, SamplingParams
-from manylora.testing import make_adapter, make_model, reference_generate, reference_logits
-from manylora.text import Tokenizer
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
+from manylora.text.tokenizer import Tokenizer
 
 NEW = 10
 PROMPT = (72, 101, 108, 108, 111, 33, 5, 9, 77)

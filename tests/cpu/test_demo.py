@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from manylora.config import EngineConfig, LoraCacheConfig
+from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.lora.convert import convert_peft
 from manylora.request import LoraInput, Request, SamplingParams
-from manylora.text import Tokenizer
+from manylora.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 sys.path.insert(0, str(DEMO))

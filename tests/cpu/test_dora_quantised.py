@@ -19,10 +19,10 @@ from serving import Running
 
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, SamplingParams
 from manylora.cli import main
-from manylora.config import EngineConfig, LoraCacheConfig
-from manylora.device import open_device
+from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, RequestError
+from manylora.kernels.device import open_device
 from manylora.lora.formats.base_matrix import BaseMatrix
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.sources import find_source, read_lora
@@ -31,11 +31,17 @@ from manylora.lora.normalize import normalize_dora
 from manylora.model.checkpoint import read_model_config
 from manylora.model.held import HeldWeights
 from manylora.model.weights import load_decoder
-from manylora.parity import Driver, agree, linear_names, make_kind
 from manylora.request import LoraInput, Request
 from manylora.request import SamplingParams as EngineParams
-from manylora.testing import make_adapter, make_model, make_wide, reference_generate, reference_logits
-from manylora.text import Tokenizer
+from manylora.testing.parity import Driver, agree, linear_names, make_kind
+from manylora.testing.tiny_models import (
+    make_adapter,
+    make_model,
+    make_wide,
+    reference_generate,
+    reference_logits,
+)
+from manylora.text.tokenizer import Tokenizer
 from manylora.wire.parameters import quant_config
 
 DENSE = [name for name in KINDS if "experts" not in name]

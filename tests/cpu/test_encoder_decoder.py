@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from manylora.cli import main
-from manylora.config import EngineConfig, LoraCacheConfig
+from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError, RequestError
 from manylora.llmapi import LLM, KvCacheConfig, LoraConfig, LoRARequest
@@ -29,19 +29,19 @@ from manylora.lora.modules import lora_modules
 from manylora.lora.tensors import adapter_from_tensors
 from manylora.model.checkpoint import read_model_config
 from manylora.model.relative import RelativeBias
-from manylora.openai.errors import ApiError
-from manylora.openai.params import Limits, plan
-from manylora.openai.schema import CompletionRequest
-from manylora.quant import QuantAlgo, QuantConfig
+from manylora.openai.api.errors import ApiError
+from manylora.openai.api.params import Limits, plan
+from manylora.openai.api.schema import CompletionRequest
+from manylora.quant.config import QuantAlgo, QuantConfig
 from manylora.request import LoraInput, Request, SamplingParams
-from manylora.testing import (
+from manylora.testing.tiny_models import (
     ENCODER_DECODER_FAMILIES,
     make_adapter,
     make_model,
     reference_generate,
     reference_logits,
 )
-from manylora.text import Tokenizer
+from manylora.text.tokenizer import Tokenizer
 from manylora.wire.decode import decode_requests
 
 NEW = 7

@@ -15,8 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from manylora.config import EngineConfig, LoraCacheConfig
-from manylora.device import open_device
+from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import (
     AdapterCacheFullError,
@@ -25,9 +24,10 @@ from manylora.errors import (
     QueueFullError,
     RequestError,
 )
+from manylora.kernels.device import open_device
 from manylora.lora.convert import convert_peft
 from manylora.request import Event, FinishReason, LoraInput, Request, SamplingParams
-from manylora.testing import make_adapter, make_model, reference_generate
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NEW = 12

@@ -20,11 +20,11 @@ from quantised_checkpoints import make_pair
 from safetensors.torch import load_file, save_file
 
 from manylora.commands.inspect import main as inspect
-from manylora.config import EngineConfig, LoraCacheConfig
-from manylora.device import Device, open_device
+from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterCacheFullError, AdapterInvalidError, RequestError
 from manylora.kernels.cuda.ops import CudaOps
+from manylora.kernels.device import Device, open_device
 from manylora.llmapi import LLM, LoraConfig, LoRARequest
 from manylora.llmapi import SamplingParams as Sampling
 from manylora.lora.catalog import read_adapter_folder
@@ -46,13 +46,13 @@ from manylora.lora.tensors import (
 from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
-from manylora.openai.disk_level import DiskLevel
-from manylora.openai.reader import AdapterReader
-from manylora.parity import Driver, agree, make_kind
-from manylora.quant import QuantConfig
+from manylora.openai.serving.disk_level import DiskLevel
+from manylora.openai.serving.reader import AdapterReader
+from manylora.quant.config import QuantConfig
 from manylora.request import LoraExtra, LoraInput, Request, SamplingParams
-from manylora.testing import make_adapter, make_model, reference_generate, reference_logits
-from manylora.text import Tokenizer
+from manylora.testing.parity import Driver, agree, make_kind
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
+from manylora.text.tokenizer import Tokenizer
 from manylora.wire.caller import request_tensors
 
 EXTRA_KINDS = (

@@ -16,19 +16,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from manylora.config import EngineConfig, LoraCacheConfig
-from manylora.device import open_device
+from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError
+from manylora.kernels.device import open_device
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
 from manylora.lora.normalize import normalize_dora
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
-from manylora.parity import Driver, agree, make_kind
 from manylora.request import LoraInput, Request, SamplingParams
-from manylora.testing import make_adapter, make_model, reference_generate, reference_logits
+from manylora.testing.parity import Driver, agree, make_kind
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
 KINDS = (
     "bias", "lora_bias", "DoRA + bias", "embedding", "lm_head", "both + DoRA", "modules_to_save",

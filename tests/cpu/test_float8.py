@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_moe import by_number
 from test_parity_adapters import agree, mixed_logits, tokens
 
-from manylora.config import EngineConfig, LoraCacheConfig
+from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError
 from manylora.llmapi import LLM, LoRARequest
@@ -31,10 +31,10 @@ from manylora.lora.report import BaseModel, inspect_adapter
 from manylora.lora.store import AdapterStore
 from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_tensors, widen_bfloat16
 from manylora.model.checkpoint import read_model_config
-from manylora.openai.disk_level import DiskLevel
-from manylora.openai.reader import AdapterReader
+from manylora.openai.serving.disk_level import DiskLevel
+from manylora.openai.serving.reader import AdapterReader
 from manylora.request import LoraInput, Request, SamplingParams
-from manylora.testing import make_adapter, make_model, reference_generate, reference_logits
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 KINDS: dict[str, dict[str, Any]] = {

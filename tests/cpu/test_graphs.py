@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from manylora.config import EngineConfig, LoraCacheConfig
-from manylora.device import Device
+from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.engine.graphs import DecodeGraphs, buckets_for, width_class
 from manylora.engine.inputs import StepInputs
 from manylora.errors import ConfigError
 from manylora.kernels.cuda.capture import CudaCapture
 from manylora.kernels.cuda.ops import CudaOps
+from manylora.kernels.device import Device
 from manylora.lora.convert import convert_peft
-from manylora.quant import QuantConfig
+from manylora.quant.config import QuantConfig
 from manylora.request import LoraInput, Request, SamplingParams
-from manylora.testing import make_adapter, make_model
+from manylora.testing.tiny_models import make_adapter, make_model
 from manylora.wire.parameters import engine_config
 
 CPU = torch.device("cpu")
@@ -247,7 +247,7 @@ def test_without_memory_to_record_steps_are_plain(
 def test_the_graph_not_used_for_longest_is_let_go(world: tuple[Path, list[LoraInput]]) -> None:
     ops, recorder = CudaOps(), Recorder()
     model, _ = world
-    from manylora.config import EngineConfig
+    from manylora.config.engine import EngineConfig
     from manylora.engine.memory import batch_limits
     from manylora.model.checkpoint import read_model_config
 

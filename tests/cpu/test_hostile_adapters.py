@@ -22,17 +22,17 @@ import pytest
 import torch
 from hostile_adapters import HIDDEN, WEIGHTS, entries_of, good, header, hostile, pair, settings
 
-from manylora.config import LoraCacheConfig
+from manylora.config.engine import LoraCacheConfig
 from manylora.errors import AdapterError, AdapterInvalidError
 from manylora.lora.formats import opened
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft_patterns import Patterns
 from manylora.lora.store import AdapterStore
 from manylora.model.checkpoint import read_model_config
-from manylora.openai.disk import find_adapters
-from manylora.openai.reader import AdapterReader
+from manylora.openai.serving.disk import find_adapters
+from manylora.openai.serving.reader import AdapterReader
 from manylora.request import LoraInput
-from manylora.testing import make_model
+from manylora.testing.tiny_models import make_model
 
 COUNT = 2000 if os.environ.get("MANYLORA_LONG") else 210
 ROOM = 2**28  # bytes that a reader may take beside what the process has

@@ -20,8 +20,8 @@ from manylora import LLM, GuidedDecodingParams, LoraConfig, LoRARequest, PeftCac
 from manylora.errors import AdapterNotCachedError, ConfigError, RequestError
 from manylora.llmapi.adapters import AdapterPath, AdapterReader
 from manylora.llmapi.result import GenerationResult
-from manylora.testing import make_adapter, make_model, reference_generate
-from manylora.text import Tokenizer
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
+from manylora.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "demo"

@@ -18,10 +18,10 @@ from test_parity_adapters import agree, mixed_logits, open_store, tokens
 from test_parity_models import Driver
 from transformers import AutoModelForCausalLM
 
-from manylora.config import EngineConfig, LoraCacheConfig
-from manylora.device import open_device
+from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
+from manylora.kernels.device import open_device
 from manylora.lora.catalog import read_adapter_folder
 from manylora.lora.expert_rules import check_moe_backend, targets_beside_quantised_experts
 from manylora.lora.formats.base_weights import BaseWeights
@@ -36,7 +36,13 @@ from manylora.lora.tensors import AdapterRow, adapter_from_tensors, pack_rows
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingParams
-from manylora.testing import MOE_FAMILIES, make_adapter, make_model, reference_generate, reference_logits
+from manylora.testing.tiny_models import (
+    MOE_FAMILIES,
+    make_adapter,
+    make_model,
+    reference_generate,
+    reference_logits,
+)
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

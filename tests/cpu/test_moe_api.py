@@ -12,7 +12,7 @@ import torch
 from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
 from manylora._torch.peft.lora.moe_layout import make_per_expert_lora, reference_moe_lora_delta
 from manylora.errors import ConfigError
-from manylora.testing import make_adapter, make_model, reference_generate
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
 
 ROOT = Path(__file__).resolve().parents[2]
 

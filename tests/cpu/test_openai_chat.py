@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from serving import DEMO, Running
 
-from manylora.chat_template import ChatTemplate
 from manylora.errors import ConfigError, RequestError
-from manylora.openai.errors import ApiError
-from manylora.openai.schema import ChatRequest, parse
-from manylora.openai.tools import ToolText, ToolUse, tool_use
+from manylora.openai.api.errors import ApiError
+from manylora.openai.api.schema import ChatRequest, parse
+from manylora.openai.api.tools import ToolText, ToolUse, tool_use
+from manylora.text.chat_template import ChatTemplate
 
 CITY = {
     "type": "object",

@@ -15,9 +15,9 @@ import pytest
 from serving import DEMO, Running, wait_for
 
 from manylora.errors import ConfigError
-from manylora.openai.connections import Clients, HttpLimits, listen
-from manylora.openai.errors import ApiError
-from manylora.openai.transport import SMALL, Bodies
+from manylora.openai.api.errors import ApiError
+from manylora.openai.serving.connections import Clients, HttpLimits, listen
+from manylora.openai.serving.transport import SMALL, Bodies
 
 MOST = 12  # connections
 HOST = b"Host: localhost\r\n"

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from serving import Running
 
-from manylora.chat_template import ChatTemplate
 from manylora.errors import RequestError, TextTooLongError
-from manylora.openai.errors import ApiError
-from manylora.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, parse
+from manylora.openai.api.errors import ApiError
+from manylora.openai.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, parse
+from manylora.text.chat_template import ChatTemplate
 
 BOOK = "a" * 15 * 2**20
 NESTED: Any = json.loads("[" * 100 + "]" * 100)
@@ -94,7 +94,7 @@ def test_one_wrong_item_ends_the_check_of_a_list(monkeypatch: pytest.MonkeyPatch
     """Else a union tells of a hundred thousand, and again for every other form the list might have had."""
     seen = []
     monkeypatch.setattr(
-        "manylora.openai.schema._explain", lambda error: seen.append(error) or ApiError(400, "", "")
+        "manylora.openai.api.schema._explain", lambda error: seen.append(error) or ApiError(400, "", "")
     )
     for raw, kind in (
         (b'{"prompt":[' + b"1," * 10**5 + b'"a"]}', CompletionRequest),

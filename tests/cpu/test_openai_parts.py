@@ -16,20 +16,20 @@ from serving import DEMO
 from manylora.commands import serve
 from manylora.errors import ConfigError
 from manylora.model.checkpoint import read_model_config
-from manylora.openai.disk_level import DiskLevel
-from manylora.openai.errors import ApiError
-from manylora.openai.fairness import FairQueue
-from manylora.openai.generation import Generation
-from manylora.openai.keys import ApiKey, Keyring
-from manylora.openai.mailbox import Mailbox, Signal
-from manylora.openai.names import is_name
+from manylora.openai.api.errors import ApiError
+from manylora.openai.api.names import is_name
+from manylora.openai.api.params import Limits, plan
+from manylora.openai.api.schema import CompletionRequest
 from manylora.openai.options import parse_options
-from manylora.openai.params import Limits, plan
-from manylora.openai.reader import ReadAdapter
-from manylora.openai.replies import ChatReply, CompletionReply, Reply
-from manylora.openai.schema import CompletionRequest
+from manylora.openai.serving.disk_level import DiskLevel
+from manylora.openai.serving.fairness import FairQueue
+from manylora.openai.serving.generation import Generation
+from manylora.openai.serving.keys import ApiKey, Keyring
+from manylora.openai.serving.mailbox import Mailbox, Signal
+from manylora.openai.serving.reader import ReadAdapter
+from manylora.openai.serving.replies import ChatReply, CompletionReply, Reply
 from manylora.request import Event
-from manylora.text import Tokenizer
+from manylora.text.tokenizer import Tokenizer
 
 
 def test_a_hot_adapter_waits_for_itself_only() -> None:
@@ -112,7 +112,7 @@ def test_turns_are_given_back_by_who_is_cancelled_and_the_line_has_an_end() -> N
 
 def test_a_key_has_its_rate_and_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr("manylora.openai.keys.time.monotonic", lambda: now)
+    monkeypatch.setattr("manylora.openai.serving.keys.time.monotonic", lambda: now)
     key = ApiKey("k", requests_per_minute=3, max_concurrent=1)
     for _ in range(3):
         with key.request():

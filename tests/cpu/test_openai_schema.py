@@ -18,8 +18,8 @@ from schemathesis import Case, GenerationMode
 from serving import DEMO, Running
 from test_openai_fuzz import complaint_about
 
+from manylora.openai.api.openapi import document
 from manylora.openai.app import ROUTES
-from manylora.openai.openapi import document
 
 COUNT = 3000 if os.environ.get("MANYLORA_LONG") else 150
 OPERATIONS = [found.ok() for found in schemathesis.openapi.from_dict(document(ROUTES)).get_all_operations()]

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from serving import DEMO, Running, wait_for
 
 from manylora.errors import RequestError
-from manylora.openai.backend import Backend
+from manylora.openai.serving.backend import Backend
 from manylora.request import Event
 
 sys.path.insert(0, str(DEMO))

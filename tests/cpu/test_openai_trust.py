@@ -22,11 +22,11 @@ from serving import DEMO, Running, wait_for
 from starlette.requests import Request
 
 from manylora.errors import ConfigError
-from manylora.openai import catalog, disk_level
-from manylora.openai.errors import ApiError
-from manylora.openai.hosts import HostCheck
-from manylora.openai.logs import Fold, PlainFormatter
-from manylora.openai.schema import MAX_VALUES, ChatRequest, CompletionRequest, parse
+from manylora.openai.api.errors import ApiError
+from manylora.openai.api.schema import MAX_VALUES, ChatRequest, CompletionRequest, parse
+from manylora.openai.serving import catalog, disk_level
+from manylora.openai.serving.hosts import HostCheck
+from manylora.openai.serving.logs import Fold, PlainFormatter
 
 LOAD = {"lora_name": "mine", "lora_path": "chinese", "load_inplace": True}
 

@@ -22,8 +22,8 @@ from serving import REFRESH_S, Running
 from transformers import AutoModelForCausalLM
 
 from manylora.llmapi.lora import LoraConfig
-from manylora.testing import make_adapter, make_model
-from manylora.text import Tokenizer
+from manylora.testing.tiny_models import make_adapter, make_model
+from manylora.text.tokenizer import Tokenizer
 
 LONG = bool(os.environ.get("MANYLORA_LONG"))
 REQUESTS, ADAPTERS, ROOM, VERSIONS = (2000, 100, 10, 3) if LONG else (300, 30, 5, 2)

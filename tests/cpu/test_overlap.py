@@ -13,17 +13,17 @@ import pytest
 import torch
 from test_graphs import CPU, KINDS, NothingWaits, Recorder
 
-from manylora.config import EngineConfig, LoraCacheConfig
-from manylora.device import Device, open_device
+from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.engine.flight import Flight
 from manylora.kernels import moving
 from manylora.kernels.cuda.ops import CudaOps
+from manylora.kernels.device import Device, open_device
 from manylora.llmapi import LLM
 from manylora.llmapi import SamplingParams as LlmSamplingParams
 from manylora.lora.convert import convert_peft
 from manylora.request import Event, FinishReason, LoraInput, Request, SamplingParams
-from manylora.testing import make_adapter, make_model
+from manylora.testing.tiny_models import make_adapter, make_model
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from serving import DEMO, Running, wait_for
 
-from manylora.openai.history import KEPT_POINTS, History
+from manylora.openai.serving.history import KEPT_POINTS, History
 from manylora.request import Event, FinishReason, RequestMetrics
 from manylora.stats import EngineStats
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from manylora.config import EngineConfig, LoraCacheConfig, ModelConfig
-from manylora.device import open_device
+from manylora.config.engine import EngineConfig, LoraCacheConfig, ModelConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError
+from manylora.kernels.device import open_device
 from manylora.kernels.spec import AttentionBatch
 from manylora.lora.catalog import read_adapter_folder
 from manylora.lora.formats.base_weights import BaseWeights
@@ -31,7 +31,7 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingParams
-from manylora.testing import VOCAB, make_adapter, make_model, reference_generate, reference_logits
+from manylora.testing.tiny_models import VOCAB, make_adapter, make_model, reference_generate, reference_logits
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LARGEST = 512

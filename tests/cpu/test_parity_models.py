@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from manylora.commands.convert import main as convert
-from manylora.config import EngineConfig, LoraCacheConfig
-from manylora.device import open_device
+from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
+from manylora.kernels.device import open_device
 from manylora.kernels.reference import ReferenceOps
 from manylora.lora.catalog import read_adapter_folder
 from manylora.lora.convert import main as hf_lora_convert
@@ -28,9 +28,17 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.families import FAMILIES as ARCHITECTURES
 from manylora.model.weights import load_decoder
-from manylora.parity import NEMO_SOURCES, Driver, agree, linear_names, make_kind, read_from, read_nemo_from
 from manylora.request import LoraInput, Request, SamplingParams
-from manylora.testing import (
+from manylora.testing.parity import (
+    NEMO_SOURCES,
+    Driver,
+    agree,
+    linear_names,
+    make_kind,
+    read_from,
+    read_nemo_from,
+)
+from manylora.testing.tiny_models import (
     ENCODER_DECODER_FAMILIES,
     FAMILIES,
     MOE_FAMILIES,

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, SamplingParams
-from manylora.device import open_device
 from manylora.errors import ConfigError
 from manylora.kernels import native
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
+from manylora.kernels.device import open_device
 from manylora.kernels.panels import Panels, read_panels, to_panels
 from manylora.kernels.quantised import PackedInt4, QuantisedWeight
 from manylora.kernels.reference import ReferenceOps
@@ -23,8 +23,8 @@ from manylora.kernels.spec import AttentionBatch
 from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
-from manylora.quant import QuantAlgo
-from manylora.testing import make_model
+from manylora.quant.config import QuantAlgo
+from manylora.testing.tiny_models import make_model
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 ALGOS = ("W8A16", "W4A16", "FP8")

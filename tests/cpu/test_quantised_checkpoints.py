@@ -17,17 +17,17 @@ from safetensors.torch import load_file, save_file
 
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, SamplingParams
 from manylora.cli import main
-from manylora.device import open_device
 from manylora.errors import ConfigError
+from manylora.kernels.device import open_device
 from manylora.kernels.quantised import PackedInt4, StackedWeight
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.tensor_file import TensorFile
 from manylora.model.weights import load_decoder
-from manylora.parity import Driver, agree
-from manylora.quant_checkpoint import read_checkpoint_quant
-from manylora.testing import make_adapter, make_model, reference_generate, reference_logits
-from manylora.weight_formats.stored import StoredWeights
+from manylora.quant.checkpoint import read_checkpoint_quant
+from manylora.quant.stored import StoredWeights
+from manylora.testing.parity import Driver, agree
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
 
 def tokens(count: int, seed: int = 2) -> list[int]:

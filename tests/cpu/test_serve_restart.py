@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from manylora.testing import make_model
+from manylora.testing.tiny_models import make_model
 
 
 def wait_for(what: str, condition: Callable[[], object], seconds: float = 60) -> None:

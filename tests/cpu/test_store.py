@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from manylora.config import LoraCacheConfig, ModelConfig
+from manylora.config.engine import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterInvalidError, AdapterNotCachedError
 from manylora.kernels import loading
 from manylora.lora import files, staging, tensors
@@ -27,7 +27,7 @@ from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.lora.tensors import BFLOAT16, narrow_to_bfloat16
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput
-from manylora.testing import make_model
+from manylora.testing.tiny_models import make_model
 
 HIDDEN, RANK, LAYERS = 64, 8, 2
 CONFIG = np.array([[[1, layer, RANK, 0] for layer in range(LAYERS)]], np.int32)

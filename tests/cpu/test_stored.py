@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from manylora.config import EngineConfig, LoraCacheConfig
+from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.kernels import loading, native
 from manylora.lora import files, pool
@@ -25,7 +25,7 @@ from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import narrow_to_bfloat16, widen_bfloat16
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, Request, SamplingParams
-from manylora.testing import make_adapter, make_model, reference_generate
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler"

@@ -24,7 +24,7 @@ from manylora.lora.convert import main as hf_lora_convert
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.npy import read_npy
 from manylora.lora.tensors import widen_bfloat16
-from manylora.testing import make_adapter, make_model
+from manylora.testing.tiny_models import make_adapter, make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 Tool = Callable[[list[str]], int]

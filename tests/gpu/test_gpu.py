@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from manylora.config import EngineConfig, LoraCacheConfig
-from manylora.device import Arrival, CopyStream, open_device
+from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
+from manylora.kernels.device import Arrival, CopyStream, open_device
 from manylora.kernels.moving import copy_into, to_device
 from manylora.kernels.spec import AttentionBatch
 from manylora.lora.convert import convert_peft
@@ -21,10 +21,10 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
-from manylora.parity import make_kind
-from manylora.quant import QuantConfig
+from manylora.quant.config import QuantConfig
 from manylora.request import LoraInput, Request, SamplingParams
-from manylora.testing import MOE_FAMILIES, make_adapter, make_model, reference_generate
+from manylora.testing.parity import make_kind
+from manylora.testing.tiny_models import MOE_FAMILIES, make_adapter, make_model, reference_generate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -11,7 +11,7 @@ import pytest
 # Page faults of taking and filling 64 MB the second time, in blocks that the C library maps on their own.
 CODE = """
 import ctypes, resource
-from manylora.allocator import keep_memory
+from manylora.system.allocator import keep_memory
 {call}
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]

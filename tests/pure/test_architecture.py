@@ -13,147 +13,79 @@ PACKAGE = ROOT / "src" / "manylora"
 
 # Lower levels first; inside a level, earlier names may be imported by later ones.
 ORDER = [
-    [
-        "errors",
-        "request",
-        "quant",
-        "quant_checkpoint",
-        "config",
-        "built",
-        "stats",
-        "pages",
-        "lifeline",
-        "background",
-        "allocator",
-        "threads",
-        "lanes",
-        "compiler",
-        "departures",
-    ],
-    ["wire", "chat_template", "text_stream", "text_limits", "text", "kernels", "weight_formats", "device"],
+    ["errors", "request", "stats", "system"],
+    ["kernels"],
+    ["quant", "config"],
+    ["wire", "text"],
     ["lora"],
     ["model"],
     ["engine"],
-    ["loop"],
-    ["launcher", "testing", "parity", "builder", "llmapi", "bench", "openai", "commands", "cli"],
+    ["launcher", "testing", "llmapi", "bench", "openai", "commands", "cli"],
     ["lora_helper", "lora_manager", "executor", "sampling_params", "models", "quantization", "_torch"],
 ]
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
-LAUNCHER = [
-    "roles", "state", "logs", "memory", "processes", "doors", "http_checks", "http_door", "find",
-    "repository", "keeper", "child", "server", "service", "cli",
-]  # fmt: skip
-LLMAPI = [
-    "lora", "llm_args", "guided", "sampling", "outputs", "result", "decoding", "continuation", "adapters",
-    "generation", "sizing", "service", "llm", "options",
-]  # fmt: skip
-BENCH = [
-    "datasets", "popularity", "prepare", "load", "options", "report", "ideal", "sections", "plots", "local",
-    "remote", "endpoint", "openai_endpoint", "sides", "run",
-]  # fmt: skip
-OPENAI = [
-    "errors", "logs", "connections", "hosts", "protocol",
-    "names", "schema", "messages", "choosing", "tools", "params", "logprobs", "mailbox",
-    "generation",
-    "disk", "reader", "disk_level", "kept", "catalog", "fairness", "history", "backend", "keys",
-    "replies", "transport", "inference", "metrics",
-    "models", "openapi", "page", "feed", "uploads", "app", "in_process", "triton", "options", "server",
-]  # fmt: skip
+# The same inside a package, one list each.
 INSIDE = {
+    "system": ["lifeline", "background", "allocator", "threads", "lanes", "compiler"],
+    "kernels": [
+        "activations", "quantised", "panels", "extras", "spec", "experts", "moving", "reference",
+        "native", "loading", "cpu", "compiled", "cuda", "device",
+    ],
+    "quant": ["config", "checkpoint", "packing", "layouts", "stored"],
+    "config": ["engine", "build_record"],
+    "wire": [
+        "parameters", "table", "context", "failures", "departures", "binding", "desk", "metrics",
+        "text_stops", "bls", "decode", "encode", "caller",
+    ],
+    "text": ["chat_template", "stream", "limits", "tokenizer"],
     "lora": [
-        "modules",
-        "expert_rules",
-        "geometry",
-        "bounds",
-        "float8",
-        "tensors",
-        "stored",
-        "staging",
-        "extras",
-        "slicing",
-        "formats",
-        "cache",
-        "pool",
-        "files",
-        "catalog",
-        "arrivals",
-        "store",
-        "convert",
-        "convert_nemo",
-        "normalize",
-        "report",
-        "moe_layout",
+        "pages", "modules", "expert_rules", "geometry", "bounds", "float8", "tensors", "stored",
+        "staging", "extras", "slicing", "formats", "cache", "pool", "files", "catalog", "arrivals",
+        "store", "convert", "convert_nemo", "normalize", "report", "moe_layout",
     ],
     "model": [
-        "families",
-        "tensor_file",
-        "checkpoint",
-        "plan",
-        "batch",
-        "rope",
-        "extras",
-        "layers",
-        "moe",
-        "decoder",
-        "relative",
-        "attend",
-        "encoder_decoder",
-        "quant",
-        "held",
-        "weights",
+        "families", "tensor_file", "checkpoint", "plan", "batch", "rope", "extras", "layers", "moe",
+        "decoder", "relative", "attend", "encoder_decoder", "quant", "held", "weights", "builder",
     ],
     "engine": [
-        "sequence",
-        "idle_blocks",
-        "kv_cache",
-        "scheduler",
-        "memory",
-        "guide_trial",
-        "guide",
-        "beam",
-        "sampler",
-        "flight",
-        "inputs",
-        "encoding",
-        "graphs",
-        "trial",
-        "runner",
-        "checks",
-        "engine",
+        "sequence", "idle_blocks", "kv_cache", "scheduler", "memory", "guide_trial", "guide", "beam",
+        "sampler", "flight", "inputs", "encoding", "graphs", "trial", "runner", "checks", "engine",
+        "loop",
     ],
-    "launcher": LAUNCHER,
-    "llmapi": LLMAPI,
-    "bench": BENCH,
-    "openai": OPENAI,
-    "weight_formats": ["packing", "layouts", "stored"],
-    "kernels": [
-        "activations",
-        "quantised",
-        "panels",
-        "extras",
-        "spec",
-        "experts",
-        "moving",
-        "reference",
-        "native",
-        "loading",
-        "cpu",
-        "compiled",
-        "cuda",
+    "launcher": [
+        "roles", "state", "logs", "memory", "processes", "doors", "http_checks", "http_door", "find",
+        "repository", "keeper", "child", "server", "service", "cli",
     ],
-}
+    "testing": ["tiny_models", "parity"],
+    "llmapi": [
+        "lora", "llm_args", "guided", "sampling", "outputs", "result", "decoding", "continuation",
+        "adapters", "generation", "sizing", "service", "llm", "options",
+    ],
+    "bench": [
+        "datasets", "popularity", "prepare", "load", "options", "report", "ideal", "sections", "plots",
+        "local", "remote", "endpoint", "openai_endpoint", "sides", "run",
+    ],
+    "openai": ["api", "serving", "page", "app", "options", "server"],
+    "openai.api": [
+        "errors", "names", "schema", "messages", "choosing", "tools", "params", "logprobs", "openapi",
+    ],
+    "openai.serving": [
+        "logs", "connections", "hosts", "protocol", "mailbox", "generation", "disk", "reader",
+        "disk_level", "kept", "catalog", "fairness", "history", "backend", "keys", "replies",
+        "transport", "inference", "metrics", "models", "uploads", "in_process", "triton",
+    ],
+    "openai.page": ["page", "feed"],
+}  # fmt: skip
 NO_TORCH = [
-    "errors", "request", "quant", "quant_checkpoint", "config", "built", "stats", "pages", "lifeline",
-    "background", "lanes", "compiler", "departures", "wire", "chat_template", "text_stream", "text_limits",
-    "text", "launcher",
-    "lora.modules", "lora.geometry", "lora.bounds", "lora.float8", "lora.tensors", "lora.staging",
-    "lora.extras",
-    "lora.slicing", "lora.cache", "cli", "engine.sequence", "engine.idle_blocks", "engine.guide",
-    "engine.guide_trial", "engine.kv_cache", "engine.scheduler",
+    "errors", "request", "stats", "system.lifeline", "system.background", "system.lanes",
+    "system.compiler", "quant.config", "quant.checkpoint", "config", "wire", "text", "launcher",
+    "lora.pages", "lora.modules", "lora.geometry", "lora.bounds", "lora.float8", "lora.tensors",
+    "lora.staging", "lora.extras", "lora.slicing", "lora.cache", "cli", "engine.sequence",
+    "engine.idle_blocks", "engine.guide", "engine.guide_trial", "engine.kv_cache", "engine.scheduler",
     "kernels.cuda.plan", "llmapi", "bench", "openai", "lora_helper", "lora_manager", "executor",
     "sampling_params", "models", "quantization",
 ]  # fmt: skip
-CUDA_ROOMS = ("device", "kernels.cuda")
+CUDA_ROOMS = ("kernels.device", "kernels.cuda")
 
 
 def modules() -> list[str]:
@@ -200,18 +132,18 @@ def test_every_module_has_a_place_and_imports_only_from_below(module: str) -> No
             assert RANK[other] < RANK[room], f"{module} imports {target} from above"
 
 
-@pytest.mark.parametrize("room", sorted(INSIDE))
-def test_inside_a_package_imports_follow_the_order_written(room: str) -> None:
-    order = INSIDE[room]
+@pytest.mark.parametrize("package", sorted(INSIDE))
+def test_inside_a_package_imports_follow_the_order_written(package: str) -> None:
+    order = INSIDE[package]
     for module in modules():
-        if not module.startswith(room + "."):
+        if not module.startswith(package + "."):
             continue
-        place = module.split(".")[1]
-        assert place in order, f"{module} has no place in INSIDE[{room!r}]"
+        place = module.removeprefix(package + ".").split(".")[0]
+        assert place in order, f"{module} has no place in INSIDE[{package!r}]"
         for target in own(imports(module)):
-            parts = target.split(".")
-            if parts[0] == room and len(parts) > 1 and parts[1] in order and parts[1] != place:
-                assert order.index(parts[1]) < order.index(place), f"{module} imports {target}"
+            other = target.removeprefix(package + ".").split(".")[0]
+            if target.startswith(package + ".") and other in order and other != place:
+                assert order.index(other) < order.index(place), f"{module} imports {target}"
 
 
 @pytest.mark.parametrize("module", [m for m in modules() if in_room(m, NO_TORCH)])

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from manylora.background import NICE, step_back
+from manylora.system.background import NICE, step_back
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
 

@@ -11,7 +11,7 @@ from test_text import TEXTS, byte_fallback, byte_level
 from manylora.llmapi.continuation import Continuation
 from manylora.llmapi.decoding import StopRules
 from manylora.request import FinishReason
-from manylora.text import Tokenizer
+from manylora.text.tokenizer import Tokenizer
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 

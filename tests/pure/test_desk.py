@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from manylora.errors import RequestError
-from manylora.lanes import LONG
-from manylora.lifeline import Lifeline
+from manylora.system.lanes import LONG
+from manylora.system.lifeline import Lifeline
 from manylora.wire.context import engine_context
 from manylora.wire.desk import Desk
 from manylora.wire.failures import check_parameters, sentence

@@ -19,7 +19,7 @@ from manylora import (
     PeftCacheConfig,
     SamplingParams,
 )
-from manylora.config import ModelConfig
+from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError, RequestError
 from manylora.llmapi.decoding import decoding_of
 from manylora.llmapi.sizing import lora_cache_config, no_lora_cache_config
@@ -27,7 +27,7 @@ from manylora.lora.geometry import plan_cache
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.request import Guide
-from manylora.text import Tokenizer
+from manylora.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 CHINESE = DEMO / "adapters" / "chinese"

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from manylora.engine.engine import Engine
+from manylora.engine.loop import EngineLoop
 from manylora.errors import DrainingError, EngineDeadError, QueueFullError, RequestError
-from manylora.loop import EngineLoop
 from manylora.request import Event, FinishReason, Guide, LoraInput, Request, SamplingParams
 from manylora.stats import EngineStats
 
@@ -307,7 +307,7 @@ def test_requests_and_close_meet_without_a_lost_one() -> None:
 
 
 def test_a_server_whose_engine_is_stuck_is_not_ready_and_then_gives_it_up(monkeypatch) -> None:
-    from manylora.openai import in_process
+    from manylora.openai.serving import in_process
 
     monkeypatch.setattr(in_process, "WATCH_S", 0.02)
     monkeypatch.setattr(in_process, "STALLED_S", 0.1)
@@ -326,7 +326,7 @@ def test_a_server_whose_engine_is_stuck_is_not_ready_and_then_gives_it_up(monkey
 
 
 def test_a_server_hears_of_its_engine_s_death(engine: FakeEngine) -> None:
-    from manylora.openai import in_process
+    from manylora.openai.serving import in_process
 
     reasons: queue.SimpleQueue = queue.SimpleQueue()
     server = in_process.InProcessEngine(engine, 0.0, reasons.put)  # type: ignore[arg-type]

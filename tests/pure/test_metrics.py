@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from manylora.lifeline import RUN_DIR, STARTING_FILE
 from manylora.request import Event, FinishReason, RequestMetrics
+from manylora.system.lifeline import RUN_DIR, STARTING_FILE
 from manylora.wire.metrics import RequestMeter
 
 FINISHED = Event(

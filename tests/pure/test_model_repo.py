@@ -111,6 +111,6 @@ def test_an_attention_window_is_taken_if_it_hides_nothing(tmp_path: Path, key: s
 def test_pre_and_postprocessing_load_neither_torch_nor_transformers() -> None:
     code = (
         "import sys; sys.modules.update(torch=None, transformers=None)\n"
-        "import manylora.text, manylora.wire.parameters, manylora.lifeline, manylora.errors"
+        "import manylora.text.tokenizer, manylora.wire.parameters, manylora.system.lifeline, manylora.errors"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from manylora.pages import PageAllocator
+from manylora.lora.pages import PageAllocator
 
 
 def test_claims_from_the_front_and_reuses_the_last_released_first() -> None:

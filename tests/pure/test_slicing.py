@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from test_lora_geometry import DIMS, MODULES, rows
 
-from manylora.config import ModelConfig
+from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
 from manylora.lora.geometry import CacheGeometry, RowShape, place_rows
 from manylora.lora.modules import LoraModule, Split, lora_modules

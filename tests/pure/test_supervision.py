@@ -23,7 +23,7 @@ from manylora.launcher.memory import MemoryLimit
 from manylora.launcher.processes import end_marked, is_alive
 from manylora.launcher.roles import SUPERVISOR, Roles
 from manylora.launcher.state import State
-from manylora.lifeline import RUN_DIR, Report, read_reports
+from manylora.system.lifeline import RUN_DIR, Report, read_reports
 
 PROGRAM = "import socket, time; s = socket.create_server(('127.0.0.1', {port})); time.sleep(600)"
 KEEP = """
@@ -279,7 +279,7 @@ def test_a_log_keeps_its_last_bytes_and_who_writes_goes_on(tmp_path: Path) -> No
 
 
 def test_a_process_whose_server_is_gone_when_it_begins_ends_at_once(tmp_path: Path) -> None:
-    begin = "from manylora.lifeline import Lifeline; Lifeline('m'); print('lives')"
+    begin = "from manylora.system.lifeline import Lifeline; Lifeline('m'); print('lives')"
     environment = os.environ | {RUN_DIR: str(tmp_path)}
     orphan = subprocess.run([sys.executable, "-c", begin], env=environment, capture_output=True, check=False)
     assert (orphan.returncode, orphan.stdout) == (1, b"")
@@ -291,7 +291,7 @@ def test_a_process_whose_server_is_gone_when_it_begins_ends_at_once(tmp_path: Pa
 
 REPORTING = """
 import os, sys
-from manylora.lifeline import Lifeline
+from manylora.system.lifeline import Lifeline
 line = Lifeline("m_0_0")
 line.activity = lambda: (2, 7)
 sys.stdin.readline()

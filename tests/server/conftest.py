@@ -18,7 +18,7 @@ import pytest
 
 from manylora.lora.convert import convert_peft
 from manylora.lora.formats.npy import write_npy
-from manylora.testing import make_adapter, make_model
+from manylora.testing.tiny_models import make_adapter, make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 BLS_VALUES = ("accumulate_tokens", "tensorrt_llm_draft_model_name")

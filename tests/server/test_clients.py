@@ -16,8 +16,8 @@ from safetensors import safe_open
 from test_contract import scrape
 from test_server import generate, inputs
 
-from manylora.testing import reference_generate
-from manylora.text import Tokenizer
+from manylora.testing.tiny_models import reference_generate
+from manylora.text.tokenizer import Tokenizer
 
 
 def end_to_end(server: Running, *flags: str) -> subprocess.CompletedProcess:

@@ -18,8 +18,8 @@ from conftest import Running, World
 from test_server import NEW, PROMPT, ask, generate, inputs, lora, new_ids, tensor
 from tritonclient.utils import InferenceServerException
 
-from manylora.testing import reference_generate, reference_logits
-from manylora.text import Tokenizer
+from manylora.testing.tiny_models import reference_generate, reference_logits
+from manylora.text.tokenizer import Tokenizer
 from manylora.wire.metrics import LOGGED, STAMP
 
 STATISTICS = (

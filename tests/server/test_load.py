@@ -23,7 +23,7 @@ from conftest import Running, World
 from test_server import NEW, PROMPT, ask, inputs, lora, new_ids, tensor
 from tritonclient.utils import InferenceServerException
 
-from manylora.testing import reference_generate, reference_logits
+from manylora.testing.tiny_models import reference_generate, reference_logits
 
 STREAMS = 300
 REQUESTS = int(os.environ.get("MANYLORA_RANDOM_REQUESTS", "200"))  # of each kind

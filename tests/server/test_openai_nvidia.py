@@ -15,8 +15,8 @@ import pytest
 from conftest import ROOT, World, new_server
 from standin.config import config
 
-from manylora.testing import reference_generate
-from manylora.text import Tokenizer
+from manylora.testing.tiny_models import reference_generate
+from manylora.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
 from serving import Running

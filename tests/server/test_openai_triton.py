@@ -16,8 +16,8 @@ from conftest import Running as Triton
 from conftest import World
 
 from manylora.errors import ConfigError
-from manylora.testing import reference_generate
-from manylora.text import Tokenizer
+from manylora.testing.tiny_models import reference_generate
+from manylora.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
 from serving import Running, wait_for

@@ -15,8 +15,8 @@ from conftest import Running, World
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from manylora.lora.formats.npy import read_npy
-from manylora.testing import reference_generate
-from manylora.text import Tokenizer
+from manylora.testing.tiny_models import reference_generate
+from manylora.text.tokenizer import Tokenizer
 
 PROMPT = [72, 101, 108, 108, 111, 33]
 NEW = 10

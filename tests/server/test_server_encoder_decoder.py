@@ -16,8 +16,8 @@ from test_server import ask, inputs, new_ids
 from manylora.lora.catalog import read_adapter_folder
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
-from manylora.testing import make_adapter, make_model, reference_generate
-from manylora.text import Tokenizer
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
+from manylora.text.tokenizer import Tokenizer
 
 NEW = 6
 TEXT, BEGUN = "Translate this: Hello", "Hal"

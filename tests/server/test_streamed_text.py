@@ -15,7 +15,7 @@ import pytest
 from conftest import fill_repo, new_server
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from manylora.testing import make_model
+from manylora.testing.tiny_models import make_model
 
 ANSWERS = int(os.environ.get("MANYLORA_STREAMED_ANSWERS", "30"))
 AT_ONCE = 8

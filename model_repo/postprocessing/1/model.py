@@ -7,11 +7,11 @@ from functools import lru_cache
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from manylora.departures import Departures
 from manylora.errors import ConfigError, RequestError
-from manylora.lifeline import Lifeline
-from manylora.text import open_tokenizer
+from manylora.system.lifeline import Lifeline
+from manylora.text.tokenizer import open_tokenizer
 from manylora.wire.binding import check_shapes
+from manylora.wire.departures import Departures
 from manylora.wire.desk import Desk
 from manylora.wire.parameters import flag, parameters_of
 

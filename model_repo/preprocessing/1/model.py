@@ -8,8 +8,8 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from manylora.errors import ConfigError, RequestError
-from manylora.lifeline import Lifeline
-from manylora.text import open_tokenizer
+from manylora.system.lifeline import Lifeline
+from manylora.text.tokenizer import open_tokenizer
 from manylora.wire.binding import check_shapes
 from manylora.wire.context import engine_context
 from manylora.wire.desk import Desk

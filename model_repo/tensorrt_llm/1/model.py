@@ -18,12 +18,12 @@ import torch
 import triton_python_backend_utils as pb_utils
 from exporter import Exporter
 
-from manylora.departures import listen
+from manylora.engine.loop import EngineLoop
 from manylora.errors import ConfigError, DrainingError, RequestError
-from manylora.lifeline import Lifeline
-from manylora.loop import EngineLoop
+from manylora.system.lifeline import Lifeline
 from manylora.wire.binding import check_shapes, read_inputs
 from manylora.wire.decode import decode_requests, is_stop
+from manylora.wire.departures import listen
 from manylora.wire.encode import Reply, merge_waiting
 from manylora.wire.failures import check_parameters, sentence
 from manylora.wire.parameters import engine_config, flag, logits_dtype, milliseconds, parameters_of

@@ -12,7 +12,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from manylora.errors import ConfigError, RequestError
-from manylora.lifeline import Lifeline
+from manylora.system.lifeline import Lifeline
 from manylora.wire.binding import check_shapes, read_inputs
 from manylora.wire.bls import TO_ENGINE, TO_PREPROCESSING, check_inputs, items, told_outputs
 from manylora.wire.failures import check_parameters, sentence

@@ -9,8 +9,8 @@ from typing import Any
 
 from manylora.bench.datasets import BenchRequest
 from manylora.bench.load import Answer, Sample
-from manylora.built import read_build_config
-from manylora.device import open_device
+from manylora.config.build_record import read_build_config
+from manylora.kernels.device import open_device
 from manylora.llmapi import LLM, KvCacheConfig, LoraConfig, RequestOutput, SamplingParams
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import compute_dtype

@@ -90,7 +90,7 @@ class _Server(Side):
     def __init__(self, options: BenchOptions, stack: ExitStack) -> None:
         from manylora.bench.endpoint import EndpointTarget
         from manylora.bench.openai_endpoint import OpenAiTarget
-        from manylora.text import Tokenizer
+        from manylora.text.tokenizer import Tokenizer
 
         assert options.endpoint is not None
         self._url = options.endpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.errors import ConfigError
-from manylora.quant import SERVED, QuantConfig
+from manylora.quant.config import SERVED, QuantConfig
 
 __all__ = ["main"]
 
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _build(options: argparse.Namespace, quant: QuantConfig) -> str:
-    from manylora.builder import BuildPlan, build
+    from manylora.model.builder import BuildPlan, build
 
     built = build(
         BuildPlan(

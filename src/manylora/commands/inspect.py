@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from manylora.config import LoraCacheConfig
+from manylora.config.engine import LoraCacheConfig
 from manylora.errors import ConfigError
 from manylora.lora.report import AdapterReport, BaseModel, inspect_adapter
 from manylora.model.checkpoint import read_model_config

@@ -12,7 +12,7 @@ from manylora.bench.popularity import POPULARITIES
 from manylora.bench.prepare import Lengths, adapter_named, normal_lengths, random_requests, uniform_lengths
 from manylora.errors import ConfigError
 from manylora.llmapi.lora import LoRARequest
-from manylora.text import Tokenizer
+from manylora.text.tokenizer import Tokenizer
 
 __all__ = ["main"]
 

@@ -23,8 +23,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     try:
         # Imported here, so that a missing extra is one line and not a trace.
-        from manylora.openai.logs import log_to_stderr
         from manylora.openai.options import parse_options
+        from manylora.openai.serving.logs import log_to_stderr
 
         options = parse_options(given)
         log_to_stderr(options.log_level)

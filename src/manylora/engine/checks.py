@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from manylora.config import EngineConfig, ModelConfig
+from manylora.config.engine import EngineConfig, ModelConfig
 from manylora.engine.encoding import check_encoder_prompt
 from manylora.errors import QueueFullError, RequestError
 from manylora.request import Request

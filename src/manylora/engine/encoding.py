@@ -6,7 +6,7 @@ from collections.abc import Sequence as Many
 from dataclasses import replace
 from itertools import accumulate
 
-from manylora.config import EncoderConfig
+from manylora.config.engine import EncoderConfig
 from manylora.engine.inputs import StepInputs
 from manylora.engine.sequence import Sequence
 from manylora.errors import RequestError

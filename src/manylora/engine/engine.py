@@ -8,10 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from manylora.allocator import keep_memory
-from manylora.built import read_build_config
-from manylora.config import EngineConfig, ModelConfig
-from manylora.device import open_device
+from manylora.config.build_record import read_build_config
+from manylora.config.engine import EngineConfig, ModelConfig
 from manylora.engine.beam import BeamGroup, Choice
 from manylora.engine.checks import LogitsRoom, check_request
 from manylora.engine.encoding import for_encoder
@@ -24,6 +22,7 @@ from manylora.engine.sampler import NOT_FINITE
 from manylora.engine.scheduler import Scheduler, Step
 from manylora.engine.sequence import Sequence
 from manylora.errors import AdapterNotCachedError, AdapterNotFiniteError, QueueFullError, RequestError
+from manylora.kernels.device import open_device
 from manylora.lora.expert_rules import targets_beside_quantised_experts
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.store import AdapterLease, AdapterStore
@@ -34,6 +33,7 @@ from manylora.model.held import HeldWeights
 from manylora.model.weights import adapter_dtype, compute_dtype, load_decoder
 from manylora.request import Event, FinishReason, LoraInput, Request
 from manylora.stats import EngineStats
+from manylora.system.allocator import keep_memory
 
 __all__ = ["Engine", "Prepared"]
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from manylora.device import Arrival
 from manylora.engine.beam import BeamGroup, Choice
 from manylora.engine.sampler import Row
 from manylora.engine.scheduler import Chunk, Step
+from manylora.kernels.device import Arrival
 
 __all__ = ["Drawn", "Flight", "Outcome"]
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manylora.device import Capture
 from manylora.engine.inputs import StepInputs
+from manylora.kernels.device import Capture
 from manylora.kernels.moving import copy_into, to_device
 from manylora.kernels.spec import BatchLimits, Ops
 from manylora.model.batch import ForwardBatch

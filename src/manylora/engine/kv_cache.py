@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manylora.engine.idle_blocks import DEFAULT_PRIORITY, IdleBlocks
 from manylora.engine.sequence import Sequence
-from manylora.pages import PageAllocator
+from manylora.lora.pages import PageAllocator
 
 __all__ = ["KvCache"]
 

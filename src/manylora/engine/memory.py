@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.config import EngineConfig, ModelConfig
+from manylora.config.engine import EngineConfig, ModelConfig
 from manylora.errors import ConfigError
 from manylora.kernels.spec import BatchLimits
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.device import Device
 from manylora.engine.beam import BeamGroup, Choice, choose
 from manylora.engine.encoding import encoder_inputs
 from manylora.engine.flight import Drawn, Flight
@@ -20,6 +19,7 @@ from manylora.engine.sampler import Row, adjust, sample
 from manylora.engine.scheduler import Chunk, Step
 from manylora.engine.sequence import PENDING, Sequence
 from manylora.engine.trial import try_variants
+from manylora.kernels.device import Device
 from manylora.kernels.moving import to_device, upload
 from manylora.kernels.spec import BatchLimits, LoraBatch
 from manylora.lora.store import AdapterLease, AdapterStore

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import httptools
 
-from manylora.allocator import give_back
 from manylora.launcher.doors import MANAGEMENT_HEADER
 from manylora.launcher.http_checks import MAX_BODY, MAX_JSON, RefusedError, check_json, inflate
+from manylora.system.allocator import give_back
 
 __all__ = ["Answers", "Client", "Door", "main"]
 

@@ -25,7 +25,7 @@ from manylora.launcher.keeper import StoppedError
 from manylora.launcher.logs import LOG_BYTES, open_log
 from manylora.launcher.memory import MemoryLimit
 from manylora.launcher.processes import end_marked, free_port, spawn, stat_of
-from manylora.lifeline import DRAIN_FILE, PERIOD_S, RUN_DIR, STARTING_FILE, read_reports
+from manylora.system.lifeline import DRAIN_FILE, PERIOD_S, RUN_DIR, STARTING_FILE, read_reports
 
 __all__ = ["Options", "Server", "clear"]
 

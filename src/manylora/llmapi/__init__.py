@@ -12,7 +12,7 @@ from manylora.llmapi.llm_args import KvCacheConfig, PeftCacheConfig
 from manylora.llmapi.lora import LoraConfig, LoRARequest
 from manylora.llmapi.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimings
 from manylora.llmapi.sampling import SamplingParams
-from manylora.quant import QuantAlgo, QuantConfig
+from manylora.quant.config import QuantAlgo, QuantConfig
 
 if TYPE_CHECKING:
     from manylora.llmapi.llm import LLM

@@ -9,7 +9,7 @@ import numpy as np
 from manylora.llmapi.decoding import StopRules
 from manylora.llmapi.outputs import CompletionOutput, Logprob
 from manylora.request import FinishReason
-from manylora.text import Tokenizer
+from manylora.text.tokenizer import Tokenizer
 
 __all__ = ["Continuation"]
 

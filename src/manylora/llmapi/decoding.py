@@ -10,7 +10,7 @@ import numpy as np
 
 from manylora import request as engine
 from manylora.llmapi.sampling import SamplingParams
-from manylora.text import Tokenizer
+from manylora.text.tokenizer import Tokenizer
 
 __all__ = ["Decoding", "StopRules", "decoding_of"]
 

@@ -16,7 +16,7 @@ from manylora.llmapi.lora import LoRARequest
 from manylora.llmapi.outputs import RequestOutput, RequestTimings
 from manylora.llmapi.result import GenerationResult
 from manylora.request import Event, FinishReason, LoraInput, Request, RequestMetrics
-from manylora.text import Tokenizer
+from manylora.text.tokenizer import Tokenizer
 
 __all__ = ["Generation", "Prompt"]
 

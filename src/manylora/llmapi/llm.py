@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from manylora.built import read_build_config
-from manylora.config import EngineConfig
+from manylora.config.build_record import read_build_config
+from manylora.config.engine import EngineConfig
 from manylora.engine.engine import Engine
+from manylora.engine.loop import EngineLoop
 from manylora.errors import ConfigError, RequestError
 from manylora.llmapi.adapters import AdapterReader
 from manylora.llmapi.decoding import decoding_of
@@ -32,14 +33,13 @@ from manylora.llmapi.sizing import (
     no_lora_cache_config,
     parameter_names,
 )
-from manylora.loop import EngineLoop
 from manylora.lora.expert_rules import check_moe_backend
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
-from manylora.quant import QuantConfig
+from manylora.quant.config import QuantConfig
 from manylora.stats import EngineStats
-from manylora.text import Tokenizer
+from manylora.text.tokenizer import Tokenizer
 
 __all__ = ["LLM"]
 
@@ -71,7 +71,7 @@ class LLM:
     """One base model and any number of its adapters, in this process. A context manager; thread-safe.
 
     model:     a Hugging Face directory.
-    tokenizer: a directory, or a `manylora.text.Tokenizer`; None: the model's own.
+    tokenizer: a directory, or a `manylora.text.tokenizer.Tokenizer`; None: the model's own.
     skip_tokenizer_init: prompts and outputs are token ids.
     lora_config: without it requests with an adapter are refused. peft_cache_config: the adapter cache's size.
     dtype:     auto, float32, float16, bfloat16. device: auto, cpu, cuda, cuda:N.

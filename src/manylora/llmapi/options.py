@@ -14,7 +14,7 @@ from typing import Any
 from manylora.errors import ConfigError
 from manylora.llmapi.llm_args import KvCacheConfig, PeftCacheConfig
 from manylora.llmapi.lora import LoraConfig
-from manylora.quant import QuantConfig
+from manylora.quant.config import QuantConfig
 
 __all__ = ["llm_arguments", "read_options"]
 

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from manylora.background import step_back
+from manylora.engine.loop import EngineLoop
 from manylora.errors import (
     AdapterError,
     AdapterNotCachedError,
@@ -19,10 +19,10 @@ from manylora.errors import (
 )
 from manylora.llmapi.adapters import AdapterPath, AdapterReader, AdapterRegistry
 from manylora.llmapi.generation import Generation
-from manylora.loop import EngineLoop
 from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter
 from manylora.request import Event, FinishReason, LoraInput
+from manylora.system.background import step_back
 
 __all__ = ["Service"]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from manylora.built import BuildConfig
-from manylora.config import LoraCacheConfig, ModelConfig
+from manylora.config.build_record import BuildConfig
+from manylora.config.engine import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterError, ConfigError
 from manylora.llmapi.llm_args import PeftCacheConfig
 from manylora.llmapi.lora import LoraConfig

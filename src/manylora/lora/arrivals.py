@@ -8,13 +8,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from manylora.background import step_back
 from manylora.errors import AdapterError, RequestError
 from manylora.lora.cache import AdapterCache
 from manylora.lora.geometry import Layout
 from manylora.lora.pool import AdapterPool
 from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter
+from manylora.system.background import step_back
 
 __all__ = ["Arrivals"]
 

@@ -18,7 +18,7 @@ from itertools import count
 from typing import Any
 
 from manylora.errors import AdapterCacheFullError
-from manylora.pages import PageAllocator
+from manylora.lora.pages import PageAllocator
 
 __all__ = ["KEPT_CHANGES", "AdapterCache", "Change", "Entry"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from manylora.config import ModelConfig
+from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
 from manylora.lora.modules import EXPERT_IDS, MODULE_NAMES, LoraModule, lora_modules
-from manylora.quant import QuantAlgo
+from manylora.quant.config import QuantAlgo
 
 __all__ = ["beside_experts", "check_moe_backend", "targets_beside_quantised_experts"]
 

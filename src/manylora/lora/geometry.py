@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from manylora.config import LoraCacheConfig
+from manylora.config.engine import LoraCacheConfig
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.lora.modules import LoraModule
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from manylora.config import ModelConfig
+from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
 
 __all__ = ["EXPERT_IDS", "MODULE_NAMES", "LoraModule", "Split", "lora_modules"]

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.device import CopyStream
 from manylora.errors import AdapterInvalidError, ConfigError
+from manylora.kernels.device import CopyStream
 from manylora.kernels.extras import Extra
 from manylora.kernels.loading import STORED, can_lay_out, lay_out, read_rows
 from manylora.kernels.spec import LoraRow

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from manylora.config import LoraCacheConfig, ModelConfig
+from manylora.config.engine import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterError, ConfigError
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.extras import check_extras, with_extras

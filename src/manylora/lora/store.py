@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from manylora.config import LoraCacheConfig, ModelConfig
+from manylora.config.engine import LoraCacheConfig, ModelConfig
 from manylora.errors import (
     AdapterCacheFullError,
     AdapterInvalidError,

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from manylora.config import ModelConfig
+from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
 from manylora.model.families import FAMILIES
 from manylora.model.families.common import read_common
-from manylora.quant_checkpoint import checkpoint_quant
+from manylora.quant.checkpoint import checkpoint_quant
 
 __all__ = ["read_model_config"]
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora.config import ModelConfig, MoeConfig
+from manylora.config.engine import ModelConfig, MoeConfig
 from manylora.kernels.panels import Panels
 from manylora.kernels.spec import LoraTarget, Ops, Weight
 from manylora.model.batch import ForwardBatch

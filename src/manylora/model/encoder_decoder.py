@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora.config import ModelConfig
+from manylora.config.engine import ModelConfig
 from manylora.kernels.spec import LoraBatch, LoraTarget, Ops
 from manylora.model.attend import PagedGroup, attend_groups, attend_spans, paged_groups
 from manylora.model.batch import ForwardBatch

@@ -7,11 +7,11 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from manylora.config import ModelConfig
+from manylora.config.engine import ModelConfig
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.model.plan import checkpoint_plan
 from manylora.model.quant import chosen, quantise
-from manylora.quant import QuantConfig
+from manylora.quant.config import QuantConfig
 
 __all__ = ["HeldWeights"]
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from manylora.config import ModelConfig
+from manylora.config.engine import ModelConfig
 from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraTarget, Ops, Rotary, Weight
 from manylora.model.extras import adapt_linear, adapt_norm

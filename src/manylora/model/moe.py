@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manylora.config import MoeConfig
+from manylora.config.engine import MoeConfig
 from manylora.kernels.spec import ExpertPairs, LoraBatch, LoraTarget, Ops, Weight
 from manylora.model.layers import LoraLinear, Mlp
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from manylora.config import ModelConfig
+from manylora.config.engine import ModelConfig
 from manylora.model.families import FAMILIES
 from manylora.model.families.family import Names
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from manylora.errors import ConfigError
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
-from manylora.quant import SERVED, QuantAlgo, QuantConfig
-from manylora.quant_checkpoint import CheckpointQuant
+from manylora.quant.checkpoint import CheckpointQuant
+from manylora.quant.config import SERVED, QuantAlgo, QuantConfig
 
 __all__ = ["check_asked", "chosen", "is_linear", "quantise", "stacked"]
 

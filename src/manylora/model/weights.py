@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manylora.config import ModelConfig
-from manylora.device import Device
+from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
+from manylora.kernels.device import Device
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.plan import Part, Piece, checkpoint_plan, unused_names
 from manylora.model.quant import check_asked, chosen, quantise, stacked
 from manylora.model.tensor_file import StoredTensor, TensorFile
-from manylora.quant import QuantConfig
-from manylora.weight_formats.stored import StoredWeights
+from manylora.quant.config import QuantConfig
+from manylora.quant.stored import StoredWeights
 
 __all__ = [
     "adapter_dtype", "check_names", "compute_dtype", "load_decoder", "open_checkpoint", "read_whole",

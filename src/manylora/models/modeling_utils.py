@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from manylora.quant import QuantConfig
+from manylora.quant.config import QuantConfig
 
 __all__ = ["QuantConfig"]

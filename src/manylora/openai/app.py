@@ -17,19 +17,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 import manylora
-from manylora.openai.backend import Backend
-from manylora.openai.catalog import Entry
-from manylora.openai.errors import ApiError, as_api_error
-from manylora.openai.feed import Feed
-from manylora.openai.hosts import HostCheck
-from manylora.openai.inference import Inference
-from manylora.openai.keys import ApiKey, Keyring
-from manylora.openai.metrics import CONTENT_TYPE, Metrics
-from manylora.openai.models import adapter_card, base_card, state_of, tiers
-from manylora.openai.names import check_name
-from manylora.openai.openapi import document
-from manylora.openai.page import page_file
-from manylora.openai.schema import (
+from manylora.openai.api.errors import ApiError, as_api_error
+from manylora.openai.api.names import check_name
+from manylora.openai.api.openapi import document
+from manylora.openai.api.schema import (
     BodyT,
     ChatRequest,
     CompletionRequest,
@@ -39,8 +30,17 @@ from manylora.openai.schema import (
     UnloadRequest,
     parse,
 )
-from manylora.openai.transport import Bodies, content_type, error_response, read_body
-from manylora.openai.uploads import Uploads
+from manylora.openai.page.feed import Feed
+from manylora.openai.page.page import page_file
+from manylora.openai.serving.backend import Backend
+from manylora.openai.serving.catalog import Entry
+from manylora.openai.serving.hosts import HostCheck
+from manylora.openai.serving.inference import Inference
+from manylora.openai.serving.keys import ApiKey, Keyring
+from manylora.openai.serving.metrics import CONTENT_TYPE, Metrics
+from manylora.openai.serving.models import adapter_card, base_card, state_of, tiers
+from manylora.openai.serving.transport import Bodies, content_type, error_response, read_body
+from manylora.openai.serving.uploads import Uploads
 
 __all__ = ["Service", "make_app"]
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import yaml
 
-from manylora.config import EngineConfig, LoraCacheConfig
+from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.errors import ConfigError
 from manylora.llmapi.llm_args import KvCacheConfig, PeftCacheConfig
 from manylora.llmapi.lora import LoraConfig
 from manylora.llmapi.sizing import lora_cache_config
 from manylora.model.checkpoint import read_model_config
-from manylora.openai.connections import HttpLimits
+from manylora.openai.serving.connections import HttpLimits
 
 __all__ = ["ServeOptions", "parse_options"]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import uvicorn
 from starlette.applications import Starlette
 
-from manylora.config import LoraCacheConfig, ModelConfig
+from manylora.config.engine import LoraCacheConfig, ModelConfig
 from manylora.errors import ConfigError
 from manylora.llmapi.sizing import modules_to_read
 from manylora.lora.bounds import Bounds
@@ -25,25 +25,25 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.modules import lora_modules
 from manylora.lora.tensors import Adapter, adapter_from_tensors
 from manylora.model.checkpoint import read_model_config
-from manylora.openai import backend
+from manylora.openai.api.names import is_name
+from manylora.openai.api.params import Limits
 from manylora.openai.app import Service, make_app
-from manylora.openai.backend import Backend
-from manylora.openai.catalog import AdapterCatalog
-from manylora.openai.connections import AT_ONCE, Clients, listen, raise_open_files
-from manylora.openai.disk_level import DiskLevel
-from manylora.openai.fairness import FairQueue
-from manylora.openai.hosts import HostCheck
-from manylora.openai.inference import Inference
-from manylora.openai.keys import Keyring
-from manylora.openai.metrics import Metrics
-from manylora.openai.names import is_name
 from manylora.openai.options import ServeOptions
-from manylora.openai.params import Limits
-from manylora.openai.protocol import BoundedHttp
-from manylora.openai.reader import AdapterReader
-from manylora.openai.uploads import Uploads
+from manylora.openai.serving import backend
+from manylora.openai.serving.backend import Backend
+from manylora.openai.serving.catalog import AdapterCatalog
+from manylora.openai.serving.connections import AT_ONCE, Clients, listen, raise_open_files
+from manylora.openai.serving.disk_level import DiskLevel
+from manylora.openai.serving.fairness import FairQueue
+from manylora.openai.serving.hosts import HostCheck
+from manylora.openai.serving.inference import Inference
+from manylora.openai.serving.keys import Keyring
+from manylora.openai.serving.metrics import Metrics
+from manylora.openai.serving.protocol import BoundedHttp
+from manylora.openai.serving.reader import AdapterReader
+from manylora.openai.serving.uploads import Uploads
 from manylora.request import LoraInput
-from manylora.text import Tokenizer
+from manylora.text.tokenizer import Tokenizer
 from manylora.wire.parameters import quant_config
 
 __all__ = ["http_server", "open_app", "run"]
@@ -142,7 +142,7 @@ class _Served:
 
 def _in_process(options: ServeOptions, ended: Callable[[str], None]) -> _Served:
     from manylora.engine.engine import Engine
-    from manylora.openai.in_process import InProcessEngine
+    from manylora.openai.serving.in_process import InProcessEngine
 
     engine = Engine(options.engine_config())
     modules = modules_to_read(engine.adapters.modules, options.sections.get("lora_config"))
@@ -157,7 +157,7 @@ def _in_process(options: ServeOptions, ended: Callable[[str], None]) -> _Served:
 
 def _through_triton(options: ServeOptions) -> _Served:
     try:
-        from manylora.openai.triton import TritonEngine, TritonModel
+        from manylora.openai.serving.triton import TritonEngine, TritonModel
     except ImportError as error:
         raise ConfigError(f"triton_url needs {error.name}: pip install 'manylora[server]'") from error
     url = str(options.triton_url)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from manylora.quant import QuantAlgo
+from manylora.quant.config import QuantAlgo
 
 __all__ = ["QuantAlgo"]

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from manylora.compiler import build_library, find_compiler
 from manylora.errors import RequestError
+from manylora.system.compiler import build_library, find_compiler
 
 __all__ = ["check_shapes", "read_inputs"]
 

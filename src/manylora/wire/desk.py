@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from manylora.lanes import Lanes
-from manylora.lifeline import Lifeline
+from manylora.system.lanes import Lanes
+from manylora.system.lifeline import Lifeline
 from manylora.wire.binding import read_inputs
 from manylora.wire.failures import check_parameters, sentence
 

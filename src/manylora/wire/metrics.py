@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
-from manylora.lifeline import is_starting
 from manylora.request import Event, FinishReason, LoraInput, RequestMetrics
 from manylora.stats import EngineStats
+from manylora.system.lifeline import is_starting
 
 __all__ = [
     "FAMILIES",

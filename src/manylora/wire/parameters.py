@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from manylora.built import BuildConfig, read_build_config
-from manylora.config import EngineConfig, LoraCacheConfig
+from manylora.config.build_record import BuildConfig, read_build_config
+from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.errors import ConfigError
-from manylora.quant import QuantConfig
+from manylora.quant.config import QuantConfig
 
 __all__ = [
     "engine_config", "flag", "logits_dtype", "milliseconds", "parameters_of", "positions", "quant_config",

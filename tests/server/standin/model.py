@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from manylora.config import EngineConfig
-from manylora.loop import EngineLoop
+from manylora.config.engine import EngineConfig
+from manylora.engine.loop import EngineLoop
 from manylora.request import LoraInput, Request
 from manylora.wire.decode import decode_requests
 

@@ -12,7 +12,7 @@ import subprocess
 from functools import lru_cache
 from pathlib import Path
 
-from manylora.compiler import build_library, find_compiler
+from manylora.system.compiler import build_library, find_compiler
 
 __all__ = ["load", "loaded"]
 

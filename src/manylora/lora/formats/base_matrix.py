@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from manylora.kernels.quantised import QuantisedWeight
-from manylora.weight_formats.stored import StoredWeights
+from manylora.quant.stored import StoredWeights
 
 __all__ = ["BaseMatrix", "Hold"]
 

@@ -17,11 +17,11 @@ from safetensors import safe_open
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.lora.formats import one_line
 from manylora.lora.formats.tensor_files import RawTensor
-from manylora.quant_checkpoint import checkpoint_quant
+from manylora.quant.checkpoint import checkpoint_quant
 
 if TYPE_CHECKING:  # torch only when something is read
     from manylora.lora.formats.base_matrix import BaseMatrix, Hold
-    from manylora.weight_formats.stored import StoredWeights
+    from manylora.quant.stored import StoredWeights
 
 __all__ = ["BaseReader", "BaseWeights"]
 
@@ -166,7 +166,7 @@ class BaseReader:
     def _matrix(self, name: str, columns: int, transposed: bool = False) -> BaseMatrix:
         """name: one that `find` found."""
         from manylora.lora.formats.base_matrix import BaseMatrix
-        from manylora.weight_formats.stored import StoredWeights
+        from manylora.quant.stored import StoredWeights
 
         files = self._all()
         try:

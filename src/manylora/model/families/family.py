@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from manylora.config import ModelConfig
+from manylora.config.engine import ModelConfig
 
 __all__ = ["Family", "Names"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from manylora.config import ModelConfig
+from manylora.config.engine import ModelConfig
 from manylora.model.families.common import read_activation, read_rope, read_windows, refuse
 from manylora.model.families.family import Family, Names
 

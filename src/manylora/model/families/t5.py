@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from manylora.config import EncoderConfig, ModelConfig
+from manylora.config.engine import EncoderConfig, ModelConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import read_activation
 from manylora.model.families.family import Family, Names

@@ -1,0 +1,1 @@
+"""What an engine is told: its settings and the record that `manylora build` leaves."""

@@ -1,0 +1,224 @@
+"""EngineConfig (what the user says) and ModelConfig (what the checkpoint says). Frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from manylora.errors import ConfigError
+from manylora.quant.checkpoint import CheckpointQuant
+from manylora.quant.config import QuantConfig
+
+__all__ = ["EncoderConfig", "EngineConfig", "LoraCacheConfig", "ModelConfig", "MoeConfig"]
+
+GIB = 2**30
+POLICIES = ("guaranteed_no_evict", "max_utilization")
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class LoraCacheConfig:
+    """The two-level adapter cache. Sizes follow TensorRT-LLM's PeftCacheConfig and Triton parameters."""
+
+    optimal_adapter_size: int = 8  # rank for which one adapter fills about one page
+    max_adapter_size: int = 64  # a page must hold at least one module's row of this rank
+    gpu_memory_fraction: float = 0.05  # device level, of the memory left after weights and KV cache
+    gpu_memory_bytes: int | None = None  # device level in bytes; overrides the fraction
+    host_memory_bytes: int = GIB
+    num_device_module_layer: int = 0  # > 0: device level in (layer, module) rows of rank 1, overrides bytes
+    num_host_module_layer: int = 0
+    max_lora_rank: int | None = None  # larger ranks are refused; None: max_adapter_size
+    target_modules: tuple[str, ...] = ()  # names as attn_q; empty: every module the model has
+    prefetch_dir: Path | None = None
+    catalog_dir: Path | None = None  # adapters by name, <dir>/<name>/
+    allowed_paths: tuple[Path, ...] = ()  # folders beside these two that links in them may lead to
+
+    def __post_init__(self) -> None:
+        _at_least(1, optimal_adapter_size=self.optimal_adapter_size, max_adapter_size=self.max_adapter_size)
+        _at_least(
+            0,
+            host_memory_bytes=self.host_memory_bytes,
+            num_device_module_layer=self.num_device_module_layer,
+            num_host_module_layer=self.num_host_module_layer,
+        )
+        _fraction(lora_cache_gpu_memory_fraction=self.gpu_memory_fraction)
+        if self.gpu_memory_bytes is not None:
+            _at_least(0, gpu_memory_bytes=self.gpu_memory_bytes)
+        if self.max_lora_rank is not None:
+            _at_least(1, max_lora_rank=self.max_lora_rank)
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        """Where files of adapters that are not sent along may lie."""
+        return (*filter(None, (self.prefetch_dir, self.catalog_dir)), *self.allowed_paths)
+
+    @property
+    def rank_limit(self) -> int:
+        """The largest rank an adapter may have."""
+        return self.max_adapter_size if self.max_lora_rank is None else self.max_lora_rank
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything a user may choose about one engine. Raises ConfigError when a value cannot work."""
+
+    model_dir: Path
+    device: str = "auto"  # auto, cpu, cuda, cuda:N
+    dtype: str = "auto"  # the checkpoint's; float32 where a CPU does not compute that itself
+    max_batch_size: int = 64  # sequences in one step; each beam counts
+    max_beam_width: int = 1
+    tokenizer_dir: Path | None = None  # for guided decoding; None: such requests are refused
+    max_num_tokens: int = 2048  # token rows in one step
+    max_seq_len: int | None = None  # prompt + output; None: what the model allows
+    tokens_per_block: int = 32
+    kv_cache_free_gpu_mem_fraction: float = 0.9
+    max_tokens_in_paged_kv_cache: int | None = None
+    enable_kv_cache_reuse: bool = True
+    enable_chunked_context: bool = True
+    batch_scheduler_policy: str = "guaranteed_no_evict"
+    max_queue_size: int = 0  # waiting requests; 0: no limit
+    quant: QuantConfig | None = None  # weights in fewer bits; None: as the model directory has them
+    wrap_input_ids: bool = False  # ids beyond the vocabulary are taken modulo its size instead of refused
+    enable_cuda_graph: bool | None = None  # decode steps as recorded graphs; None: where the device has them
+    cuda_graph_cache_size: int = 0  # graphs kept; 0: 128
+    enable_overlap: bool | None = None  # a step is scheduled while the one before runs; None: on a GPU
+    lora: LoraCacheConfig = field(default_factory=LoraCacheConfig)
+
+    def __post_init__(self) -> None:
+        _at_least(
+            1,
+            max_batch_size=self.max_batch_size,
+            max_num_tokens=self.max_num_tokens,
+            max_beam_width=self.max_beam_width,
+            tokens_per_block=self.tokens_per_block,
+        )
+        _at_least(0, max_queue_size=self.max_queue_size, cuda_graph_cache_size=self.cuda_graph_cache_size)
+        for name in ("max_seq_len", "max_tokens_in_paged_kv_cache"):
+            if getattr(self, name) is not None:
+                _at_least(1, **{name: getattr(self, name)})
+        _fraction(kv_cache_free_gpu_mem_fraction=self.kv_cache_free_gpu_mem_fraction)
+        _one_of(POLICIES, batch_scheduler_policy=self.batch_scheduler_policy)
+        _one_of(DTYPES, dtype=self.dtype)
+        if self.max_beam_width > self.max_batch_size:
+            raise ConfigError(
+                f"max_beam_width must be at most max_batch_size ({self.max_batch_size}), "
+                f"got {self.max_beam_width}"
+            )
+        if self.max_num_tokens < self.max_batch_size:
+            raise ConfigError(
+                f"max_num_tokens must be at least max_batch_size ({self.max_batch_size}), "
+                f"got {self.max_num_tokens}"
+            )
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """The mixture of experts in some layers of a decoder."""
+
+    num_experts: int
+    top_k: int  # experts of each token
+    intermediate_size: int  # of one expert
+    norm_topk_prob: bool  # the weights of a token's experts add up to 1
+    layers: frozenset[int]  # that have experts; the others have a plain MLP
+    shared_intermediate_size: int = 0  # of the expert that every token takes, behind its own gate; 0: none
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """The encoder of an encoder-decoder model, and how its decoder begins. Both have the same sizes."""
+
+    num_layers: int  # of the encoder; they come before the decoder's
+    decoder_start_id: int  # the decoder's prompt, when a request brings none
+    forced_bos_id: int | None = None  # the only token that may follow a decoder prompt of one token
+    post_norm: bool = False  # norms are on the sums, not on what attention and MLP get
+    position_offset: int = 0  # rows of the table of learned positions before that of position 0
+    relative_buckets: int = 0  # > 0: a bias by the distance of query and key, in place of any positions
+    relative_max_distance: int = 128  # tokens; all that are farther share a bucket
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder, as its config.json says. Sizes in elements, global (not per rank)."""
+
+    architecture: str  # e.g. LlamaForCausalLM
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int  # of an encoder-decoder model, of both
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    norm_eps: float
+    rope_theta: float
+    dtype: str  # of the checkpoint: float32, float16, bfloat16
+    tie_word_embeddings: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    # positions
+    learned_positions: bool = False  # a table added to the embedding, in place of rotary ones
+    rope_scaling: Mapping[str, Any] | None = None
+    rope_local_theta: float | None = None  # of layers with a window, unscaled; None: as the other layers
+    partial_rotary_factor: float = 1.0  # the share of head_dim that is rotated, from its start
+    # norms
+    norm: str = "rms"  # rms, rms_plus_one (its weight is 1 + the stored one), layer
+    qk_norm: str = ""  # of q and k before rotary: head (over head_dim), all (over all heads at once), or none
+    # attention
+    attention_bias: bool = False  # on q, k, v
+    attention_out_bias: bool = False
+    attention_scale: float | None = None  # None: head_dim ** -0.5
+    attention_softcap: float | None = None
+    sliding_windows: tuple[int | None, ...] = ()  # per layer; empty: full attention everywhere
+    qkv_groups: int = 1  # a fused matrix of the checkpoint is so many [q; k; v], one after another
+    # MLP
+    activation: str = "silu"  # silu, gelu, gelu_tanh, relu
+    gated_mlp: bool = True
+    mlp_bias: bool = False
+    moe: MoeConfig | None = None
+    encoder: EncoderConfig | None = None  # None: a decoder alone
+    # how the parts are put together
+    parallel_blocks: bool = False  # attention and MLP read the same input, their outputs are added
+    shared_norm: bool = False  # of parallel blocks: one norm for both
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # on what attention and MLP add
+    logits_scale: float = 1.0
+    logits_softcap: float | None = None
+    head_bias: bool = False
+    transposed_weights: bool = False  # the checkpoint's matrices are [in, out]
+    quant: CheckpointQuant | None = None  # how its weights are quantised; None: plain, or built here
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers whose keys and values are in the cache: the decoder's."""
+        return self.num_layers - (self.encoder.num_layers if self.encoder else 0)
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.partial_rotary_factor)
+
+
+def _at_least(least: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < least:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
+def _fraction(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 < value <= 1:
+            raise ConfigError(f"{name} must be in (0, 1], got {value}")
+
+
+def _one_of(choices: tuple[str, ...], **values: str) -> None:
+    for name, value in values.items():
+        if value not in choices:
+            raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

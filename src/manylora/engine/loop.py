@@ -1,0 +1,342 @@
+"""EngineLoop: the one engine thread. Commands go in through a queue, events out through sinks."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from manylora.config.engine import EngineConfig
+from manylora.engine.engine import Engine, Prepared
+from manylora.errors import (
+    AdapterNotCachedError,
+    DrainingError,
+    EngineDeadError,
+    QueueFullError,
+    RequestError,
+)
+from manylora.request import Event, FinishReason, Request, Sink
+from manylora.stats import CacheMap, EngineStats
+from manylora.system.background import step_back
+
+__all__ = ["EngineLoop"]
+
+logger = logging.getLogger("manylora")
+
+Command = Callable[[], None]
+STATS_S = 0.05
+STUCK_S = 1.0  # that a thread which was given up may still take to end
+GUIDE_THREADS = 8  # that have guides compiled; one of these may take seconds
+
+
+class EngineLoop:
+    """Runs an Engine on a thread of its own until `close`.
+
+    Requests that bring tensors, or whose adapter must be read from disk, are prepared on a second thread, and
+    guides are compiled on others, so that a large adapter or guide stalls nobody's tokens. If the engine
+    thread dies, or is given up by `fail`, every open request gets one error event and later submits raise
+    EngineDeadError. What is wrong with one request never ends the thread.
+
+    delivered: called, from any thread, after sinks were called: once for all events of a step.
+    """
+
+    def __init__(self, engine: Engine, delivered: Callable[[], None] = lambda: None) -> None:
+        self._engine, self._delivered = engine, delivered
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._preparer = ThreadPoolExecutor(1, "manylora-prepare", step_back)
+        self._compilers = ThreadPoolExecutor(GUIDE_THREADS, "manylora-guide", step_back)
+        # Changed under the lock, by any thread.
+        self._lock = threading.Lock()
+        self._sinks: dict[int, Sink] = {}  # ticket -> sink of every open request
+        self._preparing: dict[int, int] = {}  # task id -> requests on the preparing thread
+        self._aside = 0  # requests that are prepared or compiled, or wait for that
+        self._next_ticket = 0
+        self._closing = False
+        self._death: EngineDeadError | None = None
+        # Changed by the engine thread only.
+        self._tickets: dict[int, int] = {}  # engine handle -> ticket
+        self._handles: dict[int, int] = {}  # ticket -> engine handle
+        self._stepping = False  # events are being delivered, and more of the same step follow
+        self._idle, self._turn_at = False, time.monotonic()
+        self._stats, self._stats_at = engine.stats(), time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="manylora-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def start(cls, config: EngineConfig) -> EngineLoop:
+        """Load the model and start. Raises ConfigError."""
+        return cls(Engine(config))
+
+    @property
+    def alive(self) -> bool:
+        return self._death is None and self._thread.is_alive()
+
+    @property
+    def death(self) -> EngineDeadError | None:
+        """Why nothing more will be answered; None also after `close`."""
+        return self._death
+
+    @property
+    def stalled_s(self) -> float:
+        """How long the engine thread has been at one step, or what is between two; 0: it waits for work."""
+        return 0.0 if self._idle else time.monotonic() - self._turn_at
+
+    def fail(self, reason: str) -> None:
+        """Give up an engine thread that is stuck: as if it had died. Any thread."""
+        self._die(EngineDeadError(f"The engine stopped: {reason}"))
+
+    def submit(self, request: Request, sink: Sink) -> int:
+        """Take a request and return a ticket for `cancel` at once.
+
+        Whatever is wrong with the request comes to the sink as one last event. Raises EngineDeadError only.
+        """
+        refusal: RequestError | None = None
+        if request.lora is not None and request.lora.name is not None:
+            try:
+                request = replace(request, lora=self._engine.adapters.resolve(request.lora))
+            except RequestError as error:
+                refusal = error
+        with self._lock:
+            if self._death:
+                raise self._death
+            ticket = self._next_ticket
+            self._next_ticket += 1
+            limit = self._engine.max_queue_size
+            if self._closing:
+                refusal = refusal or DrainingError()
+            elif limit and self._aside >= limit:
+                refusal = refusal or QueueFullError(limit)
+            if refusal is None:
+                self._sinks[ticket] = sink
+                self._dispatch(ticket, request)
+        if refusal is not None:
+            self._call(sink, _failure(refusal))
+        return ticket
+
+    def cancel(self, ticket: int) -> None:
+        """End a request within a step; it gets its last event, with reason CANCELLED. Unknown: no effect."""
+        self._inbox.put(lambda: self._cancel(ticket))
+
+    def stats(self) -> EngineStats:
+        """At most STATS_S old while the engine works, exact when it is idle. Any thread."""
+        return self._stats
+
+    def cache_map(self, take: Callable[[CacheMap], None]) -> None:
+        """Have `take` called with the map, on the engine's thread between two steps. Not when it has died."""
+        self._inbox.put(lambda: self._show_map(take))
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether prompts go to an encoder, and its decoder has one of its own."""
+        return self._engine.model.encoder is not None
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of a prompt and its output."""
+        return self._engine.max_seq_len
+
+    @property
+    def num_open(self) -> int:
+        """Requests whose last event has not gone out yet."""
+        return len(self._sinks)
+
+    def close(self, drain: bool = True) -> None:
+        """Take nothing new; finish what is open (or cancel it), then end the threads. Idempotent."""
+        with self._lock:
+            self._closing = True
+            everyone = list(self._sinks)
+        if not drain:
+            for ticket in everyone:
+                self.cancel(ticket)
+        self._compilers.shutdown(wait=True)  # which hands on to the preparing thread
+        self._preparer.shutdown(wait=True)
+        self._inbox.put(lambda: None)
+        self._thread.join(None if self._death is None else STUCK_S)
+        if not self._thread.is_alive():
+            self._engine.adapters.close()
+
+    def _dispatch(self, ticket: int, request: Request, matcher: Any = None) -> None:
+        """Hand a request to the thread that is next. Under the lock: so no thread ends between."""
+        if request.params.guide is not None and matcher is None:
+            self._aside += 1
+            self._compilers.submit(self._compile_aside, ticket, request)
+        elif self._enter_preparation(request):
+            self._aside += 1
+            self._preparer.submit(self._prepare_aside, ticket, request, matcher)
+        else:
+            self._inbox.put(lambda: self._begin(ticket, request, matcher))
+
+    def _compile_aside(self, ticket: int, request: Request) -> None:
+        matcher: Any = None
+        failure: RequestError | None = None
+        if ticket in self._sinks:  # else it was cancelled
+            try:
+                matcher = self._engine.compile(request)
+            except BaseException as error:
+                failure = _as_refusal(error, "The guide could not be read")
+        with self._lock:
+            self._aside -= 1
+            if matcher is not None:
+                self._dispatch(ticket, request, matcher)
+        if failure is not None:
+            self._inbox.put(lambda: self._admit(ticket, failure))
+
+    def _enter_preparation(self, request: Request) -> bool:
+        """Whether the preparing thread goes first. Requests of a task id in preparation keep their order."""
+        lora = request.lora
+        if lora is None or lora.task_id is None:
+            return False
+        if not (
+            lora.has_tensors
+            or lora.task_id in self._preparing
+            or not self._engine.adapters.resident(lora.task_id)
+        ):
+            return False
+        self._preparing[lora.task_id] = self._preparing.get(lora.task_id, 0) + 1
+        return True
+
+    def _prepare_aside(self, ticket: int, request: Request, matcher: Any) -> None:
+        assert request.lora is not None and request.lora.task_id is not None
+        task_id = request.lora.task_id
+        prepared: Prepared | RequestError = Prepared(request, None, matcher)
+        if ticket in self._sinks:  # else it was cancelled
+            try:
+                prepared = self._engine.prepare(request, matcher)
+            except AdapterNotCachedError:
+                pass  # Its tensors may be ahead of it in the inbox: the engine thread knows.
+            except BaseException as error:
+                prepared = _as_refusal(error, "The adapter could not be read")
+        self._inbox.put(lambda: self._admit(ticket, prepared))
+        with self._lock:
+            self._aside -= 1
+            self._preparing[task_id] -= 1
+            if not self._preparing[task_id]:
+                del self._preparing[task_id]
+
+    # From here on: the engine thread.
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                self._turn_at = time.monotonic()
+                events = self._engine.step()
+                self._stepping = True
+                for handle, event in events:
+                    self._forward(handle, event)
+                self._stepping = False
+                self._delivered()
+                if time.monotonic() - self._stats_at > STATS_S:
+                    self._take_stats()
+        except BaseException as error:
+            if self._death is not None:  # it was given up before
+                return
+            logger.critical("the engine thread died", exc_info=True)
+            self._die(EngineDeadError(f"The engine stopped: {type(error).__name__}"))
+
+    def _take_commands(self) -> bool:
+        """Run what is in the inbox, wait for something to do. False: closed and nothing left; or given up."""
+        while not self._engine.has_work:
+            with self._lock:
+                done = self._closing and not self._sinks
+            if self._death is not None or (done and self._inbox.empty()):
+                return False
+            self._take_stats()
+            self._idle = True
+            command = self._inbox.get()
+            self._turn_at, self._idle = time.monotonic(), False
+            command()
+        while True:
+            try:
+                command = self._inbox.get_nowait()
+            except queue.Empty:
+                return self._death is None
+            command()
+
+    def _take_stats(self) -> None:
+        self._stats, self._stats_at = self._engine.stats(), time.monotonic()
+
+    def _begin(self, ticket: int, request: Request, matcher: Any) -> None:
+        if ticket not in self._sinks:  # cancelled
+            return
+        try:
+            self._admit(ticket, self._engine.prepare(request, matcher))
+        except Exception as error:
+            self._admit(ticket, _as_refusal(error, "The request could not be checked"))
+
+    def _admit(self, ticket: int, prepared: Prepared | RequestError) -> None:
+        if ticket not in self._sinks:  # cancelled while it was prepared
+            return
+        try:
+            if isinstance(prepared, RequestError):
+                raise prepared
+            handle = self._engine.submit(prepared)
+        except Exception as error:
+            self._deliver(ticket, _failure(_as_refusal(error, "The request could not be taken")))
+            return
+        self._tickets[handle] = ticket
+        self._handles[ticket] = handle
+
+    def _show_map(self, take: Callable[[CacheMap], None]) -> None:
+        try:
+            take(self._engine.adapters.map())
+        except Exception:  # only somebody who looks on
+            logger.exception("the map of the adapter cache could not be drawn")
+
+    def _cancel(self, ticket: int) -> None:
+        handle = self._handles.get(ticket)
+        if handle is not None:
+            for _, event in self._engine.cancel(handle):
+                self._forward(handle, event)
+        elif ticket in self._sinks:
+            self._deliver(ticket, Event(finish_reason=FinishReason.CANCELLED, last=True))
+
+    def _forward(self, handle: int, event: Event) -> None:
+        ticket = self._tickets[handle]
+        if event.last:
+            del self._tickets[handle], self._handles[ticket]
+        self._deliver(ticket, event)
+
+    def _deliver(self, ticket: int, event: Event) -> None:
+        sink = self._sinks.get(ticket)
+        if event.last:
+            with self._lock:
+                sink = self._sinks.pop(ticket, None)
+        if sink is not None:  # else the engine was given up meanwhile
+            self._call(sink, event)
+
+    def _call(self, sink: Sink, event: Event) -> None:
+        try:
+            sink(event)
+        except Exception:
+            logger.exception("a sink failed")
+        if not self._stepping:
+            self._delivered()
+
+    def _die(self, death: EngineDeadError) -> None:
+        with self._lock:
+            if self._death is None:
+                self._death = death
+            orphans, self._sinks = self._sinks, {}
+        self._stepping = True  # all are told before anybody is woken
+        for sink in orphans.values():
+            self._call(sink, _failure(death))
+        self._stepping = False
+        self._delivered()
+
+
+def _failure(error: Exception) -> Event:
+    return Event(finish_reason=FinishReason.ERROR, last=True, error=error)
+
+
+def _as_refusal(error: BaseException, text: str) -> RequestError:
+    """What is wrong with one request. Anything that no check foresaw is logged; libraries in Rust end in
+    exceptions that are no Exception."""
+    if isinstance(error, RequestError):
+        return error
+    logger.error("a request failed before it began", exc_info=error)
+    return RequestError(f"{text}: {type(error).__name__}")

@@ -1,0 +1,253 @@
+"""Writes a directory that serves as it is: weights in one dtype or quantised, the tokenizer, the limits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import manylora
+from manylora.config.engine import EngineConfig, ModelConfig
+from manylora.errors import ConfigError
+from manylora.kernels.quantised import QuantisedWeight
+from manylora.model.checkpoint import read_model_config
+from manylora.model.plan import Part, checkpoint_plan
+from manylora.model.quant import chosen, is_linear, quantise
+from manylora.model.weights import check_names, open_checkpoint, read_whole
+from manylora.quant.config import QuantConfig
+from manylora.quant.stored import PARTS
+
+__all__ = ["BuildPlan", "Built", "build"]
+
+INDEX = "model.safetensors.index.json"
+DEFAULT_BATCH = EngineConfig.max_batch_size
+SHARD_BYTES = 4 * 2**30
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# Weights in other formats; everything else beside config.json is small and may belong to the tokenizer.
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
+NOT_COPIED = ("config.json", "quantize_config.json", INDEX)
+CPU = torch.device("cpu")
+LARGEST_COPIED = 2**28
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """model_dir: a Hugging Face directory. dtype: of the weights; auto: the checkpoint's.
+
+    limits: max_batch_size, max_seq_len, max_num_tokens; None: not recorded. lora: fields of LoraConfig.
+    """
+
+    model_dir: Path
+    output_dir: Path
+    dtype: str = "auto"
+    quant: QuantConfig = field(default_factory=QuantConfig)
+    limits: dict[str, int | None] = field(default_factory=dict)
+    lora: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Built:
+    """num_quantised: of the num_linears matrices of the layers, in quant_algo. Bytes of all tensors,
+    before and after."""
+
+    num_linears: int
+    num_quantised: int
+    quant_algo: str | None
+    bytes_before: int
+    bytes_after: int
+
+
+def build(plan: BuildPlan) -> Built:
+    """Raises ConfigError when the model cannot be served or the directory not be written.
+
+    config.json comes last, so that what a build leaves that was cut short is not taken for a model.
+    """
+    model = read_model_config(plan.model_dir)
+    _check_limits(plan, model)
+    try:
+        _prepare(plan)
+        with ExitStack() as stack:
+            writer = _Writer(plan.output_dir)
+            built = _convert(plan, model, open_checkpoint(plan.model_dir, stack), writer)
+            writer.close()
+        _copy_rest(plan)
+        config = json.dumps(_config(plan, model), ensure_ascii=False, indent=2)
+        (plan.output_dir / "config.json").write_text(config + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{error.filename or plan.output_dir}: {error.strerror}") from error
+    return built
+
+
+def _check_limits(plan: BuildPlan, model: ModelConfig) -> None:
+    for name, value in plan.limits.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} must be at least 1, got {value}")
+    rows, batch = plan.limits.get("max_num_tokens"), plan.limits.get("max_batch_size") or DEFAULT_BATCH
+    if rows is not None and rows < batch:
+        raise ConfigError(f"--max_num_tokens must be at least --max_batch_size ({batch}), got {rows}")
+    longest = plan.limits.get("max_seq_len")
+    if longest is not None and longest > model.max_position_embeddings:
+        raise ConfigError(
+            f"--max_seq_len {longest} is more than the model's {model.max_position_embeddings} positions"
+        )
+    raw = json.loads((plan.model_dir / "config.json").read_text(encoding="utf-8"))
+    if "build_config" in raw:
+        raise ConfigError(f"{plan.model_dir} was built already; build from the original directory")
+
+
+def _prepare(plan: BuildPlan) -> None:
+    """An empty output directory, or one that an earlier build wrote, without its config.json."""
+    out = plan.output_dir
+    out.mkdir(parents=True, exist_ok=True)
+    config = out / "config.json"
+    if config.exists():
+        try:
+            earlier = "build_config" in json.loads(config.read_text(encoding="utf-8"))
+        except ValueError:
+            earlier = False
+        if not earlier:
+            raise ConfigError(f"--output_dir {out} holds another model; name an empty directory")
+        config.unlink()
+    elif any(out.iterdir()) and not any(out.glob("model*.safetensors")):
+        raise ConfigError(f"--output_dir {out} is not empty; name an empty directory")
+    for path in (*out.glob("model*.safetensors"), out / INDEX):
+        path.unlink(missing_ok=True)
+
+
+def _convert(plan: BuildPlan, model: ModelConfig, files: dict[str, Any], writer: _Writer) -> Built:
+    parts = checkpoint_plan(model, files)
+    sources = {piece.source for part in parts.values() for piece in part.pieces}
+    stored = check_names(files, parts, model, plan.quant)
+    linears: set[str] = set()
+    wanted: dict[str, Part] = {}  # layers that are fused when they are loaded go the same way
+    before = after = quantised = 0
+    taken: set[str] = set()
+    for name, part in parts.items():
+        of_part = [piece.source for piece in part.pieces]
+        if is_linear(name):
+            linears.update(of_part)
+        if chosen(name, of_part, plan.quant):
+            wanted.update(dict.fromkeys(of_part, part))
+        for piece in part.pieces:
+            found = set(stored.parts(piece.source).values())
+            if found and not found <= taken:
+                weight = read_whole(piece.source, piece.total, part.columns, files, stored, CPU)
+                after += writer.add_all(_fields(piece.source, _with_dtype(weight, plan)))
+                quantised += 1
+                taken |= found
+    if plan.quant.any_weights and not wanted:
+        raise ConfigError("there is nothing to quantise: exclude_modules names every linear layer")
+    for name, file in files.items():
+        tensor = file.get_tensor(name)
+        before += tensor.nbytes
+        if name not in taken and (name in sources or not stored.is_left_out(name)):
+            after += writer.add_all(_cast(name, tensor, wanted.get(name), plan))
+    algo = plan.quant.quant_algo if model.quant is None else model.quant.algo
+    return Built(len(linears), len(wanted) + quantised, algo, before, after)
+
+
+def _cast(name: str, tensor: Tensor, part: Part | None, plan: BuildPlan) -> dict[str, Tensor]:
+    """A tensor as it is written. part: what it belongs to, when it is to be quantised."""
+    dtype = DTYPES.get(plan.dtype)
+    if dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(dtype)
+    if part is None:
+        return {name: tensor}
+    return _fields(name, quantise(tensor.T if part.transposed else tensor, plan.quant))
+
+
+def _fields(name: str, weight: QuantisedWeight) -> dict[str, Tensor]:
+    stem = name.removesuffix("weight")
+    values = (weight.values, weight.scales, weight.offsets, weight.zeros, weight.order)
+    return {stem + kind: value for kind, value in zip(PARTS, values, strict=True) if value is not None}
+
+
+def _with_dtype(weight: QuantisedWeight, plan: BuildPlan) -> QuantisedWeight:
+    dtype = DTYPES.get(plan.dtype)
+    return weight if dtype is None else weight.to(dtype)
+
+
+class _Writer:
+    """Tensors into files of at most SHARD_BYTES, with an index when there is more than one."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._open: dict[str, Tensor] = {}
+        self._bytes = 0
+        self._shards: list[tuple[Path, list[str]]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self._open and self._bytes + tensor.nbytes > SHARD_BYTES:
+            self._flush()
+        self._open[name] = tensor.contiguous()
+        self._bytes += tensor.nbytes
+
+    def add_all(self, tensors: dict[str, Tensor]) -> int:
+        """Returns their bytes."""
+        for name, tensor in tensors.items():
+            self.add(name, tensor)
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def close(self) -> None:
+        self._flush()
+        count = len(self._shards)
+        names = ["model.safetensors"]
+        if count > 1:
+            names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+        places: dict[str, str] = {}
+        for (path, tensors), name in zip(self._shards, names, strict=True):
+            path.rename(self._directory / name)
+            places.update(dict.fromkeys(tensors, name))
+        if count > 1:
+            index = json.dumps({"metadata": {}, "weight_map": places}, indent=2)
+            (self._directory / INDEX).write_text(index + "\n", encoding="utf-8")
+
+    def _flush(self) -> None:
+        path = self._directory / f"model-part-{len(self._shards)}.safetensors"
+        save_file(self._open, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # it is made for its owner alone; who serves may be another
+        self._shards.append((path, list(self._open)))
+        self._open, self._bytes = {}, 0
+
+
+def _copy_rest(plan: BuildPlan) -> None:
+    for path in _small_files(plan.model_dir):
+        shutil.copyfile(path, plan.output_dir / path.name)
+
+
+def _small_files(model_dir: Path) -> Iterator[Path]:
+    for path in sorted(model_dir.iterdir()):
+        other = path.suffix not in WEIGHTS and not path.name.endswith(".index.json")
+        if path.is_file() and other and path.name not in NOT_COPIED and path.stat().st_size <= LARGEST_COPIED:
+            yield path
+
+
+def _config(plan: BuildPlan, model: ModelConfig) -> dict[str, Any]:
+    """The model's own keys, and beside them those of a TensorRT-LLM engine."""
+    raw = json.loads((plan.model_dir / "config.json").read_text(encoding="utf-8"))
+    dtype = model.dtype if plan.dtype == "auto" else plan.dtype
+    raw.pop("torch_dtype", None)
+    raw.pop("quantization_config", None)  # what was read by it is written as our own
+    quantization = plan.quant.to_dict()
+    if model.quant is not None:
+        quantization["quant_algo"] = model.quant.algo
+    return {
+        **raw,
+        "dtype": dtype,
+        "version": manylora.__version__,
+        "pretrained_config": {
+            "architecture": model.architecture,
+            "dtype": dtype,
+            "quantization": quantization,
+            "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
+        },
+        "build_config": {**plan.limits, "lora_config": plan.lora or {}},
+    }

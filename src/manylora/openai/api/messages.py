@@ -1,0 +1,48 @@
+"""Messages of a chat as chat templates expect them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from manylora.openai.api.errors import ApiError
+from manylora.openai.api.schema import Message, ToolCall
+
+__all__ = ["num_characters", "rendered"]
+
+ROLES = {"developer": "system"}  # the newer name; templates know the older one
+
+
+def rendered(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Raises ApiError."""
+    return [_rendered(message) for message in messages]
+
+
+def num_characters(messages: Sequence[Message]) -> int:
+    """Of what they say and the arguments of their calls."""
+    calls = [call for message in messages for call in message.tool_calls]
+    return sum(len(message.text) for message in messages) + sum(len(c.function.arguments) for c in calls)
+
+
+def _rendered(message: Message) -> dict[str, Any]:
+    shown: dict[str, Any] = {"role": ROLES.get(message.role, message.role), "content": message.text}
+    for name in ("name", "tool_call_id"):
+        if getattr(message, name) is not None:
+            shown[name] = getattr(message, name)
+    if message.tool_calls:
+        shown["tool_calls"] = [_call(call) for call in message.tool_calls]
+    return shown
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """Arguments are text on the wire and an object in templates."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        reason = "messages: arguments of a tool call must be a JSON object"
+        raise ApiError(400, "invalid_value", reason, "messages")
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}

@@ -1,0 +1,87 @@
+"""The OpenAPI document, from the schema of the bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+import manylora
+from manylora.openai.api.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    LoadRequest,
+    TokenizeRequest,
+    UnloadRequest,
+)
+
+__all__ = ["document"]
+
+BODIES: dict[str, type[BaseModel]] = {
+    "completions": CompletionRequest,
+    "chat": ChatRequest,
+    "load": LoadRequest,
+    "unload": UnloadRequest,
+    "tokenize": TokenizeRequest,
+    "detokenize": DetokenizeRequest,
+}
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+            },
+        }
+    },
+}
+
+
+def document(routes: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
+    """routes: method, path, name."""
+    reference = "#/components/schemas/{model}"
+    _, schemas = models_json_schema([(m, "validation") for m in BODIES.values()], ref_template=reference)
+    paths: dict[str, dict[str, Any]] = {}
+    for method, path, name in routes:
+        path = path.replace(":path}", "}")
+        paths.setdefault(path, {})[method.lower()] = _operation(name, path)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "manylora", "version": manylora.__version__},
+        "paths": paths,
+        "components": {
+            "schemas": {**schemas["$defs"], "Error": ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(name: str, path: str) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    found: dict[str, Any] = {
+        "operationId": path.strip("/").replace("/", "_").replace("{", "").replace("}", "") or "page",
+        "responses": {"200": {"description": "OK"}, "default": {"description": "Error", "content": error}},
+    }
+    if "{name}" in path:
+        found["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if name in BODIES:
+        schema = {"$ref": f"#/components/schemas/{BODIES[name].__name__}"}
+        content: dict[str, Any] = {"application/json": {"schema": schema}}
+        if name == "load":  # the adapter itself
+            content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
+            found["parameters"] = [
+                {"name": "lora_name", "in": "query", "schema": {"type": "string"}},
+                {"name": "load_inplace", "in": "query", "schema": {"type": "boolean"}},
+            ]
+        found["requestBody"] = {"required": True, "content": content}
+    return found

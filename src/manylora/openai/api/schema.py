@@ -1,0 +1,325 @@
+"""The bodies of requests. A field that is not here is refused by its name; null asks for nothing."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
+
+from manylora.openai.api.errors import ApiError
+
+__all__ = [
+    "BodyT",
+    "ChatRequest",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "GenerationRequest",
+    "LoadRequest",
+    "LoraRequest",
+    "Message",
+    "NamedToolChoice",
+    "ResponseFormat",
+    "StreamOptions",
+    "TextPart",
+    "TokenizeRequest",
+    "Tool",
+    "ToolCall",
+    "UnloadRequest",
+    "parse",
+]
+
+# Fields that this server has no counterpart of, and the values that ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "detokenize": (True,),
+    "early_stopping": (False,),
+    "frequency_penalty_decay": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_decoding_backend": (),
+    "length_penalty": (1.0,),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "n_best": (),
+    "prompt_logprobs": (),
+    "return_context_logits": (False,),
+    "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "suffix": ("",),
+    "top_p_min": (0,),
+    "use_beam_search": (False,),
+}
+BRANCHES = ("str", "constrained-str", "TextPart", "NamedToolChoice")
+MAX_TOKENS = 2**31 - 1
+MAX_VALUES, MAX_LISTS = 2**20, 2**17  # commas, and opening brackets, of a body outside of its texts
+MAX_BIAS = 2**16
+Item = TypeVar("Item")
+# The first wrong item ends the check: a union gathers the errors of all its branches, 2 KiB for every item.
+Items = Annotated[list[Item], Field(fail_fast=True)]
+Text = Annotated[str, Field(max_length=512)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _check_bias(given: Any) -> Any:
+    """First of all, as every wrong value of a dict is gathered."""
+    if isinstance(given, dict) and len(given) > MAX_BIAS:
+        raise ValueError(f"at most {MAX_BIAS} tokens may have a bias")
+    return given
+
+
+class LoraRequest(_Body):
+    """As TensorRT-LLM's servers take it. lora_int_id is checked and not used: identity is content."""
+
+    lora_name: Text | None = None
+    lora_int_id: int | None = Field(None, ge=0, le=2**64 - 1)
+    lora_path: str | None = Field(None, min_length=1, max_length=4096)
+    lora_ckpt_source: Literal["hf", "nemo"] | None = None
+
+
+class ResponseFormat(_Body):
+    """type json_schema needs json_schema.schema; regex, ebnf and lark_grammar need a field of their own name;
+    llguidance needs grammar, in llguidance's JSON form."""
+
+    type: Literal["text", "json_object", "json_schema", "regex", "ebnf", "lark_grammar", "llguidance"]
+    json_schema: dict[str, Any] | None = None
+    regex: str | None = Field(None, min_length=1, max_length=65536)
+    ebnf: str | None = Field(None, min_length=1, max_length=65536)
+    lark_grammar: str | None = Field(None, min_length=1, max_length=65536)
+    grammar: str | dict[str, Any] | None = None
+
+
+class StreamOptions(_Body):
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class GenerationRequest(_Body):
+    """What both ways to generate have in common. max_tokens None: the API's default."""
+
+    model: str = Field("", max_length=512)
+    max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, ge=0, le=1)
+    top_k: int = Field(-1, ge=-1, le=MAX_TOKENS)
+    min_p: float = Field(0.0, ge=0, le=1)
+    n: int = Field(1, ge=1, le=128)
+    stop: StopText | Annotated[Items[StopText], Field(max_length=16)] = []
+    stop_token_ids: Items[TokenId] = Field([], max_length=64)
+    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, ge=0.001, le=100)
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_check_bias)
+    ] = {}
+    min_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    response_format: ResponseFormat | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: Text | None = None  # for the caller's own records; nothing depends on it
+    lora_model: Text | None = None
+    load_lora_weights: Literal["auto", "always", "never"] = "auto"
+    lora_request: LoraRequest | None = None
+    lora_path: str | None = Field(None, min_length=1, max_length=4096)
+    adapter_id: Text | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    """prompt: a text, token ids, or a list of either. logprobs: alternatives shown for each token."""
+
+    prompt: str | Items[TokenId] | Items[str] | Items[Items[TokenId]]
+    best_of: int | None = Field(None, ge=1, le=128)
+    echo: bool = False
+    add_special_tokens: bool = True
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class TextPart(_Body):
+    type: Literal["text"]
+    text: str
+
+
+class _CalledFunction(_Body):
+    """arguments: a JSON object, as text."""
+
+    name: str = Field(min_length=1, max_length=64)
+    arguments: str
+
+
+class ToolCall(_Body):
+    id: Text
+    type: Literal["function"] = "function"
+    function: _CalledFunction
+
+
+class Message(_Body):
+    """content may be left out of an assistant's message that has tool_calls. null asks for nothing."""
+
+    role: Literal["developer", "system", "user", "assistant", "tool"]
+    content: str | Items[TextPart] | None = None
+    name: Text | None = None
+    tool_calls: Items[ToolCall] = Field([], max_length=128)
+    tool_call_id: Text | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is required")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls belong to the assistant's messages")
+        return self
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class _Function(_Body):
+    """parameters: a JSON schema of an object. strict: arguments must match it."""
+
+    name: str = Field(pattern="^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Body):
+    type: Literal["function"]
+    function: _Function
+
+
+class _ToolName(_Body):
+    name: str = Field(max_length=64)
+
+
+class NamedToolChoice(_Body):
+    type: Literal["function"]
+    function: _ToolName
+
+
+class ChatRequest(GenerationRequest):
+    messages: Items[Message] = Field(min_length=1, max_length=4096)
+    tools: Items[Tool] = Field([], max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice = "auto"
+    parallel_tool_calls: bool = True  # false: at most one call in an answer
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    return_expanded_prompt: bool = (
+        False  # llgtrt: the answer tells what the chat template made of the messages
+    )
+
+
+class TokenizeRequest(_Body):
+    """prompt or messages."""
+
+    model: str = Field("", max_length=512)
+    prompt: str | None = None
+    messages: Items[Message] | None = Field(None, min_length=1, max_length=4096)
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(_Body):
+    model: str = Field("", max_length=512)
+    tokens: Items[TokenId]
+
+
+class LoadRequest(_Body):
+    lora_name: Text
+    lora_path: str = Field(min_length=1, max_length=4096)
+    load_inplace: bool = False
+
+
+class UnloadRequest(_Body):
+    lora_name: Text
+    lora_int_id: int | None = None
+
+
+BodyT = TypeVar("BodyT", bound=_Body)
+
+
+def parse(raw: bytes | bytearray, kind: type[BodyT]) -> BodyT:
+    """A body of this kind. Raises ApiError that names the field."""
+    _check_parts(raw)
+    try:
+        value = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        reason = str(error)[:200]
+        raise ApiError(400, "invalid_json", f"The body is not valid JSON: {reason}") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, "invalid_json", "The body must be a JSON object")
+    given = {name: item for name, item in value.items() if item is not None}
+    unknown = next((name for name in given if name not in kind.model_fields and name not in NEUTRAL), None)
+    if unknown is not None:
+        raise _unsupported(unknown)
+    for name in [name for name in given if name in NEUTRAL and name not in kind.model_fields]:
+        item = given.pop(name)
+        if item not in NEUTRAL[name]:
+            raise _unsupported(name)
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise _explain(error) from error
+
+
+def _check_parts(raw: bytes | bytearray) -> None:
+    """Each value of a body becomes an object, which takes a hundred times the time and the room of its text.
+    Without a loop in Python, and in a tenth of the time that bytes.count takes where there are many."""
+    if _has_few_parts(raw):  # nearly all bodies, although marks in texts are counted too
+        return
+    bare = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    few_texts = _count(bare, b'"') <= 4 * MAX_VALUES  # an object has two texts for a comma
+    if not (few_texts and _has_few_parts(b"".join(bare.split(b'"')[::2]))):
+        most = f"at most {MAX_VALUES} commas and {MAX_LISTS} brackets are taken"
+        raise ApiError(413, "request_too_large", f"The body has too many parts: {most}")
+
+
+def _has_few_parts(raw: bytes | bytearray) -> bool:
+    return _count(raw, b",") <= MAX_VALUES and _count(raw, b"[") + _count(raw, b"{") <= MAX_LISTS
+
+
+def _count(raw: bytes | bytearray, byte: bytes) -> int:
+    return int(np.count_nonzero(np.frombuffer(raw, np.uint8) == byte[0]))
+
+
+def _unsupported(name: str) -> ApiError:
+    return ApiError(400, "unsupported_field", f"{name[:200]} is not supported: leave it out", name[:200])
+
+
+def _explain(error: ValidationError) -> ApiError:
+    """The first thing that is wrong. A union reports every branch, so an unknown field comes first."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    first = next((one for one in found if one["type"] == "extra_forbidden"), found[0])
+    # Names of union branches are no part of the body.
+    place = [str(part) for part in first["loc"] if not (isinstance(part, str) and _is_branch(part))]
+    name = ".".join(place)[:200]
+    if first["type"] == "extra_forbidden":
+        return _unsupported(name)
+    if first["type"] == "missing":
+        return ApiError(400, "missing_field", f"{name} is required", name)
+    return ApiError(400, "invalid_value", f"{name}: {first['msg'][:300]}", name)
+
+
+def _is_branch(part: str) -> bool:
+    return "[" in part or part in BRANCHES or part.startswith("function-")

@@ -1,0 +1,143 @@
+"""Feed: what the page shows of the adapter cache and of the last minutes, as one key may see it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import time
+from typing import Any
+
+from manylora.openai.serving.backend import Backend
+from manylora.openai.serving.history import POINT_S
+from manylora.openai.serving.keys import ApiKey
+from manylora.stats import CacheChange, CacheMap, MappedAdapter
+
+__all__ = ["Feed"]
+
+logger = logging.getLogger("manylora")
+
+FRESH_S = 0.25  # several people who look share one map
+MAX_ADAPTERS = 1000  # told one by one; the rest is told as one
+REST = "rest"
+
+
+class Feed:
+    """Belongs to the event loop it is made on. The engine is asked for its map only while somebody looks."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._id = secrets.token_hex(4)
+        self._secret = secrets.token_bytes(16)
+        self._map: CacheMap | None = None
+        self._taken = float("-inf")
+        self._taking = asyncio.Lock()
+        self._sampler = asyncio.create_task(self._sample())
+
+    def close(self) -> None:
+        self._sampler.cancel()
+
+    async def snapshot(self, key: ApiKey, changes_after: int, points_after: int) -> dict[str, Any]:
+        """The JSON body of GET /v1/cache. Changes and points with numbers up to those given are left out."""
+        found = await self._fresh_map()
+        history, stats = self._backend.history, self._backend.engine_stats()
+        counts = stats.adapters
+        return {
+            "object": "cache",
+            "feed": self._id,  # another one: numbers begin anew
+            "mapped": found is not None,
+            "page_bytes": counts.page_bytes,
+            "levels": None if found is None else _levels(found),
+            "adapters": [] if found is None else self._adapters(found, key),
+            "changes": [] if found is None else self._changes(found, key, changes_after),
+            "last_change": changes_after if found is None else _last_change(found),
+            "counts": {
+                "hits": counts.device_hits,
+                "device_loads": counts.device_loads,
+                "cold_loads": counts.host_stores,
+                "device_evictions": counts.device_evictions,
+                "host_evictions": counts.host_evictions,
+            },
+            "point_seconds": POINT_S,
+            "points": history.points(points_after),
+            "last_minute": history.summary(),
+        }
+
+    async def _sample(self) -> None:
+        while True:
+            await asyncio.sleep(POINT_S)
+            try:
+                self._backend.history.sample(self._backend.engine_stats())
+            except Exception:
+                logger.exception("the history of the last minutes lacks a point")
+
+    async def _fresh_map(self) -> CacheMap | None:
+        async with self._taking:
+            if time.monotonic() - self._taken > FRESH_S:
+                self._map = await self._backend.cache_map()
+                self._taken = time.monotonic()
+            return self._map
+
+    def _adapters(self, found: CacheMap, key: ApiKey) -> list[dict[str, Any]]:
+        """On the device first, then those used last."""
+        latest = found.adapters[::-1]
+        ordered = [*(one for one in latest if one.device), *(one for one in latest if not one.device)]
+        told = [self._adapter(one, key) for one in ordered[:MAX_ADAPTERS]]
+        rest = ordered[MAX_ADAPTERS:]
+        if rest:
+            told.append(
+                {
+                    "id": REST,
+                    "name": None,
+                    "who": REST,
+                    "host": [run for one in rest for run in one.host],
+                    "device": [run for one in rest for run in one.device],
+                    "in_use": sum(one.in_use for one in rest),
+                    "hits": sum(one.hits for one in rest),
+                }
+            )
+        return told
+
+    def _adapter(self, one: MappedAdapter, key: ApiKey) -> dict[str, Any]:
+        return {
+            **self._owner(one, key),
+            "host": one.host,
+            "device": one.device,
+            "in_use": one.in_use,
+            "hits": one.hits,
+        }
+
+    def _changes(self, found: CacheMap, key: ApiKey, after: int) -> list[dict[str, Any]]:
+        now = time.monotonic()
+        return [
+            {
+                "number": one.number,
+                "age_s": round(max(0.0, now - one.at), 2),
+                "level": one.level,
+                "loaded": one.loaded,
+                "pages": one.pages,
+                **self._owner(one, key),
+            }
+            for one in found.changes
+            if one.number > after
+        ]
+
+    def _owner(self, one: MappedAdapter | CacheChange, key: ApiKey) -> dict[str, Any]:
+        """An id that tells nothing, and the name where the key may see it.
+
+        who: named; former, a content that no name stands for any more; hidden.
+        """
+        name = next((name for name in one.names if key.may_see(name)), None)
+        who = "named" if name is not None else "former" if key.sees_all and not one.names else "hidden"
+        # With the key's name and a secret: what two keys see cannot be laid side by side.
+        mixed = hashlib.blake2b(f"{key.name}\n{one.digest}".encode(), key=self._secret, digest_size=6)
+        return {"id": mixed.hexdigest(), "name": name, "who": who}
+
+
+def _last_change(found: CacheMap) -> int:
+    return found.changes[-1].number if found.changes else 0
+
+
+def _levels(found: CacheMap) -> dict[str, Any]:
+    return {"device": {"pages": found.device_pages}, "host": {"pages": found.host_pages}}

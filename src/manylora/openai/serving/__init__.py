@@ -1,0 +1,1 @@
+"""How requests are served: connections, keys, fairness, engines, streams."""

@@ -1,0 +1,302 @@
+"""Backend: generations through the engine loop, each with its adapter, seen from the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from manylora.errors import AdapterNotCachedError
+from manylora.openai.api.errors import ApiError, as_api_error
+from manylora.openai.serving.catalog import AdapterCatalog, Version
+from manylora.openai.serving.fairness import FairQueue
+from manylora.openai.serving.generation import Generation
+from manylora.openai.serving.history import History
+from manylora.openai.serving.mailbox import Mailbox
+from manylora.request import Event, LoraInput, Request, Sink
+from manylora.stats import CacheMap, EngineStats, Resident
+
+__all__ = ["Backend", "Call", "Engine", "Wake"]
+
+logger = logging.getLogger("manylora")
+
+MAP_TIMEOUT_S = 2.0  # a step of a long prompt may be under way
+MAX_SENDINGS = 4  # an adapter may be evicted again and again before its request is admitted
+Meter = Callable[[LoraInput | None, Event, float], None]
+Wake = Callable[[], None]
+
+
+class Engine(Protocol):
+    """An EngineLoop, or what stands for one. submit: whatever goes wrong with the request comes to its sink,
+    from any thread, as one last event."""
+
+    def on_news(self, wake: Wake) -> None:
+        """Have `wake` called, from any thread, after sinks were: once for all events of a step."""
+        ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    def submit(self, request: Request, sink: Sink) -> int: ...
+
+    def cancel(self, ticket: int) -> None: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def resident(self, task_id: int) -> bool:
+        """Whether a task id's adapter need not be sent."""
+        ...
+
+    def cache_map(self, take: Callable[[CacheMap | None], None]) -> None:
+        """Have `take` called with the map, from any thread; None: nothing is known of it."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(eq=False)
+class Call:
+    """One generation and what it runs under. policy: load_lora_weights. source: hf or nemo, if named."""
+
+    generation: Generation
+    adapter: str | None = None
+    policy: str = "auto"
+    source: str | None = None
+    version: Version | None = None
+    lora: LoraInput | None = None
+    ticket: int | None = None
+    answered: asyncio.Future[None] | None = None  # by the engine, for good
+    arrived: float = field(default_factory=time.monotonic)
+    sent: float = 0.0  # to the engine, the last time
+    task: asyncio.Task[None] | None = None
+
+
+class Backend:
+    """Belongs to the event loop it is made on.
+
+    meter: told of every sequence that ends, and of the seconds that its request waited here.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        catalog: AdapterCatalog,
+        queue: FairQueue,
+        meter: Meter = lambda lora, event, waited_s: None,
+    ) -> None:
+        self.catalog, self.queue = catalog, queue
+        self._engine, self._meter = engine, meter
+        self.history = History()
+        self._carrying: Counter[int] = Counter()  # task ids whose tensors are on their way
+        self._mailbox: Mailbox[tuple[Call, Event]] = Mailbox(asyncio.get_running_loop(), self._take)
+        engine.on_news(self._mailbox.wake)
+        self._open: set[Call] = set()
+
+    @property
+    def alive(self) -> bool:
+        return self._engine.alive
+
+    def submit(self, call: Call) -> None:
+        """Begin. Whatever goes wrong is the generation's error."""
+        self._open.add(call)
+        call.task = asyncio.create_task(self._serve(call))
+
+    def cancel(self, call: Call) -> None:
+        """End it now. Without effect when it has ended."""
+        if call.ticket is not None and not call.generation.ended:
+            self._engine.cancel(call.ticket)
+        if call.task is not None:
+            call.task.cancel()
+
+    async def close(self) -> None:
+        """End what is open, and the engine."""
+        for call in list(self._open):
+            call.generation.fail(ApiError(503, "stopping", "The server is stopping", retry_after=5))
+            self.cancel(call)
+        await self._engine.close()
+
+    def engine_stats(self) -> EngineStats:
+        """The engine's own, with those that wait here. Cheap: no names are looked up."""
+        stats = self._engine.stats()
+        return replace(stats, waiting=stats.waiting + self.queue.num_waiting)
+
+    def stats(self) -> EngineStats:
+        """The engine's, with adapters by name, and with those that wait here."""
+        stats = self.engine_stats()
+        residents = tuple(
+            Resident(name, one.pages, one.on_device)
+            for one in stats.adapters.residents
+            for name in self._names(one.name)
+        )
+        waiting = [name for one in stats.waiting_adapters for name in self._names(one)]
+        waiting += [key for key in self.queue.waiting_keys if key]
+        return replace(
+            stats,
+            waiting_adapters=tuple(dict.fromkeys(waiting)),
+            adapters=replace(stats.adapters, residents=residents),
+        )
+
+    async def cache_map(self) -> CacheMap | None:
+        """Which adapter is on which pages, by name. None: the engine does not tell, or not in time."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[CacheMap | None] = loop.create_future()
+
+        def settle(found: CacheMap | None) -> None:
+            if not answer.done():
+                answer.set_result(found)
+
+        def take(found: CacheMap | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(settle, found)
+
+        self._engine.cache_map(take)
+        try:
+            found = await asyncio.wait_for(answer, MAP_TIMEOUT_S)
+        except TimeoutError:
+            return None
+        return None if found is None else self._with_names(found)
+
+    def _with_names(self, found: CacheMap) -> CacheMap:
+        names: dict[str, tuple[str, ...]] = {}
+        for entry in self.catalog.entries():
+            if entry.version is not None:
+                task_id = str(entry.version.task_id)
+                names[task_id] = (*names.get(task_id, ()), entry.name)
+
+        def named(task_ids: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(name for task_id in task_ids for name in names.get(task_id, ()))
+
+        return replace(
+            found,
+            adapters=tuple(replace(one, names=named(one.names)) for one in found.adapters),
+            changes=tuple(replace(one, names=named(one.names)) for one in found.changes),
+        )
+
+    def _names(self, task_id: str) -> list[str]:
+        return self.catalog.names_of(int(task_id))
+
+    async def _serve(self, call: Call) -> None:
+        generation = call.generation
+        try:
+            cost = generation.plan.decoding.params.num_return_sequences
+            async with self.queue.turn(call.adapter or "", cost):
+                await self._with_adapter(call)
+        except asyncio.CancelledError:
+            if call.ticket is not None and not generation.ended:
+                self._engine.cancel(call.ticket)
+            generation.fail(ApiError(499, "cancelled", "The request was cancelled"))
+            raise
+        except Exception as error:
+            known = as_api_error(error, call.adapter or "")
+            if known.code == "internal_error":
+                logger.exception("a request failed")
+            generation.fail(known)
+        finally:
+            self._open.discard(call)
+
+    async def _with_adapter(self, call: Call) -> None:
+        if call.adapter is None:
+            await self._through_engine(call, None)
+            return
+        call.version = await self.catalog.version(call.adapter, fresh=call.policy == "always")
+        if call.source and (call.source == "nemo") != (call.version.kind == "nemo"):
+            raise ApiError(
+                422,
+                "adapter_unsupported",
+                f"adapter {call.adapter!r} is not a checkpoint of kind {call.source}",
+                "lora_request.lora_ckpt_source",
+            )
+        entry = self.catalog.enter(call.adapter)
+        try:
+            await self._try_to_send(call)
+        finally:
+            if entry is not None:
+                self.catalog.leave(entry)
+
+    async def _try_to_send(self, call: Call) -> None:
+        """By id while the adapter is in the cache, or on its way there; else with its tensors."""
+        for attempt in range(MAX_SENDINGS):
+            assert call.version is not None
+            task_id = call.version.task_id
+            here = self._engine.resident(task_id) or self._carrying[task_id] > 0
+            if not here and call.policy == "never":
+                raise ApiError(
+                    409,
+                    "adapter_not_cached",
+                    f"adapter {call.adapter!r} is not in the cache and load_lora_weights is never",
+                    "load_lora_weights",
+                )
+            lora = LoraInput(task_id, name=call.adapter)
+            if attempt > 0 or not here:
+                call.version, read = await self.catalog.tensors(call.version)
+                lora = LoraInput(
+                    call.version.task_id,
+                    read.weights,
+                    read.config,
+                    name=call.adapter,
+                    extras=read.extras,
+                    checked=read.checked,
+                    scales=read.scales,
+                )
+            try:
+                await self._through_engine(call, lora)
+                return
+            except AdapterNotCachedError:
+                continue  # evicted meanwhile
+        raise ApiError(503, "adapter_cache_busy", "The adapter cache is too busy, try again", retry_after=1)
+
+    async def _through_engine(self, call: Call, lora: LoraInput | None) -> None:
+        """Raises AdapterNotCachedError when the id alone did not do."""
+        call.answered = asyncio.get_running_loop().create_future()
+        call.lora, call.sent = lora, time.monotonic()
+        if lora is not None and lora.has_tensors:
+            assert lora.task_id is not None
+            self._carrying[lora.task_id] += 1
+        put = self._mailbox.put
+        call.ticket = self._engine.submit(call.generation.request(lora), lambda event: put((call, event)))
+        await call.answered
+
+    def _take(self, news: list[tuple[Call, Event]]) -> None:
+        for call, event in news:
+            try:
+                self._take_one(call, event)
+            except Exception as error:
+                logger.exception("making text failed")
+                call.generation.fail(as_api_error(error))
+                self._engine.cancel(call.ticket or 0)
+
+    def _take_one(self, call: Call, event: Event) -> None:
+        generation, answered = call.generation, call.answered
+        assert answered is not None
+        self._arrived(call)
+        if isinstance(event.error, AdapterNotCachedError) and call.policy != "never":
+            if not answered.done():
+                answered.set_exception(event.error)
+            return
+        if event.finish_reason is not None:
+            waited_s = call.sent - call.arrived
+            self._meter(call.lora, event, waited_s)
+            self.history.ended(event, waited_s)
+        if event.error is not None:
+            event = replace(event, error=as_api_error(event.error, call.adapter or ""))
+        generation.take(event)
+        if event.last:
+            if not answered.done():
+                answered.set_result(None)
+        elif generation.complete and call.ticket is not None:  # by stop texts: the engine need not go on
+            self._engine.cancel(call.ticket)
+
+    def _arrived(self, call: Call) -> None:
+        """The first news of a request that brought tensors: they are in the cache, or were refused."""
+        lora = call.lora
+        if lora is not None and lora.has_tensors:
+            assert lora.task_id is not None
+            self._carrying[lora.task_id] -= 1
+            if self._carrying[lora.task_id] <= 0:
+                del self._carrying[lora.task_id]
+            call.lora = LoraInput(lora.task_id, name=lora.name)  # lets go of the tensors

@@ -1,0 +1,425 @@
+"""AdapterCatalog: names to versions of adapters, read from folders that may change at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from manylora.errors import AdapterError
+from manylora.openai.api.errors import ApiError, adapter_problem
+from manylora.openai.api.names import is_name
+from manylora.openai.serving.disk import Fingerprint, Found, find_adapters, fingerprint, is_passing
+from manylora.openai.serving.disk_level import DiskLevel
+from manylora.openai.serving.kept import KeptTensors
+from manylora.openai.serving.reader import AdapterReader, ReadAdapter
+from manylora.system.background import step_back
+
+__all__ = ["AdapterCatalog", "Entry", "Version"]
+
+logger = logging.getLogger("manylora")
+
+Result = TypeVar("Result")
+
+RETRY_S = 0.05  # before files that change are read again
+MAX_SETTLE_S = 1.0  # files that change are left alone for so long after the last change
+
+
+@dataclass(frozen=True)
+class Version:
+    """One content of an adapter. task_id: the engine's, from the digest."""
+
+    name: str
+    digest: str
+    task_id: int
+    kind: str
+    dtype: str
+    rank: int
+    num_bytes: int
+    created: int
+
+
+@dataclass(eq=False)
+class Entry:
+    """A name. version: what is served, the last good one. problem: why its files give no newer one."""
+
+    name: str
+    path: Path
+    scanned: bool  # found below a root: goes when its files go
+    seen: Fingerprint = ()
+    seen_at: float = 0.0
+    tried: Fingerprint = ()  # what the last reading began with
+    version: Version | None = None
+    problem: ApiError | None = None
+    missing_since: float | None = None
+    num_open: int = 0  # requests under way
+    reading: asyncio.Task[ReadAdapter] | None = None
+    closed: asyncio.Event = field(default_factory=asyncio.Event)  # unloaded, and no request left
+
+
+class AdapterCatalog:
+    """Belongs to the event loop; files are read on threads of its own, each adapter once at a time.
+
+    roots:      scanned for adapters. allowed: more folders that adapters may be named in by path.
+    refresh_s:  between two looks at the roots is half of this, so what changed serves within it.
+    keep_bytes: tensors held in memory beside the engine's cache.
+    disk:       copies of what was read, so that a version outlives its files.
+    reserved:   names that no adapter may have.
+    """
+
+    def __init__(
+        self,
+        reader: AdapterReader,
+        roots: Sequence[Path] = (),
+        allowed: Sequence[Path] = (),
+        *,
+        refresh_s: float = 5.0,
+        keep_bytes: int = 2**28,
+        disk: DiskLevel | None = None,
+        reserved: Sequence[str] = (),
+    ) -> None:
+        self._reader = reader
+        self._roots = [root.resolve() for root in roots]
+        self._allowed = [*self._roots, *(root.resolve() for root in allowed)]
+        self._refresh_s = refresh_s
+        self._settle_s = min(MAX_SETTLE_S, refresh_s / 4)
+        self._reserved = reserved
+        self._entries: dict[str, Entry] = {}
+        self._unloaded: dict[str, Fingerprint] = {}  # by hand; stays away until its files change
+        self._kept = KeptTensors(keep_bytes)
+        self.disk = disk or DiskLevel(0)
+        self._files = ThreadPoolExecutor(2, "manylora-catalog", step_back)
+        self._watching: asyncio.Task[None] | None = None
+        self.num_failures: dict[str, int] = {}  # by code
+
+    async def start(self) -> None:
+        """Look for the first time, and begin to watch."""
+        await self._scan(first=True)
+        self._watching = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watching
+        reading = [entry.reading for entry in self._entries.values() if entry.reading is not None]
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+        await asyncio.get_running_loop().run_in_executor(None, self._files.shutdown)
+        self.disk.close()
+
+    def entries(self) -> list[Entry]:
+        return sorted(self._entries.values(), key=lambda entry: entry.name)
+
+    def has(self, name: str) -> bool:
+        return name in self._entries
+
+    def names_of(self, task_id: int) -> list[str]:
+        """Equal contents share an id."""
+        return [e.name for e in self._entries.values() if e.version and e.version.task_id == task_id]
+
+    def name_of_path(self, given: str) -> str:
+        """The name of the adapter at a path below the allowed folders; it is entered if it is new there.
+
+        Raises ApiError, the same one for a path outside and for one where nothing is.
+        """
+        path, root = self._below_roots(given)
+        for entry in self._entries.values():
+            if entry.path == path:
+                return entry.name
+        name = str(path.relative_to(root).with_suffix("") if path.is_file() else path.relative_to(root))
+        if not is_name(name) or name in self._reserved or name in self._entries:
+            raise ApiError(400, "invalid_adapter_name", "lora_path leads to no usable name", "lora_path")
+        self._entries[name] = self._new(name, Found(path, fingerprint(path)), scanned=False)
+        return name
+
+    async def version(self, name: str, *, fresh: bool = False) -> Version:
+        """What the name means now; waits for its first reading. fresh: what its files hold this moment.
+
+        Raises ApiError: 404 for an unknown name, 422 when there never was a good version.
+        """
+        entry = self._entries.get(name)
+        if entry is None:
+            raise ApiError(404, "adapter_not_found", f"adapter {name!r} does not exist", "model")
+        if fresh:
+            now = await self._on_thread(fingerprint, entry.path)
+            if now != entry.tried or entry.version is None:
+                self._see(entry, now)
+                await self._read(entry)
+            elif entry.problem is not None:
+                raise entry.problem
+        elif entry.version is None:
+            if entry.problem is not None:
+                raise entry.problem
+            await self._read(entry)
+        assert entry.version is not None
+        return entry.version
+
+    async def tensors(self, version: Version) -> tuple[Version, ReadAdapter]:
+        """The tensors of a version, or of the one that its files hold by now. Raises ApiError."""
+        kept = self._kept.get(version.digest)
+        if kept is not None:
+            return version, kept
+        copy = await self._on_thread(self.disk.get, version.digest)
+        if copy is not None:
+            return version, copy
+        entry = self._entries.get(version.name)
+        if entry is None:
+            raise ApiError(404, "adapter_not_found", f"adapter {version.name!r} does not exist", "model")
+        read = await self._read(entry)
+        assert entry.version is not None
+        return entry.version, read
+
+    def enter(self, name: str) -> Entry | None:
+        """Count a request in; None for a name that is gone."""
+        entry = self._entries.get(name)
+        if entry is not None:
+            entry.num_open += 1
+        return entry
+
+    def leave(self, entry: Entry) -> None:
+        entry.num_open -= 1
+        if entry.num_open == 0 and self._entries.get(entry.name) is not entry:
+            entry.closed.set()
+
+    def check_new(self, name: str, *, replace: bool) -> None:
+        """Whether an adapter of this name may be entered by hand. Raises ApiError."""
+        if name in self._reserved:
+            raise ApiError(400, "invalid_adapter_name", f"{name!r} is the base model", "lora_name")
+        if name in self._entries and not replace:
+            raise ApiError(
+                400,
+                "adapter_exists",
+                f"adapter {name!r} is loaded already: unload it first, or set load_inplace",
+                "lora_name",
+            )
+
+    async def load(
+        self, name: str, given: str, *, replace: bool, settle: Callable[[Path], Path] | None = None
+    ) -> None:
+        """Enter an adapter by hand. Raises ApiError; then nothing has changed.
+
+        settle: called with its path once the adapter was read and is good; gives the path that it has then.
+        """
+        path, _ = self._below_roots(given)
+        self.check_new(name, replace=replace)
+        old = self._entries.get(name)
+        entry = self._new(name, Found(path, await self._on_thread(fingerprint, path)), scanned=False)
+        await self._read(entry)
+        if settle is not None:
+            self.check_new(name, replace=replace)  # another may have come while this was read
+            entry.path = settle(path)
+            entry.seen = entry.tried = await self._on_thread(fingerprint, entry.path)
+        if old is not None and old.scanned and old.path == entry.path:
+            entry.scanned = True
+        self._unloaded.pop(name, None)
+        self._entries[name] = entry
+
+    async def unload(self, name: str, timeout_s: float) -> int:
+        """Take no more requests for it and wait for those under way. Returns how many are left."""
+        entry = self._entries.pop(name, None)
+        if entry is None:
+            raise ApiError(404, "adapter_not_found", f"adapter {name!r} does not exist", "lora_name")
+        self._unloaded[name] = entry.seen
+        if entry.num_open:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(entry.closed.wait(), timeout_s)
+        return entry.num_open
+
+    def _below_roots(self, given: str) -> tuple[Path, Path]:
+        refused = ApiError(
+            404, "adapter_not_found", "lora_path: there is no adapter there that may be read", "lora_path"
+        )
+        if "\0" in given:
+            raise refused
+        for root in self._allowed:
+            try:
+                path = (root / given).resolve()  # an absolute path stays as it is
+                exists = path.exists()
+            except (OSError, RuntimeError):
+                continue
+            if exists and path != root and path.is_relative_to(root):
+                return path, root
+        raise refused
+
+    def _new(self, name: str, found: Found, *, scanned: bool) -> Entry:
+        return Entry(name, found.path, scanned, found.fingerprint, time.monotonic())
+
+    def _see(self, entry: Entry, now: Fingerprint) -> None:
+        if now != entry.seen:
+            entry.seen, entry.seen_at = now, time.monotonic()
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                await self._scan(first=False)
+                await self._read_changed()
+            except Exception:
+                logger.exception("looking at the lora roots failed")
+            await asyncio.sleep(self._refresh_s / 2)
+
+    async def _scan(self, *, first: bool) -> None:
+        known = {entry.path: entry.seen for entry in self._entries.values()}
+        found: dict[str, Found] = {}
+        whole = True
+        for root in self._roots:
+            try:
+                below = await self._on_thread(find_adapters, root, known, self._allowed)
+            except Exception as error:  # the other roots are looked at, and nobody is withdrawn for it
+                logger.warning("lora root: it cannot be looked at now: %s", error)
+                whole = False
+                continue
+            for name, one in below.items():
+                if name not in self._reserved:
+                    found.setdefault(name, one)
+        for name, one in found.items():
+            self._meet(name, one)
+        for entry in list(self._entries.values()):
+            if not entry.scanned:
+                with contextlib.suppress(OSError):
+                    self._see(entry, await self._on_thread(fingerprint, entry.path) or entry.seen)
+            elif entry.name not in found and whole:
+                self._miss(entry)
+        if first:
+            logger.info("%d adapters below the lora roots", len(self._entries))
+
+    def _meet(self, name: str, found: Found) -> None:
+        if self._unloaded.get(name) == found.fingerprint:
+            return
+        self._unloaded.pop(name, None)
+        entry = self._entries.get(name)
+        if entry is None:
+            self._entries[name] = self._new(name, found, scanned=True)
+        elif entry.scanned:
+            entry.missing_since = None
+            entry.path = found.path
+            self._see(entry, found.fingerprint)
+
+    def _miss(self, entry: Entry) -> None:
+        """Gone for good, or about to be put in place anew: that is known at a later look."""
+        now = time.monotonic()
+        if entry.missing_since is None:
+            entry.missing_since = now
+        elif now - entry.missing_since >= self._refresh_s / 2:
+            logger.info("adapter %s is withdrawn: its files are gone", entry.name)
+            del self._entries[entry.name]
+
+    async def _read_changed(self) -> None:
+        """One after the other: requests that need an adapter now overtake."""
+        for entry in list(self._entries.values()):
+            still = time.monotonic() - entry.seen_at >= self._settle_s or not entry.tried
+            if entry.seen and entry.seen != entry.tried and still and entry.missing_since is None:
+                try:
+                    await self._read(entry)
+                except ApiError:
+                    pass
+                except Exception:  # the next one is not kept waiting by it
+                    logger.exception("reading adapter %s failed", entry.name)
+
+    async def _read(self, entry: Entry) -> ReadAdapter:
+        """Everyone who asks at the same time waits for one reading. Raises ApiError."""
+        if entry.reading is None:
+            entry.reading = asyncio.create_task(self._read_once(entry))
+            entry.reading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        # A caller that is cancelled must not take the reading away from the others.
+        return await asyncio.shield(entry.reading)
+
+    async def _read_once(self, entry: Entry) -> ReadAdapter:
+        try:
+            try:
+                read = await self._read_settled(entry)
+            except (AdapterError, OSError) as error:
+                passing = is_passing(error) or is_passing(error.__cause__)
+                reason = str(error) if isinstance(error, AdapterError) else "its files cannot be read"
+                problem = self._not_now(entry) if passing else adapter_problem(entry.name, reason)
+                raise self._report(entry, problem) from error
+            except ApiError:
+                raise
+            except Exception as error:
+                logger.exception("reading adapter %s failed", entry.name)
+                problem = adapter_problem(entry.name, f"its files cannot be read: {type(error).__name__}")
+                raise self._report(entry, problem) from error
+            self._take(entry, read)
+            try:
+                await self._on_thread(self.disk.put, read)
+            except Exception:  # it is a copy of what serves
+                logger.exception("keeping a copy of adapter %s failed", entry.name)
+            return read
+        finally:
+            entry.reading = None
+
+    async def _read_settled(self, entry: Entry) -> ReadAdapter:
+        """Files that somebody is writing are read again until they rest. Raises AdapterError, ApiError."""
+        give_up = time.monotonic() + 2 * self._settle_s + 1
+        while True:
+            entry.tried = before = await self._on_thread(fingerprint, entry.path)
+            self._see(entry, before)
+            failure: AdapterError | None = None
+            try:
+                read = await self._on_thread(self._reader.read, entry.path, self._allowed)
+            except AdapterError as error:
+                failure = error
+            if await self._on_thread(fingerprint, entry.path) == before:
+                if failure is None:
+                    return read
+                if _age_s(before) >= self._settle_s:
+                    raise failure
+            if time.monotonic() > give_up:
+                entry.tried = ()
+                reason = f"adapter {entry.name!r} is being changed, try again"
+                raise ApiError(503, "adapter_changing", reason, "model", retry_after=1)
+            await asyncio.sleep(RETRY_S)
+
+    def _take(self, entry: Entry, read: ReadAdapter) -> None:
+        old = entry.version
+        if old is None or old.digest != read.digest:
+            entry.version = Version(
+                entry.name,
+                read.digest,
+                read.task_id,
+                read.kind,
+                read.dtype,
+                read.max_rank,
+                read.num_bytes,
+                int(time.time()),
+            )
+            logger.info("adapter %s: %s, rank %d, %s", entry.name, read.kind, read.max_rank, read.digest[:12])
+        entry.problem = None
+        self._kept.put(read, self._orphans())
+
+    def _not_now(self, entry: Entry) -> ApiError:
+        """The files may be as good as ever: they are read again at the next look."""
+        entry.tried = ()
+        reason = f"adapter {entry.name!r} cannot be read at the moment, try again"
+        return ApiError(503, "adapter_unreadable", reason, "model", retry_after=1)
+
+    def _report(self, entry: Entry, problem: ApiError) -> ApiError:
+        self.num_failures[problem.code] = self.num_failures.get(problem.code, 0) + 1
+        known = entry.problem is not None and entry.problem.message == problem.message
+        entry.problem = problem
+        if known:
+            return problem
+        goes_on = "; its last good version goes on serving" if entry.version else ""
+        logger.warning("%s%s", problem.message, goes_on)
+        return problem
+
+    def _orphans(self) -> set[str]:
+        """Digests that the files no longer hold."""
+        return {e.version.digest for e in self._entries.values() if e.version and e.problem}
+
+    async def _on_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._files, function, *arguments)
+
+
+def _age_s(found: Fingerprint) -> float:
+    """Since the last change of any file; files from the future have rested long enough."""
+    latest = max((changed for _, _, changed, _ in found), default=0) / 1e9
+    age = time.time() - latest
+    return age if age >= 0 else float("inf")

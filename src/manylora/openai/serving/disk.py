@@ -1,0 +1,139 @@
+"""What lies below the adapter roots: which folders and files are adapters, and whether they changed."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from manylora.errors import AdapterInvalidError
+from manylora.lora.formats.llgtrt import is_llgtrt
+from manylora.lora.formats.sources import find_source
+from manylora.openai.api.names import is_name
+
+__all__ = ["Fingerprint", "Found", "find_adapters", "fingerprint", "is_passing"]
+
+logger = logging.getLogger("manylora")
+
+Fingerprint = tuple[tuple[str, int, int, int], ...]
+"""Name, size, time of change and inode of every file; equal as long as nobody touched one."""
+MAX_DEPTH = 5
+PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+
+
+@dataclass(frozen=True)
+class Found:
+    path: Path
+    fingerprint: Fingerprint
+
+
+def is_passing(error: BaseException | None) -> bool:
+    """Whether it says nothing of the files: the machine is short of something, or a disk is away."""
+    return isinstance(error, OSError) and error.errno in PASSING
+
+
+def fingerprint(path: Path) -> Fingerprint:
+    """Of a file, or of the files right in a folder. Empty: there is nothing.
+
+    Raises OSError where that cannot be told now.
+    """
+    try:
+        if path.is_dir():
+            with os.scandir(path) as entries:
+                files = [(entry.name, entry.stat()) for entry in entries if _is(entry.is_file)]
+        else:
+            files = [(path.name, path.stat())]
+    except OSError as error:
+        if is_passing(error):
+            raise
+        return ()
+    return tuple(sorted((name, at.st_size, at.st_mtime_ns, at.st_ino) for name, at in files))
+
+
+def find_adapters(root: Path, known: Mapping[Path, Fingerprint], allowed: Sequence[Path]) -> dict[str, Found]:
+    """Adapters by name: the path below the root, without the ending where it is a file.
+
+    known: what was an adapter at the last look, and is one still, however broken it may be by now. allowed:
+    folders, resolved. A folder that a link leads to beyond these is entered, so that its reading says what is
+    wrong, but not looked into; nor is one that leads back to a folder above it.
+    Raises OSError where a look now would miss what is there.
+    """
+    return dict(_Look(known, allowed).below(root, "", MAX_DEPTH))
+
+
+@dataclass(frozen=True)
+class _Look:
+    known: Mapping[Path, Fingerprint]
+    allowed: Sequence[Path]
+
+    def below(self, folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, Found]]:
+        try:
+            with os.scandir(folder) as found:
+                entries = sorted((e for e in found if not e.name.startswith(".")), key=lambda e: e.name)
+        except OSError as error:
+            if is_passing(error):
+                raise
+            logger.warning("lora root: a folder cannot be read: %s", error.strerror)
+            return
+        for entry in entries:
+            path = Path(entry.path)
+            if _is(entry.is_dir):
+                yield from self._at(path, prefix + entry.name, depth, link=entry.is_symlink())
+            elif path.suffix in (".nemo", ".safetensors"):
+                seen = fingerprint(path)
+                if self.known.get(path) == seen or path.suffix == ".nemo" or is_llgtrt(path):
+                    yield from _named(prefix + path.stem, Found(path, seen))
+
+    def _at(self, path: Path, name: str, depth: int, *, link: bool) -> Iterator[tuple[str, Found]]:
+        seen = fingerprint(path)
+        if link and not self._may_follow(path):
+            depth = 0
+        if seen and (path in self.known or _is_adapter(path)):
+            yield from _named(name, Found(path, seen))
+        elif depth > 0 and _has_more(path):
+            yield from self.below(path, name + "/", depth - 1)
+        elif seen:  # a leaf that is no adapter: reading it will say why
+            yield from _named(name, Found(path, seen))
+
+    def _may_follow(self, link: Path) -> bool:
+        try:
+            target, here = link.resolve(), link.parent.resolve()
+        except (OSError, RuntimeError):
+            return False
+        return not here.is_relative_to(target) and any(target.is_relative_to(one) for one in self.allowed)
+
+
+def _named(name: str, found: Found) -> Iterator[tuple[str, Found]]:
+    if is_name(name):
+        yield name, found
+
+
+def _is_adapter(path: Path) -> bool:
+    try:
+        find_source(path)
+    except AdapterInvalidError:
+        return False
+    return True
+
+
+def _is(test: Callable[[], bool]) -> bool:
+    """What a directory entry is; False for a link that leads nowhere, round in a circle or where nothing may
+    be looked up."""
+    try:
+        return test()
+    except OSError:
+        return False
+
+
+def _has_more(path: Path) -> bool:
+    """Whether adapters may lie deeper: in folders, or as files of their own."""
+    try:
+        with os.scandir(path) as entries:
+            return any(
+                _is(entry.is_dir) or entry.name.endswith((".nemo", ".safetensors")) for entry in entries
+            )
+    except OSError:
+        return False

@@ -1,0 +1,85 @@
+"""FairQueue: who goes to the engine next. Adapters take turns, so a hot one waits for itself only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from manylora.openai.api.errors import ApiError
+
+__all__ = ["FairQueue"]
+
+Waiter = tuple["asyncio.Future[None]", int]
+
+
+class FairQueue:
+    """Belongs to the event loop. capacity: sequences with the engine at one time; more than its batch, so
+    that it never runs dry. max_waiting: sequences that wait, though one request always may; 0: no limit."""
+
+    def __init__(self, capacity: int, max_waiting: int = 0) -> None:
+        self._capacity, self._max_waiting = capacity, max_waiting
+        self._active = 0
+        self._waiting: OrderedDict[str, deque[Waiter]] = OrderedDict()  # the next key's turn is the first's
+        self.num_waiting = 0  # sequences
+
+    @property
+    def waiting_keys(self) -> list[str]:
+        return list(self._waiting)
+
+    @asynccontextmanager
+    async def turn(self, key: str, cost: int) -> AsyncIterator[None]:
+        """key: the adapter, or what stands for the base model. Raises ApiError 429."""
+        await self._enter(key, cost)
+        try:
+            yield
+        finally:
+            self._leave(cost)
+
+    async def _enter(self, key: str, cost: int) -> None:
+        if not self._waiting and self._fits(cost):
+            self._active += cost
+            return
+        if self._max_waiting and self.num_waiting and self.num_waiting + cost > self._max_waiting:
+            raise ApiError(429, "overloaded", "Too many requests wait already, try again", retry_after=1)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, deque()).append((turn, cost))
+        self.num_waiting += cost
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._leave(cost)
+            else:
+                self._forget(key, turn, cost)
+            raise
+
+    def _leave(self, cost: int) -> None:
+        self._active -= cost
+        while self._waiting:
+            key, line = next(iter(self._waiting.items()))
+            turn, next_cost = line[0]
+            if not self._fits(next_cost):
+                return
+            line.popleft()
+            self.num_waiting -= next_cost
+            self._waiting.move_to_end(key)
+            if not line:
+                del self._waiting[key]
+            self._active += next_cost
+            if turn.done():  # its caller left in this very moment, and gives nothing back
+                self._active -= next_cost
+            else:
+                turn.set_result(None)
+
+    def _fits(self, cost: int) -> bool:
+        return self._active == 0 or self._active + cost <= self._capacity
+
+    def _forget(self, key: str, turn: asyncio.Future[None], cost: int) -> None:
+        line = self._waiting.get(key)
+        if line is not None and (turn, cost) in line:
+            line.remove((turn, cost))
+            self.num_waiting -= cost
+            if not line:
+                del self._waiting[key]

@@ -1,0 +1,120 @@
+"""Generation: one prompt on its way. Its events become text; whoever waits is woken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from manylora.errors import RequestError
+from manylora.llmapi.continuation import Continuation
+from manylora.llmapi.outputs import CompletionOutput
+from manylora.openai.api.logprobs import TokenLogprob, from_logits
+from manylora.openai.api.params import Plan
+from manylora.openai.serving.mailbox import Signal
+from manylora.request import Event, FinishReason, LoraInput, Request, RequestMetrics
+from manylora.text.tokenizer import Tokenizer
+
+__all__ = ["Generation"]
+
+
+@dataclass(eq=False)
+class Generation:
+    """Belongs to the event loop.
+
+    changed: set when there is news; several generations of one call may share it.
+    error:   why it ended without an answer.
+    complete: every output has ended: perhaps by a stop text, which the engine does not know of.
+    """
+
+    prompt: tuple[int, ...]
+    plan: Plan
+    streaming: bool
+    tokenizer: Tokenizer
+    request_id: str
+    changed: Signal = field(default_factory=Signal)
+    error: Exception | None = None
+    ended: bool = False  # nothing more comes from the engine
+    started: bool = False  # the engine has made something of it
+    complete: bool = False
+    metrics: RequestMetrics | None = None
+    context_logits: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        count = self.plan.decoding.params.num_return_sequences
+        rules = self.plan.decoding.rules
+        self._outputs = [Continuation(rules, self.tokenizer) for _ in range(count)]
+        self._alternatives: list[list[TokenLogprob]] = [[] for _ in range(count)]
+        self._kept = list(range(count))
+
+    @property
+    def finished(self) -> bool:
+        return self.error is not None or self.complete
+
+    def request(self, lora: LoraInput | None) -> Request:
+        """What the engine gets."""
+        decoding = self.plan.decoding
+        return Request(
+            prompt=self.prompt,
+            params=decoding.params,
+            lora=lora,
+            # Rows of logits come with a stream's events; else all of them would be kept until the end.
+            streaming=self.streaming or decoding.stepwise or decoding.params.return_generation_logits,
+            request_id=self.request_id,
+        )
+
+    def take(self, event: Event) -> None:
+        """Add an event. Without effect once the generation has finished."""
+        self.ended = self.ended or event.last
+        if self.finished:
+            return
+        self.started = self.started or event.error is None
+        self.metrics = event.metrics or self.metrics
+        if event.context_logits is not None:
+            self.context_logits = event.context_logits
+        if self.plan.top and event.token_ids:
+            self._take_alternatives(event)
+        if event.error is not None:
+            self.error = event.error
+        else:
+            output = self._outputs[event.sequence_index]
+            output.extend(event.token_ids, event.log_probs, event.finish_reason)
+            if event.last:
+                for other in self._outputs:  # of a request that was cancelled before it began
+                    other.extend((), (), event.finish_reason or FinishReason.CANCELLED)
+            if output.finish_reason is not None:
+                self.complete = all(one.finish_reason is not None for one in self._outputs)
+        self.changed.set()
+
+    def _take_alternatives(self, event: Event) -> None:
+        if event.generation_logits is None:  # of a server whose engine cannot give them
+            self.error = RequestError("The engine gives no logits: alternatives cannot be shown")
+            return
+        rows = event.generation_logits[-len(event.token_ids) :]
+        found = from_logits(event.token_ids, rows, self.plan.top or 0)
+        self._alternatives[event.sequence_index] += found
+
+    def fail(self, error: Exception) -> None:
+        """The end, without an answer."""
+        self.ended = True
+        if not self.finished:
+            self.error = error
+        self.changed.set()
+
+    def report(self) -> list[CompletionOutput]:
+        """The outputs to give back so far, the best first where more were made, with what is new in them."""
+        decoding = self.plan.decoding
+        if decoding.n < len(self._outputs) and self.complete:
+            ranked = sorted(self._kept, key=lambda i: -self._outputs[i].cumulative_logprob)
+            self._kept = ranked[: decoding.n]
+        wanted = self._kept[: decoding.n]
+        return [self._outputs[i].report(at, decoding.logprobs, False) for at, i in enumerate(wanted)]
+
+    @property
+    def growing(self) -> list[Continuation]:
+        """Of a stream: the outputs that it gives back."""
+        return self._outputs[: self.plan.decoding.n]
+
+    def alternatives(self, index: int) -> list[TokenLogprob]:
+        """Of the tokens of the output that `report` lists at `index`; empty unless they were asked for."""
+        return self._alternatives[self._kept[index]]

@@ -1,0 +1,95 @@
+"""HostCheck: requests that a browser was led to send. DNS rebinding, and forms of other sites."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+
+from manylora.errors import ConfigError
+from manylora.openai.api.errors import ApiError
+
+__all__ = ["HostCheck"]
+
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
+PATTERN = re.compile(r"\*|(\*\.)?[a-z0-9._-]+|\[?[0-9a-f:.]+\]?")
+# Names of a network of one's own: nobody can register them, so no stranger's name server answers for them.
+OWN_NETWORK = (".localhost", ".local", ".internal", ".home.arpa", ".svc")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class HostCheck:
+    """bound: the address that the server listens on. allowed: names, *.NAME for all below it, * for any.
+    keys: whether a key is needed, which no other site's page has; then any name will do, unless some are
+    allowed. Raises ConfigError."""
+
+    def __init__(self, bound: str, allowed: Sequence[str] = (), *, keys: bool = False) -> None:
+        self._allowed = [one.strip().lower().strip("[]") for one in allowed]
+        for given in allowed:
+            if not PATTERN.fullmatch(given.strip().lower()):
+                raise ConfigError(
+                    f"allowed_hosts: {given!r} is no host name: give names without scheme and port"
+                )
+        self._own = {*LOOPBACK, bound.lower().strip("[]"), socket.gethostname().lower()}
+        self._any = "*" in self._allowed or (keys and not allowed)
+
+    def check(self, request: Request) -> None:
+        """Raises ApiError."""
+        given = request.headers.getlist("host")
+        if len(given) != 1 and (given or request.scope["http_version"] != "1.0"):
+            raise ApiError(400, "invalid_http", "A request must have one Host header")
+        if self._any:
+            return
+        if not given:  # of HTTP/1.0, which no browser speaks
+            return
+        name = _name(given[0])
+        if name is None or not self._is_ours(name):
+            raise ApiError(
+                403,
+                "host_not_allowed",
+                f"This server does not go by the name {given[0][:100]!r}: start it with --allowed-hosts",
+            )
+        origin = request.headers.get("origin")
+        if origin is None or request.method in ("GET", "HEAD"):
+            return
+        if not self._is_own_page(origin, name):
+            raise ApiError(
+                403,
+                "origin_not_allowed",
+                f"Pages of {origin[:100]!r} may not use this server: start it with --allowed-hosts",
+            )
+
+    def _is_ours(self, name: str) -> bool:
+        if _is_address(name) or "." not in name or name.endswith(OWN_NETWORK):
+            return True
+        return name in self._own or self._is_allowed(name)
+
+    def _is_own_page(self, origin: str, host: str) -> bool:
+        try:
+            name = (urlsplit(origin).hostname or "").rstrip(".")
+        except ValueError:
+            return False
+        if not name:  # "null": a file, or a frame without rights
+            return False
+        return name == host or name in LOOPBACK or name.endswith(".localhost") or self._is_allowed(name)
+
+    def _is_allowed(self, name: str) -> bool:
+        return any(name == one or (one[:2] == "*." and name.endswith(one[1:])) for one in self._allowed)
+
+
+def _name(host: str) -> str | None:
+    """Of a Host header, without its port. None: it is none."""
+    found = HOST.fullmatch(host.lower())
+    return None if found is None else found[1].strip("[]").rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,74 @@
+"""InProcessEngine: an engine loop in this process, as the backend wants it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from manylora.engine.engine import Engine
+from manylora.engine.loop import EngineLoop
+from manylora.openai.serving.backend import Wake
+from manylora.request import Request, Sink
+from manylora.stats import CacheMap, EngineStats
+
+__all__ = ["InProcessEngine"]
+
+
+WATCH_S = 0.25
+STALLED_S = 30.0  # at one step, from which the engine does not count as ready
+
+
+class InProcessEngine:
+    """Starts the engine's thread; `close` ends it and what is open.
+
+    ended: called from a thread of its own, once, with the reason, when the engine's thread has died or has
+    stood still for hang_s (0: for ever is allowed). Open requests have got their error then.
+    """
+
+    def __init__(
+        self, engine: Engine, hang_s: float = 0.0, ended: Callable[[str], None] = lambda reason: None
+    ) -> None:
+        self._adapters = engine.adapters
+        self._wake: Wake = lambda: None
+        self._loop = EngineLoop(engine, lambda: self._wake())
+        self._hang_s, self._ended = hang_s, ended
+        self._stalled_s = 0.0
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="manylora-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        while self._loop.death is None:
+            if self._closed.wait(WATCH_S):
+                return
+            # Time in which this thread stood still too, as when the process is stopped, does not count.
+            self._stalled_s = min(self._loop.stalled_s, self._stalled_s + 2 * WATCH_S)
+            if self._hang_s and self._stalled_s >= self._hang_s:
+                self._loop.fail(f"it has not moved for {self._stalled_s:.0f} s")
+        self._ended(str(self._loop.death))
+
+    def on_news(self, wake: Wake) -> None:
+        self._wake = wake
+
+    @property
+    def alive(self) -> bool:
+        return self._loop.alive and self._stalled_s < STALLED_S
+
+    def resident(self, task_id: int) -> bool:
+        return self._adapters.resident(task_id)
+
+    def submit(self, request: Request, sink: Sink) -> int:
+        return self._loop.submit(request, sink)
+
+    def cancel(self, ticket: int) -> None:
+        self._loop.cancel(ticket)
+
+    def stats(self) -> EngineStats:
+        return self._loop.stats()
+
+    def cache_map(self, take: Callable[[CacheMap | None], None]) -> None:
+        self._loop.cache_map(take)
+
+    async def close(self) -> None:
+        self._closed.set()
+        await asyncio.get_running_loop().run_in_executor(None, self._loop.close, False)

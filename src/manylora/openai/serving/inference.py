@@ -1,0 +1,340 @@
+"""Inference: a checked body to an answer, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from manylora.config.engine import ModelConfig
+from manylora.errors import RequestError, TextTooLongError
+from manylora.openai.api.choosing import choose
+from manylora.openai.api.errors import ApiError, as_api_error
+from manylora.openai.api.messages import num_characters, rendered
+from manylora.openai.api.params import Limits, Shared, plan, shared_of
+from manylora.openai.api.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    Message,
+    TokenizeRequest,
+)
+from manylora.openai.api.tools import ToolUse, tool_use
+from manylora.openai.serving.backend import Backend, Call
+from manylora.openai.serving.generation import Generation
+from manylora.openai.serving.keys import ApiKey
+from manylora.openai.serving.mailbox import Signal
+from manylora.openai.serving.replies import DONE, ChatReply, CompletionReply, Reply
+from manylora.openai.serving.transport import EventStream, watch
+from manylora.system.lanes import LONG, Lanes
+from manylora.text.tokenizer import Tokenizer
+
+__all__ = ["Inference"]
+
+Result = TypeVar("Result")
+
+
+class Inference:
+    """bases: the base model's names, its own first. fingerprint: of the base model."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        model: ModelConfig,
+        limits: Limits,
+        bases: Sequence[str],
+        fingerprint: str,
+    ) -> None:
+        self.backend, self.tokenizer, self.limits, self.bases = backend, tokenizer, limits, bases
+        self._model, self._fingerprint = model, fingerprint
+        self._lanes = Lanes()
+        self.on_left: Callable[[], None] = lambda: None  # called when a client leaves its stream
+
+    async def chat(self, request: Request, body: ChatRequest, key: ApiKey) -> Response:
+        text = await self._render(body.messages, tool_use(body))
+        prompt = await self._encode(text, False, "messages", whole=body.truncate_prompt_tokens is None)
+        if body.return_expanded_prompt and body.stream:
+            name = "return_expanded_prompt"
+            raise ApiError(400, "unsupported_field", f"{name} needs stream false", name)
+        return await self._answer(request, body, key, [prompt], [text])
+
+    async def complete(self, request: Request, body: CompletionRequest, key: ApiKey) -> Response:
+        given, special = _prompts(body.prompt), body.add_special_tokens
+        self._check_count(len(given) * (body.best_of or body.n))
+        whole = body.truncate_prompt_tokens is None
+        prompts = [
+            await self._encode(prompt, special, "prompt", whole) if isinstance(prompt, str) else tuple(prompt)
+            for prompt in given
+        ]
+        for prompt in prompts:
+            self._check_ids(prompt)
+        return await self._answer(request, body, key, prompts)
+
+    async def tokenize(self, body: TokenizeRequest) -> list[int]:
+        """Raises ApiError."""
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "missing_field", "prompt or messages is required, one of them", "prompt")
+        if body.messages is not None:
+            text = await self._render(body.messages)
+            return list(await self._encode(text, False, "messages", whole=False))
+        text = body.prompt or ""
+        return list(await self._encode(text, body.add_special_tokens, "prompt", whole=False))
+
+    async def detokenize(self, body: DetokenizeRequest) -> str:
+        """Raises ApiError."""
+        if max(body.tokens, default=0) >= self.limits.vocab_size:
+            raise ApiError(400, "invalid_value", "tokens: one of them is no token of this model", "tokens")
+        return await self._aside(len(body.tokens), self.tokenizer.decode, body.tokens, False)
+
+    async def probe(self) -> None:
+        """Two tokens of the base model. Raises ApiError when they do not come."""
+        body = CompletionRequest.model_validate({"prompt": "a", "max_tokens": 2, "temperature": 0.0})
+        call = self._call(body, tuple(self.tokenizer.encode("a")), None, "", Signal(), "health")
+        self.backend.submit(call)
+        try:
+            while not call.generation.finished:
+                await call.generation.changed.wait()
+        finally:
+            self.backend.cancel(call)
+        if call.generation.error is not None:
+            raise as_api_error(call.generation.error)
+
+    async def _render(self, messages: Sequence[Message], use: ToolUse | None = None) -> str:
+        """Messages through the chat template. Raises ApiError."""
+        length = num_characters(messages)
+        try:
+            self.tokenizer.check_length(length, self.limits.max_seq_len, whole=False)
+        except TextTooLongError as error:
+            raise _too_long(error, "messages") from error
+        return await self._aside(max(length, LONG if use else 0), self._rendered, messages, use)
+
+    async def _aside(self, length: int, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Work on a text of so many characters or tokens, beside the event loop where it is long."""
+        lane = self._lanes.lane(length)
+        if lane is None:
+            return function(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(lane, function, *arguments)
+
+    def _rendered(self, messages: Sequence[Message], use: ToolUse | None) -> str:
+        shown = rendered(messages)
+        specs = use.specs if use else []
+        if use and not self.tokenizer.takes_tools:
+            shown, specs = [{"role": "system", "content": use.instructions()}, *shown], []
+        try:
+            return self.tokenizer.chat(shown, specs, self.limits.max_seq_len)
+        except TextTooLongError as error:
+            raise _too_long(error, "messages") from error
+        except RequestError as error:
+            raise ApiError(400, "invalid_value", str(error), "messages") from error
+
+    async def _encode(self, text: str, special: bool, field: str, whole: bool = True) -> tuple[int, ...]:
+        """whole: the context must have room for all of it. Raises ApiError."""
+        context = self.limits.max_seq_len
+        try:
+            self.tokenizer.check_length(len(text), context, whole)
+            encode = self.tokenizer.encode
+            return tuple(await self._aside(len(text), encode, text, special, context if whole else None))
+        except TextTooLongError as error:
+            raise _too_long(error, field) from error
+
+    def _check_count(self, count: int) -> None:
+        if count > self.limits.max_sequences:
+            raise ApiError(
+                400,
+                "invalid_value",
+                f"n: at most {self.limits.max_sequences} outputs in one request, of all prompts together",
+                "n",
+            )
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise ApiError(400, "invalid_value", "prompt: it has no tokens", "prompt")
+        if max(ids) >= self.limits.vocab_size:
+            most = self.limits.vocab_size - 1
+            raise ApiError(400, "invalid_value", f"prompt: token ids must be at most {most}", "prompt")
+
+    async def _answer(
+        self,
+        request: Request,
+        body: GenerationRequest,
+        key: ApiKey,
+        prompts: Sequence[tuple[int, ...]],
+        texts: Sequence[str] = (),
+    ) -> Response:
+        """texts: of the prompts, of a chat."""
+        catalog = self.backend.catalog
+        choice = choose(
+            body,
+            self.bases,
+            lambda name: catalog.has(name) and key.may_see(name),
+            lambda path: _path_for(key, path, catalog.name_of_path),
+        )
+        key.check(choice.name)
+        self._check_count(len(prompts) * (getattr(body, "best_of", None) or body.n))
+        if choice.name is not None and not catalog.has(choice.name):
+            raise ApiError(404, "adapter_not_found", f"model {choice.name!r} does not exist", choice.field)
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "invalid_value", "stream_options needs stream true", "stream_options")
+        if body.truncate_prompt_tokens is not None:
+            prompts = [prompt[-body.truncate_prompt_tokens :] for prompt in prompts]
+        changed = Signal()
+        shared = shared_of(body, self.limits)
+        calls = [
+            self._call(body, prompt, choice.name, choice.source or "", changed, str(number), shared)
+            for number, prompt in enumerate(prompts)
+        ]
+        stack = ExitStack()
+        stack.enter_context(key.request())
+        run = _Run(self.backend, calls, changed, stack, request, self.on_left if body.stream else None)
+        try:
+            await run.begin()
+            reply = self._reply(body, calls, choice.name, texts)
+            if body.stream:
+                usage = body.stream_options is not None and body.stream_options.include_usage
+                return EventStream(run.stream(reply, usage), run.watcher, run.close)
+            await run.finish()
+            answer = JSONResponse(reply.whole())
+        except BaseException:
+            run.close()
+            raise
+        run.close()
+        return answer
+
+    def _call(
+        self,
+        body: GenerationRequest,
+        prompt: tuple[int, ...],
+        adapter: str | None,
+        source: str,
+        changed: Signal,
+        request_id: str,
+        shared: Shared | None = None,
+    ) -> Call:
+        try:
+            made = plan(body, len(prompt), self.tokenizer, self._model, self.limits, shared)
+        except (ValueError, RequestError) as error:
+            raise as_api_error(error) from error
+        generation = Generation(prompt, made, body.stream, self.tokenizer, request_id, changed)
+        return Call(generation, adapter, body.load_lora_weights, source or None)
+
+    def _reply(
+        self, body: GenerationRequest, calls: Sequence[Call], adapter: str | None, texts: Sequence[str]
+    ) -> Reply:
+        model = body.model or adapter or self.bases[0]
+        version = calls[0].version
+        print_ = self._fingerprint if version is None else f"{self._fingerprint}-{version.digest[:12]}"
+        generations = [call.generation for call in calls]
+        arguments = (generations, body.n, model, print_, self.tokenizer)
+        if isinstance(body, ChatRequest):
+            expanded = texts[0] if body.return_expanded_prompt else None
+            return ChatReply(*arguments, use=tool_use(body), expanded_prompt=expanded)
+        if isinstance(body, CompletionRequest) and body.echo:
+            prompts = _prompts(body.prompt)
+            texts = [p if isinstance(p, str) else self.tokenizer.decode(p, False) for p in prompts]
+            return CompletionReply(*arguments, echoes=texts)
+        return CompletionReply(*arguments)
+
+
+class _Run:
+    """The calls of one HTTP request, for as long as its client is there."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        calls: Sequence[Call],
+        changed: Signal,
+        stack: ExitStack,
+        request: Request,
+        on_left: Callable[[], None] | None,
+    ) -> None:
+        self._on_left = on_left  # None: the answer's status tells
+        self._streaming = False
+        self._backend, self._calls, self._changed, self._stack = backend, calls, changed, stack
+        self._left = False
+        self.watcher = watch(request.receive, self._leave)
+
+    async def begin(self) -> None:
+        """Start, and wait for the first news: until then an error is an HTTP status."""
+        for call in self._calls:
+            self._backend.submit(call)
+        await self._wait()
+
+    async def finish(self) -> None:
+        while not all(call.generation.finished for call in self._calls):
+            await self._wait()
+
+    async def stream(self, reply: Reply, usage: bool) -> AsyncIterator[bytes]:
+        self._streaming = True
+        try:
+            opening = reply.opening()
+            if opening:
+                yield opening
+            while True:
+                finished = all(call.generation.complete for call in self._calls)
+                news = reply.news()
+                if finished:
+                    break
+                if news:  # what came at once leaves at once
+                    yield news
+                await self._wait()
+            yield news + (reply.closing() if usage else b"") + DONE
+            self._streaming = False
+        except ApiError as error:
+            if error.status != 499:
+                self._streaming = False
+            yield error.event() + DONE
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._streaming and self._on_left is not None:  # without having come to its end
+            self._streaming = False
+            self._on_left()
+        self.watcher.cancel()
+        for call in self._calls:
+            if not call.generation.ended:
+                self._backend.cancel(call)
+        self._stack.close()
+
+    async def _wait(self) -> None:
+        """For news. Raises ApiError when a call has failed or the client has left."""
+        await self._changed.wait()
+        if self._left:
+            raise ApiError(499, "client_left", "The client has closed the connection")
+        for call in self._calls:
+            if call.generation.error is not None:
+                raise as_api_error(call.generation.error)
+
+    def _leave(self) -> None:
+        self._left = True
+        self._changed.set()
+
+
+def _path_for(key: ApiKey, path: str, name_of_path: Callable[[str], str]) -> str:
+    """A key that does not see all must not learn where something is."""
+    try:
+        return name_of_path(path)
+    except ApiError as error:
+        if key.sees_all:
+            raise
+        raise ApiError(403, "not_allowed", "This API key may not use this lora_path", "lora_path") from error
+
+
+def _prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
+    """A text or token ids, or several of either."""
+    if isinstance(given, str):
+        return [given]
+    if given and isinstance(given[0], int):
+        return [given]
+    if not given:
+        raise ApiError(400, "invalid_value", "prompt: there is none", "prompt")
+    return list(given)  # type: ignore[arg-type]
+
+
+def _too_long(error: TextTooLongError, field: str) -> ApiError:
+    return ApiError(400, "context_length_exceeded", str(error), field)

@@ -1,0 +1,157 @@
+"""Keyring: who may use which adapters. Keys lie in the file as SHA-256 only."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from manylora.errors import ConfigError
+from manylora.openai.api.errors import ApiError
+
+__all__ = ["ApiKey", "Keyring"]
+
+FIELDS = {"name", "sha256", "adapters", "base", "admin", "max_concurrent", "requests_per_minute"}
+
+
+@dataclass(eq=False)
+class ApiKey:
+    """adapters: patterns, * for any number of characters. max_concurrent: requests at one time, 0: any.
+
+    requests_per_minute: 0: any. A minute's worth may come at once; each comes back 60 / rate seconds later.
+    """
+
+    name: str
+    adapters: tuple[str, ...] = ("*",)
+    base: bool = True
+    admin: bool = False
+    max_concurrent: int = 0
+    requests_per_minute: int = 0
+    num_open: int = field(default=0, repr=False)
+    _due_at: float = field(default=0.0, repr=False)  # when all that was spent will have come back
+
+    def may_see(self, adapter: str | None) -> bool:
+        """None: the base model. What may be seen may be used."""
+        if adapter is None:
+            return self.base
+        return any(fnmatchcase(adapter, pattern) for pattern in self.adapters)
+
+    @property
+    def sees_all(self) -> bool:
+        return self.admin or "*" in self.adapters
+
+    def check(self, adapter: str | None) -> None:
+        """Raises ApiError, the same whether the adapter exists or not."""
+        if not self.may_see(adapter):
+            what = "the base model" if adapter is None else f"adapter {adapter!r}"
+            raise ApiError(403, "not_allowed", f"This API key may not use {what}", "model")
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Count a request in. Raises ApiError 429."""
+        if self.max_concurrent and self.num_open >= self.max_concurrent:
+            raise ApiError(
+                429,
+                "too_many_requests",
+                f"This API key may have {self.max_concurrent} requests at one time",
+                retry_after=1,
+            )
+        self._spend()
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+    def _spend(self) -> None:
+        if not self.requests_per_minute:
+            return
+        each, now = 60 / self.requests_per_minute, time.monotonic()
+        due = max(self._due_at, now) + each
+        if due - now > 60 + 1e-6:
+            raise ApiError(
+                429,
+                "rate_limit_exceeded",
+                f"This API key may send {self.requests_per_minute} requests in a minute",
+                retry_after=max(1, round(due - now - 60)),
+            )
+        self._due_at = due
+
+
+class Keyring:
+    """path: a YAML or JSON file, a list of keys under `keys`. None: everyone may use everything.
+
+    open_admin: without a file, whether loading and unloading are open too. Raises ConfigError.
+    """
+
+    def __init__(self, path: Path | None = None, *, open_admin: bool = False) -> None:
+        self._keys = None if path is None else _read(path)
+        self._anyone = ApiKey("anyone", admin=open_admin)
+
+    @property
+    def closed(self) -> bool:
+        """Whether a key is needed."""
+        return self._keys is not None
+
+    def identify(self, authorization: str) -> ApiKey:
+        """The key of an Authorization header. Raises ApiError 401."""
+        if self._keys is None:
+            return self._anyone
+        scheme, _, secret = authorization.partition(" ")
+        # Looked up by its hash, so the time it takes tells nothing of the keys.
+        digest = hashlib.sha256(secret.strip().encode("utf-8", "surrogateescape")).hexdigest()
+        key = self._keys.get(digest)
+        if scheme.lower() != "bearer" or key is None:
+            raise ApiError(401, "invalid_api_key", "A valid API key is needed: Authorization: Bearer KEY")
+        return key
+
+
+def _read(path: Path) -> dict[str, ApiKey]:
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"api keys: {path} cannot be read: {error}") from error
+    entries = found.get("keys") if isinstance(found, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"api keys: {path} must have a list of keys under 'keys'")
+    keys: dict[str, ApiKey] = {}
+    for number, entry in enumerate(entries):
+        digest, key = _parse(entry, f"api keys: {path}: key {number + 1}")
+        if digest in keys:
+            raise ConfigError(f"api keys: {path}: key {number + 1} is there twice")
+        keys[digest] = key
+    return keys
+
+
+def _parse(entry: Any, where: str) -> tuple[str, ApiKey]:
+    if not isinstance(entry, dict) or set(entry) - FIELDS or "sha256" not in entry:
+        raise ConfigError(f"{where} must have sha256 and may have {', '.join(sorted(FIELDS - {'sha256'}))}")
+    digest = str(entry["sha256"]).lower()
+    if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+        raise ConfigError(f"{where}: sha256 must be 64 hexadecimal digits")
+    adapters = entry.get("adapters", ["*"])
+    if not isinstance(adapters, list) or not all(isinstance(one, str) for one in adapters):
+        raise ConfigError(f"{where}: adapters must be a list of names or patterns")
+    for flag in ("base", "admin"):
+        if not isinstance(entry.get(flag, False), bool):
+            raise ConfigError(f"{where}: {flag} must be true or false")
+    for limit in ("max_concurrent", "requests_per_minute"):
+        most = entry.get(limit, 0)
+        if not isinstance(most, int) or isinstance(most, bool) or most < 0:
+            raise ConfigError(f"{where}: {limit} must be a number, 0 for no limit")
+    name = str(entry.get("name", digest[:8]))
+    return digest, ApiKey(
+        name,
+        tuple(adapters),
+        entry.get("base", True),
+        entry.get("admin", False),
+        entry.get("max_concurrent", 0),
+        entry.get("requests_per_minute", 0),
+    )

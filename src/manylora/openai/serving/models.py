@@ -1,0 +1,57 @@
+"""What /v1/models says of the base model and of the adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from manylora.openai.serving.catalog import Entry
+from manylora.stats import EngineStats
+
+__all__ = ["adapter_card", "base_card", "state_of", "tiers"]
+
+
+def base_card(name: str, base: str, created: int, max_seq_len: int) -> dict[str, Any]:
+    """name: one of the base model's names, of which `base` is its own."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "manylora",
+        "root": base,
+        "parent": None,
+        "max_model_len": max_seq_len,
+    }
+
+
+def adapter_card(entry: Entry, base: str, created: int, tier: str) -> dict[str, Any]:
+    """rank, digest and sizes are null until the adapter's files have been read."""
+    version = entry.version
+    card: dict[str, Any] = {
+        "id": entry.name,
+        "object": "model",
+        "created": version.created if version else created,
+        "owned_by": "manylora",
+        "root": entry.name,
+        "parent": base,
+        "rank": version.rank if version else None,
+        "dtype": version.dtype if version else None,
+        "format": version.kind if version else None,
+        "digest": version.digest if version else None,
+        "bytes": version.num_bytes if version else None,
+        "tier": tier,
+    }
+    if entry.problem is not None:
+        card["problem"] = {"code": entry.problem.code, "message": entry.problem.message}
+    return card
+
+
+def tiers(stats: EngineStats) -> dict[str, str]:
+    """Where each adapter is that is in the cache: device or host; all others are on disk."""
+    return {one.name: "device" if one.on_device else "host" for one in stats.adapters.residents}
+
+
+def state_of(entry: Entry) -> str:
+    """ready, stale (the last good version serves, newer files are broken), broken, unread."""
+    if entry.version is not None:
+        return "ready" if entry.problem is None else "stale"
+    return "unread" if entry.problem is None else "broken"

@@ -1,0 +1,365 @@
+"""TritonEngine: the `tensorrt_llm` model of a running Triton in place of an engine of our own, over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from itertools import count
+
+import grpc.aio
+import numpy as np
+import tritonclient.grpc as triton
+from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelReadyRequest, ModelStreamInferResponse
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype, serialize_byte_tensor
+
+from manylora.errors import (
+    AdapterCacheFullError,
+    AdapterInvalidError,
+    AdapterNotCachedError,
+    AdapterNotFiniteError,
+    ConfigError,
+    DrainingError,
+    RequestError,
+)
+from manylora.lora.tensors import is_bfloat16, narrow_to_bfloat16, widen_bfloat16
+from manylora.openai.api.errors import ApiError
+from manylora.openai.serving.backend import Wake
+from manylora.request import Event, FinishReason, LoraInput, Request, SamplingParams, Sink
+from manylora.stats import AdapterStats, CacheMap, EngineStats, Resident
+from manylora.wire.caller import AnswerReader, request_tensors
+
+__all__ = ["TritonEngine", "TritonModel"]
+
+logger = logging.getLogger("manylora")
+
+CONNECT_S = 10.0
+CHECK_S = 2.0  # between two looks whether the model is ready
+MAX_KNOWN = 65536  # task ids that the server is known to have had
+MAX_TOLD = 256  # of these, the ones used last, in metrics and as residents
+FINAL = "triton_enable_empty_final_response"
+UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+WIDTHS = {"FP32": "float32", "FP16": "float16", "BF16": "V2"}
+NEEDED = ("input_ids", "input_lengths", "request_output_len")
+RENAMED = {"random_seed": "seed", "min_length": "min_tokens"}  # in NVIDIA's releases after 0.19
+OWN_GUIDES = ("lark_grammar", "llguidance")
+ADAPTER_FAULT = re.compile(r"\blora[ _]|low_rank|adapterSize|layerId")
+STACK = re.compile(
+    r"\s+\d+\s+0x[0-9a-f]{6,}.*|\s*Traceback \(most recent.*", re.DOTALL
+)  # behind an assertion
+PATH = re.compile(r"(?:/[\w.+-]+){2,}(?::\d+)?")
+
+
+@dataclass(frozen=True)
+class TritonModel:
+    """What the server says of its model: ours, or NVIDIA's of the same name, in any of its releases.
+
+    inputs: by name, with data types. parameters: of config.pbtxt. outputs: names. decoupled: it can answer
+    piece by piece. batched: tensors have a batch dimension. lora_columns: of lora_config, 0: any number.
+    """
+
+    name: str
+    inputs: dict[str, str]
+    parameters: dict[str, str]
+    outputs: frozenset[str] = frozenset()
+    decoupled: bool = True
+    batched: bool = True
+    lora_columns: int = 0
+
+    @classmethod
+    def read(cls, url: str, name: str) -> TritonModel:
+        """Ask the server at a gRPC address, host:port. Raises ConfigError."""
+        try:
+            with triton.InferenceServerClient(url) as client:
+                metadata = client.get_model_metadata(name, client_timeout=CONNECT_S)
+                config = client.get_model_config(name, client_timeout=CONNECT_S).config
+        except InferenceServerException as error:
+            raise ConfigError(f"triton_url {url}: model {name} does not answer: {_text_of(error)}") from error
+        columns = next((one.shape[-1] for one in metadata.inputs if one.name == "lora_config"), -1)
+        found = cls(
+            name,
+            inputs={one.name: one.datatype for one in metadata.inputs},
+            parameters={key: value.string_value for key, value in config.parameters.items()},
+            outputs=frozenset(one.name for one in metadata.outputs),
+            decoupled=config.model_transaction_policy.decoupled,
+            batched=config.max_batch_size > 0,
+            lora_columns=max(0, columns),
+        )
+        missing = [name for name in NEEDED if name not in found.inputs]
+        if missing or "output_ids" not in found.outputs:
+            what = f"input {missing[0]}" if missing else "output output_ids"
+            raise ConfigError(f"triton_url {url}: model {name} has no {what}: it is no tensorrt_llm model")
+        if "lora_task_id" not in found.inputs:
+            logger.warning("triton: model %s takes no adapters: it has no input lora_task_id", name)
+        if not found.decoupled:
+            logger.warning("triton: model %s is not decoupled: streams come in one piece, and n is 1", name)
+        return found
+
+    @property
+    def half(self) -> bool:
+        return self.inputs.get("lora_weights") == "FP16"
+
+    @property
+    def ours(self) -> bool:
+        """Whether it takes what only ours does."""
+        return "finish_reason" in self.outputs
+
+    def tensors(self, request: Request) -> dict[str, np.ndarray]:
+        """A request as the inputs of this model. Raises ApiError for what it cannot take: a stream with an
+        unknown input would be refused by Triton as well, and leave a reference to the model behind."""
+        self._check(request.params)
+        if request.lora is not None and request.lora.extras:
+            raise ApiError(
+                422,
+                "adapter_not_sendable",
+                f"the adapter has {request.lora.extras[0].name}, which a request to Triton cannot carry: put "
+                "its directory into the server's lora_catalog_dir, or serve with an engine of this process",
+                "model",
+            )
+        request = request if self.decoupled else replace(request, streaming=False)
+        lora = request.lora
+        if lora is not None and lora.extras:
+            raise ApiError(
+                422,
+                "adapter_not_sendable",
+                f"the adapter has {lora.extras[0].name}, which a request to Triton cannot carry: put its "
+                "directory into the server's lora_catalog_dir, or serve with an engine of this process",
+                "model",
+            )
+        if lora is not None and lora.weights is not None and lora.config is not None:
+            weights = _as_type(lora.weights, self.inputs.get("lora_weights", "FP32"))
+            lora = replace(lora, weights=weights, config=_columns(lora.config, self.lora_columns))
+        found = request_tensors(replace(request, lora=lora))
+        if "pad_id" not in self.inputs:
+            found.pop("pad_id", None)  # it fills what is not read
+        named = {name if name in self.inputs else RENAMED.get(name, name): one for name, one in found.items()}
+        unknown = sorted(set(named) - set(self.inputs))
+        if unknown:
+            raise ApiError(
+                400,
+                "unsupported_field",
+                f"The Triton model behind this server has no input {', '.join(unknown)}: leave it out",
+            )
+        return {name: one if self.batched else one[0] for name, one in named.items()}
+
+    def _check(self, params: SamplingParams) -> None:
+        """What NVIDIA's would not refuse, but ignore."""
+        if params.num_return_sequences > 1 and not self.decoupled:
+            raise ApiError(400, "unsupported_field", "n above 1 needs a decoupled Triton model", "n")
+        if params.guide is not None and params.guide.type in OWN_GUIDES and not self.ours:
+            reason = f"The Triton model behind this server knows no {params.guide.type}"
+            raise ApiError(400, "unsupported_field", reason, "response_format")
+
+    def number(self, name: str) -> int | None:
+        """A parameter that was filled in."""
+        text = self.parameters.get(name, "")
+        return int(text) if text.isdigit() else None
+
+
+class TritonEngine:
+    """Belongs to the event loop it is made on. Each request is a stream of its own, so that leaving one
+    cancels it: the model is told, and stops."""
+
+    def __init__(self, url: str, model: TritonModel) -> None:
+        self._channel, self.model = grpc.aio.insecure_channel(url, options=UNLIMITED), model
+        self._stub = GRPCInferenceServiceStub(self._channel)
+        self._tickets = count(1)
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._begun: set[int] = set()  # tickets that have given a token
+        self._known: OrderedDict[int, None] = OrderedDict()  # task ids, the one used last at the end
+        self._wake: Wake = lambda: None
+        self._ready = True
+        self._checking = asyncio.create_task(self._check())
+
+    def on_news(self, wake: Wake) -> None:
+        self._wake = wake
+
+    @property
+    def alive(self) -> bool:
+        return self._ready
+
+    def resident(self, task_id: int) -> bool:
+        """Whether the server has taken this adapter and not said since that it is gone."""
+        return task_id in self._known
+
+    def submit(self, request: Request, sink: Sink) -> int:
+        """As EngineLoop.submit: whatever goes wrong comes to the sink."""
+        ticket = next(self._tickets)
+        self._running[ticket] = asyncio.create_task(self._serve(ticket, request, sink))
+        return ticket
+
+    def cancel(self, ticket: int) -> None:
+        """Leave the stream; the request gets its last event. Unknown: no effect."""
+        task = self._running.get(ticket)
+        if task is not None:
+            task.cancel()
+
+    def stats(self) -> EngineStats:
+        """What can be seen from here; the server's own metrics port tells the rest."""
+        known = list(self._known)[-MAX_TOLD:]
+        residents = tuple(Resident(str(task_id), 0, True) for task_id in known)
+        waiting = len(self._running) - len(self._begun)
+        return EngineStats(
+            waiting=waiting,
+            running=len(self._begun),
+            # How many fit is not known here; as far as that goes, one more does.
+            adapters=AdapterStats(max_device_adapters=len(known) + 1, residents=residents),
+        )
+
+    def cache_map(self, take: Callable[[CacheMap | None], None]) -> None:
+        """Pages are not seen from here."""
+        take(None)
+
+    async def close(self) -> None:
+        self._checking.cancel()
+        for task in list(self._running.values()):
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await self._channel.close()
+
+    async def _serve(self, ticket: int, request: Request, sink: Sink) -> None:
+        reader, stream = AnswerReader(request), None
+        try:
+            if request.lora is not None and request.lora.has_tensors:  # large: its bytes are made aside
+                running = asyncio.get_running_loop()
+                message = await running.run_in_executor(None, self._message, request)
+            else:
+                message = self._message(request)
+            stream = self._stub.ModelStreamInfer(_only(message))
+            async for response in stream:
+                for event in reader.read(*_read(response)):
+                    self._begun.add(ticket)
+                    self._remember(request.lora)
+                    sink(event)
+                self._wake()
+            if not reader.done:
+                raise RequestError("Encountered an error in the engine: its answer broke off")
+        except asyncio.CancelledError:
+            if not reader.done:
+                sink(Event(finish_reason=FinishReason.CANCELLED, last=True))
+        except Exception as error:
+            if not reader.done:
+                sink(Event(finish_reason=FinishReason.ERROR, last=True, error=self._explain(error, request)))
+        finally:
+            if stream is not None:
+                stream.cancel()  # without effect on one that has ended
+            self._running.pop(ticket, None)
+            self._begun.discard(ticket)
+            self._wake()
+
+    def _message(self, request: Request) -> ModelInferRequest:
+        return _message(self.model.name, request.request_id, self.model.tensors(request))
+
+    def _remember(self, lora: LoraInput | None) -> None:
+        if lora is None or lora.task_id is None:
+            return
+        self._known[lora.task_id] = None
+        self._known.move_to_end(lora.task_id)
+        while len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+
+    def _explain(self, error: Exception, request: Request) -> Exception:
+        """The server's words as the errors of an engine of our own."""
+        if isinstance(error, ApiError | RequestError):
+            return error
+        text = _text_of(error)
+        if "Please send LoRA weights" in text or "not found in cache" in text:
+            task_id = request.lora.task_id if request.lora and request.lora.task_id is not None else 0
+            self._known.pop(task_id, None)
+            return AdapterNotCachedError(task_id)
+        if "queue size" in text:
+            return ApiError(429, "overloaded", "Too many requests wait already, try again", retry_after=1)
+        if "ache is full" in text and "it needs" in text:  # ours: more than the whole cache
+            return AdapterCacheFullError(text)
+        if "ache is full" in text:
+            return ApiError(
+                503, "adapter_cache_busy", "The adapter cache is too busy, try again", retry_after=1
+            )
+        if "Server is stopping" in text:
+            return DrainingError()
+        if request.lora is not None and "not finite numbers" in text:
+            return AdapterNotFiniteError(text)
+        if request.lora is not None and ADAPTER_FAULT.search(text):
+            return AdapterInvalidError(text)
+        if isinstance(error, InferenceServerException):
+            return RequestError(text)
+        logger.warning("triton: %s", text)
+        return ApiError(503, "engine_unavailable", "The engine does not answer, try again", retry_after=2)
+
+    async def _check(self) -> None:
+        while True:
+            try:
+                question = ModelReadyRequest(name=self.model.name)
+                ready = (await self._stub.ModelReady(question, timeout=CHECK_S)).ready
+            except grpc.RpcError:
+                ready = False
+            if ready != self._ready:
+                logger.warning("triton: model %s is %s", self.model.name, "ready" if ready else "not ready")
+            if not ready:
+                self._known.clear()  # another process, with an empty cache, may answer next
+            self._ready = ready
+            await asyncio.sleep(CHECK_S)
+
+
+async def _only(message: ModelInferRequest) -> AsyncIterator[ModelInferRequest]:
+    yield message
+
+
+def _message(model: str, request_id: str, tensors: dict[str, np.ndarray]) -> ModelInferRequest:
+    """Tensors as bytes; bfloat16 too, which tritonclient has no array for."""
+    message = ModelInferRequest(model_name=model, id=request_id)
+    message.parameters[FINAL].bool_param = True
+    for name, value in tensors.items():
+        kind = "BF16" if value.dtype.kind == "V" else np_to_triton_dtype(value.dtype)
+        message.inputs.add(name=name, datatype=kind, shape=value.shape)
+        data = serialize_byte_tensor(value).item() if kind == "BYTES" else value.tobytes()
+        message.raw_input_contents.append(data)
+    return message
+
+
+def _read(response: ModelStreamInferResponse) -> tuple[dict[str, np.ndarray], bool]:
+    """Outputs, and whether this is the final response. Raises InferenceServerException."""
+    if response.error_message:
+        raise InferenceServerException(response.error_message)
+    result = triton.InferResult(response.infer_response)
+    tensors = {one.name: result.as_numpy(one.name) for one in response.infer_response.outputs}
+    return tensors, response.infer_response.parameters["triton_final_response"].bool_param
+
+
+def _as_type(weights: np.ndarray, wanted: str) -> np.ndarray:
+    """Adapter tensors in the type of the server's input."""
+    given = "V2" if is_bfloat16(weights.dtype) else weights.dtype.name
+    target = WIDTHS.get(wanted, "float32")
+    if given == target:
+        return weights
+    wide = widen_bfloat16(weights) if given == "V2" else weights.astype(np.float32)
+    return narrow_to_bfloat16(wide) if target == "V2" else wide.astype(target)
+
+
+def _columns(config: np.ndarray, count: int) -> np.ndarray:
+    """lora_config [1, rows, 3 or 4] with as many columns as the server's input has. Raises ApiError."""
+    if count not in (3, 4) or config.shape[2] == count:
+        return config
+    if count == 4:
+        return np.pad(config, ((0, 0), (0, 0), (0, 1)))
+    if config[..., 3].any():
+        reason = "The Triton model behind this server takes no DoRA: its lora_config has 3 columns"
+        raise ApiError(422, "adapter_unsupported", reason, "model")
+    return config[..., :3]
+
+
+def _text_of(error: Exception) -> str:
+    """For a client: without paths of the server."""
+    text = error.message() if isinstance(error, InferenceServerException) else None
+    if isinstance(error, grpc.aio.AioRpcError):
+        text = error.details()
+    with contextlib.suppress(ValueError):  # some servers wrap their text in JSON
+        found = json.loads(text or "")
+        text = found.get("error", text) if isinstance(found, dict) else text
+    return PATH.sub("…", " ".join(STACK.sub("", str(text or type(error).__name__)).split()))[:500]

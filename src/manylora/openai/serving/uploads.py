@@ -1,0 +1,122 @@
+"""Uploads: adapters that came in requests, as files of a folder of their own, within a limit."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from manylora.openai.api.errors import ApiError
+
+__all__ = ["Uploads"]
+
+logger = logging.getLogger("manylora")
+
+INCOMING = ".incoming"  # a hidden folder: no look at the roots finds what is in it
+SUFFIX = ".safetensors"
+
+
+class Uploads:
+    """Event loop only. max_bytes: of all files together; 0 takes none.
+
+    folder: None makes a temporary one, which goes with `close`; another keeps its files for the next start.
+    """
+
+    def __init__(self, max_bytes: int, folder: Path | None = None) -> None:
+        self._max_bytes, self._temporary = max_bytes, folder is None
+        self.folder: Path | None = None
+        self.num_bytes = 0
+        if max_bytes:
+            try:
+                self.folder = self._open(folder)
+            except OSError as error:  # the rest of the server does not hang on it
+                logger.warning("lora_upload_dir: no adapters in requests: %s", error.strerror)
+
+    def _open(self, given: Path | None) -> Path:
+        folder = given or Path(tempfile.mkdtemp(prefix="manylora-uploads-"))
+        shutil.rmtree(folder / INCOMING, ignore_errors=True)
+        (folder / INCOMING).mkdir(parents=True, exist_ok=True)
+        self.num_bytes = sum(one.stat().st_size for one in folder.rglob(f"*{SUFFIX}"))
+        return folder
+
+    async def receive(self, stream: AsyncIterator[bytes], length: int = 0) -> Path:
+        """The body of a request as a file, for `place` or `drop`. length: as announced, 0: it was not.
+
+        Raises ApiError: 403 when none may be sent, 413 over the limit, 507 where the disk does not take it.
+        """
+        if self.folder is None and self._max_bytes:
+            raise _full()
+        if self.folder is None:
+            reason = "This server takes no adapters in requests: lora_upload_bytes is 0"
+            raise ApiError(403, "not_allowed", reason)
+        self._check(length)
+        try:
+            return await self._write(self.folder, stream)
+        except OSError as error:
+            logger.warning("an adapter in a request cannot be written: %s", error.strerror)
+            raise _full() from error
+
+    async def _write(self, folder: Path, stream: AsyncIterator[bytes]) -> Path:
+        (folder / INCOMING).mkdir(parents=True, exist_ok=True)  # something that tidies up may have been here
+        path = folder / INCOMING / f"{secrets.token_hex(8)}{SUFFIX}"
+        received = 0
+        try:
+            with path.open("xb") as file:
+                async for piece in stream:
+                    self._check(len(piece))
+                    received += len(piece)
+                    self.num_bytes += len(piece)
+                    file.write(piece)
+        except BaseException:
+            self.num_bytes -= received
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            raise
+        return path
+
+    def place(self, path: Path, name: str) -> Path:
+        """Give a received file its adapter's name. Takes the place of an older one. Raises ApiError 507."""
+        target = self._path(name)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            older = target.stat().st_size if target.exists() else 0
+            path.replace(target)
+        except OSError as error:
+            logger.warning("an adapter in a request cannot be kept: %s", error.strerror)
+            raise _full() from error
+        self.num_bytes -= older
+        return target
+
+    def drop(self, path: Path) -> None:
+        """A received file that is of no use."""
+        with contextlib.suppress(OSError):
+            size = path.stat().st_size
+            path.unlink()
+            self.num_bytes -= size
+
+    def discard(self, name: str) -> None:
+        """The file of an adapter, if it came in a request."""
+        if self.folder is not None:
+            self.drop(self._path(name))
+
+    def close(self) -> None:
+        if self._temporary and self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _path(self, name: str) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{name}{SUFFIX}"
+
+    def _check(self, more: int) -> None:
+        left = self._max_bytes - self.num_bytes
+        if more > left:
+            reason = f"Adapters sent in requests may have {left} more bytes: unload one that was sent"
+            raise ApiError(413, "request_too_large", reason)
+
+
+def _full() -> ApiError:
+    return ApiError(507, "storage_full", "The server cannot store adapters at the moment")

@@ -1,0 +1,163 @@
+"""One function for each layout: the tensors of a linear layer to a QuantisedWeight, value for value.
+
+`tensors` has them by the ends of their names; `columns` is K, the inputs of the layer. All raise ConfigError
+naming a tensor that does not fit. Scales keep the dtype they are stored in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from manylora.errors import ConfigError
+from manylora.kernels.quantised import QuantisedWeight
+from manylora.quant.packing import AWQ_ORDER, halves_to_bytes, regroup, unpack
+
+__all__ = ["awq", "built", "gptq", "packed", "scaled"]
+
+FLOAT8 = torch.float8_e4m3fn
+WHOLE = (torch.int8, FLOAT8)  # a value in each byte
+MIDDLE = {4: 8, 8: 128}  # what stands for zero in unsigned values of so many bits
+
+
+def built(tensors: Mapping[str, Tensor], columns: int) -> QuantisedWeight:
+    """What `manylora build` writes: the fields of a QuantisedWeight."""
+    values, scales = tensors["qweight"], tensors["scales"]
+    _check("qweight", values, (len(scales), columns // 2 if values.dtype == torch.uint8 else columns))
+    return QuantisedWeight(values, scales, tensors.get("offsets"), tensors.get("zeros"), tensors.get("order"))
+
+
+def awq(tensors: Mapping[str, Tensor], columns: int) -> QuantisedWeight:
+    """qweight [K, N / 8], qzeros [G, N / 8] int32, scales [G, N]."""
+    scales = tensors["scales"]
+    groups, rows = scales.shape
+    _check("qweight", tensors["qweight"], (columns, rows // 8))
+    _check("qzeros", tensors["qzeros"], (groups, rows // 8))
+    halves = unpack(tensors["qweight"], 4, AWQ_ORDER).T
+    zeros = unpack(tensors["qzeros"], 4, AWQ_ORDER).T
+    table = _even(columns, groups)
+    return _grouped(halves_to_bytes(halves), scales.T, _signed(zeros, 4), table)
+
+
+def gptq(tensors: Mapping[str, Tensor], columns: int, zero_shift: int) -> QuantisedWeight:
+    """qweight [K * bits / 32, N], qzeros [G, N * bits / 32] int32, scales [G, N], g_idx [K] or none.
+
+    A zero point is the stored one plus zero_shift, within its bits: 0 less one is stored as the largest.
+    """
+    scales, words = tensors["scales"], tensors["qweight"]
+    groups, rows = scales.shape
+    bits = 8 if len(words) * 4 == columns else 4
+    _check("qweight", words, (columns * bits // 32, rows))
+    _check("qzeros", tensors["qzeros"], (groups, rows * bits // 32))
+    stored = unpack(tensors["qzeros"], bits).int() + zero_shift
+    zeros = _signed((stored & (2**bits - 1)).to(torch.uint8).T, bits)
+    of_input = tensors["g_idx"] if "g_idx" in tensors else _even(columns, groups)
+    return _from_words(words.T.contiguous(), bits, scales.T, zeros, of_input, columns)
+
+
+def packed(tensors: Mapping[str, Tensor], columns: int) -> QuantisedWeight:
+    """compressed-tensors: weight_packed [N, K * bits / 32] int32, weight_scale [N, G], and perhaps
+    weight_zero_point [N * bits / 32, G] int32 and weight_g_idx [K]."""
+    words, scales = tensors["weight_packed"], _table("weight_scale", tensors["weight_scale"])
+    rows, groups = len(words), scales.shape[1]
+    bits = 8 if words.shape[1] * 4 == columns else 4
+    _check("weight_packed", words, (rows, columns * bits // 32))
+    scales = scales.expand(rows, groups)
+    zeros = None
+    if "weight_zero_point" in tensors:
+        points = tensors["weight_zero_point"]
+        _check("weight_zero_point", points, (-(-rows * bits // 32), groups))
+        zeros = _signed(unpack(points.T.contiguous(), bits)[:, :rows].T, bits)
+    of_input = tensors.get("weight_g_idx")
+    if of_input is None or bool((of_input < 0).all()):  # -1 throughout: no order was made
+        of_input = _even(columns, groups)
+    return _from_words(words, bits, scales, zeros, of_input, columns)
+
+
+def scaled(tensors: Mapping[str, Tensor], columns: int, block: tuple[int, int] | None) -> QuantisedWeight:
+    """weight [N, K] in float8_e4m3fn or int8, and weight_scale or weight_scale_inv, which a value is
+    multiplied with: one, [N, 1], [N, G], or one for each block of outputs and inputs."""
+    weight = tensors["weight"]
+    if weight.dtype not in WHOLE or weight.dim() != 2 or weight.shape[1] != columns:
+        raise ConfigError(
+            f"weight must be float8_e4m3fn or int8 [outputs, {columns}], got {_described(weight)}"
+        )
+    name = "weight_scale" if "weight_scale" in tensors else "weight_scale_inv"
+    scales, rows = _table(name, tensors[name]), len(weight)
+    if block and tuple(scales.shape) == (-(-rows // block[0]), -(-columns // block[1])):
+        scales = scales.repeat_interleave(block[0], 0)[:rows]
+        of_input = torch.arange(columns) // block[1]
+    elif scales.shape[0] in (1, rows):
+        scales = scales.expand(rows, -1)
+        of_input = _even(columns, scales.shape[1])
+    else:
+        raise ConfigError(f"{name} must have a row for each of {rows} outputs, got {_described(scales)}")
+    zeros = tensors.get("weight_zero_point")
+    if zeros is not None:
+        zeros = _table("weight_zero_point", zeros).to(torch.int8).expand(rows, -1)
+    return _grouped(weight, scales, zeros, of_input)
+
+
+def _from_words(
+    words: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, of_input: Tensor, columns: int
+) -> QuantisedWeight:
+    """words [N, K * bits / 32] int32; its bytes are our layout, unless inputs change places."""
+    _check("g_idx", of_input, (columns,))
+    if not 0 <= int(of_input.min()) <= int(of_input.max()) < scales.shape[1]:
+        raise ConfigError(f"g_idx must name groups from 0 to {scales.shape[1] - 1}")
+    order, table = regroup(of_input)
+    if order is None:
+        values = words.contiguous().view(torch.uint8)
+    else:
+        values = unpack(words, bits)[:, order]
+        values = halves_to_bytes(values) if bits == 4 else values
+    if bits == 8:
+        values = (values ^ 128).view(torch.int8)
+    return _with_table(values, scales, zeros, order, table)
+
+
+def _grouped(values: Tensor, scales: Tensor, zeros: Tensor | None, of_input: Tensor) -> QuantisedWeight:
+    order, table = regroup(of_input)
+    assert order is None
+    return _with_table(values, scales, zeros, None, table)
+
+
+def _with_table(
+    values: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None, table: Tensor
+) -> QuantisedWeight:
+    """table: the group of each run of inputs."""
+    if zeros is not None:
+        zeros = zeros[:, table].contiguous() if bool(zeros.any()) else None
+    return QuantisedWeight(values.contiguous(), scales[:, table].contiguous(), None, zeros, order)
+
+
+def _even(columns: int, groups: int) -> Tensor:
+    """The group of each input where groups of one size follow one another."""
+    if groups < 1 or columns % groups:
+        raise ConfigError(f"scales are for {groups} groups of inputs, which {columns} cannot be split into")
+    return torch.arange(columns) // (columns // groups)
+
+
+def _signed(values: Tensor, bits: int) -> Tensor:
+    """Unsigned values less the one that stands for zero."""
+    return (values.to(torch.int16) - MIDDLE[bits]).to(torch.int8)
+
+
+def _table(name: str, scales: Tensor) -> Tensor:
+    """[rows, groups] of scales that may be stored with fewer dimensions."""
+    if scales.dim() < 2:
+        return scales.reshape(-1, 1)
+    if scales.dim() > 2:
+        raise ConfigError(f"{name} must have two dimensions, got {_described(scales)}")
+    return scales
+
+
+def _check(name: str, tensor: Tensor, wanted: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != wanted:
+        raise ConfigError(f"{name} must be {wanted} by config.json, got {_described(tensor)}")
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

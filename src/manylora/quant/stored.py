@@ -1,0 +1,89 @@
+"""StoredWeights: which tensors of a checkpoint hold a quantised weight, and that weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from torch import Tensor
+
+from manylora.errors import ConfigError
+from manylora.kernels.quantised import QuantisedWeight
+from manylora.quant import layouts
+from manylora.quant.checkpoint import CheckpointQuant
+
+__all__ = ["PARTS", "StoredWeights"]
+
+PARTS = ("qweight", "scales", "offsets", "zeros", "order")
+"""The fields of a QuantisedWeight, as they end the names in a built checkpoint."""
+
+# For each method the tensors without which a weight is not quantised, and those it may have.
+TENSORS: dict[str, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {
+    "built": ((("qweight", "scales"), PARTS[2:]),),
+    "awq": ((("qweight", "qzeros", "scales"), ()),),
+    "gptq": ((("qweight", "qzeros", "scales"), ("g_idx",)),),
+    "compressed-tensors": (
+        (("weight_packed", "weight_scale"), ("weight_zero_point", "weight_g_idx", "weight_shape")),
+        (("weight", "weight_scale"), ("weight_zero_point",)),
+    ),
+    "fp8": ((("weight", "weight_scale_inv"), ()), (("weight", "weight_scale"), ())),
+    "fbgemm_fp8": ((("weight", "weight_scale"), ("input_scale_ub",)),),
+}
+KEYS = {"qweight", "weight_packed", "weight_scale", "weight_scale_inv"}  # that plain layers have none of
+UNUSED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale")
+
+
+class StoredWeights:
+    """The quantised weights of one checkpoint. quant: what its config.json says; None: a built directory, or
+    one with plain weights, for which everything here is empty. names: of all its tensors."""
+
+    def __init__(self, quant: CheckpointQuant | None, names: Collection[str]) -> None:
+        self._quant, self._names = quant, names
+        self._method = "built" if quant is None else quant.method
+
+    def parts(self, source: str) -> dict[str, str]:
+        """End of the name -> name, of the tensors that hold the weight `source`; empty when it is there as it
+        is, or not. Raises ConfigError when some are missing."""
+        if not source.endswith("weight"):
+            return {}
+        stem, layouts_known = source.removesuffix("weight"), TENSORS[self._method]
+        for needed, others in layouts_known:
+            if all(stem + end in self._names for end in needed):
+                found = [*needed, *(end for end in others if stem + end in self._names)]
+                return {end: stem + end for end in found}
+        for needed, _ in layouts_known:
+            if any(stem + end in self._names for end in KEYS.intersection(needed)):
+                missing = next(stem + end for end in needed if stem + end not in self._names)
+                raise ConfigError(f"the checkpoint lacks {missing}, which other tensors of the layer need")
+        return {}
+
+    def names(self, source: str) -> set[str]:
+        """The tensors of the checkpoint that make up the weight `source`."""
+        return set(self.parts(source).values()) or {source}
+
+    def is_left_out(self, name: str) -> bool:
+        """Scales of activations, keys and values, which keep the compute dtype here; and spare biases."""
+        return self._quant is not None and (name.endswith(UNUSED) or self.is_spare_bias(name))
+
+    def is_spare_bias(self, name: str) -> bool:
+        """Some writers of GPTQ give every layer a bias; one that the model has no place for is to be zero."""
+        return self._method == "gptq" and name.endswith(".bias") and f"{name[:-4]}qweight" in self._names
+
+    def read(self, source: str, columns: int, read: Callable[[str], Tensor]) -> QuantisedWeight:
+        """The weight `source`, which has `parts`; read: a tensor by its name. Raises ConfigError naming the
+        layer and a tensor that does not fit."""
+        tensors = {end: read(name) for end, name in self.parts(source).items()}
+        try:
+            return self._layout(tensors, columns)
+        except ConfigError as error:
+            raise ConfigError(f"{source.removesuffix('.weight')}: {error}") from error
+
+    def _layout(self, tensors: dict[str, Tensor], columns: int) -> QuantisedWeight:
+        if self._quant is None:
+            return layouts.built(tensors, columns)
+        if self._method == "awq":
+            return layouts.awq(tensors, columns)
+        if self._method == "gptq":
+            return layouts.gptq(tensors, columns, self._quant.zero_shift)
+        if "weight_packed" in tensors:
+            return layouts.packed(tensors, columns)
+        return layouts.scaled(tensors, columns, self._quant.block)

@@ -1,0 +1,1 @@
+"""The process: its threads, memory, compiler and parent. Nothing here knows of models or adapters."""

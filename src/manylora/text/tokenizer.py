@@ -1,0 +1,255 @@
+"""Tokenizer: text to ids and back, without transformers; and the exact text of a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Library
+
+from manylora.errors import ConfigError, RequestError, TextTooLongError
+from manylora.system.allocator import give_back
+from manylora.system.lanes import LONG
+from manylora.text.chat_template import ChatTemplate
+from manylora.text.limits import TextLimits, characters_per_token, longest_text, most_listed
+from manylora.text.stream import ByteStream, TextStream, WindowStream
+from manylora.wire.parameters import value_of
+
+__all__ = ["Tokenizer", "open_tokenizer"]
+
+LARGE = 2**17  # characters, or tokens, whose tables are worth giving back to the system
+CONTEXT = 8  # ids that settle any seam which is not inside a run of byte tokens
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable character that byte-level BPE writes for each byte (GPT-2's table)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    table = {chr(byte): byte for byte in plain}
+    rest = [byte for byte in range(256) if byte not in plain]
+    return table | {chr(256 + i): byte for i, byte in enumerate(rest)}
+
+
+ALPHABET = _byte_alphabet()
+
+
+class Tokenizer:
+    """tokenizer.json and tokenizer_config.json of a Hugging Face directory. Raises ConfigError.
+
+    chat_template: a file to use in place of the directory's own.
+    """
+
+    def __init__(self, directory: Path, chat_template: Path | None = None) -> None:
+        self.directory = Path(directory)
+        path = self.directory / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"tokenizer_dir: {path} does not exist")
+        try:
+            self._library = Library.from_file(str(path))
+            spec = json.loads(path.read_text(encoding="utf-8"))
+            found = spec.get("decoder")
+            decoder = json.dumps(found)
+            self._limits = TextLimits(characters_per_token(spec))
+        except Exception as error:
+            raise ConfigError(f"tokenizer_dir: {path} is not a tokenizer: {error}") from error
+        self._settings = self._read_settings(Path(directory) / "tokenizer_config.json")
+        self._chat = ChatTemplate(Path(directory), self._settings, chat_template)
+        self._byte_level = '"ByteLevel"' in decoder
+        self._only_bytes = isinstance(found, dict) and found.get("type") == "ByteLevel"
+        added = self._library.get_added_tokens_decoder()
+        self._special = {i for i, token in added.items() if token.special}
+        fallback = '"ByteFallback"' in decoder
+        names = [f"<0x{byte:02X}>" for byte in range(256)] if fallback else []
+        self._byte_tokens = {i for i in map(self._library.token_to_id, names) if i is not None}
+        self._bytes: dict[int, bytes] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        return self._library.get_vocab_size()
+
+    @property
+    def eos_id(self) -> int | None:
+        return self._named_id("eos_token")
+
+    @property
+    def pad_id(self) -> int | None:
+        """The padding token, or the end token where there is none."""
+        pad = self._named_id("pad_token")
+        return self.eos_id if pad is None else pad
+
+    @property
+    def decoder_start_id(self) -> int | None:
+        """What the decoder of an encoder-decoder model begins with, whose configuration lies beside the
+        tokenizer; None: there is no such model. generation_config.json decides, where there is one."""
+        settings = [
+            self._read_settings(self.directory / f"{name}.json") for name in ("config", "generation_config")
+        ]
+        if not settings[0].get("is_encoder_decoder"):
+            return None
+        found = [
+            one["decoder_start_token_id"] for one in settings if one.get("decoder_start_token_id") is not None
+        ]
+        return found[-1] if found else self.pad_id
+
+    def check_length(self, length: int, context: int | None, whole: bool = True) -> None:
+        """Raises TextTooLongError for a text of so many characters that is too long for sure.
+
+        context: tokens there is room for; None: it is not known. whole: false where there need not be room
+        for all of it. In both cases a stated number of characters is taken.
+        """
+        self._limits.check(length, context, whole)
+
+    def encode(self, text: str, add_special_tokens: bool = True, context: int | None = None) -> list[int]:
+        """The text's ids. A long text keeps no other thread of Python waiting.
+
+        context: tokens there is room for: a text that has more for sure is not tokenised to its end. What is
+        given may still have more. Raises RequestError.
+        """
+        if context is not None:
+            self.check_length(len(text), context)
+            self._limits.probe(text, context, lambda part: self._encode(part, False, 0)[1])
+        most = None if context is None else most_listed(context)
+        ids, count = self._encode(text, add_special_tokens, most)
+        if most is not None and count > most:
+            raise TextTooLongError(f"The text has {count} tokens: the context has room for {context}")
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        if len(ids) < LONG:
+            return self._library.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self._library.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
+
+    def delta(
+        self, window: Sequence[int], new: Sequence[int], final: bool, skip_special_tokens: bool = True
+    ) -> str:
+        """The text that `new` ids add to a stream whose last ids before them were `window`.
+
+        What may still change is held back until it is settled, or `final`: an unfinished character of
+        byte-level tokens, and a run of byte-fallback tokens, decoded as a whole. The concatenation of
+        all deltas is the decoded text of all ids.
+        """
+        if skip_special_tokens:
+            new = [i for i in new if i not in self._special]
+        window = self._suffix(window, skip_special_tokens)
+        ids = [*window, *new]
+        before = self._stable(window, skip_special_tokens)
+        after = self.decode(ids, skip_special_tokens) if final else self._stable(ids, skip_special_tokens)
+        return after[len(before) :]
+
+    def stream(self, skip_special_tokens: bool = True) -> TextStream:
+        """The text of one output as it grows: as `delta`, for a caller that sees all of its ids."""
+        skipped = self._special if skip_special_tokens else frozenset()
+        if self._only_bytes:
+            return ByteStream(self._bytes_of, skipped)
+        return WindowStream(
+            lambda ids: self._stable(ids, False),
+            lambda ids: self.decode(ids, False),
+            lambda ids: self._suffix(ids, False),
+            skipped,
+            lambda i: bool(self._bytes_of(i)),
+        )
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template shows the model the tools of a request."""
+        return self._chat.takes_tools
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        context: int | None = None,
+    ) -> str:
+        """Messages through the chat template, ready for the assistant's answer. Raises RequestError.
+
+        context: tokens there is room for; None: it is not known.
+        """
+        return self._chat.render(messages, tools, longest_text(context))
+
+    def _encode(self, text: str, special: bool, most: int | None) -> tuple[list[int], int]:
+        """Ids, where there are no more than `most`, and how many there are."""
+        try:
+            if len(text) < LONG:
+                encoded = self._library.encode(text, add_special_tokens=special)
+            else:  # the library lets other threads go on in batches only
+                encoded = self._library.encode_batch_fast([text], add_special_tokens=special)[0]
+        except TypeError:  # the library's word for half of a surrogate pair, which UTF-8 does not have
+            raise RequestError("text must be valid Unicode: it has half of a surrogate pair") from None
+        count = len(encoded)
+        ids = encoded.ids if most is None or count <= most else []
+        if max(len(text), count) >= LARGE:
+            del encoded
+            give_back()
+        return ids, count
+
+    def _suffix(self, window: Sequence[int], skip: bool) -> list[int]:
+        """The last CONTEXT ids, and more until the first is no byte token."""
+        kept: list[int] = []
+        for i in reversed(window):
+            if skip and i in self._special:
+                continue
+            kept.append(i)
+            if len(kept) >= CONTEXT and i not in self._byte_tokens:
+                break
+        return kept[::-1]
+
+    def _stable(self, ids: Sequence[int], skip: bool) -> str:
+        end = len(ids)
+        while end > 0 and ids[end - 1] in self._byte_tokens:
+            end -= 1
+        text = self.decode(ids[:end], skip)
+        if self._byte_level and text.endswith("\ufffd") and self._ends_inside_character(ids[:end]):
+            text = text.removesuffix("\ufffd")
+        return text
+
+    def _ends_inside_character(self, ids: Sequence[int]) -> bool:
+        tail = b"".join(self._bytes_of(i) for i in ids[-4:])[-4:]
+        for length in range(1, min(3, len(tail)) + 1):
+            lead = tail[-length]
+            if lead & 0xC0 == 0x80:
+                continue
+            return _is_unfinished(tail[-length:])
+        return False
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        found = self._bytes.get(token_id)
+        if found is None:
+            token = self._library.id_to_token(token_id) or ""
+            known = all(c in ALPHABET for c in token)
+            found = self._bytes[token_id] = bytes(ALPHABET[c] for c in token) if known else token.encode()
+        return found
+
+    def _named_id(self, key: str) -> int | None:
+        content = self._content(key)
+        return self._library.token_to_id(content) if content else None
+
+    def _content(self, key: str) -> str | None:
+        value = self._settings.get(key)
+        return value.get("content") if isinstance(value, dict) else value
+
+    @staticmethod
+    def _read_settings(path: Path) -> dict[str, Any]:
+        if not path.is_file():
+            return {}
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"tokenizer_dir: {path} is not valid JSON: {error}") from error
+
+
+def open_tokenizer(parameters: Mapping[str, str]) -> Tokenizer:
+    """The tokenizer that a model's parameters name. Raises ConfigError."""
+    directory = value_of(parameters, "tokenizer_dir")
+    if directory is None:
+        raise ConfigError("parameter tokenizer_dir must name the tokenizer's directory")
+    return Tokenizer(Path(directory))
+
+
+def _is_unfinished(tail: bytes) -> bool:
+    """Whether more bytes could make one character of these; decided by the decoder's own rules."""
+    try:
+        tail.decode()
+    except UnicodeDecodeError as error:
+        return error.reason == "unexpected end of data"
+    return False

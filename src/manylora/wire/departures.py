@@ -1,0 +1,69 @@
+"""How the engine's model learns that a client of the ensemble has left.
+
+Triton does not tell it: only steps that start after that are marked as cancelled, and those of a stream are
+postprocessing's. So postprocessing asks for some of its requests, and tells the engine's model the number
+that stands in the response it came from, by a datagram through the launcher's run directory. What gets lost
+is told again with the stream's next tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from manylora.system.lifeline import RUN_DIR
+
+__all__ = ["NUMBER", "Departures", "listen"]
+
+NUMBER = "REQUEST_NUMBER"  # input of postprocessing
+SOCKET = "departures"
+PERIOD_S = 0.005  # asking is a call into the server and back
+
+
+class Departures:
+    """Of postprocessing. Without a launcher nobody listens, and it does nothing."""
+
+    def __init__(self) -> None:
+        self._path = _path()
+        self._asked = 0.0
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+
+    def look(self, requests: Sequence[Any]) -> None:
+        """Asks for one of Triton's requests, unless it did so a moment ago."""
+        now = time.monotonic()
+        if self._path is None or now - self._asked < PERIOD_S:
+            return
+        self._asked = now
+        request = requests[int(now * 1e6) % len(requests)]
+        for tensor in request.inputs():
+            if tensor.name() == NUMBER and request.is_cancelled():
+                with contextlib.suppress(OSError):
+                    self._socket.sendto(b"%d" % tensor.as_numpy().reshape(-1)[0], str(self._path))
+
+
+def listen(left: Callable[[int], None]) -> None:
+    """left: called on a thread with the number of a request whose client has left, sometimes repeatedly."""
+    path = _path()
+    if path is None:
+        return
+    path.unlink(missing_ok=True)
+    receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    receiver.bind(str(path))
+
+    def receive() -> None:
+        while True:
+            left(int(receiver.recv(32)))
+
+    threading.Thread(target=receive, name="manylora-departures", daemon=True).start()
+
+
+def _path() -> Path | None:
+    folder = os.environ.get(RUN_DIR)
+    return Path(folder) / SOCKET if folder else None

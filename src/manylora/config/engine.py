@@ -34,12 +34,15 @@ class LoraCacheConfig:
     prefetch_dir: Path | None = None
     catalog_dir: Path | None = None  # adapters by name, <dir>/<name>/
     allowed_paths: tuple[Path, ...] = ()  # folders beside these two that links in them may lead to
+    disk_cache_dir: Path | None = None  # copies of adapters on disk, by digest; None: no disk level
+    disk_cache_bytes: int = 4 * GIB
 
     def __post_init__(self) -> None:
         _at_least(1, optimal_adapter_size=self.optimal_adapter_size, max_adapter_size=self.max_adapter_size)
         _at_least(
             0,
             host_memory_bytes=self.host_memory_bytes,
+            disk_cache_bytes=self.disk_cache_bytes,
             num_device_module_layer=self.num_device_module_layer,
             num_host_module_layer=self.num_host_module_layer,
         )

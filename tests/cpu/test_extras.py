@@ -53,7 +53,7 @@ from manylora.request import LoraExtra, LoraInput, Request, SamplingParams
 from manylora.testing.parity import Driver, agree, make_kind
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 from manylora.text.tokenizer import Tokenizer
-from manylora.wire.caller import request_tensors
+from manylora.wire.engine_client import request_tensors
 
 EXTRA_KINDS = (
     "bias", "lora_bias", "DoRA + bias", "embedding", "lm_head", "both + DoRA", "modules_to_save",

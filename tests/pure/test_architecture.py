@@ -26,7 +26,7 @@ ORDER = [
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
 # The same inside a package, one list each.
 INSIDE = {
-    "system": ["lifeline", "background", "allocator", "threads", "lanes", "compiler"],
+    "system": ["lifeline", "thread_priority", "allocator", "openmp", "text_threads", "compiler"],
     "kernels": [
         "activations", "quantised", "panels", "extras", "spec", "experts", "moving", "reference",
         "native", "loading", "cpu", "compiled", "cuda", "device",
@@ -34,8 +34,8 @@ INSIDE = {
     "quant": ["config", "checkpoint", "packing", "layouts", "stored"],
     "config": ["engine", "build_record"],
     "wire": [
-        "parameters", "table", "context", "failures", "departures", "binding", "desk", "metrics",
-        "text_stops", "bls", "decode", "encode", "caller",
+        "parameters", "tensor_table", "context_length", "client_errors", "client_disconnects", "shape_guard",
+        "text_worker", "metrics", "stop_words", "bls", "decode", "encode", "engine_client",
     ],
     "text": ["chat_template", "stream", "limits", "tokenizer"],
     "lora": [
@@ -53,8 +53,9 @@ INSIDE = {
         "loop",
     ],
     "launcher": [
-        "roles", "state", "logs", "memory", "processes", "doors", "http_checks", "http_door", "find",
-        "repository", "keeper", "child", "server", "service", "cli",
+        "roles", "state", "logs", "memory_limit", "processes", "management_access", "http_checks",
+        "http_proxy", "installation", "repository", "supervisor", "command_service", "server",
+        "triton_service", "cli",
     ],
     "testing": ["tiny_models", "parity"],
     "llmapi": [
@@ -77,7 +78,7 @@ INSIDE = {
     "openai.page": ["page", "feed"],
 }  # fmt: skip
 NO_TORCH = [
-    "errors", "request", "stats", "system.lifeline", "system.background", "system.lanes",
+    "errors", "request", "stats", "system.lifeline", "system.thread_priority", "system.text_threads",
     "system.compiler", "quant.config", "quant.checkpoint", "config", "wire", "text", "launcher",
     "lora.pages", "lora.modules", "lora.geometry", "lora.bounds", "lora.float8", "lora.tensors",
     "lora.staging", "lora.extras", "lora.slicing", "lora.cache", "cli", "engine.sequence",

@@ -15,7 +15,7 @@ from tritonclient.grpc import model_config_pb2
 
 from manylora.errors import ConfigError
 from manylora.wire.parameters import engine_config
-from manylora.wire.table import MODELS
+from manylora.wire.tensor_table import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 VALUES = {

@@ -17,19 +17,19 @@ import pytest
 
 from manylora.errors import ConfigError
 from manylora.launcher import keeper as keeper_module
-from manylora.launcher.keeper import Keeper, StoppedError
 from manylora.launcher.logs import bound, open_log
-from manylora.launcher.memory import MemoryLimit
+from manylora.launcher.memory_limit import MemoryLimit
 from manylora.launcher.processes import end_marked, is_alive
 from manylora.launcher.roles import SUPERVISOR, Roles
 from manylora.launcher.state import State
+from manylora.launcher.supervisor import Keeper, StoppedError
 from manylora.system.lifeline import RUN_DIR, Report, read_reports
 
 PROGRAM = "import socket, time; s = socket.create_server(('127.0.0.1', {port})); time.sleep(600)"
 KEEP = """
 import logging, sys
-from manylora.launcher.child import Child
-from manylora.launcher.keeper import Keeper
+from manylora.launcher.command_service import Child
+from manylora.launcher.supervisor import Keeper
 from manylora.launcher.roles import Roles
 from manylora.launcher.state import State
 logging.basicConfig(level="INFO")

@@ -10,10 +10,10 @@ import triton_python_backend_utils as pb_utils
 from manylora.errors import ConfigError, RequestError
 from manylora.system.lifeline import Lifeline
 from manylora.text.tokenizer import open_tokenizer
-from manylora.wire.binding import check_shapes
-from manylora.wire.departures import Departures
-from manylora.wire.desk import Desk
+from manylora.wire.client_disconnects import Departures
 from manylora.wire.parameters import flag, parameters_of
+from manylora.wire.shape_guard import check_shapes
+from manylora.wire.text_worker import Desk
 
 MAX_TOKENS = 2**20  # of one request
 SMALL = 64  # bytes of a text that is kept for the next time

@@ -10,10 +10,10 @@ import triton_python_backend_utils as pb_utils
 from manylora.errors import ConfigError, RequestError
 from manylora.system.lifeline import Lifeline
 from manylora.text.tokenizer import open_tokenizer
-from manylora.wire.binding import check_shapes
-from manylora.wire.context import engine_context
-from manylora.wire.desk import Desk
+from manylora.wire.context_length import engine_context
 from manylora.wire.parameters import flag, parameters_of
+from manylora.wire.shape_guard import check_shapes
+from manylora.wire.text_worker import Desk
 
 REFUSED = ("IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES")
 WORDS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")

@@ -21,12 +21,12 @@ from exporter import Exporter
 from manylora.engine.loop import EngineLoop
 from manylora.errors import ConfigError, DrainingError, RequestError
 from manylora.system.lifeline import Lifeline
-from manylora.wire.binding import check_shapes, read_inputs
+from manylora.wire.client_disconnects import listen
+from manylora.wire.client_errors import check_parameters, sentence
 from manylora.wire.decode import decode_requests, is_stop
-from manylora.wire.departures import listen
 from manylora.wire.encode import Reply, merge_waiting
-from manylora.wire.failures import check_parameters, sentence
 from manylora.wire.parameters import engine_config, flag, logits_dtype, milliseconds, parameters_of
+from manylora.wire.shape_guard import check_shapes, read_inputs
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 # Asking whether a request was cancelled is a call into the server and back, and responses wait for it.

@@ -13,11 +13,11 @@ import triton_python_backend_utils as pb_utils
 
 from manylora.errors import ConfigError, RequestError
 from manylora.system.lifeline import Lifeline
-from manylora.wire.binding import check_shapes, read_inputs
 from manylora.wire.bls import TO_ENGINE, TO_PREPROCESSING, check_inputs, items, told_outputs
-from manylora.wire.failures import check_parameters, sentence
+from manylora.wire.client_errors import check_parameters, sentence
 from manylora.wire.parameters import flag, parameters_of, value_of
-from manylora.wire.text_stops import TextStop
+from manylora.wire.shape_guard import check_shapes, read_inputs
+from manylora.wire.stop_words import TextStop
 
 THREADS = 64
 PERIOD_S = 0.1  # after which it is asked again who has left

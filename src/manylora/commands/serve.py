@@ -6,10 +6,10 @@ import sys
 from typing import TYPE_CHECKING
 
 from manylora.errors import ConfigError
-from manylora.launcher.child import Child
-from manylora.launcher.keeper import Keeper
+from manylora.launcher.command_service import Child
 from manylora.launcher.roles import DEPUTIES, Roles
 from manylora.launcher.state import State
+from manylora.launcher.supervisor import Keeper
 
 if TYPE_CHECKING:
     from manylora.openai.options import ServeOptions

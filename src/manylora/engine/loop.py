@@ -22,7 +22,7 @@ from manylora.errors import (
 )
 from manylora.request import Event, FinishReason, Request, Sink
 from manylora.stats import CacheMap, EngineStats
-from manylora.system.background import step_back
+from manylora.system.thread_priority import step_back
 
 __all__ = ["EngineLoop"]
 

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from manylora.errors import ConfigError
-from manylora.launcher.doors import check_own_directory, management_secret, open_doors
-from manylora.launcher.find import find_tritonserver
-from manylora.launcher.keeper import Keeper
+from manylora.launcher.installation import find_tritonserver
 from manylora.launcher.logs import open_log
+from manylora.launcher.management_access import check_own_directory, management_secret, open_doors
 from manylora.launcher.processes import is_child, port_is_free
 from manylora.launcher.repository import check_filled, with_defaults
 from manylora.launcher.roles import DEPUTIES, LAUNCH, SUPERVISOR, Roles
 from manylora.launcher.server import Options, clear
-from manylora.launcher.service import FAILED, TritonService
 from manylora.launcher.state import State, read_state
+from manylora.launcher.supervisor import Keeper
+from manylora.launcher.triton_service import FAILED, TritonService
 
 __all__ = ["main"]
 

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manylora.errors import ConfigError
-from manylora.launcher.doors import http_door_command, management_flags
-from manylora.launcher.find import Installation
-from manylora.launcher.keeper import StoppedError
+from manylora.launcher.installation import Installation
 from manylora.launcher.logs import LOG_BYTES, open_log
-from manylora.launcher.memory import MemoryLimit
+from manylora.launcher.management_access import http_door_command, management_flags
+from manylora.launcher.memory_limit import MemoryLimit
 from manylora.launcher.processes import end_marked, free_port, spawn, stat_of
+from manylora.launcher.supervisor import StoppedError
 from manylora.system.lifeline import DRAIN_FILE, PERIOD_S, RUN_DIR, STARTING_FILE, read_reports
 
 __all__ = ["Options", "Server", "clear"]

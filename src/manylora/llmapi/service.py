@@ -22,7 +22,7 @@ from manylora.llmapi.generation import Generation
 from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter
 from manylora.request import Event, FinishReason, LoraInput
-from manylora.system.background import step_back
+from manylora.system.thread_priority import step_back
 
 __all__ = ["Service"]
 

@@ -14,7 +14,7 @@ from manylora.lora.geometry import Layout
 from manylora.lora.pool import AdapterPool
 from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter
-from manylora.system.background import step_back
+from manylora.system.thread_priority import step_back
 
 __all__ = ["Arrivals"]
 

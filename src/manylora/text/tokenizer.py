@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Library
 
 from manylora.errors import ConfigError, RequestError, TextTooLongError
 from manylora.system.allocator import give_back
-from manylora.system.lanes import LONG
+from manylora.system.text_threads import LONG
 from manylora.text.chat_template import ChatTemplate
 from manylora.text.limits import TextLimits, characters_per_token, longest_text, most_listed
 from manylora.text.stream import ByteStream, TextStream, WindowStream

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from manylora.errors import RequestError
-from manylora.wire.table import ENSEMBLE_OUTPUTS
+from manylora.wire.tensor_table import ENSEMBLE_OUTPUTS
 
 __all__ = ["TO_ENGINE", "TO_PREPROCESSING", "check_inputs", "items", "told_outputs"]
 

@@ -19,7 +19,7 @@ from manylora.request import (
     Retention,
     SamplingParams,
 )
-from manylora.wire.table import REFUSED_INPUTS
+from manylora.wire.tensor_table import REFUSED_INPUTS
 
 __all__ = ["Arrays", "Decoded", "decode_requests", "is_stop", "word_list"]
 

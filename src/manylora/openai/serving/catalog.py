@@ -19,7 +19,7 @@ from manylora.openai.serving.disk import Fingerprint, Found, find_adapters, fing
 from manylora.openai.serving.disk_level import DiskLevel
 from manylora.openai.serving.kept import KeptTensors
 from manylora.openai.serving.reader import AdapterReader, ReadAdapter
-from manylora.system.background import step_back
+from manylora.system.thread_priority import step_back
 
 __all__ = ["AdapterCatalog", "Entry", "Version"]
 

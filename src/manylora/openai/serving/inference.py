@@ -31,7 +31,7 @@ from manylora.openai.serving.keys import ApiKey
 from manylora.openai.serving.mailbox import Signal
 from manylora.openai.serving.replies import DONE, ChatReply, CompletionReply, Reply
 from manylora.openai.serving.transport import EventStream, watch
-from manylora.system.lanes import LONG, Lanes
+from manylora.system.text_threads import LONG, Lanes
 from manylora.text.tokenizer import Tokenizer
 
 __all__ = ["Inference"]

@@ -33,7 +33,7 @@ from manylora.openai.api.errors import ApiError
 from manylora.openai.serving.backend import Wake
 from manylora.request import Event, FinishReason, LoraInput, Request, SamplingParams, Sink
 from manylora.stats import AdapterStats, CacheMap, EngineStats, Resident
-from manylora.wire.caller import AnswerReader, request_tensors
+from manylora.wire.engine_client import AnswerReader, request_tensors
 
 __all__ = ["TritonEngine", "TritonModel"]
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from manylora.errors import RequestError
-from manylora.system.lanes import LONG
 from manylora.system.lifeline import Lifeline
-from manylora.wire.context import engine_context
-from manylora.wire.desk import Desk
-from manylora.wire.failures import check_parameters, sentence
+from manylora.system.text_threads import LONG
+from manylora.wire.client_errors import check_parameters, sentence
+from manylora.wire.context_length import engine_context
+from manylora.wire.text_worker import Desk
 
 
 class Sent:

@@ -1,4 +1,4 @@
-/* Stands between Triton's binding and NumPy's PyArray_NewFromDescr; see binding.py. */
+/* Stands between Triton's binding and NumPy's PyArray_NewFromDescr; see shape_guard.py. */
 #include <stdint.h>
 
 enum { MOST_DIMENSIONS = 16 };

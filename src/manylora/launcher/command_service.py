@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from manylora.errors import ConfigError
-from manylora.launcher.keeper import StoppedError
 from manylora.launcher.processes import end_marked, port_is_free, spawn
+from manylora.launcher.supervisor import StoppedError
 
 __all__ = ["Child"]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from manylora.system.lanes import Lanes
 from manylora.system.lifeline import Lifeline
-from manylora.wire.binding import read_inputs
-from manylora.wire.failures import check_parameters, sentence
+from manylora.system.text_threads import Lanes
+from manylora.wire.client_errors import check_parameters, sentence
+from manylora.wire.shape_guard import read_inputs
 
 __all__ = ["Arrays", "Desk"]
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from manylora.request import Event, FinishReason, Guide, LoraInput, Request, RequestMetrics, SamplingParams
-from manylora.wire.caller import AnswerReader, request_tensors
 from manylora.wire.decode import decode_requests
 from manylora.wire.encode import Reply
-from manylora.wire.table import TENSORRT_LLM
+from manylora.wire.engine_client import AnswerReader, request_tensors
+from manylora.wire.tensor_table import TENSORRT_LLM
 
 FULL = SamplingParams(
     max_tokens=9, end_id=2, temperature=0.5, top_k=7, top_p=0.75, min_p=0.25, seed=2**63 + 1, min_tokens=3,

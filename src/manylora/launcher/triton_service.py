@@ -9,11 +9,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from manylora.launcher.find import Installation
-from manylora.launcher.keeper import StoppedError
+from manylora.launcher.installation import Installation
 from manylora.launcher.logs import bound
 from manylora.launcher.processes import port_is_free
 from manylora.launcher.server import Options, Server, clear
+from manylora.launcher.supervisor import StoppedError
 
 __all__ = ["FAILED", "TritonService"]
 

@@ -86,13 +86,13 @@ def _is_possible(shape: Iterable[int]) -> bool:
 
 
 def _compiled(numpys_own: int | None) -> Any:
-    """The function of binding.c; None without a compiler."""
+    """The function of shape_guard.c; None without a compiler."""
     compiler = find_compiler()
     if compiler is None or os.environ.get("MANYLORA_NATIVE") == "0":
         return None
     try:
         library = ctypes.CDLL(
-            str(build_library(compiler, "binding", [SOURCE], ("-O2", "-fPIC", "-c"), ("-shared",)))
+            str(build_library(compiler, "shape_guard", [SOURCE], ("-O2", "-fPIC", "-c"), ("-shared",)))
         )
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("shapes are checked in Python, which takes longer: %s", error)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from manylora.errors import RequestError
-from manylora.wire import binding
+from manylora.wire import shape_guard
 
 GOOD = [(), (0,), (3,), (1, 2, 3), (1, 0, 2**58), (2**3, 1)]
 IMPOSSIBLE = [
@@ -27,7 +27,7 @@ class Binding:
         self.address = self.address or entry()
 
     def read(self, shape: tuple[int, ...], data: np.ndarray) -> np.ndarray:
-        make = ctypes.PYFUNCTYPE(ctypes.py_object, *binding.NewFromDescr._argtypes_)(self.address)
+        make = ctypes.PYFUNCTYPE(ctypes.py_object, *shape_guard.NewFromDescr._argtypes_)(self.address)
         dtype, sizes = np.dtype(np.int32), (ctypes.c_int64 * len(shape))(*shape)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(dtype))  # the function takes one
         where = ctypes.addressof(sizes)
@@ -35,15 +35,15 @@ class Binding:
 
 
 def entry() -> int:
-    address = binding._numpy_functions() + 8 * binding.NEW_FROM_DESCR
-    return binding.POINTER.from_address(address).value
+    address = shape_guard._numpy_functions() + 8 * shape_guard.NEW_FROM_DESCR
+    return shape_guard.POINTER.from_address(address).value
 
 
 @pytest.mark.parametrize("native", ["1", "0"])
 def test_impossible_shapes_become_stand_ins_and_others_stay(monkeypatch, native: str) -> None:
     monkeypatch.setenv("MANYLORA_NATIVE", native)
     made, before = Binding(), entry()
-    binding.check_shapes(made)
+    shape_guard.check_shapes(made)
     assert made.address != before
     assert entry() == before
     data = np.arange(8, dtype=np.int32)
@@ -52,7 +52,7 @@ def test_impossible_shapes_become_stand_ins_and_others_stay(monkeypatch, native:
         assert array.shape == shape
         assert array.reshape(-1).tolist() == data[: array.size].tolist()
     for shape in IMPOSSIBLE:
-        assert made.read(shape, data).shape == binding.STAND_IN
+        assert made.read(shape, data).shape == shape_guard.STAND_IN
 
 
 def test_the_client_hears_which_input_it_was() -> None:
@@ -66,12 +66,12 @@ def test_the_client_hears_which_input_it_was() -> None:
 
     ids = tensor("input_ids", [1, 2], np.ones((1, 2)))
     wide = tensor("lora_weights", [1, 2, 2], None)
-    read = binding.read_inputs([ids, wide], lambda tensor: np.zeros(tensor.shape()))
+    read = shape_guard.read_inputs([ids, wide], lambda tensor: np.zeros(tensor.shape()))
     assert {name: array.shape for name, array in read.items()} == {
         "input_ids": (1, 2),
         "lora_weights": (1, 2, 2),
     }
-    for array in (np.empty(binding.STAND_IN), None):
+    for array in (np.empty(shape_guard.STAND_IN), None):
         bad = tensor("lora_weights", [1, 2**32, 2**32], array)
         with pytest.raises(RequestError, match="input lora_weights has the impossible shape"):
-            binding.read_inputs([ids, bad], lambda _: pytest.fail("was read"))
+            shape_guard.read_inputs([ids, bad], lambda _: pytest.fail("was read"))

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import httptools
 
-from manylora.launcher.doors import MANAGEMENT_HEADER
 from manylora.launcher.http_checks import MAX_BODY, MAX_JSON, RefusedError, check_json, inflate
+from manylora.launcher.management_access import MANAGEMENT_HEADER
 from manylora.system.allocator import give_back
 
 __all__ = ["Answers", "Client", "Door", "main"]

@@ -48,7 +48,7 @@ def management_flags(secret: str, is_open: bool, given: tuple[str, ...]) -> list
 
 def http_door_command(address: str, port: int, inner_port: int, run_dir: Path, is_open: bool) -> list[str]:
     """Of the process of `http_door`. Its port is `port`, the server's own `inner_port`."""
-    command = [sys.executable, "-m", "manylora.launcher.http_door", f"--address={address}", f"--port={port}"]
+    command = [sys.executable, "-m", "manylora.launcher.http_proxy", f"--address={address}", f"--port={port}"]
     command += [f"--inner-port={inner_port}", f"--secret-file={run_dir / SECRET_FILE}"]
     return [*command, *(["--open"] if is_open else [])]
 

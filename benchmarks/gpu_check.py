@@ -11,8 +11,8 @@ from gpu_world import ALL, EXPERTS, World
 from torch import Tensor
 
 from manylora.kernels.device import Device
-from manylora.kernels.moving import to_device
 from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.transfer import to_device
 from manylora.model.decoder import Decoder
 
 __all__ = ["check"]

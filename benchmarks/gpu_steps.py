@@ -10,8 +10,8 @@ from gpu_clock import Clock
 from gpu_report import Report
 from gpu_world import ALL, QKV, World
 
-from manylora.kernels.moving import to_device
 from manylora.kernels.spec import LoraTarget
+from manylora.kernels.transfer import to_device
 
 __all__ = ["Steps", "ranks_text"]
 

@@ -16,8 +16,8 @@ from manylora.engine.graphs import DecodeGraphs
 from manylora.engine.inputs import StepInputs
 from manylora.engine.trial import try_variants
 from manylora.kernels.device import Device
-from manylora.kernels.moving import to_device
 from manylora.kernels.spec import BatchLimits, LoraBatch, LoraRow, LoraSegment
+from manylora.kernels.transfer import to_device
 from manylora.lora.modules import LoraModule, lora_modules
 from manylora.model.decoder import Decoder
 from manylora.model.plan import checkpoint_plan

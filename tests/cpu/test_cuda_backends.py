@@ -17,9 +17,9 @@ from manylora.kernels.cuda.attention import PagedAttention
 from manylora.kernels.cuda.backends import choose
 from manylora.kernels.cuda.flashinfer import FlashInferAttention
 from manylora.kernels.cuda.tables import plan_attention
-from manylora.kernels.moving import to_device
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch
+from manylora.kernels.transfer import to_device
 
 
 class _Wrong(PagedAttention):

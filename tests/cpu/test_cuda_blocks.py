@@ -24,10 +24,10 @@ from manylora.kernels.cuda.grouped import quantised_rows, weight_table
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.cuda.tables import plan_attention
 from manylora.kernels.device import Device
-from manylora.kernels.moving import to_device
 from manylora.kernels.quantised import quantised_linear
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import LoraBatch
+from manylora.kernels.transfer import to_device
 from manylora.lora.convert import convert_peft
 from manylora.request import LoraInput
 from manylora.testing.tiny_models import make_adapter, make_model

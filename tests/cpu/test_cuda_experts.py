@@ -14,10 +14,10 @@ from manylora.kernels.cuda.grouped import quantised_rows, weight_table
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.cuda.routing import DevicePairs
 from manylora.kernels.experts import pair_up
-from manylora.kernels.moving import to_device
 from manylora.kernels.quantised import QuantisedWeight, quantised_linear
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import LoraBatch
+from manylora.kernels.transfer import to_device
 from manylora.model.quant import quantise
 from manylora.quant.config import QuantConfig
 

@@ -12,9 +12,9 @@ from manylora.kernels.cuda.attention import PagedAttention
 from manylora.kernels.cuda.fp8 import FP8, FP8_MAX, quantise_rows
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.cuda.tables import PagedBatch, plan_attention
-from manylora.kernels.moving import copy_into, to_device
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch, LoraRow, LoraSegment, LoraTarget
+from manylora.kernels.transfer import copy_into, to_device
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IN, WIDTHS = 48, (32, 16, 80)

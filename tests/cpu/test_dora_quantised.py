@@ -29,7 +29,7 @@ from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
 from manylora.lora.normalize import normalize_dora
 from manylora.model.checkpoint import read_model_config
-from manylora.model.held import HeldWeights
+from manylora.model.effective_weights import HeldWeights
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request
 from manylora.request import SamplingParams as EngineParams

@@ -15,9 +15,9 @@ from test_expert_kernels import TARGETS as EXPERT_TARGETS
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.experts import pair_up
-from manylora.kernels.moving import to_device
 from manylora.kernels.reference import FP8, ReferenceOps
 from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment, LoraTarget
+from manylora.kernels.transfer import to_device
 
 IN, WIDTHS = 48, (32, 16, 80)
 # Three parts side by side, and a fused module over the first two of them.

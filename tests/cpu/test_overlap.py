@@ -16,7 +16,7 @@ from test_graphs import CPU, KINDS, NothingWaits, Recorder
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.engine.flight import Flight
-from manylora.kernels import moving
+from manylora.kernels import transfer
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device, open_device
 from manylora.llmapi import LLM
@@ -194,7 +194,7 @@ def test_overlapped_recorded_steps_wait_for_nothing(
     ops = engine._device.ops
     assert isinstance(ops, CudaOps)
     shared |= {engine.adapters.batch.__self__._pool.flat.data_ptr(), ops._places.data_ptr()}
-    launch, copies, pack = engine._runner.launch, [0], moving._pack
+    launch, copies, pack = engine._runner.launch, [0], transfer._pack
 
     def watched(*arguments: Any) -> Flight:
         with NothingWaits():
@@ -204,8 +204,8 @@ def test_overlapped_recorded_steps_wait_for_nothing(
         copies[0] += 1
         return pack(*arguments, **named)
 
-    monkeypatch.setattr(moving, "_is_away", is_away)
-    monkeypatch.setattr(moving, "_pack", packed)
+    monkeypatch.setattr(transfer, "_is_away", is_away)
+    monkeypatch.setattr(transfer, "_pack", packed)
     monkeypatch.setattr(engine._runner, "launch", watched)
     engine._runner.record_decoding(16, warm=False)
     requests = [

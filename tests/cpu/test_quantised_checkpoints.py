@@ -22,10 +22,10 @@ from manylora.kernels.device import open_device
 from manylora.kernels.quantised import PackedInt4, StackedWeight
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
-from manylora.model.tensor_file import TensorFile
+from manylora.model.safetensors_file import TensorFile
 from manylora.model.weights import load_decoder
 from manylora.quant.checkpoint import read_checkpoint_quant
-from manylora.quant.stored import StoredWeights
+from manylora.quant.checkpoint_weights import StoredWeights
 from manylora.testing.parity import Driver, agree
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 

@@ -14,8 +14,8 @@ import torch
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.kernels.device import Arrival, CopyStream, open_device
-from manylora.kernels.moving import copy_into, to_device
 from manylora.kernels.spec import AttentionBatch
+from manylora.kernels.transfer import copy_into, to_device
 from manylora.lora.convert import convert_peft
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.sources import find_source, read_lora

@@ -28,10 +28,10 @@ RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, nam
 INSIDE = {
     "system": ["lifeline", "thread_priority", "allocator", "openmp", "text_threads", "compiler"],
     "kernels": [
-        "activations", "quantised", "panels", "extras", "spec", "experts", "moving", "reference",
+        "activations", "quantised", "panels", "extras", "spec", "experts", "transfer", "reference",
         "native", "loading", "cpu", "compiled", "cuda", "device",
     ],
-    "quant": ["config", "checkpoint", "packing", "layouts", "stored"],
+    "quant": ["config", "checkpoint", "packing", "layouts", "checkpoint_weights"],
     "config": ["engine", "build_record"],
     "wire": [
         "parameters", "tensor_table", "context_length", "client_errors", "client_disconnects", "shape_guard",
@@ -44,8 +44,9 @@ INSIDE = {
         "store", "convert", "convert_nemo", "normalize", "report", "moe_layout",
     ],
     "model": [
-        "families", "tensor_file", "checkpoint", "plan", "batch", "rope", "extras", "layers", "moe",
-        "decoder", "relative", "attend", "encoder_decoder", "quant", "held", "weights", "builder",
+        "families", "safetensors_file", "checkpoint", "plan", "batch", "rope", "extras", "layers", "moe",
+        "decoder", "relative", "attend", "encoder_decoder", "quant", "effective_weights",
+        "weights", "builder",
     ],
     "engine": [
         "sequence", "idle_blocks", "kv_cache", "scheduler", "memory", "guide_trial", "guide", "beam",

@@ -29,7 +29,7 @@ from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter
 from manylora.model.checkpoint import read_model_config
-from manylora.model.held import HeldWeights
+from manylora.model.effective_weights import HeldWeights
 from manylora.model.weights import adapter_dtype, compute_dtype, load_decoder
 from manylora.request import Event, FinishReason, LoraInput, Request
 from manylora.stats import EngineStats

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from manylora.engine.inputs import StepInputs
 from manylora.kernels.device import Capture
-from manylora.kernels.moving import copy_into, to_device
 from manylora.kernels.spec import BatchLimits, Ops
+from manylora.kernels.transfer import copy_into, to_device
 from manylora.model.batch import ForwardBatch
 
 __all__ = ["DecodeGraphs", "buckets_for", "width_class"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from manylora.kernels.moving import upload
 from manylora.kernels.spec import AttentionBatch, LoraBatch, Ops
+from manylora.kernels.transfer import upload
 from manylora.model.batch import ForwardBatch
 
 __all__ = ["Pending", "StepInputs"]

@@ -20,8 +20,8 @@ from manylora.engine.scheduler import Chunk, Step
 from manylora.engine.sequence import PENDING, Sequence
 from manylora.engine.trial import try_variants
 from manylora.kernels.device import Device
-from manylora.kernels.moving import to_device, upload
 from manylora.kernels.spec import BatchLimits, LoraBatch
+from manylora.kernels.transfer import to_device, upload
 from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from manylora.engine.sequence import Sequence
-from manylora.kernels.moving import upload
+from manylora.kernels.transfer import upload
 from manylora.request import SamplingParams
 
 __all__ = ["NOT_FINITE", "Row", "adjust", "sample", "uniform"]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from manylora.engine.inputs import StepInputs
-from manylora.kernels.moving import to_device
 from manylora.kernels.spec import BatchLimits, LoraBatch, LoraRow, LoraSegment, Ops
+from manylora.kernels.transfer import to_device
 from manylora.lora.modules import LoraModule
 from manylora.model.decoder import Decoder
 

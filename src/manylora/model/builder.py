@@ -22,8 +22,8 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.plan import Part, checkpoint_plan
 from manylora.model.quant import chosen, is_linear, quantise
 from manylora.model.weights import check_names, open_checkpoint, read_whole
+from manylora.quant.checkpoint_weights import PARTS
 from manylora.quant.config import QuantConfig
-from manylora.quant.stored import PARTS
 
 __all__ = ["BuildPlan", "Built", "build"]
 

@@ -18,9 +18,9 @@ from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.plan import Part, Piece, checkpoint_plan, unused_names
 from manylora.model.quant import check_asked, chosen, quantise, stacked
-from manylora.model.tensor_file import StoredTensor, TensorFile
+from manylora.model.safetensors_file import StoredTensor, TensorFile
+from manylora.quant.checkpoint_weights import StoredWeights
 from manylora.quant.config import QuantConfig
-from manylora.quant.stored import StoredWeights
 
 __all__ = [
     "adapter_dtype", "check_names", "compute_dtype", "load_decoder", "open_checkpoint", "read_whole",

@@ -193,7 +193,7 @@ def _base_there(model_dir: Path, model: ModelConfig, parameters: Mapping[str, st
     quant = quant_config(parameters)
     if quant is None:
         return BaseWeights(model_dir)  # torch is not loaded before a magnitude is read
-    from manylora.model.held import HeldWeights
+    from manylora.model.effective_weights import HeldWeights
 
     return BaseWeights(model_dir, HeldWeights(model, quant))
 

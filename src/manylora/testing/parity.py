@@ -33,9 +33,9 @@ from manylora.lora.modules import lora_modules
 from manylora.model.batch import ForwardBatch
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
+from manylora.model.effective_weights import HeldWeights
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.families import FAMILIES as ARCHITECTURES
-from manylora.model.held import HeldWeights
 from manylora.model.weights import load_decoder
 from manylora.quant.config import SERVED, QuantConfig
 from manylora.request import LoraExtra, LoraInput

@@ -14,9 +14,9 @@ from manylora.kernels.cuda.attention import PagedAttention
 from manylora.kernels.cuda.blocks import BlockChooser
 from manylora.kernels.cuda.flashinfer import FlashInferAttention
 from manylora.kernels.cuda.tables import PagedBatch, plan_attention
-from manylora.kernels.moving import to_device
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, BatchLimits
+from manylora.kernels.transfer import to_device
 
 __all__ = ["AttentionBackend", "choose"]
 

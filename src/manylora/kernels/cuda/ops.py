@@ -16,7 +16,6 @@ from manylora.kernels.cuda.grouped import WeightTable, grouped_linear, weight_ta
 from manylora.kernels.cuda.plan import MODULES, PLACE, Places, plan_lora
 from manylora.kernels.cuda.quantised import KERNELS, QuantisedLinears, Widened
 from manylora.kernels.cuda.tables import MIN_SPLIT_KEYS, PagedBatch, PlannedLora, plan_attention
-from manylora.kernels.moving import upload
 from manylora.kernels.quantised import PackedInt4, QuantisedWeight, StackedWeight
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import (
@@ -28,6 +27,7 @@ from manylora.kernels.spec import (
     Rotary,
     Weight,
 )
+from manylora.kernels.transfer import upload
 
 __all__ = ["CudaOps"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from manylora.kernels.quantised import QuantisedWeight
-from manylora.quant.stored import StoredWeights
+from manylora.quant.checkpoint_weights import StoredWeights
 
 __all__ = ["BaseMatrix", "Hold"]
 

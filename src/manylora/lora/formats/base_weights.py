@@ -21,7 +21,7 @@ from manylora.quant.checkpoint import checkpoint_quant
 
 if TYPE_CHECKING:  # torch only when something is read
     from manylora.lora.formats.base_matrix import BaseMatrix, Hold
-    from manylora.quant.stored import StoredWeights
+    from manylora.quant.checkpoint_weights import StoredWeights
 
 __all__ = ["BaseReader", "BaseWeights"]
 
@@ -166,7 +166,7 @@ class BaseReader:
     def _matrix(self, name: str, columns: int, transposed: bool = False) -> BaseMatrix:
         """name: one that `find` found."""
         from manylora.lora.formats.base_matrix import BaseMatrix
-        from manylora.quant.stored import StoredWeights
+        from manylora.quant.checkpoint_weights import StoredWeights
 
         files = self._all()
         try:

@@ -22,12 +22,12 @@ from manylora.openai.api.params import Limits, plan
 from manylora.openai.api.schema import CompletionRequest
 from manylora.openai.options import parse_options
 from manylora.openai.serving.disk_level import DiskLevel
+from manylora.openai.serving.event_queue import Mailbox, Signal
 from manylora.openai.serving.fairness import FairQueue
 from manylora.openai.serving.generation import Generation
 from manylora.openai.serving.keys import ApiKey, Keyring
-from manylora.openai.serving.mailbox import Mailbox, Signal
 from manylora.openai.serving.reader import ReadAdapter
-from manylora.openai.serving.replies import ChatReply, CompletionReply, Reply
+from manylora.openai.serving.responses import ChatReply, CompletionReply, Reply
 from manylora.request import Event
 from manylora.text.tokenizer import Tokenizer
 

@@ -25,7 +25,7 @@ from manylora.errors import ConfigError
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.schema import MAX_VALUES, ChatRequest, CompletionRequest, parse
 from manylora.openai.serving import catalog, disk_level
-from manylora.openai.serving.hosts import HostCheck
+from manylora.openai.serving.host_check import HostCheck
 from manylora.openai.serving.logs import Fold, PlainFormatter
 
 LOAD = {"lora_name": "mine", "lora_path": "chinese", "load_inplace": True}

@@ -64,19 +64,19 @@ INSIDE = {
         "adapters", "generation", "sizing", "service", "llm", "options",
     ],
     "bench": [
-        "datasets", "popularity", "prepare", "load", "options", "report", "ideal", "sections", "plots",
-        "local", "remote", "endpoint", "openai_endpoint", "sides", "run",
+        "datasets", "popularity", "prepare", "load", "options", "report", "memory_traffic",
+        "report_text", "plots", "local", "remote", "triton_endpoint", "openai_endpoint", "system", "run",
     ],
     "openai": ["api", "serving", "page", "app", "options", "server"],
     "openai.api": [
-        "errors", "names", "schema", "messages", "choosing", "tools", "params", "logprobs", "openapi",
+        "errors", "names", "schema", "messages", "adapter_choice", "tools", "params", "logprobs", "openapi",
     ],
     "openai.serving": [
-        "logs", "connections", "hosts", "protocol", "mailbox", "generation", "disk", "reader",
-        "disk_level", "kept", "catalog", "fairness", "history", "backend", "keys", "replies",
+        "logs", "connections", "host_check", "protocol", "event_queue", "generation", "disk", "reader",
+        "disk_level", "kept", "catalog", "fairness", "history", "backend", "keys", "responses",
         "transport", "inference", "metrics", "models", "uploads", "in_process", "triton",
     ],
-    "openai.page": ["page", "feed"],
+    "openai.page": ["page", "cache_status"],
 }  # fmt: skip
 NO_TORCH = [
     "errors", "request", "stats", "system.lifeline", "system.thread_priority", "system.text_threads",

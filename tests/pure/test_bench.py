@@ -17,12 +17,12 @@ import pytest
 
 from manylora import LoRARequest
 from manylora.bench.datasets import BenchRequest, adapters_of, read_dataset, to_line, with_adapters
-from manylora.bench.ideal import Traffic, mean_traffic
 from manylora.bench.load import Answer, Record, poisson_arrivals, run_load
+from manylora.bench.memory_traffic import Traffic, mean_traffic
 from manylora.bench.popularity import POPULARITIES, spread
 from manylora.bench.prepare import normal_lengths, random_requests, uniform_lengths
 from manylora.bench.report import dataset_details, measure, percentiles, tier_figures
-from manylora.bench.sections import render
+from manylora.bench.report_text import render
 from manylora.cli import COMMANDS, main
 from manylora.errors import ConfigError
 from manylora.llmapi.options import llm_arguments, read_options

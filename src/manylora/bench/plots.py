@@ -12,7 +12,7 @@ from typing import Any
 
 from manylora.bench.load import Record, Sample
 from manylora.bench.report import TIERS
-from manylora.bench.sections import render
+from manylora.bench.report_text import render
 from manylora.errors import ConfigError
 
 __all__ = ["check_plot", "write_plot"]

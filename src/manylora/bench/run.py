@@ -17,7 +17,7 @@ from manylora.bench.load import Record, Sample, run_load
 from manylora.bench.options import BenchOptions
 from manylora.bench.popularity import spread
 from manylora.bench.report import Performance, dataset_details, measure, tier_figures
-from manylora.bench.sides import Side, open_side
+from manylora.bench.system import Side, open_side
 from manylora.errors import ConfigError
 from manylora.llmapi.lora import LoRARequest
 from manylora.stats import AdapterStats

@@ -18,8 +18,8 @@ from manylora.bench.load import Record, Sample
 from manylora.bench.options import BenchOptions
 from manylora.bench.plots import check_plot, write_plot
 from manylora.bench.popularity import POPULARITIES
+from manylora.bench.report_text import render
 from manylora.bench.run import Outcome, run_bench
-from manylora.bench.sections import render
 from manylora.commands import prepare_dataset
 from manylora.errors import ConfigError
 from manylora.llmapi.llm_args import KvCacheConfig

@@ -30,11 +30,11 @@ from manylora.openai.api.schema import (
     UnloadRequest,
     parse,
 )
-from manylora.openai.page.feed import Feed
+from manylora.openai.page.cache_status import Feed
 from manylora.openai.page.page import page_file
 from manylora.openai.serving.backend import Backend
 from manylora.openai.serving.catalog import Entry
-from manylora.openai.serving.hosts import HostCheck
+from manylora.openai.serving.host_check import HostCheck
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey, Keyring
 from manylora.openai.serving.metrics import CONTENT_TYPE, Metrics

@@ -35,7 +35,7 @@ from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.openai.serving.connections import AT_ONCE, Clients, listen, raise_open_files
 from manylora.openai.serving.disk_level import DiskLevel
 from manylora.openai.serving.fairness import FairQueue
-from manylora.openai.serving.hosts import HostCheck
+from manylora.openai.serving.host_check import HostCheck
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import Keyring
 from manylora.openai.serving.metrics import Metrics

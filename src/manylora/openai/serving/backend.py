@@ -14,10 +14,10 @@ from typing import Protocol
 from manylora.errors import AdapterNotCachedError
 from manylora.openai.api.errors import ApiError, as_api_error
 from manylora.openai.serving.catalog import AdapterCatalog, Version
+from manylora.openai.serving.event_queue import Mailbox
 from manylora.openai.serving.fairness import FairQueue
 from manylora.openai.serving.generation import Generation
 from manylora.openai.serving.history import History
-from manylora.openai.serving.mailbox import Mailbox
 from manylora.request import Event, LoraInput, Request, Sink
 from manylora.stats import CacheMap, EngineStats, Resident
 

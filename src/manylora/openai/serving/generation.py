@@ -11,7 +11,7 @@ from manylora.llmapi.continuation import Continuation
 from manylora.llmapi.outputs import CompletionOutput
 from manylora.openai.api.logprobs import TokenLogprob, from_logits
 from manylora.openai.api.params import Plan
-from manylora.openai.serving.mailbox import Signal
+from manylora.openai.serving.event_queue import Signal
 from manylora.request import Event, FinishReason, LoraInput, Request, RequestMetrics
 from manylora.text.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from manylora.config.engine import ModelConfig
 from manylora.errors import RequestError, TextTooLongError
-from manylora.openai.api.choosing import choose
+from manylora.openai.api.adapter_choice import choose
 from manylora.openai.api.errors import ApiError, as_api_error
 from manylora.openai.api.messages import num_characters, rendered
 from manylora.openai.api.params import Limits, Shared, plan, shared_of
@@ -26,10 +26,10 @@ from manylora.openai.api.schema import (
 )
 from manylora.openai.api.tools import ToolUse, tool_use
 from manylora.openai.serving.backend import Backend, Call
+from manylora.openai.serving.event_queue import Signal
 from manylora.openai.serving.generation import Generation
 from manylora.openai.serving.keys import ApiKey
-from manylora.openai.serving.mailbox import Signal
-from manylora.openai.serving.replies import DONE, ChatReply, CompletionReply, Reply
+from manylora.openai.serving.responses import DONE, ChatReply, CompletionReply, Reply
 from manylora.openai.serving.transport import EventStream, watch
 from manylora.system.text_threads import LONG, Lanes
 from manylora.text.tokenizer import Tokenizer

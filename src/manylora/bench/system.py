@@ -68,7 +68,7 @@ class _InProcess(Side):
         return self._llm.stats().adapters
 
     def ideal(self, requests: Sequence[BenchRequest], samples: Sequence[Sample]) -> dict[str, Any]:
-        from manylora.bench.ideal import adapter_bytes, mean_traffic
+        from manylora.bench.memory_traffic import adapter_bytes, mean_traffic
 
         adapters, element_bytes = adapters_of(requests), self._about["element_bytes"]
         traffic = mean_traffic(samples, adapter_bytes(adapters, self._model_dir, element_bytes))
@@ -88,8 +88,8 @@ class _InProcess(Side):
 
 class _Server(Side):
     def __init__(self, options: BenchOptions, stack: ExitStack) -> None:
-        from manylora.bench.endpoint import EndpointTarget
         from manylora.bench.openai_endpoint import OpenAiTarget
+        from manylora.bench.triton_endpoint import EndpointTarget
         from manylora.text.tokenizer import Tokenizer
 
         assert options.endpoint is not None

@@ -22,9 +22,9 @@ from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError, RequestError
 from manylora.llmapi import LLM, KvCacheConfig, LoraConfig, LoRARequest
 from manylora.llmapi import SamplingParams as ApiParams
-from manylora.lora.catalog import read_adapter_folder
 from manylora.lora.convert import convert_peft
 from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.modules import lora_modules
 from manylora.lora.tensors import adapter_from_tensors
 from manylora.model.checkpoint import read_model_config

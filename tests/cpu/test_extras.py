@@ -27,12 +27,12 @@ from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device, open_device
 from manylora.llmapi import LLM, LoraConfig, LoRARequest
 from manylora.llmapi import SamplingParams as Sampling
-from manylora.lora.catalog import read_adapter_folder
 from manylora.lora.extras import with_extras
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft import read_peft_whole
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.geometry import CacheGeometry, Layout
+from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.modules import lora_modules
 from manylora.lora.normalize import normalize_dora
 from manylora.lora.pool import AdapterPool

@@ -21,11 +21,11 @@ from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError
 from manylora.llmapi import LLM, LoRARequest
 from manylora.llmapi import SamplingParams as LlmParams
-from manylora.lora.catalog import read_adapter_folder
 from manylora.lora.convert import convert_source
 from manylora.lora.float8 import FLOAT8, widen_float8
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.sources import find_source, read_lora
+from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.modules import lora_modules
 from manylora.lora.report import BaseModel, inspect_adapter
 from manylora.lora.store import AdapterStore

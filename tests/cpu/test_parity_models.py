@@ -21,8 +21,8 @@ from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import open_device
 from manylora.kernels.reference import ReferenceOps
-from manylora.lora.catalog import read_adapter_folder
 from manylora.lora.convert import main as hf_lora_convert
+from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.normalize import normalize_dora
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder

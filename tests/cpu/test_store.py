@@ -18,11 +18,12 @@ from safetensors.numpy import save_file
 from manylora.config.engine import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterInvalidError, AdapterNotCachedError
 from manylora.kernels import loading
-from manylora.lora import files, staging, tensors
+from manylora.lora import staging, tensors
 from manylora.lora.formats import peft
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.peft import read_peft, read_peft_whole
 from manylora.lora.formats.tensor_files import decode, read_safetensors
+from manylora.lora.library import reader
 from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.lora.tensors import BFLOAT16, narrow_to_bfloat16
 from manylora.model.checkpoint import read_model_config
@@ -191,7 +192,7 @@ def test_an_unreadable_prefetch_directory_is_a_warning(
 def test_task_ids_that_never_come_back_are_forgotten(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manylora.lora.catalog.PRUNE", 8)
+    monkeypatch.setattr("manylora.lora.library.library.PRUNE", 8)
     store = open_store(model, 2, 2)
     for task_id in range(200):
         store.release(take(store, adapter(task_id)))
@@ -336,13 +337,13 @@ def test_an_unchanged_folder_is_not_digested_again(
     model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A changed one is, also when its size and time are as before."""
-    monkeypatch.setattr(files, "SETTLED_NS", 5 * 10**7)
+    monkeypatch.setattr(reader, "SETTLED_NS", 5 * 10**7)
     digested = []
     plain = tensors._digest
     monkeypatch.setattr(tensors, "_digest", lambda *parts: digested.append(1) or plain(*parts))
     write_peft(tmp_path / "1", 1)
     write_peft(tmp_path / "2", 2)
-    time.sleep(2 * files.SETTLED_NS / 1e9)
+    time.sleep(2 * reader.SETTLED_NS / 1e9)
     store = open_store(model, 1, 1, prefetch_dir=tmp_path)
     digests = {}
     for task_id in (1, 2, 1, 2, 1):
@@ -364,22 +365,22 @@ def test_a_folder_that_changes_while_it_is_read_is_known_by_what_was_read(
     model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not by the digest that its files had when the reading began. float16: not read straight into pages."""
-    monkeypatch.setattr(files, "SETTLED_NS", 5 * 10**7)
+    monkeypatch.setattr(reader, "SETTLED_NS", 5 * 10**7)
     for name in ("1", "2"):
         write_peft(tmp_path / name, int(name), np.float16)
-    time.sleep(2 * files.SETTLED_NS / 1e9)
+    time.sleep(2 * reader.SETTLED_NS / 1e9)
     store = open_store(model, 1, 1, prefetch_dir=tmp_path)
     before = take(store, LoraInput(1))
     store.release(before)
     store.release(take(store, LoraInput(2)))
     written(store)
-    plain = files.read_whole
+    plain = reader.read_whole
 
     def change_and_read(*what: object, **how: object) -> object:
         write_peft(tmp_path / "1", 3)
         return plain(*what, **how)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(files, "read_whole", change_and_read)
+    monkeypatch.setattr(reader, "read_whole", change_and_read)
     changed = take(store, LoraInput(1))
     assert changed.digest != before.digest
     write_peft(tmp_path / "new", 3)
@@ -410,7 +411,7 @@ def test_pages_of_bfloat16_hold_what_those_of_float32_hold_under_the_same_digest
 ) -> None:
     """Also when it is read again and when several threads read. Rows that are not read straight into pages
     are narrowed as they are read."""
-    monkeypatch.setattr(files, "SETTLED_NS", 5 * 10**7)
+    monkeypatch.setattr(reader, "SETTLED_NS", 5 * 10**7)
     monkeypatch.setattr(peft, "NARROWED", 0)
     if large:
         monkeypatch.setattr(loading, "SMALL", 0)
@@ -419,7 +420,7 @@ def test_pages_of_bfloat16_hold_what_those_of_float32_hold_under_the_same_digest
         monkeypatch.setattr(staging, "LEAST", 0)
     for name in ("1", "2"):
         write_peft(tmp_path / name, int(name), kind)
-    time.sleep(2 * files.SETTLED_NS / 1e9)
+    time.sleep(2 * reader.SETTLED_NS / 1e9)
     wide = open_store(model, 1, 1, prefetch_dir=tmp_path)
     narrow = open_store(model, 1, 1, torch.bfloat16, prefetch_dir=tmp_path)
     kinds = set()

@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from manylora import cli
-from manylora.lora.catalog import read_adapter_folder
 from manylora.lora.convert import main as hf_lora_convert
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.npy import read_npy
+from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.tensors import widen_bfloat16
 from manylora.testing.tiny_models import make_adapter, make_model
 

@@ -40,9 +40,10 @@ INSIDE = {
     "text": ["chat_template", "stream", "limits", "tokenizer"],
     "lora": [
         "pages", "modules", "expert_rules", "geometry", "bounds", "float8", "tensors", "stored",
-        "staging", "extras", "slicing", "formats", "cache", "pool", "files", "catalog", "arrivals",
+        "staging", "extras", "slicing", "formats", "cache", "pool", "library", "arrivals",
         "store", "convert", "convert_nemo", "normalize", "report", "moe_layout",
     ],
+    "lora.library": ["reader", "library"],
     "model": [
         "families", "safetensors_file", "checkpoint", "plan", "batch", "rope", "extras", "layers", "moe",
         "decoder", "relative", "attend", "encoder_decoder", "quant", "effective_weights",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from manylora.lora.catalog import MAX_IDS, PRUNE, Catalog
+from manylora.lora.library.library import MAX_IDS, PRUNE, Catalog
 
 
 @pytest.fixture

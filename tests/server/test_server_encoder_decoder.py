@@ -13,7 +13,7 @@ import pytest
 from conftest import Running, fill_repo, new_server
 from test_server import ask, inputs, new_ids
 
-from manylora.lora.catalog import read_adapter_folder
+from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate

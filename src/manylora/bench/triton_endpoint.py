@@ -15,7 +15,7 @@ from manylora.bench.datasets import BenchRequest
 from manylora.bench.load import Answer
 from manylora.bench.remote import ANSWER_TIMEOUT_S, RemoteTarget
 from manylora.errors import ConfigError, RequestError
-from manylora.lora.catalog import read_adapter_folder
+from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.tensors import is_bfloat16, narrow_to_bfloat16, widen_bfloat16
 
 __all__ = ["EndpointTarget"]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from manylora.errors import AdapterError, AdapterInvalidError, AdapterNotCachedError
 from manylora.llmapi.lora import LoRARequest
-from manylora.lora.files import AdapterFiles
 from manylora.lora.formats.sources import find_source
+from manylora.lora.library.reader import AdapterFiles
 from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter
 

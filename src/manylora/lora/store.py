@@ -25,12 +25,12 @@ from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment
 from manylora.lora.arrivals import Arrivals
 from manylora.lora.bounds import Bounds
 from manylora.lora.cache import AdapterCache
-from manylora.lora.catalog import Catalog
 from manylora.lora.expert_rules import beside_experts
 from manylora.lora.extras import check_extras, with_extras
-from manylora.lora.files import AdapterFiles
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.geometry import CachePlan, Layout, plan_cache
+from manylora.lora.library.library import Catalog
+from manylora.lora.library.reader import AdapterFiles
 from manylora.lora.modules import LoraModule, lora_modules
 from manylora.lora.pool import AdapterPool
 from manylora.lora.stored import StoredAdapter

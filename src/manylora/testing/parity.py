@@ -23,12 +23,12 @@ from manylora.errors import ManyloraError
 from manylora.kernels.device import open_device
 from manylora.kernels.extras import Extra, ExtraSegment
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraSegment
-from manylora.lora.catalog import read_adapter_folder
 from manylora.lora.convert_nemo import write_runtime_tensors
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.llgtrt import write_llgtrt
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.sources import find_source, read_lora
+from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.modules import lora_modules
 from manylora.model.batch import ForwardBatch
 from manylora.model.checkpoint import read_model_config

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import numpy as np
 
 from manylora.errors import (
     AdapterError,
@@ -17,15 +15,13 @@ from manylora.errors import (
     ConfigError,
     printable,
 )
-from manylora.lora.files import AdapterFiles
-from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.opened import is_folder
-from manylora.lora.formats.sources import find_source, read_source
-from manylora.lora.modules import LoraModule
+from manylora.lora.formats.sources import find_source
+from manylora.lora.library.reader import AdapterFiles
 from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter
 
-__all__ = ["Catalog", "read_adapter_folder"]
+__all__ = ["Catalog"]
 
 logger = logging.getLogger("manylora")
 
@@ -186,10 +182,3 @@ class Catalog:
         with self._lock:
             self._sources.setdefault(adapter.digest, (task_id, folder))
         return adapter
-
-
-def read_adapter_folder(
-    folder: Path, base: BaseWeights | None = None, modules: Mapping[int, LoraModule] | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Weights [1, rows, W] and config [1, rows, 3 or 4] of a folder, told apart by its content."""
-    return read_source(find_source(folder), modules=modules, base=base)

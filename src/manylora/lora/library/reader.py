@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from manylora.errors import AdapterChangedError, AdapterInvalidError
 from manylora.kernels.loading import can_read
 from manylora.lora.bounds import ANY_MODEL, Bounds
@@ -22,7 +24,7 @@ from manylora.lora.stored import StoredAdapter, StoredRows
 from manylora.lora.tensors import Adapter, AdapterRow
 from manylora.request import LoraExtra, LoraInput
 
-__all__ = ["AdapterFiles", "Check", "CheckRows"]
+__all__ = ["AdapterFiles", "Check", "CheckRows", "read_adapter_folder"]
 
 Check = Callable[[LoraInput], Adapter]
 CheckRows = Callable[[list[AdapterRow], list[LoraExtra], str | None], Adapter]
@@ -109,6 +111,13 @@ class AdapterFiles:
         """Of a source that was read before."""
         found = find_rows(source, self._modules, self._bounds)
         return found if found is not None and can_read(self._pages, found.dtype) else None
+
+
+def read_adapter_folder(
+    folder: Path, base: BaseWeights | None = None, modules: Mapping[int, LoraModule] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Weights [1, rows, W] and config [1, rows, 3 or 4] of a folder, told apart by its content."""
+    return read_source(find_source(folder), modules=modules, base=base)
 
 
 @contextmanager

@@ -1,0 +1,111 @@
+"""Protects the documents: links lead somewhere, and the commands and flags that they show exist."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from manylora import cli
+from manylora.launcher.cli import main as launch
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/*/*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+LINK = re.compile(r'\]\(([^()\s]+)\)|<img src="([^"]+)"')
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+FLAG = re.compile(r"--[a-z][a-z0-9_-]*")
+MAKE = re.compile(r"(?:`|^ {4})make ([a-z][a-z-]*)", re.MULTILINE)
+LAUNCHER = "launch_triton_server.py"
+DATASET = ["prepare-dataset --help", "prepare-dataset --tokenizer x token-norm-dist --help"]
+PAGE_OF_COMMAND = {"docs/openai_server.md": "serve", "docs/build.md": "build", "docs/bench.md": "bench"}
+FOREIGN = {
+    "--data-binary", "--lora-modules", "--max_input_len", "--to", "--lora_dir", "--rounds", "--world_size",
+    "--model_repo",
+}  # fmt: skip
+"""Flags of other programs that the pages of PAGE_OF_COMMAND name."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_to_files_and_headings(name: str) -> None:
+    page = ROOT / name
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    for match in LINK.finditer(text):
+        target = match[1] or match[2]
+        if target.startswith(("http:", "https:", "mailto:")):
+            continue
+        path, _, heading = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), f"{name} links to {target}, which is not there"
+        if heading and file.suffix == ".md":
+            assert heading in headings(file), f"{name} links to {target}, a heading that is not there"
+
+
+def test_every_page_of_the_docs_is_linked_from_the_readme() -> None:
+    linked = {
+        match[1] for match in LINK.finditer((ROOT / "README.md").read_text(encoding="utf-8")) if match[1]
+    }
+    pages = {str(page.relative_to(ROOT)) for page in ROOT.glob("docs/*.md")}
+    assert pages <= {target.partition("#")[0] for target in linked}
+
+
+def test_the_make_targets_of_the_documents_exist() -> None:
+    targets = set(
+        re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    named = {target for page in PAGES for target in MAKE.findall(page.read_text(encoding="utf-8"))}
+    assert {"demo", "test", "check"} <= named
+    assert named <= targets
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_flags_of_our_commands_exist(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for command, flags in commands(text):
+        assert flags <= flags_of(command), f"{name}: {command} has no {sorted(flags - flags_of(command))}"
+    if command := PAGE_OF_COMMAND.get(name):
+        unknown = set(FLAG.findall(text)) - flags_of(command) - FOREIGN
+        assert not unknown, f"{name}: {command} has no {sorted(unknown)}"
+
+
+def headings(page: Path) -> set[str]:
+    """Anchors of a page, as GitHub makes them."""
+    lines = FENCE.sub("", page.read_text(encoding="utf-8")).splitlines()
+    titles = [line.lstrip("#").strip().lower() for line in lines if re.match(r"#+ ", line)]
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
+
+
+def commands(text: str) -> list[tuple[str, set[str]]]:
+    """Lines of code and code spans that call one of our commands, with the flags that they give it."""
+    lines = re.sub(r"\\\n\s*", " ", text).splitlines()
+    code = [line for line in lines if line.startswith("    ")] + re.findall(r"`([^`\n]+)`", text)
+    found = []
+    for line in code:
+        calls = re.split(r"(?:^|[\s/])(manylora [a-z-]+|" + re.escape(LAUNCHER) + r")(?=\s|$)", line)
+        for called, rest in zip(calls[1::2], calls[2::2], strict=True):
+            name = called.removeprefix("manylora ")
+            if name in cli.COMMANDS or name == LAUNCHER:
+                found.append((name, set(FLAG.findall(re.split(r" #|[;|] ", rest)[0]))))
+    return found
+
+
+@cache
+def flags_of(command: str) -> set[str]:
+    calls = {
+        LAUNCHER: ["--help"],
+        "bench": ["bench --model x throughput --help", "bench --help", *DATASET],
+        "prepare-dataset": DATASET,
+    }.get(command, [f"{command} --help"])
+    main = launch if command == LAUNCHER else cli.main
+    found: set[str] = set()
+    for call in calls:
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), pytest.raises(SystemExit):
+            main(shlex.split(call))
+        found |= set(FLAG.findall(output.getvalue()))
+    return found

@@ -17,7 +17,7 @@ from manylora.lora.formats.fused_rows import find_model_config, read_fused_rows
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.peft import read_peft
 from manylora.lora.formats.sources import find_source, read_source, source_dtype
-from manylora.lora.modules import MODULE_NAMES, LoraModule
+from manylora.lora.modules import MODULE_NAMES, LoraModule, module_name
 from manylora.lora.tensors import (
     check_shapes,
     is_bfloat16,
@@ -86,7 +86,7 @@ def store_as(weights: np.ndarray, config: np.ndarray, storage_type: str) -> np.n
     if not finite.all():
         module_id, layer = config[0, int(finite.argmin()), :2]
         raise AdapterInvalidError(
-            f"{MODULE_NAMES[module_id]} of layer {layer} is not finite in {storage_type}"
+            f"{module_name(module_id)} of layer {layer} is not finite in {storage_type}"
         )
     return stored
 
@@ -121,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(line)
     if options.verbose:
         for module_id, layer, rank, _ in config[0]:
-            print(f"layer {layer} {MODULE_NAMES[module_id]} rank {rank}")
+            print(f"layer {layer} {module_name(module_id)} rank {rank}")
     try:
         write_npy(options.out_dir, weights, config)
     except OSError as error:
@@ -134,6 +134,6 @@ def _check_config(config: np.ndarray) -> None:
     """What can be said of rows without a model."""
     for module_id, layer, rank in config[:, :3].tolist():
         if not 0 <= module_id < len(MODULE_NAMES):
-            raise AdapterInvalidError(f"lora module INVALID ({module_id}) is not known")
+            raise AdapterInvalidError(f"lora module {module_name(module_id)} is not known")
         if layer < 0 or rank <= 0:
             raise AdapterInvalidError(f"Expected adapterSize to be > 0, got {rank} in layer {layer}")

@@ -12,11 +12,11 @@ from manylora.lora.convert import store_as
 from manylora.lora.formats.nemo import MODULE, nemo_key, nemo_num_layers, nemo_tensors, read_nemo
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.tensor_files import decode
+from manylora.lora.modules import LoraModuleId
 from manylora.lora.tensors import pack_rows
 
 __all__ = ["write_runtime_tensors", "write_transposed"]
 
-ATTN_QKV = 0
 ADAPTER = MODULE.rpartition(".")[2]
 
 
@@ -50,7 +50,7 @@ def write_transposed(archive: Path, out_dir: Path, storage_type: str, key: str) 
     for name, tensor in nemo_tensors(archive).items():
         layer, _ = nemo_key(name)
         transposed = decode(name, tensor).T
-        place = np.array([[[ATTN_QKV, layer]] * len(transposed)])  # for the text of an error
+        place = np.array([[[LoraModuleId.ATTN_QKV, layer]] * len(transposed)])  # for the text of an error
         stored = store_as(transposed[None], place, storage_type)
         (out_dir / f"model.{_file_name(name)}.bin").write_bytes(stored.tobytes())
     lora = {"lora_kqv_adapter": {"0": {"key": key, "low_rank": rows[0].rank}}, "precision": storage_type}

@@ -4,22 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 
 from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
 
-__all__ = ["EXPERT_IDS", "MODULE_NAMES", "LoraModule", "Split", "lora_modules"]
+__all__ = ["EXPERT_IDS", "MODULE_NAMES", "LoraModule", "LoraModuleId", "Split", "lora_modules", "module_name"]
 
-MODULE_NAMES = (
-    "attn_qkv", "attn_q", "attn_k", "attn_v", "attn_dense", "mlp_h_to_4h", "mlp_4h_to_h", "mlp_gate",
-    "cross_attn_qkv", "cross_attn_q", "cross_attn_k", "cross_attn_v", "cross_attn_dense",
-    "moe_h_to_4h", "moe_4h_to_h", "moe_gate", "moe_router", "mlp_router", "mlp_gate_up",
-    "shared_expert_h_to_4h", "shared_expert_4h_to_h", "shared_expert_gate", "mamba_in_proj",
-    "mamba_out_proj", "moe_latent_fc1", "moe_latent_fc2",
-)  # fmt: skip
+
+class LoraModuleId(IntEnum):
+    """TensorRT-LLM's numbers; the name of a module is its member's in small letters."""
+
+    ATTN_QKV = 0
+    ATTN_Q = 1
+    ATTN_K = 2
+    ATTN_V = 3
+    ATTN_DENSE = 4
+    MLP_H_TO_4H = 5
+    MLP_4H_TO_H = 6
+    MLP_GATE = 7
+    CROSS_ATTN_QKV = 8
+    CROSS_ATTN_Q = 9
+    CROSS_ATTN_K = 10
+    CROSS_ATTN_V = 11
+    CROSS_ATTN_DENSE = 12
+    MOE_H_TO_4H = 13
+    MOE_4H_TO_H = 14
+    MOE_GATE = 15
+    MOE_ROUTER = 16
+    MLP_ROUTER = 17
+    MLP_GATE_UP = 18
+    SHARED_EXPERT_H_TO_4H = 19
+    SHARED_EXPERT_4H_TO_H = 20
+    SHARED_EXPERT_GATE = 21
+    MAMBA_IN_PROJ = 22
+    MAMBA_OUT_PROJ = 23
+    MOE_LATENT_FC1 = 24
+    MOE_LATENT_FC2 = 25
+
+
+MODULE_NAMES = tuple(one.name.lower() for one in LoraModuleId)
 """Name of each module id, 0 to 25."""
-EXPERT_IDS = (13, 14, 15)
+EXPERT_IDS = (LoraModuleId.MOE_H_TO_4H, LoraModuleId.MOE_4H_TO_H, LoraModuleId.MOE_GATE)
 """Modules of routed experts: one row holds the matrices of all experts of a layer."""
 
 QKV = {"attn_q", "attn_k", "attn_v"}  # one group: naming one enables all three
@@ -63,7 +89,7 @@ class LoraModule:
     gate_first: whether PEFT directories have a fused gate and up as PEFT trains them, [gate; up].
     """
 
-    module_id: int
+    module_id: LoraModuleId
     in_dim: int
     out_dim: int
     split: Split
@@ -92,6 +118,11 @@ class LoraModule:
         return rank * (self.local_in(tp) + out) + (out if dora else 0)
 
 
+def module_name(module_id: int) -> str:
+    """For error texts: of any number, also one that is no module's."""
+    return MODULE_NAMES[module_id] if 0 <= module_id < len(MODULE_NAMES) else f"INVALID ({module_id})"
+
+
 def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, LoraModule]:
     """The modules an adapter may use on this model, by id. Empty names: every module the model has.
 
@@ -100,7 +131,7 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
     model has no module for.
     """
     dims = {**_dense_dims(model), **_moe_dims(model), **_cross_dims(model)}
-    wanted = {name for given in names for name in _meant(given, dims)} or set(dims)
+    wanted = {name for given in names for name in _find_targets(given, dims)} or set(dims)
     if wanted & QKV:
         wanted |= QKV
     if wanted & CROSS:
@@ -109,7 +140,7 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
     for name, (in_dim, out_dim, split) in dims.items():
         fused = FUSED.get(name, ())
         if name in wanted or (fused and wanted.issuperset(fused)):
-            module_id = MODULE_NAMES.index(name)
+            module_id = LoraModuleId[name.upper()]
             experts = model.moe.num_experts if model.moe and module_id in EXPERT_IDS else 1
             found[module_id] = LoraModule(
                 module_id,
@@ -185,8 +216,8 @@ def _moe_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
     }
 
 
-def _meant(name: str, dims: Mapping[str, object]) -> set[str]:
-    """What a target's name stands for on a model with these modules."""
+def _find_targets(name: str, dims: Mapping[str, object]) -> set[str]:
+    """The modules that a target's name means on a model with these modules."""
     found = {name, SHARED.get(name, name)} & dims.keys()
     if not found:
         raise ConfigError(f"Invalid LoRA module {name}: this model has {', '.join(dims)}")

@@ -15,7 +15,7 @@ from manylora.lora.float8 import FLOAT8_NAME
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.sources import Source, find_source, read_source, read_whole, source_dtype
 from manylora.lora.geometry import Layout, cache_geometry
-from manylora.lora.modules import MODULE_NAMES, LoraModule, lora_modules
+from manylora.lora.modules import LoraModule, lora_modules, module_name
 from manylora.lora.tensors import Adapter, adapter_from_rows, adapter_from_tensors, check_shapes, lora_input
 from manylora.request import LoraExtra, LoraInput
 
@@ -98,8 +98,7 @@ def _describe(report: AdapterReport, lora: LoraInput) -> None:
     weights, config = check_shapes(lora)
     found: dict[str, dict[int, int]] = defaultdict(dict)
     for module_id, layer, rank in config[:, :3].tolist():
-        known = 0 <= module_id < len(MODULE_NAMES)
-        found[MODULE_NAMES[module_id] if known else f"INVALID ({module_id})"][layer] = rank
+        found[module_name(module_id)][layer] = rank
     report.modules = dict(found)
     report.num_dora = int(config[:, 3].sum()) if config.shape[1] == 4 else 0
     report.num_bytes = weights.nbytes

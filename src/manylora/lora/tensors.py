@@ -16,7 +16,7 @@ from manylora.kernels.loading import all_finite, narrow
 from manylora.lora.bounds import Bounds
 from manylora.lora.float8 import FLOAT8_NAME, has_float8_nan, is_float8, widen_float8
 from manylora.lora.geometry import RowShape
-from manylora.lora.modules import EXPERT_IDS, MODULE_NAMES, LoraModule
+from manylora.lora.modules import EXPERT_IDS, LoraModule, LoraModuleId, module_name
 from manylora.request import LoraExtra, LoraInput
 
 __all__ = [
@@ -42,7 +42,6 @@ BFLOAT16 = np.dtype("V2")
 """How NumPy arrays hold bfloat16: two bytes without a meaning, the bits of the number."""
 FLOAT16_MAX = 65504.0
 CHUNK = 2**22  # elements of an extra that are widened at one time
-CROSS_QKV = MODULE_NAMES.index("cross_attn_qkv")
 PARALLEL_BYTES = 2**23  # of an adapter that several threads digest
 THREADS = 4
 
@@ -175,11 +174,11 @@ def adapter_from_rows(
     for row, following in pairwise(rows):
         if (row.layer, row.module_id) == (following.layer, following.module_id):
             raise AdapterInvalidError(
-                f"lora_config names module {MODULE_NAMES[row.module_id]} of layer {row.layer} more than once"
+                f"lora_config names module {module_name(row.module_id)} of layer {row.layer} more than once"
             )
     for row in rows:
         if half or not finite:
-            _check_values(f"{MODULE_NAMES[row.module_id]} of layer {row.layer}", row.payload, half)
+            _check_values(f"{module_name(row.module_id)} of layer {row.layer}", row.payload, half)
     extras = sorted(extras, key=lambda extra: extra.name)
     for extra in extras:
         for first in range(0, extra.values.size, CHUNK):
@@ -293,8 +292,7 @@ def check_place(
         f"Expected layerId to be in the range [0, numModelLayers): got {layer}, the model has {num_layers}",
     )
     _require(rank > 0, f"Expected adapterSize to be > 0, got {rank}")
-    known = 0 <= module_id < len(MODULE_NAMES)
-    name = MODULE_NAMES[module_id] if known else f"INVALID ({module_id})"
+    name = module_name(module_id)
     _require(module_id in modules, f"lora module {name} not enabled for this model")
     _require(dora in (0, 1), f"lora_config's is_dora column must be 0 or 1, got {dora}")
     module = modules[module_id]
@@ -317,9 +315,9 @@ def check_place(
 
 def _separate(row: AdapterRow, modules: Mapping[int, LoraModule]) -> Iterable[AdapterRow]:
     """Cross-attention's fused module as the three it fuses: they share A, but not what it is applied to."""
-    if row.module_id != CROSS_QKV:
+    if row.module_id != LoraModuleId.CROSS_ATTN_QKV:
         return [row]
-    module = modules[CROSS_QKV]
+    module = modules[LoraModuleId.CROSS_ATTN_QKV]
     a, b, magnitude = np.split(row.payload, np.cumsum((row.rank * module.in_dim, row.rank * module.out_dim)))
     ends = np.cumsum(module.parts)[:-1]
     parts = zip(np.split(b, ends * row.rank), np.split(magnitude, ends * row.dora), strict=True)
@@ -327,7 +325,7 @@ def _separate(row: AdapterRow, modules: Mapping[int, LoraModule]) -> Iterable[Ad
         AdapterRow(
             module_id, row.layer, row.rank, row.dora, np.concatenate((a, part, share)), scale=row.scale
         )
-        for module_id, (part, share) in enumerate(parts, CROSS_QKV + 1)
+        for module_id, (part, share) in enumerate(parts, LoraModuleId.CROSS_ATTN_Q)
     ]
 
 
@@ -362,7 +360,7 @@ def _digest(rows: list[AdapterRow], extras: list[LoraExtra]) -> str:
     """Over rows and extras in canonical order: what they are, their type, and every byte; no padding."""
     digest = blake3()
     for row, content in zip(rows, _contents(rows), strict=True):
-        about: tuple[object, ...] = row.module_id, row.layer, row.rank, row.dora
+        about: tuple[object, ...] = int(row.module_id), row.layer, row.rank, row.dora
         digest.update(repr(about if row.scale == 1 else (*about, row.scale)).encode())
         digest.update(content)
     for extra in extras:

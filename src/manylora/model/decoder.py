@@ -11,6 +11,7 @@ from torch import Tensor
 from manylora.config.engine import ModelConfig, MoeConfig
 from manylora.kernels.panels import Panels
 from manylora.kernels.spec import LoraTarget, Ops, Weight
+from manylora.lora.modules import LoraModuleId
 from manylora.model.batch import ForwardBatch
 from manylora.model.extras import adapt_embedding, adapt_head
 from manylora.model.families import FAMILIES
@@ -19,12 +20,6 @@ from manylora.model.moe import Experts, Moe, SharedExpert
 from manylora.model.rope import rope_frequencies
 
 __all__ = ["Decoder", "nbytes"]
-
-# LoRA module ids of TensorRT-LLM.
-ATTN_QKV, ATTN_Q, ATTN_K, ATTN_V, ATTN_DENSE = 0, 1, 2, 3, 4
-MLP_H_TO_4H, MLP_4H_TO_H, MLP_GATE, MLP_GATE_UP = 5, 6, 7, 18
-MOE_H_TO_4H, MOE_4H_TO_H, MOE_GATE, MOE_ROUTER, MLP_ROUTER = 13, 14, 15, 16, 17
-SHARED_H_TO_4H, SHARED_4H_TO_H, SHARED_GATE = 19, 20, 21
 
 
 class Decoder:
@@ -142,12 +137,12 @@ class Decoder:
             qkv=self._linear(
                 layer,
                 "qkv",
-                LoraTarget(ATTN_QKV, 0, q + 2 * kv),
-                LoraTarget(ATTN_Q, 0, q),
-                LoraTarget(ATTN_K, q, kv),
-                LoraTarget(ATTN_V, q + kv, kv),
+                LoraTarget(LoraModuleId.ATTN_QKV, 0, q + 2 * kv),
+                LoraTarget(LoraModuleId.ATTN_Q, 0, q),
+                LoraTarget(LoraModuleId.ATTN_K, q, kv),
+                LoraTarget(LoraModuleId.ATTN_V, q + kv, kv),
             ),
-            out=self._linear(layer, "out", LoraTarget(ATTN_DENSE, 0, config.hidden_size)),
+            out=self._linear(layer, "out", LoraTarget(LoraModuleId.ATTN_DENSE, 0, config.hidden_size)),
             q_norm=self._norm(f"{layer}.q_norm", f"layers.{layer}.{self._names.q_norm}"),
             k_norm=self._norm(f"{layer}.k_norm", f"layers.{layer}.{self._names.k_norm}"),
             window=config.sliding_windows[layer] if config.sliding_windows else None,
@@ -158,14 +153,14 @@ class Decoder:
         if config.moe is not None and layer in config.moe.layers:
             return self._moe(layer, config.moe)
         gated = (
-            LoraTarget(MLP_GATE_UP, 0, 2 * inner),
-            LoraTarget(MLP_GATE, 0, inner),
-            LoraTarget(MLP_H_TO_4H, inner, inner),
+            LoraTarget(LoraModuleId.MLP_GATE_UP, 0, 2 * inner),
+            LoraTarget(LoraModuleId.MLP_GATE, 0, inner),
+            LoraTarget(LoraModuleId.MLP_H_TO_4H, inner, inner),
         )
-        targets = gated if config.gated_mlp else (LoraTarget(MLP_H_TO_4H, 0, inner),)
+        targets = gated if config.gated_mlp else (LoraTarget(LoraModuleId.MLP_H_TO_4H, 0, inner),)
         return Mlp(
             up_gate=self._linear(layer, "up_gate", *targets),
-            down=self._linear(layer, "down", LoraTarget(MLP_4H_TO_H, 0, config.hidden_size)),
+            down=self._linear(layer, "down", LoraTarget(LoraModuleId.MLP_4H_TO_H, 0, config.hidden_size)),
             activation=config.activation,
             gated=config.gated_mlp,
         )
@@ -179,21 +174,28 @@ class Decoder:
                 up_gate=self._linear(
                     layer,
                     "shared.up_gate",
-                    LoraTarget(SHARED_GATE, 0, shared),
-                    LoraTarget(SHARED_H_TO_4H, shared, shared),
+                    LoraTarget(LoraModuleId.SHARED_EXPERT_GATE, 0, shared),
+                    LoraTarget(LoraModuleId.SHARED_EXPERT_H_TO_4H, shared, shared),
                 ),
-                down=self._linear(layer, "shared.down", LoraTarget(SHARED_4H_TO_H, 0, hidden)),
+                down=self._linear(
+                    layer, "shared.down", LoraTarget(LoraModuleId.SHARED_EXPERT_4H_TO_H, 0, hidden)
+                ),
                 activation=activation,
                 gated=True,
             )
-            extra = SharedExpert(mlp, self._linear(layer, "shared_gate", LoraTarget(MLP_ROUTER, 0, 1)))
+            extra = SharedExpert(
+                mlp, self._linear(layer, "shared_gate", LoraTarget(LoraModuleId.MLP_ROUTER, 0, 1))
+            )
         return Moe(
             moe,
-            router=self._linear(layer, "router", LoraTarget(MOE_ROUTER, 0, moe.num_experts)),
+            router=self._linear(layer, "router", LoraTarget(LoraModuleId.MOE_ROUTER, 0, moe.num_experts)),
             up_gate=self._experts(
-                layer, "up_gate", LoraTarget(MOE_GATE, 0, inner), LoraTarget(MOE_H_TO_4H, inner, inner)
+                layer,
+                "up_gate",
+                LoraTarget(LoraModuleId.MOE_GATE, 0, inner),
+                LoraTarget(LoraModuleId.MOE_H_TO_4H, inner, inner),
             ),
-            down=self._experts(layer, "down", LoraTarget(MOE_4H_TO_H, 0, hidden)),
+            down=self._experts(layer, "down", LoraTarget(LoraModuleId.MOE_4H_TO_H, 0, hidden)),
             activation=activation,
             shared=extra,
         )

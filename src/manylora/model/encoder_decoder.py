@@ -12,6 +12,7 @@ from torch import Tensor
 
 from manylora.config.engine import ModelConfig
 from manylora.kernels.spec import LoraBatch, LoraTarget, Ops
+from manylora.lora.modules import LoraModuleId
 from manylora.model.attend import PagedGroup, attend_groups, attend_spans, paged_groups
 from manylora.model.batch import ForwardBatch
 from manylora.model.decoder import nbytes
@@ -22,10 +23,6 @@ from manylora.model.relative import RelativeBias
 
 __all__ = ["EncoderDecoder"]
 
-# LoRA module ids of TensorRT-LLM.
-ATTN_QKV, ATTN_Q, ATTN_K, ATTN_V, ATTN_DENSE = 0, 1, 2, 3, 4
-MLP_H_TO_4H, MLP_4H_TO_H, MLP_GATE, MLP_GATE_UP = 5, 6, 7, 18
-CROSS_Q, CROSS_K, CROSS_V, CROSS_DENSE = 9, 10, 11, 12
 IMPOSSIBLE = -1e30  # a logit; finite, because what is not is taken for a fault
 
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -263,12 +260,12 @@ class EncoderDecoder:
         config = self.config
         q, kv, hidden = config.q_size, config.kv_size, config.hidden_size
         qkv = (
-            LoraTarget(ATTN_QKV, 0, q + 2 * kv),
-            LoraTarget(ATTN_Q, 0, q),
-            LoraTarget(ATTN_K, q, kv),
-            LoraTarget(ATTN_V, q + kv, kv),
+            LoraTarget(LoraModuleId.ATTN_QKV, 0, q + 2 * kv),
+            LoraTarget(LoraModuleId.ATTN_Q, 0, q),
+            LoraTarget(LoraModuleId.ATTN_K, q, kv),
+            LoraTarget(LoraModuleId.ATTN_V, q + kv, kv),
         )
-        out = self._linear(number, "out", LoraTarget(ATTN_DENSE, 0, hidden))
+        out = self._linear(number, "out", LoraTarget(LoraModuleId.ATTN_DENSE, 0, hidden))
         theirs = self._names[crosses].block_norms
         attention_norm, cross_norm, mlp_norm = (
             self._norm(f"{number}.{part}", f"layers.{number}.{theirs.get(part)}")
@@ -288,28 +285,32 @@ class EncoderDecoder:
     def _cross(self, number: int) -> _CrossAttention:
         config = self.config
         keys_values = (
-            LoraTarget(CROSS_K, 0, config.kv_size),
-            LoraTarget(CROSS_V, config.kv_size, config.kv_size),
+            LoraTarget(LoraModuleId.CROSS_ATTN_K, 0, config.kv_size),
+            LoraTarget(LoraModuleId.CROSS_ATTN_V, config.kv_size, config.kv_size),
         )
         return _CrossAttention(
             config,
-            q=self._linear(number, "cross_q", LoraTarget(CROSS_Q, 0, config.q_size)),
+            q=self._linear(number, "cross_q", LoraTarget(LoraModuleId.CROSS_ATTN_Q, 0, config.q_size)),
             kv=self._linear(number, "cross_kv", *keys_values),
-            out=self._linear(number, "cross_out", LoraTarget(CROSS_DENSE, 0, config.hidden_size)),
+            out=self._linear(
+                number, "cross_out", LoraTarget(LoraModuleId.CROSS_ATTN_DENSE, 0, config.hidden_size)
+            ),
         )
 
     def _mlp(self, number: int) -> Mlp:
         inner, gated = self.config.intermediate_size, self.config.gated_mlp
         fused = (
-            LoraTarget(MLP_GATE_UP, 0, 2 * inner),
-            LoraTarget(MLP_GATE, 0, inner),
-            LoraTarget(MLP_H_TO_4H, inner, inner),
+            LoraTarget(LoraModuleId.MLP_GATE_UP, 0, 2 * inner),
+            LoraTarget(LoraModuleId.MLP_GATE, 0, inner),
+            LoraTarget(LoraModuleId.MLP_H_TO_4H, inner, inner),
         )
         return Mlp(
             up_gate=self._linear(
-                number, "up_gate", *(fused if gated else (LoraTarget(MLP_H_TO_4H, 0, inner),))
+                number, "up_gate", *(fused if gated else (LoraTarget(LoraModuleId.MLP_H_TO_4H, 0, inner),))
             ),
-            down=self._linear(number, "down", LoraTarget(MLP_4H_TO_H, 0, self.config.hidden_size)),
+            down=self._linear(
+                number, "down", LoraTarget(LoraModuleId.MLP_4H_TO_H, 0, self.config.hidden_size)
+            ),
             activation=self.config.activation,
             gated=gated,
         )

@@ -9,12 +9,11 @@ from typing import Any
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.peft_config import CONFIG
-from manylora.lora.modules import LoraModule, Split
+from manylora.lora.modules import LoraModule, LoraModuleId, Split
 
 __all__ = ["find_model_config", "read_fused_rows"]
 
 MODEL_CONFIG = "config.json"
-ATTN_QKV = 0
 
 
 def find_model_config(adapter: Path, base: Path | None) -> Path | None:
@@ -45,7 +44,8 @@ def read_fused_rows(file: Path) -> dict[int, LoraModule]:
     except (AttributeError, OSError, TypeError, ValueError, RecursionError) as error:
         raise AdapterInvalidError(f"{file.name} of the base model cannot be read: {error}") from error
     parts = (hidden, kv_heads * size, kv_heads * size)
-    return {ATTN_QKV: LoraModule(ATTN_QKV, hidden, sum(parts), Split.B_ROWS, parts=parts, groups=kv_heads)}
+    fused = LoraModuleId.ATTN_QKV
+    return {fused: LoraModule(fused, hidden, sum(parts), Split.B_ROWS, parts=parts, groups=kv_heads)}
 
 
 def _heads_and_groups(raw: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -22,7 +22,7 @@ from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.formats import one_line
 from manylora.lora.formats.opened import OpenFile, list_files
 from manylora.lora.formats.tensor_files import RawTensor, check_type, decode, read_torch
-from manylora.lora.modules import LoraModule
+from manylora.lora.modules import LoraModule, LoraModuleId
 from manylora.lora.tensors import AdapterRow, check_dims, check_place
 
 __all__ = ["MODULE", "find_nemo", "is_tar", "nemo_key", "nemo_num_layers", "nemo_tensors", "read_nemo"]
@@ -36,7 +36,6 @@ MAX_HEADER, MAX_HEADERS = 2**13, 2**18  # bytes of one, and of all
 TAIL = 2**17  # bytes at the end of a zip archive, where its directory is told
 LAYER = re.compile(r"\.layers\.(\d{1,5})\.")
 SIDES = {".linear_in.weight": "A", ".linear_out.weight": "B"}
-ATTN_QKV = 0
 
 
 def is_tar(path: Path, bounds: Bounds = ANY_MODEL) -> bool:
@@ -195,14 +194,14 @@ def _check_shapes(
     for key, tensor in pair.values():
         check_type(key, tensor)
     a, b = pair["A"][1].shape, pair["B"][1].shape
-    check_dims(f"attn_qkv of layer {layer}", a, b, modules.get(ATTN_QKV) if modules else None)
+    check_dims(f"attn_qkv of layer {layer}", a, b, modules.get(LoraModuleId.ATTN_QKV) if modules else None)
     bounds.check_rank(a[0])
     elements = math.prod(a) + math.prod(b)
     if modules is not None and bounds.num_layers is not None:
-        check_place(ATTN_QKV, layer, a[0], 0, elements, modules, bounds.num_layers, bounds.rank)
+        check_place(LoraModuleId.ATTN_QKV, layer, a[0], 0, elements, modules, bounds.num_layers, bounds.rank)
     return elements
 
 
 def _row(layer: int, pair: Mapping[str, tuple[str, RawTensor]]) -> AdapterRow:
     a, b = (decode(*pair[side]) for side in "AB")
-    return AdapterRow(ATTN_QKV, layer, a.shape[0], False, np.concatenate((a.ravel(), b.ravel())))
+    return AdapterRow(LoraModuleId.ATTN_QKV, layer, a.shape[0], False, np.concatenate((a.ravel(), b.ravel())))

@@ -32,14 +32,7 @@ from manylora.lora.formats.peft_experts import (
     expert_rows,
 )
 from manylora.lora.formats.peft_extras import check_extra_shapes, is_extra, read_extras
-from manylora.lora.formats.peft_names import (
-    ATTENTION_IDS,
-    MLP_IDS,
-    PEFT_KEY,
-    ROUTER,
-    in_our_order,
-    in_peft_order,
-)
+from manylora.lora.formats.peft_names import ATTENTION_IDS, MLP_IDS, PEFT_KEY, in_our_order, in_peft_order
 from manylora.lora.formats.peft_stacks import STACK_KEY, check_stacks, stack_parts
 from manylora.lora.formats.tensor_files import (
     RawTensor,
@@ -49,9 +42,9 @@ from manylora.lora.formats.tensor_files import (
     read_safetensors,
     read_torch,
 )
-from manylora.lora.modules import EXPERT_IDS, LoraModule
+from manylora.lora.modules import EXPERT_IDS, LoraModule, LoraModuleId
 from manylora.lora.stored import StoredRows
-from manylora.lora.tensors import BFLOAT16, CROSS_QKV, AdapterRow, check_dims, check_place, digest_values
+from manylora.lora.tensors import BFLOAT16, AdapterRow, check_dims, check_place, digest_values
 from manylora.request import LoraExtra
 
 __all__ = ["has_peft", "peft_tensors", "read_peft", "read_peft_whole", "stored_rows"]
@@ -62,7 +55,7 @@ PICKLED = "adapter_model.bin"
 PARALLEL, PARALLEL_ROWS = 2**21, 2**16
 NARROWED = 2**22  # elements of an adapter whose memory is worth the narrowing of each row
 THREADS = 4
-OF_SEVERAL = (*EXPERT_IDS, CROSS_QKV)  # modules whose rows are not one pair each
+OF_SEVERAL = (*EXPERT_IDS, LoraModuleId.CROSS_ATTN_QKV)  # modules whose rows are not one pair each
 IN_PLACE = {"F32": "float32", "BF16": "bfloat16"}  # types that `stored_rows` is for
 DORA = re.compile(r"lora_magnitude_vector|weight_m_wdecomp")
 DORA_REASON = (
@@ -378,7 +371,7 @@ def _row(
 
 def _scale(config: PeftConfig, path: str, module_id: int, a: RawTensor) -> float:
     # A router is a parameter to newer PEFT, and called so in patterns.
-    named = f"{path}.weight" if module_id == ROUTER and config.target_parameters else path
+    named = f"{path}.weight" if module_id == LoraModuleId.MOE_ROUTER and config.target_parameters else path
     return config.scale(named, a.shape[0])
 
 

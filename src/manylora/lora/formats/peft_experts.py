@@ -20,14 +20,14 @@ from manylora.lora.bounds import Bounds
 from manylora.lora.float8 import FLOAT8
 from manylora.lora.formats.peft_config import CONFIG, PeftConfig
 from manylora.lora.formats.tensor_files import RawTensor, check_type
-from manylora.lora.modules import MODULE_NAMES, LoraModule
+from manylora.lora.modules import EXPERT_IDS, MODULE_NAMES, LoraModule
 from manylora.lora.tensors import AdapterRow, check_dims
 
 __all__ = ["EXPERT_KEY", "EXPERT_PATHS", "check_expert_shapes", "check_scale", "expert_rows"]
 
 LARGEST_SCALE = 1e36  # times 448, a float32
 
-H_TO_4H, DOWN, GATE = 13, 14, 15
+H_TO_4H, DOWN, GATE = EXPERT_IDS
 EXPERT_NAMES = {
     "w1": H_TO_4H, "w2": DOWN, "w3": GATE, "gate_proj": H_TO_4H, "down_proj": DOWN, "up_proj": GATE,
 }  # fmt: skip

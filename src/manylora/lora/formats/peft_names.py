@@ -8,6 +8,7 @@ import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.modules import LoraModule
+from manylora.lora.modules import LoraModuleId as Id
 
 __all__ = [
     "ATTENTION_IDS",
@@ -17,24 +18,25 @@ __all__ = [
     "MODULE_IDS",
     "PEFT_KEY",
     "ROOT",
-    "ROUTER",
     "in_our_order",
     "in_peft_order",
 ]
 
 ATTENTION_IDS = {
-    "qkv_proj": 0, "query_key_value": 0, "c_attn": 0, "q_proj": 1, "k_proj": 2, "v_proj": 3,
-    "o_proj": 4, "dense": 4, "c_proj": 4,
+    "qkv_proj": Id.ATTN_QKV, "query_key_value": Id.ATTN_QKV, "c_attn": Id.ATTN_QKV, "q_proj": Id.ATTN_Q,
+    "k_proj": Id.ATTN_K, "v_proj": Id.ATTN_V, "o_proj": Id.ATTN_DENSE, "dense": Id.ATTN_DENSE,
+    "c_proj": Id.ATTN_DENSE,
 }  # fmt: skip
 MLP_IDS = {
-    "gate_proj": 5, "c_fc": 5, "fc1": 5, "dense_h_to_4h": 5,
-    "down_proj": 6, "c_proj": 6, "fc2": 6, "dense_4h_to_h": 6, "up_proj": 7, "gate_up_proj": 18,
-    "gate": 16, "shared_expert_gate": 17,
-    "shared_expert.gate_proj": 19, "shared_expert.down_proj": 20, "shared_expert.up_proj": 21,
+    "gate_proj": Id.MLP_H_TO_4H, "c_fc": Id.MLP_H_TO_4H, "fc1": Id.MLP_H_TO_4H,
+    "dense_h_to_4h": Id.MLP_H_TO_4H, "down_proj": Id.MLP_4H_TO_H, "c_proj": Id.MLP_4H_TO_H,
+    "fc2": Id.MLP_4H_TO_H, "dense_4h_to_h": Id.MLP_4H_TO_H, "up_proj": Id.MLP_GATE,
+    "gate_up_proj": Id.MLP_GATE_UP, "gate": Id.MOE_ROUTER, "shared_expert_gate": Id.MLP_ROUTER,
+    "shared_expert.gate_proj": Id.SHARED_EXPERT_H_TO_4H, "shared_expert.up_proj": Id.SHARED_EXPERT_GATE,
+    "shared_expert.down_proj": Id.SHARED_EXPERT_4H_TO_H,
 }  # fmt: skip
 MODULE_IDS = {**ATTENTION_IDS, **MLP_IDS}
 """Module id of each name in PEFT; c_proj is that of the MLP."""
-GATE_UP, ROUTER = MLP_IDS["gate_up_proj"], MLP_IDS["gate"]
 # Names under which some families stack [q; k; v] once for each group of heads, others once.
 GROUPED = "query_key_value"
 ROOT = r"(?P<root>(?:(?:base_model|model|language_model|transformer|gpt_neox)\.)*)"
@@ -56,7 +58,7 @@ def in_our_order(path: str, module_id: int, rows: np.ndarray, module: LoraModule
 
     Raises AdapterInvalidError.
     """
-    if module_id == GATE_UP:
+    if module_id == Id.MLP_GATE_UP:
         return _swap_halves(path, rows)
     return _ungroup(path, rows, module) if path.endswith(GROUPED) else rows
 
@@ -64,7 +66,7 @@ def in_our_order(path: str, module_id: int, rows: np.ndarray, module: LoraModule
 def in_peft_order(path: str, module_id: int, rows: np.ndarray, module: LoraModule | None) -> np.ndarray:
     """[out] or [out, n] as a file has it to PEFT's order, which is that of the base's matrix. They
     differ where the halves of a fused gate and up were swapped beforehand. Raises AdapterInvalidError."""
-    swapped = module_id == GATE_UP and module is not None and not module.gate_first
+    swapped = module_id == Id.MLP_GATE_UP and module is not None and not module.gate_first
     return _swap_halves(path, rows) if swapped else rows
 
 

@@ -8,15 +8,22 @@ from collections.abc import Iterable, Mapping
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.tensor_files import RawTensor
 from manylora.lora.modules import LoraModule
+from manylora.lora.modules import LoraModuleId as Id
 
 __all__ = [
     "STACK_BIAS", "STACK_KEY", "STACK_NORM", "check_stacks", "encoder_layers", "stack_layer",
     "stack_module_id", "stack_parts",
 ]  # fmt: skip
 
-ATTENTION = {"q_proj": 1, "k_proj": 2, "v_proj": 3, "out_proj": 4, "q": 1, "k": 2, "v": 3, "o": 4}
-MLP = {"fc1": 5, "fc2": 6, "wi": 5, "wi_0": 5, "wi_1": 7, "wo": 6}
-CROSS = 8  # ids of cross-attention are those of self-attention, so much higher
+ATTENTION = {
+    "q_proj": Id.ATTN_Q, "k_proj": Id.ATTN_K, "v_proj": Id.ATTN_V,
+    "out_proj": Id.ATTN_DENSE, "q": Id.ATTN_Q, "k": Id.ATTN_K,
+    "v": Id.ATTN_V, "o": Id.ATTN_DENSE,
+}  # fmt: skip
+MLP = {
+    "fc1": Id.MLP_H_TO_4H, "fc2": Id.MLP_4H_TO_H, "wi": Id.MLP_H_TO_4H,
+    "wi_0": Id.MLP_H_TO_4H, "wi_1": Id.MLP_GATE, "wo": Id.MLP_4H_TO_H,
+}  # fmt: skip
 STACK = r"(?P<path>(?:(?:base_model|model)\.)*(?P<stack>encoder|decoder)\."
 LAYER = r"(?:layers|block)\.(?P<layer>\d{1,5})\."
 MODULE = (
@@ -72,10 +79,10 @@ def encoder_layers(modules: Mapping[int, LoraModule] | None) -> int:
     return max((module.encoder_layers for module in (modules or {}).values()), default=0)
 
 
-def stack_module_id(match: re.Match[str]) -> int | None:
+def stack_module_id(match: re.Match[str]) -> Id | None:
     """Of a match of STACK_KEY or STACK_BIAS; None: no linear layer is called so."""
     module_id = (ATTENTION if match["attention"] or match["cross"] else MLP).get(match["name"])
-    return None if module_id is None else module_id + CROSS * bool(match["cross"])
+    return Id[f"CROSS_{module_id.name}"] if module_id is not None and match["cross"] else module_id
 
 
 def stack_layer(key: str, match: re.Match[str], modules: Mapping[int, LoraModule] | None) -> int:

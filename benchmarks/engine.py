@@ -123,7 +123,7 @@ def _measure(setting: Setting, options: argparse.Namespace, folder: Path, answer
     _load(loop, texts[:1], [None], 1, 1)
     started = time.perf_counter() - began
     modules, layers = lora_modules(engine.model), engine.model.num_layers
-    limits = Limits(engine.model, setting.dtype, engine._decoder.dtype.itemsize,
+    limits = Limits(engine.model, setting.dtype, engine._parts.decoder.dtype.itemsize,
                     engine.adapters._pool.flat.element_size(), bandwidth, rate)  # fmt: skip
     cases = [case for case in CASES if case.name in options.cases or case.name == BASE]
     loras = {case.name: _warm(loop, case, modules, layers) for case in cases}

@@ -210,7 +210,7 @@ def test_recorded_steps_leave_batches_with_extras_alone(
         return function
 
     device = Device(CPU, CudaOps(), "interpreted", record)
-    monkeypatch.setattr("manylora.engine.engine.open_device", lambda name: device)
+    monkeypatch.setattr("manylora.engine.build.open_device", lambda name: device)
     small = make_model(workshop / "small", "llama-mha-tied", seed=2, num_hidden_layers=1)
     adapter = make_kind(workshop / "small-a", small, "both + DoRA", 2)
     engine = Engine(EngineConfig(small, device="cpu", max_seq_len=32, max_batch_size=2, lora=LoraCacheConfig(

@@ -65,7 +65,7 @@ def open_engine(
 ) -> Engine:
     with monkeypatch.context() as patch:
         if device is not None:
-            patch.setattr("manylora.engine.engine.open_device", lambda name: device)
+            patch.setattr("manylora.engine.build.open_device", lambda name: device)
         lora = LoraCacheConfig(gpu_memory_bytes=2**21, host_memory_bytes=2**22)
         settings = {"max_seq_len": 96, "tokens_per_block": 4, "max_batch_size": 6, **options}
         return Engine(EngineConfig(model, device="cpu", lora=lora, **settings))  # type: ignore[arg-type]
@@ -162,13 +162,13 @@ def test_soft_caps_windows_and_experts_are_recorded(
     plain = open_engine(model, monkeypatch, None)
     ops, recorder = CudaOps(split_keys=32), Recorder()
     graphed = open_engine(model, monkeypatch, Device(CPU, ops, "interpreted", recorder), max_batch_size=2)
-    forward = graphed._decoder.forward
+    forward = graphed._parts.decoder.forward
 
     def watched(*arguments: Any) -> Tensor:
         with NothingWaits():
             return forward(*arguments)
 
-    monkeypatch.setattr(graphed._decoder, "forward", watched)
+    monkeypatch.setattr(graphed._parts.decoder, "forward", watched)
     for loras in ([None, None], adapters):
         assert answers(graphed, loras) == answers(plain, loras)
     assert recorder.replayed > 0

@@ -188,10 +188,10 @@ def test_overlapped_recorded_steps_wait_for_nothing(
         with monkeypatch.context() as patch:
             if fake:
                 device = Device(CPU, CudaOps(split_keys=32), "interpreted", Recorder(), overlaps=True)
-                patch.setattr("manylora.engine.engine.open_device", lambda name, device=device: device)
+                patch.setattr("manylora.engine.build.open_device", lambda name, device=device: device)
             made.append(Engine(_small(model)))
     plain, engine = made
-    ops = engine._device.ops
+    ops = engine._parts.device.ops
     assert isinstance(ops, CudaOps)
     shared |= {engine.adapters.batch.__self__._pool.flat.data_ptr(), ops._places.data_ptr()}
     launch, copies, pack = engine._runner.launch, [0], transfer._pack
@@ -235,11 +235,11 @@ def test_the_python_api_has_the_switch(
 ) -> None:
     model, _ = world
     overlapping = replace(open_device("cpu"), overlaps=True)
-    monkeypatch.setattr("manylora.engine.engine.open_device", lambda name: overlapping)
+    monkeypatch.setattr("manylora.engine.build.open_device", lambda name: overlapping)
     told = []
     for disabled in (False, True):
         with LLM(str(model), skip_tokenizer_init=True, disable_overlap_scheduler=disabled) as llm:
-            assert llm._loop._engine._overlaps != disabled
+            assert llm._loop._engine._parts.overlap != disabled
             [output] = llm.generate([[3, 4, 5]], LlmSamplingParams(max_tokens=5, end_id=-1))
             told.append(output.outputs[0].token_ids)
     assert told[0] == told[1] and len(told[0]) == 5

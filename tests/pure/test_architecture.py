@@ -51,7 +51,7 @@ INSIDE = {
     ],
     "engine": [
         "sequence", "idle_blocks", "kv_cache", "scheduler", "memory", "guide_trial", "guide", "beam",
-        "sampler", "flight", "inputs", "encoding", "graphs", "trial", "runner", "checks", "engine",
+        "sampler", "flight", "inputs", "encoding", "graphs", "trial", "runner", "checks", "build", "engine",
         "loop",
     ],
     "launcher": [

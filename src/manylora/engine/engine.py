@@ -8,38 +8,26 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from manylora.config.build_record import read_build_config
-from manylora.config.engine import EngineConfig, ModelConfig
+from manylora.config.engine import EngineConfig
 from manylora.engine.beam import BeamGroup, Choice
+from manylora.engine.build import build_parts
 from manylora.engine.checks import LogitsRoom, check_request
 from manylora.engine.encoding import for_encoder
 from manylora.engine.flight import Flight, Outcome
-from manylora.engine.guide import Guides
 from manylora.engine.kv_cache import KvCache
-from manylora.engine.memory import allocate_kv, batch_limits, kv_cache_dtype, plan_kv
-from manylora.engine.runner import Runner
 from manylora.engine.sampler import NOT_FINITE
 from manylora.engine.scheduler import Scheduler, Step
 from manylora.engine.sequence import Sequence
 from manylora.errors import AdapterNotCachedError, AdapterNotFiniteError, QueueFullError, RequestError
-from manylora.kernels.device import open_device
-from manylora.lora.expert_rules import targets_beside_quantised_experts
-from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.store import AdapterLease, AdapterStore
+from manylora.lora.store import AdapterLease
 from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter
-from manylora.model.checkpoint import read_model_config
-from manylora.model.effective_weights import HeldWeights
-from manylora.model.weights import adapter_dtype, compute_dtype, load_decoder
 from manylora.request import Event, FinishReason, LoraInput, Request
 from manylora.stats import EngineStats
-from manylora.system.allocator import keep_memory
 
 __all__ = ["Engine", "Prepared"]
 
 logger = logging.getLogger("manylora")
-
-DEFAULT_GRAPHS = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,34 +56,12 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        started = time.perf_counter()
         self.config = config
-        self.model = read_model_config(config.model_dir)
-        self._device = device = open_device(config.device)
-        if device.torch.type == "cpu":
-            keep_memory()
-        dtype = compute_dtype(config.dtype, self.model, device)
-        self._decoder = load_decoder(
-            config.model_dir, self.model, dtype, device, config.max_seq_len, config.quant
-        )
-        lora = config.lora
-        if self._decoder.has_quantised_experts:
-            algo = _held_in(config, self.model)
-            targets = targets_beside_quantised_experts(lora.target_modules, self.model, algo)
-            lora = replace(lora, target_modules=targets)
-        kv_dtype = kv_cache_dtype(config, dtype)
-        plan = plan_kv(config, self.model, kv_dtype, device.torch, device.free_bytes())
-        kv_tensor = allocate_kv(plan, config, self.model, kv_dtype, device.torch)
-        # On a CPU the cache's pages are not touched yet, so the system still counts them as free.
-        untouched = plan.num_bytes if device.torch.type == "cpu" else 0
-        left = max(0, device.free_bytes() - untouched)
-        pages = adapter_dtype(config.dtype, self.model, dtype, device)
-        held = HeldWeights(self.model, config.quant, dtype)
-        self.base = BaseWeights(config.model_dir, held)  # what adapters on disk are relative to
-        self.adapters = AdapterStore.open(self.model, lora, device.torch, pages, left, self.base)
-        self.max_seq_len = plan.max_seq_len
-        self._plan = plan
-        self._kv = KvCache(plan.num_blocks, config.tokens_per_block, config.enable_kv_cache_reuse)
+        self._parts = parts = build_parts(config)
+        self.model, self.base, self.adapters = parts.model, parts.base, parts.adapters
+        self.max_seq_len = parts.kv_plan.max_seq_len
+        self._runner = parts.runner
+        self._kv = KvCache(parts.kv_plan.num_blocks, config.tokens_per_block, config.enable_kv_cache_reuse)
         self._scheduler = Scheduler(
             self._kv,
             self.adapters,
@@ -104,29 +70,12 @@ class Engine:
             reserve_all=config.batch_scheduler_policy == "guaranteed_no_evict",
             chunked=config.enable_chunked_context,
         )
-        limits = batch_limits(config, self.model, dtype, plan.max_seq_len)
-        self._runner = Runner(self._decoder, kv_tensor, device, self.adapters, limits)
-        self._runner.try_variants()
-        self._record_decoding()
-        self._guides: Guides | None = None
-        if config.tokenizer_dir is not None:
-            self._guides = Guides(config.tokenizer_dir, self.model.vocab_size, self.model.eos_token_ids)
         self._requests: dict[int, list[Sequence]] = {}  # handle -> its sequences that have not ended
         self._logits_room = LogitsRoom(self.model.vocab_size)
         self._next_handle = 0
         self._count = _Counters()
         self._last_step = Step(())
         self._flight: Flight | None = None  # launched, its tokens not seen yet
-        self._overlaps = self._chooses_overlap()
-        logger.info(
-            "engine ready in %.1f s: %s on %s, %s, %d KV blocks of %d tokens",
-            time.perf_counter() - started,
-            self.model.architecture,
-            device.name,
-            str(dtype).removeprefix("torch."),
-            plan.num_blocks,
-            config.tokens_per_block,
-        )
 
     @property
     def has_work(self) -> bool:
@@ -202,7 +151,7 @@ class Engine:
             events += self._land(before, foreseen=True)
         if failure is not None:
             events += self._fail(step, failure)
-        elif flight is not None and not self._overlaps:
+        elif flight is not None and not self._parts.overlap:
             events += self._land(flight)
         else:
             self._flight = flight
@@ -227,14 +176,14 @@ class Engine:
             waiting=len(self._scheduler.waiting),
             running=len(self._scheduler.running),
             max_batch_size=self.config.max_batch_size,
-            on_gpu=self._device.torch.type == "cuda",
+            on_gpu=self._parts.device.torch.type == "cuda",
             steps=count.steps,
             kv_blocks=self._kv.num_blocks,
             kv_blocks_free=self._kv.num_available,
             tokens_per_block=self._kv.tokens_per_block,
             kv_tokens_reused=self._scheduler.num_tokens_reused,
-            kv_bytes=self._plan.num_bytes,
-            weight_bytes=self._decoder.weight_bytes,
+            kv_bytes=self._parts.kv_plan.num_bytes,
+            weight_bytes=self._parts.decoder.weight_bytes,
             preemptions=self._scheduler.num_preemptions,
             prompt_tokens=count.prompt_tokens,
             generated_tokens=count.generated_tokens,
@@ -249,25 +198,6 @@ class Engine:
             waiting_adapters=tuple({self.adapters.name_of(i): None for i in self._waiting_ids()}),
             adapters=self.adapters.stats(),
         )
-
-    def _record_decoding(self) -> None:
-        wanted = self.config.enable_cuda_graph
-        if self._device.capture is None:
-            if wanted:
-                logger.warning(
-                    "cuda_graph_mode has no effect on %s: steps are not recorded", self._device.name
-                )
-            return
-        if self.model.encoder is not None:
-            logger.info("steps are not recorded: encoder-decoder models are not")
-        elif wanted is None or wanted:
-            self._runner.record_decoding(self.config.cuda_graph_cache_size or DEFAULT_GRAPHS)
-
-    def _chooses_overlap(self) -> bool:
-        if self.model.encoder is not None:  # its encoder runs between the steps
-            return False
-        wanted = self.config.enable_overlap
-        return self._device.overlaps if wanted is None else wanted
 
     def _check_queue(self, count: int) -> None:
         """Raises QueueFullError. Of a request's sequences those wait that the batch has no place for now."""
@@ -293,11 +223,11 @@ class Engine:
         guide = request.params.guide
         if guide is None:
             return None
-        if self._guides is None:
+        if self._parts.guides is None:
             raise RequestError(
                 "guided decoding is not enabled on this server: set guided_decoding_backend and tokenizer_dir"
             )
-        return self._guides.compile(guide)
+        return self._parts.guides.compile(guide)
 
     def _everyone(self) -> list[Sequence]:
         """All that have not ended."""
@@ -318,8 +248,8 @@ class Engine:
     def _new_sequence(self, prepared: Prepared, handle: int, index: int, max_len: int) -> Sequence:
         lease, tier = self._acquire(prepared)
         sequence = Sequence(handle, _without_tensors(prepared.request), index, max_len, lease, tier=tier)
-        if prepared.matcher is not None and self._guides is not None:
-            sequence.guide = self._guides.begin(prepared.matcher)
+        if prepared.matcher is not None and self._parts.guides is not None:
+            sequence.guide = self._parts.guides.begin(prepared.matcher)
         if prepared.request.params.beam_width > 1:
             sequence.beams = BeamGroup(prepared.request.params.beam_width, sequence)
         return sequence
@@ -467,13 +397,6 @@ def _without_tensors(request: Request) -> Request:
     if lora is None or not lora.has_tensors:
         return request
     return replace(request, lora=LoraInput(lora.task_id, name=lora.name, source=lora.source))
-
-
-def _held_in(config: EngineConfig, model: ModelConfig) -> str | None:
-    """The algorithm that weights are quantised by: at start, before, or by `manylora build`."""
-    if config.quant is not None and config.quant.any_weights:
-        return config.quant.quant_algo
-    return model.quant.algo if model.quant is not None else read_build_config(config.model_dir).quant_algo
 
 
 def _leases(sequences: Iterable[Sequence]) -> list[AdapterLease]:

@@ -1,0 +1,124 @@
+"""build_parts: reads the model, opens the device, loads weights, divides the memory between the caches."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+
+from manylora.config.build_record import read_build_config
+from manylora.config.engine import EngineConfig, LoraCacheConfig, ModelConfig
+from manylora.engine.guide import Guides
+from manylora.engine.memory import KvPlan, allocate_kv, batch_limits, kv_cache_dtype, plan_kv
+from manylora.engine.runner import Runner
+from manylora.kernels.device import Device, open_device
+from manylora.lora.expert_rules import targets_beside_quantised_experts
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.store import AdapterStore
+from manylora.model.checkpoint import read_model_config
+from manylora.model.decoder import Decoder
+from manylora.model.encoder_decoder import EncoderDecoder
+from manylora.model.held import HeldWeights
+from manylora.model.weights import adapter_dtype, compute_dtype, load_decoder
+from manylora.system.allocator import keep_memory
+
+__all__ = ["EngineParts", "build_parts"]
+
+logger = logging.getLogger("manylora")
+
+DEFAULT_NUM_GRAPHS = 128
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine is made of.
+
+    base:    the checkpoint's weights, which adapters on disk are read against (DoRA, trained biases).
+    guides:  compiles guides; None when guided decoding is not enabled.
+    overlap: whether a step is launched before the tokens of the previous one are known.
+    """
+
+    model: ModelConfig
+    device: Device
+    decoder: Decoder | EncoderDecoder
+    kv_plan: KvPlan
+    base: BaseWeights
+    adapters: AdapterStore
+    runner: Runner
+    guides: Guides | None
+    overlap: bool
+
+
+def build_parts(config: EngineConfig) -> EngineParts:
+    """Raises ConfigError when the configuration, the checkpoint or the memory does not allow it."""
+    started = time.perf_counter()
+    model, device = read_model_config(config.model_dir), open_device(config.device)
+    if device.torch.type == "cpu":
+        keep_memory()
+    dtype = compute_dtype(config.dtype, model, device)
+    decoder = load_decoder(config.model_dir, model, dtype, device, config.max_seq_len, config.quant)
+    kv_dtype = kv_cache_dtype(config, dtype)
+    plan = plan_kv(config, model, kv_dtype, device.torch, device.free_bytes())
+    kv_tensor = allocate_kv(plan, config, model, kv_dtype, device.torch)
+    # On a CPU the cache's pages are not touched yet, so the system still counts them as free.
+    untouched = plan.num_bytes if device.torch.type == "cpu" else 0
+    free_bytes = max(0, device.free_bytes() - untouched)
+    base = BaseWeights(config.model_dir, HeldWeights(model, config.quant, dtype))
+    lora = _lora_config(config, model, decoder)
+    pages_dtype = adapter_dtype(config.dtype, model, dtype, device)
+    adapters = AdapterStore.open(model, lora, device.torch, pages_dtype, free_bytes, base)
+    limits = batch_limits(config, model, dtype, plan.max_seq_len)
+    runner = Runner(decoder, kv_tensor, device, adapters, limits)
+    runner.try_variants()
+    _record_decoding(runner, config, model, device)
+    guides, overlap = _open_guides(config, model), _chooses_overlap(config, model, device)
+    logger.info(
+        "engine ready in %.1f s: %s on %s, %s, %d KV blocks of %d tokens",
+        time.perf_counter() - started,
+        model.architecture,
+        device.name,
+        str(dtype).removeprefix("torch."),
+        plan.num_blocks,
+        config.tokens_per_block,
+    )
+    return EngineParts(model, device, decoder, plan, base, adapters, runner, guides, overlap)
+
+
+def _lora_config(
+    config: EngineConfig, model: ModelConfig, decoder: Decoder | EncoderDecoder
+) -> LoraCacheConfig:
+    """The adapter settings, with the target modules that can be served beside quantised experts."""
+    if not decoder.has_quantised_experts:
+        return config.lora
+    if config.quant is not None and config.quant.any_weights:
+        algo = config.quant.quant_algo
+    elif model.quant is not None:
+        algo = model.quant.algo
+    else:
+        algo = read_build_config(config.model_dir).quant_algo
+    targets = targets_beside_quantised_experts(config.lora.target_modules, model, algo)
+    return replace(config.lora, target_modules=targets)
+
+
+def _record_decoding(runner: Runner, config: EngineConfig, model: ModelConfig, device: Device) -> None:
+    """Record decode steps as CUDA graphs, where the device, the model and the settings allow it."""
+    wanted = config.enable_cuda_graph
+    if device.capture is None:
+        if wanted:
+            logger.warning("cuda_graph_mode has no effect on %s: steps are not recorded", device.name)
+    elif model.encoder is not None:
+        logger.info("steps are not recorded: encoder-decoder models are not")
+    elif wanted is None or wanted:
+        runner.record_decoding(config.cuda_graph_cache_size or DEFAULT_NUM_GRAPHS)
+
+
+def _open_guides(config: EngineConfig, model: ModelConfig) -> Guides | None:
+    if config.tokenizer_dir is None:
+        return None
+    return Guides(config.tokenizer_dir, model.vocab_size, model.eos_token_ids)
+
+
+def _chooses_overlap(config: EngineConfig, model: ModelConfig, device: Device) -> bool:
+    if model.encoder is not None:  # its encoder runs between the steps
+        return False
+    return device.overlaps if config.enable_overlap is None else config.enable_overlap

@@ -34,10 +34,11 @@ INSIDE = {
     "quant": ["config", "checkpoint", "packing", "layouts", "checkpoint_weights"],
     "config": ["engine", "build_record"],
     "wire": [
-        "parameters", "tensor_table", "context_length", "client_errors", "client_disconnects", "shape_guard",
-        "text_worker", "metrics", "stop_words", "bls", "decode", "encode", "engine_client",
+        "parameters", "tensor_table", "server_types", "word_lists", "context_length", "client_errors",
+        "client_disconnects", "shape_guard", "text_worker", "metrics", "stop_words", "bls", "decode",
+        "encode", "engine_client",
     ],
-    "text": ["chat_template", "stream", "limits", "tokenizer"],
+    "text": ["chat_template", "stream", "limits", "tokenizer", "preprocessing", "postprocessing"],
     "lora": [
         "pages", "modules", "expert_rules", "geometry", "bounds", "float8", "tensors", "stored",
         "staging", "extras", "slicing", "formats", "cache", "pool", "library", "arrivals",

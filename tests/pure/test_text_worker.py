@@ -15,9 +15,9 @@ import pytest
 from manylora.errors import RequestError
 from manylora.system.lifeline import Lifeline
 from manylora.system.text_threads import LONG
-from manylora.wire.client_errors import check_parameters, sentence
+from manylora.wire.client_errors import check_parameters, client_message
 from manylora.wire.context_length import engine_context
-from manylora.wire.text_worker import Desk
+from manylora.wire.text_worker import TextWorker
 
 
 class Sent:
@@ -44,15 +44,10 @@ class Sent:
         self.answered.set()
 
 
-UTILS = SimpleNamespace(
-    TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
-    TritonError=lambda text: text,
-    InferenceResponse=lambda outputs=(), error=None: error or list(outputs),
-)
-
-
-def desk(work: Any) -> Desk:
-    return Desk("reading", Lifeline("reading"), UTILS, lambda arrays: int(arrays["length"][0, 0]), work)
+def worker(respond: Any) -> TextWorker[Any]:
+    return TextWorker(
+        "reading", Lifeline("reading"), lambda arrays: int(arrays["length"][0, 0]), respond, str
+    )
 
 
 def test_a_short_text_is_answered_while_a_long_one_is_worked_on() -> None:
@@ -64,9 +59,9 @@ def test_a_short_text_is_answered_while_a_long_one_is_worked_on() -> None:
         return [length]
 
     long, huge = Sent(LONG), Sent(2**20)
-    made = desk(work)
-    assert made.answer([long, Sent(7), huge, Sent(8)]) == [None, [7], None, [8]]
-    assert made.answer([Sent(9)]) == [[9]]
+    made = worker(work)
+    assert made.execute([long, Sent(7), huge, Sent(8)]) == [None, [7], None, [8]]
+    assert made.execute([Sent(9)]) == [[9]]
     assert not long.answered.is_set() and not huge.answered.is_set()
     may_end.set()
     made.close()
@@ -81,8 +76,8 @@ def test_a_failure_is_one_sentence_of_that_request_alone(caplog: pytest.LogCaptu
             raise RequestError("four is too many")
         return [1]
 
-    made, long = desk(work), Sent(LONG)
-    answers = made.answer([Sent(1), Sent(3), Sent(4), long, Sent(5, '{"request_type":"context_only"}')])
+    made, long = worker(work), Sent(LONG)
+    answers = made.execute([Sent(1), Sent(3), Sent(4), long, Sent(5, '{"request_type":"context_only"}')])
     made.close()
     assert answers[:4] == [[1], "reading failed on this request: IndexError", "four is too many", None]
     assert "request_type 'context_only' is not supported" in answers[4]
@@ -99,9 +94,9 @@ def test_only_parameters_that_would_change_the_answer_are_refused() -> None:
 
 
 def test_the_log_has_the_trace_and_the_client_the_sentence(caplog: pytest.LogCaptureFixture) -> None:
-    assert sentence(RequestError("no such thing"), "model") == "no such thing"
+    assert client_message(RequestError("no such thing"), "model") == "no such thing"
     assert not caplog.records
-    assert sentence(KeyError("secret"), "model") == "model failed on this request: KeyError"
+    assert client_message(KeyError("secret"), "model") == "model failed on this request: KeyError"
     assert "secret" in caplog.text
 
 

@@ -2,88 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from manylora.errors import ConfigError, RequestError
+from manylora.errors import ConfigError
 from manylora.system.lifeline import Lifeline
+from manylora.text.postprocessing import Postprocessor
 from manylora.text.tokenizer import open_tokenizer
-from manylora.wire.client_disconnects import Departures
+from manylora.wire.client_disconnects import DisconnectReporter
 from manylora.wire.parameters import flag, parameters_of
+from manylora.wire.server_types import Arrays
 from manylora.wire.shape_guard import check_shapes
-from manylora.wire.text_worker import Desk
+from manylora.wire.text_worker import TextWorker
 
-MAX_TOKENS = 2**20  # of one request
-SMALL = 64  # bytes of a text that is kept for the next time
+SMALL_BYTES, CACHED = 64, 1024  # of texts whose tensors are cached; how many are
 
 
 class TritonPythonModel:
-    def initialize(self, args):
-        self._lifeline = Lifeline(args["model_instance_name"])
+    def initialize(self, args: dict[str, str]) -> None:
+        lifeline = Lifeline(args["model_instance_name"])
         check_shapes(pb_utils)
         parameters = parameters_of(args["model_config"])
         try:
-            self._tokenizer = open_tokenizer(parameters)
-            self._skip = flag(parameters, "skip_special_tokens", True)
+            skip = flag(parameters, "skip_special_tokens", True)
+            self._postprocessor = Postprocessor(open_tokenizer(parameters), skip)
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        self._departures = Departures()
-        self._desk = Desk("postprocessing", self._lifeline, pb_utils, _measure, self._work)
-
-    def execute(self, requests):
-        self._departures.look(requests)
-        return self._desk.answer(requests)
-
-    def finalize(self):
-        self._desk.close()
-
-    def _work(self, arrays):
-        tokens, lengths = arrays["TOKENS_BATCH"], arrays["SEQUENCE_LENGTH"]
-        windows, final = arrays.get("PREVIOUS_IDS"), "FINISH_REASON" in arrays
-        texts = []
-        for item, row in enumerate(lengths.tolist()):
-            for beam, length in enumerate(row):
-                ids = _checked(tokens[item, beam, :length])
-                if windows is None:
-                    text = self._tokenizer.decode(ids, self._skip)
-                else:
-                    text = self._tokenizer.delta(_checked(windows[item, beam]), ids, final, self._skip)
-                texts.append(text.encode())
-        return [_kept(tuple(texts)) if sum(map(len, texts)) <= SMALL else _output(texts)]
-
-
-def _measure(arrays):
-    """Tokens of all sequences."""
-    tokens, lengths, windows = (arrays.get(n) for n in ("TOKENS_BATCH", "SEQUENCE_LENGTH", "PREVIOUS_IDS"))
-    if tokens.shape[:2] != lengths.shape or (windows is not None and windows.shape[:2] != lengths.shape):
-        raise RequestError(
-            "TOKENS_BATCH, SEQUENCE_LENGTH and PREVIOUS_IDS must have one shape up to the beams, got "
-            f"{tokens.shape}, {lengths.shape} and {None if windows is None else windows.shape}"
+        self._disconnects = DisconnectReporter()
+        self._worker = TextWorker(
+            "postprocessing", lifeline, self._postprocessor.length, self._respond, _fail
         )
-    longest, count = tokens.shape[2], 0 if windows is None else windows.size
-    for length in lengths.reshape(-1).tolist():
-        if not 0 <= length <= longest:
-            raise RequestError(f"SEQUENCE_LENGTH must be in [0, {longest}], the tokens of TOKENS_BATCH")
-        count += length
-    if count > MAX_TOKENS:
-        raise RequestError(f"at most {MAX_TOKENS} tokens are decoded in one request, got {count}")
-    return count
+
+    def execute(
+        self, requests: Sequence[pb_utils.InferenceRequest]
+    ) -> list[pb_utils.InferenceResponse | None]:
+        self._disconnects.check_one(requests)
+        return self._worker.execute(requests)
+
+    def finalize(self) -> None:
+        self._worker.close()
+
+    def _respond(self, inputs: Arrays) -> pb_utils.InferenceResponse:
+        texts = self._postprocessor.run(inputs)
+        tensor = _cached_tensor(texts) if sum(map(len, texts)) <= SMALL_BYTES else _tensor(texts)
+        return pb_utils.InferenceResponse([tensor])
 
 
-def _checked(row):
-    ids = row.tolist()
-    if ids and min(ids) < 0:
-        raise RequestError("TOKENS_BATCH and PREVIOUS_IDS must hold token ids, which are 0 or more")
-    return ids
-
-
-@lru_cache(1024)
-def _kept(texts):
+@lru_cache(CACHED)
+def _cached_tensor(texts: tuple[bytes, ...]) -> pb_utils.Tensor:
     """Texts of a token or two come again and again, and making a tensor costs more than the text."""
-    return _output(texts)
+    return _tensor(texts)
 
 
-def _output(texts):
+def _tensor(texts: tuple[bytes, ...]) -> pb_utils.Tensor:
     return pb_utils.Tensor("OUTPUT", np.array(texts, np.object_))
+
+
+def _fail(text: str) -> pb_utils.InferenceResponse:
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(text))

@@ -22,7 +22,7 @@ from manylora.engine.loop import EngineLoop
 from manylora.errors import ConfigError, DrainingError, RequestError
 from manylora.system.lifeline import Lifeline
 from manylora.wire.client_disconnects import listen
-from manylora.wire.client_errors import check_parameters, sentence
+from manylora.wire.client_errors import check_parameters, client_message
 from manylora.wire.decode import decode_requests, is_stop
 from manylora.wire.encode import Reply, merge_waiting
 from manylora.wire.parameters import engine_config, flag, logits_dtype, milliseconds, parameters_of
@@ -118,7 +118,7 @@ class TritonPythonModel:
                 sink = partial(self._sink, call, reply)
                 call.tickets.append(self._loop.submit(one.request, sink))
         except Exception as error:
-            self._outbox.put((call, None, RequestError(sentence(error, "tensorrt_llm"))))
+            self._outbox.put((call, None, RequestError(client_message(error, "tensorrt_llm"))))
         if call.done:  # one item of a batch has failed already
             self._cancel(call)
 

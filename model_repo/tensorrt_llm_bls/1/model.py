@@ -14,7 +14,7 @@ import triton_python_backend_utils as pb_utils
 from manylora.errors import ConfigError, RequestError
 from manylora.system.lifeline import Lifeline
 from manylora.wire.bls import TO_ENGINE, TO_PREPROCESSING, check_inputs, items, told_outputs
-from manylora.wire.client_errors import check_parameters, sentence
+from manylora.wire.client_errors import check_parameters, client_message
 from manylora.wire.parameters import flag, parameters_of, value_of
 from manylora.wire.shape_guard import check_shapes, read_inputs
 from manylora.wire.stop_words import TextStop
@@ -111,7 +111,7 @@ class TritonPythonModel:
                     for model, request_id in call.to_stop():
                         self._stop(model, request_id)
                 except Exception as error:
-                    sentence(error, "tensorrt_llm_bls")
+                    client_message(error, "tensorrt_llm_bls")
 
     def _send_all(self):
         while (item := self._outbox.get()) is not None:
@@ -370,4 +370,4 @@ def _raise_error(answer):
 
 
 def _failure(error):
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(sentence(error, "tensorrt_llm_bls")))
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(client_message(error, "tensorrt_llm_bls")))

@@ -1,9 +1,9 @@
-"""How the engine's model learns that a client of the ensemble has left.
+"""How the engine's model learns that a client of the ensemble has disconnected.
 
 Triton does not tell it: only steps that start after that are marked as cancelled, and those of a stream are
 postprocessing's. So postprocessing asks for some of its requests, and tells the engine's model the number
-that stands in the response it came from, by a datagram through the launcher's run directory. What gets lost
-is told again with the stream's next tokens.
+that stands in the response it came from, by a datagram through the launcher's run directory. A datagram that
+is lost is sent again with the stream's next tokens.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from manylora.system.lifeline import RUN_DIR
+from manylora.wire.server_types import ServerRequest
 
-__all__ = ["NUMBER", "Departures", "listen"]
+__all__ = ["NUMBER", "DisconnectReporter", "listen"]
 
 NUMBER = "REQUEST_NUMBER"  # input of postprocessing
-SOCKET = "departures"
+SOCKET = "disconnects"
 PERIOD_S = 0.005  # asking is a call into the server and back
 
 
-class Departures:
-    """Of postprocessing. Without a launcher nobody listens, and it does nothing."""
+class DisconnectReporter:
+    """For postprocessing. Without a launcher nobody listens, and it does nothing."""
 
     def __init__(self) -> None:
         self._path = _path()
@@ -35,8 +36,8 @@ class Departures:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
 
-    def look(self, requests: Sequence[Any]) -> None:
-        """Asks for one of Triton's requests, unless it did so a moment ago."""
+    def check_one(self, requests: Sequence[ServerRequest[Any]]) -> None:
+        """Ask whether one of these requests was cancelled, unless another was asked about a moment ago."""
         now = time.monotonic()
         if self._path is None or now - self._asked < PERIOD_S:
             return
@@ -48,8 +49,9 @@ class Departures:
                     self._socket.sendto(b"%d" % tensor.as_numpy().reshape(-1)[0], str(self._path))
 
 
-def listen(left: Callable[[int], None]) -> None:
-    """left: called on a thread with the number of a request whose client has left, sometimes repeatedly."""
+def listen(disconnected: Callable[[int], None]) -> None:
+    """disconnected: called on a thread with the number of a request whose client has disconnected, perhaps
+    repeatedly."""
     path = _path()
     if path is None:
         return
@@ -59,9 +61,9 @@ def listen(left: Callable[[int], None]) -> None:
 
     def receive() -> None:
         while True:
-            left(int(receiver.recv(32)))
+            disconnected(int(receiver.recv(32)))
 
-    threading.Thread(target=receive, name="manylora-departures", daemon=True).start()
+    threading.Thread(target=receive, name="manylora-disconnects", daemon=True).start()
 
 
 def _path() -> Path | None:

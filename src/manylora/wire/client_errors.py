@@ -7,14 +7,14 @@ import logging
 
 from manylora.errors import ManyloraError, RequestError
 
-__all__ = ["check_parameters", "sentence"]
+__all__ = ["check_parameters", "client_message"]
 
 WHOLE = "context_and_generation"
 
 logger = logging.getLogger("manylora")
 
 
-def sentence(error: Exception, model: str) -> str:
+def client_message(error: Exception, model: str) -> str:
     """For the client. What nobody thought of is written to the server's log whole."""
     if isinstance(error, ManyloraError):
         return str(error)

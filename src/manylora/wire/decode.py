@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,19 +11,17 @@ from manylora.errors import RequestError
 from manylora.request import (
     MAX_GUIDE_BYTES,
     MAX_RANGES,
-    MAX_WORD_TOKENS,
     Guide,
     LoraInput,
     Request,
     Retention,
     SamplingParams,
 )
+from manylora.wire.server_types import Arrays
 from manylora.wire.tensor_table import REFUSED_INPUTS
+from manylora.wire.word_lists import decode_word_list
 
-__all__ = ["Arrays", "Decoded", "decode_requests", "is_stop", "word_list"]
-
-Arrays = Mapping[str, np.ndarray]
-"""Tensors by name, each with its leading batch dimension."""
+__all__ = ["Decoded", "decode_requests", "is_stop"]
 
 
 @dataclass(frozen=True)
@@ -106,26 +103,6 @@ def decode_requests(
     ]
 
 
-def word_list(array: np.ndarray | None) -> tuple[tuple[int, ...], ...]:
-    """Words of a [2, L] tensor: ids in row 0, running ends in row 1, padded with -1."""
-    if array is None or array.size == 0:
-        return ()
-    if array.ndim != 2 or len(array) != 2:
-        raise RequestError("Invalid format for word list.")
-    if array.shape[1] > MAX_WORD_TOKENS:
-        raise RequestError(
-            f"A word list must have at most {MAX_WORD_TOKENS} tokens, of all its words together, "
-            f"got {array.shape[1]}"
-        )
-    ids, ends = array.tolist()
-    stops = [end for end in ends if end != -1]
-    if ends[: len(stops)] != stops or any(b <= a for a, b in zip([0, *stops], stops, strict=False)):
-        raise RequestError("Invalid format for word list.")
-    if stops and stops[-1] > len(ids):
-        raise RequestError("Invalid format for word list.")
-    return tuple(tuple(ids[start:stop]) for start, stop in zip([0, *stops], stops, strict=False))
-
-
 def _decode(item: _Item, request_id: str, decoupled: bool, has_encoder: bool) -> Decoded:
     streaming = bool(item.scalar("streaming", False))
     sequences = item.scalar("num_return_sequences", 1)
@@ -194,8 +171,8 @@ def _params(item: _Item, sequences: int, width: int) -> SamplingParams:
         presence_penalty=item.scalar("presence_penalty", 0.0),
         frequency_penalty=item.scalar("frequency_penalty", 0.0),
         min_tokens=item.scalar("min_length", 0),
-        stop_words=word_list(item.row("stop_words_list")),
-        bad_words=word_list(item.row("bad_words_list")),
+        stop_words=decode_word_list(item.row("stop_words_list")),
+        bad_words=decode_word_list(item.row("bad_words_list")),
         num_return_sequences=sequences,
         beam_width=width,
         length_penalty=item.scalar("len_penalty", 0.0),

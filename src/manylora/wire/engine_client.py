@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from manylora.errors import RequestError
 from manylora.request import Event, FinishReason, LoraInput, Request, RequestMetrics, SamplingParams
+from manylora.wire.word_lists import encode_word_lists
 
 __all__ = ["AnswerReader", "request_tensors"]
 
@@ -135,7 +136,7 @@ def _limits(params: SamplingParams) -> Tensors:
         found["min_length"] = _one(params.min_tokens, np.int32)
     for name, words in (("stop_words_list", params.stop_words), ("bad_words_list", params.bad_words)):
         if words:
-            found[name] = _word_list(words)
+            found[name] = encode_word_lists([words])
     if params.logit_bias is not None:
         found["embedding_bias"] = params.logit_bias[np.newaxis].astype(np.float32)
     if params.guide is not None:
@@ -154,13 +155,6 @@ def _lora(lora: LoraInput | None) -> Tensors:
     if lora.weights is not None and lora.config is not None:
         found |= {"lora_weights": lora.weights, "lora_config": lora.config.astype(np.int32)}
     return found
-
-
-def _word_list(words: Sequence[Sequence[int]]) -> np.ndarray:
-    """[1, 2, L]: ids, and running ends padded with -1."""
-    ids = [token for word in words for token in word]
-    ends = np.cumsum([len(word) for word in words]).tolist()
-    return np.array([[ids, ends + [-1] * (len(ids) - len(ends))]], np.int32)
 
 
 def _one(value: object, dtype: type) -> np.ndarray:

@@ -1,79 +1,77 @@
-"""Desk: where pre- and postprocessing answer. A long text goes to a thread, and the next need not wait."""
+"""TextWorker: answers the requests of pre- and postprocessing. Long texts go to other threads, so short ones
+need not wait."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
-
-import numpy as np
+from typing import Generic
 
 from manylora.system.lifeline import Lifeline
 from manylora.system.text_threads import Lanes
-from manylora.wire.client_errors import check_parameters, sentence
+from manylora.wire.client_errors import check_parameters, client_message
+from manylora.wire.server_types import FINAL, Arrays, Response, ResponseSender, ServerRequest
 from manylora.wire.shape_guard import read_inputs
 
-__all__ = ["Arrays", "Desk"]
-
-Arrays = Mapping[str, np.ndarray]
-"""Inputs by name, each with its leading batch dimension."""
+__all__ = ["TextWorker"]
 
 
-class Desk:
-    """lifeline: told how much is held. utils: Triton's module of Python models. measure: the length of a
-    request's text, in characters or tokens; it raises RequestError for inputs that are not right. work:
-    inputs to output tensors."""
+class TextWorker(Generic[Response]):
+    """name: the model's, for the log. lifeline: told how many requests are open.
+
+    length: of a request's texts, in characters or tokens; raises RequestError for inputs that are wrong.
+    respond: a request's inputs to its response; may raise. fail: an error's text to a response.
+    """
 
     def __init__(
         self,
         name: str,
         lifeline: Lifeline,
-        utils: Any,
-        measure: Callable[[Arrays], int],
-        work: Callable[[Arrays], Sequence[Any]],
+        length: Callable[[Arrays], int],
+        respond: Callable[[Arrays], Response],
+        fail: Callable[[str], Response],
     ) -> None:
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
-        self._name, self._utils, self._measure, self._work = name, utils, measure, work
-        self._lanes = Lanes()
-        self._lifeline = lifeline
+        self._name, self._lifeline = name, lifeline
+        self._length, self._respond, self._fail = length, respond, fail
+        self._threads = Lanes()
 
-    def answer(self, requests: Sequence[Any]) -> list[Any]:
-        """What `execute` returns. A response that is None is sent later."""
+    def execute(self, requests: Sequence[ServerRequest[Response]]) -> list[Response | None]:
+        """What a model's `execute` returns. None: the response is sent later."""
         with self._lifeline.busy():
-            return [self._take(request) for request in requests]
+            return [self._answer(request) for request in requests]
 
     def close(self) -> None:
-        self._lanes.close()
+        self._threads.close()
 
-    def _take(self, request: Any) -> Any:
+    def _answer(self, request: ServerRequest[Response]) -> Response | None:
         try:
             check_parameters(request.parameters())
-            arrays = read_inputs(request.inputs())
-            lane = self._lanes.lane(self._measure(arrays))
+            inputs = read_inputs(request.inputs())
+            threads = self._threads.lane(self._length(inputs))
         except Exception as error:
             return self._failure(error)
-        if lane is None:
-            return self._respond(arrays)
-        held = ExitStack()
-        held.enter_context(self._lifeline.busy())
-        lane.submit(self._send, request.get_response_sender(), arrays, held)
+        if threads is None:
+            return self._response(inputs)
+        busy = ExitStack()
+        busy.enter_context(self._lifeline.busy())
+        threads.submit(self._send, request.get_response_sender(), inputs, busy)
         return None
 
-    def _send(self, sender: Any, arrays: Arrays, held: ExitStack) -> None:
-        with held:
-            response = self._respond(arrays)
+    def _send(self, sender: ResponseSender[Response], inputs: Arrays, busy: ExitStack) -> None:
+        with busy:
             try:
-                sender.send(response, flags=self._utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+                sender.send(self._response(inputs), flags=FINAL)
             except Exception as error:
-                sentence(error, self._name)
+                client_message(error, self._name)  # for the log: this client cannot be told
 
-    def _respond(self, arrays: Arrays) -> Any:
+    def _response(self, inputs: Arrays) -> Response:
         try:
-            return self._utils.InferenceResponse(self._work(arrays))
+            return self._respond(inputs)
         except Exception as error:
             return self._failure(error)
 
-    def _failure(self, error: Exception) -> Any:
-        return self._utils.InferenceResponse(error=self._utils.TritonError(sentence(error, self._name)))
+    def _failure(self, error: Exception) -> Response:
+        return self._fail(client_message(error, self._name))

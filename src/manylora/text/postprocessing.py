@@ -1,0 +1,60 @@
+"""Postprocessor: inputs of the model `postprocessing` to texts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from manylora.errors import RequestError
+from manylora.text.tokenizer import Tokenizer
+from manylora.wire.server_types import Arrays
+
+__all__ = ["Postprocessor"]
+
+MAX_TOKENS = 2**20  # of one request
+
+
+class Postprocessor:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+
+    def length(self, inputs: Arrays) -> int:
+        """Tokens of all sequences. Raises RequestError where there are too many, or shapes do not match."""
+        tokens, lengths = inputs["TOKENS_BATCH"], inputs["SEQUENCE_LENGTH"]
+        windows = inputs.get("PREVIOUS_IDS")
+        if tokens.shape[:2] != lengths.shape or (windows is not None and windows.shape[:2] != lengths.shape):
+            raise RequestError(
+                "TOKENS_BATCH, SEQUENCE_LENGTH and PREVIOUS_IDS must have one shape up to the beams, got "
+                f"{tokens.shape}, {lengths.shape} and {None if windows is None else windows.shape}"
+            )
+        longest, count = tokens.shape[2], 0 if windows is None else windows.size
+        for length in lengths.reshape(-1).tolist():
+            if not 0 <= length <= longest:
+                raise RequestError(f"SEQUENCE_LENGTH must be in [0, {longest}], the tokens of TOKENS_BATCH")
+            count += length
+        if count > MAX_TOKENS:
+            raise RequestError(f"at most {MAX_TOKENS} tokens are decoded in one request, got {count}")
+        return count
+
+    def run(self, inputs: Arrays) -> tuple[bytes, ...]:
+        """One text for each beam of each item, in UTF-8. In a stream, which comes with the ids before these,
+        it is exactly the text that the new ids add. Raises RequestError."""
+        tokens, lengths = inputs["TOKENS_BATCH"], inputs["SEQUENCE_LENGTH"]
+        windows, final = inputs.get("PREVIOUS_IDS"), "FINISH_REASON" in inputs
+        texts = []
+        for item, row in enumerate(lengths.tolist()):
+            for beam, length in enumerate(row):
+                ids = _checked(tokens[item, beam, :length])
+                if windows is None:
+                    text = self._tokenizer.decode(ids, self._skip)
+                else:
+                    text = self._tokenizer.delta(_checked(windows[item, beam]), ids, final, self._skip)
+                texts.append(text.encode())
+        return tuple(texts)
+
+
+def _checked(row: np.ndarray) -> list[int]:
+    ids = row.tolist()
+    if ids and min(ids) < 0:
+        raise RequestError("TOKENS_BATCH and PREVIOUS_IDS must hold token ids, which are 0 or more")
+    return ids

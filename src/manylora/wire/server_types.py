@@ -1,0 +1,41 @@
+"""What the package uses of the objects that Triton's Python backend hands to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+__all__ = ["FINAL", "Arrays", "Response", "ResponseSender", "ServerRequest", "ServerTensor"]
+
+FINAL = 1
+"""TRITONSERVER_RESPONSE_COMPLETE_FINAL: the flag of a request's last response."""
+
+Arrays = Mapping[str, np.ndarray]
+"""Tensors by name, each with its leading batch dimension."""
+
+Response = TypeVar("Response")
+"""The backend's InferenceResponse: only models make one."""
+
+Sent = TypeVar("Sent", contravariant=True)
+
+
+class ServerTensor(Protocol):
+    def name(self) -> str: ...
+    def shape(self) -> Sequence[int]: ...
+    def as_numpy(self) -> np.ndarray: ...
+
+
+class ResponseSender(Protocol[Sent]):
+    """Takes the responses to one request. Any thread may send."""
+
+    def send(self, response: Sent | None = None, flags: int = 0) -> None: ...
+    def is_cancelled(self) -> bool: ...
+
+
+class ServerRequest(Protocol[Sent]):
+    def parameters(self) -> str: ...
+    def inputs(self) -> Sequence[ServerTensor]: ...
+    def get_response_sender(self) -> ResponseSender[Sent]: ...
+    def is_cancelled(self) -> bool: ...

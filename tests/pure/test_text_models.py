@@ -1,0 +1,125 @@
+"""Protects what pre- and postprocessing make of tensors: ids, word lists, biases and texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, pre_tokenizers
+
+from manylora.errors import RequestError
+from manylora.text.postprocessing import MAX_TOKENS, Postprocessor
+from manylora.text.preprocessing import MAX_WORDS, WORD_COST, Preprocessor
+from manylora.text.tokenizer import Tokenizer
+from manylora.wire.word_lists import decode_word_list, encode_word_lists
+
+
+def tokenizer(folder: Path, **config: Any) -> Tokenizer:
+    """One id for each byte; the end id is that of `.`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Library(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "."}))
+    (folder / "config.json").write_text(json.dumps(config))
+    return Tokenizer(folder)
+
+
+def texts(*rows: list[str]) -> np.ndarray:
+    return np.array([[text.encode() for text in row] for row in rows], np.object_)
+
+
+def inputs(**more: np.ndarray) -> dict[str, np.ndarray]:
+    return {"QUERY": texts(["abc"], ["d"]), "REQUEST_OUTPUT_LEN": np.array([[4], [4]], np.int32), **more}
+
+
+def test_prompts_are_padded_and_their_lengths_are_told(tmp_path: Path) -> None:
+    made = tokenizer(tmp_path)
+    outputs = Preprocessor(made, True, None).run(inputs())
+    ids = [made.encode("abc"), [*made.encode("d"), made.eos_id, made.eos_id]]
+    assert outputs["INPUT_ID"].tolist() == ids
+    assert outputs["REQUEST_INPUT_LEN"].tolist() == [[3], [1]]
+    assert outputs["OUT_END_ID"].tolist() == outputs["OUT_PAD_ID"].tolist() == [[made.eos_id]] * 2
+    assert outputs["EMBEDDING_BIAS"].shape == (2, 0)
+    assert outputs["STOP_WORDS_IDS"].shape == outputs["BAD_WORDS_IDS"].shape == (2, 2, 0)
+    virtual = Preprocessor(made, True, None).run(inputs(PROMPT_TABLE_EXTRA_ID=np.array([[7], [8]])))
+    assert virtual["OUT_PROMPT_TABLE_EXTRA_IDS"].tolist() == [[0] * 3] * 2  # the text has no virtual ids
+
+
+def test_words_and_biases_are_of_their_own_request(tmp_path: Path) -> None:
+    made = tokenizer(tmp_path)
+    words, weights = texts(["ab", "c"], ["d", ""]), np.array([[1.0, 2.0], [3.0, 9.0]], np.float32)
+    outputs = Preprocessor(made, True, None).run(
+        inputs(STOP_WORDS_DICT=words, EMBEDDING_BIAS_WORDS=words, EMBEDDING_BIAS_WEIGHTS=weights)
+    )
+    a, b, c, d = (made.encode(letter)[0] for letter in "abcd")
+    assert [decode_word_list(row) for row in outputs["STOP_WORDS_IDS"]] == [((a, b), (c,)), ((d,),)]
+    wanted = np.zeros((2, made.vocab_size), np.float32)
+    wanted[0, [a, b, c]], wanted[1, d] = (1, 1, 2), 3
+    np.testing.assert_array_equal(outputs["EMBEDDING_BIAS"], wanted)
+
+
+def test_a_word_list_is_ids_and_running_ends() -> None:
+    assert encode_word_lists([[[1, 2], [3]], [[4]]]).tolist() == [
+        [[1, 2, 3], [2, 3, -1]],
+        [[4, 0, 0], [1, -1, -1]],
+    ]
+    assert encode_word_lists([[]]).tolist() == [[[0], [-1]]]
+    assert decode_word_list(encode_word_lists([[]])[0]) == decode_word_list(None) == ()
+
+
+def test_the_decoder_begins_with_its_start_id(tmp_path: Path) -> None:
+    made = tokenizer(tmp_path, is_encoder_decoder=True, decoder_start_token_id=5)
+    run = Preprocessor(made, True, None).run
+    assert run(inputs())["DECODER_INPUT_ID"].tolist() == [[5], [5]]
+    outputs = run(inputs(DECODER_QUERY=texts(["a"], ["bc"])))
+    assert outputs["DECODER_INPUT_ID"].tolist() == [
+        [5, *made.encode("a"), made.eos_id],
+        [5, *made.encode("bc")],
+    ]
+    assert outputs["REQUEST_DECODER_INPUT_LEN"].tolist() == [[2], [3]]
+
+
+def test_a_long_or_wrong_request_is_refused_before_it_is_tokenised(tmp_path: Path) -> None:
+    preprocessor = Preprocessor(tokenizer(tmp_path), True, 2**15)
+    assert preprocessor.length(inputs(BAD_WORDS_DICT=texts(["ab", ""], ["", ""]))) == 6 + 4 * WORD_COST
+    for more, words in (
+        ({"IMAGE_URL": texts(["x"])}, "input IMAGE_URL is not supported"),
+        ({"QUERY": texts(["x" * (2**15 + 1)])}, "in the context of 32768 tokens"),
+        ({"STOP_WORDS_DICT": texts([""] * (MAX_WORDS + 1))}, "at most 16384 words together, got 16385"),
+        ({"QUERY": np.array([[b"\xff"]], np.object_)}, "valid UTF-8"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            preprocessor.length(inputs(**more))
+    with pytest.raises(RequestError, match="must come together"):
+        preprocessor.run(inputs(EMBEDDING_BIAS_WORDS=texts(["a"], ["b"])))
+    with pytest.raises(RequestError, match="is for encoder-decoder models"):
+        preprocessor.run(inputs(DECODER_QUERY=texts(["a"], ["b"])))
+
+
+def test_ids_become_the_texts_of_all_beams_or_what_new_ids_add(tmp_path: Path) -> None:
+    made = tokenizer(tmp_path)
+    postprocessor = Postprocessor(made, True)
+    rows = np.array([[made.encode("abc"), made.encode("dee")]], np.int32)
+    whole = {"TOKENS_BATCH": rows, "SEQUENCE_LENGTH": np.array([[3, 1]], np.int32)}
+    assert postprocessor.length(whole) == 4
+    assert postprocessor.run(whole) == (b"abc", b"d")
+    first, second = (np.array([[made.encode("ü")[i : i + 1]]], np.int32) for i in range(2))
+    stream = {"SEQUENCE_LENGTH": np.array([[1]], np.int32)}
+    nothing = np.empty((1, 1, 0), np.int32)
+    assert postprocessor.run(stream | {"TOKENS_BATCH": first, "PREVIOUS_IDS": nothing}) == (b"",)
+    assert postprocessor.run(stream | {"TOKENS_BATCH": second, "PREVIOUS_IDS": first}) == ("ü".encode(),)
+    for change, words in (
+        ({"SEQUENCE_LENGTH": np.array([[3, 4]])}, r"SEQUENCE_LENGTH must be in \[0, 3\]"),
+        ({"SEQUENCE_LENGTH": np.array([[3]])}, "must have one shape up to the beams"),
+        ({"PREVIOUS_IDS": np.zeros((1, 2, MAX_TOKENS), np.int32)}, "at most 1048576 tokens are decoded"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            postprocessor.length(whole | change)
+    with pytest.raises(RequestError, match="must hold token ids"):
+        postprocessor.run(whole | {"TOKENS_BATCH": -rows})

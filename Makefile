@@ -36,7 +36,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	for model in model_repo/*processing/1/model.py; do $(BIN)/mypy $$model || exit 1; done
+	for model in model_repo/*_bls/1/model.py model_repo/*processing/1/model.py; do $(BIN)/mypy $$model || exit 1; done
 
 bench: $(STAMP)
 	@$(BIN)/python benchmarks/engine.py --rounds 2

@@ -35,8 +35,8 @@ INSIDE = {
     "config": ["engine", "build_record"],
     "wire": [
         "parameters", "tensor_table", "server_types", "word_lists", "context_length", "client_errors",
-        "client_disconnects", "shape_guard", "text_worker", "metrics", "stop_words", "bls", "decode",
-        "encode", "engine_client",
+        "client_disconnects", "shape_guard", "text_worker", "metrics", "stop_words", "speculation", "bls",
+        "bls_generator", "bls_worker", "decode", "encode", "engine_client",
     ],
     "text": ["chat_template", "stream", "limits", "tokenizer", "preprocessing", "postprocessing"],
     "lora": [

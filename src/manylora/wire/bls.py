@@ -1,15 +1,18 @@
-"""What `tensorrt_llm_bls` knows of tensors: its checks, its batches, and where each input goes."""
+"""Tensors of `tensorrt_llm_bls`: its checks, its batches, and which tensor of each model is which."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import numpy as np
 
 from manylora.errors import RequestError
+from manylora.wire.server_types import Arrays, ServerTensor
+from manylora.wire.shape_guard import read_inputs
 from manylora.wire.tensor_table import ENSEMBLE_OUTPUTS
 
-__all__ = ["TO_ENGINE", "TO_PREPROCESSING", "check_inputs", "items", "told_outputs"]
+__all__ = [
+    "FROM_PREPROCESSING", "PASSED_ON", "TO_ENGINE", "TO_POSTPROCESSING", "TO_PREPROCESSING", "check_inputs",
+    "items", "lora_weights_of_items",
+]  # fmt: skip
 
 TO_PREPROCESSING = {
     "text_input": "QUERY",
@@ -36,10 +39,31 @@ TO_ENGINE = {
     "length_penalty": "len_penalty",
     "stream": "streaming",
 } | {name: name for name in SAME}
+FROM_PREPROCESSING = {
+    "INPUT_ID": "input_ids",
+    "REQUEST_INPUT_LEN": "input_lengths",
+    "DECODER_INPUT_ID": "decoder_input_ids",
+    "REQUEST_DECODER_INPUT_LEN": "decoder_input_lengths",
+    "REQUEST_OUTPUT_LEN": "request_output_len",
+    "STOP_WORDS_IDS": "stop_words_list",
+    "BAD_WORDS_IDS": "bad_words_list",
+    "EMBEDDING_BIAS": "embedding_bias",
+    "OUT_END_ID": "end_id",
+    "OUT_PAD_ID": "pad_id",
+    "OUT_PROMPT_TABLE_EXTRA_IDS": "prompt_table_extra_ids",
+}
+TO_POSTPROCESSING = {
+    "output_ids": "TOKENS_BATCH",
+    "sequence_length": "SEQUENCE_LENGTH",
+    "previous_ids": "PREVIOUS_IDS",
+    "finish_reason": "FINISH_REASON",
+}
+PASSED_ON = [tensor.name for tensor in ENSEMBLE_OUTPUTS if tensor.name != "text_output"]
+"""Outputs of the engine's model that go to the client as they are."""
 REFUSED = ("image_input", "image_bytes_input", "image_url_input", "video_bytes_input")
 
 
-def check_inputs(values: Mapping[str, np.ndarray], accumulate: bool, has_draft_model: bool) -> None:
+def check_inputs(values: Arrays, accumulate: bool, has_draft_model: bool) -> None:
     """Raises RequestError with upstream's texts where it has one."""
     for name in REFUSED:
         if name in values and values[name].size:
@@ -67,7 +91,7 @@ def check_inputs(values: Mapping[str, np.ndarray], accumulate: bool, has_draft_m
                 raise RequestError(f"{name} must be 1 with speculative decoding")
 
 
-def items(values: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+def items(values: Arrays) -> list[dict[str, np.ndarray]]:
     """Each item of the batch with a batch dimension of one; scalars as [1, 1]."""
     count = len(values["text_input"])
     for name, array in values.items():
@@ -79,9 +103,19 @@ def items(values: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
     return [{name: _slice(array, index) for name, array in values.items()} for index in range(count)]
 
 
-def told_outputs() -> list[str]:
-    """Outputs of the engine's model that go to the client as they are."""
-    return [tensor.name for tensor in ENSEMBLE_OUTPUTS if tensor.name != "text_output"]
+def lora_weights_of_items(tensor: ServerTensor | None, count: int) -> list[np.ndarray | ServerTensor | None]:
+    """One for each item of a batch. That of a single item goes on as it came: NumPy has no bfloat16."""
+    if tensor is None or count == 1:
+        return [tensor] * count
+    try:
+        rows = read_inputs([tensor])["lora_weights"]
+    except RequestError:
+        raise
+    except Exception:
+        raise RequestError(
+            "lora_weights as BF16 can be sent with a batch of one only: send it once before the batch"
+        ) from None
+    return [rows[index : index + 1] for index in range(count)]
 
 
 def _slice(array: np.ndarray, index: int) -> np.ndarray:

@@ -1,0 +1,265 @@
+"""TextGenerator: text in, text out by calling the other models, as `tensorrt_llm_bls` does."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from manylora.errors import RequestError
+from manylora.wire.bls import (
+    FROM_PREPROCESSING,
+    PASSED_ON,
+    TO_ENGINE,
+    TO_POSTPROCESSING,
+    TO_PREPROCESSING,
+    check_inputs,
+    items,
+    lora_weights_of_items,
+)
+from manylora.wire.server_types import Arrays, ServerTensor
+from manylora.wire.speculation import speculate
+from manylora.wire.stop_words import StopWords
+
+__all__ = ["CallModel", "ClientRequest", "TextGenerator", "Values"]
+
+ENGINE_OUTPUTS = [*TO_POSTPROCESSING, *PASSED_ON]
+
+Values = Mapping[str, np.ndarray | ServerTensor]
+"""Tensors by name; a tensor of the server's where it only passes through."""
+
+T = TypeVar("T")
+
+
+class CallModel(Protocol):
+    def __call__(
+        self, model: str, inputs: Values, outputs: Sequence[str], request_id: str = ""
+    ) -> Iterable[Mapping[str, ServerTensor]]:
+        """The outputs of each response, as they come. Raises RequestError with the model's error text.
+
+        request_id: for an engine's model, which may give several responses.
+        """
+
+
+class ClientRequest:
+    """A client's request, and the requests to engines that are open for it. Any thread.
+
+    is_cancelled: asks the server whether the client has disconnected; not to be called after `finish`.
+    """
+
+    def __init__(self, is_cancelled: Callable[[], bool]) -> None:
+        self._is_cancelled = is_cancelled
+        self._lock = threading.Lock()
+        self._open: set[tuple[str, str]] = set()
+        self._finished = False
+        self.abandoned = False  # nobody takes its responses any more
+
+    @contextmanager
+    def engine_request(self, model: str) -> Iterator[str]:
+        """Around a request to an engine's model: its id, which no other request has. Raises RequestError."""
+        if self.abandoned:
+            raise RequestError("the client has left")
+        request = (model, str(uuid.uuid4()))
+        with self._lock:
+            self._open.add(request)
+        try:
+            yield request[1]
+        finally:
+            with self._lock:
+                self._open.discard(request)
+
+    def finish(self) -> None:
+        """To be called before the final response is sent."""
+        with self._lock:
+            self._finished = True
+
+    def to_stop(self) -> list[tuple[str, str]]:
+        """Models and ids of requests that are open for a client that has disconnected."""
+        with self._lock:
+            self.abandoned = self.abandoned or (not self._finished and self._is_cancelled())
+            return list(self._open) if self.abandoned else []
+
+
+class TextGenerator:
+    """engine, draft: names of the models that generate and, in speculative decoding, guess.
+
+    accumulate: each response of a stream has the whole text so far, not only what is new.
+    """
+
+    def __init__(self, call: CallModel, engine: str, draft: str | None, accumulate: bool) -> None:
+        self._call, self._engine, self._draft, self._accumulate = call, engine, draft, accumulate
+
+    def responses(
+        self, client: ClientRequest, inputs: Arrays, lora_weights: ServerTensor | None
+    ) -> Iterator[Values]:
+        """Outputs of each response, as they come; every item of a batch is generated on its own.
+
+        inputs: all but lora_weights. Raises RequestError.
+        """
+        check_inputs(inputs, self._accumulate, self._draft is not None)
+        batch = items(inputs)
+        weights = lora_weights_of_items(lora_weights, len(batch))
+        if len(batch) == 1:
+            return self._item(client, batch[0], weights[0], None)
+        rows = enumerate(zip(batch, weights, strict=True))
+        return _interleaved([self._item(client, *row, index) for index, row in rows])
+
+    def stop(self, model: str, request_id: str) -> None:
+        """End a request to an engine's model."""
+        inputs = {**_prompt([0], 0), "stop": np.array([[True]])}
+        list(self._call(model, inputs, ENGINE_OUTPUTS, request_id))
+
+    def _item(
+        self,
+        client: ClientRequest,
+        inputs: Arrays,
+        lora_weights: np.ndarray | ServerTensor | None,
+        index: int | None,
+    ) -> Iterator[Values]:
+        engine_inputs: dict[str, np.ndarray | ServerTensor] = {**self._prepare(inputs)}
+        engine_inputs |= {name: inputs[source] for source, name in TO_ENGINE.items() if source in inputs}
+        if lora_weights is not None:
+            engine_inputs["lora_weights"] = lora_weights
+        if _number(inputs, "num_draft_tokens") > 0:
+            yield self._speculate(client, inputs, engine_inputs, index)
+            return
+        streaming = bool(_number(inputs, "stream"))
+        whole = self._accumulate and streaming
+        stops = _stop_words(inputs, streaming, whole)
+        so_far: dict[int, np.ndarray] = {}
+        with client.engine_request(self._engine) as request_id:
+            for response in self._call(self._engine, engine_inputs, ENGINE_OUTPUTS, request_id):
+                if "output_ids" not in response:
+                    continue
+                place = response.get("sequence_index")
+                sequence = 0 if place is None else int(place.as_numpy().reshape(-1)[0])
+                outputs: Values = response
+                if whole:
+                    ids = response["output_ids"].as_numpy()
+                    if sequence in so_far:
+                        ids = np.concatenate((so_far[sequence], ids), axis=2)
+                    so_far[sequence] = ids
+                    outputs = _with_ids(response, ids)
+                yield _response(stops.cut(sequence, self._texts(outputs)), outputs, index)
+                if stops.all_stopped:
+                    self.stop(self._engine, request_id)
+
+    def _prepare(self, inputs: Arrays) -> Arrays:
+        """Inputs of the engine's model from text."""
+        texts = {name: inputs[source] for source, name in TO_PREPROCESSING.items() if source in inputs}
+        [outputs] = self._call("preprocessing", texts, list(FROM_PREPROCESSING))
+        return {FROM_PREPROCESSING[name]: tensor.as_numpy() for name, tensor in outputs.items()}
+
+    def _texts(self, outputs: Values) -> list[str]:
+        names = TO_POSTPROCESSING
+        sent = {names[name]: _array(value) for name, value in outputs.items() if name in names}
+        [answer] = self._call("postprocessing", sent, ["OUTPUT"])
+        return [text.decode() for text in answer["OUTPUT"].as_numpy().reshape(-1)]
+
+    def _speculate(
+        self, client: ClientRequest, inputs: Arrays, engine_inputs: Values, index: int | None
+    ) -> Values:
+        """The whole answer in one response: that of the last step, with all ids."""
+        prompt = _array(engine_inputs["input_ids"]).reshape(-1).tolist()
+        common = dict(engine_inputs) | {"exclude_input_in_output": np.array([[True]])}
+        plain = {name: value for name, value in common.items() if not name.startswith("lora_")}
+        last: Mapping[str, ServerTensor] = {}
+
+        def first_response(model: str, step: Values) -> Mapping[str, ServerTensor]:
+            with client.engine_request(model) as request_id:
+                return next(iter(self._call(model, step, ENGINE_OUTPUTS, request_id)))
+
+        def guess(ids: list[int], count: int) -> list[int]:
+            return _ids(first_response(str(self._draft), plain | _prompt(ids, count)))
+
+        def confirm(ids: list[int], draft: list[int]) -> tuple[list[int], bool]:
+            nonlocal last
+            more = {"draft_input_ids": np.array([draft], np.int32)} if draft else {}
+            last = first_response(self._engine, common | _prompt(ids, len(draft) + 1) | more)
+            return _ids(last), last["finish_reason"].as_numpy().reshape(-1)[0] not in (b"", b"length")
+
+        wanted = _number(inputs, "max_tokens"), _number(inputs, "num_draft_tokens")
+        output = speculate(prompt, *wanted, guess, confirm)
+        ids = output if _number(inputs, "exclude_input_in_output") else prompt + output
+        outputs = _with_ids(last, np.array([[ids]], np.int32))
+        return _response(self._texts(outputs), outputs, index)
+
+
+def _interleaved(streams: Sequence[Iterator[T]]) -> Iterator[T]:
+    """What the streams give, as it comes: each runs on its own thread. All run to their end; if any failed,
+    nothing more is given, and the first failure is raised."""
+    merged: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+    end = (None, None)
+
+    def run(stream: Iterator[T]) -> None:
+        try:
+            for one in stream:
+                merged.put((one, None))
+        except Exception as error:
+            merged.put((None, error))
+        merged.put(end)
+
+    for stream in streams:
+        threading.Thread(target=run, args=(stream,), daemon=True).start()
+    running, failure = len(streams), None
+    while running:
+        one, error = merged.get()
+        if error is not None:
+            failure = failure or error
+        elif one is None:
+            running -= 1
+        elif failure is None:
+            yield one
+    if failure is not None:
+        raise failure
+
+
+def _stop_words(inputs: Arrays, streaming: bool, repeated: bool) -> StopWords:
+    words = [word.decode() for word in inputs.get("stop_words", np.array([])).reshape(-1)]
+    echoed = not streaming and not _number(inputs, "exclude_input_in_output")
+    return StopWords(words, len(inputs["text_input"].reshape(-1)[0].decode()) if echoed else 0, repeated)
+
+
+def _prompt(ids: list[int], count: int) -> dict[str, np.ndarray]:
+    """For `count` new tokens behind ids."""
+    return {
+        "input_ids": np.array([ids], np.int32),
+        "input_lengths": np.array([[len(ids)]], np.int32),
+        "request_output_len": np.array([[count]], np.int32),
+    }
+
+
+def _with_ids(outputs: Values, ids: np.ndarray) -> Values:
+    """The response with these ids [1, beams, tokens] in place of the new ones, as if it were the first."""
+    lengths = np.array([[ids.shape[2]] * ids.shape[1]], np.int32)
+    others = {name: value for name, value in outputs.items() if name != "previous_ids"}
+    return others | {"output_ids": ids, "sequence_length": lengths}
+
+
+def _response(texts: Sequence[str], outputs: Values, index: int | None) -> Values:
+    """index: the item's place in a batch; None: there is no other item."""
+    response: dict[str, np.ndarray | ServerTensor] = {
+        "text_output": np.array([text.encode() for text in texts], np.object_)
+    }
+    response |= {name: v for name, v in outputs.items() if name in PASSED_ON and name != "batch_index"}
+    if index is not None:
+        response["batch_index"] = np.array([[index]], np.int32)
+    return response
+
+
+def _ids(outputs: Mapping[str, ServerTensor]) -> list[int]:
+    return outputs["output_ids"].as_numpy()[0, 0].tolist()
+
+
+def _array(value: np.ndarray | ServerTensor) -> np.ndarray:
+    return value if isinstance(value, np.ndarray) else value.as_numpy()
+
+
+def _number(inputs: Arrays, name: str) -> int:
+    """A scalar input; 0 without it."""
+    return int(inputs[name].reshape(-1)[0]) if name in inputs else 0

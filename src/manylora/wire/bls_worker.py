@@ -1,0 +1,135 @@
+"""BlsWorker: answers the requests of `tensorrt_llm_bls` on threads, and ends what nobody waits for."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic
+
+from manylora.system.lifeline import Lifeline
+from manylora.wire.bls_generator import ClientRequest, TextGenerator, Values
+from manylora.wire.client_errors import check_parameters, client_message
+from manylora.wire.server_types import FINAL, Response, ResponseSender, ServerRequest
+from manylora.wire.shape_guard import read_inputs
+
+__all__ = ["BlsWorker"]
+
+NAME = "tensorrt_llm_bls"
+THREADS = 64
+PERIOD_S = 0.1  # between two times of asking who has disconnected
+
+
+class BlsWorker(Generic[Response]):
+    """lifeline: told how many requests are open. respond: outputs to a response. fail: an error's text to it.
+
+    Every thread here goes on when a request fails; a response that cannot be sent ends its request, and the
+    engine stops generating for it.
+    """
+
+    def __init__(
+        self,
+        lifeline: Lifeline,
+        generator: TextGenerator,
+        decoupled: bool,
+        respond: Callable[[Values], Response],
+        fail: Callable[[str], Response],
+    ) -> None:
+        self._lifeline, self._generator, self._decoupled = lifeline, generator, decoupled
+        self._respond, self._fail = respond, fail
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="manylora-bls")
+        # (client, sender, response, flags)
+        self._outbox: queue.SimpleQueue[
+            tuple[ClientRequest, ResponseSender[Response], Response | None, int] | None
+        ] = queue.SimpleQueue()
+        self._clients: set[ClientRequest] = set()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        threading.Thread(target=self._watch, name="manylora-watch", daemon=True).start()
+        # One thread sends: many at once are more than the server bears.
+        threading.Thread(target=self._send_all, name="manylora-send", daemon=True).start()
+
+    def execute(self, requests: Sequence[ServerRequest[Response]]) -> list[Response] | None:
+        """What the model's `execute` returns."""
+        if not self._decoupled:
+            return list(self._pool.map(self._answer_once, requests))
+        for request in requests:
+            sender = request.get_response_sender()
+            self._pool.submit(self._answer, request, sender, self._begin(sender.is_cancelled))
+        return None
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+        self._closing.set()
+        self._outbox.put(None)
+
+    def _begin(self, is_cancelled: Callable[[], bool]) -> ClientRequest:
+        client = ClientRequest(is_cancelled)
+        with self._lock:
+            self._clients.add(client)
+        return client
+
+    def _end(self, client: ClientRequest) -> None:
+        with self._lock:
+            self._clients.discard(client)
+        client.finish()
+
+    def _answer(
+        self, request: ServerRequest[Response], sender: ResponseSender[Response], client: ClientRequest
+    ) -> None:
+        with self._lifeline.busy():
+            last: Response | None = None
+            try:
+                for response in self._responses(request, client):
+                    self._outbox.put((client, sender, response, 0))
+            except Exception as error:
+                last = self._fail(client_message(error, NAME))
+            self._end(client)
+            self._outbox.put((client, sender, last, FINAL))
+
+    def _answer_once(self, request: ServerRequest[Response]) -> Response:
+        client = self._begin(request.is_cancelled)
+        with self._lifeline.busy():
+            try:
+                return next(iter(list(self._responses(request, client))))
+            except Exception as error:
+                return self._fail(client_message(error, NAME))
+            finally:
+                self._end(client)
+
+    def _responses(self, request: ServerRequest[Response], client: ClientRequest) -> Iterator[Response]:
+        check_parameters(request.parameters())
+        tensors = {tensor.name(): tensor for tensor in request.inputs()}
+        lora_weights = tensors.pop("lora_weights", None)
+        inputs = read_inputs(tensors.values())
+        return map(self._respond, self._generator.responses(client, inputs, lora_weights))
+
+    def _send_all(self) -> None:
+        failures: dict[ClientRequest, str] = {}
+        while (item := self._outbox.get()) is not None:
+            client, sender, response, flags = item
+            if client in failures:
+                if flags != FINAL:
+                    continue
+                response = self._fail(failures.pop(client))
+            try:
+                sender.send(flags=flags) if response is None else sender.send(response, flags)
+            except Exception as error:
+                message = client_message(error, NAME)
+                if flags != FINAL:
+                    failures[client] = message
+                    client.abandoned = True
+
+    def _watch(self) -> None:
+        """Stop the generations of clients that have disconnected: nothing else tells the engine's model. More
+        than once, as a stop may come before the request that it is for."""
+        while not self._closing.wait(PERIOD_S):
+            with self._lock:
+                clients = list(self._clients)
+            for client in clients:
+                try:
+                    for model, request_id in client.to_stop():
+                        self._generator.stop(model, request_id)
+                except Exception as error:
+                    client_message(error, NAME)  # for the log

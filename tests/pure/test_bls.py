@@ -1,0 +1,216 @@
+"""Protects what `tensorrt_llm_bls` makes of the other models' responses, and its threads: a response that
+cannot be sent ends its own request, and no generation goes on for a client that has left."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from manylora.errors import RequestError
+from manylora.system.lifeline import Lifeline
+from manylora.wire.bls_generator import ClientRequest, TextGenerator, Values
+from manylora.wire.bls_worker import BlsWorker
+from manylora.wire.server_types import FINAL
+from manylora.wire.speculation import speculate
+from manylora.wire.stop_words import StopWords
+
+
+class Tensor:
+    def __init__(self, name: str, array: np.ndarray) -> None:
+        self.array = array
+        self.name, self.as_numpy, self.shape = (lambda: name), (lambda: array), (lambda: list(array.shape))
+
+
+class Models:
+    """Stand-ins: a letter is a token, and the engine goes on with the alphabet until it is stopped."""
+
+    def __init__(self, tokens: int = 5, wait: Callable[[str], None] = lambda request_id: None) -> None:
+        self._tokens, self._wait = tokens, wait
+        self.asked: list[dict[str, np.ndarray]] = []
+        self.stopped: set[str] = set()
+
+    def __call__(
+        self, model: str, inputs: Values, outputs: Sequence[str], request_id: str = ""
+    ) -> Iterator[Mapping[str, Tensor]]:
+        arrays = {n: v if isinstance(v, np.ndarray) else v.as_numpy() for n, v in inputs.items()}
+        if model == "preprocessing":
+            ids = np.frombuffer(arrays["QUERY"][0, 0], np.uint8).astype(np.int32)
+            yield tensors(INPUT_ID=ids[np.newaxis], REQUEST_OUTPUT_LEN=arrays["REQUEST_OUTPUT_LEN"])
+        elif model == "postprocessing":
+            rows = arrays["TOKENS_BATCH"][0]
+            yield tensors(OUTPUT=np.array([bytes(row.astype(np.uint8)) for row in rows], np.object_))
+        elif "stop" in arrays:
+            self.stopped.add(request_id)
+        else:
+            self.asked.append({"model": np.array(model), **arrays})
+            yield from self._generate(arrays["input_ids"][0].tolist(), request_id)
+
+    def _generate(self, ids: list[int], request_id: str) -> Iterator[Mapping[str, Tensor]]:
+        for step in range(self._tokens):
+            self._wait(request_id)
+            if request_id in self.stopped:
+                break
+            yield tensors(
+                output_ids=np.array([[[ids[-1] + 1 + step]]], np.int32),
+                sequence_length=np.array([[1]], np.int32),
+                previous_ids=np.array([[ids]], np.int32),
+                finish_reason=np.array([[b""]], np.object_),
+            )
+
+
+def tensors(**arrays: np.ndarray) -> dict[str, Tensor]:
+    return {name: Tensor(name, array) for name, array in arrays.items()}
+
+
+def text_request(*texts: str, **more: Any) -> dict[str, np.ndarray]:
+    scalars = {name: np.array([[value]] * len(texts)) for name, value in ({"max_tokens": 5} | more).items()}
+    return {"text_input": np.array([[text.encode()] for text in texts], np.object_)} | scalars
+
+
+def run(models: Models, inputs: dict[str, np.ndarray], **options: Any) -> list[dict[str, Any]]:
+    generator = TextGenerator(models, **({"engine": "engine", "draft": None, "accumulate": False} | options))
+    responses = generator.responses(ClientRequest(lambda: False), inputs, None)
+    return [
+        {name: value if isinstance(value, np.ndarray) else value.as_numpy() for name, value in one.items()}
+        for one in responses
+    ]
+
+
+def text_of(responses: list[dict[str, Any]]) -> list[bytes]:
+    return [one["text_output"][0] for one in responses]
+
+
+def test_a_stream_comes_piece_by_piece_or_accumulated() -> None:
+    assert text_of(run(Models(), text_request("a", stream=True))) == [b"b", b"c", b"d", b"e", b"f"]
+    whole = run(Models(3), text_request("a", stream=True), accumulate=True)
+    assert text_of(whole) == [b"b", b"bc", b"bcd"]
+    assert [sorted(one) for one in whole] == [["finish_reason", "text_output"]] * 3
+
+
+def test_a_stop_word_that_spans_responses_ends_text_and_generation() -> None:
+    models = Models()
+    words = np.array([[b"cd", b"x"]], np.object_)
+    assert text_of(run(models, text_request("a", stream=True) | {"stop_words": words})) == [b"b", b"c", b"d"]
+    assert len(models.stopped) == 1
+
+
+def test_stop_words_count_for_each_sequence_and_beam() -> None:
+    stops = StopWords(["no"])
+    assert stops.cut(0, ["yes", "a n"]) == ["yes", "a n"] and not stops.all_stopped
+    assert stops.cut(0, ["no!", "o?"]) == ["no", "o"] and stops.all_stopped
+    assert stops.cut(1, ["n"]) == ["n"] and not stops.all_stopped
+    echo = StopWords(["ab"], skip=2)
+    assert echo.cut(0, ["ababc"]) == ["abab"]
+    accumulated = StopWords(["ab"], repeated=True)
+    assert [accumulated.cut(0, [text]) for text in ("a", "ab", "abc")] == [["a"], ["ab"], ["ab"]]
+
+
+def test_items_of_a_batch_are_told_apart_and_one_failure_fails_them_all() -> None:
+    responses = run(Models(2), text_request("a", "k", stream=True))
+    found = {
+        index: [one["text_output"][0] for one in responses if one["batch_index"] == index] for index in (0, 1)
+    }
+    assert found == {0: [b"b", b"c"], 1: [b"l", b"m"]}
+
+    def fail(_: str) -> None:
+        raise RequestError("no more")
+
+    with pytest.raises(RequestError, match="no more"):
+        run(Models(2, fail), text_request("a", "k", stream=True))
+
+
+def test_the_target_confirms_what_the_draft_guesses() -> None:
+    models = Models()
+    [response] = run(
+        models, text_request("a", max_tokens=2, num_draft_tokens=1, temperature=0.5), draft="draft"
+    )
+    asked = [(str(one["model"]), one["input_ids"].tolist()) for one in models.asked]
+    assert asked == [("draft", [[97]]), ("engine", [[97]]), ("engine", [[97, 98]])]
+    assert [one.get("draft_input_ids") for one in models.asked] == [None, [[98]], None]
+    assert response["text_output"].tolist() == [b"abc"]  # the prompt is echoed
+    assert all(one["temperature"] == 0.5 for one in models.asked)
+
+
+def test_speculation_ends_with_the_sequence_or_at_the_limit() -> None:
+    text = list(range(100, 110))
+
+    def confirm(ids: list[int], draft: list[int]) -> tuple[list[int], bool]:
+        new = text[len(ids) - 1 :]
+        new = new[: 1 + sum(a == b for a, b in zip(draft, new, strict=False))]
+        return new, 103 in new
+
+    def guess(ids: list[int], count: int) -> list[int]:
+        return [text[len(ids) - 1], 0][:count]
+
+    assert speculate([1], 10, 2, guess, confirm) == [100, 101, 102, 103]
+    assert speculate([1], 3, 2, guess, confirm) == [100, 101, 102]
+
+
+class Client:
+    """A request as Triton hands it over, and its sender."""
+
+    def __init__(self, inputs: dict[str, np.ndarray], bad: int | None = None) -> None:
+        self._inputs, self._bad = inputs, bad  # bad: the response that cannot be sent
+        self.sent: list[Any] = []
+        self.done, self.cancelled = threading.Event(), False
+
+    def parameters(self) -> str:
+        return "{}"
+
+    def inputs(self) -> list[Tensor]:
+        return [Tensor(name, array) for name, array in self._inputs.items()]
+
+    def get_response_sender(self) -> Client:
+        return self
+
+    def is_cancelled(self) -> bool:
+        assert not self.done.is_set()  # the server ends when it is asked then
+        return self.cancelled
+
+    def send(self, response: Any = None, flags: int = 0) -> None:
+        if len(self.sent) == self._bad:
+            self._bad = None
+            raise RuntimeError("no shared memory is left")
+        self.sent.append(response)
+        if flags == FINAL:
+            self.done.set()
+
+
+def worker(models: Models, decoupled: bool = True) -> BlsWorker[Any]:
+    generator = TextGenerator(models, "engine", None, False)
+    return BlsWorker(Lifeline("bls"), generator, decoupled, lambda outputs: outputs["text_output"][0], str)
+
+
+def test_a_response_that_cannot_be_sent_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    models = Models(1000, lambda _: time.sleep(0.01))
+    made, bad = worker(models), Client(text_request("a", stream=True), bad=2)
+    made.execute([bad])
+    assert bad.done.wait(20)  # long before 1000 responses: its generation was stopped
+    assert bad.sent == [b"b", b"c", "tensorrt_llm_bls failed on this request: RuntimeError"]
+    assert len(models.stopped) == 1
+    next_one = Client(text_request("x", stream=True))
+    made.execute([next_one])
+    next_one.cancelled = True
+    assert next_one.done.wait(20) and next_one.sent[0] == b"y"
+    made.close()
+    assert "no shared memory is left" in caplog.text
+
+
+def test_a_client_that_has_left_ends_its_generation() -> None:
+    models = Models(1000, lambda _: time.sleep(0.01))
+    made, client = worker(models), Client(text_request("a", stream=True))
+    made.execute([client])
+    client.cancelled = True
+    assert client.done.wait(20) and len(models.stopped) == 1 and len(client.sent) < 1000
+    made.close()
+
+
+def test_without_decoupling_the_one_response_is_returned() -> None:
+    made = worker(Models(1), decoupled=False)
+    assert made.execute([Client(text_request("a")), Client({})]) == [b"b", "text_input is required"]
+    made.close()

@@ -47,7 +47,7 @@ INSIDE = {
     "lora.library": ["reader", "library"],
     "model": [
         "families", "safetensors_file", "checkpoint", "plan", "batch", "rope", "extras", "layers", "moe",
-        "decoder", "relative", "attend", "encoder_decoder", "quant", "effective_weights",
+        "transformer", "decoder", "relative", "attend", "encoder_decoder", "quant", "effective_weights",
         "weights", "builder",
     ],
     "engine": [

@@ -1,4 +1,4 @@
-"""EncoderDecoder: an encoder that reads the whole prompt, and a decoder that looks at what it made of it."""
+"""EncoderDecoder: an encoder for the whole prompt, and a decoder with cross-attention to its output."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from manylora.kernels.spec import LoraBatch, LoraTarget, Ops
 from manylora.lora.modules import LoraModuleId
 from manylora.model.attend import PagedGroup, attend_groups, attend_spans, paged_groups
 from manylora.model.batch import ForwardBatch
-from manylora.model.decoder import nbytes
-from manylora.model.extras import adapt_embedding, adapt_head
+from manylora.model.extras import adapt_head
 from manylora.model.families import FAMILIES
 from manylora.model.layers import LoraLinear, Mlp, Norm
 from manylora.model.relative import RelativeBias
+from manylora.model.transformer import Transformer
 
 __all__ = ["EncoderDecoder"]
 
-IMPOSSIBLE = -1e30  # a logit; finite, because what is not is taken for a fault
+IMPOSSIBLE = -1e30  # a logit; finite, because the engine treats infinite logits as a fault
 
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attention proper: q, k, v [T, H, D] -> [T, H, D]."""
+"""Attention without its projections: q, k, v [T, H, D] -> [T, H, D]."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,18 @@ class _SelfAttention:
 
 @dataclass(frozen=True)
 class _CrossAttention:
-    """Queries of the decoder's rows over the keys and values of the encoder's, which lie in pages."""
+    """Queries from the decoder over paged keys and values from the encoder's output."""
 
     config: ModelConfig
     q: LoraLinear
     kv: LoraLinear
     out: LoraLinear
 
-    def keep(self, encoded: Tensor, batch: ForwardBatch, kv: Tensor, ops: Ops) -> None:
-        """Write keys and values of the encoder's rows [T, hidden] into their pages."""
-        made = self.kv(encoded, batch.lora).unflatten(1, (2, -1, self.config.head_dim))
-        k, v = made[:, 0].contiguous(), made[:, 1].contiguous()
-        ops.rotate_and_store(k, k, v, None, kv[0], kv[1], batch.attention)  # no queries yet
+    def store_kv(self, encoded: Tensor, batch: ForwardBatch, kv: Tensor, ops: Ops) -> None:
+        """Write the keys and values of the encoder's output [T, hidden] into their pages."""
+        k, v = self.kv(encoded, batch.lora).unflatten(1, (2, -1, self.config.head_dim)).unbind(1)
+        k, v = k.contiguous(), v.contiguous()
+        ops.rotate_and_store(k, k, v, None, kv[0], kv[1], batch.attention)  # k in place of queries: unused
 
     def __call__(
         self, x: Tensor, groups: Sequence[PagedGroup], lora: LoraBatch | None, kv: Tensor, scale: float
@@ -66,7 +66,8 @@ class _CrossAttention:
 
 @dataclass(frozen=True)
 class _Layer:
-    """cross: None in the encoder. norms: of self-attention, of cross-attention, of the MLP."""
+    """cross, cross_norm: None in the encoder. post_norm: norms follow the residual sums instead of preceding
+    attention and the MLP."""
 
     post_norm: bool
     attention: _SelfAttention
@@ -79,10 +80,9 @@ class _Layer:
     def attend(self, x: Tensor, lora: LoraBatch | None, mix: Mix) -> Tensor:
         return self._add(x, self.attention_norm, lora, lambda x: self.attention(x, lora, mix))
 
-    def look(
+    def cross_attend(
         self, x: Tensor, groups: Sequence[PagedGroup], lora: LoraBatch | None, kv: Tensor, scale: float
     ) -> Tensor:
-        """At the encoder's output."""
         cross, norm = self.cross, self.cross_norm
         assert cross is not None and norm is not None
         return self._add(x, norm, lora, lambda x: cross(x, groups, lora, kv, scale))
@@ -96,9 +96,10 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Stack:
-    """What an encoder or a decoder has around its layers; None where the family has no such thing.
+    """An encoder or a decoder: its layers and what surrounds them. None: the family does not have it.
 
-    name: encoder or decoder, with which the names of its extras begin.
+    name: `encoder` or `decoder`, the prefix of its names among our weights and in an adapter's extras.
+    bias: of attention scores by relative position, as in T5.
     """
 
     name: str
@@ -110,12 +111,11 @@ class _Stack:
     bias: RelativeBias | None
 
 
-class EncoderDecoder:
-    """weights: our names to tensors on one device, as `model.weights` makes them, matrices packed; layers are
-    numbered through both stacks, the encoder's first, and so they are for adapters.
+class EncoderDecoder(Transformer):
+    """Layers are numbered through both stacks, the encoder's first; adapters number them in the same way.
 
-    dtype: what is computed in; weights may be narrower. max_seq_len: the longest prompt of the encoder or
-    sequence of the decoder that will come; None: what the model was made for.
+    max_seq_len: the longest encoder prompt or decoder sequence that will be run; None: what the model allows.
+    The rest is Transformer's.
     """
 
     def __init__(
@@ -126,14 +126,12 @@ class EncoderDecoder:
         ops: Ops,
         max_seq_len: int | None = None,
     ) -> None:
+        super().__init__(config, weights, dtype, ops)
         assert config.encoder is not None
-        self.config, self.dtype = config, dtype
-        self._own, self._weights, self._ops = config.encoder, weights, ops
+        self._encoder_config = config.encoder
         self._longest = max_seq_len or config.max_position_embeddings
-        self._device = weights["embed"].device
-        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device=self._device)
-        bias = weights.get("head.bias")  # stored as [1, vocab]
-        self._head, self._head_bias = weights["head.weight"], None if bias is None else bias.flatten()
+        if self._head_bias is not None:
+            self._head_bias = self._head_bias.flatten()  # the checkpoint has [1, vocab]
         self._scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         family = FAMILIES[config.architecture]
         assert family.encoder is not None
@@ -142,18 +140,11 @@ class EncoderDecoder:
         self._encoder = self._stack("encoder", range(count))
         self._decoder = self._stack("decoder", range(count, config.num_layers))
 
-    @property
-    def weight_bytes(self) -> int:
-        weights = {id(weight): weight for weight in self._weights.values()}
-        return sum(nbytes(weight) for weight in weights.values())
-
-    has_quantised_experts = False
-
     @torch.inference_mode()
     def encode(self, batch: ForwardBatch, kv: Tensor) -> None:
         """Run the encoder on whole prompts, and write every cross-attention's keys and values into kv.
 
-        `batch.attention.slots` says where those of each row go. kv as for `forward`.
+        `batch.attention.slots` are the places of each row's keys and values. kv as for `forward`.
         """
         starts, stack = batch.attention.query_starts, self._encoder
         bias = None
@@ -171,7 +162,7 @@ class EncoderDecoder:
         x = x if stack.norm is None else stack.norm(x, batch.lora)
         for number, layer in enumerate(self._decoder.layers):
             assert layer.cross is not None
-            layer.cross.keep(x, batch, kv[number], self._ops)
+            layer.cross.store_kv(x, batch, kv[number], self._ops)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
@@ -181,13 +172,13 @@ class EncoderDecoder:
         """
         assert batch.cross is not None
         stack, size = self._decoder, kv.shape[3]
-        crossed = paged_groups(batch.cross, size, self.dtype)
+        cross_groups = paged_groups(batch.cross, size, self.dtype)
         groups: list[PagedGroup] = []
         if stack.bias is not None:
             groups = paged_groups(batch.attention, size, self.dtype, stack.bias, causal=True)
         x = self._embed(batch, stack)
         for layer, pages in zip(stack.layers, kv, strict=True):
-            x = self._decode(layer, x, batch, pages, groups, crossed)
+            x = self._decode(layer, x, batch, pages, groups, cross_groups)
         x = x if stack.norm is None else stack.norm(x, batch.lora)
         return self._force(self._logits(x, batch), batch)
 
@@ -210,7 +201,7 @@ class EncoderDecoder:
         batch: ForwardBatch,
         kv: Tensor,
         groups: Sequence[PagedGroup],
-        crossed: Sequence[PagedGroup],
+        cross_groups: Sequence[PagedGroup],
     ) -> Tensor:
         def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q = self._ops.rotate_and_store(q.contiguous(), k, v, None, kv[0], kv[1], batch.attention)
@@ -219,12 +210,12 @@ class EncoderDecoder:
             return self._ops.attention(q, kv[0], kv[1], batch.attention, self._scale, None)
 
         x = layer.attend(x, batch.lora, mix)
-        x = layer.look(x, crossed, batch.lora, kv, self._scale)
+        x = layer.cross_attend(x, cross_groups, batch.lora, kv, self._scale)
         return layer.feed_forward(x, batch.lora)
 
     def _force(self, logits: Tensor, batch: ForwardBatch) -> Tensor:
-        """After a decoder prompt of one token only the forced one is possible."""
-        forced = self._own.forced_bos_id
+        """After a decoder prompt of one token, only forced_bos_token_id can follow."""
+        forced = self._encoder_config.forced_bos_id
         if forced is not None:
             rows = batch.positions[batch.logits_rows] == 0
             logits[rows] = IMPOSSIBLE
@@ -232,19 +223,15 @@ class EncoderDecoder:
         return logits
 
     def _embed(self, batch: ForwardBatch, stack: _Stack) -> Tensor:
-        x, lora = F.embedding(batch.input_ids, stack.embedding).to(self.dtype), batch.lora
-        if lora is not None and lora.extras:
-            adapt_embedding(x, batch.input_ids, lora.extras, f"{stack.name}.embed")
-        if self.config.embedding_scale != 1:
-            x = x * self._embedding_scale
+        x = self._embed_tokens(batch, stack.embedding, f"{stack.name}.embed")
         if stack.positions is not None:
             x = x + F.embedding(batch.positions, stack.positions)
-        return x if stack.embedding_norm is None else stack.embedding_norm(x, lora)
+        return x if stack.embedding_norm is None else stack.embedding_norm(x, batch.lora)
 
     def _stack(self, name: str, numbers: range) -> _Stack:
         bias, encodes = None, name == "encoder"
-        if self._own.relative_buckets:
-            distance = self._own.relative_max_distance
+        if self._encoder_config.relative_buckets:
+            distance = self._encoder_config.relative_max_distance
             bias = RelativeBias(self._weights[f"{name}.relative"], distance, self._longest, both_ways=encodes)
         return _Stack(
             name=name,
@@ -257,24 +244,15 @@ class EncoderDecoder:
         )
 
     def _layer(self, number: int, crosses: bool) -> _Layer:
-        config = self.config
-        q, kv, hidden = config.q_size, config.kv_size, config.hidden_size
-        qkv = (
-            LoraTarget(LoraModuleId.ATTN_QKV, 0, q + 2 * kv),
-            LoraTarget(LoraModuleId.ATTN_Q, 0, q),
-            LoraTarget(LoraModuleId.ATTN_K, q, kv),
-            LoraTarget(LoraModuleId.ATTN_V, q + kv, kv),
-        )
-        out = self._linear(number, "out", LoraTarget(LoraModuleId.ATTN_DENSE, 0, hidden))
-        theirs = self._names[crosses].block_norms
+        names = self._names[crosses].block_norms
         attention_norm, cross_norm, mlp_norm = (
-            self._norm(f"{number}.{part}", f"layers.{number}.{theirs.get(part)}")
+            self._norm(f"{number}.{part}", f"layers.{number}.{names.get(part)}")
             for part in ("attention_norm", "cross_norm", "mlp_norm")
         )
         assert attention_norm is not None and mlp_norm is not None
         return _Layer(
-            self._own.post_norm,
-            _SelfAttention(config, self._linear(number, "qkv", *qkv), out),
+            self._encoder_config.post_norm,
+            _SelfAttention(self.config, self._qkv(number), self._attention_out(number)),
             self._cross(number) if crosses else None,
             self._mlp(number),
             attention_norm,
@@ -296,33 +274,3 @@ class EncoderDecoder:
                 number, "cross_out", LoraTarget(LoraModuleId.CROSS_ATTN_DENSE, 0, config.hidden_size)
             ),
         )
-
-    def _mlp(self, number: int) -> Mlp:
-        inner, gated = self.config.intermediate_size, self.config.gated_mlp
-        fused = (
-            LoraTarget(LoraModuleId.MLP_GATE_UP, 0, 2 * inner),
-            LoraTarget(LoraModuleId.MLP_GATE, 0, inner),
-            LoraTarget(LoraModuleId.MLP_H_TO_4H, inner, inner),
-        )
-        return Mlp(
-            up_gate=self._linear(
-                number, "up_gate", *(fused if gated else (LoraTarget(LoraModuleId.MLP_H_TO_4H, 0, inner),))
-            ),
-            down=self._linear(
-                number, "down", LoraTarget(LoraModuleId.MLP_4H_TO_H, 0, self.config.hidden_size)
-            ),
-            activation=self.config.activation,
-            gated=gated,
-        )
-
-    def _linear(self, number: int, name: str, *targets: LoraTarget) -> LoraLinear:
-        name = f"{number}.{name}"
-        weight, bias = self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias")
-        return LoraLinear(self._ops, number, weight, bias, targets)
-
-    def _norm(self, name: str, extra: str) -> Norm | None:
-        """name: among the weights; extra: among an adapter's extras."""
-        weight = self._weights.get(f"{name}.weight")
-        if weight is None:
-            return None
-        return Norm(self._ops, weight, self._weights.get(f"{name}.bias"), self.config.norm_eps, extra)

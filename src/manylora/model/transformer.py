@@ -1,0 +1,102 @@
+"""Transformer: what Decoder and EncoderDecoder share. It makes layers from weights, and embeds tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from manylora.config.engine import ModelConfig
+from manylora.kernels.panels import Panels
+from manylora.kernels.spec import LoraTarget, Ops, Weight
+from manylora.lora.modules import LoraModuleId
+from manylora.model.batch import ForwardBatch
+from manylora.model.extras import adapt_embedding
+from manylora.model.layers import LoraLinear, Mlp, Norm
+
+__all__ = ["Transformer"]
+
+
+class Transformer:
+    """weights: our names to tensors on one device, as `model.weights` loads them, matrices packed.
+
+    dtype: the compute dtype; weights may be narrower.
+    """
+
+    def __init__(self, config: ModelConfig, weights: dict[str, Any], dtype: torch.dtype, ops: Ops) -> None:
+        self.config, self.dtype = config, dtype
+        self._weights, self._ops = weights, ops
+        self._device = weights["embed"].device
+        self._head, self._head_bias = weights["head.weight"], weights.get("head.bias")
+        # Rounded to the compute dtype before it is used, as in training.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device=self._device)
+
+    @property
+    def weight_bytes(self) -> int:
+        weights = {id(weight): weight for weight in self._weights.values()}
+        return sum(_nbytes(weight) for weight in weights.values())
+
+    @property
+    def has_quantised_experts(self) -> bool:
+        """Whether the weights of any expert are quantised."""
+        return any(".expert." in name and _is_quantised(w) for name, w in self._weights.items())
+
+    def _embed_tokens(self, batch: ForwardBatch, table: Tensor, name: str) -> Tensor:
+        """Scaled embeddings [T, hidden] of `batch.input_ids`. name: of the table in an adapter's extras."""
+        x = F.embedding(batch.input_ids, table).to(self.dtype)
+        if batch.lora is not None and batch.lora.extras:
+            adapt_embedding(x, batch.input_ids, batch.lora.extras, name)
+        return x if self.config.embedding_scale == 1 else x * self._embedding_scale
+
+    def _qkv(self, layer: int) -> LoraLinear:
+        q, kv = self.config.q_size, self.config.kv_size
+        return self._linear(
+            layer,
+            "qkv",
+            LoraTarget(LoraModuleId.ATTN_QKV, 0, q + 2 * kv),
+            LoraTarget(LoraModuleId.ATTN_Q, 0, q),
+            LoraTarget(LoraModuleId.ATTN_K, q, kv),
+            LoraTarget(LoraModuleId.ATTN_V, q + kv, kv),
+        )
+
+    def _attention_out(self, layer: int) -> LoraLinear:
+        return self._linear(layer, "out", LoraTarget(LoraModuleId.ATTN_DENSE, 0, self.config.hidden_size))
+
+    def _mlp(self, layer: int) -> Mlp:
+        config, inner = self.config, self.config.intermediate_size
+        gated = (
+            LoraTarget(LoraModuleId.MLP_GATE_UP, 0, 2 * inner),
+            LoraTarget(LoraModuleId.MLP_GATE, 0, inner),
+            LoraTarget(LoraModuleId.MLP_H_TO_4H, inner, inner),
+        )
+        targets = gated if config.gated_mlp else (LoraTarget(LoraModuleId.MLP_H_TO_4H, 0, inner),)
+        return Mlp(
+            up_gate=self._linear(layer, "up_gate", *targets),
+            down=self._linear(layer, "down", LoraTarget(LoraModuleId.MLP_4H_TO_H, 0, config.hidden_size)),
+            activation=config.activation,
+            gated=config.gated_mlp,
+        )
+
+    def _linear(self, layer: int, name: str, *targets: LoraTarget) -> LoraLinear:
+        name = f"{layer}.{name}"
+        weight, bias = self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias")
+        return LoraLinear(self._ops, layer, weight, bias, targets)
+
+    def _norm(self, name: str, extra: str) -> Norm | None:
+        """name: of our weights. extra: in an adapter's extras. None: the family has no such norm."""
+        weight, bias = (self._weights.get(f"{name}.{part}") for part in ("weight", "bias"))
+        if weight is None:
+            return None
+        config = self.config
+        return Norm(self._ops, weight, bias, config.norm_eps, extra, config.norm == "rms_plus_one")
+
+
+def _nbytes(weight: Weight) -> int:
+    """Bytes of a weight in any layout. oneDNN's tensors have no nbytes of their own."""
+    return weight.numel() * weight.element_size() if isinstance(weight, Tensor) else weight.nbytes
+
+
+def _is_quantised(weight: Weight) -> bool:
+    return weight.scales is not None if isinstance(weight, Panels) else not isinstance(weight, Tensor)

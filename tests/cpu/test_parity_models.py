@@ -106,7 +106,7 @@ def test_logits_equal_the_reference(family: str, workshop: Path) -> None:
 def test_greedy_tokens_of_the_engine(family: str, workshop: Path) -> None:
     folder = workshop / f"engine-{family}"
     model = make_model(folder / "model", family, seed=5)
-    linears, _ = linear_names(read_model_config(model))
+    linears = linear_names(read_model_config(model)).linears
     lora = make_adapter(folder / "prefetch" / "1", model, 1, rank=4, modules=linears)
     dora = make_adapter(folder / "prefetch" / "2", model, 2, rank=7, modules=linears, use_dora=True)
     cache = LoraCacheConfig(gpu_memory_bytes=2**22, prefetch_dir=folder / "prefetch")

@@ -60,7 +60,7 @@ INSIDE = {
         "http_proxy", "installation", "repository", "supervisor", "command_service", "server",
         "triton_service", "cli",
     ],
-    "testing": ["tiny_models", "parity"],
+    "testing": ["tiny_configs", "reference", "tiny_adapters", "tiny_models", "driver", "parity"],
     "llmapi": [
         "lora", "llm_args", "guided", "sampling", "outputs", "result", "decoding", "continuation",
         "adapters", "generation", "sizing", "service", "llm", "options",

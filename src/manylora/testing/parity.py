@@ -10,19 +10,14 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from manylora.config.engine import ModelConfig
 from manylora.errors import ManyloraError
 from manylora.kernels.device import open_device
-from manylora.kernels.extras import Extra, ExtraSegment
-from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraSegment
 from manylora.lora.convert_nemo import write_runtime_tensors
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.llgtrt import write_llgtrt
@@ -30,98 +25,105 @@ from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.modules import lora_modules
-from manylora.model.batch import ForwardBatch
 from manylora.model.checkpoint import read_model_config
-from manylora.model.decoder import Decoder
 from manylora.model.effective_weights import HeldWeights
-from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.families import FAMILIES as ARCHITECTURES
 from manylora.model.weights import load_decoder
 from manylora.quant.config import SERVED, QuantConfig
-from manylora.request import LoraExtra, LoraInput
-from manylora.testing.tiny_models import (
-    ENCODER_DECODER_FAMILIES,
-    FAMILIES,
-    make_adapter,
-    make_model,
-    make_nemo,
-    make_wide,
-    reference_logits,
-)
+from manylora.testing.driver import Adapter, Driver, Tensors, agree
+from manylora.testing.reference import reference_logits
+from manylora.testing.tiny_adapters import make_adapter, make_nemo
+from manylora.testing.tiny_configs import ENCODER_DECODER_FAMILIES, FAMILIES
+from manylora.testing.tiny_models import make_model, make_wide
 
-__all__ = ["KINDS", "Driver", "agree", "linear_names", "main", "make_kind", "read_from", "read_nemo_from"]
+__all__ = [
+    "KINDS", "Driver", "LayerNames", "agree", "linear_names", "main", "make_kind", "read_from",
+    "read_nemo_from",
+]  # fmt: skip
 
-BLOCK, BLOCKS = 8, 128
-LONGEST = 60
-TEXT = 37  # tokens that an encoder reads
-Tensors = tuple[np.ndarray, np.ndarray]  # weights and config, as a request carries them
-Given = Tensors | LoraInput | None  # an adapter, whole where it has extras; None: the base model
-Shape = tuple[tuple[str, ...], str]  # names of the linear layers, attention's first; name of the layer list
-# As the families call them; PEFT passes over names that a model does not have.
-EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
-NORMS = (
-    "norm", "layernorm", "ln_1", "ln_2", "ln_attn", "ln_mlp", "ln_f", "layer_norm", "layernorm_embedding",
-)  # fmt: skip
-# What an adapter of PEFT is like, for a model of some shape.
-KINDS: dict[str, Callable[[Shape], dict[str, Any]]] = {
+PROMPT, ENCODER_PROMPT = 60, 37  # tokens
+
+
+class LayerNames(NamedTuple):
+    """The last parts of the names of a model's modules, as PEFT's settings take them.
+
+    linears: the linear layers of a block, attention's first. layers: the list of blocks.
+    """
+
+    linears: tuple[str, ...]
+    layers: str
+    embedding: str
+    norms: tuple[str, ...]
+
+
+# Kinds of PEFT adapter: arguments of `make_adapter`, for a model with these names.
+KINDS: dict[str, Callable[[LayerNames], dict[str, Any]]] = {
     "LoRA": lambda _: {"rank": 5},
     "rank 1": lambda _: {"rank": 1},
-    "rank 64": lambda shape: {"rank": 64, "modules": (shape[0][0], shape[0][-1])},
-    "patterns": lambda shape: {"rank": 4, **_patterns(shape)},
-    "some layers": lambda shape: {"rank": 6, "layers_to_transform": [1], "layers_pattern": shape[1]},
-    "rsLoRA": lambda shape: {"rank": 9, "use_rslora": True, "rank_pattern": {shape[0][-1]: 2}},
+    "rank 64": lambda names: {"rank": 64, "modules": (names.linears[0], names.linears[-1])},
+    "patterns": lambda names: {"rank": 4, **_patterns(names)},
+    "some layers": lambda names: {"rank": 6, "layers_to_transform": [1], "layers_pattern": names.layers},
+    "rsLoRA": lambda names: {"rank": 9, "use_rslora": True, "rank_pattern": {names.linears[-1]: 2}},
     "DoRA": lambda _: {"rank": 6, "use_dora": True},
-    "DoRA + rsLoRA + patterns": lambda shape: {
+    "DoRA + rsLoRA + patterns": lambda names: {
         "rank": 3,
         "use_dora": True,
         "use_rslora": True,
-        **_patterns(shape),
+        **_patterns(names),
     },
-    "bias": lambda shape: {"rank": 4, "bias": "all", "modules": shape[0][1:]},
+    "bias": lambda names: {"rank": 4, "bias": "all", "modules": names.linears[1:]},
     "lora_bias": lambda _: {"rank": 4, "lora_bias": True},
     "DoRA + bias": lambda _: {"rank": 4, "bias": "lora_only", "use_dora": True},
-    "embedding": lambda shape: {"rank": 4, "modules": (shape[0][0], *EMBEDDINGS)},
-    "lm_head": lambda shape: {"rank": 4, "modules": (shape[0][0], "lm_head")},
-    "both + DoRA": lambda shape: {
+    "embedding": lambda names: {"rank": 4, "modules": (names.linears[0], names.embedding)},
+    "lm_head": lambda names: {"rank": 4, "modules": (names.linears[0], "lm_head")},
+    "both + DoRA": lambda names: {
         "rank": 4,
-        "modules": (shape[0][0], *EMBEDDINGS, "lm_head"),
+        "modules": (names.linears[0], names.embedding, "lm_head"),
         "use_dora": True,
     },
-    "modules_to_save": lambda _: {"rank": 4, "modules_to_save": [*EMBEDDINGS, "lm_head"]},
-    "norms saved": lambda _: {"rank": 4, "modules_to_save": list(NORMS)},
+    "modules_to_save": lambda names: {"rank": 4, "modules_to_save": [names.embedding, "lm_head"]},
+    "norms saved": lambda names: {"rank": 4, "modules_to_save": list(names.norms)},
     "token indices": lambda _: {"rank": 4, "trainable_token_indices": list(range(248, 0, -3))},
 }
 REFUSED = "refused: "
 SOURCES = ("peft", "npy", "llgtrt")
-# Families whose linear layers are rounded at start. The reference has the rounded values.
+# Models quantised at load time. Their reference is a model with the rounded values.
 QUANTISED = {f"llama {algo}": ("llama", QuantConfig(algo)) for algo in SERVED}
-NEMO = "NeMo"  # its kind of adapter and its own sources: the archive, and what nemo_lora_convert makes of it
+NEMO = "NeMo"  # one more kind, with sources of its own: the archive, and what nemo_lora_convert writes
 NEMO_SOURCES = ("nemo", "converted nemo")
 
 
-def _patterns(shape: Shape) -> dict[str, Any]:
-    names, layers = shape
+def _patterns(names: LayerNames) -> dict[str, Any]:
+    first, last, layers = names.linears[0], names.linears[-1], names.layers
     return {
-        "rank_pattern": {names[0]: 3, f"{layers}.1.mlp.{names[-1]}": 17},
-        "alpha_pattern": {names[-1]: 1, f"{layers}.0.*{names[0]}": 30},
+        "rank_pattern": {first: 3, f"{layers}.1.mlp.{last}": 17},
+        "alpha_pattern": {last: 1, f"{layers}.0.*{first}": 30},
     }
 
 
-def linear_names(model: ModelConfig) -> Shape:
-    """The last part of the name of each linear layer in PEFT, and the name of the list of layers."""
-    names = ARCHITECTURES[model.architecture].names(model)
+def linear_names(model: ModelConfig) -> LayerNames:
+    """From the model's family."""
+    family = ARCHITECTURES[model.architecture]
+    names = family.names(model)
+    stacks = [names] if family.encoder is None else [names, family.encoder(model)]
+    norms = [n for s in stacks for n in (s.norm, s.embedding_norm, *s.block_norms.values()) if n]
+    norms += [names.q_norm, names.k_norm] if model.qk_norm else []
     linears = (*names.qkv, names.out, *names.up_gate, names.down)
-    return tuple(dict.fromkeys(name.rpartition(".")[2] for name in linears)), names.layers
+    return LayerNames(_last_parts(linears), names.layers, names.embed, _last_parts(norms))
+
+
+def _last_parts(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
 def make_kind(path: Path, model_dir: Path, kind: str, seed: int) -> Path:
     """An adapter of PEFT of one of KINDS, on all linear layers unless the kind says which."""
-    shape = linear_names(read_model_config(model_dir))
-    return make_adapter(path, model_dir, seed, **{"modules": shape[0], **KINDS[kind](shape)})
+    names = linear_names(read_model_config(model_dir))
+    return make_adapter(path, model_dir, seed, **{"modules": names.linears, **KINDS[kind](names)})
 
 
 def read_from(source: str, adapter: Path, model_dir: Path, quant: QuantConfig | None = None) -> Tensors:
-    """A PEFT adapter's tensors, through a source of SOURCES. quant: what the base is rounded to.
+    """A PEFT adapter's tensors, through a source of SOURCES. quant: of the base at load time.
 
     Raises AdapterInvalidError."""
     config = read_model_config(model_dir)
@@ -147,212 +149,91 @@ def read_nemo_from(source: str, archive: Path, model_dir: Path) -> Tensors:
     return read_adapter_folder(copy)
 
 
-def agree(found: Tensor, expected: Tensor) -> bool:
-    """Within 1e-4 of the largest logit, and the same greedy token at each position."""
-    near = (found - expected).abs().max() / expected.abs().max() < 1e-4
-    return bool(near) and torch.equal(found.argmax(-1), expected.argmax(-1))
+class _Comparison:
+    """One variant of a model, its adapters of every kind, and the verdict on each."""
 
+    def __init__(self, folder: Path, variant: str) -> None:
+        family, quant = QUANTISED.get(variant, (variant, None))
+        self._quant: QuantConfig | None = quant
+        self._path = folder / variant
+        self._model_dir = self._reference_dir = make_model(self._path, family, seed=3)
+        self._config = read_model_config(self._model_dir)
+        if quant is not None:
+            wide, linears = folder / f"{variant}-wide", linear_names(self._config).linears
+            self._reference_dir = make_wide(wide, self._model_dir, quant, linears)
+        picks = random.Random(len(variant))
+        self._ids = [picks.randrange(250) for _ in range(PROMPT)]
+        self._text = [picks.randrange(250) for _ in range(ENCODER_PROMPT)] if self._config.encoder else []
+        self._folders: dict[str, Path | None] = {"base": None}
+        self._adapters: list[tuple[str, str, Adapter]] = [("base", "", None)]  # kind, source, content
+        self._verdicts: dict[str, str] = {}
 
-class Driver:
-    """Feeds several sequences to a decoder in packed steps, blocks scattered, and keeps all logits. texts:
-    what its encoder, if there is one, reads for each of them."""
+    def run(self) -> dict[str, str]:
+        """Kind of adapter, and `base`, to `pass`, `differs` or why it is refused; each source that differs is
+        named."""
+        for seed, kind in enumerate(KINDS):
+            self._add_peft(seed, kind)
+        self._add_nemo()
+        for (kind, source, _), logits in zip(self._adapters, self._logits(), strict=True):
+            folder = self._folders[kind]
+            expected = reference_logits(self._reference_dir, folder, self._ids, encoder_ids=self._text)
+            verdict = "pass" if agree(logits, expected) else f"differs {source}".strip()
+            if self._verdicts.setdefault(kind, verdict) != verdict:
+                self._verdicts[kind] = f"{self._verdicts[kind]}, {verdict}"
+        return self._verdicts
 
-    def __init__(
-        self,
-        decoder: Decoder | EncoderDecoder,
-        sequences: Sequence[Sequence[int]],
-        adapters: Sequence[Given],
-        texts: Sequence[Sequence[int]] = (),
-    ) -> None:
-        config = decoder.config
-        shape = (config.kv_layers, 2, BLOCKS, BLOCK, config.num_kv_heads, config.head_dim)
-        self._kv = torch.full(shape, float("nan"), dtype=decoder.dtype)
-        self._decoder, self._sequences = decoder, sequences
-        blocks = list(range(BLOCKS))
-        random.Random(5).shuffle(blocks)
-        self._blocks = [[blocks.pop() for _ in range(-(-len(s) // BLOCK))] for s in sequences]
-        pool, self._rows = _lay_out(adapters, config)
-        self._pool = pool.to(decoder.dtype)
-        self._extras = [
-            {e.name: _scatter(e, decoder.dtype) for e in one.extras} if isinstance(one, LoraInput) else {}
-            for one in adapters
-        ]
-        self._texts = [list(text) for text in texts]
-        self._text_blocks = [[blocks.pop() for _ in range(-(-len(t) // BLOCK))] for t in texts]
-        if isinstance(decoder, EncoderDecoder):
-            self._encode(decoder)
-        self._done = [0] * len(sequences)
-        self._logits: list[list[Tensor]] = [[] for _ in sequences]
-
-    def run(self) -> list[Tensor]:
-        """Logits [len, vocab] of each sequence: unequal chunks first, then the rest token by token, all of
-        them packed together."""
-        plans = [[max(len(s) // part, 1) for part in (2, 4, 8)] for s in self._sequences]
-        while any(d < len(s) for d, s in zip(self._done, self._sequences, strict=True)):
-            counts = []
-            for s, plan in enumerate(plans):
-                left = len(self._sequences[s]) - self._done[s]
-                counts.append(min(plan.pop(0) if plan else 1, left))
-            self._step(counts)
-        return [torch.cat(parts) for parts in self._logits]
-
-    def _encode(self, model: EncoderDecoder) -> None:
-        lens = [len(text) for text in self._texts]
-        starts = [0, *accumulate(lens)]
-        spans = list(zip(pairwise(starts), self._rows, self._extras, strict=True))
-        segments = tuple(LoraSegment(*span, rows) for span, rows, extras in spans if rows or extras)
-        extras = tuple(ExtraSegment(*span, extras) for span, _, extras in spans if extras)
-        slots = [
-            b[p // BLOCK] * BLOCK + p % BLOCK
-            for b, n in zip(self._text_blocks, lens, strict=True)
-            for p in range(n)
-        ]
-        batch = ForwardBatch(
-            torch.tensor([token for text in self._texts for token in text]),
-            torch.tensor([p for n in lens for p in range(n)]),
-            AttentionBatch(starts, lens, _table(self._text_blocks), torch.tensor(slots)),
-            LoraBatch(self._pool, segments, extras=extras) if segments else None,
-            torch.tensor([], dtype=torch.long),
-        )
-        model.encode(batch, self._kv)
-
-    def _step(self, counts: list[int]) -> None:
-        live = [(s, n) for s, n in enumerate(counts) if n]
-        starts, segments = [0], []
-        extras: list[ExtraSegment] = []
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        lens: list[int] = []
-        table: list[list[int]] = []
-        for s, n in live:
-            span = range(self._done[s], self._done[s] + n)
-            ids += [self._sequences[s][p] for p in span]
-            positions += span
-            slots += [self._blocks[s][p // BLOCK] * BLOCK + p % BLOCK for p in span]
-            if self._rows[s] or self._extras[s]:
-                segments.append(LoraSegment(starts[-1], starts[-1] + n, self._rows[s]))
-            if self._extras[s]:
-                extras.append(ExtraSegment(starts[-1], starts[-1] + n, self._extras[s]))
-            starts.append(starts[-1] + n)
-            lens.append(self._done[s] + n)
-            table.append(self._blocks[s])
-        batch = ForwardBatch(
-            torch.tensor(ids),
-            torch.tensor(positions),
-            AttentionBatch(starts, lens, _table(table), torch.tensor(slots)),
-            LoraBatch(self._pool, tuple(segments), extras=tuple(extras)) if segments else None,
-            torch.arange(len(ids)),
-            cross=self._cross([s for s, _ in live], starts),
-        )
-        logits = self._decoder.forward(batch, self._kv)
-        for (s, n), start in zip(live, starts, strict=False):
-            self._logits[s].append(logits[start : start + n])
-            self._done[s] += n
-
-    def _cross(self, live: list[int], starts: list[int]) -> AttentionBatch | None:
-        if not self._texts:
-            return None
-        table, lens = _table([self._text_blocks[s] for s in live]), [len(self._texts[s]) for s in live]
-        return AttentionBatch(starts, lens, table, torch.tensor([], dtype=torch.long))
-
-
-def _table(blocks: Sequence[Sequence[int]]) -> Tensor:
-    width = max(map(len, blocks))
-    return torch.tensor([[*row, *[0] * (width - len(row))] for row in blocks], dtype=torch.int32)
-
-
-def _scatter(extra: LoraExtra, dtype: torch.dtype) -> Extra:
-    """In three pieces of a pool of its own, the first the last, NaN between them."""
-    values = torch.from_numpy(extra.values).to(dtype)
-    values = values if values.ndim == 2 else values.unsqueeze(1)
-    parts = values.split(-(-len(values) // 3))[::-1]
-    gap = torch.full((7,), float("nan"), dtype=dtype)
-    pool = torch.cat([piece for part in parts for piece in (gap, part.reshape(-1))])
-    starts, views, used = [], [], 0
-    for part in parts:
-        starts.append(used + 7)
-        used += 7 + part.numel()
-        views.append(pool[starts[-1] : used].view(part.shape))
-    ids = torch.tensor(extra.token_ids) if extra.token_ids else None
-    return Extra(pool, tuple(views[::-1]), torch.tensor(starts[::-1]), ids)
-
-
-def _lay_out(
-    adapters: Sequence[Given], model: ModelConfig
-) -> tuple[Tensor, list[dict[tuple[int, int], LoraRow]]]:
-    """Adapters in one flat pool, each row at an odd place and NaN between them."""
-    modules = lora_modules(model)
-    pieces, places, used = [np.full(13, np.nan, np.float32)], [], 13
-    for given in adapters:
-        rows: dict[tuple[int, int], LoraRow] = {}
-        for payload, row in zip(*_tensors(given), strict=True) if given else ():
-            module_id, layer, rank, dora = (*row.tolist(), 0)[:4]  # the fourth column may be absent
-            module = modules[module_id]
-            middle = rank * module.in_dim
-            end = middle + rank * module.out_dim
-            b = payload[middle:end].reshape(module.out_dim, rank)
-            rest = payload[end : end + module.out_dim * dora]
-            rows[layer, module_id] = LoraRow(used, rank, bool(dora))
-            pieces += [payload[:middle], b.T.ravel(), rest, np.full(5, np.nan, np.float32)]
-            used += end + len(rest) + 5
-        places.append(rows)
-    return torch.from_numpy(np.concatenate(pieces)), places
-
-
-def _tensors(given: Tensors | LoraInput) -> tuple[np.ndarray, np.ndarray]:
-    """Weights [rows, W] and config [rows, 3 or 4]."""
-    weights, config = (given.weights, given.config) if isinstance(given, LoraInput) else given
-    assert weights is not None and config is not None
-    return weights[0], config[0]
-
-
-def _verdicts(folder: Path, family: str) -> dict[str, str]:
-    """Kind of adapter, and `base`, to `pass`, `differs`, or why it is refused; sources apart if unequal."""
-    kind_of_model, quant = QUANTISED.get(family, (family, None))
-    model_dir = made = make_model(folder / family, kind_of_model, seed=3)
-    config = read_model_config(model_dir)
-    if quant is not None:
-        made = make_wide(folder / f"{family}-wide", model_dir, quant, linear_names(config)[0])
-    decoder = load_decoder(model_dir, config, torch.float32, open_device("cpu"), LONGEST, quant)
-    picks = random.Random(len(family))
-    ids = [picks.randrange(250) for _ in range(LONGEST)]
-    text = [picks.randrange(250) for _ in range(TEXT)] if config.encoder else []
-    verdicts: dict[str, str] = {}
-    modules, base = lora_modules(config), BaseWeights(model_dir, HeldWeights(config, quant))
-    adapters: list[Given] = [None]
-    labels = [("base", "")]
-    folders: dict[str, Path | None] = {"base": None}
-    for seed, kind in enumerate(KINDS):
+    def _add_peft(self, seed: int, kind: str) -> None:
+        modules = lora_modules(self._config)
+        base = BaseWeights(self._model_dir, HeldWeights(self._config, self._quant))
         try:
-            folders[kind] = adapter = make_kind(folder / f"{family}-{seed}", made, kind, seed)
+            adapter = make_kind(
+                self._path.with_name(f"{self._path.name}-{seed}"), self._reference_dir, kind, seed
+            )
+            self._folders[kind] = adapter
             whole = read_lora(find_source(adapter), 0, modules=modules, base=base)
-            for source in SOURCES[:1] if whole.extras else SOURCES:
-                adapters.append(whole if whole.extras else read_from(source, adapter, model_dir, quant))
-                labels.append((kind, source))
+            if whole.extras:
+                self._adapters.append((kind, "peft", whole))
+                return
+            for source in SOURCES:
+                self._adapters.append(
+                    (kind, source, read_from(source, adapter, self._model_dir, self._quant))
+                )
         except ManyloraError as error:
-            verdicts[kind] = REFUSED + str(error).partition(": ")[2]
-    if config.encoder is None:
-        archive, folders[NEMO] = make_nemo(folder / f"{family}-nemo", made)
+            self._verdicts[kind] = REFUSED + str(error).partition(": ")[2]
+
+    def _add_nemo(self) -> None:
+        if self._config.encoder is not None:
+            self._verdicts[NEMO] = "none"
+            return
+        folder = self._path.with_name(f"{self._path.name}-nemo")
+        archive, self._folders[NEMO] = make_nemo(folder, self._reference_dir)
         for source in NEMO_SOURCES:
-            adapters.append(read_nemo_from(source, archive, model_dir))
-            labels.append((NEMO, source))
-    else:
-        verdicts[NEMO] = "none"
-    found = []
-    for first in range(0, len(adapters), 8):
-        part = adapters[first : first + 8]
-        found += Driver(decoder, [ids] * len(part), part, [text] * len(part) if text else ()).run()
-    for (kind, source), logits in zip(labels, found, strict=True):
-        expected = reference_logits(made, folders[kind], ids, encoder_ids=text)
-        verdict = "pass" if agree(logits, expected) else f"differs {source}".strip()
-        if verdicts.setdefault(kind, verdict) != verdict:
-            verdicts[kind] = f"{verdicts[kind]}, {verdict}"
-    return verdicts
+            self._adapters.append((NEMO, source, read_nemo_from(source, archive, self._model_dir)))
+
+    def _logits(self) -> list[torch.Tensor]:
+        """Of each adapter, up to eight of them in a batch."""
+        cpu = open_device("cpu")
+        decoder = load_decoder(self._model_dir, self._config, torch.float32, cpu, PROMPT, self._quant)
+        found, adapters = [], [adapter for _, _, adapter in self._adapters]
+        for first in range(0, len(adapters), 8):
+            part = adapters[first : first + 8]
+            texts = [self._text] * len(part) if self._text else ()
+            found += Driver(decoder, [self._ids] * len(part), part, texts).run()
+        return found
+
+
+def _cell(verdict: str, reasons: list[str]) -> str:
+    """A verdict as the table shows it: reasons for refusal are footnotes, numbered from 1."""
+    if not verdict.startswith(REFUSED):
+        return verdict
+    reason = verdict.removeprefix(REFUSED)
+    if reason not in reasons:
+        reasons.append(reason)
+    return f"refused ({reasons.index(reason) + 1})"
 
 
 def main(families: Sequence[str] = ()) -> int:
-    """Print the tables, of all families or of those named. Returns 1 when something differs."""
+    """Print the tables, of all variants of models or of those named. Returns 1 when something differs."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -364,19 +245,11 @@ def main(families: Sequence[str] = ()) -> int:
     print("| model | " + " | ".join(kinds) + " |\n|" + "---|" * (len(kinds) + 1))
     good = True
     with tempfile.TemporaryDirectory() as folder:
-        for family in families or (*FAMILIES, *ENCODER_DECODER_FAMILIES, *QUANTISED):
-            verdicts = _verdicts(Path(folder), family)
-            cells = []
-            for kind in kinds:
-                verdict = verdicts[kind]
-                good = good and "differs" not in verdict
-                if verdict.startswith(REFUSED):
-                    reason = verdict.removeprefix(REFUSED)
-                    if reason not in reasons:
-                        reasons.append(reason)
-                    verdict = f"refused ({reasons.index(reason) + 1})"
-                cells.append(verdict)
-            print(f"| {family} | " + " | ".join(cells) + " |", flush=True)
+        for variant in families or (*FAMILIES, *ENCODER_DECODER_FAMILIES, *QUANTISED):
+            verdicts = _Comparison(Path(folder), variant).run()
+            good = good and not any("differs" in verdict for verdict in verdicts.values())
+            cells = [_cell(verdicts[kind], reasons) for kind in kinds]
+            print(f"| {variant} | " + " | ".join(cells) + " |", flush=True)
     print(
         f"\nSources, each of them in each cell: {', '.join(SOURCES)}; with extras peft alone; of {NEMO}: "
         f"{', '.join(NEMO_SOURCES)}.\n"

@@ -1,0 +1,189 @@
+"""Driver: runs a model on several sequences without an engine, and gives all logits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manylora.config.engine import ModelConfig
+from manylora.kernels.extras import Extra, ExtraSegment
+from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraSegment
+from manylora.lora.modules import lora_modules
+from manylora.model.batch import ForwardBatch
+from manylora.model.decoder import Decoder
+from manylora.model.encoder_decoder import EncoderDecoder
+from manylora.request import LoraExtra, LoraInput
+
+__all__ = ["Adapter", "Driver", "Tensors", "agree"]
+
+BLOCK, BLOCKS = 8, 128
+Tensors = tuple[np.ndarray, np.ndarray]
+"""Weights and config of an adapter, as a request carries them."""
+Adapter = Tensors | LoraInput | None
+"""LoraInput where there are extras; None: the base model."""
+
+
+def agree(found: Tensor, expected: Tensor) -> bool:
+    """Within 1e-4 of the largest logit, and the same greedy token at each position."""
+    near = (found - expected).abs().max() / expected.abs().max() < 1e-4
+    return bool(near) and torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+class Driver:
+    """Runs several sequences in packed steps, with scattered KV blocks, and collects all logits.
+
+    adapters: of each sequence. texts: the encoder's prompt of each, for an encoder-decoder model.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder | EncoderDecoder,
+        sequences: Sequence[Sequence[int]],
+        adapters: Sequence[Adapter],
+        texts: Sequence[Sequence[int]] = (),
+    ) -> None:
+        config = decoder.config
+        shape = (config.kv_layers, 2, BLOCKS, BLOCK, config.num_kv_heads, config.head_dim)
+        self._kv = torch.full(shape, float("nan"), dtype=decoder.dtype)
+        self._decoder, self._sequences = decoder, sequences
+        blocks = list(range(BLOCKS))
+        random.Random(5).shuffle(blocks)
+        self._blocks = [[blocks.pop() for _ in range(-(-len(s) // BLOCK))] for s in sequences]
+        pool, self._rows = _make_pool(adapters, config)
+        self._pool = pool.to(decoder.dtype)
+        self._extras = [
+            {e.name: _scattered(e, decoder.dtype) for e in one.extras} if isinstance(one, LoraInput) else {}
+            for one in adapters
+        ]
+        self._texts = [list(text) for text in texts]
+        self._text_blocks = [[blocks.pop() for _ in range(-(-len(t) // BLOCK))] for t in texts]
+        if isinstance(decoder, EncoderDecoder):
+            self._encode(decoder)
+        self._done = [0] * len(sequences)
+        self._logits: list[list[Tensor]] = [[] for _ in sequences]
+
+    def run(self) -> list[Tensor]:
+        """Logits [len, vocab] of each sequence. Prompts go in unequal chunks, the rest token by token, all
+        sequences packed together."""
+        plans = [[max(len(s) // part, 1) for part in (2, 4, 8)] for s in self._sequences]
+        while any(d < len(s) for d, s in zip(self._done, self._sequences, strict=True)):
+            counts = []
+            for s, plan in enumerate(plans):
+                left = len(self._sequences[s]) - self._done[s]
+                counts.append(min(plan.pop(0) if plan else 1, left))
+            self._step(counts)
+        return [torch.cat(parts) for parts in self._logits]
+
+    def _encode(self, model: EncoderDecoder) -> None:
+        members, counts = list(range(len(self._texts))), [len(text) for text in self._texts]
+        zeros = [0] * len(members)
+        attention, positions = _attention(self._text_blocks, zeros, counts)
+        batch = ForwardBatch(
+            torch.tensor([token for text in self._texts for token in text]),
+            positions,
+            attention,
+            self._lora(members, attention.query_starts),
+            torch.tensor([], dtype=torch.long),
+        )
+        model.encode(batch, self._kv)
+
+    def _step(self, counts: list[int]) -> None:
+        members = [s for s, count in enumerate(counts) if count]
+        done, counts = [self._done[s] for s in members], [counts[s] for s in members]
+        attention, positions = _attention([self._blocks[s] for s in members], done, counts)
+        spans = zip(members, done, counts, strict=True)
+        ids = torch.tensor([token for s, d, n in spans for token in self._sequences[s][d : d + n]])
+        batch = ForwardBatch(
+            ids,
+            positions,
+            attention,
+            self._lora(members, attention.query_starts),
+            torch.arange(len(ids)),
+            cross=self._cross(members, attention.query_starts),
+        )
+        parts = self._decoder.forward(batch, self._kv).split(counts)
+        for s, count, logits in zip(members, counts, parts, strict=True):
+            self._logits[s].append(logits)
+            self._done[s] += count
+
+    def _lora(self, members: list[int], starts: Sequence[int]) -> LoraBatch | None:
+        spans = [
+            (*span, self._rows[s], self._extras[s]) for s, span in zip(members, pairwise(starts), strict=True)
+        ]
+        segments = tuple(
+            LoraSegment(start, stop, rows) for start, stop, rows, extras in spans if rows or extras
+        )
+        extras = tuple(ExtraSegment(start, stop, extras) for start, stop, _, extras in spans if extras)
+        return LoraBatch(self._pool, segments, extras=extras) if segments else None
+
+    def _cross(self, members: list[int], starts: Sequence[int]) -> AttentionBatch | None:
+        if not self._texts:
+            return None
+        table, lens = _table([self._text_blocks[s] for s in members]), [len(self._texts[s]) for s in members]
+        return AttentionBatch(starts, lens, table, torch.tensor([], dtype=torch.long))
+
+
+def _attention(
+    blocks: Sequence[Sequence[int]], done: Sequence[int], counts: Sequence[int]
+) -> tuple[AttentionBatch, Tensor]:
+    """For `counts` new rows of each sequence after the `done` ones; and the positions [T] of the rows."""
+    ends = [d + n for d, n in zip(done, counts, strict=True)]
+    spans = [range(d, end) for d, end in zip(done, ends, strict=True)]
+    slots = [b[p // BLOCK] * BLOCK + p % BLOCK for b, span in zip(blocks, spans, strict=True) for p in span]
+    attention = AttentionBatch([0, *accumulate(counts)], ends, _table(blocks), torch.tensor(slots))
+    return attention, torch.tensor([p for span in spans for p in span])
+
+
+def _table(blocks: Sequence[Sequence[int]]) -> Tensor:
+    width = max(map(len, blocks))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in blocks], dtype=torch.int32)
+
+
+def _scattered(extra: LoraExtra, dtype: torch.dtype) -> Extra:
+    """In three pieces of a pool of its own, in reverse order and with NaN between them."""
+    values = torch.from_numpy(extra.values).to(dtype)
+    values = values if values.ndim == 2 else values.unsqueeze(1)
+    parts = values.split(-(-len(values) // 3))[::-1]
+    gap = torch.full((7,), float("nan"), dtype=dtype)
+    pool = torch.cat([piece for part in parts for piece in (gap, part.reshape(-1))])
+    starts, views, used = [], [], 0
+    for part in parts:
+        starts.append(used + 7)
+        used += 7 + part.numel()
+        views.append(pool[starts[-1] : used].view(part.shape))
+    ids = torch.tensor(extra.token_ids) if extra.token_ids else None
+    return Extra(pool, tuple(views[::-1]), torch.tensor(starts[::-1]), ids)
+
+
+def _make_pool(
+    adapters: Sequence[Adapter], model: ModelConfig
+) -> tuple[Tensor, list[dict[tuple[int, int], LoraRow]]]:
+    """All adapters in one flat pool, and where their rows are: at odd offsets, with NaN between them."""
+    modules = lora_modules(model)
+    pieces, adapters_rows, used = [np.full(13, np.nan, np.float32)], [], 13
+    for adapter in adapters:
+        rows: dict[tuple[int, int], LoraRow] = {}
+        for payload, row in zip(*_tensors(adapter), strict=True) if adapter else ():
+            module_id, layer, rank, dora = (*row.tolist(), 0)[:4]  # the fourth column may be absent
+            module = modules[module_id]
+            middle = rank * module.in_dim
+            end = middle + rank * module.out_dim
+            b = payload[middle:end].reshape(module.out_dim, rank)
+            rest = payload[end : end + module.out_dim * dora]
+            rows[layer, module_id] = LoraRow(used, rank, bool(dora))
+            pieces += [payload[:middle], b.T.ravel(), rest, np.full(5, np.nan, np.float32)]
+            used += end + len(rest) + 5
+        adapters_rows.append(rows)
+    return torch.from_numpy(np.concatenate(pieces)), adapters_rows
+
+
+def _tensors(adapter: Tensors | LoraInput) -> tuple[np.ndarray, np.ndarray]:
+    """Weights [rows, W] and config [rows, 3 or 4]."""
+    weights, config = (adapter.weights, adapter.config) if isinstance(adapter, LoraInput) else adapter
+    assert weights is not None and config is not None
+    return weights[0], config[0]

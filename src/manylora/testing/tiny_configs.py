@@ -1,0 +1,136 @@
+"""The variants of each model family that are tested: settings for transformers' configuration classes.
+
+A row is a name, the `model_type` of transformers, and what differs from COMMON.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["COMMON", "ENCODER_DECODER_FAMILIES", "FAMILIES", "MOE_FAMILIES"]
+
+Table = dict[str, tuple[str, dict[str, Any]]]
+# Ids of the tokenizer: 256 bytes, then <s>, </s>, <pad>; the rest of the vocabulary has no text.
+BEGIN_ID, END_ID, PAD_ID, VOCAB = 256, 257, 258, 272
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": BEGIN_ID,
+    "eos_token_id": END_ID,
+    "pad_token_id": PAD_ID,
+    "initializer_range": 0.2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5, 3.1, 3.8],
+    "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 8.5, 11.5, 15.0],
+}
+GRANITE = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 3.0,
+}
+GEMMA = {
+    "head_dim": 24,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 9,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+FALCON = {"ffn_hidden_size": 96, "tie_word_embeddings": True}
+FAMILIES: Table = {
+    "llama": ("llama", {}),
+    "llama-mha-tied": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("llama", {"head_dim": 24}),
+    "llama-linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "llama-dynamic": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+    "llama3": ("llama", {"rope_scaling": LLAMA3, "rope_theta": 500000.0}),
+    "llama-yarn": ("llama", {"rope_scaling": YARN}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-sliding": ("mistral", {"sliding_window": 9}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+    "phi3": ("phi3", {}),
+    "phi3-partial-rotary": ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": 9}),
+    "phi3-longrope": ("phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 64}),
+    "granite": ("granite", GRANITE),
+    "olmo2": ("olmo2", {}),
+    "gemma": ("gemma", {"head_dim": 24, "tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("gemma3_text", {**GEMMA, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gpt2": ("gpt2", {"n_inner": 96, "tie_word_embeddings": True}),
+    "gpt-neox": ("gpt_neox", {}),
+    "gpt-neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    "falcon": ("falcon", FALCON),
+    "falcon-new": ("falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-new-one-norm": (
+        "falcon",
+        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-sequential": (
+        "falcon",
+        {**FALCON, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
+    "phi": ("phi", {"partial_rotary_factor": 0.5}),
+    "starcoder2": ("starcoder2", {"sliding_window": 9}),
+}
+QWEN2_MOE = {
+    "num_experts": 5,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 72,
+}
+QWEN3_MOE = {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+MOE_FAMILIES: Table = {
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-sliding": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 9}),
+    "qwen2-moe": ("qwen2_moe", QWEN2_MOE),
+    "qwen2-moe-sparse": (
+        "qwen2_moe",
+        {**QWEN2_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "use_sliding_window": True,
+         "sliding_window": 9, "norm_topk_prob": True, "qkv_bias": False},
+    ),
+    "qwen3-moe": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3-moe-dense-first": ("qwen3_moe", {**QWEN3_MOE, "num_hidden_layers": 3, "mlp_only_layers": [0]}),
+}  # fmt: skip
+
+T5 = {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+BART = {
+    "d_model": 64,
+    **{f"{stack}_{name}": size for stack in ("encoder", "decoder")
+       for name, size in (("attention_heads", 4), ("ffn_dim", 96))},
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "init_std": 0.2,
+    "decoder_start_token_id": END_ID,
+    "forced_eos_token_id": None,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+ENCODER_DECODER_FAMILIES: Table = {
+    "t5": ("t5", {**T5, "d_kv": 16, "relative_attention_max_distance": 20}),
+    # As in the released checkpoints, whose head and embedding are separate.
+    "t5-v1.1": (
+        "t5",
+        {**T5, "d_kv": 24, "num_decoder_layers": 3, "feed_forward_proj": "gated-gelu",
+         "tie_word_embeddings": False},
+    ),
+    "bart": ("bart", BART),
+    "bart-scaled-untied": ("bart", {**BART, "scale_embedding": True, "tie_word_embeddings": False}),
+}  # fmt: skip

@@ -1,9 +1,9 @@
-"""SamplingParams of the API to the engine's, and the rules that end an output outside the engine."""
+"""From the LLM API's SamplingParams to the engine's, and the stop rules that are applied above the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -14,19 +14,25 @@ from manylora.text.tokenizer import Tokenizer
 
 __all__ = ["Decoding", "StopRules", "decoding_of"]
 
+# Fields with one name and meaning in both classes are copied; None leaves the engine's default.
+CONVERTED_FIELDS = {"end_id", "top_k", "top_p", "early_stopping"}
+COPIED_FIELDS = {f.name for f in fields(SamplingParams)} & {f.name for f in fields(engine.SamplingParams)}
+COPIED_FIELDS -= CONVERTED_FIELDS
+
 
 @dataclass(frozen=True)
 class StopRules:
-    """When an output ends, and what of it is text.
+    """When an output ends, and how its text is made.
 
-    end_ids: end it and are never part of it. ids: end it, each with its stop reason. texts: end it wherever
-    they appear. Nothing ends it before min_tokens tokens.
+    end_ids: end the output and are never part of it. ids: stop token ids, each with the stop reason that is
+    reported. texts: end the output wherever they appear in it. Before min_tokens tokens nothing ends it.
+    include: stop ids and stop texts stay in the output.
     """
 
     end_ids: frozenset[int] = frozenset()
     ids: Mapping[int, int | str] = field(default_factory=dict)
     texts: tuple[str, ...] = ()
-    include: bool = False  # stop ids and texts stay in the output
+    include: bool = False
     min_tokens: int = 0
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -34,7 +40,7 @@ class StopRules:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How one prompt is continued. n: continuations to give back, of the engine's num_results."""
+    """How one prompt is continued. n: outputs to return, of the num_results that the engine makes."""
 
     params: engine.SamplingParams
     rules: StopRules
@@ -43,17 +49,18 @@ class Decoding:
 
     @property
     def num_results(self) -> int:
-        """Continuations that the engine makes: beams, or samples."""
+        """Outputs that the engine makes: beams, or samples."""
         return max(self.params.beam_width, self.params.num_return_sequences)
 
-    def within(self, room: int) -> Decoding:
-        """At most `room` new tokens, where there is room at all: then it is known which beams are cut off."""
-        limit = min(self.params.max_tokens, room)
+    def within(self, num_tokens: int) -> Decoding:
+        """The same with at most this many new tokens, so that it is known which beams were cut off. Unchanged
+        for 0 or less: the engine refuses such a prompt."""
+        limit = min(self.params.max_tokens, num_tokens)
         return replace(self, params=replace(self.params, max_tokens=limit)) if limit > 0 else self
 
     @property
     def stepwise(self) -> bool:
-        """Whether the output must be looked at while it grows."""
+        """Whether stop rules must be checked after every step: the engine cannot apply them itself."""
         rules = self.rules
         return bool(rules.texts or (rules.min_tokens and (rules.ids or rules.end_ids)))
 
@@ -64,52 +71,19 @@ def decoding_of(
     """tokenizer: None where prompts are token ids. Raises ValueError, and RequestError for single values."""
     params.check()
     end_ids = _end_ids(params, tokenizer, model_end_ids)
-    stops, texts = _stops(params, tokenizer)
-    min_tokens = params.min_tokens or 0
+    stop_ids, stop_texts = _stops(params, tokenizer)
     rules = StopRules(
         end_ids=frozenset(end_ids[1:]),
-        ids=stops,
-        texts=texts,
+        ids=stop_ids,
+        texts=stop_texts,
         include=params.include_stop_str_in_output,
-        min_tokens=min_tokens,
+        min_tokens=params.min_tokens or 0,
         detokenize=params.detokenize,
         skip_special_tokens=params.skip_special_tokens,
     )
-    # The engine's stop words do not wait for min_tokens: then they are looked for as the output grows.
-    words = () if min_tokens else tuple((i,) for i in (*end_ids[1:], *stops))
-    samples, beams = params.num_samples, params.use_beam_search
-    bias = params.embedding_bias
-    engine_params = engine.SamplingParams(
-        max_tokens=params.max_tokens,
-        end_id=end_ids[0] if end_ids else None,
-        temperature=1.0 if params.temperature is None else params.temperature,
-        top_k=None if beams else params.top_k,
-        # top_k 0 lifts the limit and asks for sampling; without a top_p the engine would take it for greedy.
-        top_p=None if beams else 1.0 if params.top_k == 0 and not params.top_p else params.top_p,
-        min_p=_or(params.min_p, 0.0),
-        top_p_min=_or(params.top_p_min, 1e-6),
-        top_p_decay=_or(params.top_p_decay, 1.0),
-        top_p_reset_id=params.top_p_reset_ids,
-        seed=params.seed,
-        repetition_penalty=_or(params.repetition_penalty, 1.0),
-        presence_penalty=_or(params.presence_penalty, 0.0),
-        frequency_penalty=_or(params.frequency_penalty, 0.0),
-        min_tokens=min_tokens,
-        stop_words=words,
-        bad_words=_bad_words(params, tokenizer),
-        num_return_sequences=1 if beams else samples,
-        beam_width=samples if beams else 1,
-        length_penalty=_or(params.length_penalty, 0.0),
-        early_stopping=params.early_stopping is None or bool(params.early_stopping),
-        beam_search_diversity_rate=_or(params.beam_search_diversity_rate, 0.0),
-        logit_bias=None if bias is None else _bias(bias),
-        guide=params.guided_decoding.guide() if params.guided_decoding else None,
-        return_log_probs=params.logprobs is not None or samples > params.n,
-        return_context_logits=params.return_context_logits,
-        return_generation_logits=params.return_generation_logits,
-    )
+    engine_params = _engine_params(params, rules, end_ids, _bad_words(params, tokenizer))
     decoding = Decoding(engine_params, rules, params.n, params.logprobs is not None)
-    if beams and decoding.stepwise:
+    if params.use_beam_search and decoding.stepwise:
         raise ValueError(
             "use_beam_search cannot be combined with stop texts, nor with min_tokens and several end or stop "
             "tokens: beams are looked at when they are finished; use stop_token_ids"
@@ -117,12 +91,35 @@ def decoding_of(
     return decoding
 
 
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
+def _engine_params(
+    params: SamplingParams, rules: StopRules, end_ids: list[int], bad_words: tuple[tuple[int, ...], ...]
+) -> engine.SamplingParams:
+    """end_ids: the engine stops at the first; the others are stop words, as the rules' stop ids are."""
+    given = {name: getattr(params, name) for name in COPIED_FIELDS}
+    # The engine's stop words do not wait for min_tokens. With it the text thread stops the output instead.
+    words = () if rules.min_tokens else tuple((i,) for i in (*end_ids[1:], *rules.ids))
+    samples, beams = params.num_samples, params.use_beam_search
+    bias = params.embedding_bias
+    return engine.SamplingParams(
+        **{name: value for name, value in given.items() if value is not None},
+        end_id=end_ids[0] if end_ids else None,
+        top_k=None if beams else params.top_k,
+        # top_k 0 means sampling without a limit; without a top_p the engine would take it for greedy.
+        top_p=None if beams else 1.0 if params.top_k == 0 and not params.top_p else params.top_p,
+        top_p_reset_id=params.top_p_reset_ids,
+        stop_words=words,
+        bad_words=bad_words,
+        num_return_sequences=1 if beams else samples,
+        beam_width=samples if beams else 1,
+        early_stopping=params.early_stopping is None or bool(params.early_stopping),
+        logit_bias=None if bias is None else _bias(bias),
+        guide=params.guided_decoding.guide() if params.guided_decoding else None,
+        return_log_probs=params.logprobs is not None or samples > params.n,
+    )
 
 
 def _bias(values: Any) -> np.ndarray:
-    """[vocabulary] float32, of a list, an array or a tensor."""
+    """A list, an array or a tensor as [vocabulary] float32."""
     bias = np.asarray(values.detach().float().cpu() if hasattr(values, "detach") else values, np.float32)
     if bias.ndim != 1:
         raise ValueError(f"embedding_bias must have one dimension, got shape {bias.shape}")
@@ -130,7 +127,7 @@ def _bias(values: Any) -> np.ndarray:
 
 
 def _end_ids(params: SamplingParams, tokenizer: Tokenizer | None, model: Sequence[int]) -> list[int]:
-    """End tokens, the engine's own first."""
+    """End tokens; the first is the engine's `end_id`."""
     if params.ignore_eos or params.end_id == -1:
         return []
     if params.end_id is not None:
@@ -142,8 +139,8 @@ def _end_ids(params: SamplingParams, tokenizer: Tokenizer | None, model: Sequenc
 def _stops(
     params: SamplingParams, tokenizer: Tokenizer | None
 ) -> tuple[dict[int, int | str], tuple[str, ...]]:
-    """Stop ids with their reasons, and stop texts. A special token is looked for as an id: the text of an
-    output need not show it."""
+    """Stop ids with their stop reasons, and stop texts. A text that is one special token becomes an id,
+    since special tokens may be left out of the output's text."""
     ids: dict[int, int | str] = {}
     texts: list[str] = []
     for text in params.stop_texts:
@@ -160,7 +157,7 @@ def _stops(
 
 
 def _bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
-    """As written and after a space: inside a sentence a word has other tokens than at its start."""
+    """Each text as written and after a space: inside a sentence a word has other tokens than at its start."""
     words: dict[tuple[int, ...], None] = {}
     for text in params.bad_texts:
         if tokenizer is None:

@@ -1,4 +1,4 @@
-"""ApiError: what goes wrong, as HTTP status, stable code and one sentence."""
+"""ApiError: an error as HTTP status, stable code and message, and how other exceptions become one."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from manylora.errors import (
     RequestError,
 )
 
-__all__ = ["ApiError", "adapter_problem", "as_api_error"]
+__all__ = ["ApiError", "adapter_problem", "as_api_error", "invalid_value", "unsupported_field"]
 
-TYPES = {
+ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -28,8 +28,8 @@ TYPES = {
     429: "rate_limit_error",
 }
 
-# The readers of adapters have one exception with a sentence; the first pattern that is in it gives the code.
-PROBLEMS = (
+# Adapter readers raise one exception type; the first pattern found in its message gives the error code.
+ADAPTER_CODES = (
     ("adapter_too_large", r"too large for the LoRA cache"),
     ("adapter_rank_too_large", r"low_rank|rank .*(limit|larger)"),
     (
@@ -38,11 +38,12 @@ PROBLEMS = (
     ),
     ("adapter_unsupported", r"support|would be|pickle|not served|cannot be served"),
 )
-SERVER_FAULTS = ("The model's logits", "Encountered an error in", "The adapter could not be read")
+SERVER_FAULT_PREFIXES = ("The model's logits", "Encountered an error in", "The adapter could not be read")
 
 
 class ApiError(Exception):
-    """code is stable. message: for the client, without a path of the server. param: the field at fault."""
+    """code: stable, for programs. message: for people, without paths of this server. param: the field that is
+    wrong. retry_after: seconds, the Retry-After header."""
 
     def __init__(
         self, status: int, code: str, message: str, param: str | None = None, retry_after: int | None = None
@@ -58,44 +59,52 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The error object of the OpenAI API."""
-        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        kind = ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
     def event(self) -> bytes:
-        """The same inside a stream whose headers are sent."""
+        """The error object as a server-sent event, for a stream that has already begun."""
         return f"data: {json.dumps(self.body(), ensure_ascii=False)}\n\n".encode()
 
 
+def invalid_value(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, "invalid_value", message, param)
+
+
+def unsupported_field(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, "unsupported_field", message, param)
+
+
 def adapter_problem(name: str, reason: str) -> ApiError:
-    """Why an adapter that is there cannot be used."""
-    code = next((code for code, pattern in PROBLEMS if re.search(pattern, reason)), "adapter_broken")
+    """An adapter that exists but cannot be used."""
+    code = next((code for code, pattern in ADAPTER_CODES if re.search(pattern, reason)), "adapter_broken")
     return ApiError(422, code, f"adapter {name!r} cannot be served: {reason}", "model")
 
 
 def as_api_error(error: Exception, adapter: str = "") -> ApiError:
-    """Any error as the client is told it. adapter: its name, for what is wrong with it."""
+    """Any exception as the error that the client gets. adapter: the name that the request used."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, AdapterError):
-        return _of_adapter(error, adapter)
+        return _adapter_error(error, adapter)
     if isinstance(error, QueueFullError):
         return ApiError(429, "overloaded", str(error), retry_after=1)
     if isinstance(error, DrainingError):
         return ApiError(503, "stopping", str(error), retry_after=5)
     if isinstance(error, EngineDeadError):
         return ApiError(503, "engine_dead", "The engine has stopped")
-    if isinstance(error, RequestError) and str(error).startswith(SERVER_FAULTS):
+    if isinstance(error, RequestError) and str(error).startswith(SERVER_FAULT_PREFIXES):
         return ApiError(500, "engine_error", str(error))
     if isinstance(error, RequestError | ValueError):
         if str(error).startswith("guided_decoding"):
             reason = str(error).replace("guided_decoding_guide", "the format")
             return ApiError(400, "invalid_response_format", reason, "response_format")
-        return ApiError(400, "invalid_value", str(error))
+        return invalid_value(str(error))
     return ApiError(500, "internal_error", "The server failed to answer this request")
 
 
-def _of_adapter(error: AdapterError, name: str) -> ApiError:
+def _adapter_error(error: AdapterError, name: str) -> ApiError:
     if isinstance(error, AdapterNotFoundError):
         return ApiError(404, "adapter_not_found", f"adapter {name!r} does not exist", "model")
     if isinstance(error, AdapterNotCachedError):

@@ -13,7 +13,7 @@ from serving import DEMO, Running
 from manylora.errors import ConfigError, RequestError
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.schema import ChatRequest, parse
-from manylora.openai.api.tools import ToolText, ToolUse, tool_use
+from manylora.openai.api.tools import ToolCallParser, ToolUse, tool_use
 from manylora.text.chat_template import ChatTemplate
 
 CITY = {
@@ -66,10 +66,10 @@ def use(**fields: Any) -> ToolUse:
     ],
 )
 def test_calls_are_found_in_the_text_whole_and_in_pieces(text: str, content: str, names: list[str]) -> None:
-    whole, calls = ToolText(use()).add(text, final=True)
+    whole, calls = ToolCallParser(use()).add(text, final=True)
     assert (whole, [call["function"]["name"] for call in calls]) == (content, names)
     for size in (1, 3, 7):
-        growing, shown = ToolText(use()), ""
+        growing, shown = ToolCallParser(use()), ""
         for start in range(0, len(text), size):
             piece, early = growing.add(text[start : start + size], final=False)
             assert not early
@@ -81,7 +81,7 @@ def test_calls_are_found_in_the_text_whole_and_in_pieces(text: str, content: str
 
 def test_one_call_where_only_one_is_wanted() -> None:
     text = f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>"
-    assert len(ToolText(use(parallel_tool_calls=False)).add(text, final=True)[1]) == 1
+    assert len(ToolCallParser(use(parallel_tool_calls=False)).add(text, final=True)[1]) == 1
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from starlette.requests import Request
 
 from manylora.errors import ConfigError
 from manylora.openai.api.errors import ApiError
-from manylora.openai.api.schema import MAX_VALUES, ChatRequest, CompletionRequest, parse
+from manylora.openai.api.schema import MAX_COMMAS, ChatRequest, CompletionRequest, parse
 from manylora.openai.serving import catalog, disk_level
 from manylora.openai.serving.host_check import HostCheck
 from manylora.openai.serving.logs import Fold, PlainFormatter
@@ -95,14 +95,14 @@ def test_hosts_and_origins_in_detail() -> None:
 
 
 def test_a_body_of_many_short_texts_is_refused_before_it_is_read() -> None:
-    body = b'{"prompt":"x","a":' + b'"' * (5 * MAX_VALUES) + b"," * MAX_VALUES + b",}"
+    body = b'{"prompt":"x","a":' + b'"' * (5 * MAX_COMMAS) + b"," * MAX_COMMAS + b",}"
     with pytest.raises(ApiError, match="too many parts") as error:
         parse(body, CompletionRequest)
     assert error.value.status == 413
 
 
 def test_a_text_may_have_as_many_commas_as_it_likes() -> None:
-    for text in (',\\\\",[{' * (MAX_VALUES + 1), ',\\\\\\",[{' * (MAX_VALUES + 1)):
+    for text in (',\\\\",[{' * (MAX_COMMAS + 1), ',\\\\\\",[{' * (MAX_COMMAS + 1)):
         raw = json.dumps({"prompt": text + "\\"}).encode()
         assert parse(raw, CompletionRequest).prompt == text + "\\"
 

@@ -11,7 +11,7 @@ from manylora.llmapi.outputs import CompletionOutput, Logprob
 from manylora.request import FinishReason
 from manylora.text.tokenizer import Tokenizer
 
-__all__ = ["Continuation"]
+__all__ = ["Continuation", "overlap"]
 
 
 class Continuation:
@@ -129,7 +129,7 @@ class Continuation:
         first = max(self._search_from, self._shown)
         found = [(at, text) for text in texts if (at := self._text.find(text, first)) >= 0]
         if not found:
-            held = max((self._overlap(text, first) for text in texts), default=0)
+            held = max((overlap(self._text, text, first) for text in texts), default=0)
             self._shown = len(self._text) - held
             return False
         at, text = min(found)
@@ -138,7 +138,9 @@ class Continuation:
         self.finish_reason, self.stop_reason = FinishReason.STOP, text
         return True
 
-    def _overlap(self, text: str, first: int) -> int:
-        """Characters at the end that begin the stop text."""
-        tail = self._text[first:]
-        return next((n for n in range(min(len(text) - 1, len(tail)), 0, -1) if tail.endswith(text[:n])), 0)
+
+def overlap(text: str, word: str, start: int = 0) -> int:
+    """The largest number of characters at the end of text[start:] with which the word, not complete yet,
+    begins."""
+    longest = min(len(word) - 1, len(text) - start)
+    return next((n for n in range(longest, 0, -1) if text.endswith(word[:n])), 0)

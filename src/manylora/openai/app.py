@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 import manylora
-from manylora.openai.api.errors import ApiError, as_api_error
+from manylora.openai.api.errors import ApiError, as_api_error, invalid_value
 from manylora.openai.api.names import check_name
 from manylora.openai.api.openapi import document
 from manylora.openai.api.schema import (
@@ -264,7 +264,7 @@ def _number(request: Request, name: str) -> int:
     """A count in the query, 0 when it is left out. Raises ApiError."""
     text = request.query_params.get(name, "0")
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise ApiError(400, "invalid_value", f"{name} must be a number, 0 or more", name)
+        raise invalid_value(f"{name} must be a number, 0 or more", name)
     return int(text)
 
 
@@ -272,7 +272,7 @@ def _flag(request: Request, name: str) -> bool:
     """A boolean in the query, false when it is left out. Raises ApiError."""
     text = request.query_params.get(name, "false").lower()
     if text not in ("true", "false"):
-        raise ApiError(400, "invalid_value", f"{name} must be true or false", name)
+        raise invalid_value(f"{name} must be true or false", name)
     return text == "true"
 
 

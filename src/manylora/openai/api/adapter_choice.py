@@ -1,4 +1,4 @@
-"""Which adapter a request asks for: five fields that must agree."""
+"""Which adapter a request asks for. Five fields can name one; those that are given must agree."""
 
 from __future__ import annotations
 
@@ -9,82 +9,83 @@ from manylora.openai.api.errors import ApiError
 from manylora.openai.api.names import check_name, is_name
 from manylora.openai.api.schema import GenerationRequest
 
-__all__ = ["Choice", "choose"]
+__all__ = ["AdapterChoice", "choose_adapter"]
 
 
 @dataclass(frozen=True)
-class Choice:
-    """name of the adapter; None: the base model. field: the one that chose. source: hf or nemo, if named."""
+class AdapterChoice:
+    """field: of the body, that named the adapter. name: None is the base model. source: "hf" or "nemo", where
+    the request names the checkpoint's kind."""
 
     field: str = "model"
     name: str | None = None
     source: str | None = None
 
 
-def choose(
+def choose_adapter(
     body: GenerationRequest,
     bases: Sequence[str],
     known: Callable[[str], bool],
     name_of_path: Callable[[str], str],
-) -> Choice:
-    """bases: the base model's names, the first its own. known: whether an adapter has this name.
-    name_of_path: of the adapter at a path; raises ApiError where none may be read.
+) -> AdapterChoice:
+    """bases: the base model's names. known: whether an adapter has this name. name_of_path: the name of the
+    adapter at a path; raises ApiError where none may be read.
 
-    Raises ApiError, 400 and naming both fields when two of them disagree.
+    Raises ApiError 400, naming both fields when two of them disagree.
     """
-    found = [
+    choices = [
         *_by_names(body),
         *_by_path(body, known, name_of_path),
         *_by_lora_request(body, known, name_of_path),
     ]
-    found = [*_by_model(body.model, bases, known, label=bool(found)), *found]
-    for other in found[1:]:
-        if other.name != found[0].name:
+    choices = [*_by_model(body.model, bases, known, others=bool(choices)), *choices]
+    for other in choices[1:]:
+        if other.name != choices[0].name:
             raise ApiError(
                 400,
                 "adapter_conflict",
-                f"{found[0].field} and {other.field} choose different adapters: give one of them, or the "
+                f"{choices[0].field} and {other.field} choose different adapters: give one of them, or the "
                 "same adapter in both",
                 other.field,
             )
-    return max(found, key=lambda choice: choice.source is not None, default=Choice())
+    return max(choices, key=lambda choice: choice.source is not None, default=AdapterChoice())
 
 
 def _by_model(
-    model: str, bases: Sequence[str], known: Callable[[str], bool], *, label: bool
-) -> Iterator[Choice]:
-    """label: another field chooses. A name that is no adapter's is then the client's own word for the base
-    model, as servers take it that do not check the field."""
+    model: str, bases: Sequence[str], known: Callable[[str], bool], *, others: bool
+) -> Iterator[AdapterChoice]:
+    """others: other fields name an adapter. An unknown `model` then stands for the base model, because many
+    servers do not check that field and clients put anything into it."""
     if not model or model in bases:
         return
-    if not known(model):  # a known adapter may have a name that begins like a base's
+    if not known(model):  # an adapter's own name may begin with "BASE:"
         base = next((base for base in bases if model.startswith(base + ":")), None)
-        if base is None and label:
+        if base is None and others:
             return
         model = model if base is None else model[len(base) + 1 :]
-    yield Choice("model", check_name(model, "model"))
+    yield AdapterChoice("model", check_name(model, "model"))
 
 
-def _by_names(body: GenerationRequest) -> Iterator[Choice]:
+def _by_names(body: GenerationRequest) -> Iterator[AdapterChoice]:
     for field in ("lora_model", "adapter_id"):
         name = getattr(body, field)
         if name is not None:
-            yield Choice(field, check_name(name, field))
+            yield AdapterChoice(field, check_name(name, field))
 
 
 def _by_path(
     body: GenerationRequest, known: Callable[[str], bool], name_of_path: Callable[[str], str]
-) -> Iterator[Choice]:
-    """SGLang's field, where a name is usual."""
+) -> Iterator[AdapterChoice]:
+    """SGLang's field: a name or a path."""
     path = body.lora_path
     if path is not None:
-        yield Choice("lora_path", path if is_name(path) and known(path) else name_of_path(path))
+        yield AdapterChoice("lora_path", path if is_name(path) and known(path) else name_of_path(path))
 
 
 def _by_lora_request(
     body: GenerationRequest, known: Callable[[str], bool], name_of_path: Callable[[str], str]
-) -> Iterator[Choice]:
-    """With a path the name is the client's own label, unless an adapter has it."""
+) -> Iterator[AdapterChoice]:
+    """With a path, a name that no adapter has is only the client's label."""
     lora = body.lora_request
     if lora is None:
         return
@@ -92,6 +93,6 @@ def _by_lora_request(
         raise ApiError(400, "missing_field", "lora_request needs a lora_name or a lora_path", "lora_request")
     if lora.lora_name is not None and (lora.lora_path is None or known(lora.lora_name)):
         field = "lora_request.lora_name"
-        yield Choice(field, check_name(lora.lora_name, field), lora.lora_ckpt_source)
+        yield AdapterChoice(field, check_name(lora.lora_name, field), lora.lora_ckpt_source)
     if lora.lora_path is not None:
-        yield Choice("lora_request.lora_path", name_of_path(lora.lora_path), lora.lora_ckpt_source)
+        yield AdapterChoice("lora_request.lora_path", name_of_path(lora.lora_path), lora.lora_ckpt_source)

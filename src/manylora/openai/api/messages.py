@@ -1,4 +1,4 @@
-"""Messages of a chat as chat templates expect them."""
+"""Messages of a chat in the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from manylora.openai.api.errors import ApiError
+from manylora.openai.api.errors import invalid_value
 from manylora.openai.api.schema import Message, ToolCall
 
-__all__ = ["num_characters", "rendered"]
+__all__ = ["num_characters", "template_messages"]
 
-ROLES = {"developer": "system"}  # the newer name; templates know the older one
+ROLES = {"developer": "system"}  # templates know the older name only
 
 
-def rendered(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Raises ApiError."""
-    return [_rendered(message) for message in messages]
+    return [_template_message(message) for message in messages]
 
 
 def num_characters(messages: Sequence[Message]) -> int:
-    """Of what they say and the arguments of their calls."""
+    """Of all texts, and of the arguments of tool calls."""
     calls = [call for message in messages for call in message.tool_calls]
     return sum(len(message.text) for message in messages) + sum(len(c.function.arguments) for c in calls)
 
 
-def _rendered(message: Message) -> dict[str, Any]:
+def _template_message(message: Message) -> dict[str, Any]:
     shown: dict[str, Any] = {"role": ROLES.get(message.role, message.role), "content": message.text}
     for name in ("name", "tool_call_id"):
         if getattr(message, name) is not None:
@@ -36,13 +36,13 @@ def _rendered(message: Message) -> dict[str, Any]:
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """Arguments are text on the wire and an object in templates."""
+    """Arguments are JSON text in a request and an object in templates. Raises ApiError."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         reason = "messages: arguments of a tool call must be a JSON object"
-        raise ApiError(400, "invalid_value", reason, "messages")
+        raise invalid_value(reason, "messages")
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}

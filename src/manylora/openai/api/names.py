@@ -1,4 +1,4 @@
-"""What an adapter may be called. Names go into URLs, folders and comma lists of metrics."""
+"""Which names adapters may have. They appear in URLs, in file paths and in comma-separated metric labels."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 
 
 def is_name(name: str) -> bool:
-    """Also relative, without empty parts: a name is never a way out of a root."""
+    """Whether it is allowed. As a path it is relative and has no empty, "." or ".." part, so it cannot lead
+    out of a root folder."""
     parts = name.split("/")
     return bool(NAME.fullmatch(name)) and ".." not in name and "" not in parts and "." not in parts
 
 
 def check_name(name: str, param: str) -> str:
-    """The name. Raises ApiError."""
+    """Return the name. Raises ApiError. param: the field that it stands in."""
     if not is_name(name):
         raise ApiError(
             400,

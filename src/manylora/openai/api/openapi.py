@@ -1,4 +1,4 @@
-"""The OpenAPI document, from the schema of the bodies."""
+"""The OpenAPI document, from the pydantic models of the bodies."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ERROR = {
 
 
 def document(routes: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
-    """routes: method, path, name."""
+    """routes: method, path, name of the handler."""
     reference = "#/components/schemas/{model}"
     _, schemas = models_json_schema([(m, "validation") for m in BODIES.values()], ref_template=reference)
     paths: dict[str, dict[str, Any]] = {}
@@ -77,7 +77,7 @@ def _operation(name: str, path: str) -> dict[str, Any]:
     if name in BODIES:
         schema = {"$ref": f"#/components/schemas/{BODIES[name].__name__}"}
         content: dict[str, Any] = {"application/json": {"schema": schema}}
-        if name == "load":  # the adapter itself
+        if name == "load":  # the body may be the adapter's file
             content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
             found["parameters"] = [
                 {"name": "lora_name", "in": "query", "schema": {"type": "string"}},

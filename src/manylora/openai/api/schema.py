@@ -1,4 +1,4 @@
-"""The bodies of requests. A field that is not here is refused by its name; null asks for nothing."""
+"""Request bodies as pydantic models. An unknown field is an error; a null counts as a field left out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
-from manylora.openai.api.errors import ApiError
+from manylora.openai.api.errors import ApiError, invalid_value, unsupported_field
 
 __all__ = [
     "BodyT",
@@ -30,8 +30,8 @@ __all__ = [
     "parse",
 ]
 
-# Fields that this server has no counterpart of, and the values that ask for nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+# Fields of other servers that do nothing here, and the values that are accepted because they ask for nothing.
+IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "detokenize": (True,),
     "early_stopping": (False,),
@@ -52,12 +52,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p_min": (0,),
     "use_beam_search": (False,),
 }
-BRANCHES = ("str", "constrained-str", "TextPart", "NamedToolChoice")
+UNION_BRANCHES = ("str", "constrained-str", "TextPart", "NamedToolChoice")
 MAX_TOKENS = 2**31 - 1
-MAX_VALUES, MAX_LISTS = 2**20, 2**17  # commas, and opening brackets, of a body outside of its texts
+MAX_COMMAS, MAX_BRACKETS = 2**20, 2**17  # of a body, outside of its strings; brackets: opening ones
 MAX_BIAS = 2**16
 Item = TypeVar("Item")
-# The first wrong item ends the check: a union gathers the errors of all its branches, 2 KiB for every item.
+# fail_fast: a union collects the errors of all its branches, 2 KiB for every wrong item.
 Items = Annotated[list[Item], Field(fail_fast=True)]
 Text = Annotated[str, Field(max_length=512)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
@@ -69,14 +69,14 @@ class _Body(BaseModel):
 
 
 def _check_bias(given: Any) -> Any:
-    """First of all, as every wrong value of a dict is gathered."""
+    """Before anything else: pydantic collects an error for every wrong value of a dict."""
     if isinstance(given, dict) and len(given) > MAX_BIAS:
         raise ValueError(f"at most {MAX_BIAS} tokens may have a bias")
     return given
 
 
 class LoraRequest(_Body):
-    """As TensorRT-LLM's servers take it. lora_int_id is checked and not used: identity is content."""
+    """As in TensorRT-LLM's servers. lora_int_id is checked but not used: content identifies an adapter."""
 
     lora_name: Text | None = None
     lora_int_id: int | None = Field(None, ge=0, le=2**64 - 1)
@@ -102,7 +102,7 @@ class StreamOptions(_Body):
 
 
 class GenerationRequest(_Body):
-    """What both ways to generate have in common. max_tokens None: the API's default."""
+    """Fields of completions and of chats. max_tokens: None is the API's default."""
 
     model: str = Field("", max_length=512)
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
@@ -137,7 +137,7 @@ class GenerationRequest(_Body):
 
 
 class CompletionRequest(GenerationRequest):
-    """prompt: a text, token ids, or a list of either. logprobs: alternatives shown for each token."""
+    """prompt: a text, token ids, or a list of either. logprobs: number of alternatives for each token."""
 
     prompt: str | Items[TokenId] | Items[str] | Items[Items[TokenId]]
     best_of: int | None = Field(None, ge=1, le=128)
@@ -165,7 +165,7 @@ class ToolCall(_Body):
 
 
 class Message(_Body):
-    """content may be left out of an assistant's message that has tool_calls. null asks for nothing."""
+    """content is optional in an assistant's message with tool_calls. A null counts as a field left out."""
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
     content: str | Items[TextPart] | None = None
@@ -222,17 +222,15 @@ class ChatRequest(GenerationRequest):
     messages: Items[Message] = Field(min_length=1, max_length=4096)
     tools: Items[Tool] = Field([], max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice = "auto"
-    parallel_tool_calls: bool = True  # false: at most one call in an answer
+    parallel_tool_calls: bool = True  # false: at most one call in an output
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    return_expanded_prompt: bool = (
-        False  # llgtrt: the answer tells what the chat template made of the messages
-    )
+    return_expanded_prompt: bool = False  # of llgtrt: the answer has the chat template's text
 
 
 class TokenizeRequest(_Body):
-    """prompt or messages."""
+    """Exactly one of prompt and messages."""
 
     model: str = Field("", max_length=512)
     prompt: str | None = None
@@ -260,8 +258,8 @@ BodyT = TypeVar("BodyT", bound=_Body)
 
 
 def parse(raw: bytes | bytearray, kind: type[BodyT]) -> BodyT:
-    """A body of this kind. Raises ApiError that names the field."""
-    _check_parts(raw)
+    """Parse and validate a body. Raises ApiError with the name of the wrong field."""
+    _check_size(raw)
     try:
         value = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -270,56 +268,59 @@ def parse(raw: bytes | bytearray, kind: type[BodyT]) -> BodyT:
     if not isinstance(value, dict):
         raise ApiError(400, "invalid_json", "The body must be a JSON object")
     given = {name: item for name, item in value.items() if item is not None}
-    unknown = next((name for name in given if name not in kind.model_fields and name not in NEUTRAL), None)
+    unknown = next(
+        (name for name in given if name not in kind.model_fields and name not in IGNORED_FIELDS), None
+    )
     if unknown is not None:
-        raise _unsupported(unknown)
-    for name in [name for name in given if name in NEUTRAL and name not in kind.model_fields]:
+        raise _not_supported(unknown)
+    for name in [name for name in given if name in IGNORED_FIELDS and name not in kind.model_fields]:
         item = given.pop(name)
-        if item not in NEUTRAL[name]:
-            raise _unsupported(name)
+        if item not in IGNORED_FIELDS[name]:
+            raise _not_supported(name)
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        raise _explain(error) from error
+        raise _api_error(error) from error
 
 
-def _check_parts(raw: bytes | bytearray) -> None:
-    """Each value of a body becomes an object, which takes a hundred times the time and the room of its text.
-    Without a loop in Python, and in a tenth of the time that bytes.count takes where there are many."""
-    if _has_few_parts(raw):  # nearly all bodies, although marks in texts are counted too
+def _check_size(raw: bytes | bytearray) -> None:
+    """Limit the number of JSON values: each becomes a Python object, which takes a hundred times the time and
+    memory of its text. Raises ApiError 413."""
+    if _has_few_values(raw):  # nearly all bodies, although commas in strings are counted too
         return
     bare = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
-    few_texts = _count(bare, b'"') <= 4 * MAX_VALUES  # an object has two texts for a comma
-    if not (few_texts and _has_few_parts(b"".join(bare.split(b'"')[::2]))):
-        most = f"at most {MAX_VALUES} commas and {MAX_LISTS} brackets are taken"
+    few_strings = _count(bare, b'"') <= 4 * MAX_COMMAS  # an object has two strings for each comma
+    if not (few_strings and _has_few_values(b"".join(bare.split(b'"')[::2]))):
+        most = f"at most {MAX_COMMAS} commas and {MAX_BRACKETS} brackets are taken"
         raise ApiError(413, "request_too_large", f"The body has too many parts: {most}")
 
 
-def _has_few_parts(raw: bytes | bytearray) -> bool:
-    return _count(raw, b",") <= MAX_VALUES and _count(raw, b"[") + _count(raw, b"{") <= MAX_LISTS
+def _has_few_values(raw: bytes | bytearray) -> bool:
+    return _count(raw, b",") <= MAX_COMMAS and _count(raw, b"[") + _count(raw, b"{") <= MAX_BRACKETS
 
 
 def _count(raw: bytes | bytearray, byte: bytes) -> int:
+    """As `raw.count(byte)`, which takes ten times as long where there are many."""
     return int(np.count_nonzero(np.frombuffer(raw, np.uint8) == byte[0]))
 
 
-def _unsupported(name: str) -> ApiError:
-    return ApiError(400, "unsupported_field", f"{name[:200]} is not supported: leave it out", name[:200])
+def _not_supported(name: str) -> ApiError:
+    return unsupported_field(f"{name[:200]} is not supported: leave it out", name[:200])
 
 
-def _explain(error: ValidationError) -> ApiError:
-    """The first thing that is wrong. A union reports every branch, so an unknown field comes first."""
+def _api_error(error: ValidationError) -> ApiError:
+    """The first error. An unknown field comes before all others, since a union reports every branch."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     first = next((one for one in found if one["type"] == "extra_forbidden"), found[0])
-    # Names of union branches are no part of the body.
-    place = [str(part) for part in first["loc"] if not (isinstance(part, str) and _is_branch(part))]
-    name = ".".join(place)[:200]
+    # Names of union branches are not part of the path in the body.
+    path = [str(part) for part in first["loc"] if not (isinstance(part, str) and _is_branch(part))]
+    name = ".".join(path)[:200]
     if first["type"] == "extra_forbidden":
-        return _unsupported(name)
+        return _not_supported(name)
     if first["type"] == "missing":
         return ApiError(400, "missing_field", f"{name} is required", name)
-    return ApiError(400, "invalid_value", f"{name}: {first['msg'][:300]}", name)
+    return invalid_value(f"{name}: {first['msg'][:300]}", name)
 
 
 def _is_branch(part: str) -> bool:
-    return "[" in part or part in BRANCHES or part.startswith("function-")
+    return "[" in part or part in UNION_BRANCHES or part.startswith("function-")

@@ -1,4 +1,4 @@
-"""Tools of a chat: what the model is told of them, what binds its answer, and the calls found in its text."""
+"""Tools of a chat: showing them to the model, guided decoding for them, and tool calls in its output."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from manylora.openai.api.errors import ApiError
+from manylora.llmapi.continuation import overlap
+from manylora.openai.api.errors import ApiError, invalid_value
 from manylora.openai.api.schema import ChatRequest, NamedToolChoice, Tool
 from manylora.request import Guide
 
-__all__ = ["WHITESPACE", "Calls", "ToolText", "ToolUse", "json_guide", "tool_use"]
+__all__ = ["WHITESPACE", "Calls", "ToolCallParser", "ToolUse", "json_guide", "tool_use"]
 
-# JSON may have any amount of white space between its parts, and a small model then writes nothing else.
+# JSON allows any amount of white space between its parts, and small models then write nothing else.
 WHITESPACE = {"x-guidance": {"whitespace_pattern": r"[ \n\t]{0,20}"}}
 TAG, END_TAG = "<tool_call>", "</tool_call>"
-MARKS = ("{", "[", TAG, "<|python_tag|>")  # how answers begin that are calls
+CALL_STARTS = ("{", "[", TAG, "<|python_tag|>")  # an output that is a call begins with one of these
 PREFIXES = re.compile(r"\s*(<\|python_tag\|>|\[TOOL_CALLS\])?\s*")
 BLOCK = re.compile(f"{TAG}(.*?)(?:{END_TAG}|$)", re.DOTALL)
 
@@ -32,12 +33,13 @@ def json_guide(schema: dict[str, Any]) -> Guide:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """tools: the model may call. named: it must call this one. required: it must call one of them."""
+    """tools: which the model may call. required: it must call one. named: it must call this one. parallel: an
+    answer may have several calls."""
 
     tools: Sequence[Tool]
     required: bool = False
     named: str | None = None
-    parallel: bool = True  # several calls in one answer
+    parallel: bool = True
 
     @property
     def names(self) -> set[str]:
@@ -45,11 +47,11 @@ class ToolUse:
 
     @property
     def specs(self) -> list[dict[str, Any]]:
-        """As chat templates show them."""
+        """The tools as chat templates take them."""
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     def guide(self) -> Guide | None:
-        """What the answer must match. None: free text, in which calls are looked for. Raises ApiError."""
+        """The guide of the output. None: free text, in which calls are searched. Raises ApiError."""
         if self.named is not None:
             wanted = next(tool for tool in self.tools if tool.function.name == self.named)
             return json_guide(_arguments(wanted))
@@ -71,7 +73,7 @@ class ToolUse:
 
 
 def tool_use(body: ChatRequest) -> ToolUse | None:
-    """None: the answer is text. Raises ApiError."""
+    """None: the answer has no tool calls. Raises ApiError."""
     choice = body.tool_choice
     named = choice.function.name if isinstance(choice, NamedToolChoice) else None
     if not body.tools:
@@ -80,64 +82,61 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
         return None
     use = ToolUse(body.tools, choice == "required", named, body.parallel_tool_calls)
     if len(use.names) < len(body.tools):
-        raise ApiError(400, "invalid_value", "tools: two have the same name", "tools")
+        raise invalid_value("tools: two have the same name", "tools")
     if named is not None and named not in use.names:
-        raise ApiError(400, "invalid_value", f"tool_choice: there is no tool {named!r}", "tool_choice")
+        raise invalid_value(f"tool_choice: there is no tool {named!r}", "tool_choice")
     if choice == "none":
         return None
     if body.response_format is not None and body.response_format.type != "text":
-        raise ApiError(
-            400,
-            "invalid_value",
+        raise invalid_value(
             "tools and response_format cannot be combined: leave one out, or set tool_choice to none",
             "response_format",
         )
     return use
 
 
-class ToolText:
-    """One answer as it grows: text that may become a call is held back until that is known."""
+class ToolCallParser:
+    """Splits one growing output into content and tool calls. Text that may turn out to be a call is not
+    returned as content until that is known."""
 
     def __init__(self, use: ToolUse) -> None:
         self._use = use
-        self._held = ""
-        self._calling = use.required or use.named is not None
-        self._deciding = not self._calling
+        self._pending = ""
+        self._in_call = use.required or use.named is not None
+        self._undecided = not self._in_call
         self.num_calls = 0
 
     def add(self, text: str, final: bool) -> tuple[str, Calls]:
-        """New content to show, and the calls, which come with the end."""
-        self._held += text
+        """New content, and the calls, which are complete with the final text only."""
+        self._pending += text
         if final:
             content, calls = self._parse()
             calls = calls if self._use.parallel else calls[:1]
             self.num_calls = len(calls)
-            self._held = ""
+            self._pending = ""
             return content, calls
-        if self._deciding:
-            begun = self._held.lstrip()
-            if any(mark.startswith(begun[: len(mark)]) for mark in MARKS):
-                self._calling = any(begun.startswith(mark) for mark in MARKS)
-                self._deciding = not self._calling
+        if self._undecided:
+            start = self._pending.lstrip()
+            if any(mark.startswith(start[: len(mark)]) for mark in CALL_STARTS):
+                self._in_call = any(start.startswith(mark) for mark in CALL_STARTS)
+                self._undecided = not self._in_call
             else:
-                self._deciding = False
-        if self._calling or self._deciding:
+                self._undecided = False
+        if self._in_call or self._undecided:
             return "", []
-        return self._show(), []
+        return self._take_content(), []
 
-    def _show(self) -> str:
-        """Everything up to what is, or may become, the mark of a call."""
-        at = self._held.find(TAG)
-        self._calling = at >= 0
+    def _take_content(self) -> str:
+        """The pending text up to what is, or may become, the tag of a call."""
+        at = self._pending.find(TAG)
+        self._in_call = at >= 0
         if at < 0:
-            at = len(self._held) - next(
-                (n for n in range(len(TAG) - 1, 0, -1) if self._held.endswith(TAG[:n])), 0
-            )
-        shown, self._held = self._held[:at], self._held[at:]
+            at = len(self._pending) - overlap(self._pending, TAG)
+        shown, self._pending = self._pending[:at], self._pending[at:]
         return shown
 
     def _parse(self) -> tuple[str, Calls]:
-        text = self._held
+        text = self._pending
         if self._use.named is not None:
             return "", [_call(self._use.named, text.strip())]
         if TAG in text:
@@ -159,7 +158,7 @@ class ToolText:
 
 
 def _name_and_arguments(call: Any) -> tuple[str, dict[str, Any] | None]:
-    """Llama writes parameters, all others arguments."""
+    """Llama calls them parameters, other models arguments."""
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return "", None
     found = call.get("arguments", call.get("parameters"))
@@ -176,7 +175,7 @@ def _arguments(tool: Tool) -> dict[str, Any]:
 
 
 def _any_call(tools: Sequence[Tool]) -> dict[str, Any]:
-    """The schema of a call of any of these. Definitions move to the top, where references look for them."""
+    """The JSON schema of a call of any of these tools. `$defs` move to the top, where references resolve."""
     definitions: dict[str, dict[str, Any]] = {}
     calls = []
     for tool in tools:
@@ -186,7 +185,7 @@ def _any_call(tools: Sequence[Tool]) -> dict[str, Any]:
             known = definitions.setdefault(key, {})
             if not isinstance(given, dict) or any(known.get(n, one) != one for n, one in given.items()):
                 reason = f"tools: {key} of two tools differ under one name"
-                raise ApiError(400, "invalid_value", reason, "tools")
+                raise invalid_value(reason, "tools")
             known.update(given)
         calls.append(
             {

@@ -12,9 +12,9 @@ from starlette.responses import JSONResponse, Response
 
 from manylora.config.engine import ModelConfig
 from manylora.errors import RequestError, TextTooLongError
-from manylora.openai.api.adapter_choice import choose
-from manylora.openai.api.errors import ApiError, as_api_error
-from manylora.openai.api.messages import num_characters, rendered
+from manylora.openai.api.adapter_choice import choose_adapter
+from manylora.openai.api.errors import ApiError, as_api_error, invalid_value, unsupported_field
+from manylora.openai.api.messages import num_characters, template_messages
 from manylora.openai.api.params import Limits, Shared, plan, shared_of
 from manylora.openai.api.schema import (
     ChatRequest,
@@ -61,7 +61,7 @@ class Inference:
         prompt = await self._encode(text, False, "messages", whole=body.truncate_prompt_tokens is None)
         if body.return_expanded_prompt and body.stream:
             name = "return_expanded_prompt"
-            raise ApiError(400, "unsupported_field", f"{name} needs stream false", name)
+            raise unsupported_field(f"{name} needs stream false", name)
         return await self._answer(request, body, key, [prompt], [text])
 
     async def complete(self, request: Request, body: CompletionRequest, key: ApiKey) -> Response:
@@ -89,7 +89,7 @@ class Inference:
     async def detokenize(self, body: DetokenizeRequest) -> str:
         """Raises ApiError."""
         if max(body.tokens, default=0) >= self.limits.vocab_size:
-            raise ApiError(400, "invalid_value", "tokens: one of them is no token of this model", "tokens")
+            raise invalid_value("tokens: one of them is no token of this model", "tokens")
         return await self._aside(len(body.tokens), self.tokenizer.decode, body.tokens, False)
 
     async def probe(self) -> None:
@@ -122,7 +122,7 @@ class Inference:
         return await asyncio.get_running_loop().run_in_executor(lane, function, *arguments)
 
     def _rendered(self, messages: Sequence[Message], use: ToolUse | None) -> str:
-        shown = rendered(messages)
+        shown = template_messages(messages)
         specs = use.specs if use else []
         if use and not self.tokenizer.takes_tools:
             shown, specs = [{"role": "system", "content": use.instructions()}, *shown], []
@@ -131,7 +131,7 @@ class Inference:
         except TextTooLongError as error:
             raise _too_long(error, "messages") from error
         except RequestError as error:
-            raise ApiError(400, "invalid_value", str(error), "messages") from error
+            raise invalid_value(str(error), "messages") from error
 
     async def _encode(self, text: str, special: bool, field: str, whole: bool = True) -> tuple[int, ...]:
         """whole: the context must have room for all of it. Raises ApiError."""
@@ -145,19 +145,17 @@ class Inference:
 
     def _check_count(self, count: int) -> None:
         if count > self.limits.max_sequences:
-            raise ApiError(
-                400,
-                "invalid_value",
+            raise invalid_value(
                 f"n: at most {self.limits.max_sequences} outputs in one request, of all prompts together",
                 "n",
             )
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         if not ids:
-            raise ApiError(400, "invalid_value", "prompt: it has no tokens", "prompt")
+            raise invalid_value("prompt: it has no tokens", "prompt")
         if max(ids) >= self.limits.vocab_size:
             most = self.limits.vocab_size - 1
-            raise ApiError(400, "invalid_value", f"prompt: token ids must be at most {most}", "prompt")
+            raise invalid_value(f"prompt: token ids must be at most {most}", "prompt")
 
     async def _answer(
         self,
@@ -169,7 +167,7 @@ class Inference:
     ) -> Response:
         """texts: of the prompts, of a chat."""
         catalog = self.backend.catalog
-        choice = choose(
+        choice = choose_adapter(
             body,
             self.bases,
             lambda name: catalog.has(name) and key.may_see(name),
@@ -180,7 +178,7 @@ class Inference:
         if choice.name is not None and not catalog.has(choice.name):
             raise ApiError(404, "adapter_not_found", f"model {choice.name!r} does not exist", choice.field)
         if body.stream_options is not None and not body.stream:
-            raise ApiError(400, "invalid_value", "stream_options needs stream true", "stream_options")
+            raise invalid_value("stream_options needs stream true", "stream_options")
         if body.truncate_prompt_tokens is not None:
             prompts = [prompt[-body.truncate_prompt_tokens :] for prompt in prompts]
         changed = Signal()
@@ -332,7 +330,7 @@ def _prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str |
     if given and isinstance(given[0], int):
         return [given]
     if not given:
-        raise ApiError(400, "invalid_value", "prompt: there is none", "prompt")
+        raise invalid_value("prompt: there is none", "prompt")
     return list(given)  # type: ignore[arg-type]
 
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from manylora.llmapi.outputs import CompletionOutput
-from manylora.openai.api.logprobs import chat_logprobs, completion_logprobs, of_output, of_prompt
-from manylora.openai.api.tools import Calls, ToolText, ToolUse
+from manylora.openai.api.logprobs import chat_logprobs, completion_logprobs, output_logprobs, prompt_logprobs
+from manylora.openai.api.tools import Calls, ToolCallParser, ToolUse
 from manylora.openai.serving.generation import Generation
 from manylora.text.tokenizer import Tokenizer
 
@@ -138,7 +138,7 @@ class ChatReply(Reply):
     ) -> None:
         super().__init__(*arguments)
         self._use, self._expanded_prompt = use, expanded_prompt
-        self._growing: dict[int, ToolText] = {}
+        self._growing: dict[int, ToolCallParser] = {}
 
     def whole(self) -> dict[str, Any]:
         told = self._expanded_prompt
@@ -159,7 +159,7 @@ class ChatReply(Reply):
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
         choice: dict[str, Any] = {"message": message, "logprobs": self._logprobs(generation, output, 0)}
         if self._use is not None:
-            content, calls = ToolText(self._use).add(output.text, final=True)
+            content, calls = ToolCallParser(self._use).add(output.text, final=True)
             if calls:
                 message |= {"content": content or None, "tool_calls": calls}
                 choice["finish_reason"] = _called(output)
@@ -172,7 +172,7 @@ class ChatReply(Reply):
         no_calls: Calls = []
         content, calls = output.text_diff, no_calls
         if self._use is not None:
-            growing = self._growing.setdefault(index, ToolText(self._use))
+            growing = self._growing.setdefault(index, ToolCallParser(self._use))
             content, calls = growing.add(content, output.finish_reason is not None)
         ending = _ending(output)
         if calls:
@@ -191,7 +191,7 @@ class ChatReply(Reply):
         top = generation.plan.top
         if top is None:
             return None
-        found = of_output(output, generation.alternatives(output.index), start)
+        found = output_logprobs(output, generation.alternatives(output.index), start)
         return chat_logprobs(found, self._tokenizer)
 
 
@@ -249,9 +249,9 @@ class CompletionReply(Reply):
             return None
         found = []
         if whole and generation.context_logits is not None:
-            found = of_prompt(generation.prompt, generation.context_logits, top)
+            found = prompt_logprobs(generation.prompt, generation.context_logits, top)
         if not generation.plan.prompt_only:
-            found += of_output(output, generation.alternatives(output.index), start)
+            found += output_logprobs(output, generation.alternatives(output.index), start)
         before = 0 if whole else len(self._echo(generation)) + len(output.text) - len(output.text_diff)
         return completion_logprobs(found, self._tokenizer, top, before)
 
@@ -259,7 +259,7 @@ class CompletionReply(Reply):
         top = generation.plan.top
         if top is None or generation.context_logits is None:
             return None
-        found = of_prompt(generation.prompt, generation.context_logits, top)
+        found = prompt_logprobs(generation.prompt, generation.context_logits, top)
         return completion_logprobs(found, self._tokenizer, top)
 
 

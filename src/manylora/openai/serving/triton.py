@@ -29,7 +29,7 @@ from manylora.errors import (
     RequestError,
 )
 from manylora.lora.tensors import is_bfloat16, narrow_to_bfloat16, widen_bfloat16
-from manylora.openai.api.errors import ApiError
+from manylora.openai.api.errors import ApiError, unsupported_field
 from manylora.openai.serving.backend import Wake
 from manylora.request import Event, FinishReason, LoraInput, Request, SamplingParams, Sink
 from manylora.stats import AdapterStats, CacheMap, EngineStats, Resident
@@ -141,9 +141,7 @@ class TritonModel:
         named = {name if name in self.inputs else RENAMED.get(name, name): one for name, one in found.items()}
         unknown = sorted(set(named) - set(self.inputs))
         if unknown:
-            raise ApiError(
-                400,
-                "unsupported_field",
+            raise unsupported_field(
                 f"The Triton model behind this server has no input {', '.join(unknown)}: leave it out",
             )
         return {name: one if self.batched else one[0] for name, one in named.items()}
@@ -151,10 +149,10 @@ class TritonModel:
     def _check(self, params: SamplingParams) -> None:
         """What NVIDIA's would not refuse, but ignore."""
         if params.num_return_sequences > 1 and not self.decoupled:
-            raise ApiError(400, "unsupported_field", "n above 1 needs a decoupled Triton model", "n")
+            raise unsupported_field("n above 1 needs a decoupled Triton model", "n")
         if params.guide is not None and params.guide.type in OWN_GUIDES and not self.ours:
             reason = f"The Triton model behind this server knows no {params.guide.type}"
-            raise ApiError(400, "unsupported_field", reason, "response_format")
+            raise unsupported_field(reason, "response_format")
 
     def number(self, name: str) -> int | None:
         """A parameter that was filled in."""

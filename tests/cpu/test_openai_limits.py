@@ -17,7 +17,7 @@ from serving import DEMO, Running, wait_for
 from manylora.errors import ConfigError
 from manylora.openai.api.errors import ApiError
 from manylora.openai.serving.connections import Clients, HttpLimits, listen
-from manylora.openai.serving.transport import SMALL, Bodies
+from manylora.openai.serving.transport import SMALL, BodyMemory
 
 MOST = 12  # connections
 HOST = b"Host: localhost\r\n"
@@ -242,16 +242,16 @@ def test_one_address_has_a_share() -> None:
 
 
 def test_large_bodies_wait_for_each_other_and_small_ones_for_nobody() -> None:
-    bodies = Bodies(10)
-    with bodies.open() as hold:
+    bodies = BodyMemory(10)
+    with bodies.reserve() as hold:
         hold(SMALL + 9)
-        with bodies.open() as other:
+        with bodies.reserve() as other:
             other(SMALL)
             with pytest.raises(ApiError, match="Too many large requests"):
                 other(SMALL + 5)
         hold(SMALL + 10)
     assert bodies.num_bytes == 0
-    with bodies.open() as hold:
+    with bodies.reserve() as hold:
         hold(SMALL + 10)
 
 

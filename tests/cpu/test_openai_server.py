@@ -427,7 +427,7 @@ def test_a_client_that_leaves_ends_its_request(server: Running, stream: bool) ->
 
 def test_an_error_in_a_stream_is_an_event_before_its_end(server: Running) -> None:
     body = {"model": "chinese", "prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
-    backend = server.app.state.routes_of.service.backend
+    backend = server.app.state.routes.context.backend
     with server.http.stream("POST", "/v1/completions", json=body) as answer:
         lines = (line for line in answer.iter_lines() if line)
         assert json.loads(next(lines).removeprefix("data: "))["choices"]

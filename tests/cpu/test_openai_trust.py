@@ -263,7 +263,7 @@ def test_what_passes_is_tried_again_and_withdraws_nobody(monkeypatch: pytest.Mon
         short = True
         time.sleep(0.5)
         assert server.post(model="chinese", prompt="a", max_tokens=2).status_code == 200
-        entry = server.app.state.routes_of._catalog._entries["japanese"]
+        entry = server.app.state.routes._catalog._entries["japanese"]
         entry.version, entry.tried = None, ()
         answer = server.post(model="japanese", prompt="a", max_tokens=2)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "adapter_unreadable")

@@ -1,4 +1,4 @@
-"""The routes: HTTP to inference, catalog and metrics, behind API keys."""
+"""The ASGI application: routes, API keys, and errors as JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from manylora.openai.api.schema import (
     UnloadRequest,
     parse,
 )
-from manylora.openai.page.cache_status import Feed
+from manylora.openai.page.cache_status import CacheStatus
 from manylora.openai.page.page import page_file
 from manylora.openai.serving.backend import Backend
 from manylora.openai.serving.catalog import Entry
@@ -39,21 +39,24 @@ from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey, Keyring
 from manylora.openai.serving.metrics import CONTENT_TYPE, Metrics
 from manylora.openai.serving.models import adapter_card, base_card, state_of, tiers
-from manylora.openai.serving.transport import Bodies, content_type, error_response, read_body
+from manylora.openai.serving.transport import BodyMemory, content_type, error_response, read_body
 from manylora.openai.serving.uploads import Uploads
 
-__all__ = ["Service", "make_app"]
+__all__ = ["AppContext", "make_app"]
 
 logger = logging.getLogger("manylora")
 
-BODIES_AT_ONCE = 16  # of the largest size, that are held while they come
+BODIES_AT_ONCE = 16  # of the largest size, that may be received at the same time
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(eq=False)
-class Service:
-    """What the routes need. uploads: of adapters that come in requests. drain_s: that unloading waits for the
-    requests under way."""
+class AppContext:
+    """What the routes work with.
+
+    uploads: adapters that come as request bodies. drain_s: how long unloading an adapter waits for its
+    running requests. open_metrics: /metrics needs no key. created: Unix time of the start.
+    """
 
     backend: Backend
     inference: Inference
@@ -67,25 +70,25 @@ class Service:
     created: int = 0
 
 
-def make_app(start: Callable[[], Awaitable[Service]]) -> Starlette:
-    """start: makes the service, on the event loop that will serve it."""
+def make_app(start: Callable[[], Awaitable[AppContext]]) -> Starlette:
+    """start: makes the context, on the event loop that will serve it."""
 
     @asynccontextmanager
-    async def life(app: Starlette) -> AsyncIterator[None]:
-        service = await start()
-        feed = Feed(service.backend)
-        app.state.routes_of = _Routes(service, feed)
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        context = await start()
+        status = CacheStatus(context.backend)
+        app.state.routes = _Routes(context, status)
         try:
             yield
         finally:
-            feed.close()
-            await service.backend.close()
-            await service.backend.catalog.close()
-            service.uploads.close()
+            status.close()
+            await context.backend.close()
+            await context.backend.catalog.close()
+            context.uploads.close()
 
     routes = [Route(path, _endpoint(name, path), methods=[method]) for method, path, name in ROUTES]
     handlers = {HTTPException: _http_error, Exception: _unexpected}
-    return Starlette(routes=routes, exception_handlers=handlers, lifespan=life)  # type: ignore[arg-type]
+    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)  # type: ignore[arg-type]
 
 
 ROUTES = [
@@ -113,17 +116,17 @@ ROUTES = [
     ("GET", "/", "page"),
     ("GET", "/page/{name}", "page"),
 ]
-"""Method, path, method of _Routes."""
-PROBES = ("live", "ready")  # of load balancers, under any name; they tell nothing and change nothing
+"""HTTP method, path, method of _Routes."""
+UNCHECKED = ("live", "ready")  # probes of load balancers, which may use any host name
 
 
 class _Routes:
-    def __init__(self, service: Service, feed: Feed) -> None:
-        self.service, self._feed = service, feed
-        self._inference = service.inference
-        self._catalog = service.backend.catalog
-        self._bodies = Bodies(BODIES_AT_ONCE * service.max_body_bytes)
-        service.inference.on_left = service.metrics.count_left
+    def __init__(self, context: AppContext, status: CacheStatus) -> None:
+        self.context, self._status = context, status
+        self._inference = context.inference
+        self._catalog = context.backend.catalog
+        self._body_memory = BodyMemory(BODIES_AT_ONCE * context.max_body_bytes)
+        context.inference.on_disconnect = context.metrics.count_disconnect
 
     async def completions(self, request: Request) -> Response:
         key = self._key(request)
@@ -137,11 +140,11 @@ class _Routes:
 
     async def models(self, request: Request) -> Response:
         key = self._key(request)
-        where = tiers(self.service.backend.stats())
+        tier_of = tiers(self.context.backend.stats())
         cards = [self._base_card(name) for name in self._inference.bases if key.may_see(None)]
         for entry in self._catalog.entries():
             if key.may_see(entry.name) and (entry.version is not None or entry.problem is None):
-                cards.append(self._adapter_card(entry, where))
+                cards.append(self._adapter_card(entry, tier_of))
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
@@ -152,10 +155,10 @@ class _Routes:
         key.check(check_name(name, "model"))
         await self._catalog.version(name)
         entry = next(entry for entry in self._catalog.entries() if entry.name == name)
-        return JSONResponse(self._adapter_card(entry, tiers(self.service.backend.stats())))
+        return JSONResponse(self._adapter_card(entry, tiers(self.context.backend.stats())))
 
     async def load(self, request: Request) -> Response:
-        """By path, in JSON; or the adapter itself is the body, its name in the query."""
+        """By path, in JSON; or with the adapter's file as the body and its name in the query."""
         self._admin(request)
         if content_type(request) == "application/octet-stream":
             return await self._load_body(request)
@@ -165,7 +168,7 @@ class _Routes:
         return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
 
     async def _load_body(self, request: Request) -> Response:
-        uploads = self.service.uploads
+        uploads = self.context.uploads
         name = check_name(request.query_params.get("lora_name", ""), "lora_name")
         replace = _flag(request, "load_inplace")
         self._catalog.check_new(name, replace=replace)
@@ -176,16 +179,16 @@ class _Routes:
                 name, str(path), replace=replace, settle=lambda received: uploads.place(received, name)
             )
         finally:
-            uploads.drop(path)  # without effect when it has its place
+            uploads.drop(path)  # no effect after `place`
         return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
 
     async def unload(self, request: Request) -> Response:
         self._admin(request)
         name = check_name((await self._body(request, UnloadRequest)).lora_name, "lora_name")
-        left = await self._catalog.unload(name, self.service.drain_s)
-        self.service.uploads.discard(name)
-        if left:
-            text = f"LoRA adapter {name!r} takes no more requests; {left} are still under way."
+        running = await self._catalog.unload(name, self.context.drain_s)
+        self.context.uploads.discard(name)
+        if running:
+            text = f"LoRA adapter {name!r} takes no more requests; {running} are still under way."
             return PlainTextResponse(text, HTTPStatus.ACCEPTED)
         return PlainTextResponse(f"Success: LoRA adapter {name!r} removed successfully.")
 
@@ -205,7 +208,7 @@ class _Routes:
         return JSONResponse({"status": "live"})
 
     async def ready(self, request: Request) -> Response:
-        if not self.service.backend.alive:
+        if not self.context.backend.alive:
             raise ApiError(503, "engine_dead", "The engine has stopped")
         return JSONResponse({"status": "ready"})
 
@@ -215,12 +218,12 @@ class _Routes:
         return JSONResponse({"status": "healthy"})
 
     async def show_metrics(self, request: Request) -> Response:
-        if not self.service.open_metrics and not self._key(request).sees_all:
+        if not self.context.open_metrics and not self._key(request).sees_all:
             raise ApiError(403, "not_allowed", "Metrics name every adapter: this API key may not see them")
         states = Counter(state_of(entry) for entry in self._catalog.entries())
-        stats, failures = self.service.backend.stats(), self._catalog.num_failures
+        stats, failures = self.context.backend.stats(), self._catalog.num_failures
         return PlainTextResponse(
-            self.service.metrics.render(stats, states, failures), media_type=CONTENT_TYPE
+            self.context.metrics.render(stats, states, failures), media_type=CONTENT_TYPE
         )
 
     async def version(self, request: Request) -> Response:
@@ -236,32 +239,32 @@ class _Routes:
     async def cache(self, request: Request) -> Response:
         key = self._key(request)
         given = {name: _number(request, name) for name in ("changes_after", "points_after")}
-        answer = await self._feed.snapshot(key, **given)
-        return JSONResponse(answer, headers={"Cache-Control": "no-store"})
+        status = await self._status.snapshot(key, **given)
+        return JSONResponse(status, headers={"Cache-Control": "no-store"})
 
     def _key(self, request: Request) -> ApiKey:
-        return self.service.keyring.identify(request.headers.get("authorization", ""))
+        return self.context.keyring.identify(request.headers.get("authorization", ""))
 
     def _admin(self, request: Request) -> None:
         if not self._key(request).admin:
             raise ApiError(403, "not_allowed", "Loading and unloading adapters needs an admin key")
 
     async def _body(self, request: Request, kind: type[BodyT]) -> BodyT:
-        with self._bodies.open() as held:
-            raw = await read_body(request, self.service.max_body_bytes, held)
+        with self._body_memory.reserve() as grow:
+            raw = await read_body(request, self.context.max_body_bytes, grow)
             return parse(raw, kind)
 
     def _base_card(self, name: str) -> dict[str, object]:
         bases, limits = self._inference.bases, self._inference.limits
-        return base_card(name, bases[0], self.service.created, limits.max_seq_len)
+        return base_card(name, bases[0], self.context.created, limits.max_seq_len)
 
-    def _adapter_card(self, entry: Entry, where: dict[str, str]) -> dict[str, object]:
-        tier = where.get(entry.name, "disk")
-        return adapter_card(entry, self._inference.bases[0], self.service.created, tier)
+    def _adapter_card(self, entry: Entry, tier_of: dict[str, str]) -> dict[str, object]:
+        tier = tier_of.get(entry.name, "disk")
+        return adapter_card(entry, self._inference.bases[0], self.context.created, tier)
 
 
 def _number(request: Request, name: str) -> int:
-    """A count in the query, 0 when it is left out. Raises ApiError."""
+    """A number in the query; 0 when it is left out. Raises ApiError."""
     text = request.query_params.get(name, "0")
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise invalid_value(f"{name} must be a number, 0 or more", name)
@@ -269,7 +272,7 @@ def _number(request: Request, name: str) -> int:
 
 
 def _flag(request: Request, name: str) -> bool:
-    """A boolean in the query, false when it is left out. Raises ApiError."""
+    """A boolean in the query; false when it is left out. Raises ApiError."""
     text = request.query_params.get(name, "false").lower()
     if text not in ("true", "false"):
         raise invalid_value(f"{name} must be true or false", name)
@@ -277,23 +280,23 @@ def _flag(request: Request, name: str) -> bool:
 
 
 def _endpoint(name: str, path: str) -> Handler:
-    """One route: every error becomes an error object, every answer is counted."""
+    """The handler of one route: every exception becomes an error object, every response is counted."""
 
     async def handle(request: Request) -> Response:
-        routes: _Routes = request.app.state.routes_of
+        routes: _Routes = request.app.state.routes
         started = time.monotonic()
         try:
-            if name not in PROBES:
-                routes.service.hosts.check(request)
+            if name not in UNCHECKED:
+                routes.context.hosts.check(request)
             response: Response = await getattr(routes, name)(request)
-        except ClientDisconnect:  # with half a body; nobody reads this
+        except ClientDisconnect:  # while sending the body: nobody reads this response
             response = error_response(ApiError(499, "client_left", "The client has closed the connection"))
         except Exception as error:
-            known = as_api_error(error)
-            if known.code == "internal_error":
+            api_error = as_api_error(error)
+            if api_error.code == "internal_error":
                 logger.exception("%s failed", path)
-            response = error_response(known)
-        routes.service.metrics.count_answer(path, response.status_code)
+            response = error_response(api_error)
+        routes.context.metrics.count_response(path, response.status_code)
         logger.debug("%s %d in %.3f s", path, response.status_code, time.monotonic() - started)
         return response
 

@@ -1,4 +1,4 @@
-"""From options to a running server."""
+"""Builds the server from its options, and runs it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from manylora.lora.tensors import Adapter, adapter_from_tensors
 from manylora.model.checkpoint import read_model_config
 from manylora.openai.api.names import is_name
 from manylora.openai.api.params import Limits
-from manylora.openai.app import Service, make_app
+from manylora.openai.app import AppContext, make_app
 from manylora.openai.options import ServeOptions
 from manylora.openai.serving import backend
 from manylora.openai.serving.backend import Backend
@@ -51,13 +51,13 @@ __all__ = ["http_server", "open_app", "run"]
 logger = logging.getLogger("manylora")
 
 START_FAILED = 3  # the exit status of uvicorn's own command
-AHEAD = 2  # batches with the engine: one runs, one is ready to follow
+BATCHES_QUEUED = 2  # that the engine has at one time: one runs, one is ready to follow
 
 
 def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason: None) -> Starlette:
-    """Load everything that can fail, and give the application. Raises ConfigError, ValueError.
+    """Load the model, the tokenizer and the keys, and return the application. Raises ConfigError, ValueError.
 
-    ended: told once, from any thread, why the engine will not answer any more.
+    ended: called once, from any thread, with the reason why the engine will not answer any more.
     """
     for name in options.bases:
         if not is_name(name):
@@ -70,8 +70,8 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
 
 
 def run(options: ServeOptions) -> None:
-    """Serve until a signal. Requests under way then have drain_seconds to end. An engine that has ended ends
-    the process, with status 1. Raises ConfigError, ValueError.
+    """Serve until a signal; running requests then have drain_seconds to finish. When the engine has ended,
+    the process exits with status 1. Raises ConfigError, ValueError.
     """
     reasons: list[str] = []
 
@@ -94,14 +94,14 @@ def run(options: ServeOptions) -> None:
     if reasons:
         logger.critical("%s: this process ends", reasons[0])
         logging.shutdown()
-        os._exit(1)  # a thread that is stuck would be waited for
+        os._exit(1)  # sys.exit would wait for a thread that is stuck
 
 
 def http_server(options: ServeOptions, app: Starlette, clients: Clients) -> uvicorn.Server:
-    """For sockets of `listen` with the same clients."""
+    """A server for the sockets that `listen` made with the same clients."""
     config = uvicorn.Config(
         app,
-        loop="asyncio",  # whose servers take clients from `Listener.accept`
+        loop="asyncio",  # its servers call `Listener.accept`
         http=partial(BoundedHttp, clients),  # type: ignore[arg-type]
         ws="none",
         backlog=AT_ONCE,
@@ -114,11 +114,11 @@ def http_server(options: ServeOptions, app: Starlette, clients: Clients) -> uvic
         access_log=False,
         server_header=False,
     )
-    return _Server(config)
+    return _UvicornServer(config)
 
 
-class _Server(uvicorn.Server):
-    """Says where it listens once it does, as uvicorn does of sockets of its own."""
+class _UvicornServer(uvicorn.Server):
+    """Logs the addresses it listens on, which uvicorn does only for sockets that it opened itself."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -130,8 +130,8 @@ class _Server(uvicorn.Server):
 
 
 @dataclass(frozen=True)
-class _Served:
-    """What answers, and what is known of it. start: on the event loop."""
+class _ServedModel:
+    """The engine and what the HTTP server needs to know of it. start: makes the engine, on the event loop."""
 
     start: Callable[[], backend.Engine]
     model: ModelConfig
@@ -140,13 +140,13 @@ class _Served:
     reader: AdapterReader
 
 
-def _in_process(options: ServeOptions, ended: Callable[[str], None]) -> _Served:
+def _in_process(options: ServeOptions, ended: Callable[[str], None]) -> _ServedModel:
     from manylora.engine.engine import Engine
     from manylora.openai.serving.in_process import InProcessEngine
 
     engine = Engine(options.engine_config())
     modules = modules_to_read(engine.adapters.modules, options.sections.get("lora_config"))
-    return _Served(
+    return _ServedModel(
         lambda: InProcessEngine(engine, options.hang_timeout, ended),
         engine.model,
         engine.max_seq_len,
@@ -155,7 +155,7 @@ def _in_process(options: ServeOptions, ended: Callable[[str], None]) -> _Served:
     )
 
 
-def _through_triton(options: ServeOptions) -> _Served:
+def _through_triton(options: ServeOptions) -> _ServedModel:
     try:
         from manylora.openai.serving.triton import TritonEngine, TritonModel
     except ImportError as error:
@@ -176,35 +176,40 @@ def _through_triton(options: ServeOptions) -> _Served:
         check_extras(given.extras, model.num_layers)
         return adapter_from_tensors(given, modules, model.num_layers, lora.rank_limit, found.half)
 
-    return _Served(
+    return _ServedModel(
         lambda: TritonEngine(url, found),
         model,
         options.max_seq_len or found.number("max_seq_len") or model.max_position_embeddings,
         found.number("max_num_sequences") or options.max_batch_size,
-        # Triton's wire has no 8-bit floats.
+        # Tensors of a Triton request cannot be 8-bit floats.
         AdapterReader(
-            _base_there(options.model, model, found.parameters), read, verify, float8=False, bounds=bounds
+            _triton_base_weights(options.model, model, found.parameters),
+            read,
+            verify,
+            float8=False,
+            bounds=bounds,
         ),
     )
 
 
-def _base_there(model_dir: Path, model: ModelConfig, parameters: Mapping[str, str]) -> BaseWeights:
-    """As Triton's engine holds it, by the parameters of its model, which do not tell what it computes in."""
+def _triton_base_weights(model_dir: Path, model: ModelConfig, parameters: Mapping[str, str]) -> BaseWeights:
+    """The base weights as Triton's engine has them, by its model's parameters (they do not give the
+    dtype)."""
     quant = quant_config(parameters)
     if quant is None:
-        return BaseWeights(model_dir)  # torch is not loaded before a magnitude is read
+        return BaseWeights(model_dir)  # does not import torch before a DoRA magnitude is read
     from manylora.model.effective_weights import HeldWeights
 
     return BaseWeights(model_dir, HeldWeights(model, quant))
 
 
 def _starter(
-    options: ServeOptions, served: _Served, tokenizer: Tokenizer, keyring: Keyring, hosts: HostCheck
-) -> Callable[[], Awaitable[Service]]:
+    options: ServeOptions, served: _ServedModel, tokenizer: Tokenizer, keyring: Keyring, hosts: HostCheck
+) -> Callable[[], Awaitable[AppContext]]:
     folders = {Path(folder) for folder in getattr(options.sections.get("lora_config"), "lora_dir", ())}
     created = int(time.time())
 
-    async def start() -> Service:
+    async def start() -> AppContext:
         uploads = Uploads(options.lora_upload_bytes, options.lora_upload_dir)
         sent = [] if uploads.folder is None else [uploads.folder]
         catalog = AdapterCatalog(
@@ -220,12 +225,12 @@ def _starter(
         for folder in sorted(folders):
             await catalog.load(folder.name, str(folder.resolve()), replace=True)
         metrics = Metrics(options.bases[0])
-        queue = FairQueue(AHEAD * served.max_batch_size, options.max_queue_size)
+        queue = FairQueue(BATCHES_QUEUED * served.max_batch_size, options.max_queue_size)
         made = Backend(served.start(), catalog, queue, metrics.meter)
         limits = Limits(served.max_seq_len, served.model.vocab_size, max_samples=served.max_batch_size)
         base = options.bases[0]
         inference = Inference(made, tokenizer, served.model, limits, options.bases, f"fp_{base}")
-        return Service(
+        return AppContext(
             made,
             inference,
             keyring,

@@ -1,1 +1,1 @@
-"""The status page and the feed that it polls."""
+"""The status page, and the JSON that it polls."""

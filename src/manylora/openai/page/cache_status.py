@@ -1,4 +1,4 @@
-"""Feed: what the page shows of the adapter cache and of the last minutes, as one key may see it."""
+"""CacheStatus: the JSON that the status page polls: the adapter cache and the last minutes' throughput."""
 
 from __future__ import annotations
 
@@ -14,38 +14,40 @@ from manylora.openai.serving.history import POINT_S
 from manylora.openai.serving.keys import ApiKey
 from manylora.stats import CacheChange, CacheMap, MappedAdapter
 
-__all__ = ["Feed"]
+__all__ = ["CacheStatus"]
 
 logger = logging.getLogger("manylora")
 
-FRESH_S = 0.25  # several people who look share one map
-MAX_ADAPTERS = 1000  # told one by one; the rest is told as one
+MAP_MAX_AGE_S = 0.25  # several viewers share one map
+MAX_ADAPTERS = 1000  # listed one by one; the rest is one entry
 REST = "rest"
 
 
-class Feed:
-    """Belongs to the event loop it is made on. The engine is asked for its map only while somebody looks."""
+class CacheStatus:
+    """Belongs to the event loop it is made on. The engine makes its cache map only when a page asks for
+    it."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._id = secrets.token_hex(4)
         self._secret = secrets.token_bytes(16)
         self._map: CacheMap | None = None
-        self._taken = float("-inf")
-        self._taking = asyncio.Lock()
+        self._map_time = float("-inf")
+        self._map_lock = asyncio.Lock()
         self._sampler = asyncio.create_task(self._sample())
 
     def close(self) -> None:
         self._sampler.cancel()
 
     async def snapshot(self, key: ApiKey, changes_after: int, points_after: int) -> dict[str, Any]:
-        """The JSON body of GET /v1/cache. Changes and points with numbers up to those given are left out."""
+        """The JSON body of GET /v1/cache, with what the key may see. Only changes and points with larger
+        numbers than those given."""
         found = await self._fresh_map()
         history, stats = self._backend.history, self._backend.engine_stats()
         counts = stats.adapters
         return {
             "object": "cache",
-            "feed": self._id,  # another one: numbers begin anew
+            "feed": self._id,  # changes when the server restarts, and numbers begin again
             "mapped": found is not None,
             "page_bytes": counts.page_bytes,
             "levels": None if found is None else _levels(found),
@@ -73,20 +75,20 @@ class Feed:
                 logger.exception("the history of the last minutes lacks a point")
 
     async def _fresh_map(self) -> CacheMap | None:
-        async with self._taking:
-            if time.monotonic() - self._taken > FRESH_S:
+        async with self._map_lock:
+            if time.monotonic() - self._map_time > MAP_MAX_AGE_S:
                 self._map = await self._backend.cache_map()
-                self._taken = time.monotonic()
+                self._map_time = time.monotonic()
             return self._map
 
     def _adapters(self, found: CacheMap, key: ApiKey) -> list[dict[str, Any]]:
-        """On the device first, then those used last."""
+        """Those on the device first, then the most recently used."""
         latest = found.adapters[::-1]
         ordered = [*(one for one in latest if one.device), *(one for one in latest if not one.device)]
-        told = [self._adapter(one, key) for one in ordered[:MAX_ADAPTERS]]
+        listed = [self._adapter(one, key) for one in ordered[:MAX_ADAPTERS]]
         rest = ordered[MAX_ADAPTERS:]
         if rest:
-            told.append(
+            listed.append(
                 {
                     "id": REST,
                     "name": None,
@@ -97,7 +99,7 @@ class Feed:
                     "hits": sum(one.hits for one in rest),
                 }
             )
-        return told
+        return listed
 
     def _adapter(self, one: MappedAdapter, key: ApiKey) -> dict[str, Any]:
         return {
@@ -124,15 +126,15 @@ class Feed:
         ]
 
     def _owner(self, one: MappedAdapter | CacheChange, key: ApiKey) -> dict[str, Any]:
-        """An id that tells nothing, and the name where the key may see it.
+        """An opaque id, and the name where the key may see it.
 
-        who: named; former, a content that no name stands for any more; hidden.
+        who: "named", "former" (content that no name refers to any more) or "hidden".
         """
         name = next((name for name in one.names if key.may_see(name)), None)
         who = "named" if name is not None else "former" if key.sees_all and not one.names else "hidden"
-        # With the key's name and a secret: what two keys see cannot be laid side by side.
-        mixed = hashlib.blake2b(f"{key.name}\n{one.digest}".encode(), key=self._secret, digest_size=6)
-        return {"id": mixed.hexdigest(), "name": name, "who": who}
+        # Depends on the key, so that the ids that two keys see cannot be compared.
+        opaque = hashlib.blake2b(f"{key.name}\n{one.digest}".encode(), key=self._secret, digest_size=6)
+        return {"id": opaque.hexdigest(), "name": name, "who": who}
 
 
 def _last_change(found: CacheMap) -> int:

@@ -1,4 +1,4 @@
-"""The page at /, and the files it is made of."""
+"""The static files of the status page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TYPES = {
     "svg": "image/svg+xml",
 }
 HEADERS = {
-    # Nothing inline, nothing from elsewhere: an adapter's name or answer can never become a script.
+    # No inline scripts and no other sites: an adapter's name or output can never run as a script.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -28,7 +28,7 @@ HEADERS = {
 
 
 def page_file(name: str, if_none_match: str = "") -> Response:
-    """One of the files in static/, by its name alone. Raises ApiError 404."""
+    """The file of this name in static/. Raises ApiError 404."""
     found = FILES.get(name)
     if found is None:
         raise ApiError(404, "not_found", "The page has no such file")
@@ -49,4 +49,4 @@ def _read() -> dict[str, tuple[bytes, str]]:
 
 
 FILES = _read()
-"""Name -> content, entity tag."""
+"""File name -> content, ETag."""

@@ -54,7 +54,7 @@ class Inference:
         self.backend, self.tokenizer, self.limits, self.bases = backend, tokenizer, limits, bases
         self._model, self._fingerprint = model, fingerprint
         self._lanes = Lanes()
-        self.on_left: Callable[[], None] = lambda: None  # called when a client leaves its stream
+        self.on_disconnect: Callable[[], None] = lambda: None  # called when a client leaves its stream
 
     async def chat(self, request: Request, body: ChatRequest, key: ApiKey) -> Response:
         text = await self._render(body.messages, tool_use(body))
@@ -189,7 +189,7 @@ class Inference:
         ]
         stack = ExitStack()
         stack.enter_context(key.request())
-        run = _Run(self.backend, calls, changed, stack, request, self.on_left if body.stream else None)
+        run = _Run(self.backend, calls, changed, stack, request, self.on_disconnect if body.stream else None)
         try:
             await run.begin()
             reply = self._reply(body, calls, choice.name, texts)
@@ -249,9 +249,9 @@ class _Run:
         changed: Signal,
         stack: ExitStack,
         request: Request,
-        on_left: Callable[[], None] | None,
+        on_disconnect: Callable[[], None] | None,
     ) -> None:
-        self._on_left = on_left  # None: the answer's status tells
+        self._on_disconnect = on_disconnect  # None: the answer's status tells
         self._streaming = False
         self._backend, self._calls, self._changed, self._stack = backend, calls, changed, stack
         self._left = False
@@ -290,9 +290,9 @@ class _Run:
 
     def close(self) -> None:
         """Idempotent."""
-        if self._streaming and self._on_left is not None:  # without having come to its end
+        if self._streaming and self._on_disconnect is not None:  # without having come to its end
             self._streaming = False
-            self._on_left()
+            self._on_disconnect()
         self.watcher.cancel()
         for call in self._calls:
             if not call.generation.ended:

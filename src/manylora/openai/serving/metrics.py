@@ -1,4 +1,4 @@
-"""Metrics in Prometheus' text format: the families of every door, and those a gateway routes by."""
+"""Prometheus text format: the metrics that Triton exports too, HTTP's, and those that gateways route by."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["CONTENT_TYPE", "Metrics"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Labels = tuple[tuple[str, str], ...]
-# The names that inference gateways look for by default.
+# Names that inference gateways look for by default.
 GATEWAY = {
     "vllm:num_requests_waiting": Family("Requests that wait"),
     "vllm:num_requests_running": Family("Sequences under way"),
@@ -32,7 +32,8 @@ OWN = {
 
 
 class Metrics:
-    """Counters and histograms live here; gauges are asked for when somebody looks. Event loop only."""
+    """Counters and histograms of finished requests; `render` adds gauges. Event loop only. model: its
+    name."""
 
     def __init__(self, model: str) -> None:
         self._model = (("model_name", model),)
@@ -40,28 +41,29 @@ class Metrics:
         self._counters: dict[str, dict[Labels, float]] = defaultdict(lambda: defaultdict(float))
         self._histograms: dict[str, dict[Labels, _Histogram]] = defaultdict(dict)
 
-    def count_answer(self, route: str, status: int) -> None:
+    def count_response(self, route: str, status: int) -> None:
         labels = (("route", route), ("status", str(status)))
         self._counters["manylora_http_requests_total"][labels] += 1
         if status == 499:
-            self.count_left()
+            self.count_disconnect()
 
-    def count_left(self) -> None:
-        """A client that left: before an answer, or in the middle of a stream."""
+    def count_disconnect(self) -> None:
+        """A client disconnected before its response, or in the middle of a stream."""
         self._counters["manylora_clients_left_total"][()] += 1
 
     def meter(self, lora: LoraInput | None, event: Event, waited_s: float) -> None:
-        """A sequence has ended. waited_s: before the engine had its request."""
+        """Count a sequence that has ended. waited_s: before the engine had its request."""
         for sample in self._meter.samples(lora, event, waited_s):
             family = FAMILIES[sample.family]
             if family.kind == "histogram":
-                known = self._histograms[sample.family]
-                known.setdefault(sample.labels, _Histogram(family.buckets)).observe(sample.value)
+                by_labels = self._histograms[sample.family]
+                by_labels.setdefault(sample.labels, _Histogram(family.buckets)).observe(sample.value)
             else:
                 self._counters[sample.family][sample.labels] += sample.value
 
     def render(self, stats: EngineStats, states: Mapping[str, int], failures: Mapping[str, int]) -> str:
-        """states: adapters of the catalog by state. failures: readings by code, since the start."""
+        """states: number of adapters in the catalog by state. failures: to read one, by code, since the
+        start."""
         samples: dict[str, list[tuple[Labels, float]]] = defaultdict(list)
         for one in [*_engine(stats), *self._gateway(stats), *_catalog(states, failures)]:
             samples[one.family].append((one.labels, one.value))
@@ -71,7 +73,7 @@ class Metrics:
         for name, family in {**FAMILIES, **GATEWAY, **OWN}.items():
             if name in samples or name in self._histograms:
                 lines += [f"# HELP {name} {family.help}", f"# TYPE {name} {family.kind}"]
-                lines += [f"{name}{_braces(labels)} {_number(value)}" for labels, value in samples[name]]
+                lines += [f"{name}{_label_text(labels)} {_number(value)}" for labels, value in samples[name]]
                 for labels, histogram in self._histograms.get(name, {}).items():
                     lines += histogram.lines(name, labels)
         return "\n".join(lines) + "\n"
@@ -79,7 +81,7 @@ class Metrics:
     def _gateway(self, stats: EngineStats) -> Iterator[Sample]:
         yield Sample("vllm:num_requests_waiting", self._model, stats.waiting)
         yield Sample("vllm:num_requests_running", self._model, stats.running)
-        if not stats.kv_blocks:  # an engine elsewhere, whose cache is not seen from here
+        if not stats.kv_blocks:  # Triton's engine: its KV cache is not known here
             return
         used = (stats.kv_blocks - stats.kv_blocks_free) / stats.kv_blocks
         yield Sample("vllm:kv_cache_usage_perc", self._model, used)
@@ -102,13 +104,13 @@ class _Histogram:
 
     def lines(self, name: str, labels: Labels) -> Iterator[str]:
         for bound, count in zip((*self._bounds, "+Inf"), (*self._counts, self._count), strict=True):
-            yield f"{name}_bucket{_braces((*labels, ('le', str(bound))))} {count}"
-        yield f"{name}_sum{_braces(labels)} {_number(self._sum)}"
-        yield f"{name}_count{_braces(labels)} {self._count}"
+            yield f"{name}_bucket{_label_text((*labels, ('le', str(bound))))} {count}"
+        yield f"{name}_sum{_label_text(labels)} {_number(self._sum)}"
+        yield f"{name}_count{_label_text(labels)} {self._count}"
 
 
 def _engine(stats: EngineStats) -> Iterator[Sample]:
-    """Of an engine elsewhere only what is known here: it exports the rest itself."""
+    """For an engine in Triton only what is known here; Triton exports the rest itself."""
     for sample in engine_samples(stats):
         if stats.kv_blocks or sample.family == LORA_INFO:
             yield sample
@@ -121,7 +123,7 @@ def _catalog(states: Mapping[str, int], failures: Mapping[str, int]) -> Iterator
         yield Sample("manylora_adapter_read_failures_total", (("code", code),), count)
 
 
-def _braces(labels: Iterable[tuple[str, str]]) -> str:
+def _label_text(labels: Iterable[tuple[str, str]]) -> str:
     inside = ",".join(f'{name}="{_escape(value)}"' for name, value in labels)
     return f"{{{inside}}}" if inside else ""
 

@@ -1,4 +1,4 @@
-"""What /v1/models says of the base model and of the adapters."""
+"""The JSON of /v1/models: the base model and the adapters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["adapter_card", "base_card", "state_of", "tiers"]
 
 
 def base_card(name: str, base: str, created: int, max_seq_len: int) -> dict[str, Any]:
-    """name: one of the base model's names, of which `base` is its own."""
+    """name: one of the base model's names; base: the first of them."""
     return {
         "id": name,
         "object": "model",
@@ -46,12 +46,12 @@ def adapter_card(entry: Entry, base: str, created: int, tier: str) -> dict[str, 
 
 
 def tiers(stats: EngineStats) -> dict[str, str]:
-    """Where each adapter is that is in the cache: device or host; all others are on disk."""
+    """The level of each adapter in the cache, "device" or "host". All others are on disk."""
     return {one.name: "device" if one.on_device else "host" for one in stats.adapters.residents}
 
 
 def state_of(entry: Entry) -> str:
-    """ready, stale (the last good version serves, newer files are broken), broken, unread."""
+    """ "ready", "stale" (newer files are broken, the last good version is served), "broken" or "unread"."""
     if entry.version is not None:
         return "ready" if entry.problem is None else "stale"
     return "unread" if entry.problem is None else "broken"

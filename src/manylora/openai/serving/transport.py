@@ -1,4 +1,4 @@
-"""Between HTTP and the rest: bodies within a limit, clients that leave, streams of events."""
+"""Reading bodies within limits, noticing that a client disconnects, and server-sent events."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from starlette.types import Receive, Scope, Send
 from manylora.openai.api.errors import ApiError
 from manylora.system.allocator import give_back
 
-__all__ = ["Bodies", "EventStream", "content_type", "error_response", "read_body", "watch"]
+__all__ = ["BodyMemory", "EventStream", "content_type", "error_response", "read_body", "watch"]
 
-SMALL = 2**16  # bytes of a body that is not counted
-LARGE = 2**20  # bytes of one whose memory is given back, when it has been read
-GIVE_BACK_S = 0.5  # afterwards, once for all until then
-HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # a proxy must not gather the events
+SMALL = 2**16  # bytes of a body that are not counted
+LARGE = 2**20  # bytes of a body whose memory is returned to the system after it was read
+GIVE_BACK_S = 0.5  # how long afterwards, once for all bodies until then
+HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # proxies must not buffer events
 
 
 def content_type(request: Request) -> str:
-    """Without its parameters; empty: none is given."""
+    """The Content-Type without parameters; empty if there is none."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-class Bodies:
-    """What all bodies together take while they come. Event loop only. Small ones are not counted, so that
-    many large ones are in the way of large ones only."""
+class BodyMemory:
+    """Limits the memory of all bodies that are being received. Event loop only. Small bodies are not counted,
+    so they are accepted even when large ones have used up the limit."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._giving: asyncio.TimerHandle | None = None
+        self._give_back_timer: asyncio.TimerHandle | None = None
         self.num_bytes = 0
 
     @contextmanager
-    def open(self) -> Iterator[Callable[[int], None]]:
-        """For one body: a function that is told how long it is by now, and raises ApiError."""
+    def reserve(self) -> Iterator[Callable[[int], None]]:
+        """For one body: a function to call with its length so far. It raises ApiError 429 over the limit."""
         counted = 0
 
-        def hold(length: int) -> None:
+        def grow(length: int) -> None:
             nonlocal counted
             more = max(0, length - SMALL) - counted
             if more > 0 and self.num_bytes + more > self._max_bytes:
@@ -51,19 +51,20 @@ class Bodies:
             counted += more
 
         try:
-            yield hold
+            yield grow
         finally:
             self.num_bytes -= counted
-            if counted > LARGE and self._giving is None:
-                self._giving = asyncio.get_running_loop().call_later(GIVE_BACK_S, self._give_back)
+            if counted > LARGE and self._give_back_timer is None:
+                self._give_back_timer = asyncio.get_running_loop().call_later(GIVE_BACK_S, self._give_back)
 
     def _give_back(self) -> None:
-        self._giving = None
+        self._give_back_timer = None
         give_back()
 
 
-async def read_body(request: Request, max_bytes: int, hold: Callable[[int], None]) -> bytearray:
-    """hold: of `Bodies.open`. Raises ApiError: 413 over the limit, 415 for another content type than JSON."""
+async def read_body(request: Request, max_bytes: int, grow: Callable[[int], None]) -> bytearray:
+    """grow: of `BodyMemory.reserve`. Raises ApiError: 413 over the limit, 415 for another content type than
+    JSON."""
     if content_type(request) != "application/json":
         raise ApiError(415, "unsupported_media_type", "The Content-Type must be application/json")
     too_large = ApiError(413, "request_too_large", f"The body must have at most {max_bytes} bytes")
@@ -73,25 +74,27 @@ async def read_body(request: Request, max_bytes: int, hold: Callable[[int], None
     body = bytearray()
     async for piece in request.stream():
         body += piece
-        hold(len(body))
+        grow(len(body))
         if len(body) > max_bytes:
             raise too_large
     return body
 
 
-def watch(receive: Receive, left: Callable[[], None]) -> asyncio.Task[None]:
-    """Call `left` when the client closes the connection. The body must have been read; to be cancelled."""
+def watch(receive: Receive, on_disconnect: Callable[[], None]) -> asyncio.Task[None]:
+    """A task that calls on_disconnect when the client closes the connection. The body must have been read.
+    Cancel the task when the response is complete."""
 
     async def wait() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        left()
+        on_disconnect()
 
     return asyncio.create_task(wait())
 
 
 class EventStream(Response):
-    """Server-sent events. watcher: of the client, ended with the stream; close: called at its end."""
+    """A response of server-sent events. watcher: of `watch`; cancelled at the end. close: called at the
+    end."""
 
     media_type = "text/event-stream"
 

@@ -225,15 +225,15 @@ def test_one_address_has_a_share() -> None:
     pairs = [socket.socketpair() for _ in range(6)]
     first, second, third, other, more, last = (pair[0] for pair in pairs)
     assert clients.admit(first, "a") and clients.admit(second, "a")
-    clients.served(first.fileno())
+    clients.mark_busy(first.fileno())
     assert clients.admit(third, "a"), "the idle one gives way"
     assert pairs[1][1].recv(1) == b""
-    clients.leave(second.fileno())
-    clients.served(third.fileno())
+    clients.remove(second.fileno())
+    clients.mark_busy(third.fileno())
     assert not clients.admit(other, "a")
     assert clients.admit(other, "b") and clients.admit(more, "c")
-    clients.served(other.fileno())
-    clients.waited_for(other.fileno())
+    clients.mark_busy(other.fileno())
+    clients.mark_idle(other.fileno())
     assert clients.admit(last, "d")
     assert pairs[4][1].recv(1) == b"", "the one that was waited for longest"
     for pair in pairs:

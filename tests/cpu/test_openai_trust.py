@@ -26,7 +26,7 @@ from manylora.openai.api.errors import ApiError
 from manylora.openai.api.schema import MAX_COMMAS, ChatRequest, CompletionRequest, parse
 from manylora.openai.serving import catalog, disk_level
 from manylora.openai.serving.host_check import HostCheck
-from manylora.openai.serving.logs import Fold, PlainFormatter
+from manylora.openai.serving.logs import PlainFormatter, RateLimit
 
 LOAD = {"lora_name": "mine", "lora_path": "chinese", "load_inplace": True}
 
@@ -140,7 +140,7 @@ def log() -> Iterator[tuple[logging.Logger, io.StringIO]]:
     stream, logger = io.StringIO(), logging.Logger("of a test")
     handler = logging.StreamHandler(stream)
     handler.setFormatter(PlainFormatter("%(levelname)s %(message)s"))
-    handler.addFilter(Fold(handler, burst=3, window_s=0.3))
+    handler.addFilter(RateLimit(handler, burst=3, window_s=0.3))
     logger.addHandler(handler)
     yield logger, stream
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from serving import DEMO, Running, wait_for
 
-from manylora.openai.serving.history import KEPT_POINTS, History
+from manylora.openai.serving.history import MAX_POINTS, History
 from manylora.request import Event, FinishReason, RequestMetrics
 from manylora.stats import EngineStats
 
@@ -153,11 +153,11 @@ def test_history_gives_rates_and_percentiles_and_forgets_the_oldest() -> None:
     assert (point["running"], point["waiting"]) == (3, 4)
     assert (point["ttft_p50_ms"], point["ttft_p95_ms"]) == (1051.0, 1096.0)
     assert (point["latency_p50_ms"], point["latency_p95_ms"]) == (1102.0, 1192.0)
-    for _ in range(KEPT_POINTS):
+    for _ in range(MAX_POINTS):
         now[0] += 2.0
         history.sample(EngineStats(steps=7, generated_tokens=500))
-    assert len(history.points()) == KEPT_POINTS
-    assert history.points(KEPT_POINTS)[0]["ttft_p50_ms"] is None
+    assert len(history.points()) == MAX_POINTS
+    assert history.points(MAX_POINTS)[0]["ttft_p50_ms"] is None
     assert history.summary()["tokens_per_s"] == 0
 
 

@@ -1,4 +1,4 @@
-"""Who may be connected: HttpLimits, the sockets that clients come in by, and which of them give way."""
+"""Limits on connections: listening sockets, and which connections are closed when too many are open."""
 
 from __future__ import annotations
 
@@ -22,18 +22,21 @@ __all__ = ["AT_ONCE", "Clients", "HttpLimits", "Listener", "error_bytes", "liste
 
 logger = logging.getLogger("manylora")
 
-OTHER_FILES = 256  # descriptors that connections leave to adapters' files, gRPC and the interpreter
-SEND_BUFFER = 2**18  # bytes in the kernel for one client: by itself it takes megabytes before one must read
-AT_ONCE = 64  # clients that asyncio takes before it looks at anything else
-QUEUE = 2048  # clients that the kernel holds until then
-NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+OTHER_FILES = 256  # descriptors reserved for adapters' files, gRPC and the interpreter
+SEND_BUFFER = 2**18  # bytes in the kernel for one client, which by default may grow to megabytes
+AT_ONCE = 64  # connections that asyncio accepts before it handles other events
+BACKLOG = 2048  # connections that wait in the kernel
+OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """What one client may take. header_bytes: request line and headers. header_s: that they may take to come.
-    body_s: in which so many seconds' BODY_RATE of a body must come. idle_s: between requests. write_s: that
-    what was answered may lie unread. connections: at one time; for one address a part of them."""
+    """Limits for one client; times in seconds.
+
+    header_bytes: request line and headers. header_s: until they are complete. body_s: a body must come at
+    BODY_RATE, measured over this time. idle_s: between requests. write_s: until a response is read.
+    connections: open at one time, of all clients; connections_per_address: of one.
+    """
 
     header_bytes: int = 2**16
     header_s: float = 15.0
@@ -45,93 +48,92 @@ class HttpLimits:
 
 
 class Clients:
-    """The open connections, of all listeners. Event loop only.
+    """The open connections of all listeners. Event loop only.
 
-    When all places are taken, the client that the server has waited for longest gives way: one that is idle
-    between requests or has not sent its headers yet. So a connection keeps nobody out until its headers are
-    here, and only requests under way can fill the house.
+    A new connection over the limit closes the one that has been idle longest: between requests, or before its
+    headers are complete. So idle connections cannot lock out clients; only running requests count.
     """
 
     def __init__(self, limits: HttpLimits) -> None:
         self.limits = limits
         self._open: dict[int, tuple[socket.socket, str]] = {}  # by descriptor, with the address
         self._by_address: Counter[str] = Counter()
-        self._waited_for: OrderedDict[int, None] = OrderedDict()  # the longest first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # by descriptor, the longest idle first
 
     @property
     def num_open(self) -> int:
-        """Without those that have given way and are about to be closed."""
+        """Without those that `_evict` is closing."""
         return len(self._open)
 
     def admit(self, client: socket.socket, address: str) -> bool:
-        """Whether there is a place; `leave` gives it back."""
-        if self._by_address[address] >= self.limits.connections_per_address and not self._make_room(address):
+        """Whether the connection is accepted; call `remove` when it closes."""
+        if self._by_address[address] >= self.limits.connections_per_address and not self._evict(address):
             return False
-        if self.num_open >= self.limits.connections and not self._make_room():
+        if self.num_open >= self.limits.connections and not self._evict():
             return False
         number = client.fileno()
         self._open[number] = client, address
         self._by_address[address] += 1
-        self._waited_for[number] = None
+        self._idle[number] = None
         return True
 
-    def leave(self, number: int) -> None:
+    def remove(self, number: int) -> None:
         """number: the descriptor."""
-        if number not in self._open:  # it gave way
+        if number not in self._open:  # it was evicted
             return
         _, address = self._open.pop(number)
-        self._waited_for.pop(number, None)
+        self._idle.pop(number, None)
         self._by_address[address] -= 1
         if not self._by_address[address]:
             del self._by_address[address]
 
-    def served(self, number: int) -> None:
-        """The headers of its request are here: it keeps its place."""
-        self._waited_for.pop(number, None)
+    def mark_busy(self, number: int) -> None:
+        """The headers of its request are complete: it is not closed for another one."""
+        self._idle.pop(number, None)
 
-    def waited_for(self, number: int) -> None:
-        """It has its answer."""
+    def mark_idle(self, number: int) -> None:
+        """Its response is complete."""
         if number in self._open:
-            self._waited_for[number] = None
+            self._idle[number] = None
 
-    def _make_room(self, address: str | None = None) -> bool:
-        found = next((n for n in self._waited_for if address in (None, self._open[n][1])), None)
+    def _evict(self, address: str | None = None) -> bool:
+        found = next((n for n in self._idle if address in (None, self._open[n][1])), None)
         if found is None:
             return False
         client = self._open[found][0]
-        self.leave(found)
-        with contextlib.suppress(OSError):  # it has just left by itself
-            client.shutdown(socket.SHUT_RDWR)  # its transport sees the end, and closes it
+        self.remove(found)
+        with contextlib.suppress(OSError):  # the client has just closed it
+            client.shutdown(socket.SHUT_RDWR)  # its transport sees the end of the stream, and closes it
         return True
 
 
 class Listener(socket.socket):
-    """Admits clients within the limits. For asyncio, which calls `accept` until BlockingIOError."""
+    """A listening socket that accepts clients within the limits. asyncio calls `accept` until it blocks."""
 
     def __init__(self, clients: Clients, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._clients = clients
-        self._spare = os.open(os.devnull, os.O_RDONLY)  # given up to turn a client away when no other is left
-        self._rest = False
+        self._spare = os.open(os.devnull, os.O_RDONLY)  # closed to refuse a client when no descriptor is left
+        self._paused = False
 
     def accept(self) -> tuple[socket.socket, Any]:
-        if self._rest:
-            self._rest = False
+        if self._paused:
+            self._paused = False
             raise BlockingIOError
         try:
             return self._admit(*super().accept())
         except OSError as error:
-            if error.errno not in NO_ROOM:
+            if error.errno not in OUT_OF_RESOURCES:
                 raise
             logger.error("a client is turned away: %s", error.strerror)
-            # Left alone, it would be offered again at once, for ever.
-            if not self._turn_one_away():
-                self._rest = True  # asyncio tries again in a second, but first as often as `backlog` says
+            # Not accepted, it would be offered again and again.
+            if not self._refuse_one():
+                self._paused = True  # asyncio tries again in a second, but first `backlog` times
                 raise
         raise BlockingIOError
 
-    def listen(self, backlog: int = QUEUE) -> None:
-        super().listen(QUEUE)
+    def listen(self, backlog: int = BACKLOG) -> None:
+        super().listen(BACKLOG)
 
     def close(self) -> None:
         if self._spare >= 0:
@@ -141,10 +143,9 @@ class Listener(socket.socket):
 
     def _admit(self, accepted: socket.socket, address: Any) -> tuple[socket.socket, Any]:
         client = _Client(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
-        who = _address(client)
-        if self._clients.admit(client, who):
+        if self._clients.admit(client, _address(client)):
             number = client.fileno()
-            client.closed = lambda: self._clients.leave(number)
+            client.on_close = lambda: self._clients.remove(number)
             with contextlib.suppress(OSError):
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
             return client, address
@@ -152,8 +153,8 @@ class Listener(socket.socket):
         _refuse(client)
         raise BlockingIOError
 
-    def _turn_one_away(self) -> bool:
-        """With the spare descriptor. False: not even that could be."""
+    def _refuse_one(self) -> bool:
+        """Refuse the next client with the spare descriptor. False: that failed too."""
         if self._spare < 0:
             return False
         os.close(self._spare)
@@ -169,17 +170,17 @@ class Listener(socket.socket):
 
 
 class _Client(socket.socket):
-    closed: Callable[[], None] | None = None
+    on_close: Callable[[], None] | None = None
 
     def close(self) -> None:
-        told, self.closed = self.closed, None
+        on_close, self.on_close = self.on_close, None
         super().close()
-        if told is not None:
-            told()
+        if on_close is not None:
+            on_close()
 
 
 def listen(host: str, port: int, clients: Clients) -> list[Listener]:
-    """A socket for every address of the host; not listening yet. Raises ConfigError."""
+    """Bound sockets for every address of the host; not listening yet. Raises ConfigError."""
     sockets: list[Listener] = []
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -203,7 +204,7 @@ def listen(host: str, port: int, clients: Clients) -> list[Listener]:
 
 
 def raise_open_files(wanted: int) -> int:
-    """Let this process open as many files as it may. Returns how many of `wanted` connections it can hold."""
+    """Raise this process's limit of open files. Returns how many of the `wanted` connections it allows."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -219,7 +220,7 @@ def raise_open_files(wanted: int) -> int:
 
 
 def error_bytes(error: ApiError) -> bytes:
-    """A whole answer, for a connection that ends with it."""
+    """A complete HTTP response, after which the connection closes."""
     body = json.dumps(error.body(), ensure_ascii=False).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
     lines = [f"{name}: {value}" for name, value in {**headers, **error.headers}.items()]
@@ -228,17 +229,17 @@ def error_bytes(error: ApiError) -> bytes:
 
 
 def _refuse(client: socket.socket) -> None:
-    """503 and the end, as far as that goes without waiting for the client."""
+    """Send 503 and close, without waiting for the client."""
     full = ApiError(503, "overloaded", "Too many connections are open, try again", retry_after=1)
     with client, contextlib.suppress(OSError):
         client.setblocking(False)
         client.send(error_bytes(full))
         client.shutdown(socket.SHUT_WR)
-        client.recv(2**16)  # what lies unread when a socket is closed makes the kernel take the answer back
+        client.recv(2**16)  # closing with unread data would discard the response
 
 
 def _address(client: socket.socket) -> str:
-    """Who stands behind a connection: an address, or an IPv6 network of the size that one customer has."""
+    """The IPv4 address, or the IPv6 /64 network, since one customer usually has a whole one."""
     try:
         found = ipaddress.ip_address(client.getpeername()[0].partition("%")[0])
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""Mailbox: events from the engine's thread to the event loop, many with one wake-up; Signal."""
+"""Mailbox: a queue from the engine's thread to the event loop. Signal: an event for one waiter."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ Item = TypeVar("Item")
 
 
 class Mailbox(Generic[Item]):
-    """`put` and then `wake`, from any thread; `take` is called on the event loop with everything that has
-    come. Waking is a system call and lets the event loop compete for the interpreter, so it is for the end
-    of a step, not for a token."""
+    """`put` items and then `wake`, from any thread. `take` is called on the event loop with all items so far.
+
+    Waking is a system call and makes the event loop compete for the interpreter, so call it once for each
+    engine step and not for each token.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[list[Item]], None]) -> None:
         self._loop, self._take = loop, take
@@ -25,11 +27,11 @@ class Mailbox(Generic[Item]):
         self.put = self._items.append
 
     def wake(self) -> None:
-        # Without a lock: whoever finds the flag set has put its items before the flag is cleared, and what
-        # follows the clearing takes them.
+        # Without a lock: a caller that finds the flag set has put its items before `_empty` clears the flag,
+        # and `_empty` takes the items after that.
         if self._items and not self._waking and not self._loop.is_closed():
             self._waking = True
-            with contextlib.suppress(RuntimeError):  # the event loop has ended
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
                 self._loop.call_soon_threadsafe(self._empty)
 
     def _empty(self) -> None:
@@ -39,7 +41,7 @@ class Mailbox(Generic[Item]):
 
 
 class Signal:
-    """Of one waiter on the event loop. Set before somebody waits, it is not lost."""
+    """Like asyncio.Event, for one waiter, and cleared when `wait` returns."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -51,7 +53,7 @@ class Signal:
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Return once it is set, and clear it."""
+        """Wait until it is set, and clear it."""
         if not self._is_set:
             self._waiter = asyncio.get_running_loop().create_future()
             try:

@@ -1,4 +1,4 @@
-"""FairQueue: who goes to the engine next. Adapters take turns, so a hot one waits for itself only."""
+"""FairQueue: round robin over adapters, so that many requests for one do not delay the others."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ Waiter = tuple["asyncio.Future[None]", int]
 
 
 class FairQueue:
-    """Belongs to the event loop. capacity: sequences with the engine at one time; more than its batch, so
-    that it never runs dry. max_waiting: sequences that wait, though one request always may; 0: no limit."""
+    """Limits the sequences that the engine has at one time. Belongs to the event loop.
+
+    capacity: of sequences; more than the engine's batch, so that it always has work. max_waiting: sequences
+    that may wait, though one request always may; 0: no limit.
+    """
 
     def __init__(self, capacity: int, max_waiting: int = 0) -> None:
         self._capacity, self._max_waiting = capacity, max_waiting
         self._active = 0
-        self._waiting: OrderedDict[str, deque[Waiter]] = OrderedDict()  # the next key's turn is the first's
+        self._waiting: OrderedDict[str, deque[Waiter]] = OrderedDict()  # the first key is the next one served
         self.num_waiting = 0  # sequences
 
     @property
@@ -30,7 +33,8 @@ class FairQueue:
 
     @asynccontextmanager
     async def turn(self, key: str, cost: int) -> AsyncIterator[None]:
-        """key: the adapter, or what stands for the base model. Raises ApiError 429."""
+        """Wait for a place, and return it at the end. key: the adapter, "" for the base model. cost:
+        sequences. Raises ApiError 429 when too many wait."""
         await self._enter(key, cost)
         try:
             yield
@@ -68,7 +72,7 @@ class FairQueue:
             if not line:
                 del self._waiting[key]
             self._active += next_cost
-            if turn.done():  # its caller left in this very moment, and gives nothing back
+            if turn.done():  # cancelled at the same moment: `_enter` will not return the place
                 self._active -= next_cost
             else:
                 turn.set_result(None)

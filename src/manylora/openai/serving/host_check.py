@@ -1,4 +1,4 @@
-"""HostCheck: requests that a browser was led to send. DNS rebinding, and forms of other sites."""
+"""HostCheck: refuses requests that another site's page makes a browser send (DNS rebinding, forms)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ __all__ = ["HostCheck"]
 
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
 PATTERN = re.compile(r"\*|(\*\.)?[a-z0-9._-]+|\[?[0-9a-f:.]+\]?")
-# Names of a network of one's own: nobody can register them, so no stranger's name server answers for them.
-OWN_NETWORK = (".localhost", ".local", ".internal", ".home.arpa", ".svc")
+# Names of private networks: nobody can register them, so no attacker's name server answers for them.
+PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa", ".svc")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class HostCheck:
-    """bound: the address that the server listens on. allowed: names, *.NAME for all below it, * for any.
-    keys: whether a key is needed, which no other site's page has; then any name will do, unless some are
-    allowed. Raises ConfigError."""
+    """bound: the address that the server listens on. allowed: host names, *.NAME for its subdomains, * for
+    any.
+    keys: API keys are needed. Pages of other sites have none, so any name is accepted unless `allowed` is
+    given. Raises ConfigError."""
 
     def __init__(self, bound: str, allowed: Sequence[str] = (), *, keys: bool = False) -> None:
         self._allowed = [one.strip().lower().strip("[]") for one in allowed]
@@ -44,7 +45,7 @@ class HostCheck:
             raise ApiError(400, "invalid_http", "A request must have one Host header")
         if self._any:
             return
-        if not given:  # of HTTP/1.0, which no browser speaks
+        if not given:  # HTTP/1.0, which no browser uses
             return
         name = _name(given[0])
         if name is None or not self._is_ours(name):
@@ -64,7 +65,7 @@ class HostCheck:
             )
 
     def _is_ours(self, name: str) -> bool:
-        if _is_address(name) or "." not in name or name.endswith(OWN_NETWORK):
+        if _is_address(name) or "." not in name or name.endswith(PRIVATE_SUFFIXES):
             return True
         return name in self._own or self._is_allowed(name)
 
@@ -73,7 +74,7 @@ class HostCheck:
             name = (urlsplit(origin).hostname or "").rstrip(".")
         except ValueError:
             return False
-        if not name:  # "null": a file, or a frame without rights
+        if not name:  # "null": a local file or a sandboxed frame
             return False
         return name == host or name in LOOPBACK or name.endswith(".localhost") or self._is_allowed(name)
 
@@ -82,7 +83,7 @@ class HostCheck:
 
 
 def _name(host: str) -> str | None:
-    """Of a Host header, without its port. None: it is none."""
+    """The host name of a Host header, without the port. None: not a valid header."""
     found = HOST.fullmatch(host.lower())
     return None if found is None else found[1].strip("[]").rstrip(".")
 

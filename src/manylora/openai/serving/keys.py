@@ -1,4 +1,4 @@
-"""Keyring: who may use which adapters. Keys lie in the file as SHA-256 only."""
+"""Keyring: API keys, and what each may use. The file has their SHA-256 only."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ FIELDS = {"name", "sha256", "adapters", "base", "admin", "max_concurrent", "requ
 
 @dataclass(eq=False)
 class ApiKey:
-    """adapters: patterns, * for any number of characters. max_concurrent: requests at one time, 0: any.
+    """What one API key may do.
 
-    requests_per_minute: 0: any. A minute's worth may come at once; each comes back 60 / rate seconds later.
+    adapters: patterns of names, * for any characters. base: it may use the base model. admin: it may load and
+    unload adapters. max_concurrent: requests at one time. requests_per_minute: a minute's requests may come
+    at once; one more is allowed every 60 / rate seconds. 0 is no limit for both.
     """
 
     name: str
@@ -35,10 +37,10 @@ class ApiKey:
     max_concurrent: int = 0
     requests_per_minute: int = 0
     num_open: int = field(default=0, repr=False)
-    _due_at: float = field(default=0.0, repr=False)  # when all that was spent will have come back
+    _due_at: float = field(default=0.0, repr=False)  # when the whole minute's budget is available again
 
     def may_see(self, adapter: str | None) -> bool:
-        """None: the base model. What may be seen may be used."""
+        """Whether it may see and use this adapter; None: the base model."""
         if adapter is None:
             return self.base
         return any(fnmatchcase(adapter, pattern) for pattern in self.adapters)
@@ -48,14 +50,14 @@ class ApiKey:
         return self.admin or "*" in self.adapters
 
     def check(self, adapter: str | None) -> None:
-        """Raises ApiError, the same whether the adapter exists or not."""
+        """Raises ApiError 403, the same whether or not the adapter exists."""
         if not self.may_see(adapter):
             what = "the base model" if adapter is None else f"adapter {adapter!r}"
             raise ApiError(403, "not_allowed", f"This API key may not use {what}", "model")
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Count a request in. Raises ApiError 429."""
+        """Count one request while it runs. Raises ApiError 429."""
         if self.max_concurrent and self.num_open >= self.max_concurrent:
             raise ApiError(
                 429,
@@ -86,10 +88,8 @@ class ApiKey:
 
 
 class Keyring:
-    """path: a YAML or JSON file, a list of keys under `keys`. None: everyone may use everything.
-
-    open_admin: without a file, whether loading and unloading are open too. Raises ConfigError.
-    """
+    """path: a YAML or JSON file with a list `keys`. None: no key is needed. open_admin: without a file,
+    whether everyone may load and unload adapters. Raises ConfigError."""
 
     def __init__(self, path: Path | None = None, *, open_admin: bool = False) -> None:
         self._keys = None if path is None else _read(path)
@@ -97,7 +97,7 @@ class Keyring:
 
     @property
     def closed(self) -> bool:
-        """Whether a key is needed."""
+        """Whether requests need a key."""
         return self._keys is not None
 
     def identify(self, authorization: str) -> ApiKey:
@@ -105,7 +105,7 @@ class Keyring:
         if self._keys is None:
             return self._anyone
         scheme, _, secret = authorization.partition(" ")
-        # Looked up by its hash, so the time it takes tells nothing of the keys.
+        # A lookup by hash: the time it takes reveals nothing about the keys.
         digest = hashlib.sha256(secret.strip().encode("utf-8", "surrogateescape")).hexdigest()
         key = self._keys.get(digest)
         if scheme.lower() != "bearer" or key is None:

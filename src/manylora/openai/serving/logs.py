@@ -1,4 +1,4 @@
-"""The server's log: nothing that a client chose can forge a line of it, and nobody can flood it."""
+"""The server's log, protected from clients: they can neither forge lines nor flood it."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import threading
 import time
 from dataclasses import dataclass
 
-__all__ = ["Fold", "PlainFormatter", "log_to_stderr"]
+__all__ = ["PlainFormatter", "RateLimit", "log_to_stderr"]
 
 MAX_LINE = 2000
 MAX_TRACE = 20000
-BURST = 100  # lines of one kind in WINDOW_S; of more only their number is told
+BURST = 100  # lines from one place in the code in WINDOW_S; of more only the number is logged
 WINDOW_S = 10.0
 
 
 def log_to_stderr(level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s"))
-    handler.addFilter(Fold(handler))
+    handler.addFilter(RateLimit(handler))
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 class PlainFormatter(logging.Formatter):
-    """A message is one line of printable characters; lines of a trace are indented."""
+    """A message becomes one line of printable characters; lines of a traceback are indented."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         record.message = _printable(record.message, MAX_LINE)
@@ -39,7 +39,7 @@ class PlainFormatter(logging.Formatter):
 
 
 def _printable(text: str, most: int) -> str:
-    """Cut, and with control characters and what turns the direction of text as escapes."""
+    """Shortened, with control characters and bidirectional marks escaped."""
     cut = text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
     if cut.isprintable():
         return cut
@@ -47,42 +47,44 @@ def _printable(text: str, most: int) -> str:
 
 
 @dataclass
-class _Kind:
+class _Source:
     """Lines from one place in the code. since: when its window began."""
 
     since: float
     num_lines: int = 0
-    num_folded: int = 0
+    num_dropped: int = 0
 
 
-class Fold(logging.Filter):
-    """Any thread. handler: gets the line that tells how many were left out, when their window is over."""
+class RateLimit(logging.Filter):
+    """Drops lines over the limit. Any thread. handler: gets a line with their number at the window's end."""
 
     def __init__(self, handler: logging.Handler, burst: int = BURST, window_s: float = WINDOW_S) -> None:
         super().__init__()
         self._handler, self._burst, self._window_s = handler, burst, window_s
-        self._kinds: dict[tuple[str, int], _Kind] = {}
+        self._sources: dict[tuple[str, int], _Source] = {}
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
         name = record.pathname, record.lineno
         now = time.monotonic()
         with self._lock:
-            kind = self._kinds.get(name)
-            if kind is None or now - kind.since >= self._window_s:
-                kind = self._kinds[name] = _Kind(now)
-            kind.num_lines += 1
-            if kind.num_lines <= self._burst:
+            source = self._sources.get(name)
+            if source is None or now - source.since >= self._window_s:
+                source = self._sources[name] = _Source(now)
+            source.num_lines += 1
+            if source.num_lines <= self._burst:
                 return True
-            kind.num_folded += 1
-            if kind.num_folded == 1:
-                timer = threading.Timer(kind.since + self._window_s - now, self._tell, (record, kind))
+            source.num_dropped += 1
+            if source.num_dropped == 1:
+                timer = threading.Timer(
+                    source.since + self._window_s - now, self._log_dropped, (record, source)
+                )
                 timer.daemon = True
                 timer.start()
             return False
 
-    def _tell(self, like: logging.LogRecord, kind: _Kind) -> None:
-        text = f"{kind.num_folded} more lines in {self._window_s:g} s like: {like.getMessage()[:200]}"
-        told = logging.LogRecord(like.name, like.levelno, like.pathname, like.lineno, text, (), None)
-        with self._handler.lock or self._lock:  # past the filter, which would count it
-            self._handler.emit(told)
+    def _log_dropped(self, like: logging.LogRecord, source: _Source) -> None:
+        text = f"{source.num_dropped} more lines in {self._window_s:g} s like: {like.getMessage()[:200]}"
+        summary = logging.LogRecord(like.name, like.levelno, like.pathname, like.lineno, text, (), None)
+        with self._handler.lock or self._lock:  # not through the filter, which would count it
+            self._handler.emit(summary)

@@ -1,4 +1,4 @@
-"""BoundedHttp: uvicorn's HTTP, for clients that send too much, too slowly, or never read."""
+"""BoundedHttp: uvicorn's HTTP protocol with limits on size and speed of what clients send and read."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ __all__ = ["BoundedHttp"]
 
 logger = logging.getLogger("manylora")
 
-BODY_RATE = 1024  # bytes per second, a body's least
+BODY_RATE = 1024  # bytes per second, the least for a body
 MAX_HEADERS = 256
-MAX_TARGET = 8192  # bytes of a request's path and query
-MAX_PIPELINED = 16  # requests that wait for the answer before theirs
-LINGER_S = 2.0  # in which a client may still send what is not read any more, so that it sees its answer
+MAX_TARGET = 8192  # bytes of path and query
+MAX_PIPELINED = 16  # requests on one connection that wait for the response before theirs
+LINGER_S = 2.0  # from a refusal to the close: an earlier close would discard the response
 
 BETWEEN, HEAD, BODY = "between requests", "in its headers", "in its body"
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """A connection. Timers run only while it keeps the server waiting: an ordinary request starts none."""
+    """One connection. A timer runs only while the server waits for the client; most requests need none."""
 
     def __init__(self, clients: Clients, **given: Any) -> None:
         super().__init__(**given)
         self._limits, self._clients = clients.limits, clients
-        self._number = -1  # its descriptor
-        self._at = BETWEEN
-        self._raw = 0  # bytes of this part of the request as they came
-        self._head = self._body = 0  # bytes of it that mean something
-        self._body_seen = 0
-        self._unread = 0  # of what has just come, about: what the parser has not told of yet
-        self._served: RequestResponseCycle | None = None  # uvicorn's `cycle` is the last of those that wait
-        self._refusal: ApiError | None = None
-        self._ended = False  # what it sends is not looked at any more
+        self._number = -1  # the descriptor
+        self._state = BETWEEN
+        self._raw = 0  # bytes received of this part of the request
+        self._head = self._body = 0  # bytes of headers and of the body, without framing
+        self._body_seen = 0  # self._body when the timer last fired
+        self._unparsed = 0  # bytes of the last data that the parser has not reported, about
+        self._running: RequestResponseCycle | None = None  # uvicorn's `cycle` is the last of the pipeline
+        self._error: ApiError | None = None  # raised in a callback of the parser
+        self._ended = False  # further data is ignored
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
@@ -64,34 +64,34 @@ class BoundedHttp(HttpToolsProtocol):
             return
         self._unset_keepalive_if_required()
         self._raw += len(data)
-        self._unread = len(data)
+        self._unparsed = len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             self._switch()
         except httptools.HttpParserError:
             wrong = ApiError(400, "invalid_http", "This is not a valid HTTP request")
-            self._refuse(self._refusal or wrong)
+            self._refuse(self._error or wrong)
         else:
-            self._look()
+            self._check_limits()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._at, self._head = HEAD, 0
+        self._state, self._head = HEAD, 0
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
-        self._unread -= len(url)
+        self._unparsed -= len(url)
         if len(self.url) > MAX_TARGET:
             reason = f"The path and query of a request may have {MAX_TARGET} bytes"
             self._fail(ApiError(414, "uri_too_long", reason))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._at != HEAD:
-            return  # behind a chunked body; what the request says must be known before it
+        if self._state != HEAD:
+            return  # trailers of a chunked body
         super().on_header(name, value)
         self._head += len(name) + len(value) + 4
-        self._unread -= len(name) + len(value) + 4
+        self._unparsed -= len(name) + len(value) + 4
         if len(self.headers) > MAX_HEADERS:
             reason = f"A request may have {MAX_HEADERS} headers"
             self._fail(ApiError(431, "headers_too_large", reason))
@@ -106,17 +106,17 @@ class BoundedHttp(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             self._fail(ApiError(429, "overloaded", f"{MAX_PIPELINED} requests may wait on one connection"))
         super().on_headers_complete()
-        self._at, self._raw, self._body, self._body_seen = BODY, max(0, self._unread), 0, 0
+        self._state, self._raw, self._body, self._body_seen = BODY, max(0, self._unparsed), 0, 0
         self._stop_timer()
-        self._clients.served(self._number)
+        self._clients.mark_busy(self._number)
 
     def on_body(self, body: bytes) -> None:
         self._body += len(body)
-        self._unread -= len(body)
+        self._unparsed -= len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._at, self._raw = BETWEEN, 0
+        self._state, self._raw = BETWEEN, 0
         self._stop_timer()
         super().on_message_complete()
 
@@ -124,13 +124,13 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing():
             self._abort_when_unread()
-        elif self._at == BODY:  # answered before it was all there
+        elif self._state == BODY:  # responded before the body was complete
             self._start_timer(self.timeout_keep_alive, self._close)
-        elif self._answered:
-            self._clients.waited_for(self._number)
+        elif self._all_answered:
+            self._clients.mark_idle(self._number)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._served = cycle
+        self._running = cycle
         super()._start_asgi_task(cycle, app)
 
     def pause_writing(self) -> None:
@@ -151,33 +151,33 @@ class BoundedHttp(HttpToolsProtocol):
         if self.transport.is_closing():
             self._abort_when_unread()
 
-    def _look(self) -> None:
-        """Whether what has come is within the limits, and what to wait for now."""
-        if self._at == HEAD and self._raw > self._limits.header_bytes:
+    def _check_limits(self) -> None:
+        """After each piece of data: check its size, and start the timer for what must come next."""
+        if self._state == HEAD and self._raw > self._limits.header_bytes:
             self._refuse(self._headers_too_large())
-        elif self._at == BODY and self._raw - self._body > self._limits.header_bytes + self._body:
+        elif self._state == BODY and self._raw - self._body > self._limits.header_bytes + self._body:
             reason = "The chunks of this body are too small, or what stands between them is too large"
             self._refuse(ApiError(400, "invalid_http", reason))
-        elif self._at == BODY and self._timer is None:
+        elif self._state == BODY and self._timer is None:
             self._start_timer(self._limits.body_s, self._body_is_late)
-        elif self._at == HEAD and self._timer is None:
+        elif self._state == HEAD and self._timer is None:
             self._start_timer(self._limits.header_s, self._head_is_late)
-        elif self._at == BETWEEN and not self.transport.is_closing() and self._answered:
+        elif self._state == BETWEEN and not self.transport.is_closing() and self._all_answered:
             if self._raw > self._limits.header_bytes:  # empty lines
                 self._close()
             elif self.timeout_keep_alive_task is None:
-                self._clients.waited_for(self._number)
+                self._clients.mark_idle(self._number)
                 self.timeout_keep_alive_task = self.loop.call_later(
                     self.timeout_keep_alive, self.timeout_keep_alive_handler
                 )
 
     @property
-    def _answered(self) -> bool:
-        """Everything that was asked."""
+    def _all_answered(self) -> bool:
+        """Whether every request has its complete response."""
         return self.cycle is None or (self.cycle.response_complete and not self.pipeline)
 
     def _switch(self) -> None:
-        """Another protocol is asked for. There is none, so the request is answered, and is the last one."""
+        """The client asks for another protocol. Respond in HTTP/1.1, and read nothing more."""
         self._ended = True
         self.cycle.keep_alive = False
         if self.cycle.response_complete:
@@ -188,57 +188,58 @@ class BoundedHttp(HttpToolsProtocol):
         return ApiError(431, "headers_too_large", reason)
 
     def _fail(self, error: ApiError) -> None:
-        """From within the parser, which hands on no exceptions of its callbacks."""
-        self._refusal = error
+        """Stop the parser from within a callback. It does not pass on the exception, so keep it."""
+        self._error = error
         raise error
 
     def _head_is_late(self) -> None:
         self._timer = None
-        if self.flow.read_paused:  # not the client's fault: requests before this one are under way
+        if self.flow.read_paused:  # not the client's fault: earlier requests are running
             self._start_timer(self._limits.header_s, self._head_is_late)
-        elif self._raw == 0 and self._answered:
-            self._close()  # nothing at all has come
+        elif self._raw == 0 and self._all_answered:
+            self._close()  # no data has come
         else:
             reason = f"The headers must come within {self._limits.header_s:g} seconds"
             self._refuse(ApiError(408, "request_timeout", reason))
 
     def _body_is_late(self) -> None:
         self._timer = None
-        came, self._body_seen = self._body - self._body_seen, self._body
+        received, self._body_seen = self._body - self._body_seen, self._body
         least = int(self._limits.body_s * BODY_RATE)
-        if self.flow.read_paused or came >= least:
+        if self.flow.read_paused or received >= least:
             self._start_timer(self._limits.body_s, self._body_is_late)
         else:
             reason = f"A body must come with at least {least} bytes in {self._limits.body_s:g} seconds"
             self._refuse(ApiError(408, "request_timeout", reason))
 
     def _refuse(self, error: ApiError) -> None:
-        """The end of this connection, with an answer where that cannot be taken for another request's."""
-        logger.debug("a connection is closed %s: %s", self._at, error.message)
+        """Close the connection, with an error response unless the client would take it for another
+        request's."""
+        logger.debug("a connection is closed %s: %s", self._state, error.message)
         self._ended = True
         self._stop_timer()
-        # In a body the request has its cycle; in headers the cycle is of the request before.
-        mine = self.cycle is not None and self._at == BODY and not self.pipeline
-        free = self._answered or (mine and not self.cycle.response_started)
+        # In a body, uvicorn's `cycle` belongs to this request; in headers, to the one before.
+        own = self.cycle is not None and self._state == BODY and not self.pipeline
+        can_respond = self._all_answered or (own and not self.cycle.response_started)
         self._disconnect()
         self.pipeline.clear()
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
-        if free:
+        if can_respond:
             self.transport.write(error_bytes(error))
-        if free and self.transport.can_write_eof():
+        if can_respond and self.transport.can_write_eof():
             self.transport.write_eof()
             self._start_timer(LINGER_S, self._close)
         else:
             self._close()
 
     def _disconnect(self) -> None:
-        """Tell who works for this client that it has left."""
-        if self._served is not None and not self._served.response_complete:
-            self._served.disconnected = True
-            self._served.waiting_for_100_continue = False
-            self._served.message_event.set()
+        """Tell the running request that its client has disconnected."""
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.waiting_for_100_continue = False
+            self._running.message_event.set()
 
     def _close(self) -> None:
         self._timer = None
@@ -246,7 +247,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._abort_when_unread()
 
     def _abort_when_unread(self) -> None:
-        """What is still to be sent keeps a connection open, until its client reads."""
+        """Close the connection if its client does not read the rest of the response in time."""
         if self._write_timer is None:
             self._write_timer = self.loop.call_later(self._limits.write_s, self.transport.abort)
 

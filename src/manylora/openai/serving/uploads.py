@@ -1,4 +1,4 @@
-"""Uploads: adapters that came in requests, as files of a folder of their own, within a limit."""
+"""Uploads: adapters that came as request bodies, stored as files in one folder, up to a limit."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["Uploads"]
 
 logger = logging.getLogger("manylora")
 
-INCOMING = ".incoming"  # a hidden folder: no look at the roots finds what is in it
+INCOMING = ".incoming"  # a hidden folder, which scans of the adapter roots skip
 SUFFIX = ".safetensors"
 
 
 class Uploads:
-    """Event loop only. max_bytes: of all files together; 0 takes none.
+    """Event loop only. max_bytes: of all files together; 0: uploads are off.
 
-    folder: None makes a temporary one, which goes with `close`; another keeps its files for the next start.
+    folder: None makes a temporary one that `close` removes; a given one keeps its files for the next start.
     """
 
     def __init__(self, max_bytes: int, folder: Path | None = None) -> None:
@@ -33,7 +33,7 @@ class Uploads:
         if max_bytes:
             try:
                 self.folder = self._open(folder)
-            except OSError as error:  # the rest of the server does not hang on it
+            except OSError as error:  # the rest of the server works without it
                 logger.warning("lora_upload_dir: no adapters in requests: %s", error.strerror)
 
     def _open(self, given: Path | None) -> Path:
@@ -44,9 +44,9 @@ class Uploads:
         return folder
 
     async def receive(self, stream: AsyncIterator[bytes], length: int = 0) -> Path:
-        """The body of a request as a file, for `place` or `drop`. length: as announced, 0: it was not.
+        """Write a request's body to a file, for `place` or `drop`. length: the Content-Length, 0 without one.
 
-        Raises ApiError: 403 when none may be sent, 413 over the limit, 507 where the disk does not take it.
+        Raises ApiError: 403 when uploads are off, 413 over the limit, 507 when the disk is full.
         """
         if self.folder is None and self._max_bytes:
             raise _full()
@@ -61,7 +61,7 @@ class Uploads:
             raise _full() from error
 
     async def _write(self, folder: Path, stream: AsyncIterator[bytes]) -> Path:
-        (folder / INCOMING).mkdir(parents=True, exist_ok=True)  # something that tidies up may have been here
+        (folder / INCOMING).mkdir(parents=True, exist_ok=True)  # a cleanup may have removed it
         path = folder / INCOMING / f"{secrets.token_hex(8)}{SUFFIX}"
         received = 0
         try:
@@ -79,7 +79,7 @@ class Uploads:
         return path
 
     def place(self, path: Path, name: str) -> Path:
-        """Give a received file its adapter's name. Takes the place of an older one. Raises ApiError 507."""
+        """Rename a received file to its adapter's name, replacing an older one. Raises ApiError 507."""
         target = self._path(name)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -92,14 +92,14 @@ class Uploads:
         return target
 
     def drop(self, path: Path) -> None:
-        """A received file that is of no use."""
+        """Delete a received file."""
         with contextlib.suppress(OSError):
             size = path.stat().st_size
             path.unlink()
             self.num_bytes -= size
 
     def discard(self, name: str) -> None:
-        """The file of an adapter, if it came in a request."""
+        """Delete the adapter's file, if it was uploaded."""
         if self.folder is not None:
             self.drop(self._path(name))
 

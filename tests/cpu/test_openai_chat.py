@@ -69,12 +69,12 @@ def test_calls_are_found_in_the_text_whole_and_in_pieces(text: str, content: str
     whole, calls = ToolCallParser(use()).add(text, final=True)
     assert (whole, [call["function"]["name"] for call in calls]) == (content, names)
     for size in (1, 3, 7):
-        growing, shown = ToolCallParser(use()), ""
+        parser, shown = ToolCallParser(use()), ""
         for start in range(0, len(text), size):
-            piece, early = growing.add(text[start : start + size], final=False)
+            piece, early = parser.add(text[start : start + size], final=False)
             assert not early
             shown += piece
-        rest, late = growing.add("", final=True)
+        rest, late = parser.add("", final=True)
         assert (shown + rest).rstrip() == content.rstrip()
         assert [call["function"] for call in late] == [call["function"] for call in calls]
 

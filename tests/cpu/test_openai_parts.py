@@ -27,7 +27,7 @@ from manylora.openai.serving.fairness import FairQueue
 from manylora.openai.serving.generation import Generation
 from manylora.openai.serving.keys import ApiKey, Keyring
 from manylora.openai.serving.reader import ReadAdapter
-from manylora.openai.serving.responses import ChatReply, CompletionReply, Reply
+from manylora.openai.serving.responses import ChatResponse, CompletionResponse, ResponseBuilder
 from manylora.request import Event
 from manylora.text.tokenizer import Tokenizer
 
@@ -259,8 +259,8 @@ def test_a_signal_that_comes_first_is_not_lost() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("kind", [CompletionReply, ChatReply])
-def test_a_prepared_chunk_is_a_chunk(kind: type[Reply]) -> None:
+@pytest.mark.parametrize("kind", [CompletionResponse, ChatResponse])
+def test_a_prepared_chunk_is_a_chunk(kind: type[ResponseBuilder]) -> None:
     """The quick way to a stream's usual chunk gives what the slow way gives."""
     tokenizer = Tokenizer(DEMO / "base")
     text = 'a "b"\\\n\t\u2028 华 👩‍👩‍👧 </script>'
@@ -277,9 +277,9 @@ def test_a_prepared_chunk_is_a_chunk(kind: type[Reply]) -> None:
         generation = Generation((1,), made, True, tokenizer, "")
         reply = kind([generation], 1, 'x"y', "fp", tokenizer)
         if not quick:
-            reply._is_plain = lambda generation: False  # type: ignore[method-assign]
+            reply._is_text_only = lambda generation: False  # type: ignore[method-assign]
         generation.take(Event(tuple(ids)))
-        event = reply.news().decode()
+        event = reply.new_events().decode()
         assert event.startswith("data: ") and event.endswith("\n\n")
         found = json.loads(event.removeprefix("data: "))
         found.pop("id"), found.pop("created")
@@ -287,4 +287,4 @@ def test_a_prepared_chunk_is_a_chunk(kind: type[Reply]) -> None:
             first = found
     assert found == first
     [choice] = found["choices"]
-    assert (choice["text"] if kind is CompletionReply else choice["delta"]["content"]) == text
+    assert (choice["text"] if kind is CompletionResponse else choice["delta"]["content"]) == text

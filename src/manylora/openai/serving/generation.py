@@ -1,4 +1,4 @@
-"""Generation: one prompt on its way. Its events become text; whoever waits is woken."""
+"""Generation: the state of one prompt being continued. Turns the engine's events into outputs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ __all__ = ["Generation"]
 class Generation:
     """Belongs to the event loop.
 
-    changed: set when there is news; several generations of one call may share it.
-    error:   why it ended without an answer.
-    complete: every output has ended: perhaps by a stop text, which the engine does not know of.
+    changed:  set after every change; the generations of one HTTP request share it.
+    error:    why it failed.
+    ended:    the engine sends no more events.
+    started:  the engine has sent an event without an error.
+    complete: every output has ended, perhaps at a stop text, which the engine does not know of.
+    context_logits: [prompt, vocabulary] float32, when asked for.
     """
 
     prompt: tuple[int, ...]
@@ -34,8 +37,8 @@ class Generation:
     request_id: str
     changed: Signal = field(default_factory=Signal)
     error: Exception | None = None
-    ended: bool = False  # nothing more comes from the engine
-    started: bool = False  # the engine has made something of it
+    ended: bool = False
+    started: bool = False
     complete: bool = False
     metrics: RequestMetrics | None = None
     context_logits: np.ndarray | None = None
@@ -45,26 +48,26 @@ class Generation:
         rules = self.plan.decoding.rules
         self._outputs = [Continuation(rules, self.tokenizer) for _ in range(count)]
         self._alternatives: list[list[TokenLogprob]] = [[] for _ in range(count)]
-        self._kept = list(range(count))
+        self._order = list(range(count))  # of the outputs as they are returned
 
     @property
     def finished(self) -> bool:
         return self.error is not None or self.complete
 
     def request(self, lora: LoraInput | None) -> Request:
-        """What the engine gets."""
+        """The engine's request."""
         decoding = self.plan.decoding
         return Request(
             prompt=self.prompt,
             params=decoding.params,
             lora=lora,
-            # Rows of logits come with a stream's events; else all of them would be kept until the end.
+            # A stream returns logits step by step; else the engine would keep all of them until the end.
             streaming=self.streaming or decoding.stepwise or decoding.params.return_generation_logits,
             request_id=self.request_id,
         )
 
     def take(self, event: Event) -> None:
-        """Add an event. Without effect once the generation has finished."""
+        """Apply an event of the engine. No effect once the generation has finished."""
         self.ended = self.ended or event.last
         if self.finished:
             return
@@ -80,14 +83,16 @@ class Generation:
             output = self._outputs[event.sequence_index]
             output.extend(event.token_ids, event.log_probs, event.finish_reason)
             if event.last:
-                for other in self._outputs:  # of a request that was cancelled before it began
+                for (
+                    other
+                ) in self._outputs:  # a request cancelled before it began has no event for each output
                     other.extend((), (), event.finish_reason or FinishReason.CANCELLED)
             if output.finish_reason is not None:
                 self.complete = all(one.finish_reason is not None for one in self._outputs)
         self.changed.set()
 
     def _take_alternatives(self, event: Event) -> None:
-        if event.generation_logits is None:  # of a server whose engine cannot give them
+        if event.generation_logits is None:  # NVIDIA's engine may not return them
             self.error = RequestError("The engine gives no logits: alternatives cannot be shown")
             return
         rows = event.generation_logits[-len(event.token_ids) :]
@@ -95,26 +100,27 @@ class Generation:
         self._alternatives[event.sequence_index] += found
 
     def fail(self, error: Exception) -> None:
-        """The end, without an answer."""
+        """End with an error."""
         self.ended = True
         if not self.finished:
             self.error = error
         self.changed.set()
 
     def report(self) -> list[CompletionOutput]:
-        """The outputs to give back so far, the best first where more were made, with what is new in them."""
+        """The n outputs to return, as they are now, and what is new in each. With best_of above n, and all
+        outputs complete, the n best."""
         decoding = self.plan.decoding
         if decoding.n < len(self._outputs) and self.complete:
-            ranked = sorted(self._kept, key=lambda i: -self._outputs[i].cumulative_logprob)
-            self._kept = ranked[: decoding.n]
-        wanted = self._kept[: decoding.n]
+            ranked = sorted(self._order, key=lambda i: -self._outputs[i].cumulative_logprob)
+            self._order = ranked[: decoding.n]
+        wanted = self._order[: decoding.n]
         return [self._outputs[i].report(at, decoding.logprobs, False) for at, i in enumerate(wanted)]
 
     @property
-    def growing(self) -> list[Continuation]:
-        """Of a stream: the outputs that it gives back."""
+    def streamed_outputs(self) -> list[Continuation]:
+        """The n outputs that a stream returns."""
         return self._outputs[: self.plan.decoding.n]
 
     def alternatives(self, index: int) -> list[TokenLogprob]:
-        """Of the tokens of the output that `report` lists at `index`; empty unless they were asked for."""
-        return self._alternatives[self._kept[index]]
+        """For each token of the output that `report` returns at `index`; empty unless asked for."""
+        return self._alternatives[self._order[index]]

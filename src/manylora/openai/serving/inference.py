@@ -1,4 +1,4 @@
-"""Inference: a checked body to an answer, whole or as a stream."""
+"""Inference: from a validated request body to the response, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from manylora.config.engine import ModelConfig
 from manylora.errors import RequestError, TextTooLongError
-from manylora.openai.api.adapter_choice import choose_adapter
+from manylora.openai.api.adapter_choice import AdapterChoice, choose_adapter
 from manylora.openai.api.errors import ApiError, as_api_error, invalid_value, unsupported_field
 from manylora.openai.api.messages import num_characters, template_messages
 from manylora.openai.api.params import Limits, Shared, plan, shared_of
@@ -29,7 +29,7 @@ from manylora.openai.serving.backend import Backend, Call
 from manylora.openai.serving.event_queue import Signal
 from manylora.openai.serving.generation import Generation
 from manylora.openai.serving.keys import ApiKey
-from manylora.openai.serving.responses import DONE, ChatReply, CompletionReply, Reply
+from manylora.openai.serving.responses import DONE, ChatResponse, CompletionResponse, ResponseBuilder
 from manylora.openai.serving.transport import EventStream, watch
 from manylora.system.text_threads import LONG, Lanes
 from manylora.text.tokenizer import Tokenizer
@@ -40,7 +40,8 @@ Result = TypeVar("Result")
 
 
 class Inference:
-    """bases: the base model's names, its own first. fingerprint: of the base model."""
+    """bases: names of the base model, the first is used in responses. fingerprint: identifies the base
+    model."""
 
     def __init__(
         self,
@@ -54,7 +55,9 @@ class Inference:
         self.backend, self.tokenizer, self.limits, self.bases = backend, tokenizer, limits, bases
         self._model, self._fingerprint = model, fingerprint
         self._lanes = Lanes()
-        self.on_disconnect: Callable[[], None] = lambda: None  # called when a client leaves its stream
+        self.on_disconnect: Callable[[], None] = lambda: (
+            None
+        )  # called when a client disconnects during a stream
 
     async def chat(self, request: Request, body: ChatRequest, key: ApiKey) -> Response:
         text = await self._render(body.messages, tool_use(body))
@@ -62,7 +65,7 @@ class Inference:
         if body.return_expanded_prompt and body.stream:
             name = "return_expanded_prompt"
             raise unsupported_field(f"{name} needs stream false", name)
-        return await self._answer(request, body, key, [prompt], [text])
+        return await self._respond(request, body, key, [prompt], [text])
 
     async def complete(self, request: Request, body: CompletionRequest, key: ApiKey) -> Response:
         given, special = _prompts(body.prompt), body.add_special_tokens
@@ -74,7 +77,7 @@ class Inference:
         ]
         for prompt in prompts:
             self._check_ids(prompt)
-        return await self._answer(request, body, key, prompts)
+        return await self._respond(request, body, key, prompts)
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Raises ApiError."""
@@ -90,10 +93,10 @@ class Inference:
         """Raises ApiError."""
         if max(body.tokens, default=0) >= self.limits.vocab_size:
             raise invalid_value("tokens: one of them is no token of this model", "tokens")
-        return await self._aside(len(body.tokens), self.tokenizer.decode, body.tokens, False)
+        return await self._run_in_lane(len(body.tokens), self.tokenizer.decode, body.tokens, False)
 
     async def probe(self) -> None:
-        """Two tokens of the base model. Raises ApiError when they do not come."""
+        """Generate two tokens with the base model, for health checks. Raises ApiError when that fails."""
         body = CompletionRequest.model_validate({"prompt": "a", "max_tokens": 2, "temperature": 0.0})
         call = self._call(body, tuple(self.tokenizer.encode("a")), None, "", Signal(), "health")
         self.backend.submit(call)
@@ -106,22 +109,22 @@ class Inference:
             raise as_api_error(call.generation.error)
 
     async def _render(self, messages: Sequence[Message], use: ToolUse | None = None) -> str:
-        """Messages through the chat template. Raises ApiError."""
+        """Apply the chat template. Raises ApiError."""
         length = num_characters(messages)
         try:
             self.tokenizer.check_length(length, self.limits.max_seq_len, whole=False)
         except TextTooLongError as error:
             raise _too_long(error, "messages") from error
-        return await self._aside(max(length, LONG if use else 0), self._rendered, messages, use)
+        return await self._run_in_lane(max(length, LONG if use else 0), self._apply_template, messages, use)
 
-    async def _aside(self, length: int, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Work on a text of so many characters or tokens, beside the event loop where it is long."""
+    async def _run_in_lane(self, length: int, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Run a function on a text of this many characters or tokens: in a thread where the text is long."""
         lane = self._lanes.lane(length)
         if lane is None:
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(lane, function, *arguments)
 
-    def _rendered(self, messages: Sequence[Message], use: ToolUse | None) -> str:
+    def _apply_template(self, messages: Sequence[Message], use: ToolUse | None) -> str:
         shown = template_messages(messages)
         specs = use.specs if use else []
         if use and not self.tokenizer.takes_tools:
@@ -134,12 +137,14 @@ class Inference:
             raise invalid_value(str(error), "messages") from error
 
     async def _encode(self, text: str, special: bool, field: str, whole: bool = True) -> tuple[int, ...]:
-        """whole: the context must have room for all of it. Raises ApiError."""
+        """whole: all of the text must fit into the model's context. Raises ApiError."""
         context = self.limits.max_seq_len
         try:
             self.tokenizer.check_length(len(text), context, whole)
             encode = self.tokenizer.encode
-            return tuple(await self._aside(len(text), encode, text, special, context if whole else None))
+            return tuple(
+                await self._run_in_lane(len(text), encode, text, special, context if whole else None)
+            )
         except TextTooLongError as error:
             raise _too_long(error, field) from error
 
@@ -157,7 +162,7 @@ class Inference:
             most = self.limits.vocab_size - 1
             raise invalid_value(f"prompt: token ids must be at most {most}", "prompt")
 
-    async def _answer(
+    async def _respond(
         self,
         request: Request,
         body: GenerationRequest,
@@ -165,17 +170,10 @@ class Inference:
         prompts: Sequence[tuple[int, ...]],
         texts: Sequence[str] = (),
     ) -> Response:
-        """texts: of the prompts, of a chat."""
-        catalog = self.backend.catalog
-        choice = choose_adapter(
-            body,
-            self.bases,
-            lambda name: catalog.has(name) and key.may_see(name),
-            lambda path: _path_for(key, path, catalog.name_of_path),
-        )
-        key.check(choice.name)
+        """texts: the chat template's text of each prompt; empty for completions."""
+        choice = self._choose_adapter(body, key)
         self._check_count(len(prompts) * (getattr(body, "best_of", None) or body.n))
-        if choice.name is not None and not catalog.has(choice.name):
+        if choice.name is not None and not self.backend.catalog.has(choice.name):
             raise ApiError(404, "adapter_not_found", f"model {choice.name!r} does not exist", choice.field)
         if body.stream_options is not None and not body.stream:
             raise invalid_value("stream_options needs stream true", "stream_options")
@@ -192,17 +190,29 @@ class Inference:
         run = _Run(self.backend, calls, changed, stack, request, self.on_disconnect if body.stream else None)
         try:
             await run.begin()
-            reply = self._reply(body, calls, choice.name, texts)
+            builder = self._response_builder(body, calls, choice.name, texts)
             if body.stream:
                 usage = body.stream_options is not None and body.stream_options.include_usage
-                return EventStream(run.stream(reply, usage), run.watcher, run.close)
+                return EventStream(run.stream(builder, usage), run.watcher, run.close)
             await run.finish()
-            answer = JSONResponse(reply.whole())
+            response = JSONResponse(builder.body())
         except BaseException:
             run.close()
             raise
         run.close()
-        return answer
+        return response
+
+    def _choose_adapter(self, body: GenerationRequest, key: ApiKey) -> AdapterChoice:
+        """Raises ApiError, also when the key may not use the adapter."""
+        catalog = self.backend.catalog
+        choice = choose_adapter(
+            body,
+            self.bases,
+            lambda name: catalog.has(name) and key.may_see(name),
+            lambda path: _name_of_path(key, path, catalog.name_of_path),
+        )
+        key.check(choice.name)
+        return choice
 
     def _call(
         self,
@@ -215,32 +225,38 @@ class Inference:
         shared: Shared | None = None,
     ) -> Call:
         try:
-            made = plan(body, len(prompt), self.tokenizer, self._model, self.limits, shared)
+            planned = plan(body, len(prompt), self.tokenizer, self._model, self.limits, shared)
         except (ValueError, RequestError) as error:
             raise as_api_error(error) from error
-        generation = Generation(prompt, made, body.stream, self.tokenizer, request_id, changed)
+        generation = Generation(prompt, planned, body.stream, self.tokenizer, request_id, changed)
         return Call(generation, adapter, body.load_lora_weights, source or None)
 
-    def _reply(
+    def _response_builder(
         self, body: GenerationRequest, calls: Sequence[Call], adapter: str | None, texts: Sequence[str]
-    ) -> Reply:
+    ) -> ResponseBuilder:
         model = body.model or adapter or self.bases[0]
         version = calls[0].version
-        print_ = self._fingerprint if version is None else f"{self._fingerprint}-{version.digest[:12]}"
+        fingerprint = self._fingerprint
+        if version is not None:
+            fingerprint += f"-{version.digest[:12]}"
         generations = [call.generation for call in calls]
-        arguments = (generations, body.n, model, print_, self.tokenizer)
+        arguments = (generations, body.n, model, fingerprint, self.tokenizer)
         if isinstance(body, ChatRequest):
             expanded = texts[0] if body.return_expanded_prompt else None
-            return ChatReply(*arguments, use=tool_use(body), expanded_prompt=expanded)
+            return ChatResponse(*arguments, use=tool_use(body), expanded_prompt=expanded)
         if isinstance(body, CompletionRequest) and body.echo:
             prompts = _prompts(body.prompt)
             texts = [p if isinstance(p, str) else self.tokenizer.decode(p, False) for p in prompts]
-            return CompletionReply(*arguments, echoes=texts)
-        return CompletionReply(*arguments)
+            return CompletionResponse(*arguments, echoes=texts)
+        return CompletionResponse(*arguments)
 
 
 class _Run:
-    """The calls of one HTTP request, for as long as its client is there."""
+    """The calls of one HTTP request. They are cancelled when its client disconnects.
+
+    stack: closed at the end. on_disconnect: called when the client disconnects during the stream; None where
+    the response's status is counted instead.
+    """
 
     def __init__(
         self,
@@ -251,14 +267,14 @@ class _Run:
         request: Request,
         on_disconnect: Callable[[], None] | None,
     ) -> None:
-        self._on_disconnect = on_disconnect  # None: the answer's status tells
+        self._on_disconnect = on_disconnect
         self._streaming = False
         self._backend, self._calls, self._changed, self._stack = backend, calls, changed, stack
-        self._left = False
-        self.watcher = watch(request.receive, self._leave)
+        self._disconnected = False
+        self.watcher = watch(request.receive, self._set_disconnected)
 
     async def begin(self) -> None:
-        """Start, and wait for the first news: until then an error is an HTTP status."""
+        """Start, and wait for the first change: until then an error becomes an HTTP status."""
         for call in self._calls:
             self._backend.submit(call)
         await self._wait()
@@ -267,21 +283,21 @@ class _Run:
         while not all(call.generation.finished for call in self._calls):
             await self._wait()
 
-    async def stream(self, reply: Reply, usage: bool) -> AsyncIterator[bytes]:
+    async def stream(self, builder: ResponseBuilder, usage: bool) -> AsyncIterator[bytes]:
         self._streaming = True
         try:
-            opening = reply.opening()
-            if opening:
-                yield opening
+            events = builder.first_events()
+            if events:
+                yield events
             while True:
                 finished = all(call.generation.complete for call in self._calls)
-                news = reply.news()
+                events = builder.new_events()
                 if finished:
                     break
-                if news:  # what came at once leaves at once
-                    yield news
+                if events:
+                    yield events
                 await self._wait()
-            yield news + (reply.closing() if usage else b"") + DONE
+            yield events + (builder.usage_event() if usage else b"") + DONE
             self._streaming = False
         except ApiError as error:
             if error.status != 499:
@@ -290,7 +306,7 @@ class _Run:
 
     def close(self) -> None:
         """Idempotent."""
-        if self._streaming and self._on_disconnect is not None:  # without having come to its end
+        if self._streaming and self._on_disconnect is not None:  # the stream is not complete
             self._streaming = False
             self._on_disconnect()
         self.watcher.cancel()
@@ -300,21 +316,21 @@ class _Run:
         self._stack.close()
 
     async def _wait(self) -> None:
-        """For news. Raises ApiError when a call has failed or the client has left."""
+        """Wait for a change. Raises ApiError when a call has failed or the client has disconnected."""
         await self._changed.wait()
-        if self._left:
+        if self._disconnected:
             raise ApiError(499, "client_left", "The client has closed the connection")
         for call in self._calls:
             if call.generation.error is not None:
                 raise as_api_error(call.generation.error)
 
-    def _leave(self) -> None:
-        self._left = True
+    def _set_disconnected(self) -> None:
+        self._disconnected = True
         self._changed.set()
 
 
-def _path_for(key: ApiKey, path: str, name_of_path: Callable[[str], str]) -> str:
-    """A key that does not see all must not learn where something is."""
+def _name_of_path(key: ApiKey, path: str, name_of_path: Callable[[str], str]) -> str:
+    """The adapter at a path. A key that may not see everything must not learn which paths exist."""
     try:
         return name_of_path(path)
     except ApiError as error:

@@ -1,4 +1,4 @@
-"""What is sent back: completions and chats, whole and in chunks."""
+"""Response bodies of completions and chats, whole and as server-sent events."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from manylora.openai.api.tools import Calls, ToolCallParser, ToolUse
 from manylora.openai.serving.generation import Generation
 from manylora.text.tokenizer import Tokenizer
 
-__all__ = ["DONE", "ChatReply", "CompletionReply", "Reply"]
+__all__ = ["DONE", "ChatResponse", "CompletionResponse", "ResponseBuilder"]
 
 DONE = b"data: [DONE]\n\n"
 
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-class Reply:
-    """The answer to one call: the generations of its prompts, n choices of each.
+class ResponseBuilder:
+    """The response to one HTTP request: n choices for each generation, one generation for each prompt.
 
-    model: as the client named it. fingerprint: of the base model and the adapter's content.
+    model: as the client named it. fingerprint: identifies the base model and the adapter's content.
     """
 
     prefix = object = chunk_object = ""
@@ -35,60 +35,60 @@ class Reply:
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.generations = generations
         self._n, self._tokenizer = n, tokenizer
-        self._head = {"created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
+        self._common = {"created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
         self._tokens_sent: dict[int, int] = {}
         self._ended: set[int] = set()
-        head = encode(self._body(self.chunk_object, []))
-        self._chunk_head = "data: " + head.removesuffix("]}")  # the same for all chunks
+        head = encode(self._envelope(self.chunk_object, []))
+        self._chunk_start = "data: " + head.removesuffix("]}")  # the same in all chunks
 
-    def whole(self) -> dict[str, Any]:
-        """The complete answer."""
+    def body(self) -> dict[str, Any]:
+        """The JSON of the complete response."""
         choices, num_output = [], 0
         for number, generation in enumerate(self.generations):
             for output in generation.report():
                 num_output += 0 if generation.plan.prompt_only else output.length
                 choice = self._choice(generation, output)
                 choices.append({"index": number * self._n + output.index, **_ending(output), **choice})
-        return self._body(self.object, choices) | {"usage": self._usage(num_output)}
+        return self._envelope(self.object, choices) | {"usage": self._usage(num_output)}
 
-    def opening(self) -> bytes:
-        """Server-sent events that come before there is any output."""
+    def first_events(self) -> bytes:
+        """Server-sent events before there is any output."""
         return b""
 
-    def news(self) -> bytes:
-        """Server-sent events for what is new since the last call, one chunk for each choice that has news."""
+    def new_events(self) -> bytes:
+        """Server-sent events for output since the last call: one chunk for each choice that has some."""
         chunks: list[str] = []
         for number, generation in enumerate(self.generations):
-            plain = self._is_plain(generation)
-            for at, output in enumerate(generation.growing):
+            text_only = self._is_text_only(generation)
+            for at, output in enumerate(generation.streamed_outputs):
                 index = number * self._n + at
                 if index in self._ended:
                     continue
-                if plain and output.finish_reason is None:  # nearly all chunks are these
+                if text_only and output.finish_reason is None:  # nearly all chunks are these
                     text = output.advance()
                     if text:
                         self._tokens_sent[index] = len(output.token_ids)
                         chunks.append(self._event(self._text_delta(index, encode(text))))
                     continue
                 report = output.report(at, generation.plan.decoding.logprobs, False)
-                if self._has_news(generation, report):
+                if self._has_output(generation, report):
                     chunks += self._chunk(index, generation, report)
         return "".join(chunks).encode()
 
-    def closing(self) -> bytes:
-        """The chunk that stream_options.include_usage asks for."""
+    def usage_event(self) -> bytes:
+        """The last chunk, for stream_options.include_usage."""
         usage = {"usage": self._usage(sum(self._tokens_sent.values()))}
-        return f"data: {encode(self._body(self.chunk_object, []) | usage)}\n\n".encode()
+        return f"data: {encode(self._envelope(self.chunk_object, []) | usage)}\n\n".encode()
 
-    def _is_plain(self, generation: Generation) -> bool:
-        """Whether a chunk that is not a choice's last has nothing but text."""
+    def _is_text_only(self, generation: Generation) -> bool:
+        """Whether all chunks of a choice but the last have only text."""
         return generation.plan.top is None and not generation.plan.prompt_only
 
     def _text_delta(self, index: int, text: str) -> str:
-        """A choice with nothing but text, as JSON. text: as JSON, too."""
+        """A choice with only text, as JSON. text: encoded as JSON."""
         raise NotImplementedError
 
-    def _has_news(self, generation: Generation, output: CompletionOutput) -> bool:
+    def _has_output(self, generation: Generation, output: CompletionOutput) -> bool:
         if output.finish_reason is not None or output.text_diff:
             return True
         return bool(generation.plan.top is not None and output.token_ids_diff)
@@ -103,10 +103,10 @@ class Reply:
 
     def _event(self, choice: str) -> str:
         """choice: as JSON."""
-        return f"{self._chunk_head}{choice}]}}\n\n"
+        return f"{self._chunk_start}{choice}]}}\n\n"
 
-    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, **self._head, "choices": choices}
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, **self._common, "choices": choices}
 
     def _usage(self, num_output: int) -> dict[str, Any]:
         num_prompt = sum(len(generation.prompt) for generation in self.generations)
@@ -122,14 +122,13 @@ class Reply:
     def _deltas(
         self, index: int, generation: Generation, output: CompletionOutput, start: int
     ) -> list[dict[str, Any]]:
-        """What is new in a choice: nothing, one delta, or several, the last with the end."""
+        """What is new in a choice: no delta, one or several. start: tokens that were sent already."""
         raise NotImplementedError
 
 
-class ChatReply(Reply):
-    """use: the tools that its answers may call.
-    expanded_prompt: what the template made of the messages, where it is to be told.
-    """
+class ChatResponse(ResponseBuilder):
+    """use: the tools that the model may call. expanded_prompt: the chat template's text, where it is asked
+    for."""
 
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -138,19 +137,19 @@ class ChatReply(Reply):
     ) -> None:
         super().__init__(*arguments)
         self._use, self._expanded_prompt = use, expanded_prompt
-        self._growing: dict[int, ToolCallParser] = {}
+        self._parsers: dict[int, ToolCallParser] = {}
 
-    def whole(self) -> dict[str, Any]:
-        told = self._expanded_prompt
-        return super().whole() | ({} if told is None else {"expanded_prompt": told})
+    def body(self) -> dict[str, Any]:
+        expanded = self._expanded_prompt
+        return super().body() | ({} if expanded is None else {"expanded_prompt": expanded})
 
-    def opening(self) -> bytes:
+    def first_events(self) -> bytes:
         role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         count = len(self.generations) * self._n
         return "".join(self._event(encode({"index": index, **role})) for index in range(count)).encode()
 
-    def _is_plain(self, generation: Generation) -> bool:
-        return self._use is None and super()._is_plain(generation)
+    def _is_text_only(self, generation: Generation) -> bool:
+        return self._use is None and super()._is_text_only(generation)
 
     def _text_delta(self, index: int, text: str) -> str:
         return f'{{"index":{index},"delta":{{"content":{text}}},"logprobs":null,"finish_reason":null}}'
@@ -162,7 +161,7 @@ class ChatReply(Reply):
             content, calls = ToolCallParser(self._use).add(output.text, final=True)
             if calls:
                 message |= {"content": content or None, "tool_calls": calls}
-                choice["finish_reason"] = _called(output)
+                choice["finish_reason"] = _finish_reason(output)
         return choice
 
     def _deltas(
@@ -172,15 +171,15 @@ class ChatReply(Reply):
         no_calls: Calls = []
         content, calls = output.text_diff, no_calls
         if self._use is not None:
-            growing = self._growing.setdefault(index, ToolCallParser(self._use))
-            content, calls = growing.add(content, output.finish_reason is not None)
+            parser = self._parsers.setdefault(index, ToolCallParser(self._use))
+            content, calls = parser.add(content, output.finish_reason is not None)
         ending = _ending(output)
         if calls:
-            ending["finish_reason"] = _called(output)
-            told = {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}
+            ending["finish_reason"] = _finish_reason(output)
+            delta = {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}
             first = {"delta": {"content": content} if content else {}, **log_probs}
-            begun = [{**first, "finish_reason": None}] if content else []
-            return [*begun, {"delta": told, **({} if content else log_probs), **ending}]
+            content_chunk = [{**first, "finish_reason": None}] if content else []
+            return [*content_chunk, {"delta": delta, **({} if content else log_probs), **ending}]
         if not content and output.finish_reason is None and log_probs["logprobs"] is None:
             return []
         return [{"delta": {"content": content} if content else {}, **log_probs, **ending}]
@@ -195,18 +194,18 @@ class ChatReply(Reply):
         return chat_logprobs(found, self._tokenizer)
 
 
-class CompletionReply(Reply):
-    """echoes: the texts of the prompts, where they come back before the output."""
+class CompletionResponse(ResponseBuilder):
+    """echoes: the texts of the prompts, where they are returned before the output."""
 
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, *arguments: Any, echoes: Sequence[str] | None = None) -> None:
         super().__init__(*arguments)
         self._echoes = echoes
-        self._to_echo = set(range(len(echoes or ())))  # prompts that a stream has not shown yet
+        self._to_echo = set(range(len(echoes or ())))  # prompts that a stream has not sent yet
 
-    def news(self) -> bytes:
-        """A prompt comes before the first news of its output: only then its log probabilities are known."""
+    def new_events(self) -> bytes:
+        """A prompt is sent with its first output: only then its log probabilities are known."""
         chunks = []
         for number in sorted(self._to_echo):
             generation = self.generations[number]
@@ -217,7 +216,7 @@ class CompletionReply(Reply):
                 chunks += [
                     self._event(encode({"index": number * self._n + i, **choice})) for i in range(self._n)
                 ]
-        return "".join(chunks).encode() + super().news()
+        return "".join(chunks).encode() + super().new_events()
 
     def _text_delta(self, index: int, text: str) -> str:
         return f'{{"index":{index},"text":{text},"logprobs":null,"finish_reason":null}}'
@@ -228,8 +227,8 @@ class CompletionReply(Reply):
         return self._echoes[list(self.generations).index(generation)]
 
     def _choice(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
-        only = generation.plan.prompt_only
-        text = self._echo(generation) + ("" if only else output.text)
+        prompt_only = generation.plan.prompt_only
+        text = self._echo(generation) + ("" if prompt_only else output.text)
         return {"text": text, "logprobs": self._logprobs(generation, output, 0, whole=True)}
 
     def _deltas(
@@ -263,8 +262,8 @@ class CompletionReply(Reply):
         return completion_logprobs(found, self._tokenizer, top)
 
 
-def _called(output: CompletionOutput) -> str | None:
-    """An answer that was cut is told as cut, even where calls were found in it."""
+def _finish_reason(output: CompletionOutput) -> str | None:
+    """Of a choice with tool calls. An output that was cut off keeps its own reason."""
     return "tool_calls" if output.finish_reason == "stop" else output.finish_reason
 
 

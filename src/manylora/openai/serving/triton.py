@@ -1,4 +1,4 @@
-"""TritonEngine: the `tensorrt_llm` model of a running Triton in place of an engine of our own, over gRPC."""
+"""TritonEngine: uses the `tensorrt_llm` model of a running Triton server over gRPC as the engine."""
 
 from __future__ import annotations
 
@@ -40,28 +40,26 @@ __all__ = ["TritonEngine", "TritonModel"]
 logger = logging.getLogger("manylora")
 
 CONNECT_S = 10.0
-CHECK_S = 2.0  # between two looks whether the model is ready
-MAX_KNOWN = 65536  # task ids that the server is known to have had
-MAX_TOLD = 256  # of these, the ones used last, in metrics and as residents
+CHECK_S = 2.0  # between two checks whether the model is ready
+MAX_KNOWN = 65536  # task ids that the server has accepted
+MAX_RESIDENTS = 256  # of these, the most recently used, which metrics and /v1/models show
 FINAL = "triton_enable_empty_final_response"
 UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-WIDTHS = {"FP32": "float32", "FP16": "float16", "BF16": "V2"}
+WEIGHT_TYPES = {"FP32": "float32", "FP16": "float16", "BF16": "V2"}
 NEEDED = ("input_ids", "input_lengths", "request_output_len")
 RENAMED = {"random_seed": "seed", "min_length": "min_tokens"}  # in NVIDIA's releases after 0.19
-OWN_GUIDES = ("lark_grammar", "llguidance")
+MANYLORA_GUIDES = ("lark_grammar", "llguidance")
 ADAPTER_FAULT = re.compile(r"\blora[ _]|low_rank|adapterSize|layerId")
-STACK = re.compile(
-    r"\s+\d+\s+0x[0-9a-f]{6,}.*|\s*Traceback \(most recent.*", re.DOTALL
-)  # behind an assertion
+STACK = re.compile(r"\s+\d+\s+0x[0-9a-f]{6,}.*|\s*Traceback \(most recent.*", re.DOTALL)
 PATH = re.compile(r"(?:/[\w.+-]+){2,}(?::\d+)?")
 
 
 @dataclass(frozen=True)
 class TritonModel:
-    """What the server says of its model: ours, or NVIDIA's of the same name, in any of its releases.
+    """The model's configuration as the server reports it. It may be ours, or NVIDIA's in any release.
 
-    inputs: by name, with data types. parameters: of config.pbtxt. outputs: names. decoupled: it can answer
-    piece by piece. batched: tensors have a batch dimension. lora_columns: of lora_config, 0: any number.
+    inputs: name -> data type. parameters: of config.pbtxt. outputs: names. decoupled: it can stream. batched:
+    tensors have a batch dimension. lora_columns: of the input lora_config, 0: any number.
     """
 
     name: str
@@ -107,12 +105,12 @@ class TritonModel:
 
     @property
     def ours(self) -> bool:
-        """Whether it takes what only ours does."""
+        """Whether it is our model, with its additional inputs."""
         return "finish_reason" in self.outputs
 
     def tensors(self, request: Request) -> dict[str, np.ndarray]:
-        """A request as the inputs of this model. Raises ApiError for what it cannot take: a stream with an
-        unknown input would be refused by Triton as well, and leave a reference to the model behind."""
+        """The input tensors of a request. Raises ApiError for inputs that the model does not have: Triton
+        would refuse them too, but would leak a reference to the model."""
         self._check(request.params)
         if request.lora is not None and request.lora.extras:
             raise ApiError(
@@ -124,20 +122,12 @@ class TritonModel:
             )
         request = request if self.decoupled else replace(request, streaming=False)
         lora = request.lora
-        if lora is not None and lora.extras:
-            raise ApiError(
-                422,
-                "adapter_not_sendable",
-                f"the adapter has {lora.extras[0].name}, which a request to Triton cannot carry: put its "
-                "directory into the server's lora_catalog_dir, or serve with an engine of this process",
-                "model",
-            )
         if lora is not None and lora.weights is not None and lora.config is not None:
             weights = _as_type(lora.weights, self.inputs.get("lora_weights", "FP32"))
             lora = replace(lora, weights=weights, config=_columns(lora.config, self.lora_columns))
         found = request_tensors(replace(request, lora=lora))
         if "pad_id" not in self.inputs:
-            found.pop("pad_id", None)  # it fills what is not read
+            found.pop("pad_id", None)  # no effect: it is the value of padding, which is not read
         named = {name if name in self.inputs else RENAMED.get(name, name): one for name, one in found.items()}
         unknown = sorted(set(named) - set(self.inputs))
         if unknown:
@@ -147,30 +137,30 @@ class TritonModel:
         return {name: one if self.batched else one[0] for name, one in named.items()}
 
     def _check(self, params: SamplingParams) -> None:
-        """What NVIDIA's would not refuse, but ignore."""
+        """Refuse what NVIDIA's model would silently ignore."""
         if params.num_return_sequences > 1 and not self.decoupled:
             raise unsupported_field("n above 1 needs a decoupled Triton model", "n")
-        if params.guide is not None and params.guide.type in OWN_GUIDES and not self.ours:
+        if params.guide is not None and params.guide.type in MANYLORA_GUIDES and not self.ours:
             reason = f"The Triton model behind this server knows no {params.guide.type}"
             raise unsupported_field(reason, "response_format")
 
     def number(self, name: str) -> int | None:
-        """A parameter that was filled in."""
+        """The value of a numeric parameter; None where it is empty."""
         text = self.parameters.get(name, "")
         return int(text) if text.isdigit() else None
 
 
 class TritonEngine:
-    """Belongs to the event loop it is made on. Each request is a stream of its own, so that leaving one
-    cancels it: the model is told, and stops."""
+    """Belongs to the event loop it is made on. Each request has a gRPC stream of its own, because cancelling
+    a stream is how Triton tells the model to stop."""
 
     def __init__(self, url: str, model: TritonModel) -> None:
         self._channel, self.model = grpc.aio.insecure_channel(url, options=UNLIMITED), model
         self._stub = GRPCInferenceServiceStub(self._channel)
         self._tickets = count(1)
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._begun: set[int] = set()  # tickets that have given a token
-        self._known: OrderedDict[int, None] = OrderedDict()  # task ids, the one used last at the end
+        self._begun: set[int] = set()  # tickets with at least one token
+        self._known: OrderedDict[int, None] = OrderedDict()  # task ids, the most recently used last
         self._wake: Wake = lambda: None
         self._ready = True
         self._checking = asyncio.create_task(self._check())
@@ -183,35 +173,35 @@ class TritonEngine:
         return self._ready
 
     def resident(self, task_id: int) -> bool:
-        """Whether the server has taken this adapter and not said since that it is gone."""
+        """Whether the server has accepted this adapter, and has not reported since that it is evicted."""
         return task_id in self._known
 
     def submit(self, request: Request, sink: Sink) -> int:
-        """As EngineLoop.submit: whatever goes wrong comes to the sink."""
+        """As EngineLoop.submit: errors go to the sink."""
         ticket = next(self._tickets)
         self._running[ticket] = asyncio.create_task(self._serve(ticket, request, sink))
         return ticket
 
     def cancel(self, ticket: int) -> None:
-        """Leave the stream; the request gets its last event. Unknown: no effect."""
+        """Cancel the stream; the request gets a last event. No effect for an unknown ticket."""
         task = self._running.get(ticket)
         if task is not None:
             task.cancel()
 
     def stats(self) -> EngineStats:
-        """What can be seen from here; the server's own metrics port tells the rest."""
-        known = list(self._known)[-MAX_TOLD:]
+        """What is known here. The server's own metrics port has the rest."""
+        known = list(self._known)[-MAX_RESIDENTS:]
         residents = tuple(Resident(str(task_id), 0, True) for task_id in known)
         waiting = len(self._running) - len(self._begun)
         return EngineStats(
             waiting=waiting,
             running=len(self._begun),
-            # How many fit is not known here; as far as that goes, one more does.
+            # How many fit is not known: assume that there is space for one more.
             adapters=AdapterStats(max_device_adapters=len(known) + 1, residents=residents),
         )
 
     def cache_map(self, take: Callable[[CacheMap | None], None]) -> None:
-        """Pages are not seen from here."""
+        """Triton does not report pages."""
         take(None)
 
     async def close(self) -> None:
@@ -224,7 +214,7 @@ class TritonEngine:
     async def _serve(self, ticket: int, request: Request, sink: Sink) -> None:
         reader, stream = AnswerReader(request), None
         try:
-            if request.lora is not None and request.lora.has_tensors:  # large: its bytes are made aside
+            if request.lora is not None and request.lora.has_tensors:  # large: serialize it in a thread
                 running = asyncio.get_running_loop()
                 message = await running.run_in_executor(None, self._message, request)
             else:
@@ -246,7 +236,7 @@ class TritonEngine:
                 sink(Event(finish_reason=FinishReason.ERROR, last=True, error=self._explain(error, request)))
         finally:
             if stream is not None:
-                stream.cancel()  # without effect on one that has ended
+                stream.cancel()  # no effect on one that has ended
             self._running.pop(ticket, None)
             self._begun.discard(ticket)
             self._wake()
@@ -263,7 +253,7 @@ class TritonEngine:
             self._known.popitem(last=False)
 
     def _explain(self, error: Exception, request: Request) -> Exception:
-        """The server's words as the errors of an engine of our own."""
+        """The server's error message as the exception that an engine in this process would raise."""
         if isinstance(error, ApiError | RequestError):
             return error
         text = _text_of(error)
@@ -273,7 +263,7 @@ class TritonEngine:
             return AdapterNotCachedError(task_id)
         if "queue size" in text:
             return ApiError(429, "overloaded", "Too many requests wait already, try again", retry_after=1)
-        if "ache is full" in text and "it needs" in text:  # ours: more than the whole cache
+        if "ache is full" in text and "it needs" in text:  # from our model: it is larger than the whole cache
             return AdapterCacheFullError(text)
         if "ache is full" in text:
             return ApiError(
@@ -300,7 +290,7 @@ class TritonEngine:
             if ready != self._ready:
                 logger.warning("triton: model %s is %s", self.model.name, "ready" if ready else "not ready")
             if not ready:
-                self._known.clear()  # another process, with an empty cache, may answer next
+                self._known.clear()  # the model may restart, with an empty cache
             self._ready = ready
             await asyncio.sleep(CHECK_S)
 
@@ -310,7 +300,7 @@ async def _only(message: ModelInferRequest) -> AsyncIterator[ModelInferRequest]:
 
 
 def _message(model: str, request_id: str, tensors: dict[str, np.ndarray]) -> ModelInferRequest:
-    """Tensors as bytes; bfloat16 too, which tritonclient has no array for."""
+    """Tensors as bytes, bfloat16 too, for which tritonclient has no array type."""
     message = ModelInferRequest(model_name=model, id=request_id)
     message.parameters[FINAL].bool_param = True
     for name, value in tensors.items():
@@ -322,7 +312,7 @@ def _message(model: str, request_id: str, tensors: dict[str, np.ndarray]) -> Mod
 
 
 def _read(response: ModelStreamInferResponse) -> tuple[dict[str, np.ndarray], bool]:
-    """Outputs, and whether this is the final response. Raises InferenceServerException."""
+    """The outputs, and whether this is the final response. Raises InferenceServerException."""
     if response.error_message:
         raise InferenceServerException(response.error_message)
     result = triton.InferResult(response.infer_response)
@@ -331,9 +321,9 @@ def _read(response: ModelStreamInferResponse) -> tuple[dict[str, np.ndarray], bo
 
 
 def _as_type(weights: np.ndarray, wanted: str) -> np.ndarray:
-    """Adapter tensors in the type of the server's input."""
+    """An adapter's weights in the data type of the server's input."""
     given = "V2" if is_bfloat16(weights.dtype) else weights.dtype.name
-    target = WIDTHS.get(wanted, "float32")
+    target = WEIGHT_TYPES.get(wanted, "float32")
     if given == target:
         return weights
     wide = widen_bfloat16(weights) if given == "V2" else weights.astype(np.float32)
@@ -341,7 +331,7 @@ def _as_type(weights: np.ndarray, wanted: str) -> np.ndarray:
 
 
 def _columns(config: np.ndarray, count: int) -> np.ndarray:
-    """lora_config [1, rows, 3 or 4] with as many columns as the server's input has. Raises ApiError."""
+    """lora_config [1, rows, 3 or 4] with the number of columns of the server's input. Raises ApiError."""
     if count not in (3, 4) or config.shape[2] == count:
         return config
     if count == 4:
@@ -353,7 +343,7 @@ def _columns(config: np.ndarray, count: int) -> np.ndarray:
 
 
 def _text_of(error: Exception) -> str:
-    """For a client: without paths of the server."""
+    """The error message for a client, without paths and stack traces of the server."""
     text = error.message() if isinstance(error, InferenceServerException) else None
     if isinstance(error, grpc.aio.AioRpcError):
         text = error.details()

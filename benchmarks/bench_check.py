@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from manylora.bench import sides
+from manylora.bench import system
 from manylora.cli import main as manylora
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo"
@@ -40,7 +40,7 @@ def write_dataset(path: Path, requests: int, tokens: int) -> None:
 def one_round(folder: Path, dataset: Path, model: Path) -> tuple[float, float]:
     """Tokens per second by the report, and as seen from outside."""
     spans: list[float] = []
-    send = sides._load
+    send = system._load
 
     def timed(*arguments: Any) -> Any:
         start = time.perf_counter()
@@ -48,13 +48,13 @@ def one_round(folder: Path, dataset: Path, model: Path) -> tuple[float, float]:
         spans.append(time.perf_counter() - start)
         return found
 
-    sides._load = timed
+    system._load = timed
     try:
         report, answers = folder / "report.json", folder / "answers.json"
         flags = ["--dataset", str(dataset), "--report_json", str(report), "--output_json", str(answers)]
         code = manylora(["bench", "--model", str(model), "throughput", *flags])
     finally:
-        sides._load = send
+        system._load = send
     if code or len(spans) != 1:
         sys.exit(f"manylora bench ended with {code} after {len(spans)} runs")
     told = json.loads(report.read_text(encoding="utf-8"))["performance"]["system_output_throughput_tok_s"]

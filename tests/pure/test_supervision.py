@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from manylora.errors import ConfigError
-from manylora.launcher import keeper as keeper_module
+from manylora.launcher import supervisor as keeper_module
 from manylora.launcher.logs import bound, open_log
 from manylora.launcher.memory_limit import MemoryLimit
 from manylora.launcher.processes import end_marked, is_alive

@@ -17,8 +17,8 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.store import AdapterStore
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
+from manylora.model.effective_weights import HeldWeights
 from manylora.model.encoder_decoder import EncoderDecoder
-from manylora.model.held import HeldWeights
 from manylora.model.weights import adapter_dtype, compute_dtype, load_decoder
 from manylora.system.allocator import keep_memory
 

@@ -119,8 +119,8 @@ def test_an_embedding_table_has_at_most_a_row_for_each_token(engine: Engine) -> 
 
 
 def test_logits_that_open_requests_keep_are_bounded_together(engine: Engine) -> None:
-    room, row = engine._logits_room, 4 * engine.model.vocab_size
-    before, room.num_bytes = room.num_bytes, 12 * row
+    memory, row = engine._logits_memory, 4 * engine.model.vocab_size
+    before, memory.num_bytes = memory.num_bytes, 12 * row
     try:
         with pytest.raises(RequestError, match="Logits of 16 tokens take"):
             engine.submit(engine.prepare(samples(4, return_generation_logits=True)))
@@ -132,7 +132,7 @@ def test_logits_that_open_requests_keep_are_bounded_together(engine: Engine) -> 
         [events] = run(engine, fits)
         assert len(events[-1].generation_logits) == 4
     finally:
-        room.num_bytes = before
+        memory.num_bytes = before
 
 
 HOSTILE = {
@@ -198,7 +198,7 @@ def test_a_guide_that_fails_on_the_way_ends_its_own_request(
         assert "guided_decoding_guide is too complex: lexer error" in str(events[-1].error)
         assert other[-1].error is None
     handle = engine.submit(engine.prepare(guided(2)))
-    [state] = [sequence.guide for sequence in engine._everyone()]
+    [state] = [sequence.guide for sequence in engine._open_sequences()]
     monkeypatch.setattr(guides, "MASK_S", 0.1)
     state._work, state._since = stuck, time.monotonic()
     events = []

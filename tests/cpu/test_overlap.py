@@ -15,7 +15,7 @@ from test_graphs import CPU, KINDS, NothingWaits, Recorder
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
-from manylora.engine.flight import Flight
+from manylora.engine.launched import LaunchedStep
 from manylora.kernels import transfer
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device, open_device
@@ -136,24 +136,24 @@ def test_the_next_step_is_launched_before_the_tokens_are_seen(
     for overlap in (True, False):
         happened.clear()
         engine = open_engine(model, overlap)
-        launch, land = engine._runner.launch, Flight.land
+        launch, wait = engine._runner.launch, LaunchedStep.wait
 
-        def launched(*arguments: Any, launch: Any = launch) -> Flight:
+        def launched(*arguments: Any, launch: Any = launch) -> LaunchedStep:
             happened.append("launch")
             return launch(*arguments)
 
-        def landed(flight: Flight, land: Any = land) -> Any:
-            happened.append("land")
-            return land(flight)
+        def waited(step: LaunchedStep, wait: Any = wait) -> Any:
+            happened.append("wait")
+            return wait(step)
 
         with monkeypatch.context() as patch:
             patch.setattr(engine._runner, "launch", launched)
-            patch.setattr(Flight, "land", landed)
+            patch.setattr(LaunchedStep, "wait", waited)
             engine.submit(engine.prepare(Request((3, 4), SamplingParams(max_tokens=4), adapters[0])))
             while engine.has_work:
                 engine.step()
-        order = ["launch", "launch", "land", "launch", "land", "launch", "land", "land"]
-        assert happened == (order if overlap else ["launch", "land"] * 4)
+        order = ["launch", "launch", "wait", "launch", "wait", "launch", "wait", "wait"]
+        assert happened == (order if overlap else ["launch", "wait"] * 4)
 
 
 def test_a_step_that_fails_ends_its_own_requests_only(
@@ -196,7 +196,7 @@ def test_overlapped_recorded_steps_wait_for_nothing(
     shared |= {engine.adapters.batch.__self__._pool.flat.data_ptr(), ops._places.data_ptr()}
     launch, copies, pack = engine._runner.launch, [0], transfer._pack
 
-    def watched(*arguments: Any) -> Flight:
+    def watched(*arguments: Any) -> LaunchedStep:
         with NothingWaits():
             return launch(*arguments)
 

@@ -252,11 +252,11 @@ def test_who_has_drawn_its_last_token_runs_no_more() -> None:
     short, long = bench.add([1, 2, 3], 1), bench.add([4, 5, 6], 3)
     step = bench.scheduler.schedule()
     for chunk in step.chunks:
-        chunk.sequence.foresee()
+        chunk.sequence.append_pending_token()
     bench.scheduler.advance(step)
     assert [chunk.sequence for chunk in bench.scheduler.schedule().chunks] == [long]
     for sequence in (short, long):
-        sequence.recall()
+        sequence.remove_pending_token()
         sequence.append(7, None)
     assert short.finished and long.tokens == [4, 5, 6, 7] and not long.is_pending
 
@@ -276,14 +276,14 @@ def test_no_adapter_gives_way_that_a_step_under_way_reads() -> None:
     step = bench.scheduler.schedule()
     assert {chunk.sequence for chunk in step.chunks} == {older, younger}
     for chunk in step.chunks:
-        chunk.sequence.foresee()
+        chunk.sequence.append_pending_token()
     bench.scheduler.advance(step)
     after = bench.scheduler.schedule(step)
     assert [chunk.sequence for chunk in after.chunks] == [older]
     assert list(bench.scheduler.waiting) == [younger, third] and bench.scheduler.num_preemptions == 1
     assert bench.adapters.pins == {"a": 1, "b": 1}
     for sequence in (older, younger):
-        sequence.recall()
+        sequence.remove_pending_token()
         sequence.append(7, None)
     bench.scheduler.schedule()
     assert bench.adapters.pins == {"a": 1}

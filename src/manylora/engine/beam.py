@@ -1,4 +1,4 @@
-"""Beam search: a group of sequences that share a prompt, and the choice of their next tokens.
+"""Beam search: a group of sequences that share a prompt, and the candidates for their next tokens.
 
 Every step extends each of `width` beams by every token and keeps the best. A beam that reaches the end id or
 a stop word becomes a result; the search ends when no running beam can still be among the best results.
@@ -15,12 +15,12 @@ from torch import Tensor
 from manylora.engine.sequence import Sequence
 from manylora.request import Beam, FinishReason
 
-__all__ = ["BeamGroup", "Choice", "choose"]
+__all__ = ["BeamCandidate", "BeamGroup", "best_candidates"]
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The next step of one beam: the beam it goes on from, its token, that token's log probability."""
+class BeamCandidate:
+    """A beam extended by one token. parent: index of the beam; log_prob: of the token."""
 
     parent: int
     token: int
@@ -30,9 +30,14 @@ class Choice:
 
 @dataclass(eq=False)
 class BeamGroup:
-    """leader: computes the prompt and stands for the request; beams: the running ones, the leader among them.
+    """One search.
 
-    reserve: KV blocks that belong to the group and are in no beam's table now.
+    leader:  computes the prompt and stands for the request.
+    beams:   the running ones, the leader among them.
+    scores:  cumulative log probability of each beam.
+    reserve: KV blocks of the group that no beam uses now.
+    results: (score with the length penalty, result), the best first.
+    forked:  whether the beams after the first exist, which is after the first step.
     """
 
     width: int
@@ -40,60 +45,60 @@ class BeamGroup:
     beams: list[Sequence] = field(default_factory=list)
     scores: list[float] = field(default_factory=lambda: [0.0])
     reserve: list[int] = field(default_factory=list)
-    results: list[tuple[float, Beam]] = field(default_factory=list)  # score with the length penalty
+    results: list[tuple[float, Beam]] = field(default_factory=list)
     forked: bool = False
 
     def __post_init__(self) -> None:
         self.beams = [self.leader]
 
-    def settle(self, choices: list[Choice]) -> list[Choice]:
-        """Turn choices that end into results. Returns those that go on: `width` of them, or none at the end.
+    def select(self, candidates: list[BeamCandidate]) -> list[BeamCandidate]:
+        """Turn candidates that end into results. Returns the `width` that go on; none when the search ends.
 
-        choices: the best 2 * width, the best first, so that `width` go on even if as many end.
+        candidates: the best 2 * width, the best first, so that `width` go on even if as many end.
         """
-        going: list[Choice] = []
-        for rank, choice in enumerate(choices):
-            if self._ends(choice):
+        chosen: list[BeamCandidate] = []
+        for rank, candidate in enumerate(candidates):
+            if self._ends(candidate):
                 if rank < self.width:
-                    self._add_result(choice)
-            elif len(going) < self.width:
-                going.append(choice)
+                    self._add_result(candidate)
+            elif len(chosen) < self.width:
+                chosen.append(candidate)
         length = self.leader.num_output + 1
         if self.leader.num_prompt + length >= self.leader.max_len:
-            for choice in going:
-                self._add_result(choice)
-            going = []
-        if not going or self._is_done(going[0].score, length):
-            self._finish(FinishReason.STOP if going else FinishReason.LENGTH)
+            for candidate in chosen:
+                self._add_result(candidate)
+            chosen = []
+        if not chosen or self._is_done(chosen[0].score, length):
+            self._finish(FinishReason.STOP if chosen else FinishReason.LENGTH)
             return []
-        return going
+        return chosen
 
-    def move(
-        self, choices: list[Choice], fork: Callable[[Sequence, Sequence, list[int]], None]
+    def extend(
+        self, chosen: list[BeamCandidate], fork: Callable[[Sequence, Sequence, list[int]], None]
     ) -> list[Sequence]:
-        """Continue each choice in a sequence. Returns the sequences that are new: after the first step.
+        """Append each chosen token to a beam. Returns the beams that are new: those of the first step.
 
-        fork(source, target, reserve) gives the target the source's KV blocks. The first choice of a parent
-        stays in the parent's sequence; others take those of parents without a choice.
+        fork(source, target, reserve) gives the target the source's KV blocks. A parent's best candidate stays
+        in the parent's sequence; its others take the sequences of parents without a candidate.
         """
-        stays: dict[int, int] = {}
-        for i, choice in enumerate(choices):
-            stays.setdefault(choice.parent, i)
-        spare = [beam for at, beam in enumerate(self.beams) if at not in stays]
+        best_of: dict[int, int] = {}  # parent -> index of its best candidate
+        for i, candidate in enumerate(chosen):
+            best_of.setdefault(candidate.parent, i)
+        spare = [beam for index, beam in enumerate(self.beams) if index not in best_of]
         added = [self._new_beam() for _ in range(self.width - len(self.beams))]
         spare += added
-        moved: list[Sequence] = []
-        for i, choice in enumerate(choices):
-            source = self.beams[choice.parent]
-            target = source if stays[choice.parent] == i else spare.pop()
+        beams: list[Sequence] = []
+        for i, candidate in enumerate(chosen):
+            source = self.beams[candidate.parent]
+            target = source if best_of[candidate.parent] == i else spare.pop()
             if target is not source:
                 target.tokens, target.log_probs = list(source.tokens), list(source.log_probs)
                 fork(source, target, self.reserve)
-            moved.append(target)
-        for beam, choice in zip(moved, choices, strict=True):
-            beam.tokens.append(choice.token)
-            beam.log_probs.append(choice.log_prob)
-        self.beams, self.scores = moved, [choice.score for choice in choices]
+            beams.append(target)
+        for beam, candidate in zip(beams, chosen, strict=True):
+            beam.tokens.append(candidate.token)
+            beam.log_probs.append(candidate.log_prob)
+        self.beams, self.scores = beams, [candidate.score for candidate in chosen]
         self.forked = True
         return added
 
@@ -101,26 +106,26 @@ class BeamGroup:
         one = self.leader
         return Sequence(one.handle, one.request, one.index, one.max_len, one.lease, beams=self)
 
-    def _ends(self, choice: Choice) -> bool:
+    def _ends(self, candidate: BeamCandidate) -> bool:
         params = self.leader.request.params
-        if choice.token == params.end_id:
+        if candidate.token == params.end_id:
             return True
-        output = [*self._output(choice.parent), choice.token]
+        output = [*self._output(candidate.parent), candidate.token]
         return any(tuple(output[-len(word) :]) == word for word in params.stop_words)
 
     def _output(self, beam: int) -> list[int]:
         sequence = self.beams[beam]
         return sequence.tokens[sequence.num_prompt :]
 
-    def _add_result(self, choice: Choice) -> None:
-        params, parent = self.leader.request.params, self.beams[choice.parent]
-        tokens, log_probs = self._output(choice.parent), list(parent.log_probs)
+    def _add_result(self, candidate: BeamCandidate) -> None:
+        params, parent = self.leader.request.params, self.beams[candidate.parent]
+        tokens, log_probs = self._output(candidate.parent), list(parent.log_probs)
         length = len(tokens) + 1
-        if choice.token != params.end_id:
-            tokens = [*tokens, choice.token]
-            log_probs.append(choice.log_prob)
-        beam = Beam(tuple(tokens), tuple(log_probs), choice.score)
-        self.results.append((choice.score / length**params.length_penalty, beam))
+        if candidate.token != params.end_id:
+            tokens = [*tokens, candidate.token]
+            log_probs.append(candidate.log_prob)
+        beam = Beam(tuple(tokens), tuple(log_probs), candidate.score)
+        self.results.append((candidate.score / length**params.length_penalty, beam))
         self.results.sort(key=lambda pair: -pair[0])
         del self.results[self.width :]
 
@@ -137,11 +142,11 @@ class BeamGroup:
         self.leader.finish_reason = reason
 
 
-def choose(log_probs: Tensor, group: BeamGroup) -> list[Choice]:
-    """The best 2 * width next steps, the best first.
+def best_candidates(log_probs: Tensor, group: BeamGroup) -> list[BeamCandidate]:
+    """The best 2 * width candidates, the best first.
 
-    log_probs [beams, vocab] float32. With a diversity rate g, the n-th best token of a beam is ranked as if
-    its log probability were n * g less, n from 0.
+    log_probs [beams, vocab] float32. With a diversity rate g, a beam's n-th best token, from 0, is ranked as
+    if its log probability were n * g lower.
     """
     vocab = log_probs.shape[-1]
     count = min(2 * group.width, vocab)
@@ -151,4 +156,4 @@ def choose(log_probs: Tensor, group: BeamGroup) -> list[Choice]:
     ranked = scores - rate * torch.arange(count, device=best.device)
     order = torch.topk(ranked.flatten(), min(2 * group.width, ranked.numel())).indices.tolist()
     flat_scores, flat_tokens, flat_best = (x.flatten().tolist() for x in (scores, tokens, best))
-    return [Choice(i // count, flat_tokens[i], flat_best[i], flat_scores[i]) for i in order]
+    return [BeamCandidate(i // count, flat_tokens[i], flat_best[i], flat_scores[i]) for i in order]

@@ -12,7 +12,7 @@ from manylora.engine.encoding import check_encoder_prompt
 from manylora.errors import QueueFullError, RequestError
 from manylora.request import Request
 
-__all__ = ["LogitsRoom", "check_request"]
+__all__ = ["LogitsMemory", "check_request"]
 
 LOGITS_SHARE = 4  # of the machine's memory, for logits that open requests keep: one part in so many
 
@@ -91,7 +91,7 @@ def _check_draft(request: Request, config: EngineConfig, model: ModelConfig, max
 
 
 @dataclass
-class LogitsRoom:
+class LogitsMemory:
     """Memory for the logits that open requests asked for, float32 of the whole vocabulary for each token: of
     the prompt, and of the output where it does not stream."""
 
@@ -99,7 +99,7 @@ class LogitsRoom:
     num_bytes: int = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // LOGITS_SHARE
     _taken: dict[int, int] = field(default_factory=dict)
 
-    def take(self, handle: int, request: Request, num_output: int) -> None:
+    def reserve(self, handle: int, request: Request, num_output: int) -> None:
         """num_output: tokens that its sequences may make. Raises RequestError when there is no room, now or
         at all."""
         params = request.params
@@ -117,5 +117,5 @@ class LogitsRoom:
         if wanted:
             self._taken[handle] = wanted
 
-    def give_back(self, handle: int) -> None:
+    def release(self, handle: int) -> None:
         self._taken.pop(handle, None)

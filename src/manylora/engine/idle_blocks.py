@@ -1,4 +1,4 @@
-"""IdleBlocks: KV blocks that no sequence uses but that may be used again, in the order they are given up."""
+"""IdleBlocks: KV blocks that no sequence uses but that may be reused, in the order of their eviction."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ DEFAULT_PRIORITY = 35
 
 
 class IdleBlocks:
-    """The lowest priority goes first, within one priority the block that is idle longest.
+    """The lowest priority is evicted first; within one priority, the block that has been idle longest.
 
-    A priority may hold for a while only; then the block has the default one.
+    A priority may be given for a limited time; after it the block has the default priority.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class IdleBlocks:
                 del self._levels[priority]
 
     def pop(self) -> int:
-        """The block to give up next."""
+        """Remove and return the block to evict next."""
         self._expire()
         block = next(iter(self._levels[min(self._levels)]))
         self.discard(block)

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from manylora.engine.idle_blocks import DEFAULT_PRIORITY, IdleBlocks
 from manylora.engine.sequence import Sequence
 from manylora.lora.pages import PageAllocator
 
+if TYPE_CHECKING:
+    from manylora.engine.beam import BeamGroup
+
 __all__ = ["KvCache"]
 
-Key = tuple[object, tuple[int, ...]]  # (parent node, or root of the adapter; the block's tokens)
+Key = tuple[object, tuple[int, ...]]  # (parent node, or the sequence's root; the block's tokens)
 
 
 class KvCache:
     """Blocks of `tokens_per_block` tokens.
 
-    A full block is registered under its content: the chain of blocks before it, starting at the adapter's
-    digest, and its own tokens. Keys hold the tokens themselves, so a match is never a hash collision. A
-    registered block that no sequence uses stays until its room is needed, in the order of `IdleBlocks`.
+    A full block is registered under its content: its own tokens and the chain of blocks before it, which
+    starts at the adapter's digest. Keys hold the tokens themselves, so a match is never a hash collision. A
+    registered block that no sequence uses stays until its space is needed; see `IdleBlocks`.
 
-    The beams of one search share blocks; the one that two of them would write to is copied first. All they
-    may ever need is claimed when the search begins, and what is not in use waits in the group's reserve.
+    The beams of one search share blocks; a block that two of them would write to is copied first. All blocks
+    that they may ever need are claimed when the search starts; those not in use are in the group's reserve.
 
-    What the encoder of an encoder-decoder model makes of a prompt lies in blocks of the same kind, keys and
-    values for each of the decoder's layers. They are the sequence's own.
+    The keys and values that an encoder computes from a prompt take blocks of the same kind, for each of the
+    decoder's layers. They belong to one sequence and are not reused.
     """
 
     def __init__(self, num_blocks: int, tokens_per_block: int, reuse: bool = True) -> None:
@@ -48,17 +53,17 @@ class KvCache:
         return -(-num_tokens // self.tokens_per_block)
 
     def begin(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give a sequence without blocks room for `num_tokens`, reusing what is known of its beginning.
+        """Give a sequence its first blocks, for `num_tokens` tokens, reusing blocks with the same beginning.
 
-        False, and nothing changed, when there is no room. Sets `num_computed` to the tokens reused; at least
-        one token is always left to compute, because its logits are needed.
+        False, and nothing changed, when there are not enough. Sets `num_computed` to the tokens reused; at
+        least one token is left to compute, because its logits are needed.
         """
         assert not sequence.blocks
         nodes = self._match(sequence)
         shared = [self._block_of[node] for node in nodes]
         idle = sum(block in self._idle for block in shared)
-        crossed = self.blocks_for(sequence.num_encoder)
-        if self.blocks_for(num_tokens) + crossed - len(shared) > self.num_available - idle:
+        num_cross = self.blocks_for(sequence.num_encoder)
+        if self.blocks_for(num_tokens) + num_cross - len(shared) > self.num_available - idle:
             return False
         for block in shared:
             self._idle.discard(block)
@@ -69,27 +74,28 @@ class KvCache:
         sequence.num_new_blocks = sequence.num_taken_blocks = 0
         grown = self.grow(sequence, num_tokens)
         assert grown
-        known = len(self._key_of)
-        sequence.cross_blocks = self._claim(crossed)
-        self._count(sequence, crossed, known)
+        num_known = len(self._key_of)
+        sequence.cross_blocks = self._claim(num_cross)
+        self._count_claimed(sequence, num_cross, num_known)
         return True
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Make room for `num_tokens` in all; False, and nothing changed, when there is none."""
+        """Give a sequence blocks for `num_tokens` in all. False, and nothing changed: too few are left."""
         missing = self.blocks_for(num_tokens) - len(sequence.blocks)
         if missing <= 0:
             return True
         if missing > self.num_available:
             return False
-        known, before = len(self._key_of), len(sequence.blocks)
+        num_known, num_before = len(self._key_of), len(sequence.blocks)
         sequence.blocks += self._claim(missing)
-        prompt = self.blocks_for(sequence.num_prompt)
-        self._count(sequence, max(0, min(len(sequence.blocks), prompt) - before), known)
+        num_prompt = self.blocks_for(sequence.num_prompt)
+        self._count_claimed(sequence, max(0, min(len(sequence.blocks), num_prompt) - num_before), num_known)
         return True
 
-    def reserve_beams(self, leader: Sequence) -> bool:
-        """All blocks that the beams after the first may ever need; False, and nothing changed: no room."""
-        group = leader.beams
+    def reserve_beams(self, group: BeamGroup) -> bool:
+        """Claim all blocks that the beams after the first may ever need. False, and nothing changed: too few
+        are left."""
+        leader = group.leader
         own = self.blocks_for(leader.max_len) - leader.num_prompt // self.tokens_per_block
         count = (group.width - 1) * own
         if count > self.num_available:
@@ -98,7 +104,7 @@ class KvCache:
         return True
 
     def fork(self, source: Sequence, target: Sequence, reserve: list[int]) -> None:
-        """Let a beam go on from where another one is: it shares that one's blocks."""
+        """Let one beam continue another: it shares the blocks of that one."""
         used = self.blocks_for(source.num_computed)
         for block in source.blocks[:used]:
             self._pages.share(block)
@@ -126,7 +132,7 @@ class KvCache:
         reserve.clear()
 
     def commit(self, sequence: Sequence) -> None:
-        """Register the blocks that `num_computed` has filled since the last call."""
+        """Register the blocks that were filled since the last call, up to `num_computed`."""
         if not self._reuse or (sequence.beams is not None and sequence.beams.forked):
             return
         size = self.tokens_per_block
@@ -140,7 +146,7 @@ class KvCache:
             sequence.nodes.append(node)
 
     def free(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks back. The deepest are given up first when room is needed."""
+        """Take a sequence's blocks back. When space is needed, its last blocks are evicted first."""
         for index in reversed(range(len(sequence.blocks))):
             block = sequence.blocks[index]
             self._pages.release([block])
@@ -151,16 +157,16 @@ class KvCache:
         sequence.num_computed, sequence.encoded = 0, False
 
     def check(self, sequences: list[Sequence]) -> None:
-        """Assert that every block is free, idle, or held by exactly these sequences and their reserves."""
+        """Assert that every block is free, idle, or used by exactly these sequences and their reserves."""
         self._pages.check()
-        held = [block for sequence in sequences for block in sequence.blocks + sequence.cross_blocks]
+        used = [block for sequence in sequences for block in sequence.blocks + sequence.cross_blocks]
         groups = {id(s.beams): s.beams for s in sequences if s.beams is not None}
-        held += [block for group in groups.values() for block in group.reserve]
+        used += [block for group in groups.values() for block in group.reserve]
         for block in range(self.num_blocks):
-            expected = held.count(block) + (block in self._key_of)
+            expected = used.count(block) + (block in self._key_of)
             assert self._pages.references(block) == expected, f"block {block} leaks"
-        assert set(self._idle) == {b for b in self._key_of if b not in held}
-        assert len(set(held)) + self.num_available == self.num_blocks
+        assert set(self._idle) == {b for b in self._key_of if b not in used}
+        assert len(set(used)) + self.num_available == self.num_blocks
 
     def _match(self, sequence: Sequence) -> list[int]:
         nodes: list[int] = []
@@ -176,10 +182,10 @@ class KvCache:
             parent = node
         return nodes
 
-    def _count(self, sequence: Sequence, taken: int, known: int) -> None:
-        """known: how many blocks had content to be reused before these were taken."""
-        sequence.num_taken_blocks += taken
-        sequence.num_new_blocks += max(0, taken - (known - len(self._key_of)))
+    def _count_claimed(self, sequence: Sequence, num_claimed: int, num_known: int) -> None:
+        """num_known: registered blocks before these were claimed. Those that are gone were evicted."""
+        sequence.num_taken_blocks += num_claimed
+        sequence.num_new_blocks += max(0, num_claimed - (num_known - len(self._key_of)))
 
     def _claim(self, count: int) -> list[int]:
         while self._pages.num_free < count:
@@ -187,7 +193,7 @@ class KvCache:
         return self._pages.claim(count) or []
 
     def _give_back(self, blocks: list[int], reserve: list[int]) -> None:
-        """Drop references of beams; what nobody else uses goes into the reserve."""
+        """Drop a beam's blocks; those that no other beam uses go into the reserve."""
         for block in blocks:
             if self._pages.references(block) == 1:
                 reserve.append(block)
@@ -195,18 +201,18 @@ class KvCache:
                 self._pages.release([block])
 
     def _retention(self, sequence: Sequence, index: int) -> tuple[int, int | None]:
-        """Priority of a block: the highest that was asked for any of its tokens."""
-        wish = sequence.request.retention
-        if wish is None:
+        """Priority of a block and for how long in ms: the highest requested for any of its tokens."""
+        retention = sequence.request.retention
+        if retention is None:
             return DEFAULT_PRIORITY, None
         start, stop = index * self.tokens_per_block, (index + 1) * self.tokens_per_block
         found = [
             (priority, duration)
-            for first, end, priority, duration in wish.ranges
+            for first, end, priority, duration in retention.ranges
             if first < min(stop, sequence.num_prompt) and (end is None or end > start)
         ]
         if stop > sequence.num_prompt:
-            found.append((wish.decode_priority, wish.decode_duration_ms))
+            found.append((retention.decode_priority, retention.decode_duration_ms))
         return max(found, key=lambda pair: pair[0], default=(DEFAULT_PRIORITY, None))
 
     def _register(self, key: Key, block: int) -> int:

@@ -1,4 +1,4 @@
-"""Runner: turns a Step into one forward pass and its logits into tokens, and waits for neither."""
+"""Runner: launches the forward pass of a step and the sampling of its tokens, and waits for neither."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.engine.beam import BeamGroup, Choice, choose
+from manylora.engine.beam import BeamCandidate, BeamGroup, best_candidates
 from manylora.engine.encoding import encoder_inputs
-from manylora.engine.flight import Drawn, Flight
 from manylora.engine.graphs import DecodeGraphs
 from manylora.engine.inputs import Pending, StepInputs
+from manylora.engine.launched import LaunchedStep, SampledRow
 from manylora.engine.sampler import Row, adjust, sample
 from manylora.engine.scheduler import Chunk, Step
 from manylora.engine.sequence import PENDING, Sequence
@@ -32,8 +32,11 @@ logger = logging.getLogger("manylora")
 
 
 class Runner:
-    """Owns the decoder and the KV tensor. Sequences of a batch are ordered by adapter, so that each adapter
-    is one run of rows, the base model's rows first."""
+    """Owns the decoder and the KV tensor.
+
+    The sequences of a batch are ordered by adapter: the rows of an adapter are contiguous, and those of the
+    base model come first.
+    """
 
     def __init__(
         self,
@@ -61,9 +64,9 @@ class Runner:
         return self._graphs.num_recorded if self._graphs is not None else 0
 
     def record_decoding(self, max_graphs: int, warm: bool = True) -> None:
-        """From now on decode steps run as recorded graphs, of which at most so many are kept.
+        """From now on run decode steps as recorded CUDA graphs, keeping at most max_graphs of them.
 
-        Only on a device with a `capture`. warm: record the base model's now.
+        Only on a device with a `capture`. warm: record those of the base model now.
         """
         capture = self._device.capture
         assert capture is not None, "this device records nothing"
@@ -85,20 +88,20 @@ class Runner:
                 self._graphs = None
 
     def try_variants(self) -> None:
-        """Let operations that choose between variants of themselves do so now, and not in a step."""
+        """Let operations that have several variants measure and choose one now, rather than in a step."""
         if isinstance(self._decoder, Decoder):
             self._device.activate()
             modules = self._adapters.modules.values()
             try_variants(self._decoder, self._kv, self._ops, modules, self._limits, self._device.torch)
 
-    def launch(self, step: Step, before: Flight | None = None) -> Flight:
-        """before: the step whose tokens are still on their way; sequences may be waiting for one of them."""
+    def launch(self, step: Step, previous: LaunchedStep | None = None) -> LaunchedStep:
+        """previous: still in flight; pending tokens of its sequences are read from it on the device."""
         chunks = sorted(step.chunks, key=lambda chunk: chunk.sequence.root)
         self._device.activate()
         wanted = [_wanted(chunk) for chunk in chunks]
         self._encode([chunk.sequence for chunk in chunks if chunk.num_encoded])
-        logits = self._logits(self._inputs(chunks, wanted, before))
-        drawn: list[tuple[int, Drawn]] = []  # row of `logits`, whose
+        logits = self._logits(self._inputs(chunks, wanted, previous))
+        sampled: list[tuple[int, SampledRow]] = []  # with its row of `logits`
         beams: dict[BeamGroup, list[tuple[int, Row]]] = {}
         first = 0
         for chunk, positions in zip(chunks, wanted, strict=True):
@@ -109,38 +112,38 @@ class Runner:
                     if sequence.beams is not None:
                         beams.setdefault(sequence.beams, []).append((row, (sequence, position + 1)))
                     else:
-                        drawn.append((row, (chunk, (sequence, position + 1))))
+                        sampled.append((row, (chunk, (sequence, position + 1))))
             first += len(positions)
-        choices = {group: self._choose(logits, members, group) for group, members in beams.items()}
-        if not drawn:
-            return Flight(step, [], logits[:0, 0], None, choices)
-        tokens, log_probs = self._draw(logits, drawn)
-        return Flight(step, [owner for _, owner in drawn], tokens, log_probs, choices)
+        candidates = {group: self._candidates(logits, rows, group) for group, rows in beams.items()}
+        if not sampled:
+            return LaunchedStep(step, [], logits[:0, 0], None, candidates)
+        tokens, log_probs = self._sample(logits, sampled)
+        return LaunchedStep(step, [owner for _, owner in sampled], tokens, log_probs, candidates)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy keys and values of whole blocks, (from, to); a block is not both."""
+        """Copy keys and values of whole blocks. pairs: (from, to); no block is in both columns."""
         if pairs:
             source, target = (self._tensor(list(side)) for side in zip(*pairs, strict=True))
             self._kv[:, :, target] = self._kv[:, :, source]
 
-    def _draw(self, logits: Tensor, drawn: list[tuple[int, Drawn]]) -> tuple[Tensor, Tensor | None]:
-        for row, (chunk, _) in drawn:
+    def _sample(self, logits: Tensor, sampled: list[tuple[int, SampledRow]]) -> tuple[Tensor, Tensor | None]:
+        for row, (chunk, _) in sampled:
             if chunk.sequence.request.params.return_generation_logits:
                 chunk.sequence.generation_logits.append(_numpy(logits[row]))
-        rows = [row for row, _ in drawn]
+        rows = [row for row, _ in sampled]
         picked = logits if len(rows) == logits.shape[0] else logits.index_select(0, self._tensor(rows))
-        return sample(picked, [owner for _, (_, owner) in drawn])
+        return sample(picked, [owner for _, (_, owner) in sampled])
 
     @staticmethod
-    def _choose(logits: Tensor, members: list[tuple[int, Row]], group: BeamGroup) -> list[Choice]:
-        """The host judges beams: this waits for the device."""
+    def _candidates(logits: Tensor, rows: list[tuple[int, Row]], group: BeamGroup) -> list[BeamCandidate]:
+        """Of one beam search; empty where logits are not finite. This waits for the device."""
         order = {id(sequence): i for i, sequence in enumerate(group.beams)}
-        members.sort(key=lambda member: order[id(member[1][0])])
-        picked = logits[[row for row, _ in members]]
-        finite = adjust(picked, [owner for _, owner in members])
+        rows.sort(key=lambda member: order[id(member[1][0])])
+        picked = logits[[row for row, _ in rows]]
+        finite = adjust(picked, [owner for _, owner in rows])
         temperature = group.leader.request.params.temperature or 1.0
         log_probs = torch.log_softmax(picked / temperature, dim=-1)
-        return choose(log_probs, group) if bool(finite.all()) else []
+        return best_candidates(log_probs, group) if bool(finite.all()) else []
 
     @staticmethod
     def _keep_context(chunk: Chunk, positions: range, logits: Tensor) -> None:
@@ -153,7 +156,7 @@ class Runner:
         sequence.context_logits[positions.start : positions.start + count] = _numpy(logits[:count])
 
     def _encode(self, sequences: list[Sequence]) -> None:
-        """Run the encoder of those that begin, or begin again after a preemption."""
+        """Run the encoder for sequences that start, or start again after a preemption."""
         if not sequences:
             return
         assert isinstance(self._decoder, EncoderDecoder)
@@ -179,7 +182,7 @@ class Runner:
         inputs.fill(moved.input_ids)
         return self._decoder.forward(moved, self._kv)
 
-    def _inputs(self, chunks: list[Chunk], wanted: list[range], before: Flight | None) -> StepInputs:
+    def _inputs(self, chunks: list[Chunk], wanted: list[range], previous: LaunchedStep | None) -> StepInputs:
         size = self._tokens_per_block
         starts = [0, *accumulate(chunk.count for chunk in chunks)]
         ids = [t for c in chunks for t in c.sequence.tokens[c.start : c.start + c.count]]
@@ -204,13 +207,13 @@ class Runner:
             embeddings=self._embeddings(chunks, ids, starts),
             cross_lengths=[c.sequence.num_encoder for c in chunks],
             cross_blocks=[c.sequence.cross_blocks for c in chunks if c.sequence.num_encoder],
-            pending=_pending(chunks, ids, starts, before),
+            pending=_pending(chunks, ids, starts, previous),
         )
 
     def _embeddings(
         self, chunks: list[Chunk], ids: list[int], starts: list[int]
     ) -> tuple[Tensor, Tensor] | None:
-        """Rows that are not tokens of the vocabulary but of their request's own table, and the embeddings."""
+        """Rows [n] whose ids are beyond the vocabulary, and their embeddings from the request's table."""
         rows: list[int] = []
         vectors: list[np.ndarray] = []
         for chunk, start, stop in zip(chunks, starts, starts[1:], strict=False):
@@ -229,7 +232,7 @@ class Runner:
         segments: dict[str, tuple[int, int, AdapterLease]] = {}
         for sequence, start, stop in zip(sequences, starts, starts[1:], strict=False):
             lease = sequence.lease
-            if isinstance(lease, AdapterLease):
+            if lease is not None:
                 first = segments[lease.digest][0] if lease.digest in segments else start
                 segments[lease.digest] = (first, stop, lease)
         if not segments:
@@ -251,17 +254,21 @@ def _wanted(chunk: Chunk) -> range:
     return range(stop - 1 - sequence.num_draft, stop) if chunk.samples else range(stop, stop)
 
 
-def _pending(chunks: list[Chunk], ids: list[int], starts: list[int], before: Flight | None) -> Pending | None:
-    """Rows whose token the step before has drawn, and where it is among the tokens of that."""
+def _pending(
+    chunks: list[Chunk], ids: list[int], starts: list[int], previous: LaunchedStep | None
+) -> Pending | None:
+    """Rows whose token the previous step has sampled, and its index among the tokens of that step."""
+    if previous is None:
+        return None
     found = [
-        (row, before.place_of(chunk))
+        (stop - 1, previous.index_of(chunk))
         for chunk, stop in zip(chunks, starts[1:], strict=True)
-        if before is not None and chunk.sequence.is_pending and ids[row := stop - 1] == PENDING
+        if chunk.sequence.is_pending and ids[stop - 1] == PENDING
     ]
-    if not found or before is None:
+    if not found:
         return None
     rows, places = zip(*found, strict=True)
-    return Pending(list(rows), list(places), before.tokens)
+    return Pending(list(rows), list(places), previous.tokens)
 
 
 def _numpy(logits: Tensor) -> np.ndarray:

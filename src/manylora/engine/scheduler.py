@@ -7,40 +7,44 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.sequence import Sequence
 
-__all__ = ["AdapterRoom", "Chunk", "Scheduler", "Step"]
+if TYPE_CHECKING:
+    from manylora.lora.store import AdapterLease
 
-# Of the sequences that must wait for a place in the batch, so many of the first have their adapters brought.
-MOST_PREFETCHED = 8
+__all__ = ["AdapterAdmission", "Chunk", "Scheduler", "Step"]
 
-# A sequence that waits for adapter room lets this many later ones pass before it holds the door.
+MAX_PREFETCHED = 8  # waiting sequences whose adapters are copied to the device ahead of time
+
+# A sequence that waits for space in the adapter cache lets this many later ones pass before it blocks them.
 MAX_OVERTAKES = 64
 
 
-class AdapterRoom(Protocol):
+class AdapterAdmission(Protocol):
     """What the scheduler asks of the adapter cache."""
 
-    def admit(self, lease: Any) -> bool:
-        """Make the adapter resident on the device and pin it; False when there is no room now."""
+    def admit(self, lease: AdapterLease) -> bool:
+        """Make the adapter resident on the device and pin it; False when there is no space now."""
         ...
 
-    def is_loaded(self, lease: Any) -> bool:
-        """Whether an admitted adapter's bytes have arrived on the device."""
+    def is_loaded(self, lease: AdapterLease) -> bool:
+        """Whether the bytes of an admitted adapter have arrived on the device."""
         ...
 
-    def suspend(self, lease: Any) -> None:
+    def suspend(self, lease: AdapterLease) -> None:
         """Drop the device pin."""
         ...
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens [start, start + count) of a sequence; `samples`: the next token is due after them. num_encoded:
-    rows of its encoder that are run before."""
+    """Tokens [start, start + count) of a sequence.
+
+    samples: whether the next token is sampled after them. num_encoded: encoder rows to compute first.
+    """
 
     sequence: Sequence
     start: int
@@ -54,7 +58,7 @@ class Chunk:
 
     @property
     def in_context(self) -> bool:
-        """Whether it computes prompt tokens (again, after a preemption) rather than decodes."""
+        """Whether it computes prompt tokens, possibly again after a preemption, rather than decodes."""
         return self.start < self.sequence.num_prompt
 
 
@@ -71,41 +75,41 @@ class Step:
 
 @dataclass
 class _Round:
-    """The arithmetic of one scheduling round: how many token rows are left, and what was taken."""
+    """The arithmetic of one scheduling round. budget: rows that are left."""
 
     budget: int
     chunks: list[Chunk] = field(default_factory=list)
 
-    def take(self, sequence: Sequence) -> None:
-        """Schedule as much of a sequence as fits; its encoder's rows come first, all of them."""
+    def add(self, sequence: Sequence) -> None:
+        """Schedule as much of a sequence as fits. All rows of its encoder come first."""
         encoded = sequence.num_unencoded
         count = min(sequence.num_due, self.budget - encoded)
         left = sequence.num_due - count
-        if 0 < left <= sequence.num_draft:  # a guess is verified in one step
+        if 0 < left <= sequence.num_draft:  # draft tokens are verified in one step
             count -= sequence.num_draft + 1 - left
         if count > 0:
             samples = count == sequence.num_due
             self.chunks.append(Chunk(sequence, sequence.num_computed, count, samples, encoded))
             self.budget -= self.chunks[-1].num_rows
 
-    def give_back(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         self.budget += sum(chunk.num_rows for chunk in self.chunks if chunk.sequence is sequence)
         self.chunks = [chunk for chunk in self.chunks if chunk.sequence is not sequence]
 
 
 class Scheduler:
-    """First come, first served, with one exception: who waits only for adapter room may be overtaken by other
-    adapters a bounded number of times, and by the base model, which takes no adapter room, at any time.
+    """First come, first served, with one exception: a sequence that waits only for space in the adapter cache
+    may be overtaken, by other adapters MAX_OVERTAKES times, by the base model at any time.
 
-    guaranteed_no_evict: a sequence is admitted when its longest possible length fits, so it never stops.
-    max_utilization: it is admitted when its present tokens fit; when room runs out, the one admitted last
-    gives its blocks back and is computed again later.
+    reserve_all: (guaranteed_no_evict) a sequence is admitted when its longest possible length fits, so it is
+    never preempted. Otherwise (max_utilization) it is admitted when its present tokens fit; when blocks run
+    out, the sequence admitted last gives its blocks back and is computed again later.
     """
 
     def __init__(
         self,
         kv: KvCache,
-        adapters: AdapterRoom,
+        adapters: AdapterAdmission,
         *,
         max_batch_size: int,
         max_num_tokens: int,
@@ -122,12 +126,12 @@ class Scheduler:
         self._max_num_tokens = max_num_tokens
         self._reserve_all = reserve_all
         self._whole = not chunked
-        self._under_way: frozenset[Sequence] = frozenset()
-        self._kept: list[Sequence] = []  # preempted, but a step under way reads their adapters
+        self._in_flight: frozenset[Sequence] = frozenset()
+        self._still_pinned: dict[Sequence, AdapterLease] = {}  # preempted, but in flight: adapters are in use
 
     @property
     def num_slots(self) -> int:
-        """Rows of the batch that running sequences take when all decode."""
+        """Batch slots that the running sequences take when all of them decode."""
         return sum(sequence.num_slots for sequence in self.running)
 
     @property
@@ -137,63 +141,62 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def schedule(self, under_way: Step | None = None) -> Step:
-        """Decode tokens first, then prompts that are under way, then new sequences.
+    def schedule(self, in_flight: Step | None = None) -> Step:
+        """Decode tokens first, then prompts that were started, then new sequences.
 
-        Who waits for an adapter's bytes, or for its guide, is left out while others have work. under_way: a
-        step that still runs, whose results count; no adapter gives way that it reads. It must have landed at
-        the next call.
+        A sequence whose adapter or guide is not ready is left out while others have work. in_flight: a step
+        whose results are not known yet; adapters that it reads stay pinned until the next call.
         """
-        for victim in self._kept:
-            self._adapters.suspend(victim.lease)
-        self._kept = []
-        self._under_way = frozenset(c.sequence for c in under_way.chunks) if under_way else frozenset()
+        for lease in self._still_pinned.values():
+            self._adapters.suspend(lease)
+        self._still_pinned = {}
+        self._in_flight = frozenset(c.sequence for c in in_flight.chunks) if in_flight else frozenset()
         this = _Round(self._max_num_tokens)
-        going = [sequence for sequence in self.running if not sequence.is_full]
-        for sequence in sorted(going, key=lambda s: s.in_prefill):
+        unfinished = [sequence for sequence in self.running if not sequence.is_full]
+        for sequence in sorted(unfinished, key=lambda s: s.in_prefill):
             if sequence.is_waiting:
                 continue
-            if sequence.blocks and self._make_room(sequence, this) and self._is_loaded(sequence):
-                this.take(sequence)
+            if sequence.blocks and self._ensure_blocks(sequence, this) and self._is_loaded(sequence):
+                this.add(sequence)
         self._admit(this)
         self._prefetch()
-        if not this.chunks:
+        if not this.chunks:  # nobody is ready: wait for an adapter or a guide within the step
             for sequence in self.running:
                 if sequence.blocks and not sequence.is_full:
-                    this.take(sequence)
+                    this.add(sequence)
         return Step(tuple(this.chunks))
 
     def advance(self, step: Step) -> None:
-        """The step was computed, and its tokens appended: count it, and offer its full blocks for reuse.
+        """Count a step as computed, after its tokens were appended, and offer full blocks for reuse.
 
-        With tokens that are foreseen it may still be under way: what reads its blocks is queued behind it.
+        With pending tokens the step may still be in flight: whatever reads its blocks is queued behind it.
         """
         for chunk in step.chunks:
             sequence = chunk.sequence
             if not sequence.blocks:  # removed while the step ran
                 continue
-            # The token that was just appended is not computed yet, nor is what was wrong in a guess.
+            # The token just appended is not computed yet; of draft tokens, those rejected do not count.
             limit = len(sequence.tokens) - (sequence.beams is None)
             sequence.num_computed = min(sequence.num_computed + chunk.count, limit)
             self._kv.commit(sequence)
 
     def fork(self, leader: Sequence, beams: list[Sequence]) -> None:
-        """Let the beams of a search run beside the sequence that computed their prompt."""
-        at = self.running.index(leader) + 1
-        self.running[at:at] = beams
+        """Let the beams of a search run, next to the sequence that computed their prompt."""
+        index = self.running.index(leader) + 1
+        self.running[index:index] = beams
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
-        """Forget sequences, wherever they are, and free their blocks. Their leases are the caller's."""
-        gone = set(sequences)
-        for sequence in gone:
+        """Remove sequences, waiting or running, and free their blocks. The caller releases their leases."""
+        removed = set(sequences)
+        for sequence in removed:
             self._kv.free(sequence)
-        self.running = [s for s in self.running if s not in gone]
-        if any(s in gone for s in self.waiting):
-            self.waiting = deque(s for s in self.waiting if s not in gone)
+        self.running = [s for s in self.running if s not in removed]
+        if any(s in removed for s in self.waiting):
+            self.waiting = deque(s for s in self.waiting if s not in removed)
 
-    def _make_room(self, sequence: Sequence, this: _Round) -> bool:
-        """Blocks for what the sequence may compute now, taken from the one admitted last if need be."""
-        if sequence.beams is not None:  # has all it may need
+    def _ensure_blocks(self, sequence: Sequence, this: _Round) -> bool:
+        """Blocks for the tokens it may compute now; sequences admitted later are preempted if needed."""
+        if sequence.beams is not None:  # reserved at admission
             return True
         target = sequence.num_computed + min(sequence.num_due, this.budget)
         while not self._kv.grow(sequence, target):
@@ -204,78 +207,83 @@ class Scheduler:
         return True
 
     def _preempt(self, victim: Sequence, this: _Round) -> None:
-        this.give_back(victim)
+        this.remove(victim)
         self.running.remove(victim)
         self._kv.free(victim)
-        if victim.lease and victim in self._under_way:
-            self._kept.append(victim)
+        if victim.lease and victim in self._in_flight:
+            self._still_pinned[victim] = victim.lease
         elif victim.lease:
             self._adapters.suspend(victim.lease)
         self.waiting.appendleft(victim)
         self.num_preemptions += 1
 
     def _admit(self, this: _Round) -> None:
-        """Oldest first. Who finds no adapter room is passed by, but not by other adapters for ever."""
+        """Admit the oldest first, passing over those whose adapters find no space, within MAX_OVERTAKES."""
         passed: list[Sequence] = []
-        no_room: set[str] = set()
-        held = False
+        no_space: set[str] = set()  # digests of adapters
+        blocked = False  # whether no other adapter may overtake
         while self.waiting and this.budget > 0:
             if self.num_slots + self.waiting[0].num_slots > self._max_batch_size:
                 break
-            if self.waiting[0] in self._kept:
+            if self.waiting[0] in self._still_pinned:
                 break
             sequence = self.waiting.popleft()
-            if sequence.lease and (held or not self._try_adapter(sequence, no_room)):
+            if sequence.lease and (blocked or not self._try_adapter(sequence.lease, no_space)):
                 passed.append(sequence)
-                held = held or sequence.num_overtaken >= MAX_OVERTAKES
+                blocked = blocked or sequence.num_overtaken >= MAX_OVERTAKES
                 continue
             if not self._try_blocks(sequence, this):
                 if sequence.lease:
                     self._adapters.suspend(sequence.lease)
                 self.waiting.appendleft(sequence)
                 break
-            self.running.append(sequence)
-            sequence.first_scheduled_ns = sequence.first_scheduled_ns or time.monotonic_ns()
-            self.num_tokens_reused += sequence.num_computed
-            if self._is_loaded(sequence):
-                this.take(sequence)
+            self._start(sequence, this)
             if sequence.lease:
                 for earlier in passed:
                     earlier.num_overtaken += 1
         self.waiting.extendleft(reversed(passed))
 
+    def _start(self, sequence: Sequence, this: _Round) -> None:
+        self.running.append(sequence)
+        sequence.first_scheduled_ns = sequence.first_scheduled_ns or time.monotonic_ns()
+        self.num_tokens_reused += sequence.num_computed
+        if self._is_loaded(sequence):
+            this.add(sequence)
+
     def _prefetch(self) -> None:
-        """Begin the copies of adapters for those who are next. Each once, so that what was brought and had to
-        give way again is not brought again and again."""
-        for sequence in islice(self.waiting, MOST_PREFETCHED):
-            if sequence in self._kept:
+        """Start copying the adapters of those next in the queue to the device. Once for each sequence: an
+        adapter that is evicted again before it runs is not copied again and again."""
+        for sequence in islice(self.waiting, MAX_PREFETCHED):
+            lease = sequence.lease
+            if lease is None or sequence in self._still_pinned:
                 continue
-            if sequence.lease and sequence.lease.carried is None and not sequence.is_prefetched:
-                if not self._adapters.admit(sequence.lease):
+            if lease.carried is None and not sequence.is_prefetched:
+                if not self._adapters.admit(lease):
                     return
-                self._adapters.suspend(sequence.lease)
+                self._adapters.suspend(lease)
                 sequence.is_prefetched = True
 
     def _is_loaded(self, sequence: Sequence) -> bool:
         return sequence.lease is None or self._adapters.is_loaded(sequence.lease)
 
-    def _try_adapter(self, sequence: Sequence, no_room: set[str]) -> bool:
-        if sequence.root in no_room:
+    def _try_adapter(self, lease: AdapterLease, no_space: set[str]) -> bool:
+        if lease.digest in no_space:
             return False
-        if self._adapters.admit(sequence.lease):
+        if self._adapters.admit(lease):
             return True
-        no_room.add(sequence.root)
+        no_space.add(lease.digest)
         return False
 
     def _try_blocks(self, sequence: Sequence, this: _Round) -> bool:
         least = sequence.num_due if self._whole else 1
         if this.chunks and sequence.num_unencoded + least > this.budget:
             return False
-        everything = self._reserve_all or sequence.beams is not None
-        wanted = sequence.max_len if everything else min(len(sequence.tokens) + 1, sequence.max_len)
+        group = sequence.beams
+        all_now = self._reserve_all or group is not None
+        wanted = sequence.max_len if all_now else min(len(sequence.tokens) + 1, sequence.max_len)
         if not self._kv.begin(sequence, wanted):
             return False
-        if sequence.beams is not None and not self._kv.reserve_beams(sequence):
+        if group is not None and not self._kv.reserve_beams(group):
             self._kv.free(sequence)
             return False
         return True

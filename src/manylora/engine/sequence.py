@@ -5,26 +5,21 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from manylora.errors import RequestError
 from manylora.request import Beam, Event, FinishReason, Request, RequestMetrics
 
-__all__ = ["PENDING", "Lease", "Sequence"]
+if TYPE_CHECKING:
+    from manylora.engine.beam import BeamGroup
+    from manylora.engine.guide import GuideState
+    from manylora.lora.store import AdapterLease
 
-PENDING = -1  # in place of a token that the device has drawn and the host has not seen
+__all__ = ["PENDING", "Sequence"]
 
-
-class Lease(Protocol):
-    """What the scheduler knows of an adapter that a sequence holds. carried: None once it is on the host."""
-
-    @property
-    def digest(self) -> str: ...
-
-    @property
-    def carried(self) -> object: ...
+PENDING = -1  # in place of a token that the device has sampled and the host does not know yet
 
 
 @dataclass(eq=False)
@@ -42,7 +37,7 @@ class Sequence:
     num_overtaken: sequences admitted before this one though they came later.
     is_prefetched: whether its adapter was brought to the device while it waited.
     num_draft:    tokens at the end of `tokens` that are a guess, until the model has seen them.
-    is_pending:   whether the last of `tokens` is PENDING; see `foresee`.
+    is_pending:   whether the last of `tokens` is PENDING; see `append_pending_token`.
     top_p:        the bound of the next token; decays where the request says so.
     beams:        the group of a beam search, None otherwise; see `engine.beam`.
     guide:        of guided decoding: which tokens may come next; see `engine.guide`.
@@ -52,7 +47,7 @@ class Sequence:
     request: Request
     index: int
     max_len: int
-    lease: Lease | None = None
+    lease: AdapterLease | None = None
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
@@ -68,10 +63,9 @@ class Sequence:
     num_draft: int = 0
     is_pending: bool = False
     top_p: float | None = None
-    beams: Any = None
+    beams: BeamGroup | None = None
     results: tuple[Beam, ...] = ()
-    guide: Any = None
-    tier: str = ""
+    guide: GuideState | None = None
     context_logits: np.ndarray | None = None
     generation_logits: list[np.ndarray] = field(default_factory=list)
     arrival_ns: int = field(default_factory=time.monotonic_ns)
@@ -142,8 +136,8 @@ class Sequence:
         return self.is_pending and len(self.tokens) >= self.max_len
 
     @property
-    def is_foreseeable(self) -> bool:
-        """Whether all that the host must know for its next step is that one token more was drawn."""
+    def can_run_ahead(self) -> bool:
+        """Whether its next step can be launched before the host knows the token of the last one."""
         params = self.request.params
         reads_tokens = (
             params.bad_words
@@ -153,21 +147,24 @@ class Sequence:
             or self.guide is not None
             or (self.top_p and params.top_p_decay != 1)
         )
-        # Logits are handed over on the host, and guesses and beams are judged there.
+        # Logits are collected on the host; draft tokens and beams are chosen there.
         special = params.return_context_logits or params.return_generation_logits or self.num_draft
         return not reads_tokens and not special and self.beams is None
 
-    def foresee(self) -> None:
-        """Go on as if the next token were here, until `recall`."""
+    def append_pending_token(self) -> None:
+        """Go on as if the next token were known, until `remove_pending_token`."""
         assert not self.is_pending
         self.tokens.append(PENDING)
         self.is_pending = True
 
-    def recall(self) -> None:
-        """Take PENDING away again, if it is there: the token itself comes now, or an error."""
+    def remove_pending_token(self) -> None:
+        """Remove PENDING if it is there; the token itself, or an error, comes next."""
         if self.is_pending:
             self.tokens.pop()
             self.is_pending = False
+
+    def fail(self, error: Exception) -> None:
+        self.finish_reason, self.error = FinishReason.ERROR, error
 
     def drop_draft(self, num_accepted: int) -> None:
         """The model has seen the guess: what it confirms comes as appended tokens."""
@@ -234,7 +231,7 @@ class Sequence:
             accepted_draft_tokens=self.num_accepted,
             prompt_tokens=self.num_encoder + self.num_prompt,
             output_tokens=sum(len(b.token_ids) for b in self.results) if self.results else self.num_output,
-            adapter_tier=self.tier,
+            adapter_tier=self.lease.tier if self.lease is not None else "",
         )
 
     def _ends_with(self, word: tuple[int, ...]) -> bool:

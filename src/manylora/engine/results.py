@@ -1,0 +1,116 @@
+"""ResultProcessor: applies the results of a step to the sequences that it ran."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from manylora.engine.beam import BeamCandidate, BeamGroup
+from manylora.engine.kv_cache import KvCache
+from manylora.engine.launched import LaunchedStep, StepResults
+from manylora.engine.runner import Runner
+from manylora.engine.sampler import NOT_FINITE
+from manylora.engine.scheduler import Scheduler
+from manylora.engine.sequence import Sequence
+from manylora.errors import AdapterNotFiniteError, RequestError
+from manylora.request import Event
+
+__all__ = ["Counters", "ResultProcessor"]
+
+
+@dataclass
+class Counters:
+    """Since the start."""
+
+    steps: int = 0
+    prompt_tokens: int = 0  # computed
+    generated_tokens: int = 0
+    finished: int = 0  # requests
+    failed: int = 0
+    cancelled: int = 0
+
+
+class ResultProcessor:
+    """Appends tokens, moves beams and counts. It frees nothing: that is for the engine."""
+
+    def __init__(self, scheduler: Scheduler, kv: KvCache, runner: Runner, counters: Counters) -> None:
+        self._scheduler, self._kv, self._runner, self._counters = scheduler, kv, runner, counters
+
+    def apply(
+        self, launched: LaunchedStep, results: StepResults
+    ) -> tuple[list[tuple[int, Event]], list[Sequence]]:
+        """Returns the events of streams, each with its request's handle, and the sequences that ended."""
+        step = launched.step
+        self._counters.steps += 1
+        self._counters.prompt_tokens += step.num_context_tokens
+        for chunk in step.chunks:
+            chunk.sequence.remove_pending_token()
+        events: list[tuple[int, Event]] = []
+        ended: list[Sequence] = []
+        for chunk, tokens in results.tokens.items():
+            sequence = chunk.sequence
+            if sequence.finished:  # cancelled while this step ran, or ended by the step before
+                continue
+            self._append(sequence, tokens)
+            if sequence.finished:
+                ended.append(sequence)
+            elif sequence.request.streaming and sequence.num_output > sequence.num_reported:
+                events.append((sequence.handle, sequence.take_event(last=False)))
+        if not launched.assumed_done:
+            self._scheduler.advance(step)
+        for group, candidates in results.candidates.items():
+            if not group.leader.finished:
+                self._advance_beams(group, candidates)
+                if group.leader.finished:
+                    ended.append(group.leader)
+        return events, ended
+
+    def _append(self, sequence: Sequence, tokens: list[tuple[int, float | None]]) -> None:
+        """Append the tokens of one step, up to the one that ends the sequence."""
+        sequence.drop_draft(len(tokens) - 1)
+        for token, log_prob in tokens:
+            if token == NOT_FINITE:
+                self._explain_missing_token(sequence)
+            else:
+                self._counters.generated_tokens += 1
+                sequence.append(token, log_prob)
+            if sequence.finished:
+                break
+        # Logits were kept of every row; those after the last token go.
+        del sequence.generation_logits[sequence.num_output - sequence.num_reported :]
+
+    @staticmethod
+    def _explain_missing_token(sequence: Sequence) -> None:
+        """End a sequence that got no token, unless its guide was only late: then it is run again."""
+        guide = sequence.guide
+        if guide is not None and guide.failure:
+            sequence.fail(RequestError(guide.failure))
+        elif guide is None or not guide.is_late:
+            sequence.fail(_not_finite(sequence))
+
+    def _advance_beams(self, group: BeamGroup, candidates: list[BeamCandidate]) -> None:
+        """Move the beams of one search to the candidates for their next tokens."""
+        leader = group.leader
+        leader.last_token_ns = time.monotonic_ns()
+        leader.first_token_ns = leader.first_token_ns or leader.last_token_ns
+        if not candidates:
+            leader.fail(_not_finite(leader))
+            return
+        self._counters.generated_tokens += group.width
+        chosen = group.select(candidates)
+        if not chosen:
+            return
+        self._scheduler.fork(leader, group.extend(chosen, self._kv.fork))
+        copies = [self._kv.make_writable(beam, group.reserve) for beam in group.beams]
+        self._runner.copy_blocks([pair for pair in copies if pair is not None])
+
+
+def _not_finite(sequence: Sequence) -> RequestError:
+    """The error names the adapter where there is one: its client can replace it, the base model it cannot."""
+    text = (
+        "The model's logits are not finite numbers for this request: {}"
+        "the compute dtype overflowed; try a wider dtype"
+    )
+    if sequence.lease is None:
+        return RequestError(text.format(""))
+    return AdapterNotFiniteError(text.format("its adapter does not suit this model, or "))

@@ -22,7 +22,7 @@ from manylora.kernels.device import open_device
 from manylora.kernels.quantised import PackedInt4, StackedWeight
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
-from manylora.model.safetensors_file import TensorFile
+from manylora.model.safetensors_file import SafetensorsFile
 from manylora.model.weights import load_decoder
 from manylora.quant.checkpoint import read_checkpoint_quant
 from manylora.quant.checkpoint_weights import StoredWeights
@@ -228,7 +228,7 @@ def test_what_is_asked_of_a_checkpoint_must_be_what_it_holds(tmp_path: Path) -> 
 def test_a_file_that_is_no_whole_safetensors_file_is_named(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama")
     file = model / "model.safetensors"
-    with TensorFile(file) as opened:
+    with SafetensorsFile(file) as opened:
         os.truncate(file, file.stat().st_size - 8)
         with pytest.raises(ConfigError, match=r"model.safetensors is not a readable .* it was cut short"):
             for name in list(opened.keys()):

@@ -1,4 +1,4 @@
-"""Writes a directory that serves as it is: weights in one dtype or quantised, the tokenizer, the limits."""
+"""`manylora build`: writes a model directory with converted or quantised weights and recorded limits."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from manylora.config.engine import EngineConfig, ModelConfig
 from manylora.errors import ConfigError
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.model.checkpoint import read_model_config
-from manylora.model.plan import Part, checkpoint_plan
-from manylora.model.quant import chosen, is_linear, quantise
-from manylora.model.weights import check_names, open_checkpoint, read_whole
+from manylora.model.plan import WeightSpec, checkpoint_plan
+from manylora.model.quant import is_linear, quantise, should_quantise
+from manylora.model.weights import check_names, open_checkpoint, read_quantised
 from manylora.quant.checkpoint_weights import PARTS
 from manylora.quant.config import QuantConfig
 
@@ -31,7 +31,7 @@ INDEX = "model.safetensors.index.json"
 DEFAULT_BATCH = EngineConfig.max_batch_size
 SHARD_BYTES = 4 * 2**30
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# Weights in other formats; everything else beside config.json is small and may belong to the tokenizer.
+# Not copied, as they are weights in other formats. Other files are copied: they may be the tokenizer's.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 NOT_COPIED = ("config.json", "quantize_config.json", INDEX)
 CPU = torch.device("cpu")
@@ -55,8 +55,8 @@ class BuildPlan:
 
 @dataclass(frozen=True)
 class Built:
-    """num_quantised: of the num_linears matrices of the layers, in quant_algo. Bytes of all tensors,
-    before and after."""
+    """num_quantised of num_linears matrices in the layers are quantised with quant_algo. Bytes are of all
+    tensors."""
 
     num_linears: int
     num_quantised: int
@@ -68,7 +68,7 @@ class Built:
 def build(plan: BuildPlan) -> Built:
     """Raises ConfigError when the model cannot be served or the directory not be written.
 
-    config.json comes last, so that what a build leaves that was cut short is not taken for a model.
+    config.json is written last, so that an interrupted build is not mistaken for a model.
     """
     model = read_model_config(plan.model_dir)
     _check_limits(plan, model)
@@ -104,7 +104,7 @@ def _check_limits(plan: BuildPlan, model: ModelConfig) -> None:
 
 
 def _prepare(plan: BuildPlan) -> None:
-    """An empty output directory, or one that an earlier build wrote, without its config.json."""
+    """Make the output directory, or empty one that an earlier build wrote. Raises ConfigError for others."""
     out = plan.output_dir
     out.mkdir(parents=True, exist_ok=True)
     config = out / "config.json"
@@ -123,23 +123,23 @@ def _prepare(plan: BuildPlan) -> None:
 
 
 def _convert(plan: BuildPlan, model: ModelConfig, files: dict[str, Any], writer: _Writer) -> Built:
-    parts = checkpoint_plan(model, files)
-    sources = {piece.source for part in parts.values() for piece in part.pieces}
-    stored = check_names(files, parts, model, plan.quant)
+    specs = checkpoint_plan(model, files)
+    sources = {piece.source for spec in specs.values() for piece in spec.slices}
+    stored = check_names(files, specs, model, plan.quant)
     linears: set[str] = set()
-    wanted: dict[str, Part] = {}  # layers that are fused when they are loaded go the same way
+    wanted: dict[str, WeightSpec] = {}  # sources to quantise; layers fused at load time together
     before = after = quantised = 0
     taken: set[str] = set()
-    for name, part in parts.items():
-        of_part = [piece.source for piece in part.pieces]
+    for name, spec in specs.items():
+        of_spec = [piece.source for piece in spec.slices]
         if is_linear(name):
-            linears.update(of_part)
-        if chosen(name, of_part, plan.quant):
-            wanted.update(dict.fromkeys(of_part, part))
-        for piece in part.pieces:
+            linears.update(of_spec)
+        if should_quantise(name, of_spec, plan.quant):
+            wanted.update(dict.fromkeys(of_spec, spec))
+        for piece in spec.slices:
             found = set(stored.parts(piece.source).values())
             if found and not found <= taken:
-                weight = read_whole(piece.source, piece.total, part.columns, files, stored, CPU)
+                weight = read_quantised(piece.source, piece.total, spec.columns, files, stored, CPU)
                 after += writer.add_all(_fields(piece.source, _with_dtype(weight, plan)))
                 quantised += 1
                 taken |= found
@@ -154,14 +154,14 @@ def _convert(plan: BuildPlan, model: ModelConfig, files: dict[str, Any], writer:
     return Built(len(linears), len(wanted) + quantised, algo, before, after)
 
 
-def _cast(name: str, tensor: Tensor, part: Part | None, plan: BuildPlan) -> dict[str, Tensor]:
-    """A tensor as it is written. part: what it belongs to, when it is to be quantised."""
+def _cast(name: str, tensor: Tensor, spec: WeightSpec | None, plan: BuildPlan) -> dict[str, Tensor]:
+    """The tensors to write for one of the checkpoint's. spec: of its weight, when it is to be quantised."""
     dtype = DTYPES.get(plan.dtype)
     if dtype is not None and tensor.is_floating_point():
         tensor = tensor.to(dtype)
-    if part is None:
+    if spec is None:
         return {name: tensor}
-    return _fields(name, quantise(tensor.T if part.transposed else tensor, plan.quant))
+    return _fields(name, quantise(tensor.T if spec.transposed else tensor, plan.quant))
 
 
 def _fields(name: str, weight: QuantisedWeight) -> dict[str, Tensor]:
@@ -213,7 +213,7 @@ class _Writer:
     def _flush(self) -> None:
         path = self._directory / f"model-part-{len(self._shards)}.safetensors"
         save_file(self._open, path, metadata={"format": "pt"})
-        path.chmod(0o644)  # it is made for its owner alone; who serves may be another
+        path.chmod(0o644)  # it is created readable by its owner only
         self._shards.append((path, list(self._open)))
         self._open, self._bytes = {}, 0
 
@@ -231,11 +231,11 @@ def _small_files(model_dir: Path) -> Iterator[Path]:
 
 
 def _config(plan: BuildPlan, model: ModelConfig) -> dict[str, Any]:
-    """The model's own keys, and beside them those of a TensorRT-LLM engine."""
+    """The model's config.json with the keys of a TensorRT-LLM engine added."""
     raw = json.loads((plan.model_dir / "config.json").read_text(encoding="utf-8"))
     dtype = model.dtype if plan.dtype == "auto" else plan.dtype
     raw.pop("torch_dtype", None)
-    raw.pop("quantization_config", None)  # what was read by it is written as our own
+    raw.pop("quantization_config", None)  # the tensors are in our own format now
     quantization = plan.quant.to_dict()
     if model.quant is not None:
         quantization["quant_algo"] = model.quant.algo

@@ -1,4 +1,4 @@
-"""What a Hugging Face directory says of its model: config.json and generation_config.json."""
+"""Reads a model's config.json and generation_config.json into a ModelConfig."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["read_model_config"]
 
 
 def read_model_config(model_dir: Path) -> ModelConfig:
-    """The decoder's shape. Raises ConfigError naming what is missing or not supported."""
+    """Of a Hugging Face directory. Raises ConfigError naming what is missing or not supported."""
     model_dir = Path(model_dir)
     if not model_dir.is_dir():
         raise ConfigError(f"the model directory {model_dir} does not exist")
@@ -30,10 +30,10 @@ def read_model_config(model_dir: Path) -> ModelConfig:
             + ", ".join(FAMILIES)
         )
     quant = checkpoint_quant(raw, model_dir)
-    raw = {**raw, **_decoder_begins(raw, model_dir)}
+    raw = {**raw, **_decoder_start(raw, model_dir)}
     try:
-        usual = family.usual(raw)
-        fields = {**read_common(usual), **family.config(usual)}
+        renamed = family.rename(raw)
+        fields = {**read_common(renamed), **family.config(renamed)}
     except KeyError as error:
         raise ConfigError(f"{model_dir}/config.json lacks {error}") from error
     except (TypeError, ValueError, AttributeError) as error:
@@ -55,8 +55,8 @@ def _eos_ids(raw: Mapping[str, Any], model_dir: Path) -> tuple[int, ...]:
     return tuple(eos) if isinstance(eos, list) else (eos,)
 
 
-def _decoder_begins(raw: Mapping[str, Any], model_dir: Path) -> dict[str, Any]:
-    """Of an encoder-decoder model: generation_config.json decides, where there is one."""
+def _decoder_start(raw: Mapping[str, Any], model_dir: Path) -> dict[str, Any]:
+    """An encoder-decoder model's first token ids: generation_config.json overrides config.json."""
     chosen = _read_json(model_dir / "generation_config.json")
     if not raw.get("is_encoder_decoder") or not chosen:
         return {}

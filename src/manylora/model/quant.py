@@ -1,4 +1,4 @@
-"""Weights into fewer bits, and quantised pieces of a checkpoint into one weight."""
+"""Quantises weights, and joins quantised pieces of a checkpoint into one weight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.quant.checkpoint import CheckpointQuant
 from manylora.quant.config import SERVED, QuantAlgo, QuantConfig
 
-__all__ = ["check_asked", "chosen", "is_linear", "quantise", "stacked"]
+__all__ = ["check_quant_request", "is_linear", "quantise", "should_quantise", "stack_weights"]
 
 LINEARS = ("qkv.weight", "out.weight", "up_gate.weight", "down.weight", "cross_q.weight", "cross_kv.weight")
 SMALLEST_GROUP = 32
@@ -21,18 +21,18 @@ FP8_MAX = 448.0
 
 
 def is_linear(name: str) -> bool:
-    """name: of one of our fused weights, as `0.qkv.weight`. Whether it can be quantised."""
+    """Whether one of our fused weights, such as `0.qkv.weight`, can be quantised."""
     return name.endswith(LINEARS)
 
 
-def chosen(name: str, sources: Sequence[str], config: QuantConfig) -> bool:
+def should_quantise(name: str, sources: Sequence[str], config: QuantConfig) -> bool:
     """Whether one of our fused weights is to be quantised: all of its sources are."""
     return is_linear(name) and all(config.quantises(s.removesuffix(".weight")) for s in sources)
 
 
 def quantise(weight: Tensor, config: QuantConfig) -> QuantisedWeight:
-    """Round a weight [N, K] to the nearest. Scales and offsets get the weight's dtype, and values are rounded
-    with them as they are then. Raises ConfigError when no group size fits."""
+    """Quantise a weight [N, K], rounding to nearest. Scales and offsets are first rounded to the weight's
+    dtype, then values with these. Raises ConfigError when no group size fits."""
     wide, dtype = weight.float(), weight.dtype
     largest = wide.abs().amax(1, keepdim=True)
     if config.quant_algo == QuantAlgo.FP8:
@@ -53,11 +53,11 @@ def quantise(weight: Tensor, config: QuantConfig) -> QuantisedWeight:
     return QuantisedWeight(halves[:, ::2] | (halves[:, 1::2] << 4), scales, offsets)
 
 
-def stacked(pieces: Sequence[Tensor | QuantisedWeight]) -> Tensor | QuantisedWeight | StackedWeight:
-    """Weights of the same inputs as one, or as parts where they are not held in the same way."""
+def stack_weights(pieces: Sequence[Tensor | QuantisedWeight]) -> Tensor | QuantisedWeight | StackedWeight:
+    """Concatenate weights of the same inputs; as a StackedWeight where their formats differ."""
     runs: list[list[Any]] = []
     for piece in pieces:
-        if runs and _alike(runs[-1][0], piece):
+        if runs and _same_format(runs[-1][0], piece):
             runs[-1].append(piece)
         else:
             runs.append([piece])
@@ -65,10 +65,13 @@ def stacked(pieces: Sequence[Tensor | QuantisedWeight]) -> Tensor | QuantisedWei
     return parts[0] if len(parts) == 1 else StackedWeight(parts, tuple(part.shape[0] for part in parts))
 
 
-def check_asked(config: QuantConfig | None, stored: CheckpointQuant | None, is_quantised: bool) -> None:
-    """Whether what is asked can be had of a checkpoint. is_quantised: it holds quantised weights.
+def check_quant_request(
+    config: QuantConfig | None, stored: CheckpointQuant | None, is_quantised: bool
+) -> None:
+    """Raises ConfigError when a checkpoint cannot be quantised as asked.
 
-    Raises ConfigError."""
+    stored: its own quantisation. is_quantised: it has quantised weights.
+    """
     if config is None or config.quant_algo in (None, QuantAlgo.NO_QUANT):
         return
     if is_quantised:
@@ -83,7 +86,7 @@ def check_asked(config: QuantConfig | None, stored: CheckpointQuant | None, is_q
         )
 
 
-def _alike(one: Tensor | QuantisedWeight, other: Tensor | QuantisedWeight) -> bool:
+def _same_format(one: Tensor | QuantisedWeight, other: Tensor | QuantisedWeight) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor)
     same = one.values.dtype == other.values.dtype and one.scales.shape[1] == other.scales.shape[1]
@@ -123,5 +126,5 @@ def _group_size(columns: int, wanted: int) -> int:
 
 
 def _nonzero(scales: Tensor) -> Tensor:
-    """A row of zeros has no scale; any does."""
+    """1 in place of the scale 0 of a row of zeros."""
     return torch.where(scales > 0, scales, torch.ones_like(scales))

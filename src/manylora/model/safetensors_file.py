@@ -1,5 +1,8 @@
-"""TensorFile: a safetensors file whose tensors are read, not mapped, so that no page of it stays in the
-process, and a file that is cut short meanwhile is an error and not the process's end."""
+"""SafetensorsFile: a safetensors file that is read, not mapped.
+
+Its pages do not stay in the process, and a file that is cut short while it is read raises an error instead of
+ending the process with SIGBUS.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from manylora.errors import ConfigError
 
-__all__ = ["StoredTensor", "TensorFile"]
+__all__ = ["FileTensor", "SafetensorsFile"]
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -24,23 +27,23 @@ DTYPES = {
 }  # fmt: skip
 
 
-class TensorFile:
-    """Raises ConfigError when it is not a whole safetensors file. To be closed, or used as a context."""
+class SafetensorsFile:
+    """A context manager, which closes the file. Raises ConfigError unless it is a whole safetensors file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             with safe_open(path, framework="pt"):
-                pass  # the library checks that the header is whole, and its tensors lie side by side in it
+                pass  # the library checks the header: its tensors cover the file without gaps or overlaps
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
             self._entries = json.loads(os.pread(self._descriptor, length, 8))
-        except Exception as error:  # the library has no common class for all it raises
+        except Exception as error:  # the library's errors have no common class
             raise ConfigError(f"{path} is not a readable safetensors file: {error}") from error
         self._entries.pop("__metadata__", None)
         self._start = 8 + length
 
-    def __enter__(self) -> TensorFile:
+    def __enter__(self) -> SafetensorsFile:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -49,15 +52,15 @@ class TensorFile:
     def keys(self) -> Iterable[str]:
         return self._entries.keys()
 
-    def get_slice(self, name: str) -> StoredTensor:
-        """Nothing is read yet."""
-        return StoredTensor(self, name, self._entries[name])
+    def get_slice(self, name: str) -> FileTensor:
+        """Reads nothing yet."""
+        return FileTensor(self, name, self._entries[name])
 
     def get_tensor(self, name: str) -> Tensor:
         return self.get_slice(name).whole()
 
     def read(self, offset: int, out: Tensor) -> None:
-        """The bytes of a contiguous tensor on the CPU, from an offset after the header. Any thread."""
+        """Fill a contiguous CPU tensor from `offset` bytes after the header. Safe from any thread."""
         view = memoryview(out.reshape(-1).view(torch.uint8).numpy().data)
         done = 0
         while done < len(view):
@@ -67,10 +70,10 @@ class TensorFile:
             done += got
 
 
-class StoredTensor:
+class FileTensor:
     """One tensor of a file."""
 
-    def __init__(self, file: TensorFile, name: str, entry: Mapping[str, Any]) -> None:
+    def __init__(self, file: SafetensorsFile, name: str, entry: Mapping[str, Any]) -> None:
         self._file, self._name, self._entry = file, name, entry
         self._offset: int = entry["data_offsets"][0]
 
@@ -83,7 +86,7 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Raises ConfigError for a type that no weight has."""
+        """Raises ConfigError for a type that is not supported."""
         if self.get_dtype() not in DTYPES:
             raise ConfigError(f"{self._name} is stored as {self.get_dtype()}, which is not read")
         return DTYPES[self.get_dtype()]
@@ -94,8 +97,8 @@ class StoredTensor:
         return made
 
     def read_rows(self, start: int, out: Tensor) -> None:
-        """Rows [start, start + len(out)) into a contiguous tensor of the stored type on the CPU. A row is a
-        run of the last dimension; of a vector, one number."""
+        """Read rows [start, start + len(out)) into a contiguous CPU tensor of the file's dtype. A row is
+        a run of the last dimension; of a vector, one number."""
         shape = self.get_shape()
         size = self.dtype.itemsize * (shape[-1] if len(shape) > 1 else 1)
         self._file.read(self._offset + start * size, out)

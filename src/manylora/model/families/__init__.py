@@ -1,18 +1,14 @@
-"""FAMILIES: each supported architecture as data. A new family is an entry in one of these modules."""
+"""FAMILIES: every supported architecture. A new family is one module here, named in MODULES."""
 
 from __future__ import annotations
 
 from manylora.model.families import bart, gemma, gpt, llama, moe, t5
-from manylora.model.families.family import Family
+from manylora.model.families.family import ModelFamily
 
 __all__ = ["FAMILIES"]
 
-FAMILIES: dict[str, Family] = {
-    **llama.FAMILIES,
-    **gemma.FAMILIES,
-    **gpt.FAMILIES,
-    **moe.FAMILIES,
-    **t5.FAMILIES,
-    **bart.FAMILIES,
+MODULES = (llama, gemma, gpt, moe, t5, bart)
+FAMILIES: dict[str, ModelFamily] = {
+    name: family for module in MODULES for name, family in module.FAMILIES.items()
 }
 """By the name in config.json's `architectures`."""

@@ -1,4 +1,4 @@
-"""BART: learned positions, LayerNorm on the sums, biases everywhere; two stacks of layers."""
+"""BART, an encoder-decoder: learned positions, LayerNorm after each residual sum, biases everywhere."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from manylora.config.engine import EncoderConfig, ModelConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import read_activation, refuse
-from manylora.model.families.family import Family, Names
+from manylora.model.families.family import ModelFamily, TensorNames
 
 __all__ = ["FAMILIES"]
 
-OFFSET = 2
+POSITION_OFFSET = 2  # rows of the position table before position 0
 ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
@@ -32,7 +32,7 @@ def _bart(raw: Mapping[str, Any]) -> dict[str, Any]:
         decoder_start_id=start,
         forced_bos_id=raw.get("forced_bos_token_id"),
         post_norm=True,
-        position_offset=OFFSET,
+        position_offset=POSITION_OFFSET,
     )
     return {
         "norm": "layer",
@@ -45,12 +45,12 @@ def _bart(raw: Mapping[str, Any]) -> dict[str, Any]:
         "mlp_bias": True,
         "head_bias": True,
         "embedding_scale": float(raw["hidden_size"]) ** 0.5 if raw.get("scale_embedding") else 1.0,
-        "tie_word_embeddings": True,  # but for tables that the checkpoint has apart
+        "tie_word_embeddings": True,  # unless the checkpoint has separate tables
         "encoder": encoder,
     }
 
 
-def _sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _rename(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **raw,
         "hidden_size": raw["d_model"],
@@ -60,18 +60,18 @@ def _sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _encoder(_: ModelConfig) -> Names:
+def _encoder(_: ModelConfig) -> TensorNames:
     return _names("encoder.", {}, ())
 
 
-def _decoder(_: ModelConfig) -> Names:
+def _decoder(_: ModelConfig) -> TensorNames:
     cross = tuple(f"encoder_attn.{name}" for name in ATTENTION)
     return _names("decoder.", {"cross_norm": "encoder_attn_layer_norm"}, cross)
 
 
-def _names(root: str, norms: dict[str, str], cross: tuple[str, ...]) -> Names:
+def _names(root: str, norms: dict[str, str], cross: tuple[str, ...]) -> TensorNames:
     *qkv, out = (f"self_attn.{name}" for name in ATTENTION)
-    return Names(
+    return TensorNames(
         roots=(f"model.{root}", root),
         embed="embed_tokens",
         positions="embed_positions",
@@ -86,4 +86,4 @@ def _names(root: str, norms: dict[str, str], cross: tuple[str, ...]) -> Names:
     )
 
 
-FAMILIES = {"BartForConditionalGeneration": Family(_bart, _decoder, _sizes, _encoder)}
+FAMILIES = {"BartForConditionalGeneration": ModelFamily(_bart, _decoder, _rename, _encoder)}

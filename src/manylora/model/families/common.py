@@ -1,4 +1,4 @@
-"""What most config.json files have in common: sizes, rotary positions, windows, activations."""
+"""Reads the parts of config.json that most families share: sizes, rotary positions, windows, activations."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def read_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_windows(raw: Mapping[str, Any], sliding: list[bool] | None = None) -> tuple[int | None, ...]:
-    """`sliding_window` for the layers that `layer_types` marks; without it, for those in `sliding` (None:
-    all)."""
+    """Each layer's window, or () without `sliding_window`. `layer_types` says which layers have one; without
+    it, `sliding` does (None: all)."""
     window, num_layers = raw.get("sliding_window"), raw["num_hidden_layers"]
     if window is None:
         return ()
@@ -85,7 +85,7 @@ def read_activation(name: str) -> str:
 
 
 def refuse(raw: Mapping[str, Any], *names: str) -> None:
-    """Raises ConfigError naming a setting that is on and that the decoder has nothing for."""
+    """Raises ConfigError naming the first of these settings that is on: they are not implemented."""
     for name in names:
         if raw.get(name):
             raise ConfigError(f"config.json: {name} {raw[name]!r} is not supported")

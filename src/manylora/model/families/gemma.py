@@ -8,12 +8,12 @@ from typing import Any
 
 from manylora.errors import ConfigError
 from manylora.model.families.common import read_activation, read_rope, read_windows, refuse
-from manylora.model.families.family import Family, Names
+from manylora.model.families.family import ModelFamily, TensorNames
 
 __all__ = ["FAMILIES"]
 
-GEMMA = Names()
-GEMMA2 = Names(
+GEMMA = TensorNames()
+GEMMA2 = TensorNames(
     block_norms={
         "attention_norm": "input_layernorm",
         "attention_post_norm": "post_attention_layernorm",
@@ -29,7 +29,7 @@ GEMMA3_TEXT = replace(
     head="language_model.lm_head",
     unused=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
 )
-# What the released multimodal checkpoints leave out of text_config.
+# Defaults of transformers, which the released multimodal checkpoints leave out of text_config.
 GEMMA3_DEFAULTS = {
     "vocab_size": 262208,
     "num_attention_heads": 8,
@@ -44,7 +44,7 @@ GEMMA3_DEFAULTS = {
 def _gemma(raw: Mapping[str, Any]) -> dict[str, Any]:
     refuse(raw, "use_bidirectional_attention")
     activation = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
-    # The first releases of Gemma 1 say gelu and mean its tanh form.
+    # The first releases of Gemma 1 say gelu but were trained with its tanh form.
     activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
     biased = bool(raw.get("attention_bias", False))
     return {
@@ -63,7 +63,7 @@ def _gemma2(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers with a window have a rotary base of their own."""
+    """Layers with a window have a separate rotary base."""
     pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
     sliding = [(layer + 1) % pattern != 0 for layer in range(raw["num_hidden_layers"])]
     local = float(raw.get("rope_local_base_freq", 10000.0))
@@ -90,7 +90,7 @@ def _gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The text part of a multimodal config.json, in the dtype of the whole."""
+    """The text part of a multimodal config.json, with the dtype of the whole model."""
     outer = {name: raw[name] for name in ("dtype", "torch_dtype") if name in raw}
     return {**GEMMA3_DEFAULTS, **raw["text_config"], **outer}
 
@@ -104,8 +104,8 @@ def _caps(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FAMILIES = {
-    "GemmaForCausalLM": Family(_gemma, lambda _: GEMMA),
-    "Gemma2ForCausalLM": Family(_gemma2, lambda _: GEMMA2),
-    "Gemma3ForCausalLM": Family(_gemma3, lambda _: GEMMA2),
-    "Gemma3ForConditionalGeneration": Family(_gemma3, lambda _: GEMMA3_TEXT, _text_config),
+    "GemmaForCausalLM": ModelFamily(_gemma, lambda _: GEMMA),
+    "Gemma2ForCausalLM": ModelFamily(_gemma2, lambda _: GEMMA2),
+    "Gemma3ForCausalLM": ModelFamily(_gemma3, lambda _: GEMMA2),
+    "Gemma3ForConditionalGeneration": ModelFamily(_gemma3, lambda _: GEMMA3_TEXT, _text_config),
 }

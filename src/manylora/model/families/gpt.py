@@ -7,12 +7,12 @@ from typing import Any
 
 from manylora.config.engine import ModelConfig
 from manylora.model.families.common import read_activation, read_rope, read_windows, refuse
-from manylora.model.families.family import Family, Names
+from manylora.model.families.family import ModelFamily, TensorNames
 
 __all__ = ["FAMILIES"]
 
-GPT2 = Names(
-    roots=("transformer.", ""),  # the released files leave it out
+GPT2 = TensorNames(
+    roots=("transformer.", ""),  # the released files have no root
     embed="wte",
     positions="wpe",
     norm="ln_f",
@@ -23,7 +23,7 @@ GPT2 = Names(
     down="mlp.c_proj",
     block_norms={"attention_norm": "ln_1", "mlp_norm": "ln_2"},
 )
-NEOX = Names(
+NEOX = TensorNames(
     roots=("gpt_neox.",),
     head="embed_out",
     embed="embed_in",
@@ -33,14 +33,14 @@ NEOX = Names(
     up_gate=("mlp.dense_h_to_4h",),
     down="mlp.dense_4h_to_h",
 )
-PHI = Names(
+PHI = TensorNames(
     norm="final_layernorm",
     out="self_attn.dense",
     up_gate=("mlp.fc1",),
     down="mlp.fc2",
     block_norms={"attention_norm": "input_layernorm"},
 )
-STARCODER2 = Names(up_gate=("mlp.c_fc",), down="mlp.c_proj")
+STARCODER2 = TensorNames(up_gate=("mlp.c_fc",), down="mlp.c_proj")
 
 
 def _gpt2(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def _gpt2(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gpt2_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _rename_gpt2(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **raw,
         "hidden_size": raw["n_embd"],
@@ -111,8 +111,8 @@ def _falcon(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _falcon_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The first releases write n_layer and n_head, and leave out what is not chosen."""
+def _rename_falcon(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The first releases have n_layer and n_head, and leave out defaults."""
     return {
         **raw,
         "num_hidden_layers": raw.get("num_hidden_layers") or raw["n_layer"],
@@ -122,13 +122,13 @@ def _falcon_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _falcon_names(config: ModelConfig) -> Names:
+def _falcon_names(config: ModelConfig) -> TensorNames:
     norms = {"attention_norm": "input_layernorm"}
     if config.parallel_blocks and not config.shared_norm:
         norms = {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"}
     elif not config.parallel_blocks:
         norms["mlp_norm"] = "post_attention_layernorm"
-    return Names(
+    return TensorNames(
         roots=("transformer.",),
         embed="word_embeddings",
         norm="ln_f",
@@ -172,7 +172,7 @@ def _starcoder2(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _one_key_per_head(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """These families know no num_key_value_heads and no head_dim, whatever config.json says."""
+    """These families ignore num_key_value_heads and head_dim in config.json."""
     heads = raw["num_attention_heads"]
     return {"num_kv_heads": heads, "head_dim": raw["hidden_size"] // heads}
 
@@ -182,9 +182,9 @@ def _all_biased(biased: bool) -> dict[str, Any]:
 
 
 FAMILIES = {
-    "GPT2LMHeadModel": Family(_gpt2, lambda _: GPT2, _gpt2_sizes),
-    "GPTNeoXForCausalLM": Family(_neox, lambda _: NEOX),
-    "FalconForCausalLM": Family(_falcon, _falcon_names, _falcon_sizes),
-    "PhiForCausalLM": Family(_phi, lambda _: PHI),
-    "Starcoder2ForCausalLM": Family(_starcoder2, lambda _: STARCODER2),
+    "GPT2LMHeadModel": ModelFamily(_gpt2, lambda _: GPT2, _rename_gpt2),
+    "GPTNeoXForCausalLM": ModelFamily(_neox, lambda _: NEOX),
+    "FalconForCausalLM": ModelFamily(_falcon, _falcon_names, _rename_falcon),
+    "PhiForCausalLM": ModelFamily(_phi, lambda _: PHI),
+    "Starcoder2ForCausalLM": ModelFamily(_starcoder2, lambda _: STARCODER2),
 }

@@ -1,4 +1,4 @@
-"""Llama and its kin: RMSNorm, rotary positions, a gated MLP, one block after the other."""
+"""Llama and similar families: RMSNorm, rotary positions, a gated MLP, sequential blocks."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from manylora.model.families.common import read_windows
-from manylora.model.families.family import Family, Names
+from manylora.model.families.family import ModelFamily, TensorNames
 
 __all__ = ["FAMILIES"]
 
-LLAMA = Names()
-PHI3 = Names(qkv=("self_attn.qkv_proj",), up_gate=("mlp.gate_up_proj",))
-# Olmo 2 normalises what attention and MLP give, not what they get.
-OLMO2 = Names(
+LLAMA = TensorNames()
+PHI3 = TensorNames(qkv=("self_attn.qkv_proj",), up_gate=("mlp.gate_up_proj",))
+# Olmo 2 normalises the outputs of attention and MLP in place of their inputs.
+OLMO2 = TensorNames(
     block_norms={
         "attention_post_norm": "post_attention_layernorm",
         "mlp_post_norm": "post_feedforward_layernorm",
@@ -64,11 +64,11 @@ def _qwen_windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 FAMILIES = {
-    "LlamaForCausalLM": Family(_llama, lambda _: LLAMA),
-    "MistralForCausalLM": Family(_mistral, lambda _: LLAMA),
-    "Qwen2ForCausalLM": Family(_qwen2, lambda _: LLAMA),
-    "Qwen3ForCausalLM": Family(_qwen3, lambda _: LLAMA),
-    "Phi3ForCausalLM": Family(_mistral, lambda _: PHI3),
-    "GraniteForCausalLM": Family(_granite, lambda _: LLAMA),
-    "Olmo2ForCausalLM": Family(_olmo2, lambda _: OLMO2),
+    "LlamaForCausalLM": ModelFamily(_llama, lambda _: LLAMA),
+    "MistralForCausalLM": ModelFamily(_mistral, lambda _: LLAMA),
+    "Qwen2ForCausalLM": ModelFamily(_qwen2, lambda _: LLAMA),
+    "Qwen3ForCausalLM": ModelFamily(_qwen3, lambda _: LLAMA),
+    "Phi3ForCausalLM": ModelFamily(_mistral, lambda _: PHI3),
+    "GraniteForCausalLM": ModelFamily(_granite, lambda _: LLAMA),
+    "Olmo2ForCausalLM": ModelFamily(_olmo2, lambda _: OLMO2),
 }

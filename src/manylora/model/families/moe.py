@@ -1,4 +1,4 @@
-"""Mixtures of experts: Llama's kin with a router and many small MLPs in place of one."""
+"""Mixtures of experts: like Llama, with a router and many small MLPs in place of one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from manylora.config.engine import MoeConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import read_windows
-from manylora.model.families.family import Family, Names
+from manylora.model.families.family import ModelFamily, TensorNames
 
 __all__ = ["FAMILIES"]
 
-QWEN = Names()
-MIXTRAL = Names(sparse="block_sparse_moe", expert_up_gate=("w3", "w1"), expert_down="w2")
+QWEN = TensorNames()
+MIXTRAL = TensorNames(sparse="block_sparse_moe", expert_up_gate=("w3", "w1"), expert_down="w2")
 
 
 def _mixtral(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def _qwen3_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qwen_experts(raw: Mapping[str, Any], shared: int = 0) -> MoeConfig | None:
-    """Every `decoder_sparse_step`-th layer has experts, but for those in `mlp_only_layers`."""
+    """Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`."""
     count = raw["num_experts"] if "num_experts" in raw else raw["num_local_experts"]
     step, plain = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or ()
     if step < 1:
@@ -70,7 +70,7 @@ def _checked(moe: MoeConfig) -> MoeConfig:
 
 
 FAMILIES = {
-    "MixtralForCausalLM": Family(_mixtral, lambda _: MIXTRAL),
-    "Qwen2MoeForCausalLM": Family(_qwen2_moe, lambda _: QWEN),
-    "Qwen3MoeForCausalLM": Family(_qwen3_moe, lambda _: QWEN),
+    "MixtralForCausalLM": ModelFamily(_mixtral, lambda _: MIXTRAL),
+    "Qwen2MoeForCausalLM": ModelFamily(_qwen2_moe, lambda _: QWEN),
+    "Qwen3MoeForCausalLM": ModelFamily(_qwen3_moe, lambda _: QWEN),
 }

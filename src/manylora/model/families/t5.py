@@ -1,4 +1,4 @@
-"""T5, its version 1.1 and Flan-T5: relative positions, RMSNorm, unscaled scores; two stacks of layers."""
+"""T5, T5 1.1 and Flan-T5, encoder-decoders: relative positions, RMSNorm, unscaled attention scores."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from manylora.config.engine import EncoderConfig, ModelConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import read_activation
-from manylora.model.families.family import Family, Names
+from manylora.model.families.family import ModelFamily, TensorNames
 
 __all__ = ["FAMILIES"]
 
-# Released files have this table beside that of self-attention; no model reads it.
+# Released files have this table in addition to self-attention's; no model uses it.
 OBSOLETE = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias."
 
 
@@ -23,7 +23,7 @@ def _t5(raw: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json: feed_forward_proj {raw['feed_forward_proj']!r} is not supported; it must be an "
             "activation, or gated- and an activation"
         )
-    # The first version divides the logits, where the head is the embedding; its config.json says nothing.
+    # The first version scales the logits, as its head is the embedding; its config.json does not say so.
     scaled = raw.get("scale_decoder_outputs", raw.get("tie_word_embeddings") is not False)
     encoder = EncoderConfig(
         num_layers=raw["num_encoder_layers"],
@@ -40,14 +40,14 @@ def _t5(raw: Mapping[str, Any]) -> dict[str, Any]:
         "gated_mlp": bool(gate),
         "attention_scale": 1.0,
         "logits_scale": float(raw["hidden_size"]) ** -0.5 if scaled else 1.0,
-        # A head of its own is read where the checkpoint has one, whatever config.json says: newer versions of
+        # A separate head is loaded where the checkpoint has one, whatever config.json says: newer versions of
         # transformers write true for every T5.
         "tie_word_embeddings": True,
         "encoder": encoder,
     }
 
 
-def _sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _rename(raw: Mapping[str, Any]) -> dict[str, Any]:
     layers = raw["num_layers"]
     return {
         **raw,
@@ -60,19 +60,19 @@ def _sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _encoder(config: ModelConfig) -> Names:
+def _encoder(config: ModelConfig) -> TensorNames:
     return _names(config, "encoder.", 1, {})
 
 
-def _decoder(config: ModelConfig) -> Names:
+def _decoder(config: ModelConfig) -> TensorNames:
     return _names(config, "decoder.", 2, {"cross_norm": "layer.1.layer_norm"})
 
 
-def _names(config: ModelConfig, root: str, mlp: int, norms: dict[str, str]) -> Names:
-    """mlp: its place among the parts of a layer."""
+def _names(config: ModelConfig, root: str, mlp: int, norms: dict[str, str]) -> TensorNames:
+    """mlp: its index among the sublayers of a layer."""
     dense = f"layer.{mlp}.DenseReluDense"
     attention, cross = "layer.0.SelfAttention.", "layer.1.EncDecAttention."
-    return Names(
+    return TensorNames(
         roots=(root,),
         unused=(OBSOLETE,),
         embed="embed_tokens",
@@ -92,4 +92,4 @@ def _names(config: ModelConfig, root: str, mlp: int, norms: dict[str, str]) -> N
     )
 
 
-FAMILIES = {"T5ForConditionalGeneration": Family(_t5, _decoder, _sizes, _encoder)}
+FAMILIES = {"T5ForConditionalGeneration": ModelFamily(_t5, _decoder, _rename, _encoder)}

@@ -1,53 +1,47 @@
-# make demo    the main job: convert two adapters, serve them, ask one question three ways
-# make serve   the same server, left running, with commands to try
-# make test    every test, the real server included
-# make check   lint, format, types
-# make parity  every model family and kind of adapter beside transformers + PEFT, as a table; takes minutes
-# make test-gpu    the tests that need a CUDA GPU, and the GPU's kernels on it
-# make bench-gpu   the GPU benchmark, with any Python that has torch, triton and numpy
-# make bench   the engine with and without adapters, against this machine's limits; under 5 minutes
-# make chaos   kills, hostile requests and adapters, and clients that leave, against a running service; about 10 minutes
-# make browser Chromium for the tests of the page (Debian, Ubuntu; they are skipped without it)
+# `make help` lists the targets.
 PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.10,$(shell command -v python$(v))) $(shell command -v python3))
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo serve test check parity bench chaos browser test-gpu bench-gpu clean
+.PHONY: help demo serve test check parity bench chaos browser test-gpu bench-gpu clean
 
-demo: $(STAMP)
+demo: $(STAMP) ## convert two adapters, serve them, ask one question three ways
 	@$(BIN)/python examples/demo/run.py demo
 
-serve: $(STAMP)
+help: ## this list
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+serve: $(STAMP) ## the server of the demo, left running, with commands to try
 	@$(BIN)/python examples/demo/run.py serve
 
-test: $(STAMP)
+test: $(STAMP) ## every test, also against a real tritonserver
 	$(BIN)/python -m pytest
 
-test-gpu: $(STAMP)
+test-gpu: $(STAMP) ## the tests of the GPU and its kernels; needs a CUDA GPU
 	$(BIN)/python -m pytest tests/gpu $(addprefix tests/cpu/test_,$(addprefix cuda_,kernels.py blocks.py experts.py backends.py quantised.py) \
 		float8_kernels.py)
 
-bench-gpu:
+bench-gpu: ## the GPU benchmark (BENCH_ARGS=...), with any Python that has torch, triton and numpy
 	PYTHONPATH=src $(or $(wildcard $(BIN)/python),python3) benchmarks/gpu.py $(BENCH_ARGS)
 
-check: $(STAMP)
+check: $(STAMP) ## lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	for model in model_repo/*_bls/1/model.py model_repo/*processing/1/model.py; do $(BIN)/mypy $$model || exit 1; done
 
-bench: $(STAMP)
+bench: $(STAMP) ## the engine with and without adapters, against this machine's limits; under 5 minutes
 	@$(BIN)/python benchmarks/engine.py --rounds 2
 
-chaos: $(STAMP)
+chaos: $(STAMP) ## a service under kills, hostile requests and adapters, and leaving clients (CHAOS_ARGS=...); about 10 minutes
 	@$(BIN)/python tests/chaos $(CHAOS_ARGS)
 
-parity: $(STAMP)
+parity: $(STAMP) ## every model family and kind of adapter against transformers + PEFT, as a table; takes minutes
 	@$(BIN)/python -m manylora.testing.parity
 
-browser:
+browser: ## install Chromium for the tests of the page (Debian, Ubuntu); without it they are skipped
 	apt-get install -y --no-install-recommends chromium chromium-driver fonts-noto-cjk
 
 $(STAMP): pyproject.toml constraints.txt
@@ -60,5 +54,5 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
-clean:
+clean: ## remove the virtual environment and build outputs
 	rm -rf $(VENV) build

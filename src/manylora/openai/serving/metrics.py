@@ -14,14 +14,14 @@ __all__ = ["CONTENT_TYPE", "Metrics"]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Labels = tuple[tuple[str, str], ...]
 # Names that inference gateways look for by default.
-GATEWAY = {
+GATEWAY_METRICS = {
     "vllm:num_requests_waiting": Family("Requests that wait"),
     "vllm:num_requests_running": Family("Sequences under way"),
     "vllm:kv_cache_usage_perc": Family("KV cache in use, from 0 to 1"),
     "vllm:gpu_cache_usage_perc": Family("KV cache in use, from 0 to 1: the older name"),
     "vllm:cache_config_info": Family("Shape of the KV cache, in labels"),
 }
-OWN = {
+HTTP_METRICS = {
     "manylora_http_requests_total": Family("Answers by route and status", "counter"),
     "manylora_catalog_adapters": Family("Adapters in the catalog by state"),
     "manylora_adapter_read_failures_total": Family("Adapters that could not be read, by code", "counter"),
@@ -70,7 +70,7 @@ class Metrics:
         for name, values in self._counters.items():
             samples[name] += values.items()
         lines: list[str] = []
-        for name, family in {**FAMILIES, **GATEWAY, **OWN}.items():
+        for name, family in {**FAMILIES, **GATEWAY_METRICS, **HTTP_METRICS}.items():
             if name in samples or name in self._histograms:
                 lines += [f"# HELP {name} {family.help}", f"# TYPE {name} {family.kind}"]
                 lines += [f"{name}{_label_text(labels)} {_number(value)}" for labels, value in samples[name]]

@@ -1,6 +1,6 @@
-"""The Python API, in the manner of TensorRT-LLM's: `LLM`, its configuration, and what it gives back.
+"""The Python API, modelled on TensorRT-LLM's: `LLM`, its configuration and its outputs.
 
-`LLM` loads torch, so it is imported when it is first asked for.
+`LLM` needs torch, so it is imported on first use.
 """
 
 from __future__ import annotations

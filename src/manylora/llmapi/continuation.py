@@ -1,4 +1,4 @@
-"""Continuation: one output as it grows, from tokens to text, and where it ends."""
+"""Continuation: one growing output. Turns tokens into text, and applies the stop rules."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ __all__ = ["Continuation", "overlap"]
 class Continuation:
     """tokenizer: None leaves the text empty.
 
-    Text that might turn out to be the beginning of a stop text, or half a character, is held back until it is
-    settled, so what was shown once stays.
+    Text that may turn out to be the beginning of a stop text, or half a character, is not reported until that
+    is known, so reported text never changes.
     """
 
     def __init__(self, rules: StopRules, tokenizer: Tokenizer | None) -> None:
         self._rules = rules
-        wanted = tokenizer is not None and (rules.detokenize or rules.texts)
-        self._stream = tokenizer.stream(rules.skip_special_tokens) if tokenizer and wanted else None
+        decode = rules.detokenize or rules.texts
+        self._stream = tokenizer.stream(rules.skip_special_tokens) if tokenizer and decode else None
         self._text = ""
-        self._shown = 0  # characters of _text that are settled
+        self._safe = 0  # characters of _text that may be reported
         self._search_from = 0  # no stop text begins before this character
-        self._reported = (0, 0)  # characters and tokens of the last report
+        self._reported = (0, 0)  # characters and tokens in the last report
         self._log_probs: list[float] = []
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self.generation_logits: list[np.ndarray] = []  # together [tokens of the engine, vocabulary]
-        self.score: float | None = None  # of a beam, instead of the sum
+        self.generation_logits: list[np.ndarray] = []  # concatenated: [tokens of the engine, vocabulary]
+        self.score: float | None = None  # of a beam, in place of the sum
 
     @property
     def cumulative_logprob(self) -> float:
@@ -43,7 +43,7 @@ class Continuation:
     def extend(
         self, token_ids: Sequence[int], log_probs: Sequence[float], finish: FinishReason | None
     ) -> None:
-        """Take what the engine made; `finish`: the engine ends it. Without effect once it has ended."""
+        """Add tokens of the engine. finish: why the engine ended it. No effect once the output has ended."""
         if self.finish_reason is not None:
             return
         start = len(self.token_ids)
@@ -65,36 +65,36 @@ class Continuation:
             self._add_text(start, final=False)
 
     def report(self, index: int, log_probs: bool, cumulative: bool) -> CompletionOutput:
-        """The output so far, and what is new in it."""
-        shown, tokens = self._reported
-        text = self._text[: self._shown] if self._rules.detokenize else ""
+        """The output so far, and what is new since the last report. log_probs, cumulative: include these."""
+        num_chars, num_tokens = self._reported
+        text = self._text[: self._safe] if self._rules.detokenize else ""
         self._reported = (len(text), len(self.token_ids))
         return CompletionOutput(
             index=index,
             text=text,
             token_ids=list(self.token_ids),
             cumulative_logprob=self.cumulative_logprob if cumulative else None,
-            logprobs=self._known() if log_probs else None,
+            logprobs=self._token_logprobs() if log_probs else None,
             finish_reason=self.finish_reason.value if self.finish_reason else None,
             stop_reason=self.stop_reason,
-            text_diff=text[shown:],
-            token_ids_diff=self.token_ids[tokens:],
+            text_diff=text[num_chars:],
+            token_ids_diff=self.token_ids[num_tokens:],
             generation_logits=self._logits(),
         )
 
     def advance(self) -> str:
-        """The text that is new since the last report, as a report of nothing else."""
+        """A cheaper `report`: only the text that is new since the last one."""
         first = self._reported[0]
-        self._reported = (self._shown, len(self.token_ids))
-        return self._text[first : self._shown]
+        self._reported = (self._safe, len(self.token_ids))
+        return self._text[first : self._safe]
 
     def _logits(self) -> np.ndarray | None:
-        """When finished: of every token, also where a stop text ended the output before the engine did."""
+        """[length, vocabulary] of a finished output. A stop text may have ended it before the engine did."""
         if not self.generation_logits or self.finish_reason is None:
             return None
         return np.concatenate(self.generation_logits)[: len(self.token_ids)]
 
-    def _known(self) -> list[dict[int, Logprob]]:
+    def _token_logprobs(self) -> list[dict[int, Logprob]]:
         pairs = zip(self.token_ids, self._log_probs, strict=False)
         return [{token: Logprob(value)} for token, value in pairs]
 
@@ -110,37 +110,35 @@ class Continuation:
         self._add_text(start, final=True)
         if not self._find_stop():
             self.finish_reason, self.stop_reason = reason, stop_reason
-            self._shown = len(self._text)
+            self._safe = len(self._text)
 
     def _add_text(self, start: int, final: bool) -> None:
-        """Decode the tokens from `start` on, each of which comes here once."""
+        """Decode the tokens from `start` on, which were not decoded before."""
         if self._stream is None:
             return
         self._text += self._stream.add(self.token_ids[start:], final)
         if not self._rules.texts:
-            self._shown = len(self._text)
+            self._safe = len(self._text)
 
     def _find_stop(self) -> bool:
-        """End at the first stop text, if there is one; else settle what cannot belong to one."""
+        """End the output at the first stop text. Without one, mark as safe what cannot belong to one."""
         texts = self._rules.texts
         if len(self.token_ids) < self._rules.min_tokens:
-            self._search_from = self._shown = len(self._text)
+            self._search_from = self._safe = len(self._text)
             return False
-        first = max(self._search_from, self._shown)
+        first = max(self._search_from, self._safe)
         found = [(at, text) for text in texts if (at := self._text.find(text, first)) >= 0]
         if not found:
-            held = max((overlap(self._text, text, first) for text in texts), default=0)
-            self._shown = len(self._text) - held
+            self._safe = len(self._text) - max((overlap(self._text, t, first) for t in texts), default=0)
             return False
         at, text = min(found)
         self._text = self._text[: at + len(text) if self._rules.include else at]
-        self._shown = len(self._text)
+        self._safe = len(self._text)
         self.finish_reason, self.stop_reason = FinishReason.STOP, text
         return True
 
 
 def overlap(text: str, word: str, start: int = 0) -> int:
-    """The largest number of characters at the end of text[start:] with which the word, not complete yet,
-    begins."""
+    """Characters at the end of text[start:] that are a beginning of the word; the most, but not all of it."""
     longest = min(len(word) - 1, len(text) - start)
     return next((n for n in range(longest, 0, -1) if text.endswith(word[:n])), 0)

@@ -1,4 +1,4 @@
-"""GuidedDecodingParams: what an output must match, in the fields of TensorRT-LLM."""
+"""GuidedDecodingParams: what an output must match, with TensorRT-LLM's fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["GuidedDecodingParams"]
 
 @dataclass(frozen=True)
 class GuidedDecodingParams:
-    """Exactly one of these. Raises ValueError; a guide that cannot be read is refused with its request.
+    """Give exactly one field; raises ValueError otherwise. A guide that does not compile fails its request.
 
     json:        a JSON schema, as text, as a mapping, or as a pydantic model.
     regex:       a regular expression that the whole output matches.
@@ -39,7 +39,7 @@ class GuidedDecodingParams:
         self.guide()
 
     def guide(self) -> Guide:
-        """The same for the engine."""
+        """The engine's form."""
         if self.json_object:
             return Guide("json")
         if self.regex is not None:

@@ -1,4 +1,4 @@
-"""LoraConfig: how the adapters of one LLM are served. LoRARequest: which adapter one request uses."""
+"""LoraConfig: settings for the adapters of an LLM. LoRARequest: the adapter of one request."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ QKV_GROUPS = (("attn_q", "attn_k", "attn_v"), ("cross_attn_q", "cross_attn_k", "
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """How the adapters of one LLM are served. Raises ValueError when a field cannot work.
+    """Settings for the adapters of one LLM. Raises ValueError for wrong values.
 
     lora_dir:            adapter directories that the target modules are inferred from, when none are named.
     lora_ckpt_source:    "hf" (PEFT directories) or "nemo".
-    max_lora_rank:       a larger rank is refused.
-    lora_target_modules: names as attn_q; an adapter with other modules is refused. Empty: inferred from
-                         lora_dir, or every module the model has.
-    trtllm_modules_to_hf_modules: module name to the name, or names, in the checkpoint. Empty: the usual ones.
-    max_loras:           room on the device, in adapters of the largest rank with every target module.
-    max_cpu_loras:       room on the host, likewise. None: the sizes of PeftCacheConfig.
+    max_lora_rank:       adapters of a larger rank are refused.
+    lora_target_modules: names such as attn_q; adapters with other modules are refused. Empty: inferred from
+                         lora_dir, else every module that the model has.
+    trtllm_modules_to_hf_modules: module name -> its name or names in the checkpoint. Empty: the usual ones.
+    max_loras:           capacity of the device cache, in adapters of the largest rank with every target
+                         module. None: the sizes of PeftCacheConfig.
+    max_cpu_loras:       capacity of the host cache, likewise.
     swap_gate_up_proj_lora_b_weight: adapters on fused gate and up projections have gate first, as PEFT writes
-                         them; False: up first, as they are served.
-    overlap_lora_and_base, cuda_graph_specialize_lora: accepted; answers do not depend on them.
+                         them; False: up first, as TensorRT-LLM's tensors have them.
+    overlap_lora_and_base, cuda_graph_specialize_lora: accepted, without effect.
     """
 
     lora_dir: list[str] = field(default_factory=list)
@@ -58,7 +59,7 @@ class LoraConfig:
 
     @property
     def missing_qkv_modules(self) -> list[str]:
-        """What the targets lack of a q, k, v group of which they name a part; served as well."""
+        """q, k and v modules that are not targets although another of their group is. They are served too."""
         targets = self.lora_target_modules
         return [
             name
@@ -71,11 +72,11 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """An adapter by its id, and where it can be read. Raises ValueError.
+    """An adapter: its id, and the path to read it from. Raises ValueError.
 
-    lora_int_id: identifies the adapter for the life of an LLM, 0 to 2**64 - 1.
-    lora_path:   a PEFT directory, or a directory of the converted pair of .npy files. None: an id that an
-                 earlier request gave a path for.
+    lora_int_id: 0 to 2**64 - 1; identifies the adapter as long as the LLM exists.
+    lora_path:   a PEFT directory, or a directory with the two converted .npy files. None: the path that an
+                 earlier request gave for this id.
     """
 
     lora_name: str

@@ -1,4 +1,4 @@
-"""What generation gives back: RequestOutput, with one CompletionOutput for each continuation."""
+"""RequestOutput: the result of one prompt, with a CompletionOutput for each of its outputs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Logprob:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One continuation of a prompt, so far.
+    """One output of a prompt, so far.
 
-    token_ids:     of the output, without the end token; with stop token only where it was asked for.
-    text_diff, token_ids_diff: new since the RequestOutput before this one; all of it when not streaming.
-    cumulative_logprob: sum over token_ids; None unless log probabilities were asked for or needed. Of a beam
-                   it counts the end token too.
-    logprobs:      for each token, a map of its id; None unless asked for.
-    finish_reason: None while it goes on; "stop", "length" or "cancelled".
-    stop_reason:   the text or token id of `stop` or `stop_token_ids` that ended it, else None.
+    token_ids:     without the end token, and without a stop token unless include_stop_str_in_output.
+    text_diff, token_ids_diff: new since the previous RequestOutput; everything when not streaming.
+    cumulative_logprob: sum over token_ids; None unless log probabilities were computed. For a beam it
+                   includes the end token.
+    logprobs:      for each token, a mapping from its id; None unless asked for.
+    finish_reason: None while running; then "stop", "length" or "cancelled".
+    stop_reason:   the text of `stop` or the id of `stop_token_ids` that ended it, else None.
     generation_logits: [length, vocabulary] float32, when finished and asked for.
     """
 
@@ -47,15 +47,15 @@ class CompletionOutput:
 
     @property
     def length(self) -> int:
-        """Tokens of the output."""
+        """In tokens."""
         return len(self.token_ids)
 
 
 @dataclass(frozen=True)
 class RequestTimings:
-    """Seconds since the request was made, its adapter's reading included; None: not reached.
+    """Seconds since the request was created, which includes reading its adapter; None: not reached yet.
 
-    first_token: when streaming, as it went to the caller; else as the engine made it, known at the end.
+    first_token: when it was published to the caller; without streaming when the engine generated it.
     """
 
     first_token: float | None = None
@@ -64,11 +64,11 @@ class RequestTimings:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt with its continuations, n of them, as they are now.
+    """A prompt with its n outputs, as they are now.
 
-    prompt: None for a prompt of token ids. prompt_token_ids: as they were used, after truncation.
-    adapter_tier: where the adapter was when the request came: "device", "host" or "disk"; empty without one.
-    metrics: the engine's own times and counts, of the sequence that ended last; None before the first ends.
+    prompt: None for a prompt of token ids. prompt_token_ids: after truncation.
+    adapter_tier: where the adapter was found: "device", "host" or "disk"; empty without one.
+    metrics: the engine's times and counts for the sequence that ended last; None before the first ends.
     context_logits: [prompt, vocabulary] float32, when asked for.
     """
 

@@ -1,4 +1,4 @@
-"""GenerationResult: the caller's end of one request, for threads and for asyncio alike."""
+"""GenerationResult: a future and stream of one request's output, for threads and for asyncio."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
 
 class GenerationResult:
-    """What `generate_async` returns. Any thread, any event loop.
+    """What `generate_async` returns. Usable from any thread and any event loop.
 
-    `await it` and `it.result()` give the finished RequestOutput. `async for` and `for` give one RequestOutput
-    for each piece when streaming, else the finished one; each piece goes to one iterator. All of them raise
-    the request's error, a RequestError or EngineDeadError.
+    `await result` and `result.result()` return the finished RequestOutput. `async for` and `for` yield a
+    RequestOutput for each step when streaming, else only the finished one; each goes to one iterator. All of
+    them raise the request's error, a RequestError or EngineDeadError.
     """
 
     def __init__(self, request_id: int, abort: Callable[[], None]) -> None:
         self.request_id = request_id
         self._abort = abort
         self._changed = threading.Condition()
-        self._pieces: deque[RequestOutput] = deque()
+        self._outputs: deque[RequestOutput] = deque()
         self._waiters: list[Waiter] = []
         self._output: RequestOutput | None = None
         self._error: BaseException | None = None
 
     @property
     def finished(self) -> bool:
-        """Whether `result` returns, or raises, at once."""
+        """Whether `result` returns or raises without waiting."""
         return self._output is not None or self._error is not None
 
     def result(self, timeout: float | None = None) -> RequestOutput:
-        """Wait for the end, at most `timeout` seconds. Raises TimeoutError; the request goes on then."""
+        """Wait for the end, at most `timeout` seconds. Raises TimeoutError; the request continues then."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.finished, timeout):
                 raise TimeoutError(f"request {self.request_id} has not finished in {timeout} seconds")
         return self._finished_output()
 
     def abort(self) -> None:
-        """End the request; its output so far comes as the result, with finish_reason "cancelled"."""
+        """Cancel the request. Its result is the output so far, with finish_reason "cancelled"."""
         self._abort()
 
     def publish(self, output: RequestOutput) -> None:
-        """A piece of a stream, or the end. For the side that generates."""
+        """Called by the generating thread with the output of a step, or the finished one."""
         with self._changed:
-            self._pieces.append(output)
+            self._outputs.append(output)
             if output.finished:
                 self._output = output
             self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """The end, without an output. For the side that generates."""
+        """Called by the generating thread: end with an error."""
         with self._changed:
             self._error = error
             self._wake()
@@ -72,26 +72,26 @@ class GenerationResult:
 
     async def __anext__(self) -> RequestOutput:
         while True:
-            if piece := self._take():
-                return piece
+            if output := self._take():
+                return output
             if self.finished:
                 self._raise_error()
                 raise StopAsyncIteration
-            await self._wait(lambda: not self._pieces and not self.finished)
+            await self._wait(lambda: not self._outputs and not self.finished)
 
     def __iter__(self) -> Iterator[RequestOutput]:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._pieces or self.finished)
-            piece = self._take()
-            if piece is None:
+                self._changed.wait_for(lambda: self._outputs or self.finished)
+            output = self._take()
+            if output is None:
                 self._raise_error()
                 return
-            yield piece
+            yield output
 
     def _take(self) -> RequestOutput | None:
         with self._changed:
-            return self._pieces.popleft() if self._pieces else None
+            return self._outputs.popleft() if self._outputs else None
 
     async def _wait(self, needed: Callable[[], bool]) -> None:
         loop = asyncio.get_running_loop()
@@ -105,7 +105,7 @@ class GenerationResult:
     def _wake(self) -> None:
         self._changed.notify_all()
         for loop, waiter in self._waiters:
-            with contextlib.suppress(RuntimeError):  # its event loop is closed: nobody waits there
+            with contextlib.suppress(RuntimeError):  # its event loop is closed
                 loop.call_soon_threadsafe(_set, waiter)
         self._waiters.clear()
 

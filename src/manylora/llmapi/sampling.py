@@ -1,4 +1,4 @@
-"""SamplingParams: how a prompt is continued, in the fields of TensorRT-LLM."""
+"""SamplingParams of the LLM API, with TensorRT-LLM's fields."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from manylora.llmapi.guided import GuidedDecodingParams
 
 __all__ = ["SamplingParams"]
 
-# Fields that this engine has no counterpart of, and the values that ask for nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+# Fields that are not implemented, and the values that are accepted because they ask for nothing.
+IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (None, 0),
     "prompt_logprobs": (None,),
     "exclude_input_from_output": (True,),
@@ -22,31 +22,32 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass
 class SamplingParams:
-    """How a prompt is continued. Lengths in tokens. None leaves the choice to the engine.
+    """How a prompt is continued. Lengths in tokens. None is the engine's default.
 
-    Greedy unless `top_k` or `top_p` asks for sampling. Checked when made, and again when used; raises
-    ValueError, also for a field that would change the answer in a way this engine cannot.
+    Greedy unless `top_k` or `top_p` asks for sampling. Checked when created and again when used. Raises
+    ValueError, also for fields of TensorRT-LLM that this engine does not implement.
 
-    end_id:       generation stops at this token, which is not part of the output. None: the model's own end
+    end_id:       generation stops at this token, which is not part of the output. None: the model's end
                   tokens; -1: none.
     stop:         texts that end the output wherever they appear in it.
     stop_token_ids: tokens that end it. Neither is part of the output, unless include_stop_str_in_output.
-    bad, bad_token_ids: never produced: texts in the tokenizer's own segmentation, and tokens.
+    bad, bad_token_ids: texts and tokens that are never generated; texts as the tokenizer splits them.
     min_p:        when sampling, tokens less probable than this times the most probable one are not drawn.
     min_tokens:   nothing ends the output before this many tokens.
     n, best_of:   of best_of samples the n with the highest cumulative log probability, best first.
-    use_beam_search: best_of is the number of beams, of which the best n come back. length_penalty: of a
-                  beam's score, log probability / length ** length_penalty. early_stopping: 1, ends when
-                  best_of beams have ended; 0, when no other can become better. Only here have these three and
-                  beam_search_diversity_rate a meaning.
-    top_p_min, top_p_decay, top_p_reset_ids: top_p is multiplied by top_p_decay with every token, down to
-                  top_p_min, and returns to its first value after the token top_p_reset_ids.
+    use_beam_search: best_of is the number of beams, of which the best n are returned. A beam's score is log
+                  probability / length ** length_penalty. early_stopping: 1 ends when best_of beams have
+                  ended, 0 when no other can become better. beam_search_diversity_rate: a
+                  beam's n-th best token is ranked n * rate lower. These three need use_beam_search.
+    top_p_min, top_p_decay, top_p_reset_ids: top_p is multiplied by top_p_decay after every token, down to
+                  top_p_min, and is reset after the token top_p_reset_ids.
     embedding_bias: [vocabulary or fewer], added to the logits.
     guided_decoding: what the output must match.
-    return_context_logits, return_generation_logits: of each prompt token, and of each output token.
-    logprobs:     0: of each output token; 1: the same when greedy, where the most probable token is taken.
-    truncate_prompt_tokens: only the last so many tokens of the prompt are used.
-    seed:         None: 0, so that a repeated request repeats its answer.
+    return_context_logits, return_generation_logits: for each prompt token, and for each output token.
+    logprobs:     0: log probability of each output token. 1: the same, for greedy decoding only, where the
+                  output token is the most probable one.
+    truncate_prompt_tokens: use only this many tokens, from the end of the prompt.
+    seed:         None is 0, so a repeated request gives the same output.
     """
 
     end_id: int | None = None
@@ -96,7 +97,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is always taken."""
+        """Whether the most probable token is always chosen."""
         return not self.use_beam_search and self.top_k in (None, 1) and self.top_p in (None, 0)
 
     @property
@@ -113,10 +114,10 @@ class SamplingParams:
         return _texts(self.bad)
 
     def check(self) -> None:
-        """Raise ValueError when the fields cannot work together, or ask for what the engine cannot do."""
-        for name, neutral in NEUTRAL.items():
+        """Raises ValueError for values that are wrong, not implemented, or not allowed together."""
+        for name, accepted in IGNORED_FIELDS.items():
             value = getattr(self, name)
-            if not any(value is other or (_plain(value) and value == other) for other in neutral):
+            if not any(value is other or (_is_scalar(value) and value == other) for other in accepted):
                 raise ValueError(f"SamplingParams: {name} is not supported, got {value!r}; leave it out")
         self._check_counts()
         if self.min_p is not None and not 0 <= self.min_p <= 1:
@@ -168,6 +169,6 @@ def _texts(value: str | Sequence[str] | None) -> list[str]:
     return [value] if isinstance(value, str) else list(value)
 
 
-def _plain(value: Any) -> bool:
+def _is_scalar(value: Any) -> bool:
     """Whether == is safe: tensors and arrays compare element by element."""
     return isinstance(value, bool | int | float | str)

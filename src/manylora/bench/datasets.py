@@ -1,4 +1,4 @@
-"""Datasets of requests, as JSON Lines: one request a line, in trtllm-bench's fields."""
+"""Datasets of requests: JSON Lines, one request per line, with trtllm-bench's fields."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from manylora.llmapi.lora import LoRARequest
 
 __all__ = ["BenchRequest", "adapters_of", "read_dataset", "to_line", "with_adapters", "write_dataset"]
 
-REFUSED = ("turns", "media_paths")
+UNSUPPORTED = ("turns", "media_paths")
 
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One line. task_id: the request's number, not the adapter's. prompt or input_ids, the ids if both.
-
-    output_tokens: to be generated. lora: None is the base model.
-    """
+    """One line. task_id: the request's number, not the adapter's. prompt: not used where input_ids are given.
+    output_tokens: to generate. lora: None is the base model."""
 
     task_id: int
     prompt: str | None
@@ -31,8 +29,8 @@ class BenchRequest:
 
 
 def read_dataset(path: Path, num_requests: int = 0) -> list[BenchRequest]:
-    """The first `num_requests` lines, all for 0. Raises ConfigError with the number of a line that is wrong,
-    and for a lora_path that does not exist."""
+    """The first num_requests lines; 0: all. Raises ConfigError with the number of a wrong line, also for a
+    lora_path that does not exist."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -75,14 +73,14 @@ def to_line(request: BenchRequest) -> str:
 
 
 def adapters_of(requests: Iterable[BenchRequest]) -> list[LoRARequest]:
-    """The distinct adapters, in the order of their first request."""
+    """The distinct adapters, in order of first use."""
     return list({r.lora.lora_int_id: r.lora for r in requests if r.lora is not None}.values())
 
 
 def with_adapters(
     requests: Iterable[BenchRequest], adapters: Iterable[LoRARequest | None]
 ) -> list[BenchRequest]:
-    """The same requests under other adapters, one for each."""
+    """The same requests with other adapters, one for each request."""
     return [replace(r, lora=lora) for r, lora in zip(requests, adapters, strict=True)]
 
 
@@ -90,7 +88,7 @@ def _request(entry: Any) -> BenchRequest:
     if not isinstance(entry, dict):
         raise ValueError("a line must be a JSON object")
     task_id = entry.get("task_id", -1)
-    for name in REFUSED:
+    for name in UNSUPPORTED:
         if entry.get(name):
             raise ValueError(f"{name} is not supported")
     prompt, ids = entry.get("prompt"), entry.get("input_ids", entry.get("logits"))

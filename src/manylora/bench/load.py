@@ -1,4 +1,4 @@
-"""Load: requests sent to a target in a closed or an open loop, and what became of each."""
+"""Sends requests to a target in a closed or an open loop, and records the result of each."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ __all__ = ["Answer", "Record", "Sample", "Target", "poisson_arrivals", "run_load
 
 
 Sample = tuple[float, EngineStats]
-"""Seconds of `time.monotonic`, and the engine then."""
+"""Seconds of `time.monotonic`, and the engine's statistics at that time."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Times in seconds of `time.monotonic`. first_token: None where it is not known.
+    """A completed request. Times in seconds of `time.monotonic`.
 
-    token_ids: None from a server that tells only how many there were. adapter_tier: where the adapter was:
-    device, host, disk, or wire (the tensors came with the request); empty where it is not told.
+    first_token: None if not known. token_ids: None from a server that returns only their number.
+    adapter_tier: where the adapter was found: device, host, disk, or wire (its tensors came with the
+    request); empty if not known.
     """
 
     first_token: float | None
@@ -37,8 +38,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Record:
-    """One request. started: when it was sent; in an open loop when it was due, so that a target which keeps
-    the sender waiting does not look fast. error: None when it was answered."""
+    """One request. started: when it was sent; in an open loop when it was due, so that time in which a slow
+    target delays the sender counts. error: None if it was answered."""
 
     request: BenchRequest
     started: float
@@ -48,13 +49,14 @@ class Record:
 
 
 class Target(Protocol):
-    """What is loaded. Raises any exception for a request that fails."""
+    """The system that the requests go to. `send` raises any exception for a request that fails."""
 
     async def send(self, request: BenchRequest) -> Answer: ...
 
 
 def poisson_arrivals(count: int, rate: float, rng: random.Random) -> list[float]:
-    """Seconds from the start, of independent requests at `rate` a second; the first comes at once."""
+    """Arrival times of a Poisson process, in seconds from the start; the first is 0. rate: requests a
+    second."""
     times = [0.0]
     while len(times) < count:
         times.append(times[-1] + rng.expovariate(rate))
@@ -69,10 +71,10 @@ async def run_load(
     arrivals: Sequence[float] | None = None,
     on_done: Callable[[Record], None] = lambda record: None,
 ) -> list[Record]:
-    """Send everything and wait. Records in the order of the requests.
+    """Send all requests and wait for them. Returns records in the order of the requests.
 
-    concurrency: requests under way at one time; 0: no limit. arrivals: when each is due, in seconds from the
-    start, for an open loop; None: as soon as concurrency allows.
+    concurrency: requests running at one time; 0: no limit. arrivals: when each request is due, in seconds
+    from the start (open loop); None: as soon as concurrency allows (closed loop).
     """
     gate = asyncio.Semaphore(concurrency or max(1, len(requests)))
     begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""The ideal ratio: how much slower adapters must make decoding, by the bytes that a step has to read."""
+"""Memory traffic of a decode step: how much adapters must slow it down if memory bandwidth is the limit."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ __all__ = ["Traffic", "adapter_bytes", "mean_traffic"]
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one mean step of a run reads: the base's weights, the keys and values of what runs, and each
-    adapter in the batch once. Activations are left out."""
+    """Bytes that the average decode step of a run reads: base weights, KV cache of the running sequences, and
+    each adapter of the batch once. Activations are not counted."""
 
     weight_bytes: float
     kv_bytes: float
     adapters_in_batch: float
-    adapter_bytes: float  # of one
+    adapter_bytes: float  # of one adapter
 
     @property
     def ideal_ratio(self) -> float:
-        """Decoding speed with these adapters / without, were it bound by memory bandwidth alone."""
+        """Decoding speed with these adapters / without, if memory bandwidth were the only limit."""
         base = self.weight_bytes + self.kv_bytes
         return base / (base + self.adapters_in_batch * self.adapter_bytes)
 
 
 def mean_traffic(samples: Sequence[Sample], num_bytes: float) -> Traffic | None:
-    """Over the samples in which something ran; None when there are none."""
+    """The mean over samples with running sequences; None without any. num_bytes: of one adapter."""
     busy = [stats for _, stats in samples if stats.running]
     if not busy:
         return None
-    held = [(s.kv_blocks - s.kv_blocks_free) / s.kv_blocks * s.kv_bytes for s in busy]
+    kv_bytes = [(s.kv_blocks - s.kv_blocks_free) / s.kv_blocks * s.kv_bytes for s in busy]
     return Traffic(
         weight_bytes=busy[0].weight_bytes,
-        kv_bytes=sum(held) / len(busy),
+        kv_bytes=sum(kv_bytes) / len(busy),
         adapters_in_batch=sum(s.adapters.device_pinned for s in busy) / len(busy),
         adapter_bytes=num_bytes,
     )
 
 
 def adapter_bytes(adapters: Sequence[LoRARequest], model_dir: Path, element_bytes: int) -> float:
-    """Of A and B, and of the magnitude with DoRA, in the mean of the adapters.
+    """The mean size of the adapters: A and B, DoRA magnitudes, and extras.
 
-    element_bytes: of the cache's type; adapters of 8-bit floats keep theirs.
+    element_bytes: of the cache's dtype; adapters of 8-bit floats have 1.
     """
     modules = lora_modules(read_model_config(model_dir))
     total = 0.0

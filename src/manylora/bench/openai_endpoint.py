@@ -1,4 +1,4 @@
-"""OpenAiTarget: a running server with the completions API of OpenAI, over HTTP with server-sent events."""
+"""OpenAiTarget: a running server with OpenAI's completions API."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from manylora.errors import ConfigError, RequestError
 __all__ = ["OpenAiTarget"]
 
 FIELDS = ("temperature", "top_k", "top_p", "seed")
-LONGEST_ERROR = 300
+MAX_ERROR = 300
 
 
 class OpenAiTarget(RemoteTarget):
-    """POST <url>/v1/completions. The adapter goes as `lora_request`, with its absolute path.
+    """POST <url>/v1/completions. The adapter is sent as `lora_request`, with its absolute path.
 
-    sampling: fields of SamplingParams; end_id -1 is `ignore_eos`. How many tokens an answer has is the
-    server's `usage`. Raises ConfigError for a field that cannot be sent, and when the server does not answer.
+    sampling: fields of SamplingParams; end_id -1 becomes `ignore_eos`. The number of output tokens comes from
+    the server's `usage`. Raises ConfigError for a field that cannot be sent, and if the server does not
+    answer.
     """
 
     def __init__(self, url: str, connections: int, *, streaming: bool, sampling: dict[str, Any]) -> None:
@@ -42,9 +43,9 @@ class OpenAiTarget(RemoteTarget):
         client = self._connect()
         try:
             client.request("GET", f"{self._prefix}/models")
-            reply = client.getresponse()
-            body = reply.read()
-            if reply.status == 200:
+            response = client.getresponse()
+            body = response.read()
+            if response.status == 200:
                 return str(json.loads(body)["data"][0]["id"])
         except (OSError, http.client.HTTPException) as error:
             raise ConfigError(f"--endpoint {url} does not answer: {error}") from error
@@ -52,7 +53,7 @@ class OpenAiTarget(RemoteTarget):
             raise ConfigError(f"--endpoint {url}: {self._prefix}/models names no model") from error
         finally:
             client.close()
-        raise ConfigError(f"--endpoint {url}: {self._prefix}/models answers {_reason(reply.status, body)}")
+        raise ConfigError(f"--endpoint {url}: {self._prefix}/models answers {_reason(response.status, body)}")
 
     def _ask(self, request: BenchRequest) -> Answer:
         client: http.client.HTTPConnection = self._connection()
@@ -60,12 +61,12 @@ class OpenAiTarget(RemoteTarget):
             body = json.dumps(self._body(request), ensure_ascii=False).encode()
             headers = {"Content-Type": "application/json"}
             client.request("POST", f"{self._prefix}/completions", body, headers)
-            reply = client.getresponse()
-            if reply.status != 200:
-                raise RequestError(_reason(reply.status, reply.read()))
-            return _streamed(reply) if self._streaming else _whole(reply)
+            response = client.getresponse()
+            if response.status != 200:
+                raise RequestError(_reason(response.status, response.read()))
+            return _streamed(response) if self._streaming else _whole(response)
         except (OSError, http.client.HTTPException) as error:
-            client.close()  # it opens again with the next request
+            client.close()  # the next request opens it again
             raise RequestError(f"the server broke off: {error or type(error).__name__}") from error
         except BaseException:
             client.close()
@@ -108,18 +109,18 @@ def _fields(sampling: dict[str, Any]) -> dict[str, Any]:
                 f"{'--eos_id' if name == 'end_id' else f'--sampler_options: {name}'} is not sent to an "
                 "OpenAI server; leave it out"
             )
-    # The API's own default is to sample; a benchmark's is to be repeatable.
+    # The API samples by default; a benchmark should be repeatable.
     return {"temperature": 0.0, **found}
 
 
-def _whole(reply: http.client.HTTPResponse) -> Answer:
-    body = _parse(reply.read())
+def _whole(response: http.client.HTTPResponse) -> Answer:
+    body = _parse(response.read())
     return _answer(body.get("usage"), None, "".join(_texts(body)))
 
 
-def _streamed(reply: http.client.HTTPResponse) -> Answer:
+def _streamed(response: http.client.HTTPResponse) -> Answer:
     first, usage, texts = None, None, []
-    for event in _events(reply):
+    for event in _events(response):
         if "error" in event:
             raise RequestError(_message(event["error"]))
         usage = event.get("usage") or usage
@@ -130,14 +131,14 @@ def _streamed(reply: http.client.HTTPResponse) -> Answer:
     return _answer(usage, first, "".join(texts))
 
 
-def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The objects of a stream of server-sent events, up to [DONE]; RequestError without it."""
-    for line in reply:
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The objects of a stream of server-sent events. Raises RequestError if it ends without [DONE]."""
+    for line in response:
         data = line.strip().removeprefix(b"data:").strip()
         if not line.startswith(b"data:"):
             continue
         if data == b"[DONE]":
-            reply.read()  # the connection is used again
+            response.read()  # to the end, so that the connection can be used again
             return
         yield _parse(data)
     raise RequestError("the server ended the stream without [DONE]")
@@ -155,12 +156,12 @@ def _answer(usage: Any, first: float | None, text: str) -> Answer:
 
 def _parse(data: bytes) -> dict[str, Any]:
     try:
-        made = json.loads(data)
+        value = json.loads(data)
     except ValueError as error:
         raise RequestError("the server's answer is not JSON") from error
-    if not isinstance(made, dict):
+    if not isinstance(value, dict):
         raise RequestError("the server's answer is not a JSON object")
-    return made
+    return value
 
 
 def _reason(status: int, body: bytes) -> str:
@@ -168,7 +169,7 @@ def _reason(status: int, body: bytes) -> str:
         text = _message(json.loads(body)["error"])
     except (ValueError, KeyError, TypeError):
         text = body.decode("utf-8", "replace")
-    return f"HTTP {status}: {text[:LONGEST_ERROR]}"
+    return f"HTTP {status}: {text[:MAX_ERROR]}"
 
 
 def _message(error: Any) -> str:

@@ -1,4 +1,4 @@
-"""The report as pictures: a PNG, or one HTML file with the picture and the text in it."""
+"""The report as plots: a PNG, or one HTML file with the plots and the text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUFFIXES = (".png", ".html")
 
 
 def check_plot(path: Path) -> None:
-    """Raises ConfigError when it could not be written, before the run rather than after it."""
+    """Before the run: raises ConfigError if the plot cannot be written."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"--plot must name a file ending in {' or '.join(SUFFIXES)}, got {path.name}")
     _figure()
@@ -30,7 +30,7 @@ def check_plot(path: Path) -> None:
 def write_plot(
     path: Path, report: dict[str, Any], records: Sequence[Record], samples: Sequence[Sample]
 ) -> None:
-    """samples: empty for a server, whose cache is not seen from outside."""
+    """samples: empty for a server, whose cache statistics are not known."""
     figure = _figure()
     left, middle, right = figure.subplots(1, 3)
     if report["adapters"]["sweep"]:

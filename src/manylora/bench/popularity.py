@@ -1,4 +1,4 @@
-"""Named traffic shapes: which of N adapters each request asks for."""
+"""Which of N adapters each request asks for, as a named distribution."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ZIPF = 1.5
 def spread(popularity: str, adapters: Sequence[T], count: int, rng: random.Random) -> list[T]:
     """An adapter for each of `count` requests.
 
-    distinct:  in turn, so that neighbours differ. identical: the first for all. uniform: each as likely.
-    zipf:      the k-th has the weight k ** -1.5.
+    distinct:  round robin, so that neighbouring requests differ. identical: the first adapter for all.
+    uniform:   all are equally likely. zipf: the k-th has the weight k ** -1.5.
     """
     if popularity == "distinct":
         return [adapters[i % len(adapters)] for i in range(count)]

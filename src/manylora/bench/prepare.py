@@ -1,10 +1,9 @@
-"""Random datasets: prompts of random tokens, with lengths and adapters drawn from distributions."""
+"""Random datasets: prompts of random tokens; lengths and adapters follow distributions."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from manylora.bench.datasets import BenchRequest
@@ -14,34 +13,17 @@ from manylora.llmapi.lora import LoRARequest
 __all__ = ["Lengths", "adapter_named", "normal_lengths", "random_requests", "uniform_lengths"]
 
 Lengths = Callable[[random.Random], int]
-
-
-@dataclass(frozen=True)
-class _Normal:
-    mean: float
-    stdev: float
-
-    def __call__(self, rng: random.Random) -> int:
-        return max(1, round(rng.gauss(self.mean, self.stdev)))
-
-
-@dataclass(frozen=True)
-class _Uniform:
-    low: int
-    high: int
-
-    def __call__(self, rng: random.Random) -> int:
-        return rng.randint(self.low, self.high)
+"""Draws a number of tokens."""
 
 
 def normal_lengths(mean: float, stdev: float) -> Lengths:
-    """Tokens, at least 1."""
-    return _Normal(mean, stdev)
+    """In tokens, at least 1."""
+    return lambda rng: max(1, round(rng.gauss(mean, stdev)))
 
 
 def uniform_lengths(low: int, high: int) -> Lengths:
-    """Tokens, both ends included."""
-    return _Uniform(low, high)
+    """In tokens, both ends included."""
+    return lambda rng: rng.randint(low, high)
 
 
 def random_requests(
@@ -67,7 +49,8 @@ def random_requests(
 
 
 def adapter_named(lora_dir: Path, adapter_id: int) -> LoRARequest | None:
-    """<lora_dir>/<id>, which must exist; -1 is the base model. Raises ValueError."""
+    """The adapter in <lora_dir>/<id>; None, the base model, for -1. Raises ValueError if it does not
+    exist."""
     if adapter_id == -1:
         return None
     return LoRARequest(f"lora_{adapter_id}", adapter_id, str(lora_dir / str(adapter_id)))

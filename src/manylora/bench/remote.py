@@ -1,4 +1,4 @@
-"""RemoteTarget: what the loaders of running servers share."""
+"""RemoteTarget: sends requests to a running server from a pool of threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ ANSWER_TIMEOUT_S = 600.0
 
 
 class RemoteTarget:
-    """A server that threads ask, each over a connection of its own. connections: 0 for as many as allowed."""
+    """Base class of server targets. Each thread has its own connection. connections: their number; 0: the
+    most."""
 
     def __init__(self, connections: int) -> None:
         self._pool = ThreadPoolExecutor(min(connections or MAX_CONNECTIONS, MAX_CONNECTIONS))
@@ -41,7 +42,7 @@ class RemoteTarget:
         raise NotImplementedError
 
     def _connection(self) -> Any:
-        """This thread's own."""
+        """This thread's connection."""
         if getattr(self._local, "connection", None) is None:
             self._local.connection = connection = self._connect()
             with self._lock:
@@ -49,5 +50,5 @@ class RemoteTarget:
         return self._local.connection
 
     def _drop_connection(self) -> None:
-        """Let this thread's next request open another."""
+        """Make this thread's next request open a new connection."""
         self._local.connection = None

@@ -1,4 +1,4 @@
-"""The figures of a run, from its records alone. Milliseconds, tokens and requests a second."""
+"""Throughput and latency figures, computed from the records of a run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from manylora.bench.load import Answer, Record
 __all__ = ["TIERS", "Performance", "Streaming", "dataset_details", "measure", "percentiles", "tier_figures"]
 
 TIERS = {"device": "warm", "host": "host_cold", "disk": "disk_cold", "wire": "wire_cold"}
-"""What the engine calls the place of an adapter, and what the report calls a request that found it there."""
+"""`Answer.adapter_tier` -> the name in reports."""
 
 RANKS = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 
 
 @dataclass(frozen=True)
 class Streaming:
-    """ttft: from sending to the first token. tpot: between tokens after it, in the mean of each request.
-    speed: tokens a second after the first."""
+    """Percentiles. ttft: from sending to the first token. tpot: mean time between the tokens after it, of
+    each request. output_speed: tokens a second after the first token."""
 
     ttft_ms: dict[str, float]
     tpot_ms: dict[str, float]
@@ -28,7 +28,7 @@ class Streaming:
 
 @dataclass(frozen=True)
 class Performance:
-    """Of the requests that were answered. num_gpus: devices that served them, at least 1."""
+    """Figures of the requests that were answered."""
 
     num_requests: int
     num_failed: int
@@ -70,7 +70,7 @@ class Performance:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """minimum, maximum, average and pXX: the value at place floor(XX % of n) of the sorted ones."""
+    """minimum, maximum, average and pXX: the sorted values' element at index floor(XX % of n)."""
     ordered = sorted(values)
     count = len(ordered)
     found = {"minimum": ordered[0], "maximum": ordered[-1], "average": sum(ordered) / count}
@@ -78,7 +78,8 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def measure(records: Sequence[Record], *, streaming: bool, num_gpus: int = 1) -> Performance:
-    """Raises ValueError when no request was answered."""
+    """num_gpus: devices that served the requests, at least 1. Raises ValueError if no request was
+    answered."""
     done = [(record, record.answer) for record in records if record.answer is not None]
     if not done:
         reason = next((record.error for record in records if record.error), "there was none")
@@ -109,9 +110,9 @@ def measure(records: Sequence[Record], *, streaming: bool, num_gpus: int = 1) ->
 
 
 def tier_figures(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Requests and their time to the first token, by where their adapter was found; and of the base model.
+    """Number of requests and time to first token, by where the adapter was found; and of the base model.
 
-    Only what occurred. A time is left out where no first token is known.
+    Tiers without requests are left out, and times where no first token is known.
     """
     groups: dict[str, list[Record]] = {}
     for record in records:
@@ -131,7 +132,7 @@ def tier_figures(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
 
 
 def dataset_details(records: Sequence[Record]) -> dict[str, Any]:
-    """Token counts of what was asked for."""
+    """Percentiles of the requested token counts."""
     done = [(record, record.answer) for record in records if record.answer is not None]
     inputs = [answer.num_input_tokens for _, answer in done]
     outputs = [record.request.output_tokens for record, _ in done]

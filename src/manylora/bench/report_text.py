@@ -1,4 +1,4 @@
-"""The printed report: sections in the order and words of trtllm-bench, then what is known of the adapters."""
+"""The report as text: sections in the order and words of trtllm-bench, then one about adapters."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ CACHE = {
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """The report as `--report_json` has it, as text."""
+    """report: as `--report_json` writes it."""
     return "\n".join(_lines(report))
 
 

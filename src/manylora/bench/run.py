@@ -1,4 +1,4 @@
-"""One benchmark: open the target, warm it up, load it, and put the report together."""
+"""Runs one benchmark: open the system, warm it up, send the load, and make the report."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from manylora.bench.load import Record, Sample, run_load
 from manylora.bench.options import BenchOptions
 from manylora.bench.popularity import spread
 from manylora.bench.report import Performance, dataset_details, measure, tier_figures
-from manylora.bench.system import Side, open_side
+from manylora.bench.system import SystemUnderTest, open_system
 from manylora.errors import ConfigError
 from manylora.llmapi.lora import LoRARequest
 from manylora.stats import AdapterStats
 
-__all__ = ["Outcome", "run_bench"]
+__all__ = ["BenchResult", "run_bench"]
 
 CACHE_COUNTERS = (
     "host_stores", "host_evictions", "device_loads", "device_evictions", "host_adapters", "device_adapters",
@@ -30,26 +30,26 @@ CACHE_COUNTERS = (
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """records and samples: of the last run with the adapters asked for."""
+class BenchResult:
+    """records, samples: of the last run with adapters."""
 
     report: dict[str, Any]
     records: list[Record]
     samples: list[Sample]
 
 
-def run_bench(options: BenchOptions) -> Outcome:
-    """Raises ConfigError for what cannot be run, ValueError when nothing was answered."""
+def run_bench(options: BenchOptions) -> BenchResult:
+    """Raises ConfigError for options that cannot be used, ValueError if no request was answered."""
     requests = read_dataset(options.dataset, options.num_requests)
-    loads = _share_out(options, requests)
+    loads = _assign_adapters(options, requests)
     with ExitStack() as stack:
-        side = open_side(options, requests, stack)
+        system = open_system(options, requests, stack)
         bare = with_adapters(requests, [None] * len(requests))
-        asyncio.run(run_load(side.target, bare[: options.warmup], concurrency=options.concurrency))
+        asyncio.run(run_load(system.target, bare[: options.warmup], concurrency=options.concurrency))
         sweep: list[dict[str, Any]] = []
         for load in loads:
-            before = side.cache()
-            records, samples = side.run(load, options)
+            before = system.cache()
+            records, samples = system.run(load, options)
             done = measure(records, streaming=options.streaming)
             throughput = done.system_output_throughput_tok_s
             sweep.append(
@@ -60,20 +60,20 @@ def run_bench(options: BenchOptions) -> Outcome:
             "num_requests": sum(request.lora is not None for request in loads[-1]),
             "popularity": options.popularity,
             "tiers": tier_figures(records),
-            "cache": _difference(before, side.cache()),
+            "cache": _difference(before, system.cache()),
             "ratio": None,
             "sweep": sweep if len(sweep) > 1 else None,
         }
         if options.compare_base and adapters["num_distinct"]:
-            plain, _ = side.run(bare, options)
+            plain, _ = system.run(bare, options)
             base = measure(plain, streaming=options.streaming).system_output_throughput_tok_s
-            adapters["ratio"] = {"measured": throughput / base} | side.ideal(loads[-1], samples)
-        report = _report(options, side, done, records) | {"adapters": adapters}
-    return Outcome(report, records, samples)
+            adapters["ratio"] = {"measured": throughput / base} | system.ideal_ratio(loads[-1], samples)
+        report = _report(options, system, done, records) | {"adapters": adapters}
+    return BenchResult(report, records, samples)
 
 
-def _share_out(options: BenchOptions, requests: list[BenchRequest]) -> list[list[BenchRequest]]:
-    """The dataset under the adapters asked for, once for each number of them."""
+def _assign_adapters(options: BenchOptions, requests: list[BenchRequest]) -> list[list[BenchRequest]]:
+    """The dataset with adapters as the options ask, once for each number of adapters."""
     if not (options.popularity or options.num_adapters or options.lora_dir):
         return [requests]
     pool: list[LoRARequest] = adapters_of(requests)
@@ -100,7 +100,7 @@ def _share_out(options: BenchOptions, requests: list[BenchRequest]) -> list[list
 
 
 def _difference(before: AdapterStats | None, after: AdapterStats | None) -> dict[str, int] | None:
-    """Counters of the run, and what is in the cache after it."""
+    """Counters of the run, and the number of adapters in the cache after it."""
     if before is None or after is None:
         return None
     found = {name: getattr(after, name) for name in CACHE_COUNTERS}
@@ -111,7 +111,7 @@ def _difference(before: AdapterStats | None, after: AdapterStats | None) -> dict
 
 
 def _report(
-    options: BenchOptions, side: Side, done: Performance, records: Sequence[Record]
+    options: BenchOptions, system: SystemUnderTest, done: Performance, records: Sequence[Record]
 ) -> dict[str, Any]:
     rate = done.issue_rate
     return {
@@ -120,11 +120,11 @@ def _report(
             "model_path": str(options.model_dir) if options.model_dir else None,
             "backend": "pytorch",
             "version": manylora.__version__,
-            **side.engine(),
+            **system.engine(),
         },
-        "machine": {"name": _cpu_name(), **side.device(), "memory": _memory_gib(), "cores": os.cpu_count()},
+        "machine": {"name": _cpu_name(), **system.device(), "memory": _memory_gib(), "cores": os.cpu_count()},
         "world_info": {
-            "tp_size": 1, "pp_size": 1, "ep_size": 1, "world_size": 1, **side.world(),
+            "tp_size": 1, "pp_size": 1, "ep_size": 1, "world_size": 1, **system.world(),
             "issue_rate": None if rate == float("inf") else rate,
         },
         "request_info": done.request_info(),

@@ -1,4 +1,4 @@
-"""Sides: an engine in this process, or a server; what each of them can be asked beyond answers."""
+"""The system under test: an LLM in this process, or a running server."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from manylora.bench.load import Record, Sample, Target, poisson_arrivals, run_lo
 from manylora.bench.options import BenchOptions
 from manylora.stats import AdapterStats
 
-__all__ = ["Side", "open_side"]
+__all__ = ["SystemUnderTest", "open_system"]
 
 
-def open_side(options: BenchOptions, requests: list[BenchRequest], stack: ExitStack) -> Side:
-    """What the options name, opened; the stack closes it. Raises ConfigError."""
-    return _Server(options, stack) if options.endpoint else _InProcess(options, requests, stack)
+def open_system(options: BenchOptions, requests: list[BenchRequest], stack: ExitStack) -> SystemUnderTest:
+    """Open what the options name; the stack closes it. Raises ConfigError."""
+    return _RemoteSystem(options, stack) if options.endpoint else _LocalSystem(options, requests, stack)
 
 
-class Side:
-    """A target, and what is known of it."""
+class SystemUnderTest:
+    """A target, and what the report says about it. A server reports less than an LLM in this process."""
 
     target: Target
 
@@ -33,7 +33,7 @@ class Side:
     def cache(self) -> AdapterStats | None:
         return None
 
-    def ideal(self, requests: Sequence[BenchRequest], samples: Sequence[Sample]) -> dict[str, Any]:
+    def ideal_ratio(self, requests: Sequence[BenchRequest], samples: Sequence[Sample]) -> dict[str, Any]:
         return {"ideal": None}
 
     def engine(self) -> dict[str, Any]:
@@ -46,17 +46,15 @@ class Side:
         return {}
 
 
-class _InProcess(Side):
+class _LocalSystem(SystemUnderTest):
     def __init__(self, options: BenchOptions, requests: list[BenchRequest], stack: ExitStack) -> None:
         from manylora.bench import local
 
         assert options.model_dir is not None
         needs_tokenizer = options.keep_text or any(r.input_ids is None for r in requests)
-        wants_adapters = any(r.lora for r in requests) or options.lora_dir is not None
+        has_adapters = any(r.lora for r in requests) or options.lora_dir is not None
         self._model_dir, self._local = options.model_dir, local
-        self._llm, self._about = local.open_llm(
-            options.model_dir, options.llm, needs_tokenizer, wants_adapters
-        )
+        self._llm, self._facts = local.open_llm(options.model_dir, options.llm, needs_tokenizer, has_adapters)
         stack.enter_context(self._llm)
         self.target = local.LocalTarget(self._llm, options.streaming, options.sampling)
 
@@ -67,40 +65,40 @@ class _InProcess(Side):
     def cache(self) -> AdapterStats | None:
         return self._llm.stats().adapters
 
-    def ideal(self, requests: Sequence[BenchRequest], samples: Sequence[Sample]) -> dict[str, Any]:
+    def ideal_ratio(self, requests: Sequence[BenchRequest], samples: Sequence[Sample]) -> dict[str, Any]:
         from manylora.bench.memory_traffic import adapter_bytes, mean_traffic
 
-        adapters, element_bytes = adapters_of(requests), self._about["element_bytes"]
+        adapters, element_bytes = adapters_of(requests), self._facts["element_bytes"]
         traffic = mean_traffic(samples, adapter_bytes(adapters, self._model_dir, element_bytes))
         if traffic is None:
             return {"ideal": None}
         return {"ideal": traffic.ideal_ratio, "adapters_in_batch": traffic.adapters_in_batch}
 
     def engine(self) -> dict[str, Any]:
-        return self._about["engine"]
+        return self._facts["engine"]
 
     def world(self) -> dict[str, Any]:
-        return self._about["world"]
+        return self._facts["world"]
 
     def device(self) -> dict[str, Any]:
-        return {"device": self._about["device"]}
+        return {"device": self._facts["device"]}
 
 
-class _Server(Side):
+class _RemoteSystem(SystemUnderTest):
     def __init__(self, options: BenchOptions, stack: ExitStack) -> None:
         from manylora.bench.openai_endpoint import OpenAiTarget
-        from manylora.bench.triton_endpoint import EndpointTarget
+        from manylora.bench.triton_endpoint import TritonTarget
         from manylora.text.tokenizer import Tokenizer
 
         assert options.endpoint is not None
         self._url = options.endpoint
-        target: EndpointTarget | OpenAiTarget
+        target: TritonTarget | OpenAiTarget
         if options.endpoint.startswith(("http://", "https://")):
             target = OpenAiTarget(
                 options.endpoint, options.concurrency, streaming=options.streaming, sampling=options.sampling
             )
         else:
-            target = EndpointTarget(
+            target = TritonTarget(
                 options.endpoint,
                 options.concurrency,
                 streaming=options.streaming,
@@ -128,7 +126,8 @@ def _load(target: Target, requests: list[BenchRequest], options: BenchOptions) -
 
 
 def _progress(total: int, wanted: bool) -> tuple[Callable[[], None], Callable[[Record], None]]:
-    """How to end the bar, and how to advance it. On a terminal, where tqdm is installed."""
+    """Functions that close and advance the progress bar. It is shown on a terminal, where tqdm is
+    installed."""
     try:
         tqdm = importlib.import_module("tqdm").tqdm
     except ImportError:

@@ -1,4 +1,4 @@
-"""EndpointTarget: the `tensorrt_llm` model of a running Triton server, over gRPC."""
+"""TritonTarget: the `tensorrt_llm` model of a running Triton server, over gRPC."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from manylora.bench.load import Answer
 from manylora.bench.remote import ANSWER_TIMEOUT_S, RemoteTarget
 from manylora.errors import ConfigError, RequestError
 from manylora.lora.library.reader import read_adapter_folder
-from manylora.lora.tensors import is_bfloat16, narrow_to_bfloat16, widen_bfloat16
+from manylora.lora.convert import store_as
 
-__all__ = ["EndpointTarget"]
+__all__ = ["TritonTarget"]
 
 NOT_CACHED = "Please send LoRA weights with request"
 MODEL = "tensorrt_llm"
-# Fields of SamplingParams that the server is told, under which name and type.
-WIRE = {
+STORAGE_TYPES = {"TYPE_BF16": "bfloat16", "TYPE_FP16": "float16"}
+# Field of SamplingParams -> input tensor, its dtype.
+SAMPLING_INPUTS = {
     "end_id": ("end_id", np.int32),
     "temperature": ("temperature", np.float32),
     "top_k": ("runtime_top_k", np.int32),
@@ -32,12 +33,12 @@ WIRE = {
 }
 
 
-class EndpointTarget(RemoteTarget):
-    """One stream for each request under way: on a stream of many an error does not say whose it is.
+class TritonTarget(RemoteTarget):
+    """Each running request has its own stream: an error on a shared one does not say which request it is for.
 
-    An adapter's tensors go with the first request that asks for it, and again whenever the server says that
-    it has it no longer. sampling: fields of SamplingParams. encode: texts to token ids; None where every
-    prompt is token ids. Raises ConfigError for a field that cannot be sent, and when the server is not ready.
+    The first request of an adapter sends its tensors, and so does one for which the server answers that the
+    adapter is not cached. sampling: fields of SamplingParams. encode: text to token ids; None if all prompts
+    are token ids. Raises ConfigError for a field that cannot be sent, and if the server is not ready.
     """
 
     def __init__(
@@ -48,15 +49,17 @@ class EndpointTarget(RemoteTarget):
             import tritonclient.grpc as grpc
         except ImportError as error:
             raise ConfigError("--endpoint needs tritonclient: pip install 'tritonclient[grpc]'") from error
-        unknown = sorted(sampling.keys() - WIRE.keys())
+        unknown = sorted(sampling.keys() - SAMPLING_INPUTS.keys())
         if unknown:
             raise ConfigError(f"--sampler_options: {unknown[0]} is not sent to an --endpoint; leave it out")
         super().__init__(connections)
         self._grpc: Any = grpc
         self._url = url.removeprefix("grpc://")
         self._streaming, self._encode = streaming, encode
-        self._sampling = {WIRE[name][0]: (value, WIRE[name][1]) for name, value in sampling.items()}
-        self._sent: set[int] = set()  # adapter ids that went with their tensors
+        self._sampling = {
+            SAMPLING_INPUTS[name][0]: (value, SAMPLING_INPUTS[name][1]) for name, value in sampling.items()
+        }
+        self._sent: set[int] = set()  # ids of adapters whose tensors were sent
         self._check_ready()
 
     def _check_ready(self) -> None:
@@ -74,7 +77,7 @@ class EndpointTarget(RemoteTarget):
             raise ConfigError(f"--endpoint {self._url}: model {MODEL} must have decoupled_mode")
         from tritonclient.grpc import model_config_pb2
 
-        types = {tensor.name: tensor.data_type for tensor in config.input}
+        types = {one.name: one.data_type for one in config.input}
         self._weights_type = model_config_pb2.DataType.Name(types["lora_weights"])
 
     def _ask(self, request: BenchRequest) -> Answer:
@@ -105,21 +108,21 @@ class EndpointTarget(RemoteTarget):
         first, tier, final = None, "", False
         while not final:
             result, error = stream.answers.get(timeout=ANSWER_TIMEOUT_S)
-            if error is not None:  # more may come for the same request: the next one begins on a new stream
+            if error is not None:  # more responses may follow: use a new stream for the next request
                 stream.client.stop_stream(cancel_requests=True)
                 self._drop_connection()
                 raise RequestError(str(error))
             response = result.get_response()
             final = response.parameters["triton_final_response"].bool_param
-            found = result.as_numpy("output_ids") if response.outputs else None
-            if found is None:
+            ids_out = result.as_numpy("output_ids") if response.outputs else None
+            if ids_out is None:
                 continue
             count = int(result.as_numpy("sequence_length")[0, 0])
             if count and first is None and self._streaming:
                 first = time.monotonic()
-            tokens += found[0, 0, :count].tolist()
-            told = result.as_numpy("lora_cache_tier")
-            tier = told.reshape(-1)[0].decode() if told is not None and told.size else tier
+            tokens += ids_out[0, 0, :count].tolist()
+            found = result.as_numpy("lora_cache_tier")
+            tier = found.reshape(-1)[0].decode() if found is not None and found.size else tier
         return Answer(first, len(ids), len(tokens), tuple(tokens), adapter_tier=tier)
 
     def _inputs(self, request: BenchRequest, ids: list[int], with_tensors: bool) -> list[Any]:
@@ -142,22 +145,22 @@ class EndpointTarget(RemoteTarget):
         return inputs
 
     def _tensor(self, name: str, value: np.ndarray) -> Any:
-        if value.dtype.kind == "V":  # bfloat16 has no NumPy type: its bits
-            made = self._grpc.InferInput(name, value.shape, "BF16")
-            made._raw_content = value.tobytes()
-            return made
+        if value.dtype.kind == "V":  # the bits of bfloat16, which NumPy does not have
+            tensor = self._grpc.InferInput(name, value.shape, "BF16")
+            tensor._raw_content = value.tobytes()
+            return tensor
         from tritonclient.utils import np_to_triton_dtype
 
-        made = self._grpc.InferInput(name, value.shape, np_to_triton_dtype(value.dtype))
-        made.set_data_from_numpy(value)
-        return made
+        tensor = self._grpc.InferInput(name, value.shape, np_to_triton_dtype(value.dtype))
+        tensor.set_data_from_numpy(value)
+        return tensor
 
     def _connect(self) -> _Stream:
         return _Stream(self._grpc.InferenceServerClient(self._url))
 
 
 class _Stream:
-    """A client with a stream open. answers: (result, error) as they come."""
+    """A client with an open stream. answers: (result, error) of each response."""
 
     def __init__(self, client: Any) -> None:
         self.client, self.close = client, client.close
@@ -167,10 +170,6 @@ class _Stream:
 
 @functools.lru_cache(maxsize=64)
 def _read(path: str, weights_type: str) -> tuple[np.ndarray, np.ndarray]:
-    """An adapter's tensors in the type that the server's repository says."""
+    """An adapter's tensors in the data type of the server's input."""
     weights, config = read_adapter_folder(Path(path))
-    if is_bfloat16(weights.dtype):
-        weights = widen_bfloat16(weights)
-    if weights_type == "TYPE_BF16":
-        return narrow_to_bfloat16(weights), config
-    return weights.astype(np.float16 if weights_type == "TYPE_FP16" else np.float32), config
+    return store_as(weights, config, STORAGE_TYPES.get(weights_type, "float32")), config

@@ -19,7 +19,7 @@ from manylora.bench.options import BenchOptions
 from manylora.bench.plots import check_plot, write_plot
 from manylora.bench.popularity import POPULARITIES
 from manylora.bench.report_text import render
-from manylora.bench.run import Outcome, run_bench
+from manylora.bench.run import BenchResult, run_bench
 from manylora.commands import prepare_dataset
 from manylora.errors import ConfigError
 from manylora.llmapi.llm_args import KvCacheConfig
@@ -202,7 +202,7 @@ def _sampling(options: argparse.Namespace) -> dict[str, Any]:
     return {**found, "end_id": options.eos_id}
 
 
-def _write(options: argparse.Namespace, outcome: Outcome) -> None:
+def _write(options: argparse.Namespace, outcome: BenchResult) -> None:
     if options.report_json:
         _write_json(options.report_json, outcome.report)
     if options.output_json:

@@ -1,7 +1,8 @@
-"""Protects the documents: links lead somewhere, and the commands and flags that they show exist."""
+"""Protects the documents: links lead somewhere, and commands, flags and parameters that they show exist."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import re
@@ -21,6 +22,7 @@ LINK = re.compile(r'\]\(([^()\s]+)\)|<img src="([^"]+)"')
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 FLAG = re.compile(r"--[a-z][a-z0-9_-]*")
 MAKE = re.compile(r"(?:`|^ {4})make ([a-z][a-z-]*)", re.MULTILINE)
+VARIABLE = re.compile(r"`(\w+)`")
 LAUNCHER = "launch_triton_server.py"
 DATASET = ["prepare-dataset --help", "prepare-dataset --tokenizer x token-norm-dist --help"]
 PAGE_OF_COMMAND = {"docs/openai_server.md": "serve", "docs/build.md": "build", "docs/bench.md": "bench"}
@@ -71,6 +73,27 @@ def test_the_flags_of_our_commands_exist(name: str) -> None:
     if command := PAGE_OF_COMMAND.get(name):
         unknown = set(FLAG.findall(text)) - flags_of(command) - FOREIGN
         assert not unknown, f"{name}: {command} has no {sorted(unknown)}"
+
+
+def test_the_parameters_in_tables_are_template_variables() -> None:
+    text = (ROOT / "docs" / "parameters.md").read_text(encoding="utf-8")
+    tables = text.partition("## What one request may ask for")[0]
+    named = {
+        name for row in re.findall(r"^\| (`.*?) \|", tables, re.MULTILINE) for name in VARIABLE.findall(row)
+    }
+    templates = [path.read_text(encoding="utf-8") for path in ROOT.glob("model_repo/*/config.pbtxt")]
+    known = {name for template in templates for name in re.findall(r"\$\{(\w+)\}", template)}
+    assert "lora_prefetch_dir" in named
+    assert named <= known | {"text_input", "decoder_text_input"}  # inputs, in the table of limits
+
+
+def test_the_table_of_layers_is_the_order_that_is_tested() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = text.partition("## Layers")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| \d+ \| (.*?) \|", section, re.MULTILINE)
+    tests = (ROOT / "tests" / "pure" / "test_architecture.py").read_text(encoding="utf-8")
+    order = ast.literal_eval(tests.partition("\nORDER = ")[2].partition("\nRANK")[0])
+    assert [VARIABLE.findall(row) for row in rows] == order
 
 
 def headings(page: Path) -> set[str]:

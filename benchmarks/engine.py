@@ -43,6 +43,7 @@ from loads import ALL, AT_ONCE, MODELS, OUTPUT, QKV, REQUESTS, Case, prompts, sa
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.engine.loop import EngineLoop
+from manylora.kernels.row_format import RowFormat
 from manylora.lora.modules import MODULE_NAMES, LoraModule, lora_modules
 from manylora.quant.config import QuantConfig
 from manylora.request import Event, LoraInput, Request, SamplingParams
@@ -165,7 +166,7 @@ def _adapter(case: Case, number: int, modules: dict[int, LoraModule], layers: in
     picks = np.random.default_rng(number)
     rank = case.ranks[number % len(case.ranks)]
     rows = [(IDS[name], layer) for layer in range(layers) for name in case.modules]
-    sizes = [modules[m].row_elements(rank) for m, _ in rows]
+    sizes = [modules[m].row_elements(RowFormat(rank)) for m, _ in rows]
     weights = np.zeros((1, len(rows), max(sizes)), np.float32)
     for i, size in enumerate(sizes):
         weights[0, i, :size] = picks.normal(0, 0.01, size)

@@ -18,6 +18,7 @@ from gpu_report import Report
 from gpu_world import ALL, World
 
 from manylora.config.engine import LoraCacheConfig
+from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import LoraBatch, LoraSegment
 from manylora.lora.cache import AdapterCache
 from manylora.lora.geometry import Layout, RowShape, plan_cache
@@ -36,7 +37,7 @@ class _Cache:
     def __init__(self, world: World, rank: int, count: int) -> None:
         self.rank, modules, layers = rank, world.modules, world.config.num_layers
         self.places = [(m, layer) for layer in range(layers) for m in ALL]
-        self.sizes = [modules[m].row_elements(rank) for m, _ in self.places]
+        self.sizes = [modules[m].row_elements(RowFormat(rank)) for m, _ in self.places]
         one = sum(self.sizes) * world.dtype.itemsize
         room = int(1.2 * one * count) + 2**26
         limits = LoraCacheConfig(
@@ -44,7 +45,7 @@ class _Cache:
         )
         plan = plan_cache(modules.values(), layers, limits, world.dtype.itemsize, 0)
         self.layout = Layout.of(
-            [RowShape(modules[m], layer, rank) for m, layer in self.places], plan.geometry
+            [RowShape(modules[m], layer, RowFormat(rank)) for m, layer in self.places], plan.geometry
         )
         need = count * self.layout.num_pages
         self.pool = AdapterPool(plan.geometry, need, need, world.dtype, world.device.torch)
@@ -69,7 +70,7 @@ def first_tokens(world: World, clock: Clock, report: Report, prompt: int, step_s
             values = np.load(path)
             parts = np.split(values, np.cumsum(cache.sizes)[:-1])
             named = zip(cache.places, parts, strict=True)
-            made = tuple(AdapterRow(m, layer, cache.rank, False, part) for (m, layer), part in named)
+            made = tuple(AdapterRow(m, layer, RowFormat(cache.rank), part) for (m, layer), part in named)
             pool.write_host(Adapter("", made), layout, pages)
 
         def first(load: bool) -> None:

@@ -16,6 +16,7 @@ from manylora.engine.graphs import DecodeGraphs
 from manylora.engine.inputs import StepInputs
 from manylora.engine.trial import try_variants
 from manylora.kernels.device import Device
+from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import BatchLimits, LoraBatch, LoraRow, LoraSegment
 from manylora.kernels.transfer import to_device
 from manylora.lora.modules import LoraModule, lora_modules
@@ -132,8 +133,8 @@ class World:
             for layer in range(self.config.num_layers):
                 for module_id in modules:
                     module = self.modules[module_id]
-                    rows[layer, module_id] = LoraRow(used, rank)
-                    used += module.row_elements(rank)
+                    rows[layer, module_id] = LoraRow(used, RowFormat(rank))
+                    used += module.row_elements(RowFormat(rank))
             placed.append(rows)
         if used > self.pool.numel():
             raise torch.OutOfMemoryError
@@ -180,7 +181,7 @@ class World:
 
     def _pool(self) -> Tensor:
         """Room for 128 adapters of rank 64 with every module, or for what is left beside the model."""
-        sizes = sum(module.row_elements(64) for module in self.modules.values() if module.counted)
+        sizes = sum(module.row_elements(RowFormat(64)) for module in self.modules.values() if module.counted)
         elements = 128 * self.config.num_layers * sizes
         if self.device.torch.type == "cuda":
             elements = min(elements, int(0.9 * self.device.free_bytes()) // self.dtype.itemsize)

@@ -13,6 +13,7 @@ import torch
 
 from manylora import LLM, LoRARequest, SamplingParams
 from manylora._torch.peft.lora.moe_layout import make_per_expert_lora
+from manylora.kernels.row_format import RowFormat
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.tensors import AdapterRow, pack_rows
 from manylora.lora_manager import LoraConfig
@@ -33,7 +34,7 @@ def make_adapter(path: Path, seed: int) -> Path:
             )
             # [experts, rank, in], then [experts, out, rank] with the scaling in it
             payload = torch.cat([made["A"].flatten(), 0.02 * made["B"].flatten()]).numpy()
-            rows.append(AdapterRow(module_id, layer, RANK, False, payload))
+            rows.append(AdapterRow(module_id, layer, RowFormat(RANK), payload))
     write_npy(path, *pack_rows(rows))
     return path
 

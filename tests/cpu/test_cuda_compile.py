@@ -42,6 +42,7 @@ from manylora.kernels.cuda.fp8 import FP8, quantise_rows
 from manylora.kernels.cuda.grouped import quantised_rows, weight_table
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.quantised import QuantisedWeight
+from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch, LoraRow, LoraSegment, LoraTarget
 
 class Every(BlockChooser):
@@ -60,7 +61,8 @@ for lengths, rank, float8 in (
     ([1, 1], 8, False), ([1, 3], 64, False), ([100, 30], 16, False), ([1, 1], 8, True), ([100, 30], 16, True)
 ):
     starts = [0, lengths[0], sum(lengths)]
-    rows = [{(0, t.module_id): LoraRow(0, rank, not float8, float8) for t in targets} for _ in lengths]
+    row = LoraRow(0, RowFormat(rank, not float8, Encoding(float8)))
+    rows = [{(0, t.module_id): row for t in targets} for _ in lengths]
     segments = tuple(LoraSegment(*span) for span in zip(starts, starts[1:], rows))
     slots = torch.zeros(starts[-1], dtype=torch.int64)
     table = torch.zeros(2, 4, dtype=torch.int32)

@@ -13,6 +13,7 @@ from manylora.kernels.cuda.fp8 import FP8, FP8_MAX, quantise_rows
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.cuda.tables import PagedBatch, plan_attention
 from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch, LoraRow, LoraSegment, LoraTarget
 from manylora.kernels.transfer import copy_into, to_device
 
@@ -49,7 +50,7 @@ def lora_batch(lengths: list[int], ranks: list[int], dora: bool, dtype: torch.dt
         places = {}
         for target in TARGETS[number > 0 : len(TARGETS) - number % 2]:
             size = rank * (IN + target.width) + target.width * dora
-            places[2, target.module_id] = LoraRow(used, rank, dora)
+            places[2, target.module_id] = LoraRow(used, RowFormat(rank, dora))
             pad = -size % 8 + 8
             pieces += [torch.randn(size), torch.full((pad,), float("nan"))]
             used += size + pad
@@ -111,7 +112,7 @@ def test_a_long_input_is_split_and_summed() -> None:
         pool = torch.randn(2 * size, device=DEVICE) / 8
         starts = [0, lengths[0]]
         segments = tuple(
-            LoraSegment(s, s + n, {(0, 4): LoraRow(i * size, 8)})
+            LoraSegment(s, s + n, {(0, 4): LoraRow(i * size, RowFormat(8))})
             for i, (s, n) in enumerate(zip(starts, lengths, strict=True))
         )
         batch = LoraBatch(pool, segments, alignment=4)

@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 
 from manylora.kernels.cuda.plan import MODULES, PLACE, TILE, Places, plan_lora, rank_class, tile_size
+from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.kernels.spec import LoraRow, LoraSegment
 
 ONE = int(np.float32(1).view(np.int32))  # bits of the scale of a row that has none
 
 
 def adapter(number: int, rank: int = 8, modules: tuple[int, ...] = (1, 3)) -> dict[tuple[int, int], LoraRow]:
-    return {(layer, m): LoraRow(1000 * number + m, rank, m == 3) for layer in (0, 1) for m in modules}
+    rows = {m: LoraRow(1000 * number + m, RowFormat(rank, m == 3)) for m in modules}
+    return {(layer, m): row for layer in (0, 1) for m, row in rows.items()}
 
 
 def segments(lengths: list[int], rows: list[dict]) -> list[LoraSegment]:
@@ -47,15 +49,16 @@ def test_places_say_where_each_layer_and_module_lies() -> None:
     assert update.places[0, 3].tolist() == [7003, 5, 1, 0, ONE]
     assert update.places[0, 2].tolist() == [0, 0, 0, 0, 0]
     assert plan.modules == {1, 3}
-    assert (plan.rank, plan.tile_size, plan.float8) == (16, 1, False)
+    assert (plan.rank, plan.tile_size, plan.encodings) == (16, 1, frozenset())
 
 
 def test_places_say_what_is_in_8_bits_and_its_scale() -> None:
-    narrow = {(0, 1): LoraRow(64, 5, float8=True, scale=-0.75)}
+    narrow = {(0, 1): LoraRow(64, RowFormat(5, encoding=Encoding.FLOAT8, scale=-0.75))}
     plan = plan_lora(segments([1, 1], [adapter(0), narrow]), Places(2, 2), 4)
-    offset, rank, dora, float8, bits = plan.updates[1].places[0, 1].tolist()
-    assert (offset, rank, dora, float8, plan.float8) == (64, 5, 0, 1, True)
-    assert np.int32(bits).view(np.float32) == -0.75
+    offset, rank, dora, encoding, bits = plan.updates[1].places[0, 1].tolist()
+    assert (offset, rank, dora, encoding) == (64, 5, 0, Encoding.FLOAT8)
+    assert plan.encodings == {Encoding.FLOAT8}
+    assert np.int64(bits).astype(np.int32).view(np.float32) == -0.75
 
 
 def test_a_padded_plan_has_a_tile_for_each_row() -> None:

@@ -9,6 +9,7 @@ import torch
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.experts import pair_up
 from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment, LoraTarget
 
 EXPERTS, IN, WIDTHS = 5, 48, (32, 24)
@@ -25,7 +26,7 @@ def batch_of(lengths: list[int], ranks: list[int]) -> tuple[LoraBatch, list[dict
         rows, plain = {}, {}
         for target in TARGETS[: (2, 1, 0)[number % 3]]:
             pair = torch.randn(EXPERTS, rank, IN), torch.randn(EXPERTS, rank, target.width)
-            rows[LAYER, target.module_id] = LoraRow(used, rank)
+            rows[LAYER, target.module_id] = LoraRow(used, RowFormat(rank))
             plain[target.module_id] = pair
             stored = torch.cat([part.flatten(1) for part in pair], dim=1).flatten()
             pieces += [stored, torch.full((7,), float("nan"))]

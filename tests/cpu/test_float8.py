@@ -19,6 +19,7 @@ from test_parity_adapters import agree, mixed_logits, tokens
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError
+from manylora.kernels.row_format import RowFormat
 from manylora.llmapi import LLM, LoRARequest
 from manylora.llmapi import SamplingParams as LlmParams
 from manylora.lora.convert import convert_source
@@ -71,7 +72,7 @@ def check(model: Path, lora: LoraInput) -> Adapter:
 
 
 def described(row: AdapterRow) -> tuple[object, ...]:
-    return row.module_id, row.layer, row.rank, row.dora, row.scale, row.payload.dtype, row.payload.tobytes()
+    return row.module_id, row.layer, row.format, row.payload.dtype, row.payload.tobytes()
 
 
 def is_kept(lora: LoraInput) -> bool:
@@ -298,14 +299,14 @@ def test_encoder_decoder_models_take_them(workshop: Path) -> None:
     """Cross-attention's fused module is kept as the three it fuses."""
     t5 = read_model_config(make_model(workshop / "t5", "t5", seed=2))
     module = lora_modules(t5)[8]
-    bits = np.random.default_rng(0).integers(0, 127, (1, 1, module.row_elements(2)), np.uint8)
+    bits = np.random.default_rng(0).integers(0, 127, (1, 1, module.row_elements(RowFormat(2))), np.uint8)
     config = np.array([[[8, t5.num_layers - 1, 2]]], np.int32)
     given = LoraInput(0, bits.view(FLOAT8), config, scales=np.array([0.3], np.float32))
     made, wide = (
         adapter_from_tensors(lora, lora_modules(t5), t5.num_layers, 64).rows
         for lora in (given, LoraInput(0, widen_float8(bits), config))
     )
-    assert [(row.module_id, row.scale) for row in made] == [(m, np.float32(0.3)) for m in (9, 10, 11)]
+    assert [(row.module_id, row.format.scale) for row in made] == [(m, np.float32(0.3)) for m in (9, 10, 11)]
     for one, other in zip(made, wide, strict=True):
         np.testing.assert_array_equal(widen_float8(one.payload), other.payload)
 

@@ -16,6 +16,7 @@ from manylora.kernels.cpu import CpuOps
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.experts import pair_up
 from manylora.kernels.reference import FP8, ReferenceOps
+from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment, LoraTarget
 from manylora.kernels.transfer import to_device
 
@@ -60,11 +61,12 @@ def mixed_batch(
             element = torch.full((room * pool.itemsize,), 0x7F, dtype=torch.uint8)  # NaN in every type
             element[: size * values.itemsize] = values.view(torch.uint8)
             place = used * pool.itemsize if float8 else used
-            rows[layer, target.module_id] = LoraRow(place, rank, float8=float8, scale=scale)
+            row = RowFormat(rank, encoding=Encoding(float8), scale=scale)
+            rows[layer, target.module_id] = LoraRow(place, row)
             a_size = rank * IN
             exact = values.double().view(pieces, -1).clone()
             exact[:, :a_size] *= scale
-            wide_rows[layer, target.module_id] = LoraRow(sum(map(len, wide)), rank)
+            wide_rows[layer, target.module_id] = LoraRow(sum(map(len, wide)), RowFormat(rank))
             stored.append(element)
             wide.append(exact.flatten())
             used += room
@@ -137,7 +139,7 @@ def test_a_batch_without_them_runs_the_kernels_that_know_none() -> None:
         planned = made.plan(attention_batch([1] * 5, [1] * 5), batch)[1]
         assert planned is not None
         shapes.append(planned.shape)
-        assert planned.float8 == (batch is mixed)
+        assert planned.encodings == ({Encoding.FLOAT8} if batch is mixed else set())
     assert shapes[0] != shapes[1]
 
 
@@ -191,12 +193,12 @@ def test_every_number_is_widened_exactly(ops: CpuOps, count: int, pool: torch.dt
         part = numbers[first : first + count]
         size = len(part)
         y = torch.zeros(size, 1)
-        rows = {(0, 0): LoraRow(0, 1, float8=True)}
+        rows = {(0, 0): LoraRow(0, RowFormat(1, encoding=Encoding.FLOAT8))}
         batch = LoraBatch(pool_of([part, one], pool), (LoraSegment(0, size, rows),))
         ops.lora_add(y, torch.eye(size), batch, 0, (LoraTarget(0, 0, 1),))
         assert torch.equal(y[:, 0], part.float())
         y = torch.zeros(1, size)
-        rows = {(0, 0): LoraRow(0, 1, float8=True, scale=0.5)}
+        rows = {(0, 0): LoraRow(0, RowFormat(1, encoding=Encoding.FLOAT8, scale=0.5))}
         batch = LoraBatch(pool_of([one, part], pool), (LoraSegment(0, 1, rows),))
         ops.lora_add(y, torch.full((1, 1), 3.0), batch, 0, (LoraTarget(0, 0, size),))
         assert torch.equal(y[0], 1.5 * part.float())

@@ -11,6 +11,7 @@ from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.panels import Panels
 from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraSegment, LoraTarget
 
 IN, WIDTHS = 48, (32, 16, 80)
@@ -26,7 +27,7 @@ def lora_batch(lengths: list[int], ranks: list[int], dora: bool = False) -> Lora
         rows = {}
         for module, width in enumerate(WIDTHS[: 3 - number % 2]):
             size = rank * (IN + width) + width * dora
-            rows[5, module] = LoraRow(used, rank, dora)
+            rows[5, module] = LoraRow(used, RowFormat(rank, dora))
             pieces += [torch.randn(size), torch.full((7,), float("nan"))]
             used += size + 7
         segments.append(LoraSegment(start, start + length, rows))
@@ -70,7 +71,7 @@ def test_adapters_of_any_size_add_the_same_alone_and_in_company(
     torch.manual_seed(0)
     a, b = torch.randn(5, in_dim).to(pool), torch.randn(5, width).to(pool)
     flat = torch.cat((torch.full((3,), float("nan"), dtype=pool), a.flatten(), b.flatten()))
-    rows = {(0, 0): LoraRow(3, 5)}
+    rows = {(0, 0): LoraRow(3, RowFormat(5))}
     x, y = torch.randn(count, in_dim), torch.randn(count, width + 2)
     got, target = y.clone(), LoraTarget(0, 1, width)
     ops.lora_add(got, x, LoraBatch(flat, (LoraSegment(0, count, rows),)), 0, (target,))

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from manylora.kernels import loading, native
+from manylora.kernels.row_format import RowFormat
 from manylora.lora.geometry import CacheGeometry, Layout, Placement
 from manylora.lora.pool import AdapterPool
 from manylora.lora.tensors import Adapter, AdapterRow, narrow_to_bfloat16, widen_bfloat16
@@ -130,11 +131,12 @@ def test_pages_hold_the_same_bits_either_way(way: str, sent: str, pages: torch.d
     for number, (experts, rank, into, out, more) in enumerate(SHAPES):
         sizes = experts * rank * into, experts * rank * out
         count = -(-(sum(sizes) + more) // 8)
-        placements.append(Placement(0, slot, *sizes, 1, number, rank, count, more > 0, experts))
+        kind = RowFormat(rank, more > 0)
+        placements.append(Placement(0, slot, sum(sizes) + more, *sizes, 1, number, kind, count, experts))
         slot += count
         values = numbers(sum(sizes) + more, number)
         payload = narrow_to_bfloat16(values) if sent == "bfloat16" else values.astype(made[sent])
-        rows.append(AdapterRow(1, number, rank, more > 0, payload))
+        rows.append(AdapterRow(1, number, kind, payload))
     layout = Layout(tuple(placements), (slot,))
     geometry = CacheGeometry(page_width=8, slots_per_page=slot, min_total_slots=slot, widest=1)
     pool = AdapterPool(geometry, 2, 2, pages, torch.device("cpu"))

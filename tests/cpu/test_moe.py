@@ -22,6 +22,7 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import open_device
+from manylora.kernels.row_format import RowFormat
 from manylora.lora.expert_rules import check_moe_backend, targets_beside_quantised_experts
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.npy import write_npy
@@ -157,8 +158,8 @@ def random_rows(model: Path, layers: range, seed: int) -> tuple[np.ndarray, np.n
         for module in lora_modules(read_model_config(model)).values():
             if module.layers is None or layer in module.layers:
                 rank = int(random.integers(1, 9))
-                values = random.normal(size=module.row_elements(rank)) * 0.1
-                rows.append(AdapterRow(module.module_id, layer, rank, False, values.astype(np.float32)))
+                values = random.normal(size=module.row_elements(RowFormat(rank))) * 0.1
+                rows.append(AdapterRow(module.module_id, layer, RowFormat(rank), values.astype(np.float32)))
     return pack_rows(rows)
 
 
@@ -309,8 +310,8 @@ def test_tensors_that_do_not_fit_the_layer_are_refused(workshop: Path) -> None:
 
     def row(module_id: int, layer: int, dora: bool = False) -> LoraInput:
         module = lora_modules(read_model_config(model))[module_id]
-        values = np.ones(module.row_elements(1, dora), np.float32)
-        return LoraInput(1, *pack_rows([AdapterRow(module_id, layer, 1, dora, values)]))
+        values = np.ones(module.row_elements(RowFormat(1, dora)), np.float32)
+        return LoraInput(1, *pack_rows([AdapterRow(module_id, layer, RowFormat(1, dora), values)]))
 
     assert store.prepare(row(13, 1)) is not None and store.prepare(row(5, 0)) is not None
     for lora, reason in [
@@ -330,7 +331,7 @@ def test_experts_are_cut_one_by_one_for_tensor_parallel_ranks(workshop: Path) ->
     made = make_per_expert_lora(4, 3, 64, 96, dtype=torch.float32, seed=1)
     for module_id, a, b in [(13, made["A"], made["B"]), (14, made["B"].mT, made["A"].mT)]:
         payload = np.concatenate([a.contiguous().numpy().ravel(), b.contiguous().numpy().ravel()])
-        row = AdapterRow(module_id, 0, 3, False, payload)
+        row = AdapterRow(module_id, 0, RowFormat(3), payload)
         cut = slice_row(row, modules[module_id], 2, 1).payload
         kept = (a, b[:, 48:]) if module_id == 13 else (a[:, :, 48:], b)
         np.testing.assert_array_equal(cut, np.concatenate([k.contiguous().numpy().ravel() for k in kept]))
@@ -341,7 +342,7 @@ def test_rows_come_back_from_the_host_as_they_went(workshop: Path) -> None:
     modules = lora_modules(read_model_config(model))
     weights, config = random_rows(model, range(2), 5)
     adapter = adapter_from_tensors(LoraInput(0, weights, config), modules, 2, 64)
-    rows = adapter.shapes(modules, 4)
+    rows = adapter.shapes(modules)
     geometry = cache_geometry(modules.values(), 2, 8, 64)
     layout = Layout.of(rows, geometry)
     pool = AdapterPool(geometry, layout.num_pages, 1, torch.float32, torch.device("cpu"))
@@ -384,7 +385,7 @@ def test_a_cache_too_small_for_experts_serves_the_other_modules(
         return AdapterStore.open(config, cache, torch.device("cpu"), torch.float32, 2**30)
 
     module = lora_modules(config)[13]
-    row = AdapterRow(13, 0, 1, False, np.ones(module.row_elements(1), np.float32))
+    row = AdapterRow(13, 0, RowFormat(1), np.ones(module.row_elements(RowFormat(1)), np.float32))
     with pytest.raises(AdapterInvalidError, match="moe_h_to_4h not enabled"):
         opened().prepare(LoraInput(1, *pack_rows([row])))
     assert "adapters on routed experts are off: Not enough space" in caplog.text

@@ -223,14 +223,14 @@ def test_what_is_not_in_the_file_as_it_is_served_is_not_read_from_there(
         return
     rows, _ = read_peft_whole(folder, modules)
     table = found.table
-    assert [(row.module_id, row.layer, row.rank) for row in rows] == table[
+    assert [(row.module_id, row.layer, row.format.rank) for row in rows] == table[
         ["module_id", "layer", "rank"]
     ].tolist()
     content = np.fromfile(folder / found.file, np.uint8)
     for row, place in zip(rows, table, strict=True):
         module = modules[row.module_id]
         a, b = (
-            content[start : start + 4 * row.rank * dim].view(np.float32)
+            content[start : start + 4 * row.format.rank * dim].view(np.float32)
             for start, dim in ((place["a"], module.in_dim), (place["b"], module.out_dim))
         )
         together = np.concatenate((a, b * np.float32(place["scale"])))

@@ -28,8 +28,8 @@ RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, nam
 INSIDE = {
     "system": ["lifeline", "thread_priority", "allocator", "openmp", "text_threads", "compiler"],
     "kernels": [
-        "activations", "quantised", "panels", "extras", "spec", "experts", "transfer", "reference",
-        "native", "loading", "cpu", "compiled", "cuda", "device",
+        "activations", "quantised", "panels", "extras", "row_format", "spec", "experts", "transfer",
+        "reference", "native", "loading", "cpu", "compiled", "cuda", "device",
     ],
     "quant": ["config", "checkpoint", "packing", "layouts", "checkpoint_weights"],
     "config": ["engine", "build_record"],
@@ -86,8 +86,8 @@ NO_TORCH = [
     "lora.pages", "lora.modules", "lora.geometry", "lora.bounds", "lora.float8", "lora.tensors",
     "lora.staging", "lora.extras", "lora.slicing", "lora.cache", "cli", "engine.sequence",
     "engine.idle_blocks", "engine.guide", "engine.guide_trial", "engine.kv_cache", "engine.scheduler",
-    "kernels.cuda.plan", "llmapi", "bench", "openai", "lora_helper", "lora_manager", "executor",
-    "sampling_params", "models", "quantization",
+    "kernels.row_format", "kernels.cuda.plan", "llmapi", "bench", "openai", "lora_helper", "lora_manager",
+    "executor", "sampling_params", "models", "quantization",
 ]  # fmt: skip
 CUDA_ROOMS = ("kernels.device", "kernels.cuda")
 

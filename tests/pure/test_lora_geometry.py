@@ -7,6 +7,7 @@ import random
 import pytest
 
 from manylora.errors import AdapterCacheFullError, ConfigError
+from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.lora.cache import KEPT_CHANGES, AdapterCache
 from manylora.lora.geometry import CacheGeometry, RowShape, cache_geometry, place_rows
 from manylora.lora.modules import LoraModule, Split
@@ -30,14 +31,16 @@ LAYOUT = """(0,0,128,192,0,0,8,5) (0,5,128,192,0,1,8,5) (0,10,64,32,1,0,4,2) (0,
 
 def rows(dora: bool = False) -> list[RowShape]:
     small = {1, 2, 3, 9, 10, 11}
-    return [RowShape(MODULES[m], layer, 4 if m in small else 8, dora) for m in MODULES for layer in (0, 1)]
+    formats = {m: RowFormat(4 if m in small else 8, dora) for m in MODULES}
+    return [RowShape(MODULES[m], layer, formats[m]) for m in MODULES for layer in (0, 1)]
 
 
 def test_the_layout_of_an_adapter() -> None:
     expected = [tuple(map(int, entry.strip("()").split(","))) for entry in LAYOUT.split()]
     placed, pages = place_rows(rows(), CacheGeometry(64, 64, 0, 0), tp=2)
     found = [
-        (p.page, p.slot, p.in_size, p.out_size, p.module_id, p.layer, p.rank, p.num_slots) for p in placed
+        (p.page, p.slot, p.in_size, p.out_size, p.module_id, p.layer, p.format.rank, p.num_slots)
+        for p in placed
     ]
     assert found == expected
     assert pages == 2
@@ -58,24 +61,26 @@ def test_the_layout_of_an_adapter() -> None:
 def test_page_counts(ranks: list[int], pages: int) -> None:
     module = LoraModule(0, 8, 12, B)
     geometry = CacheGeometry(16, 80, 0, 0)
-    assert place_rows([RowShape(module, 0, rank) for rank in ranks], geometry)[1] == pages
+    assert place_rows([RowShape(module, 0, RowFormat(rank)) for rank in ranks], geometry)[1] == pages
 
 
 @pytest.mark.parametrize("packed", [2, 4])
 def test_numbers_of_8_bits_take_their_share_of_the_slots(packed: int) -> None:
     """In pages of 16 and of 32 bits; beside rows of the pages' own type, which lie as before."""
     module, geometry = LoraModule(0, 8, 12, B), CacheGeometry(16, 80, 0, 0)
-    wide = [RowShape(module, layer, 64) for layer in range(packed)]
-    narrow = [RowShape(module, layer, 64, packed=packed, scale=0.5) for layer in range(packed)]
-    assert place_rows(wide, geometry)[1] == packed
-    placed, pages = place_rows(narrow, geometry)
+    wide = [RowShape(module, layer, RowFormat(64)) for layer in range(packed)]
+    kind = RowFormat(64, encoding=Encoding.FLOAT8, scale=0.5)
+    narrow = [RowShape(module, layer, kind) for layer in range(packed)]
+    assert place_rows(wide, geometry, element_bytes=packed)[1] == packed
+    placed, pages = place_rows(narrow, geometry, element_bytes=packed)
     assert pages == 1
     share = 80 // packed
     assert [(p.slot, p.num_slots) for p in placed] == [(share * i, share) for i in range(packed)]
-    assert {(p.packed, p.scale, p.in_size, p.out_size) for p in placed} == {(packed, 0.5, 512, 768)}
-    [odd], _ = place_rows([RowShape(module, 0, 1, packed=packed)], geometry)
+    assert {(p.format, p.in_size, p.out_size) for p in placed} == {(kind, 512, 768)}
+    small = RowShape(module, 0, RowFormat(1, encoding=Encoding.FLOAT8))
+    [odd], _ = place_rows([small], geometry, element_bytes=packed)
     assert odd.num_slots == 1
-    mixed, _ = place_rows([wide[0], *narrow, wide[0]], CacheGeometry(16, 240, 0, 0))
+    mixed, _ = place_rows([wide[0], *narrow, wide[0]], CacheGeometry(16, 240, 0, 0), element_bytes=packed)
     assert [p.slot for p in mixed] == [0, *(80 + share * i for i in range(packed)), 160]
 
 
@@ -85,8 +90,8 @@ def test_pages_of_a_whole_adapter_of_8_bits(optimal: int, packed: int, wide: int
     modules = [LoraModule(1, 4096, 4096, B), LoraModule(2, 4096, 1024, B), LoraModule(3, 4096, 1024, B)]
     geometry = cache_geometry(modules, 32, optimal, 64)
     counts = [
-        place_rows([RowShape(m, n, 8, packed=each) for n in range(32) for m in modules], geometry)[1]
-        for each in (1, packed)
+        place_rows([RowShape(m, n, row) for n in range(32) for m in modules], geometry, 1, packed)[1]
+        for row in (RowFormat(8), RowFormat(8, encoding=Encoding.FLOAT8))
     ]
     assert counts == [wide, narrow]
 

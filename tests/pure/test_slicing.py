@@ -9,6 +9,7 @@ from test_lora_geometry import DIMS, MODULES, rows
 
 from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
+from manylora.kernels.row_format import RowFormat
 from manylora.lora.geometry import CacheGeometry, RowShape, place_rows
 from manylora.lora.modules import LoraModule, Split, lora_modules
 from manylora.lora.slicing import interleave_rows, pipeline_layers, slice_row, slice_rows
@@ -18,15 +19,16 @@ TINY = np.array([1, 2, 3, 4, 5, 6, 7, 8, 2, 0, 0, 2, 2, 2, 4, -2], np.float32)
 
 
 def matrices(row: AdapterRow, in_dim: int, out_dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    middle, end = row.rank * in_dim, row.rank * (in_dim + out_dim)
-    assert row.payload.size == end + (out_dim if row.dora else 0)
-    a, b = row.payload[:middle].reshape(row.rank, in_dim), row.payload[middle:end].reshape(out_dim, row.rank)
+    rank = row.format.rank
+    middle, end = rank * in_dim, rank * (in_dim + out_dim)
+    assert row.payload.size == end + (out_dim if row.format.dora else 0)
+    a, b = row.payload[:middle].reshape(rank, in_dim), row.payload[middle:end].reshape(out_dim, rank)
     return a, b, row.payload[end:]
 
 
 def random_row(module: LoraModule, rank: int, dora: bool) -> AdapterRow:
-    values = np.random.default_rng(module.module_id).normal(size=module.row_elements(rank, dora))
-    return AdapterRow(module.module_id, 0, rank, dora, values.astype(np.float32))
+    values = np.random.default_rng(module.module_id).normal(size=module.row_elements(RowFormat(rank, dora)))
+    return AdapterRow(module.module_id, 0, RowFormat(rank, dora), values.astype(np.float32))
 
 
 @pytest.mark.parametrize(
@@ -44,18 +46,18 @@ def test_the_last_row_of_the_page_images(tp: int, dora: bool, place: tuple[int, 
 def test_a_slice_has_the_sizes_of_the_layout(module_id: int, dora: bool) -> None:
     module = MODULES[module_id]
     row = random_row(module, 8, dora)
-    [place], _ = place_rows([RowShape(module, 0, 8, dora)], CacheGeometry(64, 64, 0, 0), tp=2)
+    [place], _ = place_rows([RowShape(module, 0, RowFormat(8, dora))], CacheGeometry(64, 64, 0, 0), tp=2)
     for rank in range(2):
         part = slice_row(row, module, 2, rank)
         a, b, m = matrices(part, module.local_in(2), module.local_out(2))
         assert (a.size, b.size) == (place.in_size, place.out_size)
-        assert part.payload.size == module.row_elements(8, dora, tp=2)
+        assert part.payload.size == module.row_elements(RowFormat(8, dora), tp=2)
         if dora and module.split is Split.A_COLS:
             assert m.size == module.out_dim  # the whole magnitude
 
 
 def test_the_tiny_example() -> None:
-    row = AdapterRow(1, 0, 2, False, TINY)
+    row = AdapterRow(1, 0, RowFormat(2), TINY)
     q = LoraModule(1, 4, 4, Split.B_ROWS)
     assert slice_row(row, q, 2, 0).payload.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 2, 0, 0, 2]
     assert slice_row(row, q, 2, 1).payload.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 2, 2, 4, -2]
@@ -126,7 +128,7 @@ def test_layers_of_pipeline_ranks(layers: int, pp: int, counts: list[int]) -> No
 
 def test_a_pipeline_rank_takes_its_own_layers() -> None:
     q = LoraModule(1, 4, 4, Split.B_ROWS)
-    whole = [AdapterRow(1, layer, 2, False, TINY + layer) for layer in range(3)]
+    whole = [AdapterRow(1, layer, RowFormat(2), TINY + layer) for layer in range(3)]
     taken = slice_rows(whole, {1: q}, 2, 1, pipeline_layers(3, 2, 0))
     assert [row.layer for row in taken] == [0, 1]
     assert taken[1].payload.tolist() == (TINY[[0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 15]] + 1).tolist()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manylora.bench.load import Sample
+from manylora.kernels.row_format import RowFormat
 from manylora.llmapi.lora import LoRARequest
 from manylora.lora.float8 import is_float8
 from manylora.lora.formats.base_weights import BaseWeights
@@ -62,6 +63,6 @@ def adapter_bytes(adapters: Sequence[LoRARequest], model_dir: Path, element_byte
         assert lora.config is not None and lora.weights is not None
         size = 1 if is_float8(lora.weights.dtype) else element_bytes
         for module_id, _, rank, *dora in lora.config[0].tolist():
-            total += modules[module_id].row_elements(rank, bool(dora and dora[0])) * size
+            total += modules[module_id].row_elements(RowFormat(rank, dora == [1])) * size
         total += sum(extra.values.size for extra in lora.extras) * element_bytes
     return total / len(adapters)

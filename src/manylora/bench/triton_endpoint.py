@@ -15,8 +15,8 @@ from manylora.bench.datasets import BenchRequest
 from manylora.bench.load import Answer
 from manylora.bench.remote import ANSWER_TIMEOUT_S, RemoteTarget
 from manylora.errors import ConfigError, RequestError
-from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.convert import store_as
+from manylora.lora.library.reader import read_adapter_folder
 
 __all__ = ["TritonTarget"]
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from manylora.engine.inputs import StepInputs
+from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import BatchLimits, LoraBatch, LoraRow, LoraSegment, Ops
 from manylora.kernels.transfer import to_device
 from manylora.lora.modules import LoraModule
@@ -69,11 +70,12 @@ def _adapters(
     starts: list[int], modules: Collection[LoraModule], limits: BatchLimits, device: torch.device
 ) -> LoraBatch | None:
     """Every sequence's has every module in every layer, all in one place, of zeros."""
-    sizes = {module.module_id: module.row_elements(RANK) for module in modules if module.counted}
+    adapted = RowFormat(RANK)
+    sizes = {module.module_id: module.row_elements(adapted) for module in modules if module.counted}
     if not sizes:
         return None
     pool = torch.zeros(max(sizes.values()), dtype=limits.dtype, device=device)
-    row = LoraRow(0, RANK)
+    row = LoraRow(0, adapted)
     segments = [
         LoraSegment(start, stop, {(layer, m): row for layer in range(limits.num_layers) for m in sizes})
         for start, stop in pairwise(starts)

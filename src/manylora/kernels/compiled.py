@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.kernels.cpu import PLACE, CpuOps
+from manylora.kernels.cpu import CpuOps
 from manylora.kernels.panels import Panels, WeightRows, address, panels_linear, read_panels, to_panels
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
+from manylora.kernels.row_format import TABLE_ROW
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraSegment, LoraTarget, Rotary, Weight
 
 __all__ = ["CompiledOps"]
@@ -30,7 +31,7 @@ LARGEST_RANK = 1024  # room on the stack
 LARGEST_HEAD = 256
 ADAPTERS_KEPT = 1024
 GATES = ("silu", "gelu", "gelu_tanh")  # by their numbers in native/elementwise.c
-PART = np.dtype([("column", "i8"), ("width", "i8"), *PLACE.descr])
+PART = np.dtype([("column", "i8"), ("width", "i8"), ("row", TABLE_ROW)])
 POOLS = {torch.float32: "lora_add_float32", torch.bfloat16: "lora_add_bfloat16"}
 
 _Parts = tuple[Any, np.ndarray | None, int]  # rows of the adapter; its parts; how many, -1: not for us
@@ -142,7 +143,8 @@ class CompiledOps(CpuOps):
                 known = self._find_parts(table, segment, layer, targets)
             _, parts, count = known
             height = segment.stop - segment.start
-            if count < 0 or (height > FEW_ROWS and parts is not None and parts["rank"].max() > LOW_RANK):
+            many = height > FEW_ROWS and parts is not None and parts["row"]["rank"].max() > LOW_RANK
+            if count < 0 or many:
                 others.append(segment)
             elif parts is not None:
                 kept.append(parts)
@@ -159,8 +161,7 @@ class CompiledOps(CpuOps):
         count = len(groups)
         parts = np.empty(count, PART)
         parts["column"], parts["width"] = target.start, target.width
-        for name in PLACE.fields or ():
-            parts[name] = places[name]
+        parts["row"] = places
         segments = np.empty((count, 4), np.int64)
         segments[:, :2], segments[:, 3] = groups, 1
         segments[:, 2] = parts.ctypes.data + np.arange(count) * parts.strides[0]
@@ -253,17 +254,14 @@ class CompiledOps(CpuOps):
         if len(table) >= ADAPTERS_KEPT:
             table.clear()
         found = [(t, segment.rows.get((layer, t.module_id))) for t in targets]
-        places = [
-            (t.start, t.width, row.offset, row.rank, row.float8, row.scale, row.dora)
-            for t, row in found
-            if row is not None
-        ]
-        columns = sorted((start, start + width) for start, width, *_ in places)
+        places = [(t, row) for t, row in found if row is not None]
+        columns = sorted((t.start, t.start + t.width) for t, _ in places)
         shared = any(stop > start for (_, stop), (start, _) in pairwise(columns))  # threads would collide
-        if shared or any(dora or rank > LARGEST_RANK for _, _, _, rank, _, _, dora in places):
+        if shared or any(row.format.dora or row.format.rank > LARGEST_RANK for _, row in places):
             known: _Parts = (segment.rows, None, -1)
         elif places:
-            known = (segment.rows, np.array([place[:-1] for place in places], PART), len(places))
+            parts = [(t.start, t.width, row.format.table_row(row.offset)) for t, row in places]
+            known = (segment.rows, np.array(parts, PART), len(parts))
         else:
             known = (segment.rows, None, 0)
         table[id(segment.rows)] = known

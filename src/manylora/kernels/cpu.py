@@ -13,15 +13,15 @@ from torch import Tensor
 
 from manylora.kernels.experts import HostPairs
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight, pack_for_cpu
-from manylora.kernels.reference import FP8, ReferenceOps, attend, gather
-from manylora.kernels.spec import AttentionBatch, ExpertPairs, LoraBatch, LoraRow, LoraTarget, Weight
+from manylora.kernels.reference import ReferenceOps, as_encoded, attend, gather
+from manylora.kernels.row_format import TABLE_ROW, Encoding, RowFormat
+from manylora.kernels.spec import AttentionBatch, ExpertPairs, LoraBatch, LoraTarget, Weight
 
-__all__ = ["PLACE", "CpuOps"]
+__all__ = ["CpuOps"]
 
 FEW_ROWS = 8  # of one expert and adapter; from there on a matrix product of its own is ahead
 PACKED = (torch.float32, torch.bfloat16)
-PLACE = np.dtype([("offset", "i8"), ("rank", "i8"), ("float8", "i4"), ("scale", "f4")])
-"""As in LoraRow; rank 0: there is no row."""
+NO_ROW = RowFormat(0).table_row(0)
 
 
 class CpuOps(ReferenceOps):
@@ -59,7 +59,8 @@ class CpuOps(ReferenceOps):
         if few.any():
             for target in targets:
                 places = [segment.rows.get((layer, target.module_id)) for segment in batch.segments]
-                table = np.array([_place(row) if row else (0, 0, 0, 0) for row in places], PLACE)
+                found = [row.format.table_row(row.offset) if row else NO_ROW for row in places]
+                table = np.array(found, TABLE_ROW)
                 self._add_small_groups(y, x, batch.pool, groups[few], table, target)
         if not few.all():
             super().expert_lora_add(y, x, batch, replace(pairs, groups=groups[~few]), layer, targets)
@@ -116,16 +117,16 @@ class CpuOps(ReferenceOps):
     def add_groups(
         self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, places: np.ndarray, target: LoraTarget
     ) -> None:
-        """Few rows of experts. groups [G, 2]: start, stop; places [G] PLACE of that expert and adapter, ranks
-        above 0."""
-        for kind in np.unique(places[["rank", "float8"]]):
-            alike = places[["rank", "float8"]] == kind
+        """Few rows of experts. groups [G, 2]: start, stop; places [G] of TABLE_ROW, that expert's and
+        adapter's, ranks above 0."""
+        for kind in np.unique(places[["rank", "encoding"]]):
+            alike = places[["rank", "encoding"]] == kind
             _add_batched(y, x, pool, groups[alike], places[alike], target)
 
     def _add_small_groups(
         self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, table: np.ndarray, target: LoraTarget
     ) -> None:
-        """groups [G, 4] as in ExpertPairs; table [segments] PLACE of the target's rows."""
+        """groups [G, 4] as in ExpertPairs; table [segments] of TABLE_ROW, the target's rows."""
         places = table[groups[:, 3]]
         places["offset"] += groups[:, 2] * places["rank"] * (x.shape[1] + target.width)
         there = places["rank"] > 0
@@ -185,17 +186,13 @@ def _packs(dtype: torch.dtype) -> bool:
     return torch.allclose(found, F.linear(x, weight), rtol=0.02, atol=0.02)
 
 
-def _place(row: LoraRow) -> tuple[int, int, bool, float]:
-    return row.offset, row.rank, row.float8, row.scale
-
-
 def _add_batched(
     y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, table: np.ndarray, target: LoraTarget
 ) -> None:
-    """Groups of one rank and type as one batched product, padded to the longest; pads are fewer than FEW_ROWS
-    rows."""
-    rank, float8 = int(table["rank"][0]), bool(table["float8"][0])
-    pool = pool.view(FP8) if float8 else pool
+    """Groups of one rank and encoding as one batched product, padded to the longest; pads are fewer than
+    FEW_ROWS rows."""
+    rank, encoding = int(table["rank"][0]), int(table["encoding"][0])
+    pool = as_encoded(pool, encoding)
     in_dim, starts, counts = x.shape[1], groups[:, 0], groups[:, 1] - groups[:, 0]
     places = torch.from_numpy(starts[:, None] + np.arange(counts.max())).clamp_(max=len(x) - 1)
     real = torch.from_numpy(np.arange(counts.max()) < counts[:, None])
@@ -203,7 +200,7 @@ def _add_batched(
     pieces = torch.stack([pool[offset : offset + size].to(x.dtype) for offset in table["offset"].tolist()])
     a, b = pieces.split((rank * in_dim, rank * target.width), dim=1)
     low = torch.bmm(x[places], a.view(-1, rank, in_dim).transpose(1, 2))
-    if float8:
+    if encoding != Encoding.PLAIN:
         low *= torch.from_numpy(table["scale"].copy()).to(x.dtype).view(-1, 1, 1)
     delta = torch.bmm(low, b.view(-1, rank, target.width))
     y[:, target.start : target.start + target.width].index_add_(0, places[real], delta[real])

@@ -54,7 +54,7 @@ def group_segments(
             key = (layer, target.module_id)
             row = batch.segments[number].rows.get(key)
             if row is not None:
-                rows[key] = replace(row, offset=row.offset + expert * row.rank * size)
+                rows[key] = replace(row, offset=row.offset + expert * row.format.rank * size)
         if rows:
             segments.append(LoraSegment(start, stop, rows))
     return tuple(segments)

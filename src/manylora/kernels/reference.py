@@ -18,6 +18,7 @@ from manylora.kernels.quantised import (
     quantised_linear,
     stacked_linear,
 )
+from manylora.kernels.row_format import Encoding
 from manylora.kernels.spec import (
     AttentionBatch,
     BatchLimits,
@@ -29,7 +30,7 @@ from manylora.kernels.spec import (
     Weight,
 )
 
-__all__ = ["FP8", "ReferenceOps", "attend", "gather"]
+__all__ = ["FP8", "ReferenceOps", "as_encoded", "attend", "gather"]
 
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 
@@ -88,7 +89,7 @@ class ReferenceOps:
                 a, b, magnitude = _matrices(batch.pool, row, x, target.width)
                 out = y[segment.start : segment.stop, columns]
                 low = rows @ a.T
-                out.addmm_(low if row.scale == 1 else low * row.scale, b)
+                out.addmm_(low if row.format.scale == 1 else low * row.format.scale, b)
                 if magnitude is not None:
                     shift = bias[columns] if bias is not None else 0
                     out.copy_((out - shift) * magnitude + shift)
@@ -237,8 +238,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap:
 
 def _matrices(pool: Tensor, row: LoraRow, x: Tensor, out_dim: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """In the dtype of x."""
-    a_size, b_size = row.rank * x.shape[-1], row.rank * out_dim
-    pool = pool.view(FP8) if row.float8 else pool
-    piece = pool[row.offset : row.offset + a_size + b_size + out_dim * row.dora].to(x.dtype)
-    a, b, magnitude = piece.split((a_size, b_size, out_dim * row.dora))
-    return a.view(row.rank, -1), b.view(row.rank, -1), magnitude if row.dora else None
+    rank, sizes = row.format.rank, row.format.sizes(x.shape[-1], out_dim)
+    numbers = as_encoded(pool, row.format.encoding)[row.offset : row.offset + sum(sizes)].to(x.dtype)
+    a, b, magnitude = numbers.split(sizes)
+    return a.view(rank, -1), b.view(rank, -1), magnitude if row.format.dora else None
+
+
+def as_encoded(pool: Tensor, encoding: int) -> Tensor:
+    """The pool as numbers of an `Encoding`."""
+    return pool.view(FP8) if encoding == Encoding.FLOAT8 else pool

@@ -19,6 +19,7 @@ from torch import Tensor
 from manylora.kernels.extras import ExtraSegment
 from manylora.kernels.panels import Panels, WeightRows
 from manylora.kernels.quantised import PackedInt4, QuantisedWeight, StackedWeight
+from manylora.kernels.row_format import RowFormat
 
 __all__ = [
     "AttentionBatch",
@@ -43,19 +44,13 @@ Rotary = tuple[Tensor, Tensor]
 class LoraRow:
     """Where one (layer, module) of one adapter lies in the flat pool. Filled by `lora.pool`.
 
-    pool[offset:] holds A [rank, in_dim], then B transposed [rank, out_dim] with the scaling in it, then, when
-    `dora`, the normalised magnitude [out_dim]; all row-major and adjacent. Of a routed-expert module there is
-    one such piece for each expert, one after the other, each rank * (in_dim + out_dim) elements.
-
-    float8: A and B are float8_e4m3fn, offset counts those (bytes), and scale is what B A x is multiplied by;
-            never with a magnitude. Else scale is 1.
+    pool[offset:] holds A [rank, in_dim], then B transposed [rank, out_dim], then, with DoRA, the magnitude
+    [out_dim]; all row-major and adjacent. Of a routed-expert module there is one such pair for each expert,
+    one after the other, each rank * (in_dim + out_dim) numbers. offset: in numbers of the format's encoding.
     """
 
     offset: int
-    rank: int
-    dora: bool = False
-    float8: bool = False
-    scale: float = 1.0
+    format: RowFormat
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,7 @@ class LoraBatch:
     """All adapters of one forward pass. Rows outside every segment belong to the base model.
 
     pool: flat, [elements], on the device; in the compute dtype, or on a CPU in bfloat16 under float32. Rows
-          of 8-bit floats lie in it as bytes.
+          of another encoding lie in it as bytes.
     segments: ascending, disjoint, at most one for each adapter (the runner orders sequences by adapter); over
               the pairs of experts, one for each of their groups.
     alignment: elements; every offset of every row is a multiple of it.

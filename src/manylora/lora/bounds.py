@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from manylora.errors import AdapterInvalidError
+from manylora.kernels.row_format import RowFormat
 from manylora.lora.modules import LoraModule
 
 __all__ = ["ANY_MODEL", "Bounds"]
@@ -53,12 +54,13 @@ class Bounds:
     ) -> Bounds:
         """Of a model's adapters. elements: that its cache holds; None: what the largest adapter has."""
         places = [(m, num_layers if m.layers is None else len(m.layers)) for m in modules.values()]
-        largest = sum(m.row_elements(rank, dora=True) * count for m, count in places)
+        row = RowFormat(rank, dora=True)
+        largest = sum(m.row_elements(row) * count for m, count in places)
         return cls(
             rank=rank,
             rows=max(LEAST_ROWS, sum(count for _, count in places)),
             elements=largest if elements is None else elements,
-            padded=max((m.row_elements(rank, dora=True) for m in modules.values()), default=0)
+            padded=max((m.row_elements(row) for m in modules.values()), default=0)
             * sum(n for _, n in places),
             tensors=max(
                 LEAST_TENSORS, OF_LAYER * num_layers + sum(OF_ROW * m.experts * count for m, count in places)

@@ -36,7 +36,7 @@ def write_runtime_tensors(archive: Path, out_dir: Path, storage_type: str) -> li
         raise AdapterInvalidError(f"{archive.name}: the adapter must have the same size in every layer")
     weights, config = pack_rows(rows)
     write_npy(out_dir, store_as(weights, config, storage_type), config[:, :, :3])
-    return [(row.layer, row.rank) for row in rows]
+    return [(row.layer, row.format.rank) for row in rows]
 
 
 def write_transposed(archive: Path, out_dir: Path, storage_type: str, key: str) -> list[tuple[int, int]]:
@@ -53,9 +53,12 @@ def write_transposed(archive: Path, out_dir: Path, storage_type: str, key: str) 
         place = np.array([[[LoraModuleId.ATTN_QKV, layer]] * len(transposed)])  # for the text of an error
         stored = store_as(transposed[None], place, storage_type)
         (out_dir / f"model.{_file_name(name)}.bin").write_bytes(stored.tobytes())
-    lora = {"lora_kqv_adapter": {"0": {"key": key, "low_rank": rows[0].rank}}, "precision": storage_type}
+    lora = {
+        "lora_kqv_adapter": {"0": {"key": key, "low_rank": rows[0].format.rank}},
+        "precision": storage_type,
+    }
     (out_dir / "lora_weights.json").write_text(json.dumps({"lora_config": lora}, indent=2) + "\n")
-    return [(row.layer, row.rank) for row in rows]
+    return [(row.layer, row.format.rank) for row in rows]
 
 
 def _file_name(key: str) -> str:

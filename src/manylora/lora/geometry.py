@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from manylora.config.engine import LoraCacheConfig
 from manylora.errors import AdapterInvalidError, ConfigError
+from manylora.kernels.row_format import RowFormat
 from manylora.lora.modules import LoraModule
 
 __all__ = [
@@ -78,7 +79,7 @@ def cache_geometry(
     sizes = [m.local_in(tp) + m.local_out(tp) for m in modules if m.counted]
     width = min(sizes)
     total = num_layers * sum(optimal_rank * _ceil(size, width) for size in sizes)
-    least = max(_ceil(m.row_elements(max_rank, tp=tp), width) for m in modules)
+    least = max(_ceil(m.row_elements(RowFormat(max_rank), tp), width) for m in modules)
     return CacheGeometry(
         page_width=width,
         slots_per_page=max(total, least),
@@ -97,8 +98,9 @@ class CachePlan:
 
     def adapters_of_rank(self, modules: Iterable[LoraModule], num_layers: int, rank: int) -> tuple[int, int]:
         """How many adapters of this rank, with every counted module, fit host and device."""
+        row = RowFormat(rank)
         rows = [
-            RowShape(m, layer, rank)
+            RowShape(m, layer, row)
             for m in modules
             if m.counted
             for layer in range(num_layers)
@@ -136,40 +138,31 @@ def plan_cache(
 
 
 class RowShape(NamedTuple):
-    """A row to be laid out.
-
-    packed: its numbers that share an element of the pages; more than 1 for numbers of 8 bits.
-    scale: what its B A is multiplied by.
-    """
+    """A row to be laid out."""
 
     module: LoraModule
     layer: int
-    rank: int
-    dora: bool = False
-    packed: int = 1
-    scale: float = 1.0
+    format: RowFormat
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where one row lies: page (counted within the adapter), slot, and its sizes in numbers and slots.
 
-    experts: > 1: the row is of a routed-expert module, and holds so many pairs of matrices.
-    packed, scale: as in RowShape.
+    size: of the whole row, in_size: of A, out_size: of B. experts: > 1: the row is of a routed-expert module,
+    and holds so many pairs of matrices.
     """
 
     page: int
     slot: int
+    size: int
     in_size: int
     out_size: int
     module_id: int
     layer: int
-    rank: int
+    format: RowFormat
     num_slots: int
-    dora: bool = False
     experts: int = 1
-    packed: int = 1
-    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +195,9 @@ class Layout:
     extras: tuple[ExtraPlace, ...] = ()
 
     @classmethod
-    def of(cls, rows: Iterable[RowShape], geometry: CacheGeometry) -> Layout:
+    def of(cls, rows: Iterable[RowShape], geometry: CacheGeometry, element_bytes: int = 1) -> Layout:
         """Lay out rows as `place_rows` does. Raises AdapterInvalidError."""
-        placements, num_pages = place_rows(rows, geometry)
+        placements, num_pages = place_rows(rows, geometry, element_bytes=element_bytes)
         used = [0] * num_pages
         for place in placements:
             used[place.page] = place.slot + place.num_slots
@@ -216,26 +209,28 @@ class Layout:
 
 
 def place_rows(
-    rows: Iterable[RowShape], geometry: CacheGeometry, tp: int = 1
+    rows: Iterable[RowShape], geometry: CacheGeometry, tp: int = 1, element_bytes: int = 1
 ) -> tuple[tuple[Placement, ...], int]:
     """Placements of rows in order, and the pages they take (at least 1).
 
-    Raises AdapterInvalidError for a row larger than a page.
+    element_bytes: of the type of the pages; only rows in an encoding of their own depend on it. Raises
+    AdapterInvalidError for a row larger than a page.
     """
     page = slot = 0
     placed: list[Placement] = []
-    for module, layer, rank, dora, packed, scale in rows:
-        count = _ceil(module.row_elements(rank, dora, tp), geometry.page_width * packed)
+    for module, layer, row in rows:
+        sizes = module.row_sizes(row, tp)
+        size = sum(sizes)
+        count = _ceil(size, geometry.page_width * row.numbers_per_element(element_bytes))
         if count > geometry.slots_per_page:
             raise AdapterInvalidError(
-                f"Invalid low_rank ({rank}): a row of {module.name} takes {count} slots, a page of the LoRA "
-                f"cache has {geometry.slots_per_page}; serve with a larger lora_cache_max_adapter_size"
+                f"Invalid low_rank ({row.rank}): a row of {module.name} takes {count} slots, a page of the "
+                f"LoRA cache has {geometry.slots_per_page}; serve with a larger lora_cache_max_adapter_size"
             )
         if slot + count > geometry.slots_per_page:
             page, slot = page + 1, 0
-        sizes = rank * module.local_in(tp), rank * module.local_out(tp)
-        kind = module.module_id, layer, rank
-        placed.append(Placement(page, slot, *sizes, *kind, count, dora, module.experts, packed, scale))
+        lies = page, slot, size, *sizes[:2]
+        placed.append(Placement(*lies, module.module_id, layer, row, count, module.experts))
         slot += count
     return tuple(placed), page + 1
 

@@ -8,6 +8,7 @@ from enum import Enum, IntEnum
 
 from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
+from manylora.kernels.row_format import RowFormat
 
 __all__ = ["EXPERT_IDS", "MODULE_NAMES", "LoraModule", "LoraModuleId", "Split", "lora_modules", "module_name"]
 
@@ -112,10 +113,13 @@ class LoraModule:
     def local_out(self, tp: int = 1) -> int:
         return self.out_dim // tp if self.split is Split.B_ROWS else self.out_dim
 
-    def row_elements(self, rank: int, dora: bool = False, tp: int = 1) -> int:
-        """Elements of A, B and, with DoRA, the magnitude on one rank."""
-        out = self.local_out(tp)
-        return rank * (self.local_in(tp) + out) + (out if dora else 0)
+    def row_sizes(self, row: RowFormat, tp: int = 1) -> tuple[int, int, int]:
+        """Numbers of A, of B and of the magnitude, on one rank of `tp`."""
+        return row.sizes(self.local_in(tp), self.local_out(tp))
+
+    def row_elements(self, row: RowFormat, tp: int = 1) -> int:
+        """All numbers of a row, on one rank of `tp`."""
+        return sum(self.row_sizes(row, tp))
 
 
 def module_name(module_id: int) -> str:

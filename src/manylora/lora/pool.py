@@ -13,6 +13,7 @@ from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import CopyStream
 from manylora.kernels.extras import Extra
 from manylora.kernels.loading import STORED, can_lay_out, lay_out, read_rows
+from manylora.kernels.row_format import Encoding
 from manylora.kernels.spec import LoraRow
 from manylora.lora.float8 import FLOAT8, is_float8
 from manylora.lora.geometry import CacheGeometry, ExtraPlace, Layout, Piece, Placement
@@ -106,8 +107,8 @@ class AdapterPool:
         table = np.empty(len(places), STORED)
         for name in ("a", "b", "rank", "scale"):
             table[name] = stored.table[name]
-        table["in"] = [place.in_size // place.rank for place in places]
-        table["out"] = [place.out_size // place.rank for place in places]
+        table["in"] = [place.in_size // place.format.rank for place in places]
+        table["out"] = [place.out_size // place.format.rank for place in places]
         start, size = self._host.data_ptr(), self._host.itemsize
         table["target"] = [start + size * self._offset(pages, place) for place in places]
         large = size * sum(place.in_size + place.out_size for place in places) >= PARALLEL_BYTES
@@ -131,15 +132,15 @@ class AdapterPool:
             for row, place in rows:
                 _turn_b(_tensor(row.payload), self._slots(pages, place)[: row.payload.size], place)
             return
-        geometry, start, size = self._geometry, self._host.data_ptr(), self._host.itemsize
+        start, size = self._host.data_ptr(), self._host.itemsize
         kept = [np.ascontiguousarray(row.payload) for row, _ in rows]
         table = []
         for payload, (_, place) in zip(kept, rows, strict=True):
-            more = payload.size - place.in_size - place.out_size
-            if more < 0 or payload.size > place.num_slots * geometry.page_width:
+            if payload.size != place.size:
                 raise ValueError(f"a row of {payload.size} values for {place}")
-            each = place.experts * place.rank
-            sizes = place.experts, place.rank, place.in_size // each, place.out_size // each, more
+            rank, each = place.format.rank, place.experts * place.format.rank
+            more = place.size - place.in_size - place.out_size
+            sizes = place.experts, rank, place.in_size // each, place.out_size // each, more
             offset = self._offset(pages, place)
             table.append((payload.ctypes.data, start + offset * size, *sizes))
         large = sum(payload.nbytes for payload in kept) >= PARALLEL_BYTES
@@ -149,11 +150,9 @@ class AdapterPool:
         """The adapter in these pages, in their dtype; a copy."""
         rows = []
         for place in layout.placements:
-            size = place.in_size + place.out_size + (place.out_size // place.rank if place.dora else 0)
-            stored = self._slots(pages, place)[:size]
+            stored = self._slots(pages, place)[: place.size]
             payload = _array(_turn_b(stored, torch.empty_like(stored), place, back=True))
-            kind = place.module_id, place.layer, place.rank, place.dora
-            rows.append(AdapterRow(*kind, payload, scale=place.scale))
+            rows.append(AdapterRow(place.module_id, place.layer, place.format, payload))
         return Adapter(digest, tuple(rows), tuple(self._read_extra(place, pages) for place in layout.extras))
 
     def load(
@@ -182,10 +181,8 @@ class AdapterPool:
         """Where each (layer, module id) of an adapter on these pages of `flat` lies."""
         found = {}
         for place in layout.placements:
-            first = self._offset(pages, place)
-            found[place.layer, place.module_id] = LoraRow(
-                first * place.packed, place.rank, place.dora, place.packed > 1, place.scale
-            )
+            first = self._offset(pages, place) * place.format.numbers_per_element(self.element_bytes)
+            found[place.layer, place.module_id] = LoraRow(first, place.format)
         return found
 
     def extras(self, layout: Layout, pages: Sequence[int]) -> dict[str, Extra]:
@@ -208,9 +205,10 @@ class AdapterPool:
         return LoraExtra(place.name, shaped, place.token_ids)
 
     def _slots(self, pages: Sequence[int], place: Placement | Piece) -> Tensor:
-        """From where it begins to the end of the page; bytes of a row in 8 bits."""
+        """From where it begins to the end of the page; bytes, of a row in an encoding of its own."""
         found = self._host[pages[place.page], place.slot * self._geometry.page_width :]
-        return found.view(torch.uint8) if isinstance(place, Placement) and place.packed > 1 else found
+        encoded = isinstance(place, Placement) and place.format.encoding is not Encoding.PLAIN
+        return found.view(torch.uint8) if encoded else found
 
 
 def _turn_b(source: Tensor, target: Tensor, place: Placement, back: bool = False) -> Tensor:
@@ -225,7 +223,7 @@ def _turn_b(source: Tensor, target: Tensor, place: Placement, back: bool = False
     a, b = theirs[:end].split((place.in_size, place.out_size))
     pairs = ours[:end].view(experts, end // experts)
     a_pairs, b_pairs = pairs.split((place.in_size // experts, place.out_size // experts), dim=1)
-    b_turned = b_pairs.unflatten(1, (place.rank, -1)).transpose(1, 2)
+    b_turned = b_pairs.unflatten(1, (place.format.rank, -1)).transpose(1, 2)
     b = b.view(b_turned.shape)
     for mine, their in ((a_pairs, a.view(experts, -1)), (b_turned, b)):
         if back:

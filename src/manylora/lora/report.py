@@ -113,7 +113,8 @@ def _judge(report: AdapterReport, base: BaseModel, lora: LoraInput) -> Adapter:
     adapter = adapter_from_tensors(lora, modules, model.num_layers, limit, model.dtype == "float16")
     optimal, largest = min(cache.optimal_adapter_size, limit), min(cache.max_adapter_size, limit)
     geometry = cache_geometry(modules.values(), model.num_layers, optimal, largest)
-    rows = adapter.shapes(modules, ITEM_BYTES[model.dtype])
-    report.num_pages = with_extras(Layout.of(rows, geometry), adapter.extras, geometry).num_pages
-    report.page_bytes = geometry.page_elements * ITEM_BYTES[model.dtype]
+    item_bytes = ITEM_BYTES[model.dtype]
+    layout = Layout.of(adapter.shapes(modules), geometry, item_bytes)
+    report.num_pages = with_extras(layout, adapter.extras, geometry).num_pages
+    report.page_bytes = geometry.page_elements * item_bytes
     return adapter

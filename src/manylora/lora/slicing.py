@@ -40,17 +40,15 @@ def slice_row(row: AdapterRow, module: LoraModule, tp: int, rank: int) -> Adapte
     """
     if tp == 1 or module.split is Split.NONE:
         return row
-    middle = row.rank * module.in_dim
-    end = middle + row.rank * module.out_dim
-    a = row.payload[:middle].reshape(module.experts * row.rank, -1)
-    b = row.payload[middle:end].reshape(module.out_dim, row.rank)
-    m = row.payload[end:] if row.dora else row.payload[:0]
+    rank_a, ends = module.experts * row.format.rank, np.cumsum(module.row_sizes(row.format))
+    a, b, m, _ = np.split(row.payload, ends)
+    a, b = a.reshape(rank_a, -1), b.reshape(module.out_dim, row.format.rank)
     if module.split is Split.A_COLS:
         start, stop = _share(module, module.in_dim // module.experts, tp, rank)
         a = a[:, start:stop]
     else:
         keep = _kept_rows(module, tp, rank)
-        b, m = b[keep], m[keep] if row.dora else m
+        b, m = b[keep], m[keep] if row.format.dora else m
     return replace(row, payload=np.concatenate((a.ravel(), b.ravel(), m)), content=b"")
 
 

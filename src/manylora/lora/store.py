@@ -414,8 +414,8 @@ class AdapterStore:
             return self._in_hand.setdefault(adapter.digest, adapter)
 
     def _lay_out(self, adapter: Adapter | StoredAdapter, task_id: int) -> Layout:
-        rows = adapter.shapes(self._modules, self._pool.element_bytes)
-        layout = with_extras(Layout.of(rows, self._geometry), adapter.extras, self._geometry)
+        layout = Layout.of(adapter.shapes(self._modules), self._geometry, self._pool.element_bytes)
+        layout = with_extras(layout, adapter.extras, self._geometry)
         if not self._cache.can_ever_hold(layout.num_pages):
             host, device = self._cache.host.pages.num_pages, self._cache.device.pages.num_pages
             raise AdapterCacheFullError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from manylora.kernels.row_format import RowFormat
 from manylora.lora.geometry import RowShape
 from manylora.lora.modules import LoraModule
 from manylora.request import LoraExtra
@@ -57,8 +58,8 @@ class StoredAdapter:
         """Of memory that is held: none but for the table."""
         return 0
 
-    def shapes(self, modules: Mapping[int, LoraModule], element_bytes: int) -> list[RowShape]:
+    def shapes(self, modules: Mapping[int, LoraModule]) -> list[RowShape]:
         """Its rows as pages take them; as `Adapter.shapes`."""
-        del element_bytes
         rows = self.stored.table[["module_id", "layer", "rank"]].tolist()
-        return [RowShape(modules[module_id], layer, rank) for module_id, layer, rank in rows]
+        formats = {rank: RowFormat(rank) for _, _, rank in rows}
+        return [RowShape(modules[module_id], layer, formats[rank]) for module_id, layer, rank in rows]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -13,8 +13,9 @@ from blake3 import blake3
 
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.loading import all_finite, narrow
+from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.lora.bounds import Bounds
-from manylora.lora.float8 import FLOAT8_NAME, has_float8_nan, is_float8, widen_float8
+from manylora.lora.float8 import FLOAT8_NAME, encoding_of, has_float8_nan, is_float8, widen_float8
 from manylora.lora.geometry import RowShape
 from manylora.lora.modules import EXPERT_IDS, LoraModule, LoraModuleId, module_name
 from manylora.request import LoraExtra, LoraInput
@@ -48,21 +49,17 @@ THREADS = 4
 
 @dataclass(frozen=True, eq=False)
 class AdapterRow:
-    """One (layer, module): payload [elements] holds A [rank, in], B [out, rank], and with DoRA m [out]; of a
-    routed-expert module A [experts, rank, in], B [experts, out, rank].
+    """One (layer, module): payload [elements] holds what the format says, flat and one part after another; of
+    a routed-expert module A [experts, rank, in], B [experts, out, rank].
 
     content: `digest_values` of the payload, where the reader took it. It may have narrowed the payload since.
-    scale: what B A is multiplied by, beside the scaling that is in B; not 1 only where the payload is of
-    8-bit floats, which would lose bits with it.
     """
 
     module_id: int
     layer: int
-    rank: int
-    dora: bool
+    format: RowFormat
     payload: np.ndarray
     content: bytes = b""
-    scale: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,19 +79,9 @@ class Adapter:
     def nbytes(self) -> int:
         return sum(row.payload.nbytes for row in self.rows) + sum(e.values.nbytes for e in self.extras)
 
-    def shapes(self, modules: Mapping[int, LoraModule], element_bytes: int) -> list[RowShape]:
-        """Its rows as pages take them. modules: the model's; element_bytes: of the pages' type."""
-        return [
-            RowShape(
-                modules[row.module_id],
-                row.layer,
-                row.rank,
-                row.dora,
-                element_bytes if is_float8(row.payload.dtype) else 1,
-                row.scale,
-            )
-            for row in self.rows
-        ]
+    def shapes(self, modules: Mapping[int, LoraModule]) -> list[RowShape]:
+        """Its rows as pages take them. modules: the model's."""
+        return [RowShape(modules[row.module_id], row.layer, row.format) for row in self.rows]
 
 
 def is_bfloat16(dtype: np.dtype) -> bool:
@@ -129,9 +116,10 @@ def adapter_from_tensors(
     scales = _check_scales(lora, weights, len(config))
     if is_float8(weights.dtype) and config.shape[1] == 4 and config[:, 3].any():
         weights = _widen_dora(weights, scales)
+    encoding = encoding_of(weights.dtype)
     rows = [
-        replace(_check_row(weights[i], config[i], modules, num_layers, rank_limit), scale=scales[i])
-        for i in range(len(config))
+        _check_row(values, columns, encoding, scale, modules, num_layers, rank_limit)
+        for values, columns, scale in zip(weights, config.tolist(), scales, strict=True)
     ]
     parts = (part for row in rows for part in _separate(row, modules))
     adapter = adapter_from_rows(parts, half, lora.extras)
@@ -155,7 +143,7 @@ def adapter_from_read(
     rows, extras = list(rows), list(extras)
     _require(bool(rows or extras), "the adapter has no rows: it needs at least one")
     for row in rows:
-        place = row.module_id, row.layer, row.rank, int(row.dora)
+        place = row.module_id, row.layer, row.format
         check_place(*place, row.payload.size, modules, num_layers, rank_limit)
     parts = (part for row in rows for part in _separate(row, modules))
     return adapter_from_rows(parts, half, extras, finite=True, digest=digest)
@@ -193,14 +181,14 @@ def pack_rows(rows: Iterable[AdapterRow]) -> tuple[np.ndarray, np.ndarray]:
     weights = np.zeros((1, len(rows), width), dtype=rows[0].payload.dtype if rows else np.float32)
     for i, row in enumerate(rows):
         weights[0, i, : row.payload.size] = row.payload
-    config = np.array([[r.module_id, r.layer, r.rank, int(r.dora)] for r in rows], dtype=np.int32)
-    return weights, config.reshape(1, -1, 4)
+    config = [(row.module_id, row.layer, row.format.rank, row.format.dora) for row in rows]
+    return weights, np.array(config, np.int32).reshape(1, -1, 4)
 
 
 def lora_input(task_id: int, rows: Iterable[AdapterRow], extras: Iterable[LoraExtra] = ()) -> LoraInput:
     """Rows and extras as a request in this process carries them. Rows are of one type."""
     rows = list(rows)
-    scales = np.array([row.scale for row in rows], np.float32)
+    scales = np.array([row.format.scale for row in rows], np.float32)
     scaled = bool((scales != 1).any())
     return LoraInput(task_id, *pack_rows(rows), extras=tuple(extras), scales=scales if scaled else None)
 
@@ -268,19 +256,26 @@ def _widen_dora(weights: np.ndarray, scales: list[float]) -> np.ndarray:
 
 
 def _check_row(
-    weights: np.ndarray, config: np.ndarray, modules: Mapping[int, LoraModule], num_layers: int, limit: int
+    weights: np.ndarray,
+    config: Sequence[int],
+    encoding: Encoding,
+    scale: float,
+    modules: Mapping[int, LoraModule],
+    num_layers: int,
+    limit: int,
 ) -> AdapterRow:
-    module_id, layer, rank = (int(value) for value in config[:3])
-    dora = int(config[3]) if len(config) == 4 else 0
-    size = check_place(module_id, layer, rank, dora, len(weights), modules, num_layers, limit)
-    return AdapterRow(module_id, layer, rank, bool(dora), weights[:size])
+    """weights [W], config [3 or 4]: one row of a request's tensors."""
+    module_id, layer, rank, dora = (*config, 0)[:4]
+    _require(dora in (0, 1), f"lora_config's is_dora column must be 0 or 1, got {dora}")
+    row = RowFormat(rank, bool(dora), encoding, scale)
+    size = check_place(module_id, layer, row, len(weights), modules, num_layers, limit)
+    return AdapterRow(module_id, layer, row, weights[:size])
 
 
 def check_place(
     module_id: int,
     layer: int,
-    rank: int,
-    dora: int,
+    row: RowFormat,
     elements: int,
     modules: Mapping[int, LoraModule],
     num_layers: int,
@@ -291,17 +286,18 @@ def check_place(
         0 <= layer < num_layers,
         f"Expected layerId to be in the range [0, numModelLayers): got {layer}, the model has {num_layers}",
     )
+    rank = row.rank
     _require(rank > 0, f"Expected adapterSize to be > 0, got {rank}")
     name = module_name(module_id)
     _require(module_id in modules, f"lora module {name} not enabled for this model")
-    _require(dora in (0, 1), f"lora_config's is_dora column must be 0 or 1, got {dora}")
     module = modules[module_id]
     _require(
         module.layers is None or layer in module.layers,
         f"lora module {name} does not exist in layer {layer} of this model",
     )
-    _require(not dora or module_id not in EXPERT_IDS, f"DoRA with MoE is not supported: {name} has is_dora 1")
-    size = module.row_elements(rank, bool(dora))
+    experts = module_id in EXPERT_IDS
+    _require(not (experts and row.dora), f"DoRA with MoE is not supported: {name} has is_dora 1")
+    size = module.row_elements(row)
     _require(
         size <= elements,
         f"lora_weights has to few values for {name}: rank {rank} needs {size}, the row has {elements}",
@@ -318,13 +314,11 @@ def _separate(row: AdapterRow, modules: Mapping[int, LoraModule]) -> Iterable[Ad
     if row.module_id != LoraModuleId.CROSS_ATTN_QKV:
         return [row]
     module = modules[LoraModuleId.CROSS_ATTN_QKV]
-    a, b, magnitude = np.split(row.payload, np.cumsum((row.rank * module.in_dim, row.rank * module.out_dim)))
+    a, b, magnitude = np.split(row.payload, np.cumsum(module.row_sizes(row.format)[:2]))
     ends = np.cumsum(module.parts)[:-1]
-    parts = zip(np.split(b, ends * row.rank), np.split(magnitude, ends * row.dora), strict=True)
+    parts = zip(np.split(b, ends * row.format.rank), np.split(magnitude, ends * row.format.dora), strict=True)
     return [
-        AdapterRow(
-            module_id, row.layer, row.rank, row.dora, np.concatenate((a, part, share)), scale=row.scale
-        )
+        AdapterRow(module_id, row.layer, row.format, np.concatenate((a, part, share)))
         for module_id, (part, share) in enumerate(parts, LoraModuleId.CROSS_ATTN_Q)
     ]
 
@@ -360,8 +354,7 @@ def _digest(rows: list[AdapterRow], extras: list[LoraExtra]) -> str:
     """Over rows and extras in canonical order: what they are, their type, and every byte; no padding."""
     digest = blake3()
     for row, content in zip(rows, _contents(rows), strict=True):
-        about: tuple[object, ...] = int(row.module_id), row.layer, row.rank, row.dora
-        digest.update(repr(about if row.scale == 1 else (*about, row.scale)).encode())
+        digest.update(repr((int(row.module_id), row.layer, *row.format.identity())).encode())
         digest.update(content)
     for extra in extras:
         digest.update(repr((extra.name, extra.values.shape, extra.token_ids)).encode())

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from manylora.config.engine import ModelConfig
 from manylora.kernels.extras import Extra, ExtraSegment
+from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraSegment
 from manylora.lora.modules import lora_modules
 from manylora.model.batch import ForwardBatch
@@ -171,13 +172,11 @@ def _make_pool(
         for payload, row in zip(*_tensors(adapter), strict=True) if adapter else ():
             module_id, layer, rank, dora = (*row.tolist(), 0)[:4]  # the fourth column may be absent
             module = modules[module_id]
-            middle = rank * module.in_dim
-            end = middle + rank * module.out_dim
-            b = payload[middle:end].reshape(module.out_dim, rank)
-            rest = payload[end : end + module.out_dim * dora]
-            rows[layer, module_id] = LoraRow(used, rank, bool(dora))
-            pieces += [payload[:middle], b.T.ravel(), rest, np.full(5, np.nan, np.float32)]
-            used += end + len(rest) + 5
+            kind = RowFormat(rank, bool(dora))
+            a, b, rest, _ = np.split(payload, np.cumsum(module.row_sizes(kind)))
+            rows[layer, module_id] = LoraRow(used, kind)
+            pieces += [a, b.reshape(-1, rank).T.ravel(), rest, np.full(5, np.nan, np.float32)]
+            used += module.row_elements(kind) + 5
         adapters_rows.append(rows)
     return torch.from_numpy(np.concatenate(pieces)), adapters_rows
 

@@ -1,8 +1,9 @@
 """Adapters of a whole batch, two launches for each linear layer: shrink to the rank, then expand and add.
 
 Both read A [rank, in] and B [rank, out] in place from the pool. `places` says where: for each slot, layer and
-module the offset, the rank (0: no such row, its programs end at once), whether a DoRA magnitude follows,
-whether the numbers are 8-bit floats, which are widened when they are read, and the bits of the row's scale.
+module a TABLE_ROW, whose columns are the offset, the rank (0: no such row, its programs end at once), whether
+a DoRA magnitude follows, the encoding of the numbers, which are widened when they are read, and the bits of
+the row's scale.
 Of routed experts the pieces lie one after the other, and a tile says which is its own.
 Grids depend on shapes alone. Everything is accumulated in float32. Among tiles of one size a row is summed in
 one order, whatever ranks and modules the batch has beside it: blocks are chosen by the layer alone.
@@ -22,6 +23,7 @@ from manylora.kernels.cuda.blocks import BlockChooser, Blocks
 from manylora.kernels.cuda.fp8 import _from_e4m3
 from manylora.kernels.cuda.interpreter import _dot, widens
 from manylora.kernels.cuda.plan import MODULES, PLACE, TILE
+from manylora.kernels.row_format import Encoding
 
 __all__ = ["LoraTables", "expand_add", "shrink"]
 
@@ -39,7 +41,7 @@ class LoraTables:
 
     pool [elements]. places [slots, layers, MODULES, PLACE] int64. tiles [n, TILE] int32: as in `plan`.
     targets [targets, 3] int32: module, first column, columns. align: elements that every offset, row length
-    and column start is a multiple of; a power of two. float8: whether the batch has rows of 8-bit floats.
+    and column start is a multiple of; a power of two. encodings: of the batch's rows, beside PLAIN.
     chooser: of block sizes.
     """
 
@@ -51,13 +53,18 @@ class LoraTables:
     tile_size: int
     rank: int
     align: int
-    float8: bool = False
+    encodings: frozenset[Encoding] = frozenset()
     chooser: BlockChooser = field(default_factory=BlockChooser)
 
     @property
     def block_rank(self) -> int:
         """Ranks of a block. Of single rows always the same: it is part of the order of a sum."""
         return 16 if self.tile_size == 1 or self.rank <= 16 else 32
+
+    @property
+    def float8(self) -> bool:
+        """Whether the batch has rows of 8-bit floats; else kernels are compiled without them."""
+        return Encoding.FLOAT8 in self.encodings
 
     @property
     def codes(self) -> Tensor:
@@ -81,7 +88,7 @@ def _begin(place, piece, rank, sizes, ALIGN: tl.constexpr):
 def _is_narrow(place, FLOAT8: tl.constexpr):
     """Whether the row at a place is of 8-bit floats."""
     if FLOAT8:
-        return tl.load(place + 3) != 0
+        return tl.load(place + 3) == 1
     else:  # noqa: RET505 - a compile-time branch: both arms must return
         return False
 

@@ -83,7 +83,7 @@ class CudaOps(ReferenceOps):
             tile_size=plan.tile_size,
             rank=plan.rank,
             modules=plan.modules,
-            float8=plan.float8,
+            encodings=plan.encodings,
             most_adapters=num_rows if fixed else len(lora.segments),
             **routed,
         )
@@ -199,7 +199,7 @@ class CudaOps(ReferenceOps):
             tile_size=tile_size,
             rank=batch.rank,
             align=next(size for size in ALIGNMENTS if common % size == 0),
-            float8=batch.float8,
+            encodings=batch.encodings,
             chooser=self.chooser,
         )
         lora.expand_add(y, lora.shrink(x, tables), in_dim, tables, bias)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from manylora.kernels.row_format import TABLE_ROW, Encoding
 from manylora.kernels.spec import LoraRow, LoraSegment
 
 __all__ = [
@@ -29,8 +30,7 @@ __all__ = [
 ]
 
 MODULES = 32  # module ids are below this
-# Integers of one place: offset, rank, whether a magnitude follows, whether 8-bit floats, bits of the scale.
-PLACE = 5
+PLACE = TABLE_ROW.itemsize // 8  # integers of one place
 TILE = 4  # integers of one tile: first row, number of rows, slot, which of the pieces (experts) at a place
 # Rows of one tile. One: a row reads its matrices alone, as vectors. More: tensor cores share them.
 TILE_SIZES = (1, 16, 64)
@@ -54,7 +54,8 @@ class LoraPlan:
 
     row_slots [rows] int32: the slot of each row, -1 without an adapter.
     tile_size: the most rows a tile has. rank: no rank of the batch is larger; one of a few classes.
-    modules: ids that any adapter of the batch has anywhere. float8: whether any has rows of 8-bit floats.
+    modules: ids that any adapter of the batch has anywhere. encodings: of rows that are
+    not plain.
     """
 
     tiles: np.ndarray
@@ -62,17 +63,17 @@ class LoraPlan:
     tile_size: int
     rank: int
     modules: frozenset[int]
-    float8: bool
+    encodings: frozenset[Encoding]
     updates: tuple[SlotUpdate, ...]
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _Slot:
     rows: Rows  # held, so that its id is not given to another mapping
     slot: int
     rank: int
     modules: frozenset[int]
-    float8: bool
+    encodings: frozenset[Encoding]
 
 
 class Places:
@@ -84,9 +85,9 @@ class Places:
     def __init__(self, num_slots: int, num_layers: int) -> None:
         self.num_slots = num_slots
         self.num_layers = num_layers
-        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        self._entries: OrderedDict[int, _Slot] = OrderedDict()
 
-    def take(self, batch: Sequence[Rows]) -> tuple[list[_Entry], tuple[SlotUpdate, ...]]:
+    def take(self, batch: Sequence[Rows]) -> tuple[list[_Slot], tuple[SlotUpdate, ...]]:
         """The entries of a batch's adapters, and the slots that must be written first."""
         if len(batch) > self.num_slots:
             raise ValueError(f"a batch has at most {self.num_slots} adapters here, got {len(batch)}")
@@ -100,15 +101,15 @@ class Places:
         slot = len(self._entries)
         if slot == self.num_slots:
             slot = self._entries.popitem(last=False)[1].slot
-        places = np.zeros((self.num_layers, MODULES, PLACE), np.int64)
+        places = np.zeros((self.num_layers, MODULES), TABLE_ROW)
         for (layer, module), row in rows.items():
-            bits = int(np.float32(row.scale).view(np.int32))
-            places[layer, module] = row.offset, row.rank, row.dora, row.float8, bits
-        rank = max((row.rank for row in rows.values()), default=0)
+            places[layer, module] = row.format.table_row(row.offset)
+        formats = {row.format for row in rows.values()}
+        rank = max((one.rank for one in formats), default=0)
         modules = frozenset(module for _, module in rows)
-        float8 = any(row.float8 for row in rows.values())
-        self._entries[id(rows)] = _Entry(rows, slot, rank, modules, float8)
-        return SlotUpdate(slot, places)
+        encodings = frozenset(one.encoding for one in formats) - {Encoding.PLAIN}
+        self._entries[id(rows)] = _Slot(rows, slot, rank, modules, encodings)
+        return SlotUpdate(slot, places.view(np.int64).reshape(self.num_layers, MODULES, PLACE))
 
 
 def plan_lora(
@@ -138,7 +139,7 @@ def plan_lora(
         tile_size=size,
         rank=rank_class(max(entry.rank for entry in entries)),
         modules=frozenset().union(*(entry.modules for entry in entries)),
-        float8=any(entry.float8 for entry in entries),
+        encodings=frozenset().union(*(entry.encodings for entry in entries)),
         updates=updates,
     )
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manylora.kernels.row_format import Encoding
 from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch
 
 __all__ = ["PagedBatch", "PlannedLora", "plan_attention"]
@@ -31,7 +32,7 @@ class PlannedLora(LoraBatch):
     tile_size: int = 1
     rank: int = 16
     modules: frozenset[int] = frozenset()
-    float8: bool = False
+    encodings: frozenset[Encoding] = frozenset()
     row_slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     most_adapters: int = 1
 
@@ -39,7 +40,7 @@ class PlannedLora(LoraBatch):
     def shape(self) -> Hashable:
         """All that decides which kernels are launched, with which grids and on which memory; the rest is
         contents of tables."""
-        return self.tile_size, self.rank, self.modules, self.float8, self.pool.data_ptr()
+        return self.tile_size, self.rank, self.modules, self.encodings, self.pool.data_ptr()
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,19 @@ enum {
 };
 _Static_assert(SUMS >= 2 * ROWS, "`expand` goes on by pairs of vectors for each row");
 
+typedef struct { /* TABLE_ROW of kernels/row_format.py */
+    int64_t offset, rank;   /* in the pool: A [rank, in], B transposed [rank, width] */
+    int64_t dora, encoding; /* no row with DoRA comes here; offset is in numbers of the encoding */
+    float scale;            /* of x A^T */
+} Row;
+
 typedef struct {
     int64_t column, width; /* of y */
-    int64_t offset, rank;  /* in the pool: A [rank, in], B transposed [rank, width] */
-    int32_t float8;        /* both are 8-bit floats, and offset is in bytes */
-    float scale;           /* of x A^T */
+    Row row;
 } Part;
+
+/* The type of a row's numbers: the pool's, or that of an encoding. */
+INLINE Kind kind_of(const Row *row, Kind pool) { return row->encoding == 1 ? FLOAT8 : pool; }
 
 typedef struct {
     int64_t start, stop; /* rows of x and y */
@@ -140,7 +147,7 @@ INLINE void some(int64_t rows, const Kind kind, Work w) {
 }
 
 INLINE const char *begin(const char *pool, const Part *part, const Kind kind) {
-    return pool + part->offset * size_of(part->float8 ? FLOAT8 : kind);
+    return pool + part->row.offset * size_of(kind_of(&part->row, kind));
 }
 
 /* parts, rows: the most that a segment has. */
@@ -155,11 +162,12 @@ static void add(const Kind stored, float *y, int64_t y_stride, const float *x, i
         const int64_t start = segment->start + n % blocks * ROWS;
         if (p >= segment->count || start >= segment->stop) continue;
         const Part *part = segment->parts + p, *soon = next->parts + least(after / blocks % parts, next->count - 1);
-        const Kind kind = part->float8 ? FLOAT8 : stored;
+        const Kind kind = kind_of(&part->row, stored);
         const int64_t height = least(segment->stop - start, ROWS), size = size_of(kind);
         const char *const a = begin(pool, part, stored);
         const Work w = {y + start * y_stride + part->column, x + start * x_stride, y_stride, x_stride, in,
-                        part->width, part->rank, a, a + part->rank * in * size, begin(pool, soon, stored), part->scale};
+                        part->width, part->row.rank, a, a + part->row.rank * in * size, begin(pool, soon, stored),
+                        part->row.scale};
         switch (kind) { /* in here: the body of a parallel loop is a function that its kind is an argument of */
             case FLOAT32: some(height, FLOAT32, w); break;
             case BFLOAT16: some(height, BFLOAT16, w); break;

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.kernels.row_format import RowFormat
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.formats import one_line
 from manylora.lora.formats.opened import OpenFile, list_files
@@ -198,10 +199,12 @@ def _check_shapes(
     bounds.check_rank(a[0])
     elements = math.prod(a) + math.prod(b)
     if modules is not None and bounds.num_layers is not None:
-        check_place(LoraModuleId.ATTN_QKV, layer, a[0], 0, elements, modules, bounds.num_layers, bounds.rank)
+        place = LoraModuleId.ATTN_QKV, layer, RowFormat(a[0])
+        check_place(*place, elements, modules, bounds.num_layers, bounds.rank)
     return elements
 
 
 def _row(layer: int, pair: Mapping[str, tuple[str, RawTensor]]) -> AdapterRow:
     a, b = (decode(*pair[side]) for side in "AB")
-    return AdapterRow(LoraModuleId.ATTN_QKV, layer, a.shape[0], False, np.concatenate((a.ravel(), b.ravel())))
+    payload = np.concatenate((a.ravel(), b.ravel()))
+    return AdapterRow(LoraModuleId.ATTN_QKV, layer, RowFormat(a.shape[0]), payload)

@@ -18,6 +18,7 @@ import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.loading import narrow
+from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.lora import staging
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.float8 import FLOAT8
@@ -323,7 +324,8 @@ def _check_shapes(
         raise AdapterInvalidError(f"{path} is missing its DoRA magnitude")
     elements = sum(math.prod(tensor.shape) for *_, tensor in parts.values())
     if modules is not None and bounds.num_layers is not None:
-        check_place(module_id, layer, rank, int(dora), elements, modules, bounds.num_layers, bounds.rank)
+        row = RowFormat(rank, dora)
+        check_place(module_id, layer, row, elements, modules, bounds.num_layers, bounds.rank)
     return elements
 
 
@@ -351,7 +353,8 @@ def _row(
         payload[end:] = in_our_order(path, module_id, b, module).ravel()
         payload = payload.view(FLOAT8)
         content = digest_values(payload) if digest else b""
-        return AdapterRow(module_id, layer, a.shape[0], False, payload, content, float(np.float32(scale)))
+        row = RowFormat(a.shape[0], encoding=Encoding.FLOAT8, scale=float(np.float32(scale)))
+        return AdapterRow(module_id, layer, row, payload, content)
     stored_a.fill(key_a, a)
     stored_b.fill(f"{key_b} (with its scaling)", b, scale)
     if (turned := in_peft_order(path, module_id, b, module)) is not b:
@@ -366,7 +369,7 @@ def _row(
     if columns[0] is not b or len(columns) > 1:
         np.concatenate([column.ravel() for column in columns], out=payload[end:])
     content = digest_values(payload) if digest else b""  # now, while it is in the cache
-    return AdapterRow(module_id, layer, a.shape[0], "magnitude" in parts, payload, content)
+    return AdapterRow(module_id, layer, RowFormat(a.shape[0], "magnitude" in parts), payload, content)
 
 
 def _scale(config: PeftConfig, path: str, module_id: int, a: RawTensor) -> float:

@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.lora.bounds import Bounds
 from manylora.lora.float8 import FLOAT8
 from manylora.lora.formats.peft_config import CONFIG, PeftConfig
@@ -235,5 +236,6 @@ def _scaled(where: str, b: np.ndarray, scale: float) -> np.ndarray:
 def _row(module_id: int, layer: int, a: np.ndarray, b: np.ndarray, scale: float) -> AdapterRow:
     payload, rank = np.concatenate((a.ravel(), b.ravel())), a.shape[1]
     if payload.dtype != np.uint8:
-        return AdapterRow(module_id, layer, rank, False, payload)
-    return AdapterRow(module_id, layer, rank, False, payload.view(FLOAT8), scale=float(np.float32(scale)))
+        return AdapterRow(module_id, layer, RowFormat(rank), payload)
+    row = RowFormat(rank, encoding=Encoding.FLOAT8, scale=float(np.float32(scale)))
+    return AdapterRow(module_id, layer, row, payload.view(FLOAT8))

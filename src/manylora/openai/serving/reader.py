@@ -80,6 +80,6 @@ class AdapterReader:
         weights, config = lora.weights, lora.config
         assert weights is not None and config is not None
         dtype = type_name(weights)
-        rank = max((row.rank for row in checked.rows), default=0)
+        rank = max((row.format.rank for row in checked.rows), default=0)
         about = checked.digest, source.kind, dtype, rank
         return ReadAdapter(*about, weights, config, lora.extras, checked, lora.scales)

@@ -32,7 +32,9 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft import read_peft_whole
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.geometry import CacheGeometry, Layout
-from manylora.lora.library.reader import read_adapter_folder
+from manylora.lora.library.disk import DiskLevel
+from manylora.lora.library.reader import AdapterReader, read_adapter_folder
+from manylora.lora.library.rules import AdapterRules
 from manylora.lora.modules import lora_modules
 from manylora.lora.normalize import normalize_dora
 from manylora.lora.pool import AdapterPool
@@ -40,14 +42,12 @@ from manylora.lora.tensors import (
     BFLOAT16,
     Adapter,
     adapter_from_rows,
-    adapter_from_tensors,
+    lora_input,
     narrow_to_bfloat16,
 )
 from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
-from manylora.openai.serving.disk_level import DiskLevel
-from manylora.openai.serving.reader import AdapterReader
 from manylora.quant.config import QuantConfig
 from manylora.request import LoraExtra, LoraInput, Request, SamplingParams
 from manylora.testing.parity import Driver, agree, make_kind
@@ -286,21 +286,20 @@ def test_copies_on_disk_keep_them_and_requests_of_the_wire_refuse_them(model: Pa
     adapter = make_kind(workshop / "copied", model, "token indices", 3)
     config = read_model_config(model)
     modules = lora_modules(config)
-    reader = AdapterReader(
-        BaseWeights(model), modules, lambda lora: adapter_from_tensors(lora, modules, config.num_layers, 8)
-    )
-    one = reader.read(adapter)
-    bits = narrow_to_bfloat16(one.extras[0].values)
-    one = replace(one, extras=(*one.extras, LoraExtra("head.weight", bits)))
+    rules = AdapterRules(modules, config.num_layers, 8)
+    read = AdapterReader(rules, modules, BaseWeights(model)).read(adapter).adapter
+    assert isinstance(read, Adapter)
+    bits = narrow_to_bfloat16(read.extras[0].values)
+    one = adapter_from_rows(read.rows, extras=(*read.extras, LoraExtra("head.weight", bits)))
     disk = DiskLevel(2**24, workshop / "copies")
     disk.put(one)
     again = disk.get(one.digest)
-    assert again is not None and again.num_bytes == one.num_bytes
+    assert again is not None and again.nbytes == one.nbytes
     for theirs, ours in zip(again.extras, one.extras, strict=True):
         assert (theirs.name, theirs.token_ids) == (ours.name, ours.token_ids)
         assert theirs.values.dtype == ours.values.dtype
         assert theirs.values.tobytes() == ours.values.tobytes()
-    sent = LoraInput(1, one.weights, one.config, extras=one.extras)
+    sent = lora_input(1, one.rows, one.extras)
     with pytest.raises(RequestError, match=r"has embed\.tokens, which tensors of a request cannot carry"):
         request_tensors(Request((1, 2), SamplingParams(), lora=sent))
 

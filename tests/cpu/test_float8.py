@@ -26,14 +26,14 @@ from manylora.lora.convert import convert_source
 from manylora.lora.float8 import FLOAT8, widen_float8
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.sources import find_source, read_lora
-from manylora.lora.library.reader import read_adapter_folder
+from manylora.lora.library.disk import DiskLevel
+from manylora.lora.library.reader import AdapterReader, read_adapter_folder
+from manylora.lora.library.rules import AdapterRules
 from manylora.lora.modules import lora_modules
 from manylora.lora.report import BaseModel, inspect_adapter
 from manylora.lora.store import AdapterStore
-from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_tensors, widen_bfloat16
+from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_tensors, lora_input, widen_bfloat16
 from manylora.model.checkpoint import read_model_config
-from manylora.openai.serving.disk_level import DiskLevel
-from manylora.openai.serving.reader import AdapterReader
 from manylora.request import LoraInput, Request, SamplingParams
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
@@ -365,19 +365,21 @@ def test_inspect_and_copies_on_disk(model: Path, pair: tuple[Path, Path], worksh
     assert reports[0].num_bytes * 4 == reports[1].num_bytes  # type: ignore[operator]
     assert reports[0].digest == check(model, read(model, small)).digest
     modules = lora_modules(base.config)
-    reader = AdapterReader(BaseWeights(model), modules, lambda lora: check(model, lora))
-    found = reader.read(small)
-    assert (found.dtype, found.digest) == ("float8_e4m3fn", reports[0].digest)
+    rules = AdapterRules(modules, base.config.num_layers, 64)
+    first = AdapterReader(rules, modules, BaseWeights(model)).read(small)
+    found = first.adapter
+    assert isinstance(found, Adapter)
+    assert (first.facts.dtype, found.digest) == ("float8_e4m3fn", reports[0].digest)
     disk = DiskLevel(2**24, workshop / "copies")
     disk.put(found)
     copy = disk.get(found.digest)
     assert copy is not None
-    given = LoraInput(1, copy.weights, copy.config, extras=copy.extras, scales=copy.scales)
+    given = lora_input(1, copy.rows, copy.extras)
     assert check(model, given).digest == found.digest
-    widened = AdapterReader(BaseWeights(model), modules, lambda lora: check(model, lora), float8=False).read(
-        small
-    )
-    assert widened.dtype == "float32" and widened.scales is None
-    np.testing.assert_array_equal(widened.weights, read(model, wide).weights)
+    widened = AdapterReader(rules, modules, BaseWeights(model), float8=False).read(small)
+    assert widened.facts.dtype == "float32" and isinstance(widened.adapter, Adapter)
+    sent = lora_input(1, widened.adapter.rows)
+    assert sent.scales is None
+    np.testing.assert_array_equal(sent.weights, read(model, wide).weights)
     weights, _ = convert_source(small)
     assert weights.dtype == np.dtype("V2"), "B has the scaling in it"

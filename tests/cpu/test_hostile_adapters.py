@@ -27,10 +27,10 @@ from manylora.errors import AdapterError, AdapterInvalidError
 from manylora.lora.formats import opened
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft_patterns import Patterns
+from manylora.lora.library.reader import AdapterReader
 from manylora.lora.store import AdapterStore
 from manylora.model.checkpoint import read_model_config
-from manylora.openai.serving.disk import find_adapters
-from manylora.openai.serving.reader import AdapterReader
+from manylora.openai.serving.roots import find_adapters
 from manylora.request import LoraInput
 from manylora.testing.tiny_models import make_model
 
@@ -60,16 +60,16 @@ def store(model_dir: Path) -> Iterator[AdapterStore]:
 
 
 def attack(model_dir: Path, folder: Path, count: int) -> None:
-    """In a process of its own: as a catalog and the OpenAI server read them, with little memory."""
+    """In a process of its own: as engines here and servers before Triton read them, with little memory."""
     store = open_store(model_dir)
-    files = store.files(store.modules)
-    reader = AdapterReader(BaseWeights(model_dir), store.modules, store.verify, bounds=store.bounds)
-    for read in (files.read, reader.read):
+    reader = store.reader(store.modules)
+    plain = AdapterReader(store.rules, store.modules, BaseWeights(model_dir), store.bounds, float8=False)
+    for read in (reader.read, plain.read):
         read(good(folder / "good"))
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (in_use + ROOM, in_use + ROOM))
     for what, path in hostile(folder, count):
-        for read in (files.read, reader.read):
+        for read in (reader.read, plain.read):
             began, reason = time.thread_time(), ""
             try:
                 read(path)
@@ -81,7 +81,7 @@ def attack(model_dir: Path, folder: Path, count: int) -> None:
             assert reason.isprintable() and len(reason) < 1100, f"{what}: {reason}"
             assert str(folder.parent) not in reason, f"{what}: {reason}"
             assert time.thread_time() - began < 2, f"{what} took {time.thread_time() - began:.1f} s"
-    for read in (files.read, reader.read):
+    for read in (reader.read, plain.read):
         read(folder / "good")
     store.close()
 
@@ -99,7 +99,7 @@ def test_rows_of_a_request_are_counted_first(store: AdapterStore, rows: int) -> 
     with pytest.raises(
         AdapterInvalidError, match=rf"it has {rows} rows, an adapter of this model has at most"
     ):
-        store.verify(LoraInput(1, weights, config))
+        store.rules.check(LoraInput(1, weights, config))
 
 
 def test_an_adapter_larger_than_the_cache_is_not_read(
@@ -107,10 +107,10 @@ def test_an_adapter_larger_than_the_cache_is_not_read(
 ) -> None:
     folder, numbers = good(tmp_path / "a"), 2 * 2 * 2 * HIDDEN
     monkeypatch.setattr(store, "_bounds", replace(store.bounds, elements=numbers))
-    assert store.files(store.modules).read(folder)
+    assert store.reader(store.modules).read(folder)
     monkeypatch.setattr(store, "_bounds", replace(store.bounds, elements=numbers - 1))
     with pytest.raises(AdapterInvalidError, match=rf"{numbers} numbers, at most {numbers - 1} can be held"):
-        store.files(store.modules).read(folder)
+        store.reader(store.modules).read(folder)
 
 
 def test_a_pipe_that_takes_a_files_place_holds_nobody_up(
@@ -127,7 +127,7 @@ def test_a_pipe_that_takes_a_files_place_holds_nobody_up(
 
     def read() -> None:
         try:
-            store.files(store.modules).read(folder)
+            store.reader(store.modules).read(folder)
         except AdapterInvalidError as error:
             ended.append(str(error))
 
@@ -150,7 +150,7 @@ def test_a_file_that_shrinks_after_its_header_was_read_is_an_error(
 
     monkeypatch.setattr(opened.OpenFile, "read_into", cut)
     with pytest.raises(AdapterInvalidError, match="is not readable: it was cut short"):
-        store.files(store.modules).read(folder)
+        store.reader(store.modules).read(folder)
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def linked(tmp_path: Path) -> Path:
 def test_links_are_followed_within_the_roots_only(store: AdapterStore, linked: Path) -> None:
     inside, outside = linked / "models--one" / "snapshots" / "main", linked.parent / "outside"
     for roots in ([linked], [linked, outside]):
-        files = store.files(store.modules, roots)
+        files = store.reader(store.modules, roots)
         assert files.read(inside)
         for name in ("folder", "weights"):
             if outside in roots:
@@ -241,7 +241,7 @@ def test_a_header_is_read_in_slices(store: AdapterStore, tmp_path: Path) -> None
     entries, size = entries_of(shapes)
     header(tmp_path / WEIGHTS, json.dumps(entries, separators=(", ", " : ")).encode(), size)
     with pytest.raises(AdapterInvalidError, match=r"got \d+, the model has 2$"):
-        store.files(store.modules).read(tmp_path)
+        store.reader(store.modules).read(tmp_path)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import pytest
 
 from manylora import LLM, GuidedDecodingParams, LoraConfig, LoRARequest, PeftCacheConfig, SamplingParams
 from manylora.errors import AdapterNotCachedError, ConfigError, RequestError
-from manylora.llmapi.adapters import AdapterPath, AdapterReader
+from manylora.llmapi.adapters import AdapterPath, PathReader
 from manylora.llmapi.result import GenerationResult
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
 from manylora.text.tokenizer import Tokenizer
@@ -70,14 +70,14 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         self.opened = threading.Event()
-        read = AdapterReader.read
+        read = PathReader.read
 
-        def gated(reader: AdapterReader, path: AdapterPath):
+        def gated(reader: PathReader, path: AdapterPath):
             self.count += 1
             assert self.opened.wait(20)
             return read(reader, path)
 
-        monkeypatch.setattr(AdapterReader, "read", gated)
+        monkeypatch.setattr(PathReader, "read", gated)
 
 
 def test_a_batch_of_adapters_and_prompts_equals_the_reference(llm: LLM) -> None:

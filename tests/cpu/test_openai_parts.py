@@ -9,7 +9,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from serving import DEMO
 
@@ -21,12 +20,10 @@ from manylora.openai.api.names import is_name
 from manylora.openai.api.params import Limits, plan
 from manylora.openai.api.schema import CompletionRequest
 from manylora.openai.options import parse_options
-from manylora.openai.serving.disk_level import DiskLevel
 from manylora.openai.serving.event_queue import Mailbox, Signal
 from manylora.openai.serving.fairness import FairQueue
 from manylora.openai.serving.generation import Generation
 from manylora.openai.serving.keys import ApiKey, Keyring
-from manylora.openai.serving.reader import ReadAdapter
 from manylora.openai.serving.responses import ChatResponse, CompletionResponse, ResponseBuilder
 from manylora.request import Event
 from manylora.text.tokenizer import Tokenizer
@@ -53,34 +50,6 @@ def test_a_hot_adapter_waits_for_itself_only() -> None:
     order = asyncio.run(run())
     assert len(order) == 103
     assert max(order.index(key) for key in "abc") < 12
-
-
-def read_adapter(digest: str, dtype: str = "float32") -> ReadAdapter:
-    weights = np.arange(600, dtype=np.float32).reshape(1, 2, 300)
-    weights = weights.astype(np.float16).view("V2") if dtype == "bfloat16" else weights
-    return ReadAdapter(digest, "peft", dtype, 8, weights, np.ones((1, 2, 3), np.int32))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_disk_level_keeps_what_was_used_last_within_its_limit(tmp_path: Path, dtype: str) -> None:
-    first = read_adapter("d0", dtype)
-    disk = DiskLevel(4 * first.num_bytes, tmp_path / "copies")
-    for n in range(3):
-        disk.put(read_adapter(f"d{n}", dtype))
-    found = disk.get("d0")
-    assert found is not None and (found.dtype, found.max_rank, found.kind) == (dtype, 8, "peft")
-    assert found.weights.dtype == first.weights.dtype and found.weights.tobytes() == first.weights.tobytes()
-    disk.put(read_adapter("d3", dtype))
-    assert disk.get("d1") is None and disk.get("d0") is not None
-    used = sum(file.stat().st_size for file in (tmp_path / "copies").iterdir())
-    assert used == disk.num_bytes <= 4 * first.num_bytes
-    again = DiskLevel(4 * first.num_bytes, tmp_path / "copies")
-    assert again.get("d3") is not None and again.num_bytes == used
-    (tmp_path / "copies" / "d3.safetensors").write_bytes(b"broken")
-    assert again.get("d3") is None and again.get("d3") is None
-    nothing = DiskLevel(0)
-    nothing.put(first)
-    assert nothing.get("d0") is None
 
 
 def test_turns_are_given_back_by_who_is_cancelled_and_the_line_has_an_end() -> None:

@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from safetensors import SafetensorError
 from serving import DEMO, Running, wait_for
 from starlette.requests import Request
 
 from manylora.errors import ConfigError
+from manylora.lora.library import disk
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.schema import MAX_COMMAS, ChatRequest, CompletionRequest, parse
-from manylora.openai.serving import catalog, disk_level
+from manylora.openai.serving import catalog
 from manylora.openai.serving.host_check import HostCheck
 from manylora.openai.serving.logs import PlainFormatter, RateLimit
 
@@ -174,15 +174,15 @@ def test_a_full_disk_costs_copies_and_nothing_else(
 ) -> None:
     """Adapters that come while it is full are read and served, also those that are found by the watch."""
     full = True
-    save = disk_level.save_file
+    save = disk.write_safetensors
 
     def save_file(*arguments: Any) -> None:
         if full:
-            raise SafetensorError("I/O error: No space left on device (os error 28)")
+            raise OSError(errno.ENOSPC, "No space left on device")
         save(*arguments)
 
-    monkeypatch.setattr(disk_level, "save_file", save_file)
-    monkeypatch.setattr(disk_level, "RETRY_S", 0.0)
+    monkeypatch.setattr(disk, "write_safetensors", save_file)
+    monkeypatch.setattr(disk, "RETRY_S", 0.0)
     root, copies = tmp_path / "adapters", tmp_path / "copies"
     shutil.copytree(DEMO / "adapters" / "chinese", root / "one")
     server = Running(lora_root=(root,), lora_disk_dir=copies, drain_seconds=1.0)

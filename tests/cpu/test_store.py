@@ -23,7 +23,8 @@ from manylora.lora.formats import peft
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.peft import read_peft, read_peft_whole
 from manylora.lora.formats.tensor_files import decode, read_safetensors
-from manylora.lora.library import reader
+from manylora.lora.library import fingerprint, reader
+from manylora.lora.library.rules import AdapterRules
 from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.lora.tensors import BFLOAT16, narrow_to_bfloat16
 from manylora.model.checkpoint import read_model_config
@@ -337,13 +338,13 @@ def test_an_unchanged_folder_is_not_digested_again(
     model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A changed one is, also when its size and time are as before."""
-    monkeypatch.setattr(reader, "SETTLED_NS", 5 * 10**7)
+    monkeypatch.setattr(fingerprint, "SETTLED_NS", 5 * 10**7)
     digested = []
     plain = tensors._digest
     monkeypatch.setattr(tensors, "_digest", lambda *parts: digested.append(1) or plain(*parts))
     write_peft(tmp_path / "1", 1)
     write_peft(tmp_path / "2", 2)
-    time.sleep(2 * reader.SETTLED_NS / 1e9)
+    time.sleep(2 * fingerprint.SETTLED_NS / 1e9)
     store = open_store(model, 1, 1, prefetch_dir=tmp_path)
     digests = {}
     for task_id in (1, 2, 1, 2, 1):
@@ -365,10 +366,10 @@ def test_a_folder_that_changes_while_it_is_read_is_known_by_what_was_read(
     model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not by the digest that its files had when the reading began. float16: not read straight into pages."""
-    monkeypatch.setattr(reader, "SETTLED_NS", 5 * 10**7)
+    monkeypatch.setattr(fingerprint, "SETTLED_NS", 5 * 10**7)
     for name in ("1", "2"):
         write_peft(tmp_path / name, int(name), np.float16)
-    time.sleep(2 * reader.SETTLED_NS / 1e9)
+    time.sleep(2 * fingerprint.SETTLED_NS / 1e9)
     store = open_store(model, 1, 1, prefetch_dir=tmp_path)
     before = take(store, LoraInput(1))
     store.release(before)
@@ -411,7 +412,7 @@ def test_pages_of_bfloat16_hold_what_those_of_float32_hold_under_the_same_digest
 ) -> None:
     """Also when it is read again and when several threads read. Rows that are not read straight into pages
     are narrowed as they are read."""
-    monkeypatch.setattr(reader, "SETTLED_NS", 5 * 10**7)
+    monkeypatch.setattr(fingerprint, "SETTLED_NS", 5 * 10**7)
     monkeypatch.setattr(peft, "NARROWED", 0)
     if large:
         monkeypatch.setattr(loading, "SMALL", 0)
@@ -420,11 +421,11 @@ def test_pages_of_bfloat16_hold_what_those_of_float32_hold_under_the_same_digest
         monkeypatch.setattr(staging, "LEAST", 0)
     for name in ("1", "2"):
         write_peft(tmp_path / name, int(name), kind)
-    time.sleep(2 * reader.SETTLED_NS / 1e9)
+    time.sleep(2 * fingerprint.SETTLED_NS / 1e9)
     wide = open_store(model, 1, 1, prefetch_dir=tmp_path)
     narrow = open_store(model, 1, 1, torch.bfloat16, prefetch_dir=tmp_path)
     kinds = set()
-    plain = narrow._check_rows
+    plain = AdapterRules.check_rows
     for task_id in (1, 2, 1, 2):
         one, other = take(wide, LoraInput(task_id)), take(narrow, LoraInput(task_id))
         assert one.digest == other.digest
@@ -434,9 +435,9 @@ def test_pages_of_bfloat16_hold_what_those_of_float32_hold_under_the_same_digest
         wide.release(one)
         narrow.release(other)
     monkeypatch.setattr(
-        narrow._catalog._files,
-        "_check_rows",
-        lambda *what: kinds.update(r.payload.dtype for r in what[0]) or plain(*what),
+        AdapterRules,
+        "check_rows",
+        lambda *what: kinds.update(r.payload.dtype for r in what[1]) or plain(*what),
     )
     take(narrow, LoraInput(1))
     assert kinds == ({BFLOAT16} if kind is np.float16 else set())
@@ -448,9 +449,8 @@ def test_a_folder_that_was_just_written_is_not_known_by_its_times(
     """Its next writing may fall into the same tick of the clock."""
     write_peft(tmp_path / "1", 1)
     write_peft(tmp_path / "2", 2)
-    frozen = {path: path.stat() for path in tmp_path.glob("*/*")}
-    plain = Path.stat
-    monkeypatch.setattr(Path, "stat", lambda path, **how: frozen.get(path) or plain(path, **how))
+    frozen = {path: fingerprint.fingerprint(path) for path in tmp_path.iterdir()}
+    monkeypatch.setattr(reader, "fingerprint", frozen.get)
     store = open_store(model, 1, 1, prefetch_dir=tmp_path)
     before = take(store, LoraInput(1))
     store.release(before)

@@ -44,7 +44,7 @@ INSIDE = {
         "staging", "extras", "slicing", "formats", "cache", "pool", "library", "arrivals",
         "store", "convert", "convert_nemo", "normalize", "report", "moe_layout",
     ],
-    "lora.library": ["reader", "library"],
+    "lora.library": ["fingerprint", "rules", "reader", "memory", "disk", "library"],
     "model": [
         "families", "safetensors_file", "checkpoint", "plan", "batch", "rope", "extras", "layers", "moe",
         "transformer", "decoder", "relative", "attend", "encoder_decoder", "quant", "effective_weights",
@@ -74,8 +74,8 @@ INSIDE = {
         "errors", "names", "schema", "messages", "adapter_choice", "tools", "params", "logprobs", "openapi",
     ],
     "openai.serving": [
-        "logs", "connections", "host_check", "protocol", "event_queue", "generation", "disk", "reader",
-        "disk_level", "kept", "catalog", "fairness", "history", "backend", "keys", "responses",
+        "logs", "connections", "host_check", "protocol", "event_queue", "generation", "roots", "catalog",
+        "fairness", "history", "backend", "keys", "responses",
         "transport", "inference", "metrics", "models", "uploads", "in_process", "triton",
     ],
     "openai.page": ["page", "cache_status"],

@@ -1,4 +1,4 @@
-"""AdapterRegistry: which files each adapter id means. AdapterReader: what is in them."""
+"""AdapterRegistry: which files each adapter id means. PathReader: what is in them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from manylora.errors import AdapterError, AdapterInvalidError, AdapterNotCachedError
 from manylora.llmapi.lora import LoRARequest
 from manylora.lora.formats.sources import find_source
-from manylora.lora.library.reader import AdapterFiles
+from manylora.lora.library.reader import AdapterReader
 from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter
 
-__all__ = ["AdapterPath", "AdapterReader", "AdapterRegistry"]
+__all__ = ["AdapterPath", "AdapterRegistry", "PathReader"]
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class AdapterRegistry:
                 del self._entries[task_id]
 
 
-class AdapterReader:
-    """files: of the engine's store, for the modules that matrices must fit."""
+class PathReader:
+    """reader: of the engine's store, for the modules that matrices must fit."""
 
-    def __init__(self, files: AdapterFiles) -> None:
-        self._files = files
+    def __init__(self, reader: AdapterReader) -> None:
+        self._reader = reader
 
     def read(self, path: AdapterPath) -> Adapter | StoredAdapter:
         """Raises AdapterInvalidError."""
@@ -89,6 +89,6 @@ class AdapterReader:
                 raise AdapterInvalidError(
                     f"{path.path.name} is not a checkpoint of kind {path.ckpt_source}, it is {source.kind}"
                 )
-            return self._files.read(path.path, source)
+            return self._reader.read(path.path, source).adapter
         except AdapterError as error:
             raise AdapterInvalidError(f"Failed to load LoRA adapter: {error}") from error

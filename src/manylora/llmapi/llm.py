@@ -17,7 +17,7 @@ from manylora.config.engine import EngineConfig
 from manylora.engine.engine import Engine
 from manylora.engine.loop import EngineLoop
 from manylora.errors import ConfigError, RequestError
-from manylora.llmapi.adapters import AdapterReader
+from manylora.llmapi.adapters import PathReader
 from manylora.llmapi.decoding import decoding_of
 from manylora.llmapi.generation import Generation, Prompt
 from manylora.llmapi.llm_args import KvCacheConfig, PeftCacheConfig
@@ -175,7 +175,7 @@ class LLM:
         self._loop = EngineLoop(engine)
         room = max(CARRIED_BYTES, adapters.host_pages * adapters.page_bytes)
         modules = modules_to_read(lora_modules(self._model, lora.target_modules), lora_config)
-        reader = AdapterReader(engine.adapters.files(modules))
+        reader = PathReader(engine.adapters.reader(modules))
         self._service = Service(self._loop, reader, engine.adapters.resident, room)
         self._ids = itertools.count()
         self._finalizer = weakref.finalize(self, _dispose, self._service)

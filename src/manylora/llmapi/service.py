@@ -17,7 +17,7 @@ from manylora.errors import (
     ManyloraError,
     RequestError,
 )
-from manylora.llmapi.adapters import AdapterPath, AdapterReader, AdapterRegistry
+from manylora.llmapi.adapters import AdapterPath, AdapterRegistry, PathReader
 from manylora.llmapi.generation import Generation
 from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter
@@ -44,7 +44,7 @@ class Service:
     """
 
     def __init__(
-        self, loop: EngineLoop, reader: AdapterReader, resident: Callable[[int], bool], max_bytes: int
+        self, loop: EngineLoop, reader: PathReader, resident: Callable[[int], bool], max_bytes: int
     ) -> None:
         self.registry = AdapterRegistry()
         self._loop = loop

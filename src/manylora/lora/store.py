@@ -26,16 +26,17 @@ from manylora.lora.arrivals import Arrivals
 from manylora.lora.bounds import Bounds
 from manylora.lora.cache import AdapterCache
 from manylora.lora.expert_rules import beside_experts
-from manylora.lora.extras import check_extras, with_extras
+from manylora.lora.extras import with_extras
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.geometry import CachePlan, Layout, plan_cache
 from manylora.lora.library.library import Catalog
-from manylora.lora.library.reader import AdapterFiles
+from manylora.lora.library.reader import AdapterReader
+from manylora.lora.library.rules import AdapterRules
 from manylora.lora.modules import LoraModule, lora_modules
 from manylora.lora.pool import AdapterPool
 from manylora.lora.stored import StoredAdapter
-from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_read, adapter_from_tensors
-from manylora.request import LoraExtra, LoraInput
+from manylora.lora.tensors import Adapter
+from manylora.request import LoraInput
 from manylora.stats import AdapterStats, CacheChange, CacheMap, MappedAdapter, Resident, Runs
 
 __all__ = ["AdapterLease", "AdapterStore"]
@@ -81,15 +82,14 @@ class AdapterStore:
         roots: Sequence[Path] = (),
     ) -> None:
         self._modules = modules
-        self._num_layers = model.num_layers
-        self._rank_limit = rank_limit
         self._geometry = plan.geometry
         self._cache = AdapterCache(plan.host_pages, plan.device_pages)
         self._pool = pool
         self._base = base
         held = min(plan.host_pages, plan.device_pages) * plan.geometry.page_elements
         self._bounds = Bounds.of(modules, model.num_layers, rank_limit, held, pool.element_bytes)
-        self._catalog = Catalog(self.files(modules, roots))
+        self.rules = AdapterRules(modules, model.num_layers, rank_limit, pool.flat.dtype == torch.float16)
+        self._catalog = Catalog(self.reader(modules, roots))
         self._lock = threading.Lock()  # of these two, which `prepare` changes from any thread
         # Read, or found in files, and not on the host yet.
         self._in_hand: WeakValueDictionary[str, Adapter | StoredAdapter] = WeakValueDictionary()
@@ -151,21 +151,25 @@ class AdapterStore:
         """Those that adapters may have, by id."""
         return self._modules
 
-    def verify(self, lora: LoraInput) -> Adapter:
-        """Tensors, checked as those of a request are. Any thread. Raises AdapterInvalidError."""
-        half = self._pool.flat.dtype == torch.float16
-        check_extras(lora.extras, self._num_layers)
-        return adapter_from_tensors(lora, self._modules, self._num_layers, self._rank_limit, half)
-
     @property
     def bounds(self) -> Bounds:
         """Of what the cache can hold."""
         return self._bounds
 
-    def files(self, modules: Mapping[int, LoraModule], roots: Sequence[Path] | None = None) -> AdapterFiles:
-        """Reads adapters for this store. modules: as they are named in the files. roots: as of `Bounds`."""
-        bounds = self._bounds.within(roots)
-        return AdapterFiles(self.verify, self._check_rows, modules, self._base, self._pool.dtype_name, bounds)
+    def reader(
+        self, modules: Mapping[int, LoraModule], roots: Sequence[Path] | None = None, narrow: bool = True
+    ) -> AdapterReader:
+        """Reads files for this store. modules: as they are in the files. roots: as of `Bounds`. narrow: rows
+        may lose what the type of the pages does not hold."""
+        pages = self._pool.dtype_name
+        return AdapterReader(
+            self.rules,
+            modules,
+            self._base,
+            self._bounds.within(roots),
+            pages=pages,
+            narrow=narrow and pages == "bfloat16",
+        )
 
     def resident(self, task_id: int) -> bool:
         """Whether the task's adapter is in the cache now. Any thread."""
@@ -185,7 +189,7 @@ class AdapterStore:
         """
         if lora.has_tensors:
             made = lora.checked
-            adapter = made if isinstance(made, Adapter | StoredAdapter) else self.verify(lora)
+            adapter = made if isinstance(made, Adapter | StoredAdapter) else self.rules.check(lora)
             return self._take_in_hand(adapter)
         if lora.task_id is None:
             raise AdapterInvalidError("lora_task_id must be set for LoRA inference")
@@ -389,12 +393,6 @@ class AdapterStore:
             assert self._cache.on_host(digest)
             assert leases
             assert not any(lease.admitted or lease.carried for lease in leases)
-
-    def _check_rows(self, rows: list[AdapterRow], extras: list[LoraExtra], digest: str | None) -> Adapter:
-        half = self._pool.flat.dtype == torch.float16
-        check_extras(extras, self._num_layers)
-        limits = self._modules, self._num_layers, self._rank_limit
-        return adapter_from_read(rows, *limits, half, extras, digest)
 
     def _tier(self, digest: str, lora: LoraInput) -> str:
         if self._cache.on_device(digest):

@@ -176,7 +176,7 @@ class _Routes:
         path = await uploads.receive(request.stream(), int(length) if length.isdigit() else 0)
         try:
             await self._catalog.load(
-                name, str(path), replace=replace, settle=lambda received: uploads.place(received, name)
+                name, str(path), replace=replace, move=lambda received: uploads.place(received, name)
             )
         finally:
             uploads.drop(path)  # no effect after `place`

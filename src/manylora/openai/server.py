@@ -20,10 +20,11 @@ from manylora.config.engine import LoraCacheConfig, ModelConfig
 from manylora.errors import ConfigError
 from manylora.llmapi.sizing import modules_to_read
 from manylora.lora.bounds import Bounds
-from manylora.lora.extras import check_extras
 from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.library.disk import DiskLevel
+from manylora.lora.library.reader import AdapterReader
+from manylora.lora.library.rules import AdapterRules
 from manylora.lora.modules import lora_modules
-from manylora.lora.tensors import Adapter, adapter_from_tensors
 from manylora.model.checkpoint import read_model_config
 from manylora.openai.api.names import is_name
 from manylora.openai.api.params import Limits
@@ -33,16 +34,13 @@ from manylora.openai.serving import backend
 from manylora.openai.serving.backend import Backend
 from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.openai.serving.connections import AT_ONCE, Clients, listen, raise_open_files
-from manylora.openai.serving.disk_level import DiskLevel
 from manylora.openai.serving.fairness import FairQueue
 from manylora.openai.serving.host_check import HostCheck
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import Keyring
 from manylora.openai.serving.metrics import Metrics
 from manylora.openai.serving.protocol import BoundedHttp
-from manylora.openai.serving.reader import AdapterReader
 from manylora.openai.serving.uploads import Uploads
-from manylora.request import LoraInput
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.parameters import quant_config
 
@@ -151,7 +149,7 @@ def _in_process(options: ServeOptions, ended: Callable[[str], None]) -> _ServedM
         engine.model,
         engine.max_seq_len,
         engine.config.max_batch_size,
-        AdapterReader(engine.base, modules, engine.adapters.verify, bounds=engine.adapters.bounds),
+        engine.adapters.reader(modules, narrow=False),  # what is copied to disk is checked by its digest
     )
 
 
@@ -170,12 +168,7 @@ def _through_triton(options: ServeOptions) -> _ServedModel:
     modules = lora_modules(model, lora.target_modules)
     read = modules_to_read(modules, options.sections.get("lora_config"))
 
-    bounds = Bounds.of(modules, model.num_layers, lora.rank_limit)
-
-    def verify(given: LoraInput) -> Adapter:
-        check_extras(given.extras, model.num_layers)
-        return adapter_from_tensors(given, modules, model.num_layers, lora.rank_limit, found.half)
-
+    rules = AdapterRules(modules, model.num_layers, lora.rank_limit, found.half)
     return _ServedModel(
         lambda: TritonEngine(url, found),
         model,
@@ -183,11 +176,11 @@ def _through_triton(options: ServeOptions) -> _ServedModel:
         found.number("max_num_sequences") or options.max_batch_size,
         # Tensors of a Triton request cannot be 8-bit floats.
         AdapterReader(
-            _triton_base_weights(options.model, model, found.parameters),
+            rules,
             read,
-            verify,
+            _triton_base_weights(options.model, model, found.parameters),
+            Bounds.of(modules, model.num_layers, lora.rank_limit),
             float8=False,
-            bounds=bounds,
         ),
     )
 

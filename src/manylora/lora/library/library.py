@@ -6,6 +6,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
+from hashlib import blake2b
 from pathlib import Path
 
 from manylora.errors import (
@@ -17,11 +18,11 @@ from manylora.errors import (
 )
 from manylora.lora.formats.opened import is_folder
 from manylora.lora.formats.sources import find_source
-from manylora.lora.library.reader import AdapterFiles
+from manylora.lora.library.reader import AdapterReader
 from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter
 
-__all__ = ["Catalog"]
+__all__ = ["Catalog", "task_id_of"]
 
 logger = logging.getLogger("manylora")
 
@@ -31,11 +32,11 @@ MAX_IDS = 16384  # task ids whose adapters came with requests; of more, those bo
 
 
 class Catalog:
-    """files: what reads them. Any thread: names are resolved where requests come in, folders are read aside,
+    """reader: of its folders. Any thread: names are resolved where requests come in, folders are read aside,
     and the engine's thread binds. Files are looked at without the lock."""
 
-    def __init__(self, files: AdapterFiles) -> None:
-        self._files = files
+    def __init__(self, reader: AdapterReader) -> None:
+        self._reader = reader
         self._lock = threading.Lock()  # of all that follows
         self._digests: dict[int, str] = {}  # bound last comes last
         self._sources: dict[str, tuple[int, Path]] = {}  # digest -> task id that names the folder, and folder
@@ -130,7 +131,7 @@ class Catalog:
             return None
         owner, folder = source
         try:
-            adapter = self._files.read(folder)
+            adapter = self._reader.read(folder).adapter
         except AdapterError as error:
             logger.warning("lora task %d cannot be read again from %s: %s", task_id, folder, error)
             return None
@@ -167,7 +168,7 @@ class Catalog:
                 logger.warning("lora task %s is skipped: another folder has id %d already", name, task_id)
                 continue
             try:
-                adapter = self._files.read(entry)
+                adapter = self._reader.read(entry).adapter
             except AdapterError as error:
                 logger.warning("lora task %s is skipped: %s", name, error)
                 continue
@@ -178,7 +179,13 @@ class Catalog:
     def _read_named(self, task_id: int) -> Adapter | StoredAdapter:
         with self._lock:
             _, folder = self._named[-1 - task_id]
-        adapter = self._files.read(folder)
+        adapter = self._reader.read(folder).adapter
         with self._lock:
             self._sources.setdefault(adapter.digest, (task_id, folder))
         return adapter
+
+
+def task_id_of(digest: str) -> int:
+    """An id for an adapter that no client has given one. It is made of the content, so it is the same in each
+    process. The highest bit keeps clear of the small numbers that clients choose."""
+    return int.from_bytes(blake2b(digest.encode(), digest_size=8).digest(), "big") | 2**63

@@ -1,11 +1,12 @@
-"""AdapterFiles: adapters read from their files, the unchanged ones without more work than that takes."""
+"""AdapterReader: adapters read from their files, the unchanged ones without more work than that takes."""
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,100 +18,149 @@ from manylora.errors import AdapterChangedError, AdapterInvalidError
 from manylora.kernels.loading import can_read
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.opened import list_files, open_plain
+from manylora.lora.formats.opened import open_plain
 from manylora.lora.formats.sources import Source, find_rows, find_source, read_source, read_whole
+from manylora.lora.library.fingerprint import Fingerprint, fingerprint, is_settled
+from manylora.lora.library.rules import AdapterRules
 from manylora.lora.modules import LoraModule
 from manylora.lora.stored import StoredAdapter, StoredRows
-from manylora.lora.tensors import Adapter, AdapterRow
-from manylora.request import LoraExtra, LoraInput
+from manylora.lora.tensors import Adapter, type_name
+from manylora.request import LoraInput
 
-__all__ = ["AdapterFiles", "Check", "CheckRows", "read_adapter_folder"]
+__all__ = ["AdapterFacts", "AdapterReader", "ReadAdapter", "read_adapter_folder"]
 
-Check = Callable[[LoraInput], Adapter]
-CheckRows = Callable[[list[AdapterRow], list[LoraExtra], str | None], Adapter]
-ROWS = ("peft", "nemo")  # sources whose files say how large each row is
-Signature = tuple[tuple[str, int, int, int, int, int], ...]
-# Two writes within one tick of a filesystem's clock leave the same times: a file is known by its times only
-# when it was last written this long before it was read. 2 s are the longest tick in use (FAT).
-SETTLED_NS = 2 * 10**9
-KEPT = 8192  # folders whose digest is known; the one that was first read longest ago is forgotten
+SOURCES_WITH_ROWS = ("peft", "nemo")  # whose files say how large each row is
+MAX_KNOWN = 8192  # folders whose digest is known; the one that was first read longest ago is forgotten
+
+
+@dataclass(frozen=True)
+class AdapterFacts:
+    """kind: of the files: peft, nemo, npy, llgtrt. dtype: of the values as they were read. rank: the largest
+    of a row. num_bytes: of all values."""
+
+    kind: str
+    dtype: str
+    rank: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, kind: str, adapter: Adapter) -> AdapterFacts:
+        dtype = type_name(adapter.rows[0].payload) if adapter.rows else "float32"
+        return cls(kind, dtype, max((row.format.rank for row in adapter.rows), default=0), adapter.nbytes)
+
+
+@dataclass(frozen=True, eq=False)
+class ReadAdapter:
+    """What was read from files, and what there is to say of it."""
+
+    adapter: Adapter | StoredAdapter
+    facts: AdapterFacts
 
 
 @dataclass
 class _Known:
-    """A folder's files when it was read, and the digest. stored: where its rows are, if they can be read
-    straight into their pages; asked: whether that was looked for."""
+    """The files of a folder when it was read, and what was in them. rows: where they lie, if they can be read
+    straight into their pages; searched: whether that was looked for."""
 
-    files: Signature
+    files: Fingerprint
     digest: str
-    stored: StoredRows | None = None
-    asked: bool = False
+    facts: AdapterFacts
+    rows: StoredRows | None = None
+    searched: bool = False
 
 
-class AdapterFiles:
-    """check: makes an Adapter of tensors, or raises AdapterError; check_rows: of rows that a reader made, and
-    their digest where it is known. modules, base: as for `read_source`. pages: their type, by torch's name;
-    to bfloat16, rows may be narrowed as they are read. bounds: judged before a value is read. Any thread."""
+class AdapterReader:
+    """Reads the adapters of one model. Any thread.
+
+    rules: what an adapter must be. modules: the model's as they are in the files; base: what the DoRA
+    magnitudes of PEFT are normalised with. bounds: judged before a value is read.
+    pages: type of the cache's pages, by torch's name, that unchanged files may be read straight into; "" for
+    none. narrow: rows may be narrowed to bfloat16 as they are read. float8: weights in 8 bits stay so;
+    else they are widened.
+    """
 
     def __init__(
         self,
-        check: Check,
-        check_rows: CheckRows,
+        rules: AdapterRules,
         modules: Mapping[int, LoraModule] | None = None,
         base: BaseWeights | None = None,
-        pages: str = "float32",
         bounds: Bounds = ANY_MODEL,
+        *,
+        pages: str = "",
+        narrow: bool = False,
+        float8: bool = True,
     ) -> None:
-        self._check, self._check_rows = check, check_rows
-        self._modules, self._base, self._pages, self._bounds = modules, base, pages, bounds
+        self._rules, self._modules, self._base, self._bounds = rules, modules, base, bounds
+        self._pages, self._narrow, self._float8 = pages, narrow, float8
         self._lock = threading.Lock()
-        self._read_before: dict[Path, _Known] = {}
+        self._known: dict[Path, _Known] = {}
 
-    def read(self, folder: Path, source: Source | None = None) -> Adapter | StoredAdapter:
+    def within(self, roots: Sequence[Path]) -> AdapterReader:
+        """One that reads only files in these folders, also where links lead elsewhere."""
+        made = copy.copy(self)
+        made._bounds, made._known = self._bounds.within(roots), {}
+        return made
+
+    def read(self, path: Path, source: Source | None = None) -> ReadAdapter:
         """source: what `find_source` found there, if it was asked. Unchanged files are not digested again,
         and where they can be are read when the pages are known. Raises AdapterInvalidError."""
-        source = source or find_source(folder)
-        if source.kind not in ROWS:
-            weights, config = read_source(
-                source, modules=self._modules, base=self._base, float8=True, bounds=self._bounds
-            )
-            return self._check(LoraInput(0, weights, config))
-        read = partial(
-            read_whole,
-            source,
-            modules=self._modules,
-            base=self._base,
-            bfloat16=self._pages == "bfloat16",
-            bounds=self._bounds,
-        )
-        now, before = time.time_ns(), _signature(folder)
-        with self._lock:
-            known = self._read_before.get(folder)
-        if known is not None and before == known.files:
-            if not known.asked:  # by two threads at once it is found twice, and the same
-                known.stored, known.asked = self._find_rows(source), True
-            if known.stored is not None:
-                file = folder / known.stored.file
-                return StoredAdapter(
-                    known.digest, known.stored, partial(_open, file, known.files, self._bounds)
-                )
-            rows, extras = read()
-            now, before = time.time_ns(), _signature(folder)
-            if before == known.files:
-                return self._check_rows(rows, extras, known.digest)
-            del rows, extras  # they changed meanwhile
-        adapter = self._check_rows(*read(digest=True), None)
-        if _is_settled(before, now) and before == _signature(folder):
-            with self._lock:
-                self._read_before[folder] = _Known(before, adapter.digest)
-                if len(self._read_before) > KEPT:
-                    del self._read_before[next(iter(self._read_before))]
-        return adapter
+        try:
+            return self.find_stored(path) or self._read(path, source or find_source(path))
+        except OSError as error:
+            raise AdapterInvalidError(f"its files cannot be read: {error.strerror}") from error
 
-    def _find_rows(self, source: Source) -> StoredRows | None:
-        """Of a source that was read before."""
-        found = find_rows(source, self._modules, self._bounds)
-        return found if found is not None and can_read(self._pages, found.dtype) else None
+    def find_stored(self, path: Path) -> ReadAdapter | None:
+        """The adapter of files that were read before, have not changed since, and can be read straight into
+        pages. Raises AdapterInvalidError, OSError."""
+        known = self._unchanged(path)
+        if known is None or not self._pages or known.facts.kind != "peft":
+            return None
+        if not known.searched:  # by two threads at once it is found twice, and the same
+            rows = find_rows(Source("peft", path), self._modules, self._bounds)
+            known.rows = rows if rows is not None and can_read(self._pages, rows.dtype) else None
+            known.searched = True
+        if known.rows is None:
+            return None
+        open_file = partial(_open, path / known.rows.file, known.files, self._bounds)
+        return ReadAdapter(StoredAdapter(known.digest, known.rows, open_file), known.facts)
+
+    def _unchanged(self, path: Path) -> _Known | None:
+        with self._lock:
+            known = self._known.get(path)
+        return known if known is not None and fingerprint(path) == known.files else None
+
+    def _read(self, path: Path, source: Source) -> ReadAdapter:
+        known = self._unchanged(path)
+        now, before = time.time_ns(), fingerprint(path)
+        adapter = self._read_values(source, known.digest if known else None)
+        after = fingerprint(path)
+        if known is not None:
+            if after == known.files:
+                return ReadAdapter(adapter, known.facts)
+            return self._read(path, source)  # they changed meanwhile, so the digest is not theirs
+        facts = AdapterFacts.of(source.kind, adapter)
+        if is_settled(before, now) and before == after:
+            with self._lock:
+                self._known[path] = _Known(before, adapter.digest, facts)
+                if len(self._known) > MAX_KNOWN:
+                    del self._known[next(iter(self._known))]
+        return ReadAdapter(adapter, facts)
+
+    def _read_values(self, source: Source, digest: str | None) -> Adapter:
+        modules, base, bounds, float8 = self._modules, self._base, self._bounds, self._float8
+        if source.kind not in SOURCES_WITH_ROWS:
+            tensors = read_source(source, modules=modules, base=base, float8=float8, bounds=bounds)
+            return self._rules.check(LoraInput(0, *tensors))
+        rows, extras = read_whole(
+            source,
+            modules=modules,
+            base=base,
+            digest=digest is None,
+            bfloat16=self._narrow,
+            float8=float8,
+            bounds=bounds,
+        )
+        return self._rules.check_rows(rows, extras, digest)
 
 
 def read_adapter_folder(
@@ -121,13 +171,13 @@ def read_adapter_folder(
 
 
 @contextmanager
-def _open(file: Path, known: Signature, bounds: Bounds) -> Iterator[int]:
+def _open(file: Path, known: Fingerprint, bounds: Bounds) -> Iterator[int]:
     """A descriptor. Raises AdapterChangedError when the files of its folder are not, or did not stay, what is
     known."""
     changed = AdapterChangedError(file.parent.name)
-    if _signature(file.parent) != known:
-        raise changed
     try:
+        if fingerprint(file.parent) != known:
+            raise changed
         descriptor = open_plain(file, bounds)
     except (OSError, AdapterInvalidError):
         raise changed from None
@@ -137,27 +187,5 @@ def _open(file: Path, known: Signature, bounds: Bounds) -> Iterator[int]:
         raise changed from None
     finally:
         os.close(descriptor)
-    if _signature(file.parent) != known:
+    if fingerprint(file.parent) != known:
         raise changed
-
-
-def _signature(folder: Path) -> Signature:
-    """Of the files in a folder, what changes when one of them does; the time of the last change of an inode
-    cannot be set back. Raises AdapterInvalidError."""
-    try:
-        return tuple(map(_stamp, list_files(folder, "") if folder.is_dir() else [folder]))
-    except OSError as error:
-        raise AdapterInvalidError(f"folder {folder.name} cannot be read: {error.strerror}") from error
-
-
-def _is_settled(signature: Signature, now: int) -> bool:
-    return all(max(stamp[-2:]) + SETTLED_NS < now for stamp in signature)
-
-
-def _stamp(path: Path) -> tuple[str, int, int, int, int, int]:
-    """Zeros for a link to nowhere, and for a file that went away while the folder was listed."""
-    try:
-        s = path.stat()
-    except OSError:
-        return path.name, 0, 0, 0, 0, 0
-    return path.name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns

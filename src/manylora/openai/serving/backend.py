@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from manylora.errors import AdapterNotCachedError
+from manylora.errors import AdapterChangedError, AdapterNotCachedError
 from manylora.openai.api.errors import ApiError, as_api_error
 from manylora.openai.serving.catalog import AdapterCatalog, Version
 from manylora.openai.serving.event_queue import Mailbox
@@ -204,7 +204,7 @@ class Backend:
             await self._through_engine(call, None)
             return
         call.version = await self.catalog.version(call.adapter, fresh=call.policy == "always")
-        if call.source and (call.source == "nemo") != (call.version.kind == "nemo"):
+        if call.source and (call.source == "nemo") != (call.version.facts.kind == "nemo"):
             raise ApiError(
                 422,
                 "adapter_unsupported",
@@ -233,25 +233,17 @@ class Backend:
                 )
             lora = LoraInput(task_id, name=call.adapter)
             if attempt > 0 or not here:
-                call.version, read = await self.catalog.tensors(call.version)
-                lora = LoraInput(
-                    call.version.task_id,
-                    read.weights,
-                    read.config,
-                    name=call.adapter,
-                    extras=read.extras,
-                    checked=read.checked,
-                    scales=read.scales,
-                )
+                call.version, adapter = await self.catalog.adapter(call.version)
+                lora = LoraInput(call.version.task_id, name=call.adapter, checked=adapter)
             try:
                 await self._through_engine(call, lora)
                 return
-            except AdapterNotCachedError:
-                continue  # evicted meanwhile
+            except (AdapterNotCachedError, AdapterChangedError):
+                continue  # evicted, or its files changed, meanwhile
         raise ApiError(503, "adapter_cache_busy", "The adapter cache is too busy, try again", retry_after=1)
 
     async def _through_engine(self, call: Call, lora: LoraInput | None) -> None:
-        """Raises AdapterNotCachedError when the id alone did not do."""
+        """Raises AdapterNotCachedError when the id alone did not do, AdapterChangedError."""
         call.answered = asyncio.get_running_loop().create_future()
         call.lora, call.sent = lora, time.monotonic()
         if lora is not None and lora.has_tensors:
@@ -274,8 +266,9 @@ class Backend:
         generation, answered = call.generation, call.answered
         assert answered is not None
         self._arrived(call)
-        if isinstance(event.error, AdapterNotCachedError) and call.policy != "never":
-            if not answered.done():
+        again = (AdapterNotCachedError, AdapterChangedError)
+        if isinstance(event.error, again) and call.policy != "never":
+            if event.last and not answered.done():
                 answered.set_exception(event.error)
             return
         if event.finish_reason is not None:

@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from manylora.errors import AdapterError
+from manylora.lora.library.disk import DiskLevel
+from manylora.lora.library.fingerprint import Fingerprint, age_s, fingerprint, is_passing
+from manylora.lora.library.library import task_id_of
+from manylora.lora.library.memory import MemoryLevel
+from manylora.lora.library.reader import AdapterFacts, AdapterReader, ReadAdapter
+from manylora.lora.stored import StoredAdapter
+from manylora.lora.tensors import Adapter
 from manylora.openai.api.errors import ApiError, adapter_problem
 from manylora.openai.api.names import is_name
-from manylora.openai.serving.disk import Fingerprint, Found, find_adapters, fingerprint, is_passing
-from manylora.openai.serving.disk_level import DiskLevel
-from manylora.openai.serving.kept import KeptTensors
-from manylora.openai.serving.reader import AdapterReader, ReadAdapter
+from manylora.openai.serving.roots import Found, find_adapters
 from manylora.system.thread_priority import step_back
 
 __all__ = ["AdapterCatalog", "Entry", "Version"]
@@ -28,7 +32,7 @@ logger = logging.getLogger("manylora")
 Result = TypeVar("Result")
 
 RETRY_S = 0.05  # before files that change are read again
-MAX_SETTLE_S = 1.0  # files that change are left alone for so long after the last change
+MAX_QUIET_S = 1.0  # files that change are left alone for so long after the last change
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,7 @@ class Version:
     name: str
     digest: str
     task_id: int
-    kind: str
-    dtype: str
-    rank: int
-    num_bytes: int
+    facts: AdapterFacts
     created: int
 
 
@@ -84,15 +85,15 @@ class AdapterCatalog:
         disk: DiskLevel | None = None,
         reserved: Sequence[str] = (),
     ) -> None:
-        self._reader = reader
         self._roots = [root.resolve() for root in roots]
         self._allowed = [*self._roots, *(root.resolve() for root in allowed)]
+        self._reader = reader.within(self._allowed)
         self._refresh_s = refresh_s
-        self._settle_s = min(MAX_SETTLE_S, refresh_s / 4)
+        self._quiet_s = min(MAX_QUIET_S, refresh_s / 4)
         self._reserved = reserved
         self._entries: dict[str, Entry] = {}
         self._unloaded: dict[str, Fingerprint] = {}  # by hand; stays away until its files change
-        self._kept = KeptTensors(keep_bytes)
+        self._memory = MemoryLevel(keep_bytes)
         self.disk = disk or DiskLevel(0)
         self._files = ThreadPoolExecutor(2, "manylora-catalog", step_back)
         self._watching: asyncio.Task[None] | None = None
@@ -137,7 +138,7 @@ class AdapterCatalog:
         name = str(path.relative_to(root).with_suffix("") if path.is_file() else path.relative_to(root))
         if not is_name(name) or name in self._reserved or name in self._entries:
             raise ApiError(400, "invalid_adapter_name", "lora_path leads to no usable name", "lora_path")
-        self._entries[name] = self._new(name, Found(path, fingerprint(path)), scanned=False)
+        self._entries[name] = self._new_entry(name, Found(path, fingerprint(path)), scanned=False)
         return name
 
     async def version(self, name: str, *, fresh: bool = False) -> Version:
@@ -151,7 +152,7 @@ class AdapterCatalog:
         if fresh:
             now = await self._on_thread(fingerprint, entry.path)
             if now != entry.tried or entry.version is None:
-                self._see(entry, now)
+                self._note_files(entry, now)
                 await self._read(entry)
             elif entry.problem is not None:
                 raise entry.problem
@@ -162,20 +163,28 @@ class AdapterCatalog:
         assert entry.version is not None
         return entry.version
 
-    async def tensors(self, version: Version) -> tuple[Version, ReadAdapter]:
-        """The tensors of a version, or of the one that its files hold by now. Raises ApiError."""
-        kept = self._kept.get(version.digest)
-        if kept is not None:
-            return version, kept
-        copy = await self._on_thread(self.disk.get, version.digest)
-        if copy is not None:
-            return version, copy
+    async def adapter(self, version: Version) -> tuple[Version, Adapter | StoredAdapter]:
+        """The adapter of a version, or of the one that its files hold by now. Raises ApiError."""
         entry = self._entries.get(version.name)
+        found = self._memory.get(version.digest)
+        if found is None:
+            path = None if entry is None else entry.path
+            found = await self._on_thread(self._find, version.digest, path)
+        if found is not None:
+            return version, found
         if entry is None:
             raise ApiError(404, "adapter_not_found", f"adapter {version.name!r} does not exist", "model")
         read = await self._read(entry)
         assert entry.version is not None
-        return entry.version, read
+        return entry.version, read.adapter
+
+    def _find(self, digest: str, path: Path | None) -> Adapter | StoredAdapter | None:
+        """In its files, where these can be read without a check of their content; else the copy on disk."""
+        with contextlib.suppress(AdapterError, OSError):  # the copy may be good
+            stored = None if path is None else self._reader.find_stored(path)
+            if stored is not None and stored.adapter.digest == digest:
+                return stored.adapter
+        return self.disk.get(digest)
 
     def enter(self, name: str) -> Entry | None:
         """Count a request in; None for a name that is gone."""
@@ -202,20 +211,20 @@ class AdapterCatalog:
             )
 
     async def load(
-        self, name: str, given: str, *, replace: bool, settle: Callable[[Path], Path] | None = None
+        self, name: str, given: str, *, replace: bool, move: Callable[[Path], Path] | None = None
     ) -> None:
         """Enter an adapter by hand. Raises ApiError; then nothing has changed.
 
-        settle: called with its path once the adapter was read and is good; gives the path that it has then.
+        move: called with its path once the adapter was read and is good; gives the path that it has then.
         """
         path, _ = self._below_roots(given)
         self.check_new(name, replace=replace)
         old = self._entries.get(name)
-        entry = self._new(name, Found(path, await self._on_thread(fingerprint, path)), scanned=False)
+        entry = self._new_entry(name, Found(path, await self._on_thread(fingerprint, path)), scanned=False)
         await self._read(entry)
-        if settle is not None:
+        if move is not None:
             self.check_new(name, replace=replace)  # another may have come while this was read
-            entry.path = settle(path)
+            entry.path = move(path)
             entry.seen = entry.tried = await self._on_thread(fingerprint, entry.path)
         if old is not None and old.scanned and old.path == entry.path:
             entry.scanned = True
@@ -249,10 +258,10 @@ class AdapterCatalog:
                 return path, root
         raise refused
 
-    def _new(self, name: str, found: Found, *, scanned: bool) -> Entry:
+    def _new_entry(self, name: str, found: Found, *, scanned: bool) -> Entry:
         return Entry(name, found.path, scanned, found.fingerprint, time.monotonic())
 
-    def _see(self, entry: Entry, now: Fingerprint) -> None:
+    def _note_files(self, entry: Entry, now: Fingerprint) -> None:
         if now != entry.seen:
             entry.seen, entry.seen_at = now, time.monotonic()
 
@@ -280,29 +289,29 @@ class AdapterCatalog:
                 if name not in self._reserved:
                     found.setdefault(name, one)
         for name, one in found.items():
-            self._meet(name, one)
+            self._note_found(name, one)
         for entry in list(self._entries.values()):
             if not entry.scanned:
                 with contextlib.suppress(OSError):
-                    self._see(entry, await self._on_thread(fingerprint, entry.path) or entry.seen)
+                    self._note_files(entry, await self._on_thread(fingerprint, entry.path) or entry.seen)
             elif entry.name not in found and whole:
-                self._miss(entry)
+                self._note_missing(entry)
         if first:
             logger.info("%d adapters below the lora roots", len(self._entries))
 
-    def _meet(self, name: str, found: Found) -> None:
+    def _note_found(self, name: str, found: Found) -> None:
         if self._unloaded.get(name) == found.fingerprint:
             return
         self._unloaded.pop(name, None)
         entry = self._entries.get(name)
         if entry is None:
-            self._entries[name] = self._new(name, found, scanned=True)
+            self._entries[name] = self._new_entry(name, found, scanned=True)
         elif entry.scanned:
             entry.missing_since = None
             entry.path = found.path
-            self._see(entry, found.fingerprint)
+            self._note_files(entry, found.fingerprint)
 
-    def _miss(self, entry: Entry) -> None:
+    def _note_missing(self, entry: Entry) -> None:
         """Gone for good, or about to be put in place anew: that is known at a later look."""
         now = time.monotonic()
         if entry.missing_since is None:
@@ -314,7 +323,7 @@ class AdapterCatalog:
     async def _read_changed(self) -> None:
         """One after the other: requests that need an adapter now overtake."""
         for entry in list(self._entries.values()):
-            still = time.monotonic() - entry.seen_at >= self._settle_s or not entry.tried
+            still = time.monotonic() - entry.seen_at >= self._quiet_s or not entry.tried
             if entry.seen and entry.seen != entry.tried and still and entry.missing_since is None:
                 try:
                     await self._read(entry)
@@ -334,11 +343,11 @@ class AdapterCatalog:
     async def _read_once(self, entry: Entry) -> ReadAdapter:
         try:
             try:
-                read = await self._read_settled(entry)
+                read = await self._read_quiet(entry)
             except (AdapterError, OSError) as error:
                 passing = is_passing(error) or is_passing(error.__cause__)
                 reason = str(error) if isinstance(error, AdapterError) else "its files cannot be read"
-                problem = self._not_now(entry) if passing else adapter_problem(entry.name, reason)
+                problem = self._unreadable_now(entry) if passing else adapter_problem(entry.name, reason)
                 raise self._report(entry, problem) from error
             except ApiError:
                 raise
@@ -346,30 +355,29 @@ class AdapterCatalog:
                 logger.exception("reading adapter %s failed", entry.name)
                 problem = adapter_problem(entry.name, f"its files cannot be read: {type(error).__name__}")
                 raise self._report(entry, problem) from error
-            self._take(entry, read)
-            try:
-                await self._on_thread(self.disk.put, read)
-            except Exception:  # it is a copy of what serves
-                logger.exception("keeping a copy of adapter %s failed", entry.name)
+            self._set_version(entry, read)
+            if isinstance(read.adapter, Adapter):
+                self._memory.put(read.adapter, self._orphans())
+                await self._on_thread(self.disk.put_soon, read.adapter)
             return read
         finally:
             entry.reading = None
 
-    async def _read_settled(self, entry: Entry) -> ReadAdapter:
+    async def _read_quiet(self, entry: Entry) -> ReadAdapter:
         """Files that somebody is writing are read again until they rest. Raises AdapterError, ApiError."""
-        give_up = time.monotonic() + 2 * self._settle_s + 1
+        give_up = time.monotonic() + 2 * self._quiet_s + 1
         while True:
             entry.tried = before = await self._on_thread(fingerprint, entry.path)
-            self._see(entry, before)
+            self._note_files(entry, before)
             failure: AdapterError | None = None
             try:
-                read = await self._on_thread(self._reader.read, entry.path, self._allowed)
+                read = await self._on_thread(self._reader.read, entry.path)
             except AdapterError as error:
                 failure = error
             if await self._on_thread(fingerprint, entry.path) == before:
                 if failure is None:
                     return read
-                if _age_s(before) >= self._settle_s:
+                if age_s(before) >= self._quiet_s:
                     raise failure
             if time.monotonic() > give_up:
                 entry.tried = ()
@@ -377,24 +385,14 @@ class AdapterCatalog:
                 raise ApiError(503, "adapter_changing", reason, "model", retry_after=1)
             await asyncio.sleep(RETRY_S)
 
-    def _take(self, entry: Entry, read: ReadAdapter) -> None:
-        old = entry.version
-        if old is None or old.digest != read.digest:
-            entry.version = Version(
-                entry.name,
-                read.digest,
-                read.task_id,
-                read.kind,
-                read.dtype,
-                read.max_rank,
-                read.num_bytes,
-                int(time.time()),
-            )
-            logger.info("adapter %s: %s, rank %d, %s", entry.name, read.kind, read.max_rank, read.digest[:12])
+    def _set_version(self, entry: Entry, read: ReadAdapter) -> None:
+        digest, facts = read.adapter.digest, read.facts
+        if entry.version is None or entry.version.digest != digest:
+            entry.version = Version(entry.name, digest, task_id_of(digest), facts, int(time.time()))
+            logger.info("adapter %s: %s, rank %d, %s", entry.name, facts.kind, facts.rank, digest[:12])
         entry.problem = None
-        self._kept.put(read, self._orphans())
 
-    def _not_now(self, entry: Entry) -> ApiError:
+    def _unreadable_now(self, entry: Entry) -> ApiError:
         """The files may be as good as ever: they are read again at the next look."""
         entry.tried = ()
         reason = f"adapter {entry.name!r} cannot be read at the moment, try again"
@@ -416,10 +414,3 @@ class AdapterCatalog:
 
     async def _on_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._files, function, *arguments)
-
-
-def _age_s(found: Fingerprint) -> float:
-    """Since the last change of any file; files from the future have rested long enough."""
-    latest = max((changed for _, _, changed, _ in found), default=0) / 1e9
-    age = time.time() - latest
-    return age if age >= 0 else float("inf")

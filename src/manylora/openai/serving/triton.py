@@ -28,7 +28,13 @@ from manylora.errors import (
     DrainingError,
     RequestError,
 )
-from manylora.lora.tensors import is_bfloat16, narrow_to_bfloat16, widen_bfloat16
+from manylora.lora.tensors import (
+    Adapter,
+    is_bfloat16,
+    lora_input,
+    narrow_to_bfloat16,
+    widen_bfloat16,
+)
 from manylora.openai.api.errors import ApiError, unsupported_field
 from manylora.openai.serving.backend import Wake
 from manylora.request import Event, FinishReason, LoraInput, Request, SamplingParams, Sink
@@ -112,16 +118,18 @@ class TritonModel:
         """The input tensors of a request. Raises ApiError for inputs that the model does not have: Triton
         would refuse them too, but would leak a reference to the model."""
         self._check(request.params)
-        if request.lora is not None and request.lora.extras:
+        request = request if self.decoupled else replace(request, streaming=False)
+        lora = request.lora
+        if lora is not None and lora.task_id is not None and isinstance(lora.checked, Adapter):
+            lora = lora_input(lora.task_id, lora.checked.rows, lora.checked.extras)
+        if lora is not None and lora.extras:
             raise ApiError(
                 422,
                 "adapter_not_sendable",
-                f"the adapter has {request.lora.extras[0].name}, which a request to Triton cannot carry: put "
-                "its directory into the server's lora_catalog_dir, or serve with an engine of this process",
+                f"the adapter has {lora.extras[0].name}, which a request to Triton cannot carry: put its "
+                "directory into the server's lora_catalog_dir, or serve with an engine of this process",
                 "model",
             )
-        request = request if self.decoupled else replace(request, streaming=False)
-        lora = request.lora
         if lora is not None and lora.weights is not None and lora.config is not None:
             weights = _as_type(lora.weights, self.inputs.get("lora_weights", "FP32"))
             lora = replace(lora, weights=weights, config=_columns(lora.config, self.lora_columns))

@@ -1,56 +1,30 @@
-"""What lies below the adapter roots: which folders and files are adapters, and whether they changed."""
+"""The adapter roots: which folders and files below them are adapters."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.llgtrt import is_llgtrt
 from manylora.lora.formats.sources import find_source
+from manylora.lora.library.fingerprint import Fingerprint, entry_is, fingerprint, is_passing
 from manylora.openai.api.names import is_name
 
-__all__ = ["Fingerprint", "Found", "find_adapters", "fingerprint", "is_passing"]
+__all__ = ["Found", "find_adapters"]
 
 logger = logging.getLogger("manylora")
 
-Fingerprint = tuple[tuple[str, int, int, int], ...]
-"""Name, size, time of change and inode of every file; equal as long as nobody touched one."""
 MAX_DEPTH = 5
-PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
 @dataclass(frozen=True)
 class Found:
     path: Path
     fingerprint: Fingerprint
-
-
-def is_passing(error: BaseException | None) -> bool:
-    """Whether it says nothing of the files: the machine is short of something, or a disk is away."""
-    return isinstance(error, OSError) and error.errno in PASSING
-
-
-def fingerprint(path: Path) -> Fingerprint:
-    """Of a file, or of the files right in a folder. Empty: there is nothing.
-
-    Raises OSError where that cannot be told now.
-    """
-    try:
-        if path.is_dir():
-            with os.scandir(path) as entries:
-                files = [(entry.name, entry.stat()) for entry in entries if _is(entry.is_file)]
-        else:
-            files = [(path.name, path.stat())]
-    except OSError as error:
-        if is_passing(error):
-            raise
-        return ()
-    return tuple(sorted((name, at.st_size, at.st_mtime_ns, at.st_ino) for name, at in files))
 
 
 def find_adapters(root: Path, known: Mapping[Path, Fingerprint], allowed: Sequence[Path]) -> dict[str, Found]:
@@ -80,7 +54,7 @@ class _Look:
             return
         for entry in entries:
             path = Path(entry.path)
-            if _is(entry.is_dir):
+            if entry_is(entry.is_dir):
                 yield from self._at(path, prefix + entry.name, depth, link=entry.is_symlink())
             elif path.suffix in (".nemo", ".safetensors"):
                 seen = fingerprint(path)
@@ -119,21 +93,12 @@ def _is_adapter(path: Path) -> bool:
     return True
 
 
-def _is(test: Callable[[], bool]) -> bool:
-    """What a directory entry is; False for a link that leads nowhere, round in a circle or where nothing may
-    be looked up."""
-    try:
-        return test()
-    except OSError:
-        return False
-
-
 def _has_more(path: Path) -> bool:
     """Whether adapters may lie deeper: in folders, or as files of their own."""
     try:
         with os.scandir(path) as entries:
             return any(
-                _is(entry.is_dir) or entry.name.endswith((".nemo", ".safetensors")) for entry in entries
+                entry_is(entry.is_dir) or entry.name.endswith((".nemo", ".safetensors")) for entry in entries
             )
     except OSError:
         return False

@@ -1,0 +1,201 @@
+"""DiskLevel: copies of adapters in a folder, for when they are in no other place any more."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
+from pathlib import Path
+
+import numpy as np
+
+from manylora.errors import AdapterInvalidError
+from manylora.kernels.row_format import Encoding, RowFormat
+from manylora.lora.formats.tensor_files import NUMPY_TYPES, RawTensor, read_safetensors, write_safetensors
+from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_rows
+from manylora.request import LoraExtra
+from manylora.system.thread_priority import step_back
+
+__all__ = ["DiskLevel"]
+
+logger = logging.getLogger("manylora")
+
+RETRY_S = 30.0  # before a disk that failed is written to again
+MAX_PENDING = 4  # adapters that wait to be written
+OURS = re.compile(r"[0-9a-f]{40}\.safetensors(\.part-\d+-\d+)?")  # what may be deleted in the folder
+
+
+class DiskLevel:
+    """By digest, in files of a folder of its own. Over max_bytes the one that was used longest ago goes.
+
+    folder: None makes a temporary one, which goes with `close`. max_bytes 0 keeps nothing. Any thread, and
+    several processes may share a folder: a file appears whole, and what is in it is checked by its digest.
+    A full or broken disk costs copies and nothing else: no method raises because of it.
+    """
+
+    def __init__(self, max_bytes: int, folder: Path | None = None) -> None:
+        self._max_bytes, self._folder = max_bytes, folder
+        self._temporary = folder is None
+        self._lock = threading.Lock()  # held while the folder is made to fit
+        self._failing = False
+        self._retry_at = 0.0  # after a failure
+        self._writer = ThreadPoolExecutor(1, "manylora-copies", step_back)
+        self._pending = threading.BoundedSemaphore(MAX_PENDING)
+
+    def put_soon(self, adapter: Adapter) -> None:
+        """Write it on a thread of low priority, if it is not there. Waits while many are to be written."""
+        if self._max_bytes and not self._touch(adapter.digest):
+            self._pending.acquire()
+            try:
+                self._writer.submit(self._put_pending, adapter)
+            except RuntimeError:  # closed
+                self._pending.release()
+
+    def put(self, adapter: Adapter) -> None:
+        """Write it, if it is not there."""
+        if (
+            adapter.nbytes > self._max_bytes
+            or self._touch(adapter.digest)
+            or time.monotonic() < self._retry_at
+        ):
+            return
+        try:
+            self._make_space(adapter.nbytes)
+            self._write(adapter)
+        except OSError as error:
+            self._fail(error)
+        else:
+            if self._failing:
+                logger.warning("lora disk level: copies can be written again")
+            self._failing, self._retry_at = False, 0.0
+
+    def get(self, digest: str) -> Adapter | None:
+        if self._folder is None or not self._touch(digest):
+            return None
+        try:
+            found = _read(self._path(digest))
+            if found.digest != digest:
+                raise AdapterInvalidError("it is of other content than its name says")
+        except Exception as error:  # whatever somebody made of the file
+            logger.warning("lora disk level: a copy cannot be read: %s", error or type(error).__name__)
+            with contextlib.suppress(OSError):
+                self._path(digest).unlink()
+            return None
+        return found
+
+    def close(self) -> None:
+        """Write what is pending, and end the thread. Idempotent."""
+        self._writer.shutdown(wait=True)
+        if self._temporary and self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _put_pending(self, adapter: Adapter) -> None:
+        try:
+            self.put(adapter)
+        except Exception:
+            logger.exception("a copy of an adapter could not be written")
+        finally:
+            self._pending.release()
+
+    def _fail(self, error: OSError) -> None:
+        """Told once until it works again. Nothing is written for a while: half a copy fills a disk too."""
+        self._retry_at = time.monotonic() + RETRY_S
+        if not self._failing:
+            logger.warning(
+                "lora disk level: copies cannot be written, serving goes on without: %s", error.strerror
+            )
+        self._failing = True
+
+    def _touch(self, digest: str) -> bool:
+        """Whether there is a copy; it then counts as used now."""
+        if self._folder is None:
+            return False
+        try:
+            os.utime(self._path(digest))
+        except OSError:
+            return False
+        return True
+
+    def _files(self) -> Iterator[tuple[int, int, Path]]:
+        """Time of last use, size and path of every file that is ours, unfinished ones too."""
+        if self._folder is None:
+            return
+        for entry in os.scandir(self._folder):
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                if OURS.fullmatch(entry.name):
+                    at = entry.stat()
+                    yield at.st_mtime_ns, at.st_size, Path(entry.path)
+
+    def _make_space(self, num_bytes: int) -> None:
+        """Raises OSError."""
+        with self._lock:
+            if self._folder is None:
+                self._folder = Path(tempfile.mkdtemp(prefix="manylora-adapters-"))
+            self._folder.mkdir(parents=True, exist_ok=True)
+            files = sorted(self._files())
+            surplus = sum(size for _, size, _ in files) + num_bytes - self._max_bytes
+            for _, size, path in files:
+                if surplus <= 0:
+                    break
+                path.unlink(missing_ok=True)
+                surplus -= size
+
+    def _path(self, digest: str) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{digest}.safetensors"
+
+    def _write(self, adapter: Adapter) -> None:
+        """Whole or not at all: another process, or the next start, may read this folder. Raises OSError."""
+        path = self._path(adapter.digest)
+        part = path.with_name(f"{path.name}.part-{os.getpid()}-{threading.get_ident()}")
+        about = {
+            "rows": [(r.module_id, r.layer, *astuple(r.format)) for r in adapter.rows],
+            "extras": [(e.name, e.values.shape, e.token_ids) for e in adapter.extras],
+        }
+        text = json.dumps(about).encode()
+        tensors = {"about": RawTensor("U8", (len(text),), text)}
+        tensors |= {f"row.{i}": _raw(row.payload) for i, row in enumerate(adapter.rows)}
+        tensors |= {f"extra.{i}": _raw(extra.values) for i, extra in enumerate(adapter.extras)}
+        try:
+            write_safetensors(part, tensors)
+            part.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise
+
+
+def _read(path: Path) -> Adapter:
+    """Raises AdapterInvalidError, ValueError, LookupError, TypeError."""
+    tensors = read_safetensors(path)
+    about = json.loads(bytes(tensors["about"].data))
+    rows = [
+        AdapterRow(
+            module_id, layer, RowFormat(rank, dora, Encoding(encoding), scale), _values(tensors[f"row.{i}"])
+        )
+        for i, (module_id, layer, rank, dora, encoding, scale) in enumerate(about["rows"])
+    ]
+    extras = [
+        LoraExtra(name, _values(tensors[f"extra.{i}"]).reshape(shape), tuple(token_ids))
+        for i, (name, shape, token_ids) in enumerate(about["extras"])
+    ]
+    return adapter_from_rows(rows, extras=extras, finite=True)
+
+
+def _raw(values: np.ndarray) -> RawTensor:
+    kind = next(name for name, dtype in NUMPY_TYPES.items() if dtype == values.dtype)
+    flat = np.ascontiguousarray(values).reshape(-1)
+    return RawTensor(kind, (flat.size,), flat.view(np.uint8).data)
+
+
+def _values(tensor: RawTensor) -> np.ndarray:
+    return np.asarray(tensor.data).view(NUMPY_TYPES[tensor.dtype])

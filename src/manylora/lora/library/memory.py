@@ -1,0 +1,39 @@
+"""MemoryLevel: adapters that were read and not sent yet, and those whose files are gone; within a limit."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+
+from manylora.lora.stored import StoredAdapter
+from manylora.lora.tensors import Adapter
+
+__all__ = ["MemoryLevel"]
+
+
+class MemoryLevel:
+    """By digest. Over the limit the one that was used longest ago goes; those that no file holds any more
+    (`orphans`) only when nothing else is left."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._adapters: OrderedDict[str, Adapter | StoredAdapter] = OrderedDict()
+        self.num_bytes = 0
+
+    def get(self, digest: str) -> Adapter | StoredAdapter | None:
+        if digest in self._adapters:
+            self._adapters.move_to_end(digest)
+        return self._adapters.get(digest)
+
+    def put(self, adapter: Adapter | StoredAdapter, orphans: Collection[str] = ()) -> None:
+        self.drop(adapter.digest)
+        self._adapters[adapter.digest] = adapter
+        self.num_bytes += adapter.nbytes
+        while self.num_bytes > self._max_bytes and self._adapters:
+            oldest = next(iter(self._adapters))
+            self.drop(next((one for one in self._adapters if one not in orphans), oldest))
+
+    def drop(self, digest: str) -> None:
+        gone = self._adapters.pop(digest, None)
+        if gone is not None:
+            self.num_bytes -= gone.nbytes

@@ -1,0 +1,39 @@
+"""AdapterRules: what an adapter must be for a model to serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from manylora.lora.extras import check_extras
+from manylora.lora.modules import LoraModule
+from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_read, adapter_from_tensors
+from manylora.request import LoraExtra, LoraInput
+
+__all__ = ["AdapterRules"]
+
+
+@dataclass(frozen=True)
+class AdapterRules:
+    """modules: that adapters may have, by id. rank_limit: of a row. half: the model computes in float16, so
+    values beyond its range are refused."""
+
+    modules: Mapping[int, LoraModule]
+    num_layers: int
+    rank_limit: int
+    half: bool = False
+
+    def check(self, lora: LoraInput) -> Adapter:
+        """Tensors, as a request brings them. Raises AdapterInvalidError."""
+        check_extras(lora.extras, self.num_layers)
+        return adapter_from_tensors(lora, self.modules, self.num_layers, self.rank_limit, self.half)
+
+    def check_rows(
+        self, rows: Iterable[AdapterRow], extras: Iterable[LoraExtra], digest: str | None = None
+    ) -> Adapter:
+        """Rows that a reader made, which are finite and of their size. digest: of all, where it is known.
+        Raises AdapterInvalidError."""
+        extras = tuple(extras)
+        check_extras(extras, self.num_layers)
+        limits = self.modules, self.num_layers, self.rank_limit
+        return adapter_from_read(rows, *limits, self.half, extras, digest)

@@ -62,8 +62,10 @@ def store(model_dir: Path) -> Iterator[AdapterStore]:
 def attack(model_dir: Path, folder: Path, count: int) -> None:
     """In a process of its own: as engines here and servers before Triton read them, with little memory."""
     store = open_store(model_dir)
-    reader = store.reader(store.modules)
-    plain = AdapterReader(store.rules, store.modules, BaseWeights(model_dir), store.bounds, float8=False)
+    reader = store.parts.reader(store.modules)
+    plain = AdapterReader(
+        store.rules, store.modules, BaseWeights(model_dir), store.parts.bounds, float8=False
+    )
     for read in (reader.read, plain.read):
         read(good(folder / "good"))
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -102,15 +104,13 @@ def test_rows_of_a_request_are_counted_first(store: AdapterStore, rows: int) -> 
         store.rules.check(LoraInput(1, weights, config))
 
 
-def test_an_adapter_larger_than_the_cache_is_not_read(
-    store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_larger_than_the_cache_is_not_read(store: AdapterStore, tmp_path: Path) -> None:
     folder, numbers = good(tmp_path / "a"), 2 * 2 * 2 * HIDDEN
-    monkeypatch.setattr(store, "_bounds", replace(store.bounds, elements=numbers))
-    assert store.reader(store.modules).read(folder)
-    monkeypatch.setattr(store, "_bounds", replace(store.bounds, elements=numbers - 1))
+    parts = replace(store.parts, bounds=replace(store.parts.bounds, elements=numbers))
+    assert parts.reader(store.modules).read(folder)
+    parts = replace(store.parts, bounds=replace(store.parts.bounds, elements=numbers - 1))
     with pytest.raises(AdapterInvalidError, match=rf"{numbers} numbers, at most {numbers - 1} can be held"):
-        store.reader(store.modules).read(folder)
+        parts.reader(store.modules).read(folder)
 
 
 def test_a_pipe_that_takes_a_files_place_holds_nobody_up(
@@ -127,7 +127,7 @@ def test_a_pipe_that_takes_a_files_place_holds_nobody_up(
 
     def read() -> None:
         try:
-            store.reader(store.modules).read(folder)
+            store.parts.reader(store.modules).read(folder)
         except AdapterInvalidError as error:
             ended.append(str(error))
 
@@ -150,7 +150,7 @@ def test_a_file_that_shrinks_after_its_header_was_read_is_an_error(
 
     monkeypatch.setattr(opened.OpenFile, "read_into", cut)
     with pytest.raises(AdapterInvalidError, match="is not readable: it was cut short"):
-        store.reader(store.modules).read(folder)
+        store.parts.reader(store.modules).read(folder)
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def linked(tmp_path: Path) -> Path:
 def test_links_are_followed_within_the_roots_only(store: AdapterStore, linked: Path) -> None:
     inside, outside = linked / "models--one" / "snapshots" / "main", linked.parent / "outside"
     for roots in ([linked], [linked, outside]):
-        files = store.reader(store.modules, roots)
+        files = store.parts.reader(store.modules, roots)
         assert files.read(inside)
         for name in ("folder", "weights"):
             if outside in roots:
@@ -241,7 +241,7 @@ def test_a_header_is_read_in_slices(store: AdapterStore, tmp_path: Path) -> None
     entries, size = entries_of(shapes)
     header(tmp_path / WEIGHTS, json.dumps(entries, separators=(", ", " : ")).encode(), size)
     with pytest.raises(AdapterInvalidError, match=r"got \d+, the model has 2$"):
-        store.reader(store.modules).read(tmp_path)
+        store.parts.reader(store.modules).read(tmp_path)
 
 
 if __name__ == "__main__":

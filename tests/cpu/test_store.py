@@ -199,11 +199,11 @@ def test_task_ids_that_never_come_back_are_forgotten(
         store.release(take(store, adapter(task_id)))
         store._arrivals._writer.submit(int).result()  # until it is written, an adapter is at hand
     assert store.resident(199)
-    assert sum(store._catalog.digest(task_id) is not None for task_id in range(200)) < 20
-    monkeypatch.setattr(store._catalog, "_prune_at", 0)
+    assert sum(store.library.digest(task_id) is not None for task_id in range(200)) < 20
+    monkeypatch.setattr(store.library, "_prune_at", 0)
     store.release(take(store, adapter(200)))
     store._arrivals._writer.submit(int).result()
-    assert [t for t in range(201) if store._catalog.digest(t)] == [198, 199, 200]  # 198 leaves just then
+    assert [t for t in range(201) if store.library.digest(t)] == [198, 199, 200]  # 198 leaves just then
 
 
 def test_every_weight_type_arrives_in_the_compute_type(model: ModelConfig) -> None:
@@ -305,7 +305,7 @@ def test_the_map_has_every_page_in_use_once_and_counts_hits(model: ModelConfig) 
     leases = [take(store, adapter(task_id)) for task_id in (1, 2, 3)]
     assert store.admit(leases[0]) and store.admit(leases[1])
     again = take(store, LoraInput(1))
-    found = store.map()
+    found = store.view.map()
     assert (found.host_pages, found.device_pages) == (4, 2)
     told = {one.names: one for one in found.adapters}
     assert set(told) == {("1",), ("2",), ("3",)}
@@ -316,7 +316,7 @@ def test_the_map_has_every_page_in_use_once_and_counts_hits(model: ModelConfig) 
     for lease in (*leases[:2], again):
         store.release(lease)
     assert store.admit(leases[2])  # the one released longest ago, task 1, gives way
-    gone = [(one.names, one.level) for one in store.map().changes if not one.loaded]
+    gone = [(one.names, one.level) for one in store.view.map().changes if not one.loaded]
     assert gone == [(("1",), "device")]
     store.check()
 

@@ -42,7 +42,7 @@ INSIDE = {
     "lora": [
         "pages", "modules", "expert_rules", "geometry", "bounds", "float8", "tensors", "stored",
         "staging", "extras", "slicing", "formats", "cache", "pool", "library", "arrivals",
-        "store", "convert", "convert_nemo", "normalize", "report", "moe_layout",
+        "cache_view", "store_parts", "store", "convert", "convert_nemo", "normalize", "report", "moe_layout",
     ],
     "lora.library": ["fingerprint", "rules", "reader", "memory", "disk", "library"],
     "model": [

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from manylora.lora.library.library import MAX_IDS, PRUNE, Catalog
+from manylora.lora.library.library import MAX_IDS, PRUNE, AdapterLibrary
 
 
 @pytest.fixture
-def catalog(tmp_path: Path) -> Catalog:
-    made = Catalog(None)  # type: ignore[arg-type]
+def catalog(tmp_path: Path) -> AdapterLibrary:
+    made = AdapterLibrary(None)  # type: ignore[arg-type]
     made.open(tmp_path)
     return made
 
@@ -27,7 +27,9 @@ def nervous():
 
 
 @pytest.mark.usefixtures("nervous")
-def test_new_names_from_many_threads_while_names_are_looked_up(catalog: Catalog, tmp_path: Path) -> None:
+def test_new_names_from_many_threads_while_names_are_looked_up(
+    catalog: AdapterLibrary, tmp_path: Path
+) -> None:
     names = [f"a{i}" for i in range(1500)]
     for name in names:
         (tmp_path / name).mkdir()
@@ -58,7 +60,7 @@ def test_new_names_from_many_threads_while_names_are_looked_up(catalog: Catalog,
     assert all(catalog.name_of(min(ids[name])) == name for name in names)
 
 
-def test_ids_without_number_for_one_adapter_are_forgotten_in_time(catalog: Catalog) -> None:
+def test_ids_without_number_for_one_adapter_are_forgotten_in_time(catalog: AdapterLibrary) -> None:
     most = 0
     for task_id in range(5 * MAX_IDS):
         catalog.bind(task_id, "same", lambda digest: True)
@@ -68,7 +70,7 @@ def test_ids_without_number_for_one_adapter_are_forgotten_in_time(catalog: Catal
     assert catalog.digest(0) is None
 
 
-def test_ids_whose_adapters_are_gone_go_first(catalog: Catalog) -> None:
+def test_ids_whose_adapters_are_gone_go_first(catalog: AdapterLibrary) -> None:
     catalog.bind(2**63, "kept", lambda digest: True)
     for task_id in range(3 * PRUNE):
         catalog.bind(task_id, f"gone {task_id}", lambda digest: digest == "kept")

@@ -283,7 +283,7 @@ class EngineLoop:
 
     def _show_map(self, take: Callable[[CacheMap], None]) -> None:
         try:
-            take(self._engine.adapters.map())
+            take(self._engine.adapters.view.map())
         except Exception:  # only somebody who looks on
             logger.exception("the map of the adapter cache could not be drawn")
 

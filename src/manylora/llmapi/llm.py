@@ -175,7 +175,7 @@ class LLM:
         self._loop = EngineLoop(engine)
         room = max(CARRIED_BYTES, adapters.host_pages * adapters.page_bytes)
         modules = modules_to_read(lora_modules(self._model, lora.target_modules), lora_config)
-        reader = PathReader(engine.adapters.reader(modules))
+        reader = PathReader(engine.adapters.parts.reader(modules))
         self._service = Service(self._loop, reader, engine.adapters.resident, room)
         self._ids = itertools.count()
         self._finalizer = weakref.finalize(self, _dispose, self._service)

@@ -20,17 +20,14 @@ from typing import Any
 from manylora.errors import AdapterCacheFullError
 from manylora.lora.pages import PageAllocator
 
-__all__ = ["KEPT_CHANGES", "AdapterCache", "Change", "Entry"]
+__all__ = ["KEPT_CHANGES", "AdapterCache", "CachedAdapter", "Change"]
 
 KEPT_CHANGES = 256
 
 
 @dataclass
-class Entry:
-    """An adapter on one level. content: what the caller keeps about it for as long as it is here.
-
-    hits: counted by the caller.
-    """
+class CachedAdapter:
+    """An adapter on one level. content: what the caller keeps about it for as long as it is here."""
 
     pages: list[int]
     content: Any
@@ -68,8 +65,8 @@ class _Level:
     def __init__(self, name: str, num_pages: int, journal: _Journal) -> None:
         self._name, self._journal = name, journal
         self.pages = PageAllocator(num_pages)
-        self.entries: OrderedDict[str, Entry] = OrderedDict()
-        self.num_evictions = 0
+        self.entries: OrderedDict[str, CachedAdapter] = OrderedDict()
+        self.num_stores = self.num_hits = self.num_evictions = 0
 
     def pin(self, digest: str) -> None:
         self.entries[digest].pins += 1
@@ -93,12 +90,17 @@ class _Level:
                 missing -= len(entry.pages)
         return chosen if missing <= 0 else None
 
-    def put(self, digest: str, num_pages: int, content: Any) -> Entry:
+    def put(self, digest: str, num_pages: int, content: Any) -> CachedAdapter:
         pages = self.pages.claim(num_pages)
         assert pages is not None
-        entry = self.entries[digest] = Entry(pages, content)
+        entry = self.entries[digest] = CachedAdapter(pages, content)
         self._journal.note(self._name, True, digest, num_pages)
+        self.num_stores += 1
         return entry
+
+    def count_hit(self, digest: str) -> None:
+        self.entries[digest].hits += 1
+        self.num_hits += 1
 
     def evict(self, digest: str) -> None:
         pages = self.entries.pop(digest).pages
@@ -145,7 +147,7 @@ class AdapterCache:
             self.device.evict(digest)
         self.host.evict(digest)
 
-    def load(self, digest: str, content: Any) -> Entry:
+    def load(self, digest: str, content: Any) -> CachedAdapter:
         """Pages on the device for an adapter of the host, not pinned yet; evicts as needed.
 
         Raises AdapterCacheFullError, and changes nothing, when all that could make room is in use.

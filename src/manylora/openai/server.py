@@ -149,7 +149,9 @@ def _in_process(options: ServeOptions, ended: Callable[[str], None]) -> _ServedM
         engine.model,
         engine.max_seq_len,
         engine.config.max_batch_size,
-        engine.adapters.reader(modules, narrow=False),  # what is copied to disk is checked by its digest
+        engine.adapters.parts.reader(
+            modules, narrow=False
+        ),  # what is copied to disk is checked by its digest
     )
 
 

@@ -1,4 +1,4 @@
-"""Catalog: task ids to digests, digests to where their adapter can be read again."""
+"""AdapterLibrary: which adapter a task id or a name means, and where it is read again after an eviction."""
 
 from __future__ import annotations
 
@@ -6,45 +6,66 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
 from manylora.errors import (
     AdapterError,
     AdapterInvalidError,
+    AdapterNotCachedError,
     AdapterNotFoundError,
     ConfigError,
     printable,
 )
 from manylora.lora.formats.opened import is_folder
 from manylora.lora.formats.sources import find_source
+from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.reader import AdapterReader
 from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter
 
-__all__ = ["Catalog", "task_id_of"]
+__all__ = ["AdapterLibrary", "Read", "task_id_of"]
 
 logger = logging.getLogger("manylora")
 
+Read = Callable[[], Adapter | StoredAdapter]
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
 PRUNE = 4096  # task ids, of about 200 bytes each
 MAX_IDS = 16384  # task ids whose adapters came with requests; of more, those bound longest ago are forgotten
 
 
-class Catalog:
-    """reader: of its folders. Any thread: names are resolved where requests come in, folders are read aside,
-    and the engine's thread binds. Files are looked at without the lock."""
+@dataclass
+class _Source:
+    """Files that one task id means. digest: of what was in them the last time. name: of the adapter, if its
+    requests give that. may_be_sent: requests may bring its tensors too, so files that cannot be read are no
+    error of theirs."""
 
-    def __init__(self, reader: AdapterReader) -> None:
+    path: Path
+    read: Read
+    name: str = ""
+    may_be_sent: bool = False
+    digest: str | None = None
+    replaced: bool = False  # the id now means tensors that a request brought
+
+
+class AdapterLibrary:
+    """reader: of the folders that Triton's parameters name. disk: copies of adapters that came with requests.
+
+    Any thread: names are resolved where requests come in, files are read aside, and the engine's thread binds
+    ids. Files are looked at without the lock."""
+
+    def __init__(self, reader: AdapterReader, disk: DiskLevel | None = None) -> None:
         self._reader = reader
+        self._disk = disk or DiskLevel(0)
         self._lock = threading.Lock()  # of all that follows
         self._digests: dict[int, str] = {}  # bound last comes last
-        self._sources: dict[str, tuple[int, Path]] = {}  # digest -> task id that names the folder, and folder
+        self._sources: dict[int, _Source] = {}  # by task id
+        self._owners: dict[str, int] = {}  # digest -> the task id whose files have it
+        self._names: dict[str, int] = {}  # name -> its id: -1 for the first, and so on
         self._prune_at = PRUNE
-        self._num_binds = 0
+        self._num_binds = self._num_loads = 0
         self._folder: Path | None = None
-        self._numbers: dict[str, int] = {}  # name -> its id: -1 for the first of `_named`, and so on
-        self._named: list[tuple[str, Path]] = []
 
     def open(self, folder: Path) -> None:
         """Serve the adapters of <folder>/<name>/ by name; each is read when it is first asked for."""
@@ -52,23 +73,31 @@ class Catalog:
             raise ConfigError(f"lora_catalog_dir {folder} is not a directory")
         self._folder = folder
 
-    def id_of(self, name: str, source: str | None) -> int:
-        """The id that stands for a name: negative, so never one of a client's. Raises AdapterError."""
-        if source not in (None, "hf", "nemo"):
-            raise AdapterInvalidError(f"lora_ckpt_source must be hf or nemo, got {source[:40]!r}")
+    def register(self, task_id: int, path: Path, read: Read) -> None:
+        """Let a task id mean files. read: gives what is in them, or raises AdapterError."""
         with self._lock:
-            number = self._numbers.get(name)
+            self._sources[task_id] = _Source(path, read)
+
+    def keep(self, adapter: Adapter) -> None:
+        """Have one that came with a request copied to the disk level. May wait for the disk."""
+        self._disk.put_soon(adapter)
+
+    def id_of(self, name: str, kind: str | None) -> int:
+        """The id that stands for a name: negative, so never one of a client's. Raises AdapterError."""
+        if kind not in (None, "hf", "nemo"):
+            raise AdapterInvalidError(f"lora_ckpt_source must be hf or nemo, got {kind[:40]!r}")
+        with self._lock:
+            number = self._names.get(name)
         # Not a path of any kind: a name of one folder.
         folder = self._folder / name if self._folder and NAME.fullmatch(name) else None
         if folder is None or (number is None and not is_folder(folder)):
             raise AdapterNotFoundError(name)
         if number is None:
             with self._lock:
-                number = self._numbers.setdefault(name, -1 - len(self._named))
-                if number == -1 - len(self._named):
-                    self._named.append((name, folder))
-        if source is not None and (source == "nemo") != (find_source(folder).kind == "nemo"):
-            raise AdapterInvalidError(f"lora_name {name} is not a checkpoint of kind {source}")
+                number = self._names.setdefault(name, -1 - len(self._names))
+                self._sources.setdefault(number, _Source(folder, self._read_folder(folder), name))
+        if kind is not None and (kind == "nemo") != (find_source(folder).kind == "nemo"):
+            raise AdapterInvalidError(f"lora_name {name} is not a checkpoint of kind {kind}")
         return number
 
     def bind(self, task_id: int, digest: str, keep: Callable[[str], bool]) -> None:
@@ -78,6 +107,9 @@ class Catalog:
             self._digests.pop(task_id, None)
             self._digests[task_id] = digest
             self._num_binds += 1
+            source = self._sources.get(task_id)
+            if source is not None and source.may_be_sent:
+                source.replaced = digest != source.digest
             if len(self._digests) >= self._prune_at:
                 self._prune(keep)
 
@@ -86,7 +118,7 @@ class Catalog:
         no folder has the ones bound longest ago. Who comes with one of these again is asked for tensors."""
         sent = []
         for task_id, digest in list(self._digests.items())[:-1]:
-            if digest in self._sources:
+            if digest in self._owners:
                 continue
             if keep(digest):
                 sent.append(task_id)
@@ -101,6 +133,12 @@ class Catalog:
         with self._lock:
             return self._num_binds
 
+    @property
+    def num_loads(self) -> int:
+        """Adapters that `find` gave."""
+        with self._lock:
+            return self._num_loads
+
     def bound(self) -> list[tuple[int, str]]:
         """Every known id with its digest."""
         with self._lock:
@@ -111,38 +149,64 @@ class Catalog:
         if task_id >= 0:
             return str(task_id)
         with self._lock:
-            return self._named[-1 - task_id][0]
+            return self._sources[task_id].name
 
     def digest(self, task_id: int) -> str | None:
         with self._lock:
             return self._digests.get(task_id)
 
-    def reload(self, task_id: int) -> Adapter | StoredAdapter | None:
-        """Read an evicted adapter again from its folder. None when there is none, or it cannot be read.
+    def last_digest(self, task_id: int) -> str | None:
+        """As `digest`; of an id that is not bound yet, what was read from its files."""
+        with self._lock:
+            source = self._sources.get(task_id)
+            return self._digests.get(task_id) or (source.digest if source else None)
 
-        A folder that changed since gives its new content to the id that it is named by, and to no other.
+    def find(self, task_id: int) -> Adapter | StoredAdapter:
+        """The adapter of an id that is not in the cache: from its files, else from the disk level.
+
+        Files that changed give their new content to the id that means them, and to no other. Raises
+        AdapterNotCachedError for one that is in neither place, AdapterError for files without a usable one.
         """
         with self._lock:
             digest = self._digests.get(task_id)
-            source = self._sources.get(digest) if digest else None
-        if digest is None and task_id < 0:
-            return self._read_named(task_id)
-        if digest is None or source is None:
-            return None
-        owner, folder = source
-        try:
-            adapter = self._reader.read(folder).adapter
-        except AdapterError as error:
-            logger.warning("lora task %d cannot be read again from %s: %s", task_id, folder, error)
-            return None
-        if adapter.digest != digest:
-            if owner != task_id:
-                return None
-            logger.warning("lora task %d: %s has changed; its new content is served", task_id, folder)
-            with self._lock:
-                self._sources.pop(digest, None)
-                self._sources[adapter.digest] = (owner, folder)
-        return adapter
+            source = self._source_of(task_id, digest)
+            own = source is self._sources.get(task_id)
+        failure: AdapterError = AdapterNotCachedError(task_id)
+        if source is not None:
+            try:
+                adapter = source.read()
+            except AdapterError as error:
+                if digest is None:
+                    raise
+                failure = failure if source.may_be_sent else error
+                logger.warning("lora task %d cannot be read again from %s: %s", task_id, source.path, error)
+            else:
+                if own or adapter.digest == digest:
+                    self._note(source, task_id, digest, adapter.digest)
+                    return adapter
+        copy = self._disk.get(digest) if digest is not None else None
+        if copy is None:
+            raise failure
+        with self._lock:
+            self._num_loads += 1
+        return copy
+
+    def _source_of(self, task_id: int, digest: str | None) -> _Source | None:
+        """The files to read for an id, its own or others with the same content. Under the lock."""
+        own = self._sources.get(task_id)
+        if own is not None and not own.replaced:
+            return own
+        return self._sources.get(self._owners[digest]) if digest in self._owners else None
+
+    def _note(self, source: _Source, task_id: int, old: str | None, new: str) -> None:
+        if old not in (None, new):
+            logger.warning("lora task %d: %s has changed; its new content is served", task_id, source.path)
+        with self._lock:
+            self._num_loads += old is not None or task_id < 0
+            if source.digest != new and source.digest is not None:
+                self._owners.pop(source.digest, None)
+            source.digest = new
+            self._owners.setdefault(new, task_id)
 
     def prefetch(self, folder: Path) -> Iterator[tuple[int, Adapter | StoredAdapter]]:
         """The adapters of <folder>/<task id>/. A bad one is skipped with a warning that says why."""
@@ -167,22 +231,23 @@ class Catalog:
             if self.digest(task_id) is not None:
                 logger.warning("lora task %s is skipped: another folder has id %d already", name, task_id)
                 continue
+            source = _Source(entry, self._read_folder(entry), may_be_sent=True)
             try:
-                adapter = self._reader.read(entry).adapter
+                adapter = source.read()
             except AdapterError as error:
                 logger.warning("lora task %s is skipped: %s", name, error)
                 continue
             with self._lock:
-                self._sources.setdefault(adapter.digest, (task_id, entry))
+                self._sources[task_id] = source
+            self._note(source, task_id, None, adapter.digest)
             yield task_id, adapter
 
-    def _read_named(self, task_id: int) -> Adapter | StoredAdapter:
-        with self._lock:
-            _, folder = self._named[-1 - task_id]
-        adapter = self._reader.read(folder).adapter
-        with self._lock:
-            self._sources.setdefault(adapter.digest, (task_id, folder))
-        return adapter
+    def _read_folder(self, folder: Path) -> Read:
+        return lambda: self._reader.read(folder).adapter
+
+    def close(self) -> None:
+        """Write the copies that are pending. Idempotent."""
+        self._disk.close()
 
 
 def task_id_of(digest: str) -> int:

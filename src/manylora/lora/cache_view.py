@@ -1,0 +1,106 @@
+"""CacheView: what the adapter cache shows of itself, as counters and as a map of its pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from manylora.lora.arrivals import Arrivals
+from manylora.lora.cache import AdapterCache
+from manylora.lora.library.library import AdapterLibrary
+from manylora.stats import AdapterStats, CacheChange, CacheMap, MappedAdapter, Resident, Runs
+
+__all__ = ["CacheView"]
+
+
+class CacheView:
+    """Belongs to the engine's thread. max_device_adapters: of the largest rank that fit the device."""
+
+    def __init__(
+        self,
+        cache: AdapterCache,
+        library: AdapterLibrary,
+        arrivals: Arrivals,
+        page_bytes: int,
+        max_device_adapters: int,
+    ) -> None:
+        self._cache, self._library, self._arrivals = cache, library, arrivals
+        self._page_bytes, self._max_device_adapters = page_bytes, max_device_adapters
+        self._residents: tuple[tuple[int, ...], tuple[Resident, ...]] = ((), ())  # state, and what it gave
+
+    def stats(self) -> AdapterStats:
+        host, device = self._cache.host, self._cache.device
+        return AdapterStats(
+            host_pages=host.pages.num_pages,
+            host_pages_free=host.pages.num_free,
+            device_pages=device.pages.num_pages,
+            device_pages_free=device.pages.num_free,
+            page_bytes=self._page_bytes,
+            host_adapters=len(host.entries),
+            device_adapters=len(device.entries),
+            host_pinned=sum(entry.pins > 0 for entry in host.entries.values()),
+            device_pinned=sum(entry.pins > 0 for entry in device.entries.values()),
+            host_stores=host.num_stores,
+            host_evictions=host.num_evictions,
+            device_hits=device.num_hits,
+            device_loads=self._arrivals.num_loads,
+            device_evictions=device.num_evictions,
+            source_loads=self._library.num_loads,
+            max_device_adapters=self._max_device_adapters,
+            residents=self._list_residents(),
+        )
+
+    def map(self) -> CacheMap:
+        """Every page's adapter. As much work as there are pages in use: for who asks, not for each step."""
+        names: dict[str, list[str]] = {}
+        for task_id, digest in self._library.bound():
+            names.setdefault(digest, []).append(self._library.name_of(task_id))
+        host, device = self._cache.host, self._cache.device
+        adapters = []
+        for digest, entry in host.entries.items():
+            copy = device.entries.get(digest)
+            adapters.append(
+                MappedAdapter(
+                    digest,
+                    tuple(names.get(digest, ())),
+                    _runs(entry.pages),
+                    _runs(copy.pages) if copy else (),
+                    entry.pins,
+                    copy.hits if copy else 0,
+                )
+            )
+        changes = tuple(
+            CacheChange(c.number, c.at, c.level, c.loaded, c.digest, tuple(names.get(c.digest, ())), c.pages)
+            for c in self._cache.changes
+        )
+        return CacheMap(host.pages.num_pages, device.pages.num_pages, tuple(adapters), changes)
+
+    def _list_residents(self) -> tuple[Resident, ...]:
+        """What is in the cache; made anew only when that has changed."""
+        host, device = self._cache.host, self._cache.device
+        state = (
+            host.num_stores,
+            self._library.num_binds,
+            host.num_evictions,
+            self._arrivals.num_loads,
+            device.num_evictions,
+        )
+        if state != self._residents[0]:
+            found = tuple(
+                Resident(
+                    self._library.name_of(task_id), len(host.entries[digest].pages), digest in device.entries
+                )
+                for task_id, digest in self._library.bound()
+                if digest in host.entries
+            )
+            self._residents = (state, found)
+        return self._residents[1]
+
+
+def _runs(pages: Sequence[int]) -> Runs:
+    runs: list[tuple[int, int]] = []
+    for page in sorted(pages):
+        if runs and runs[-1][1] == page:
+            runs[-1] = (runs[-1][0], page + 1)
+        else:
+            runs.append((page, page + 1))
+    return tuple(runs)

@@ -1,0 +1,105 @@
+"""StoreParts: what an AdapterStore is made of, sized for one model and device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from manylora.config.engine import LoraCacheConfig, ModelConfig
+from manylora.errors import ConfigError
+from manylora.kernels import native
+from manylora.lora.bounds import Bounds
+from manylora.lora.expert_rules import beside_experts
+from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.geometry import CachePlan, plan_cache
+from manylora.lora.library.disk import DiskLevel
+from manylora.lora.library.library import AdapterLibrary
+from manylora.lora.library.reader import AdapterReader
+from manylora.lora.library.rules import AdapterRules
+from manylora.lora.modules import LoraModule, lora_modules
+from manylora.lora.pool import AdapterPool
+
+__all__ = ["StoreParts", "build_parts"]
+
+logger = logging.getLogger("manylora")
+
+
+@dataclass(frozen=True)
+class StoreParts:
+    """bounds: of what the cache can hold. max_device_adapters: of the largest rank, with every module."""
+
+    plan: CachePlan
+    pool: AdapterPool
+    rules: AdapterRules
+    bounds: Bounds
+    base: BaseWeights | None
+    max_device_adapters: int
+
+    def reader(
+        self, modules: Mapping[int, LoraModule], roots: Sequence[Path] | None = None, narrow: bool = True
+    ) -> AdapterReader:
+        """Reads files for this store. modules: as they are in the files. roots: as of `Bounds`. narrow: rows
+        may lose what the type of the pages does not hold."""
+        pages = self.pool.dtype_name
+        narrow = narrow and pages == "bfloat16"
+        bounds = self.bounds.within(roots)
+        return AdapterReader(self.rules, modules, self.base, bounds, pages=pages, narrow=narrow)
+
+    def library(self, config: LoraCacheConfig) -> AdapterLibrary:
+        """Of the folders that the settings name. Raises ConfigError."""
+        on_disk = config.disk_cache_dir is not None
+        disk = DiskLevel(config.disk_cache_bytes if on_disk else 0, config.disk_cache_dir)
+        library = AdapterLibrary(self.reader(self.rules.modules, config.roots), disk)
+        if config.catalog_dir is not None:
+            library.open(config.catalog_dir)
+        return library
+
+
+def build_parts(
+    model: ModelConfig,
+    config: LoraCacheConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    free_bytes: int,
+    base: BaseWeights | None,
+) -> StoreParts:
+    """Size the levels and allocate them. As `AdapterStore.open`. Raises ConfigError."""
+    modules, plan = _plan(model, config, dtype, free_bytes)
+    native.load()  # not with the first adapter, which would wait for the compiler
+    pool = AdapterPool(plan.geometry, plan.host_pages, plan.device_pages, dtype, device)
+    on_host, on_device = plan.adapters_of_rank(modules.values(), model.num_layers, config.rank_limit)
+    logger.info(
+        "LoRA cache: host %d pages, device %d pages of %d bytes; adapters of rank %d with every module: "
+        "%d on the host, %d on the device",
+        plan.host_pages,
+        plan.device_pages,
+        pool.page_bytes,
+        config.rank_limit,
+        on_host,
+        on_device,
+    )
+    rules = AdapterRules(modules, model.num_layers, config.rank_limit, dtype == torch.float16)
+    largest = min(plan.host_pages, plan.device_pages) * plan.geometry.page_elements
+    bounds = Bounds.of(modules, model.num_layers, config.rank_limit, largest, pool.element_bytes)
+    return StoreParts(plan, pool, rules, bounds, base, on_device)
+
+
+def _plan(
+    model: ModelConfig, config: LoraCacheConfig, dtype: torch.dtype, free_bytes: int
+) -> tuple[Mapping[int, LoraModule], CachePlan]:
+    modules = lora_modules(model, config.target_modules)
+    sizes = model.num_layers, config, dtype.itemsize, free_bytes
+    try:
+        plan = plan_cache(modules.values(), *sizes)
+    except ConfigError as error:
+        if config.target_modules or model.moe is None:
+            raise
+        modules = beside_experts(modules)
+        plan = plan_cache(modules.values(), *sizes)
+        logger.warning("adapters on routed experts are off: %s", error)
+    # What is on the device is on the host too: more pages there could never be used.
+    return modules, replace(plan, device_pages=min(plan.host_pages, plan.device_pages))

@@ -163,7 +163,7 @@ def test_options_come_from_a_file_and_the_command_line_wins(tmp_path: Path, flag
         ("lora_config: {max_rank: 8}", "did you mean max_lora_rank"),
         ("frobnicate: 1", "options are host, port"),
         ("[1]", "must hold options"),
-        ("lora_config: [1]", "must hold options"),
+        ("lora_config: [1]", "must hold its fields by name"),
         ("max_batch_size: many", "max_batch_size"),
         ("open_metrics: 'yes'", "true or false"),
         ("a: [", "cannot be read"),

@@ -32,7 +32,7 @@ INSIDE = {
         "reference", "native", "loading", "cpu", "compiled", "cuda", "device",
     ],
     "quant": ["config", "checkpoint", "packing", "layouts", "checkpoint_weights"],
-    "config": ["engine", "build_record"],
+    "config": ["values", "engine", "build_record", "resolve"],
     "wire": [
         "parameters", "tensor_table", "server_types", "word_lists", "context_length", "client_errors",
         "client_disconnects", "shape_guard", "text_worker", "metrics", "stop_words", "speculation", "bls",
@@ -63,7 +63,7 @@ INSIDE = {
     "testing": ["tiny_configs", "reference", "tiny_adapters", "tiny_models", "driver", "parity"],
     "llmapi": [
         "lora", "llm_args", "guided", "sampling", "outputs", "result", "decoding", "continuation",
-        "adapters", "generation", "sizing", "service", "llm", "options",
+        "adapters", "generation", "options", "sizing", "service", "llm",
     ],
     "bench": [
         "datasets", "popularity", "prepare", "load", "options", "report", "memory_traffic",

@@ -19,10 +19,11 @@ from manylora import (
     PeftCacheConfig,
     SamplingParams,
 )
-from manylora.config.engine import ModelConfig
+from manylora.config.engine import LoraCacheConfig, ModelConfig
+from manylora.config.resolve import resolve
 from manylora.errors import ConfigError, RequestError
 from manylora.llmapi.decoding import decoding_of
-from manylora.llmapi.sizing import lora_cache_config, no_lora_cache_config
+from manylora.llmapi.sizing import NO_ADAPTERS, engine_config, inferred_targets
 from manylora.lora.geometry import plan_cache
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
@@ -283,6 +284,10 @@ SIZES = [
 ]
 
 
+def lora_cache_config(lora: LoraConfig, cache: PeftCacheConfig) -> LoraCacheConfig:
+    return engine_config(Path("/no/such"), {"lora_config": lora, "peft_cache_config": cache}).lora
+
+
 @pytest.mark.parametrize("case", SIZES)
 def test_max_loras_sizes_the_levels_as_upstream(case: tuple[int, ...]) -> None:
     hidden, kv, layers, rank, count, width, slots_per_page, slots, pages = case
@@ -290,12 +295,12 @@ def test_max_loras_sizes_the_levels_as_upstream(case: tuple[int, ...]) -> None:
     given = LoraConfig(
         lora_target_modules=["attn_k"], max_lora_rank=rank, max_loras=count, max_cpu_loras=2 * count
     )
-    config = lora_cache_config(given, PeftCacheConfig(num_host_module_layer=5), shape)
-    assert config.num_device_module_layer * 2 == config.num_host_module_layer
+    config = lora_cache_config(given, PeftCacheConfig(num_host_module_layer=5))
     modules = lora_modules(shape, config.target_modules)
     plan = plan_cache(modules.values(), layers, config, 2, 2**40)
     assert (plan.geometry.page_width, plan.geometry.slots_per_page) == (width, slots_per_page)
-    assert plan.geometry.slots_for(0, 2, config.num_device_module_layer) == slots
+    rows = rank * layers * len(QKV) * count
+    assert plan.geometry.slots_for(0, 2, rows) == slots
     assert (plan.device_pages, plan.host_pages) == (pages, -(-2 * slots // slots_per_page))
 
 
@@ -303,7 +308,7 @@ def test_cache_sizes_come_from_the_cache_config_without_max_loras() -> None:
     cache = PeftCacheConfig(
         host_cache_size=2**28, device_cache_percent=0.5, optimal_adapter_size=4, num_host_module_layer=6
     )
-    config = lora_cache_config(LoraConfig(max_lora_rank=128), cache, model(256, 128, 2))
+    config = lora_cache_config(LoraConfig(max_lora_rank=128), cache)
     assert (config.host_memory_bytes, config.gpu_memory_fraction) == (2**28, 0.5)
     assert (config.optimal_adapter_size, config.max_adapter_size, config.rank_limit) == (4, 128, 128)
     assert (config.num_host_module_layer, config.num_device_module_layer) == (6, 0)
@@ -314,8 +319,11 @@ def test_target_modules_are_completed_inferred_or_all() -> None:
     shape = model(256, 128, 2)
 
     def targets(shape: ModelConfig = shape, **given: object) -> set[str]:
-        config = lora_cache_config(LoraConfig(**given), PeftCacheConfig(), shape)  # type: ignore[arg-type]
-        return {module.name for module in lora_modules(shape, config.target_modules).values()}
+        lora = LoraConfig(**given)  # type: ignore[arg-type]
+        found = inferred_targets(lora, shape, None) if lora.lora_dir else ()
+        if not found:
+            found = lora_cache_config(lora, PeftCacheConfig()).target_modules
+        return {module.name for module in lora_modules(shape, found).values()}
 
     assert LoraConfig(lora_target_modules=["attn_k", "mlp_gate"]).missing_qkv_modules == ["attn_q", "attn_v"]
     assert LoraConfig(lora_target_modules=["mlp_gate"]).missing_qkv_modules == []
@@ -328,7 +336,7 @@ def test_target_modules_are_completed_inferred_or_all() -> None:
 
 def test_a_directory_that_is_no_adapter_is_named(tmp_path: Path) -> None:
     def infer() -> None:
-        lora_cache_config(LoraConfig(lora_dir=[str(tmp_path)]), PeftCacheConfig(), model(256, 128, 2))
+        inferred_targets(LoraConfig(lora_dir=[str(tmp_path)]), model(256, 128, 2), None)
 
     with pytest.raises(ValueError, match=r"adapter_config\.json does not exist"):
         infer()
@@ -343,7 +351,7 @@ def test_a_directory_that_is_no_adapter_is_named(tmp_path: Path) -> None:
 def test_names_of_modules_may_be_given_but_not_taught() -> None:
     def accept(**names: str | list[str]) -> None:
         config = LoraConfig(lora_target_modules=QKV, trtllm_modules_to_hf_modules=names)
-        lora_cache_config(config, PeftCacheConfig(), model(256, 128, 2))
+        lora_cache_config(config, PeftCacheConfig())
 
     accept(attn_q="q_proj", attn_k="k_proj", attn_v=["v_proj"], attn_dense=["o_proj", "dense"])
     with pytest.raises(ConfigError, match="attn_q as 'query' is not supported"):
@@ -352,6 +360,6 @@ def test_names_of_modules_may_be_given_but_not_taught() -> None:
 
 def test_without_adapters_the_cache_is_next_to_nothing() -> None:
     shape = model(4096, 1024, 32)
-    config = no_lora_cache_config(shape)
+    config = resolve(Path("/no/such"), NO_ADAPTERS).lora
     plan = plan_cache(lora_modules(shape, config.target_modules).values(), 32, config, 2, 2**40)
     assert (plan.host_pages + plan.device_pages) * plan.geometry.page_elements * 2 < 20e6

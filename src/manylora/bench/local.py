@@ -10,8 +10,9 @@ from typing import Any
 from manylora.bench.datasets import BenchRequest
 from manylora.bench.load import Answer, Sample
 from manylora.config.build_record import read_build_config
+from manylora.config.engine import EngineConfig
 from manylora.kernels.device import open_device
-from manylora.llmapi import LLM, KvCacheConfig, LoraConfig, RequestOutput, SamplingParams
+from manylora.llmapi import LLM, LoraConfig, RequestOutput, SamplingParams
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import compute_dtype
 
@@ -66,38 +67,35 @@ class Sampler:
 def open_llm(
     model_dir: Path, arguments: dict[str, Any], tokenizer: bool, adapters: bool
 ) -> tuple[LLM, dict[str, Any]]:
-    """An LLM as a benchmark wants it, and what it is, for the report.
+    """An LLM for a benchmark, and what it is, for the report.
 
-    Prefix reuse is off unless the arguments say so, for a dataset often repeats its prompts. With adapters
-    and no lora_config every module is a target. Raises ConfigError.
+    With adapters and no lora_config every module is a target. Raises ConfigError.
     """
-    settings: dict[str, Any] = {"kv_cache_config": KvCacheConfig(enable_block_reuse=False), **arguments}
-    settings.setdefault("skip_tokenizer_init", not tokenizer)
+    settings = {"skip_tokenizer_init": not tokenizer, **arguments}
     if adapters:
         settings.setdefault("lora_config", LoraConfig())
     llm = LLM(model_dir, **settings)
-    device = open_device(settings.get("device", "auto"))
-    dtype = compute_dtype(settings.get("dtype", "auto"), read_model_config(model_dir), device)
+    config, device = llm.config, open_device(llm.config.device)
+    dtype = compute_dtype(config.dtype, read_model_config(model_dir), device)
     name = str(dtype).removeprefix("torch.")
-    batch = llm.stats().max_batch_size
     return llm, {
-        "engine": {"dtype": name, **_quantisation(model_dir, settings, name)},
+        "engine": {"dtype": name, **_quantisation(config, name)},
         "element_bytes": dtype.itemsize,
         "device": device.name,
         "world": {
-            "max_batch_size": batch,
-            "max_num_tokens": settings.get("max_num_tokens") or max(2048, batch),
-            "scheduling_policy": settings.get("batch_scheduler_policy", "guaranteed_no_evict"),
-            "kv_cache_percentage": 100 * (settings["kv_cache_config"].free_gpu_memory_fraction or 0.9),
+            "max_batch_size": config.max_batch_size,
+            "max_num_tokens": config.max_num_tokens,
+            "scheduling_policy": config.batch_scheduler_policy,
+            "kv_cache_percentage": 100 * config.kv_cache_free_gpu_mem_fraction,
         },
     }
 
 
-def _quantisation(model_dir: Path, settings: dict[str, Any], dtype: str) -> dict[str, Any]:
-    built = read_build_config(model_dir)
-    asked = built.settle_quant(settings.get("quant_config"))
-    fp8_kv = settings["kv_cache_config"].dtype == "fp8" or (asked is not None and asked.fp8_kv_cache)
-    algo = asked.quant_algo if asked is not None and asked.any_weights else built.quant_algo
+def _quantisation(config: EngineConfig, dtype: str) -> dict[str, Any]:
+    quant = config.quant
+    fp8_kv = quant is not None and quant.fp8_kv_cache
+    weights = quant.quant_algo if quant is not None and quant.any_weights else None
+    algo = weights or read_build_config(config.model_dir).quant_algo
     return {"kv_cache_dtype": "fp8" if fp8_kv else dtype, "quantization": algo}
 
 

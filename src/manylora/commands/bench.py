@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,17 @@ from manylora.bench.report_text import render
 from manylora.bench.run import BenchResult, run_bench
 from manylora.commands import prepare_dataset
 from manylora.errors import ConfigError
-from manylora.llmapi.llm_args import KvCacheConfig
-from manylora.llmapi.options import llm_arguments, read_options
+from manylora.llmapi.options import EngineArguments, llm_arguments, read_options
 
 __all__ = ["main"]
 
 WORLD = ("tp", "pp", "ep")
+# Flags that are arguments of `LLM`, as PART.FIELD in a part.
+ENGINE_FLAGS = {name: name for name in EngineArguments.__annotations__} | {
+    "scheduler_policy": "batch_scheduler_policy",
+    "enable_chunked_context": "enable_chunked_prefill",
+    "kv_cache_free_gpu_mem_fraction": "kv_cache_config.free_gpu_memory_fraction",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -127,8 +132,10 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     _add(group, "--kv_cache_free_gpu_mem_fraction", type=float)
     _add(group, "--scheduler_policy", choices=("guaranteed_no_evict", "max_utilization"))
     chunks = group.add_mutually_exclusive_group()
-    _add(chunks, "--enable_chunked_context", dest="chunked", action="store_true", default=None)
-    _add(chunks, "--disable_chunked_context", dest="chunked", action="store_false", default=None)
+    _add(chunks, "--enable_chunked_context", dest="enable_chunked_context", action="store_true", default=None)
+    _add(
+        chunks, "--disable_chunked_context", dest="enable_chunked_context", action="store_false", default=None
+    )
     _add(group, "--no_skip_tokenizer_init", action="store_true", help="make text of the answers")
     for name in WORLD:
         _add(group, f"--{name}", type=int, default=1, help="only 1")
@@ -154,10 +161,12 @@ def _plan(options: argparse.Namespace) -> BenchOptions:
     model_dir = options.model_path or (Path(options.model) if options.model else None)
     if model_dir is None and options.endpoint is None:
         raise ConfigError("--model must name the model's directory")
-    if options.endpoint and (options.iteration_log or options.config):
-        raise ConfigError(
-            "--iteration_log and --config belong to an engine in this process, not to --endpoint"
-        )
+    if options.endpoint:
+        for name in ("iteration_log", "config", *ENGINE_FLAGS):
+            if getattr(options, name, None) is not None:
+                raise ConfigError(
+                    f"--{name}: such options belong to an engine in this process, not to --endpoint"
+                )
     return BenchOptions(
         model=options.model or str(model_dir or options.endpoint),
         model_dir=model_dir,
@@ -180,19 +189,16 @@ def _plan(options: argparse.Namespace) -> BenchOptions:
 
 
 def _llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    found = llm_arguments(read_options(options.config) if options.config else {})
-    for name in ("device", "dtype", "max_batch_size", "max_num_tokens", "max_seq_len"):
-        if getattr(options, name) is not None:
-            found[name] = getattr(options, name)
-    if options.scheduler_policy is not None:
-        found["batch_scheduler_policy"] = options.scheduler_policy
-    if options.chunked is not None:
-        found["enable_chunked_prefill"] = options.chunked
-    fraction = options.kv_cache_free_gpu_mem_fraction
-    if fraction is not None:
-        cache = found.get("kv_cache_config", KvCacheConfig(enable_block_reuse=False))
-        found["kv_cache_config"] = replace(cache, free_gpu_memory_fraction=fraction)
-    return found
+    """Flags over the file. Prefix reuse is off unless the file has it on: datasets repeat prompts."""
+    found = read_options(options.config) if options.config else {}
+    llm_arguments(found)  # names what is wrong in the file
+    found["kv_cache_config"] = {"enable_block_reuse": False} | (found.get("kv_cache_config") or {})
+    for flag, name in ENGINE_FLAGS.items():
+        value = getattr(options, flag, None)
+        part, _, field = name.rpartition(".")
+        if value is not None:
+            (found[part] if part else found)[field] = value
+    return llm_arguments(found)
 
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:

@@ -85,21 +85,21 @@ def _check_world(options: argparse.Namespace) -> None:
 
 def _lora(options: argparse.Namespace) -> dict[str, Any] | None:
     """Fields of LoraConfig, the target modules resolved; None: adapters are not mentioned."""
-    from manylora.llmapi.llm_args import PeftCacheConfig
+    from manylora.config.resolve import with_whole_qkv
     from manylora.llmapi.lora import LoraConfig
-    from manylora.llmapi.sizing import lora_cache_config
+    from manylora.llmapi.sizing import inferred_targets
     from manylora.lora.formats.base_weights import BaseWeights
     from manylora.model.checkpoint import read_model_config
 
     if not (options.lora_dir or options.lora_target_modules or options.max_lora_rank is not None):
         return None
+    rank = LoraConfig.max_lora_rank if options.max_lora_rank is None else options.max_lora_rank
     config = LoraConfig(
-        lora_dir=options.lora_dir,
-        lora_ckpt_source=options.lora_ckpt_source,
-        lora_target_modules=options.lora_target_modules,
-        max_lora_rank=64 if options.max_lora_rank is None else options.max_lora_rank,
+        options.lora_dir, options.lora_ckpt_source, rank, lora_target_modules=options.lora_target_modules
     )
-    model, base = read_model_config(options.model_dir), BaseWeights(options.model_dir)
-    found = lora_cache_config(config, PeftCacheConfig(), model, base)
+    targets = tuple(config.lora_target_modules)
+    if not targets:
+        model = read_model_config(options.model_dir)
+        targets = inferred_targets(config, model, BaseWeights(options.model_dir))
     fields = {name: getattr(config, name) for name in LORA}
-    return fields | {"lora_target_modules": list(found.target_modules)}
+    return fields | {"lora_target_modules": list(with_whole_qkv(targets))}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from manylora.errors import ConfigError
-from manylora.quant.config import QuantConfig
 
 __all__ = ["BuildConfig", "read_build_config"]
 
@@ -21,7 +20,8 @@ LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens")
 class BuildConfig:
     """None: not recorded. max_seq_len and max_num_tokens in tokens; target modules as attn_q, empty: all.
 
-    quant_algo: what the weights are held in; None: plain. kv_cache_quant_algo: of keys and values.
+    quant_algo: of the weights; None: plain. kv_cache_quant_algo: of keys and values. lora: the recorded
+    fields of a LoraConfig.
     """
 
     max_batch_size: int | None = None
@@ -33,36 +33,24 @@ class BuildConfig:
     kv_cache_quant_algo: str | None = None
     lora: Mapping[str, Any] = field(default_factory=dict)
 
-    def settle(self, name: str, asked: int | None) -> int | None:
-        """The value to serve with. Raises ConfigError when more is asked than was built for."""
-        built = getattr(self, name)
-        if built is not None and asked is not None and asked > built:
-            raise ConfigError(
-                f"{name} ({asked}) is larger than the directory was built for ({built}): lower it, or build "
-                f"again with --{name} {asked}"
-            )
-        return built if asked is None else asked
+    def limits(self) -> dict[str, int]:
+        """The upper bounds that were recorded, by the names of settings."""
+        found = {name: getattr(self, name) for name in (*LIMITS, "max_lora_rank")}
+        return {name: value for name, value in found.items() if value is not None}
 
-    def settle_quant(self, asked: QuantConfig | None) -> QuantConfig | None:
-        """What is asked; else what was recorded of the KV cache, as the weights say for themselves."""
-        if asked is None and self.kv_cache_quant_algo is not None:
-            return QuantConfig(kv_cache_quant_algo=self.kv_cache_quant_algo)
-        return asked
-
-    def settle_targets(self, asked: tuple[str, ...]) -> tuple[str, ...]:
-        """Raises ConfigError for a module that was not built for."""
-        others = [name for name in asked if self.lora_target_modules and name not in self.lora_target_modules]
-        if others:
-            raise ConfigError(
-                f"lora_target_modules: {others[0]} is not among those the directory was built for "
-                f"({', '.join(self.lora_target_modules)}); build again with it"
-            )
-        return asked or self.lora_target_modules
+    def settings(self) -> dict[str, Any]:
+        """What was recorded, as settings of `resolve`. The weights say themselves how they are quantised."""
+        found: dict[str, Any] = self.limits()
+        if self.lora_target_modules:
+            found["target_modules"] = self.lora_target_modules
+        if self.kv_cache_quant_algo is not None:
+            found["kv_cache_quant_algo"] = self.kv_cache_quant_algo
+        return found
 
 
 def read_build_config(model_dir: Path) -> BuildConfig:
-    """All None for a directory that `manylora build` did not write, or that is not there: who opens the model
-    says so. Raises ConfigError for a record that cannot be read."""
+    """All None for a directory that `manylora build` did not write, or that does not exist, which opening the
+    model reports. Raises ConfigError for a record that cannot be read."""
     path = Path(model_dir) / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

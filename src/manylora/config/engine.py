@@ -29,6 +29,8 @@ class LoraCacheConfig:
     host_memory_bytes: int = GIB
     num_device_module_layer: int = 0  # > 0: device level in (layer, module) rows of rank 1, overrides bytes
     num_host_module_layer: int = 0
+    max_loras: int | None = None  # device level in adapters of the rank limit with every target module;
+    max_cpu_loras: int | None = None  # the host's likewise. Each overrides the other sizes of its level
     max_lora_rank: int | None = None  # larger ranks are refused; None: max_adapter_size
     target_modules: tuple[str, ...] = ()  # names as attn_q; empty: every module the model has
     prefetch_dir: Path | None = None
@@ -49,8 +51,9 @@ class LoraCacheConfig:
         _fraction(lora_cache_gpu_memory_fraction=self.gpu_memory_fraction)
         if self.gpu_memory_bytes is not None:
             _at_least(0, gpu_memory_bytes=self.gpu_memory_bytes)
-        if self.max_lora_rank is not None:
-            _at_least(1, max_lora_rank=self.max_lora_rank)
+        for name in ("max_lora_rank", "max_loras", "max_cpu_loras"):
+            if getattr(self, name) is not None:
+                _at_least(1, **{name: getattr(self, name)})
 
     @property
     def roots(self) -> tuple[Path, ...]:

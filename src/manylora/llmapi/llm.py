@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from manylora.config.build_record import read_build_config
 from manylora.config.engine import EngineConfig
@@ -20,26 +20,20 @@ from manylora.errors import ConfigError, RequestError
 from manylora.llmapi.adapters import PathReader
 from manylora.llmapi.decoding import decoding_of
 from manylora.llmapi.generation import Generation, Prompt
-from manylora.llmapi.llm_args import KvCacheConfig, PeftCacheConfig
 from manylora.llmapi.lora import LoraConfig, LoRARequest
+from manylora.llmapi.options import LlmArguments, check_neutral
 from manylora.llmapi.outputs import RequestOutput
 from manylora.llmapi.result import GenerationResult
 from manylora.llmapi.sampling import SamplingParams
 from manylora.llmapi.service import Service
-from manylora.llmapi.sizing import (
-    built_lora_config,
-    lora_cache_config,
-    modules_to_read,
-    no_lora_cache_config,
-    parameter_names,
-)
-from manylora.lora.expert_rules import check_moe_backend
-from manylora.lora.formats.base_weights import BaseWeights
+from manylora.llmapi.sizing import NO_ADAPTERS, engine_config, modules_to_read, parameter_names
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
-from manylora.quant.config import QuantConfig
 from manylora.stats import EngineStats
 from manylora.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["LLM"]
 
@@ -53,18 +47,6 @@ CARRIED_BYTES = 2**30
 """Tensors of adapters that may be on their way to the cache, where the host level is smaller than this."""
 
 DECODER_IDS = "decoder_input_token_ids"
-GUIDE_BACKENDS = ("llguidance", "xgrammar")
-
-# Arguments of TensorRT-LLM that mean nothing here, and the values that ask for nothing. None always does.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "backend": ("pytorch",),
-    "tokenizer_mode": ("auto",),
-    "load_format": ("auto",),
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
-    "context_parallel_size": (1,),
-    "trust_remote_code": (True, False),
-}
 
 
 class LLM:
@@ -74,17 +56,21 @@ class LLM:
     tokenizer: a directory, or a `manylora.text.tokenizer.Tokenizer`; None: the model's own.
     skip_tokenizer_init: prompts and outputs are token ids.
     lora_config: without it requests with an adapter are refused. peft_cache_config: the adapter cache's size.
+    quant_config: weights in fewer bits; None: as the directory has them.
+    guided_decoding_backend: llguidance, or xgrammar, which means the same here; None: no guided decoding.
+    moe_backend: CUTLASS, the name of the only implementation of experts there is here, or None.
+
+    Settings of the engine; None: the default. In a directory that `manylora build` wrote, its limits are the
+    defaults and upper bounds.
     dtype:     auto, float32, float16, bfloat16. device: auto, cpu, cuda, cuda:N.
-    max_batch_size: sequences in one step; None: 64. max_num_tokens: token rows in one step; None: 2048, at
-               least max_batch_size. max_seq_len: prompt and output, in tokens; None: what the model allows.
-               In a directory that `manylora build` wrote, its limits are the defaults and upper bounds.
+    max_batch_size: sequences in one step. max_num_tokens: token rows in one step; None: 2048, at least
+               max_batch_size. max_seq_len: prompt and output, in tokens; None: what the model allows.
+    max_beam_width: beams of one request; None: max_batch_size. max_queue_size: waiting requests; 0: no limit.
     enable_chunked_prefill: long prompts in pieces, beside decoding.
     batch_scheduler_policy: guaranteed_no_evict or max_utilization.
-    max_beam_width: beams of one request; None: max_batch_size.
-    guided_decoding_backend: llguidance, or xgrammar, which means the same here; None: no guided decoding.
-    quant_config: weights in fewer bits; None: as the directory has them.
     disable_overlap_scheduler: on a GPU, see the tokens of a step before the next is launched.
-    moe_backend: CUTLASS, the name of the only implementation of experts there is here, or None.
+    enable_cuda_graph, cuda_graph_cache_size: record decode steps; None: where the device can. 0: 128 graphs.
+    wrap_input_ids: take ids beyond the vocabulary modulo its size instead of refusing them.
 
     Raises ConfigError when it cannot be served so, also for an unknown argument.
     """
@@ -95,90 +81,44 @@ class LLM:
         *,
         tokenizer: str | Path | Tokenizer | None = None,
         skip_tokenizer_init: bool = False,
-        dtype: str = "auto",
-        device: str = "auto",
-        lora_config: LoraConfig | None = None,
-        peft_cache_config: PeftCacheConfig | None = None,
-        kv_cache_config: KvCacheConfig | None = None,
-        max_batch_size: int | None = None,
-        max_num_tokens: int | None = None,
-        max_seq_len: int | None = None,
-        enable_chunked_prefill: bool = True,
-        batch_scheduler_policy: str = "guaranteed_no_evict",
-        max_beam_width: int | None = None,
-        guided_decoding_backend: str | None = None,
-        quant_config: QuantConfig | None = None,
-        enable_lora: bool | None = None,
-        moe_backend: str | None = None,
-        disable_overlap_scheduler: bool = False,
-        **others: Any,
+        **arguments: Unpack[LlmArguments],
     ) -> None:
-        _check_others(others)
-        if quant_config is not None and not isinstance(quant_config, QuantConfig):
-            raise ConfigError(f"LLM: quant_config must be a QuantConfig, got {quant_config!r:.80}")
-        if enable_lora and lora_config is None:
-            lora_config = LoraConfig()
-        elif enable_lora:
+        check_neutral(arguments)
+        folder, lora_config = Path(model), arguments.get("lora_config")
+        if lora_config is None and arguments.get("enable_lora"):
+            lora_config = arguments["lora_config"] = LoraConfig()
+        elif arguments.get("enable_lora"):
             logger.warning("enable_lora is ignored when lora_config is provided for pytorch backend.")
-        folder, kv = Path(model), kv_cache_config or KvCacheConfig()
         try:
-            built = read_build_config(folder)
-            lora_config = built_lora_config(lora_config, built)
-            max_batch_size = built.settle("max_batch_size", max_batch_size)
-            if max_batch_size is None:
-                max_batch_size = EngineConfig.max_batch_size
-            max_num_tokens = built.settle("max_num_tokens", max_num_tokens) or max(2048, max_batch_size)
-            max_seq_len = built.settle("max_seq_len", max_seq_len)
-            quant_config = built.settle_quant(quant_config)
-            if kv.dtype == "fp8":
-                quant_config = replace(quant_config or QuantConfig(), kv_cache_quant_algo="FP8")
-            self._model = read_model_config(folder)
-            self._tokenizer = None if skip_tokenizer_init else _open_tokenizer(tokenizer or folder)
-            base = BaseWeights(folder)
-            if peft_cache_config is not None and lora_config is None:
+            self._serves_lora = lora_config is not None or bool(read_build_config(folder).lora)
+            if arguments.get("peft_cache_config") is not None and not self._serves_lora:
                 raise ConfigError(
                     "LLM: peft_cache_config needs a lora_config: without one no adapter is served"
                 )
-            lora = no_lora_cache_config(self._model)
-            if lora_config is not None:
-                cache = peft_cache_config or PeftCacheConfig()
-                lora = lora_cache_config(lora_config, cache, self._model, base)
-                built.settle_targets(lora.target_modules)
-            check_moe_backend(moe_backend, lora.target_modules, self._model)
-            config = EngineConfig(
-                folder,
-                device=device,
-                dtype=dtype,
-                max_batch_size=max_batch_size,
-                max_beam_width=max_beam_width or max_batch_size,
-                tokenizer_dir=_guide_tokenizer(guided_decoding_backend, self._tokenizer),
-                max_num_tokens=max_num_tokens,
-                max_seq_len=max_seq_len,
-                tokens_per_block=kv.tokens_per_block,
-                kv_cache_free_gpu_mem_fraction=kv.free_gpu_memory_fraction or 0.9,
-                max_tokens_in_paged_kv_cache=kv.max_tokens,
-                enable_kv_cache_reuse=kv.enable_block_reuse,
-                enable_chunked_context=enable_chunked_prefill,
-                batch_scheduler_policy=batch_scheduler_policy,
-                enable_overlap=False if disable_overlap_scheduler else None,
-                quant=quant_config,
-                lora=lora,
-            )
+            settings = {} if self._serves_lora else dict(NO_ADAPTERS)
+            self._model = read_model_config(folder)
+            self._tokenizer = None if skip_tokenizer_init else _open_tokenizer(tokenizer or folder)
+            if arguments.get("guided_decoding_backend") is not None:
+                settings["tokenizer_dir"] = _guide_tokenizer(self._tokenizer)
+            config = engine_config(folder, arguments, **settings)
             engine = Engine(config)
         except ConfigError as error:
             raise ConfigError(parameter_names(str(error))) from error
-        self._serves_lora = lora_config is not None
-        self._guided = config.tokenizer_dir is not None
+        self._config = config
         self._max_seq_len = engine.max_seq_len
-        self._max_samples, self._max_beams = config.max_batch_size, config.max_beam_width
         adapters = engine.adapters.stats()
         self._loop = EngineLoop(engine)
-        room = max(CARRIED_BYTES, adapters.host_pages * adapters.page_bytes)
-        modules = modules_to_read(lora_modules(self._model, lora.target_modules), lora_config)
+        carried = max(CARRIED_BYTES, adapters.host_pages * adapters.page_bytes)
+        modules = modules_to_read(lora_modules(self._model, config.lora.target_modules), lora_config)
         reader = PathReader(engine.adapters.parts.reader(modules))
-        self._service = Service(self._loop, reader, engine.adapters.resident, room)
+        self._service = Service(self._loop, reader, engine.adapters.resident, carried)
         self._ids = itertools.count()
         self._finalizer = weakref.finalize(self, _dispose, self._service)
+
+    @property
+    def config(self) -> EngineConfig:
+        """What the engine was configured with."""
+        return self._config
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -261,12 +201,12 @@ class LLM:
             raise ValueError(f"best_of ({params.best_of}) must equal n ({params.n}) when streaming")
         if streaming and decoding.params.beam_width > 1:
             raise ValueError("use_beam_search cannot stream: beams may still change their beginning")
-        if params.guided_decoding and not self._guided:
+        if params.guided_decoding and self._config.tokenizer_dir is None:
             raise ValueError("guided_decoding needs LLM(guided_decoding_backend='llguidance')")
         # Before anything is made for each of them.
-        name, most = "max_batch_size", self._max_samples
+        name, most = "max_batch_size", self._config.max_batch_size
         if params.use_beam_search:
-            name, most = "max_beam_width", self._max_beams
+            name, most = "max_beam_width", self._config.max_beam_width
         if decoding.num_results > most:
             raise ValueError(f"n and best_of must be at most {name} ({most}), got {decoding.num_results}")
         prompt = self._encode(inputs, params)
@@ -336,21 +276,11 @@ def _open_tokenizer(tokenizer: str | Path | Tokenizer) -> Tokenizer:
     return tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(Path(tokenizer))
 
 
-def _guide_tokenizer(backend: str | None, tokenizer: Tokenizer | None) -> Path | None:
-    """Where the tokenizer of guided decoding is read from; None: there is no guided decoding."""
-    if backend is None:
-        return None
-    if backend not in GUIDE_BACKENDS:
-        raise ConfigError(f"guided_decoding_backend must be one of {GUIDE_BACKENDS}, got {backend!r}")
+def _guide_tokenizer(tokenizer: Tokenizer | None) -> Path:
+    """Where guided decoding reads the tokenizer from."""
     if tokenizer is None:
         raise ConfigError("guided_decoding_backend needs a tokenizer: leave skip_tokenizer_init out")
     return tokenizer.directory
-
-
-def _check_others(others: Mapping[str, Any]) -> None:
-    for name, value in others.items():
-        if value is not None and value not in NEUTRAL.get(name, ()):
-            raise ConfigError(f"LLM: {name} is not supported, got {value!r}; leave it out")
 
 
 def _is_single(inputs: Any) -> bool:

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
+from manylora.config.resolve import with_whole_qkv
 from manylora.lora.modules import MODULE_NAMES
 
-__all__ = ["LoRARequest", "LoraConfig"]
+__all__ = ["LoRARequest", "LoraConfig", "Options"]
 
 SOURCES = ("hf", "nemo")
 MAX_ID = 2**64 - 1
-QKV_GROUPS = (("attn_q", "attn_k", "attn_v"), ("cross_attn_q", "cross_attn_k", "cross_attn_v"))
+
+
+class Options:
+    """Base of dataclasses that know which fields they were given: only these override a build record."""
+
+    given: frozenset[str]
+
+    def __new__(cls, *values: Any, **named: Any) -> Options:
+        made = super().__new__(cls)
+        names = [one.name for one in fields(cls)][: len(values)]  # type: ignore[arg-type]
+        object.__setattr__(made, "given", frozenset([*names, *named]))
+        return made
 
 
 @dataclass(frozen=True)
-class LoraConfig:
+class LoraConfig(Options):
     """Settings for the adapters of one LLM. Raises ValueError for wrong values.
 
     lora_dir:            adapter directories that the target modules are inferred from, when none are named.
@@ -60,14 +73,8 @@ class LoraConfig:
     @property
     def missing_qkv_modules(self) -> list[str]:
         """q, k and v modules that are not targets although another of their group is. They are served too."""
-        targets = self.lora_target_modules
-        return [
-            name
-            for group in QKV_GROUPS
-            if any(other in targets for other in group)
-            for name in group
-            if name not in targets
-        ]
+        targets = tuple(self.lora_target_modules)
+        return list(with_whole_qkv(targets)[len(targets) :])
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,130 @@
-"""Options files: the arguments of `LLM` as YAML or JSON, in the keys of TensorRT-LLM."""
+"""The arguments of `LLM`, in files too, and the engine's settings that they stand for."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from manylora.config.resolve import KEYS, rename
 from manylora.errors import ConfigError
 from manylora.llmapi.llm_args import KvCacheConfig, PeftCacheConfig
 from manylora.llmapi.lora import LoraConfig
 from manylora.quant.config import QuantConfig
 
-__all__ = ["llm_arguments", "read_options"]
+__all__ = [
+    "DEFAULTS", "GUIDE_BACKENDS", "KNOWN", "NAMES", "NEUTRAL", "PARTS", "EngineArguments", "LlmArguments",
+    "check_names", "check_neutral",
+    "engine_settings", "llm_arguments", "read_options",
+]  # fmt: skip
 
+
+class EngineArguments(TypedDict, total=False):
+    """Arguments of `LLM` that are settings of the engine. None: the default."""
+
+    device: str | None
+    dtype: str | None
+    max_batch_size: int | None
+    max_num_tokens: int | None
+    max_seq_len: int | None
+    max_beam_width: int | None
+    max_queue_size: int | None
+    batch_scheduler_policy: str | None
+    enable_chunked_prefill: bool | None
+    disable_overlap_scheduler: bool | None
+    enable_cuda_graph: bool | None
+    cuda_graph_cache_size: int | None
+    wrap_input_ids: bool | None
+
+
+class LlmArguments(EngineArguments, total=False):
+    """All arguments of `LLM` but the model and its tokenizer."""
+
+    quant_config: QuantConfig | None
+    lora_config: LoraConfig | None
+    peft_cache_config: PeftCacheConfig | None
+    kv_cache_config: KvCacheConfig | None
+    guided_decoding_backend: str | None
+    enable_lora: bool | None
+    moe_backend: str | None
+
+
+# In this order: the last of two names for one setting wins.
 PARTS: dict[str, type] = {
+    "quant_config": QuantConfig,
     "lora_config": LoraConfig,
     "peft_cache_config": PeftCacheConfig,
     "kv_cache_config": KvCacheConfig,
-    "quant_config": QuantConfig,
 }
+# Arguments, as PART.FIELD in a part, whose name is not that of the setting.
+RENAMED = {
+    "enable_chunked_prefill": "enable_chunked_context",
+    "disable_overlap_scheduler": "enable_overlap",
+    "lora_config.lora_target_modules": "target_modules",
+    "peft_cache_config.device_cache_percent": "gpu_memory_fraction",
+    "peft_cache_config.device_cache_size": "gpu_memory_bytes",
+    "peft_cache_config.host_cache_size": "host_memory_bytes",
+    "peft_cache_config.disk_cache_size": "disk_cache_bytes",
+    "kv_cache_config.dtype": "kv_cache_quant_algo",
+    "kv_cache_config.max_tokens": "max_tokens_in_paged_kv_cache",
+    "kv_cache_config.free_gpu_memory_fraction": "kv_cache_free_gpu_mem_fraction",
+    "kv_cache_config.enable_block_reuse": "enable_kv_cache_reuse",
+}
+_FIELDS = {f"{part}.{one.name}": one.name for part, kind in PARTS.items() for one in fields(kind)}
+_ARGUMENTS = {name: name for name in EngineArguments.__annotations__} | _FIELDS | RENAMED
+NAMES = {name: key for name, key in _ARGUMENTS.items() if key in KEYS}
+"""Every argument, as PART.FIELD in a part, that is a setting: which."""
+# Arguments whose values are not those of the setting. None: not set.
+VALUES: dict[str, dict[Any, Any]] = {
+    "disable_overlap_scheduler": {True: False, False: None},
+    "kv_cache_config.dtype": {"fp8": "FP8", "auto": None},
+}
+# Where TensorRT-LLM documents other defaults for its Python API than for its Triton backend.
+DEFAULTS: dict[str, Any] = {
+    "gpu_memory_fraction": PeftCacheConfig.device_cache_percent,
+    "max_beam_width": None,  # max_batch_size
+}
+GUIDE_BACKENDS = ("llguidance", "xgrammar")
+KNOWN = tuple(LlmArguments.__annotations__)
+# Arguments of TensorRT-LLM that mean nothing here, and the values that ask for nothing. None always does.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "backend": ("pytorch",),
+    "tokenizer_mode": ("auto",),
+    "load_format": ("auto",),
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "context_parallel_size": (1,),
+    "trust_remote_code": (True, False),
+}
+
+
+def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of `resolve`. A part is an instance of its class. Raises ConfigError."""
+    given = {name: value for name, value in arguments.items() if name not in PARTS}
+    for name, kind in PARTS.items():
+        part = arguments.get(name)
+        if part is None:
+            continue
+        if not isinstance(part, kind):
+            raise ConfigError(f"LLM: {name} must be a {kind.__name__}, got {part!r:.80}")
+        said = getattr(part, "given", [one.name for one in fields(kind)])
+        given |= {f"{name}.{one}": getattr(part, one) for one in said}
+    for name, values in VALUES.items():
+        if given.get(name) is not None and given[name] not in values:
+            raise ConfigError(f"{name} must be one of {', '.join(map(str, values))}, got {given[name]!r}")
+        given[name] = values.get(given.get(name))
+    return rename(given, NAMES)
+
+
+def check_neutral(arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an argument that is unknown, or asks for what is not there."""
+    for name, value in arguments.items():
+        if name not in KNOWN and value is not None and value not in NEUTRAL.get(name, ()):
+            raise ConfigError(f"LLM: {name} is not supported, got {value!r}; leave it out")
 
 
 def read_options(path: Path) -> dict[str, Any]:
@@ -46,34 +147,28 @@ def read_options(path: Path) -> dict[str, Any]:
 
 def llm_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments of `LLM`. A null asks for nothing. Raises ConfigError for a key that is not known."""
-    from manylora.llmapi.llm import LLM, NEUTRAL
-
     given = {name: value for name, value in options.items() if value is not None}
-    parameters = inspect.signature(LLM.__init__).parameters.values()
-    named = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-    _check_names("option", given, {*named, *NEUTRAL})
-    for name, part in PARTS.items():
-        if name in given:
-            given[name] = _build(name, part, given[name])
-    return given
+    check_names("option", given, [*KNOWN, "tokenizer", "skip_tokenizer_init", *NEUTRAL])
+    return given | {name: _part(name, PARTS[name], given[name]) for name in PARTS if name in given}
 
 
-def _build(name: str, part: type, value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"option {name} must hold its fields by name, got {value!r:.80}")
-    _check_names(f"field of {name}", value, {field.name for field in fields(part)})
-    try:
-        return part(**value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"option {name}: {error}") from error
-
-
-def _check_names(kind: str, given: Collection[str], known: Collection[str]) -> None:
+def check_names(kind: str, given: Collection[str], known: Collection[str]) -> None:
+    """Raises ConfigError for the first that is not known, with the nearest that is."""
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"unknown {kind}: {name}{hint}")
+            hint = f"did you mean {near[0]}?" if near else f"options are {', '.join(known)}"
+            raise ConfigError(f"unknown {kind}: {name}; {hint}")
+
+
+def _part(name: str, kind: type, value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"option {name} must hold its fields by name, got {value!r:.80}")
+    check_names(f"field of {name}", value, [one.name for one in fields(kind)])
+    try:
+        return kind(**value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"option {name}: {error}") from error
 
 
 def _load(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""LoraConfig, PeftCacheConfig and KvCacheConfig to what the engine is configured with."""
+"""The arguments of `LLM` to the engine's configuration."""
 
 from __future__ import annotations
 
@@ -6,24 +6,30 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from manylora.config.build_record import BuildConfig
-from manylora.config.engine import LoraCacheConfig, ModelConfig
+from manylora.config.engine import EngineConfig, ModelConfig
+from manylora.config.resolve import resolve
 from manylora.errors import AdapterError, ConfigError
-from manylora.llmapi.llm_args import PeftCacheConfig
 from manylora.llmapi.lora import LoraConfig
+from manylora.llmapi.options import DEFAULTS, GUIDE_BACKENDS, engine_settings
+from manylora.lora.expert_rules import check_moe_backend
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft_experts import EXPERT_PATHS
 from manylora.lora.formats.peft_names import ATTENTION_IDS, MLP_IDS
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import MODULE_NAMES, LoraModule, lora_modules
+from manylora.model.checkpoint import read_model_config
 
-__all__ = [
-    "built_lora_config", "lora_cache_config", "modules_to_read", "no_lora_cache_config", "parameter_names",
-]  # fmt: skip
+__all__ = ["NO_ADAPTERS", "engine_config", "inferred_targets", "modules_to_read", "parameter_names"]
 
 logger = logging.getLogger("manylora")
 
+NO_ADAPTERS: Mapping[str, Any] = {
+    "optimal_adapter_size": 1, "max_adapter_size": 1, "max_lora_rank": 1, "target_modules": ("attn_q",),
+    "max_loras": 1, "max_cpu_loras": 1,
+}  # fmt: skip
+"""Settings of the smallest cache there can be."""
 # The engine's texts name the parameters of the Triton model; here they have other names.
 NAMES = {
     "lora_cache_host_memory_bytes": "PeftCacheConfig.host_cache_size (or LoraConfig.max_cpu_loras)",
@@ -41,59 +47,39 @@ def modules_to_read(modules: Mapping[int, LoraModule], lora: LoraConfig | None) 
     return {module_id: replace(module, gate_first=False) for module_id, module in modules.items()}
 
 
-def lora_cache_config(
-    lora: LoraConfig, cache: PeftCacheConfig, model: ModelConfig, base: BaseWeights | None = None
-) -> LoraCacheConfig:
-    """Sizes of the adapter cache. M (layer, module) pairs are the target modules on every layer:
-
-    num_device_module_layer = max_lora_rank * M * max_loras, on the host likewise with max_cpu_loras.
-    base: the base model's weights, for a lora_dir with DoRA.
+def engine_config(model_dir: Path, arguments: Mapping[str, Any], **settings: Any) -> EngineConfig:
+    """arguments: of `LLM`. settings: of `resolve`, which override them.
 
     Raises ConfigError for what cannot be served, ValueError for a lora_dir that is no adapter.
     """
-    _check_names(lora)
-    targets = _targets(lora, model, base)
-    counted = sum(module.counted for module in lora_modules(model, targets).values())
-    rows = lora.max_lora_rank * model.num_layers * counted
-    return LoraCacheConfig(
-        optimal_adapter_size=cache.optimal_adapter_size,
-        max_adapter_size=max(cache.max_adapter_size, lora.max_lora_rank),
-        gpu_memory_fraction=cache.device_cache_percent,
-        host_memory_bytes=cache.host_cache_size,
-        num_device_module_layer=rows * lora.max_loras if lora.max_loras else cache.num_device_module_layer,
-        num_host_module_layer=rows * lora.max_cpu_loras
-        if lora.max_cpu_loras
-        else cache.num_host_module_layer,
-        max_lora_rank=lora.max_lora_rank,
-        target_modules=targets,
-    )
-
-
-def built_lora_config(lora: LoraConfig | None, built: BuildConfig) -> LoraConfig | None:
-    """Within what `manylora build` recorded. Without a LoraConfig, what it recorded. Raises ConfigError."""
-    if not built.lora:
-        return lora
-    if lora is None:
-        return LoraConfig(
-            max_lora_rank=built.max_lora_rank or 64, lora_target_modules=list(built.lora_target_modules)
+    backend, moe = arguments.get("guided_decoding_backend"), arguments.get("moe_backend")
+    if backend is not None and backend not in GUIDE_BACKENDS:
+        raise ConfigError(f"guided_decoding_backend must be one of {GUIDE_BACKENDS}, got {backend!r}")
+    said, lora = engine_settings(arguments), arguments.get("lora_config")
+    if lora is not None:
+        _check_names(lora)
+        if lora.lora_dir and not lora.lora_target_modules:
+            model = read_model_config(model_dir)
+            said["target_modules"] = inferred_targets(lora, model, BaseWeights(model_dir))
+    config = resolve(model_dir, {**said, **settings}, DEFAULTS)
+    if lora is not None and not config.lora.target_modules:
+        logger.warning(
+            "Both lora_dir and lora_target_modules are empty, so all LoRA modules will be expected: "
+            "the cache is sized for each of them"
         )
-    built.settle("max_lora_rank", lora.max_lora_rank)
-    if lora.lora_target_modules or lora.lora_dir:
-        return lora
-    return replace(lora, lora_target_modules=list(built.lora_target_modules))
+    if moe is not None:
+        check_moe_backend(moe, config.lora.target_modules, read_model_config(model_dir))
+    return config
 
 
-def no_lora_cache_config(model: ModelConfig) -> LoraCacheConfig:
-    """The smallest cache there can be: without a LoraConfig no adapter is served."""
-    rows = 3 * model.num_layers
-    return LoraCacheConfig(
-        optimal_adapter_size=1,
-        max_adapter_size=1,
-        num_device_module_layer=rows,
-        num_host_module_layer=rows,
-        max_lora_rank=1,
-        target_modules=("attn_q",),
-    )
+def inferred_targets(lora: LoraConfig, model: ModelConfig, base: BaseWeights | None) -> tuple[str, ...]:
+    """Names of the modules that the adapters in lora_dir have. base: the base's weights, for DoRA.
+
+    Raises ConfigError, ValueError.
+    """
+    nemo, modules = lora.lora_ckpt_source == "nemo", lora_modules(model)
+    names = {name for folder in lora.lora_dir for name in _modules_of(Path(folder), nemo, modules, base)}
+    return tuple(name for name in MODULE_NAMES if name in names)
 
 
 def parameter_names(text: str) -> str:
@@ -101,21 +87,6 @@ def parameter_names(text: str) -> str:
     for theirs, ours in NAMES.items():
         text = text.replace(theirs, ours)
     return text
-
-
-def _targets(lora: LoraConfig, model: ModelConfig, base: BaseWeights | None) -> tuple[str, ...]:
-    if lora.lora_target_modules:
-        return (*lora.lora_target_modules, *lora.missing_qkv_modules)
-    if not lora.lora_dir:
-        logger.warning(
-            "Both lora_dir and lora_target_modules are empty, so all LoRA modules will be expected: "
-            "the cache is sized for each of them"
-        )
-        return ()
-    nemo = lora.lora_ckpt_source == "nemo"
-    modules = lora_modules(model)
-    names = {name for folder in lora.lora_dir for name in _modules_of(Path(folder), nemo, modules, base)}
-    return tuple(name for name in MODULE_NAMES if name in names)
 
 
 def _modules_of(

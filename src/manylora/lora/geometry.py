@@ -122,18 +122,21 @@ def plan_cache(
     free_bytes: of the device, after weights and KV cache; the device level takes its fraction of these.
     Raises ConfigError when a level cannot hold one adapter of the largest rank.
     """
-    limit = config.rank_limit
+    modules, limit = tuple(modules), config.rank_limit
     optimal, largest = min(config.optimal_adapter_size, limit), min(config.max_adapter_size, limit)
     geometry = cache_geometry(modules, num_layers, optimal, largest)
     device_bytes = config.gpu_memory_bytes
     if device_bytes is None:
         device_bytes = int(config.gpu_memory_fraction * free_bytes)
-    host = geometry.slots_for(config.host_memory_bytes, element_bytes, config.num_host_module_layer)
-    device = geometry.slots_for(device_bytes, element_bytes, config.num_device_module_layer)
+    adapter_rows = limit * num_layers * sum(module.counted for module in modules)
+    host_rows = adapter_rows * (config.max_cpu_loras or 0) or config.num_host_module_layer
+    device_rows = adapter_rows * (config.max_loras or 0) or config.num_device_module_layer
+    host = geometry.slots_for(config.host_memory_bytes, element_bytes, host_rows)
+    device = geometry.slots_for(device_bytes, element_bytes, device_rows)
     return CachePlan(
         geometry,
-        geometry.pages_for("host", host, at_most=not config.num_host_module_layer),
-        geometry.pages_for("device", device, at_most=not config.num_device_module_layer),
+        geometry.pages_for("host", host, at_most=not host_rows),
+        geometry.pages_for("device", device, at_most=not device_rows),
     )
 
 

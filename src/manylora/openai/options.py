@@ -5,35 +5,44 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.config.values import CONVERTERS
 from manylora.errors import ConfigError
-from manylora.llmapi.llm_args import KvCacheConfig, PeftCacheConfig
-from manylora.llmapi.lora import LoraConfig
-from manylora.llmapi.sizing import lora_cache_config
-from manylora.model.checkpoint import read_model_config
+from manylora.llmapi.options import (
+    KNOWN,
+    NAMES,
+    NEUTRAL,
+    check_names,
+    check_neutral,
+    llm_arguments,
+    read_options,
+)
+from manylora.llmapi.sizing import engine_config
 from manylora.openai.serving.connections import HttpLimits
 
 __all__ = ["ServeOptions", "parse_options"]
 
-SECTIONS: dict[str, type] = {
-    "lora_config": LoraConfig,
-    "peft_cache_config": PeftCacheConfig,
-    "kv_cache_config": KvCacheConfig,
-}
-ENGINE_OPTIONS = ("device", "dtype", "max_num_tokens", "batch_scheduler_policy", "enable_chunked_prefill")
 ALIASES = {
     "lora_root": ("lora_prefetch_dir",),
     "max_seq_len": ("max_model_len",),
     "config": ("extra_llm_api_options",),
 }
+# Arguments of `LLM` that the file may have beside the options. max_queue_size is the server's own queue here,
+# and adapters are always served.
+LLM_ARGUMENTS = [name for name in (*KNOWN, *NEUTRAL) if name not in ("max_queue_size", "enable_lora")]
+# Fields of peft_cache_config that are options of the server, as it reads the adapters.
+CACHE_OPTIONS = {
+    "lora_prefetch_dir": "lora_root",
+    "disk_cache_dir": "lora_disk_dir",
+    "disk_cache_size": "lora_disk_bytes",
+}
+# What of lora_config is not about the engine, so that it acts with a Triton as well.
+READING = {"lora_dir", "lora_ckpt_source", "trtllm_modules_to_hf_modules", "swap_gate_up_proj_lora_b_weight"}
 
 
 def _option(default: Any, text: str, kind: type = str) -> Any:
@@ -54,13 +63,13 @@ class ServeOptions:
         None, "host:port of a running Triton's gRPC: its model answers in place of an engine in this process"
     )
     triton_model: str = _option("tensorrt_llm", "the model of that Triton to ask, with token ids")
-    device: str = _option("auto", "auto, cpu, cuda, cuda:N")
-    dtype: str = _option("auto", "auto, float32, float16, bfloat16")
-    max_batch_size: int = _option(64, "sequences in one step", int)
-    max_num_tokens: int = _option(2048, "token rows in one step", int)
+    device: str | None = _option(None, "auto, cpu, cuda, cuda:N")
+    dtype: str | None = _option(None, "auto, float32, float16, bfloat16")
+    max_batch_size: int | None = _option(None, "sequences in one step", int)
+    max_num_tokens: int | None = _option(None, "token rows in one step, at least max_batch_size", int)
     max_seq_len: int | None = _option(None, "prompt and output, in tokens; default: the model's", int)
-    batch_scheduler_policy: str = _option("guaranteed_no_evict", "guaranteed_no_evict or max_utilization")
-    enable_chunked_prefill: bool = _option(True, "long prompts in pieces", bool)
+    batch_scheduler_policy: str | None = _option(None, "guaranteed_no_evict or max_utilization")
+    enable_chunked_prefill: bool | None = _option(None, "long prompts in pieces", bool)
     lora_root: tuple[Path, ...] = _option((), "folder of adapters by name; watched", Path)
     lora_allowed_path: tuple[Path, ...] = _option(
         (),
@@ -70,7 +79,9 @@ class ServeOptions:
     lora_refresh_seconds: float = _option(5.0, "in which a new or changed adapter serves", float)
     lora_keep_bytes: int = _option(2**28, "adapter tensors held in memory beside the cache", int)
     lora_disk_bytes: int = _option(
-        2**32, "copies of adapters on disk, which outlive their files' changes; 0: none", int
+        LoraCacheConfig.disk_cache_bytes,
+        "copies of adapters on disk, which outlive their files' changes; 0: none",
+        int,
     )
     lora_disk_dir: Path | None = _option(None, "folder of these copies; default: a temporary one", Path)
     lora_upload_bytes: int = _option(
@@ -110,11 +121,10 @@ class ServeOptions:
     ssl_certfile: Path | None = _option(None, "PEM file, for HTTPS", Path)
     ssl_keyfile: Path | None = _option(None, "PEM file, for HTTPS", Path)
     log_level: str = _option("info", "debug, info, warning, error")
-    sections: Mapping[str, Any] = field(default_factory=dict)  # of SECTIONS, from the file
+    sections: Mapping[str, Any] = field(default_factory=dict)  # LLM_ARGUMENTS of the file
 
     def __post_init__(self) -> None:
-        counts = ("max_request_bytes", "max_batch_size", "max_num_tokens", "max_connections")
-        for name in (*counts, "max_connections_per_address"):
+        for name in ("max_request_bytes", "max_connections", "max_connections_per_address"):
             given = getattr(self, name)
             if given is not None and given < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -138,14 +148,24 @@ class ServeOptions:
             raise ConfigError(f"log_level must be debug, info, warning or error, got {self.log_level!r}")
 
     def _check_triton(self) -> None:
-        """What an engine of our own is told would have no effect on Triton's."""
-        mine = {one.name: one.default for one in fields(self) if one.name in ENGINE_OPTIONS}
-        given = [name for name, default in mine.items() if getattr(self, name) != default]
-        given += [name for name in ("peft_cache_config", "kv_cache_config") if name in self.sections]
+        """Settings of an engine in this process would have no effect on Triton's."""
+        # max_batch_size and max_seq_len stand in for what that Triton does not tell.
+        given = [
+            name
+            for name, value in {**self.sections, **self._engine_flags()}.items()
+            if name not in (*NEUTRAL, "lora_config", "max_batch_size", "max_seq_len")
+            and value != getattr(EngineConfig, NAMES.get(name, ""), None)
+        ]
+        lora = self.sections.get("lora_config")
+        given += [f"lora_config.{name}" for name in sorted(getattr(lora, "given", READING) - READING)]
         if given:
             raise ConfigError(
                 f"{given[0]} has no effect with triton_url: set it in Triton's model repository"
             )
+
+    def _engine_flags(self) -> dict[str, Any]:
+        flags = {name: getattr(self, name, None) for name in LLM_ARGUMENTS}
+        return {name: value for name, value in flags.items() if value is not None}
 
     @property
     def bases(self) -> tuple[str, ...]:
@@ -166,36 +186,12 @@ class ServeOptions:
 
     def engine_config(self) -> EngineConfig:
         """Raises ConfigError, ValueError."""
-        kv: KvCacheConfig = self.sections.get("kv_cache_config", KvCacheConfig())
-        return EngineConfig(
+        return engine_config(
             self.model,
-            device=self.device,
-            dtype=self.dtype,
-            max_batch_size=self.max_batch_size,
+            {**self.sections, **self._engine_flags()},
             tokenizer_dir=self.tokenizer or self.model,
-            max_num_tokens=max(self.max_num_tokens, self.max_batch_size),
-            max_seq_len=self.max_seq_len,
-            tokens_per_block=kv.tokens_per_block,
-            kv_cache_free_gpu_mem_fraction=kv.free_gpu_memory_fraction or 0.9,
-            max_tokens_in_paged_kv_cache=kv.max_tokens,
-            enable_kv_cache_reuse=kv.enable_block_reuse,
-            enable_chunked_context=self.enable_chunked_prefill,
-            batch_scheduler_policy=self.batch_scheduler_policy,
-            lora=self._lora(),
-        )
-
-    def _lora(self) -> LoraCacheConfig:
-        cache: PeftCacheConfig = self.sections.get("peft_cache_config", PeftCacheConfig())
-        lora = self.sections.get("lora_config")
-        if lora is not None:
-            return lora_cache_config(lora, cache, read_model_config(self.model))
-        return LoraCacheConfig(
-            optimal_adapter_size=cache.optimal_adapter_size,
-            max_adapter_size=cache.max_adapter_size,
-            gpu_memory_fraction=cache.device_cache_percent,
-            host_memory_bytes=cache.host_cache_size,
-            num_device_module_layer=cache.num_device_module_layer,
-            num_host_module_layer=cache.num_host_module_layer,
+            disk_cache_dir=self.lora_disk_dir,
+            disk_cache_bytes=self.lora_disk_bytes,
         )
 
 
@@ -213,7 +209,8 @@ def parse_options(arguments: Sequence[str]) -> ServeOptions:
         elif isinstance(one.default, tuple):
             _add(parser, one.name, type=kind, action="append", metavar="X", help=text)
         else:
-            shown = "" if one.default in (None, MISSING) else f" (default: {one.default})"
+            default = getattr(EngineConfig, one.name, None) if one.default is None else one.default
+            shown = "" if default in (None, MISSING) else f" (default: {default})"
             _add(parser, one.name, type=kind, metavar="X", help=text + shown)
     given = vars(parser.parse_args(arguments))
     file = given.pop("config", None)
@@ -233,57 +230,38 @@ def _add(parser: argparse.ArgumentParser, name: str, **how: Any) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} must hold options, one key each")
+    """Fields of ServeOptions. Raises ConfigError."""
+    found = {name: value for name, value in read_options(path).items() if value is not None}
     known = {one.name: one for one in fields(ServeOptions) if one.metadata}
+    try:
+        check_names("option", found, [*known, *LLM_ARGUMENTS, *sum(ALIASES.values(), ())])
+        given: list[tuple[str, Any]] = []
+        for key, value in found.items():
+            name = next((name for name, others in ALIASES.items() if key in others), key)
+            if name == "peft_cache_config" and isinstance(value, dict):
+                given += [(CACHE_OPTIONS[one], value[one]) for one in value if one in CACHE_OPTIONS]
+                value = {one: value[one] for one in value if one not in CACHE_OPTIONS}
+            given.append((name, value))
+        sections = llm_arguments({name: value for name, value in given if name not in known})
+        check_neutral({name: value for name, value in sections.items() if name in NEUTRAL})
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     settings: dict[str, Any] = {}
-    sections: dict[str, Any] = {}
-    for key, value in found.items():
-        name = next((name for name, others in ALIASES.items() if key in others), key)
-        if name in SECTIONS:
-            if name == "peft_cache_config" and isinstance(value, dict) and value.get("lora_prefetch_dir"):
-                value = dict(value)
-                settings["lora_root"] = (*settings.get("lora_root", ()), Path(value.pop("lora_prefetch_dir")))
-            sections[name] = _section(path, name, value)
-        elif name in known:
+    for name, value in given:
+        if name in known:
             made = _convert(path, name, value, known[name])
             settings[name] = (*settings.get(name, ()), *made) if isinstance(made, tuple) else made
-        else:
-            raise ConfigError(f"{path}: {_unknown(str(key), [*known, *SECTIONS])}")
     return settings | {"sections": sections}
-
-
-def _unknown(key: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(key, known, 1, 0.6)
-    hint = f"did you mean {near[0]}?" if near else f"options are {', '.join(known)}"
-    return f"{key} is not an option; {hint}"
-
-
-def _section(path: Path, name: str, value: Any) -> Any:
-    kind = SECTIONS[name]
-    if not isinstance(value, dict | None):
-        raise ConfigError(f"{path}: {name} must hold options, one key each")
-    known = [one.name for one in fields(kind)]
-    for key in value or {}:
-        if key not in known:
-            raise ConfigError(f"{path}: {name}: {_unknown(str(key), known)}")
-    try:
-        return kind(**(value or {}))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: {name}: {error}") from error
 
 
 def _convert(path: Path, name: str, value: Any, one: Any) -> Any:
     kind = one.metadata["kind"]
+    convert = CONVERTERS[kind.__name__] if kind in (int, float) else kind
     try:
-        if isinstance(one.default, tuple):
-            return tuple(kind(item) for item in (value if isinstance(value, list) else [value]))
         if kind is bool and not isinstance(value, bool):
-            raise ValueError("it must be true or false")
-        return None if value is None else kind(value)
+            raise ValueError("must be true or false")
+        if isinstance(one.default, tuple):
+            return tuple(convert(item) for item in (value if isinstance(value, list) else [value]))
+        return convert(value)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: {name}: {error}") from error
+        raise ConfigError(f"{path}: {name} {error}") from error

@@ -16,7 +16,7 @@ from pathlib import Path
 import uvicorn
 from starlette.applications import Starlette
 
-from manylora.config.engine import LoraCacheConfig, ModelConfig
+from manylora.config.engine import EngineConfig, LoraCacheConfig, ModelConfig
 from manylora.errors import ConfigError
 from manylora.llmapi.sizing import modules_to_read
 from manylora.lora.bounds import Bounds
@@ -164,7 +164,7 @@ def _through_triton(options: ServeOptions) -> _ServedModel:
     found = TritonModel.read(url, options.triton_model)
     model = read_model_config(options.model)
     lora = LoraCacheConfig(
-        max_adapter_size=found.number("lora_cache_max_adapter_size") or 64,
+        max_adapter_size=found.number("lora_cache_max_adapter_size") or LoraCacheConfig.max_adapter_size,
         max_lora_rank=found.number("max_lora_rank"),
     )
     modules = lora_modules(model, lora.target_modules)
@@ -175,7 +175,7 @@ def _through_triton(options: ServeOptions) -> _ServedModel:
         lambda: TritonEngine(url, found),
         model,
         options.max_seq_len or found.number("max_seq_len") or model.max_position_embeddings,
-        found.number("max_num_sequences") or options.max_batch_size,
+        found.number("max_num_sequences") or options.max_batch_size or EngineConfig.max_batch_size,
         # Tensors of a Triton request cannot be 8-bit floats.
         AdapterReader(
             rules,

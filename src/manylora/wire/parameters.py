@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from manylora.config.build_record import BuildConfig, read_build_config
-from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.config import resolve
+from manylora.config.engine import EngineConfig
+from manylora.config.values import boolean, whole_number
 from manylora.errors import ConfigError
 from manylora.quant.config import QuantConfig
 
@@ -17,8 +18,30 @@ __all__ = [
     "value_of",
 ]  # fmt: skip
 
+Value = TypeVar("Value")
 TYPES = ("v1", "V1", "inflight_batching", "inflight_fused_batching")
-TRUE, FALSE = ("true", "1", "t", "y", "yes"), ("false", "0", "f", "n", "no")
+# Parameters whose name is not that of the setting.
+RENAMED = {
+    "max_num_sequences": "max_batch_size",
+    "cuda_graph_mode": "enable_cuda_graph",
+    "lora_cache_optimal_adapter_size": "optimal_adapter_size",
+    "lora_cache_max_adapter_size": "max_adapter_size",
+    "lora_cache_gpu_memory_fraction": "gpu_memory_fraction",
+    "lora_cache_gpu_memory_bytes": "gpu_memory_bytes",
+    "lora_cache_host_memory_bytes": "host_memory_bytes",
+    "lora_cache_num_device_module_layer": "num_device_module_layer",
+    "lora_cache_num_host_module_layer": "num_host_module_layer",
+    "lora_disk_cache_dir": "disk_cache_dir",
+    "lora_disk_cache_bytes": "disk_cache_bytes",
+    "lora_target_modules": "target_modules",
+    "lora_prefetch_dir": "prefetch_dir",
+    "lora_catalog_dir": "catalog_dir",
+    "lora_allowed_path": "allowed_paths",
+    "quant_group_size": "group_size",
+    "quant_exclude_modules": "exclude_modules",
+}
+NAMES = {**{key: key for key in resolve.KEYS if key not in RENAMED.values()}, **RENAMED}
+"""Every setting by the name of its parameter."""
 # Parameters that would change answers; only these values mean what the engine does anyway.
 HARMLESS = {
     "sink_token_length": ("0",),
@@ -41,17 +64,12 @@ def value_of(parameters: Mapping[str, str], name: str) -> str | None:
 
 
 def flag(parameters: Mapping[str, str], name: str, default: bool) -> bool:
-    text = value_of(parameters, name)
-    if text is None:
-        return default
-    if text.lower() not in TRUE + FALSE:
-        raise ConfigError(f"parameter {name} must be true or false, got {text!r}")
-    return text.lower() in TRUE
+    return _value(parameters, name, boolean, default)
 
 
 def milliseconds(parameters: Mapping[str, str], name: str, default: int) -> float:
     """A period in seconds."""
-    return _parse(name, value_of(parameters, name) or str(default), int) / 1000
+    return _value(parameters, name, whole_number, default) / 1000
 
 
 def logits_dtype(model_config: Mapping[str, Any]) -> str:
@@ -84,34 +102,23 @@ def engine_config(parameters: Mapping[str, str]) -> EngineConfig:
         raise ConfigError(
             "parameter gpt_model_path (template variable engine_dir) must name the model directory"
         )
-    built = read_build_config(Path(path))
-    options: dict[str, Any] = {}
-    _take(parameters, options, int, "max_num_tokens", "max_seq_len", "tokens_per_block")
-    _take(parameters, options, int, "max_tokens_in_paged_kv_cache", "max_queue_size", "max_beam_width")
-    _take(parameters, options, int, "cuda_graph_cache_size")
-    _take(parameters, options, float, "kv_cache_free_gpu_mem_fraction")
-    _take(parameters, options, str, "batch_scheduler_policy", "device", "dtype")
-    sequences = value_of(parameters, "max_num_sequences")
-    if sequences is not None:
-        options["max_batch_size"] = _parse("max_num_sequences", sequences, int)
-    for name in ("max_batch_size", "max_num_tokens", "max_seq_len"):
-        value = built.settle(name, options.get(name))
-        if value is not None:
-            options[name] = value
-    _check_window(parameters, Path(path), options.get("max_seq_len"))
+    settings = _settings(parameters)
+    settings.pop("tokenizer_dir", None)  # is for guided decoding alone
     if value_of(parameters, "guided_decoding_backend") is not None:
-        options["tokenizer_dir"] = Path(value_of(parameters, "tokenizer_dir") or path)
-    if value_of(parameters, "cuda_graph_mode") is not None:
-        options["enable_cuda_graph"] = flag(parameters, "cuda_graph_mode", True)
-    return EngineConfig(
-        model_dir=Path(path),
-        enable_kv_cache_reuse=flag(parameters, "enable_kv_cache_reuse", True),
-        wrap_input_ids=flag(parameters, "wrap_input_ids", False),
-        enable_chunked_context=flag(parameters, "enable_chunked_context", True),
-        quant=built.settle_quant(quant_config(parameters)),
-        lora=_lora_config(parameters, built),
-        **options,
-    )
+        settings["tokenizer_dir"] = Path(value_of(parameters, "tokenizer_dir") or path)
+    config = resolve.resolve(Path(path), settings)
+    _check_window(parameters, Path(path), config.max_seq_len)
+    return config
+
+
+def quant_config(parameters: Mapping[str, str]) -> QuantConfig | None:
+    """How the parameters alone have the base rounded. Raises ConfigError."""
+    names = {name: key for name, key in NAMES.items() if key in resolve.QUANT_KEYS}
+    return resolve.quant_config(_settings(parameters, names))
+
+
+def _settings(parameters: Mapping[str, str], names: Mapping[str, str] = NAMES) -> dict[str, Any]:
+    return resolve.rename({name: value_of(parameters, name) for name in names}, names, "parameter ")
 
 
 def _check_window(parameters: Mapping[str, str], path: Path, max_seq_len: int | None) -> None:
@@ -120,7 +127,7 @@ def _check_window(parameters: Mapping[str, str], path: Path, max_seq_len: int | 
     text = value_of(parameters, name)
     if text is None:
         return
-    sizes = [_parse(name, part.strip(), int) for part in text.split(",")]
+    sizes = [_converted(name, part.strip(), whole_number) for part in text.split(",")]
     longest = max_seq_len or _max_positions(path)
     if longest is None or min(sizes) < longest:
         rest = "" if longest is None else f", or use the longest sequence's length, {longest}, or more"
@@ -129,10 +136,9 @@ def _check_window(parameters: Mapping[str, str], path: Path, max_seq_len: int | 
 
 def _max_positions(path: Path) -> int | None:
     try:
-        told = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return positions(json.loads((path / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return None  # reading the model says what is wrong with it
-    return positions(told)
 
 
 def positions(config: Mapping[str, Any]) -> int | None:
@@ -141,56 +147,15 @@ def positions(config: Mapping[str, Any]) -> int | None:
     return found[0] if found else None
 
 
-def quant_config(parameters: Mapping[str, str]) -> QuantConfig | None:
-    """What the base is to be rounded to. Raises ConfigError."""
-    options: dict[str, Any] = {}
-    _take(parameters, options, str, "quant_algo", "kv_cache_quant_algo")
-    size = value_of(parameters, "quant_group_size")
-    if size is not None:
-        options["group_size"] = _parse("quant_group_size", size, int)
+def _value(
+    parameters: Mapping[str, str], name: str, convert: Callable[[Any], Value], default: Value
+) -> Value:
+    text = value_of(parameters, name)
+    return default if text is None else _converted(name, text, convert)
+
+
+def _converted(name: str, text: str, convert: Callable[[Any], Value]) -> Value:
     try:
-        return QuantConfig(**options) if options else None
+        return convert(text)
     except ValueError as error:
-        raise ConfigError(f"parameters of quantisation: {error}") from error
-
-
-def _lora_config(parameters: Mapping[str, str], built: BuildConfig) -> LoraCacheConfig:
-    found: dict[str, Any] = {}
-    _take(parameters, found, int, "lora_cache_optimal_adapter_size", "lora_cache_max_adapter_size")
-    _take(parameters, found, int, "lora_cache_host_memory_bytes", "lora_cache_gpu_memory_bytes")
-    _take(parameters, found, float, "lora_cache_gpu_memory_fraction")
-    options = {name.removeprefix("lora_cache_"): value for name, value in found.items()}
-    _take(parameters, options, int, "max_lora_rank")
-    prefetch = value_of(parameters, "lora_prefetch_dir")
-    catalog = value_of(parameters, "lora_catalog_dir")
-    allowed = value_of(parameters, "lora_allowed_path") or ""
-    targets = value_of(parameters, "lora_target_modules") or ""
-    rank = built.settle("max_lora_rank", options.get("max_lora_rank"))
-    if rank is not None:
-        options["max_lora_rank"] = rank
-    return LoraCacheConfig(
-        prefetch_dir=Path(prefetch) if prefetch else None,
-        catalog_dir=Path(catalog) if catalog else None,
-        allowed_paths=tuple(Path(path.strip()) for path in allowed.split(",") if path.strip()),
-        target_modules=built.settle_targets(
-            tuple(name.strip() for name in targets.split(",") if name.strip())
-        ),
-        **options,
-    )
-
-
-def _take(
-    parameters: Mapping[str, str], into: dict[str, Any], kind: Callable[[str], Any], *names: str
-) -> None:
-    for name in names:
-        text = value_of(parameters, name)
-        if text is not None:
-            into[name] = _parse(name, text, kind)
-
-
-def _parse(name: str, text: str, kind: Callable[[str], Any]) -> Any:
-    try:
-        return kind(text)
-    except ValueError as error:
-        wanted = "a whole number" if kind is int else "a number"
-        raise ConfigError(f"parameter {name} must be {wanted}, got {text!r}") from error
+        raise ConfigError(f"parameter {name} {error}") from error

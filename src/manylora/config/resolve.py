@@ -1,0 +1,123 @@
+"""The one way to an EngineConfig: what the user said, over the build record, over the defaults.
+
+The Triton parameters, `LLM`, `manylora serve` and `manylora bench` each have a table of their names. `rename`
+translates these into the names here, and `resolve` does everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from manylora.config.build_record import BuildConfig, read_build_config
+from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.config.values import CONVERTERS
+from manylora.errors import ConfigError
+from manylora.quant.config import QuantConfig
+
+__all__ = ["KEYS", "QUANT_KEYS", "Settings", "quant_config", "rename", "resolve", "with_whole_qkv"]
+
+Settings = Mapping[str, Any]
+"""Values by the names in KEYS. A name that is absent was not set."""
+
+ENGINE_KEYS = tuple(
+    one.name for one in fields(EngineConfig) if one.name not in ("model_dir", "quant", "lora")
+)
+LORA_KEYS = tuple(one.name for one in fields(LoraCacheConfig))
+QUANT_KEYS = ("quant_algo", "kv_cache_quant_algo", "group_size", "exclude_modules")
+KEYS = (*ENGINE_KEYS, *LORA_KEYS, *QUANT_KEYS)
+
+QKV_GROUPS = (("attn_q", "attn_k", "attn_v"), ("cross_attn_q", "cross_attn_k", "cross_attn_v"))
+NOTHING: Settings = MappingProxyType({})
+_CONVERT = {
+    one.name: CONVERTERS[str(one.type).removesuffix(" | None")]
+    for kind in (EngineConfig, LoraCacheConfig, QuantConfig)
+    for one in fields(kind)
+    if one.name in KEYS
+}
+
+
+def rename(given: Mapping[str, Any], table: Mapping[str, str], what: str = "") -> dict[str, Any]:
+    """Settings from values by the names of a front end.
+
+    given: text, or what YAML makes of it. None: not set. table: those names, to names in KEYS.
+    what:  said before a name in errors. Raises ConfigError.
+    """
+    settings: dict[str, Any] = {}
+    for name, key in table.items():
+        if given.get(name) is None:
+            continue
+        try:
+            settings[key] = _CONVERT[key](given[name])
+        except ValueError as error:
+            raise ConfigError(f"{what}{name} {error}") from error
+    return settings
+
+
+def resolve(model_dir: Path, settings: Settings, defaults: Settings = NOTHING) -> EngineConfig:
+    """settings, else what `manylora build` recorded in model_dir, else `defaults`, else the fields' defaults.
+
+    A value None in settings is not set. max_beam_width None means max_batch_size. max_num_tokens is raised to
+    max_batch_size unless it was set, and max_adapter_size to max_lora_rank.
+
+    Raises ConfigError, also when more is set than model_dir was built for.
+    """
+    record = read_build_config(model_dir)
+    found = {**defaults, **record.settings(), **{k: v for k, v in settings.items() if v not in (None, ())}}
+    _check_limits(settings, record)
+    if settings.get("target_modules"):
+        found["target_modules"] = _targets(settings["target_modules"], record.lora_target_modules)
+    batch = found.setdefault("max_batch_size", EngineConfig.max_batch_size)
+    found.setdefault("max_num_tokens", max(EngineConfig.max_num_tokens, batch))
+    if found.get("max_beam_width", EngineConfig.max_beam_width) is None:
+        found["max_beam_width"] = batch
+    largest = found.get("max_adapter_size", LoraCacheConfig.max_adapter_size)
+    rank = found.setdefault("max_lora_rank", largest)
+    found["max_adapter_size"] = max(largest, rank)
+    return EngineConfig(
+        model_dir,
+        quant=quant_config(found),
+        lora=LoraCacheConfig(**{name: found[name] for name in LORA_KEYS if name in found}),
+        **{name: found[name] for name in ENGINE_KEYS if name in found},
+    )
+
+
+def quant_config(settings: Settings) -> QuantConfig | None:
+    """None: weights and KV cache as the model directory has them. Raises ConfigError."""
+    found = {name: settings[name] for name in QUANT_KEYS if name in settings}
+    try:
+        return QuantConfig(**found) if found else None
+    except ValueError as error:
+        raise ConfigError(f"parameters of quantisation: {error}") from error
+
+
+def with_whole_qkv(targets: tuple[str, ...]) -> tuple[str, ...]:
+    """And what they lack of a q, k, v group of which they name a part."""
+    missing = [
+        name for group in QKV_GROUPS if set(group) & set(targets) for name in group if name not in targets
+    ]
+    return (*targets, *missing)
+
+
+def _check_limits(settings: Settings, record: BuildConfig) -> None:
+    for name, built in record.limits().items():
+        asked = settings.get(name)
+        if asked is not None and asked > built:
+            raise ConfigError(
+                f"{name} ({asked}) is larger than the directory was built for ({built}): lower it, or build "
+                f"again with --{name} {asked}"
+            )
+
+
+def _targets(asked: tuple[str, ...], built: tuple[str, ...]) -> tuple[str, ...]:
+    """built: target modules that were recorded; empty: any."""
+    others = [name for name in asked if built and name not in built]
+    if others:
+        raise ConfigError(
+            f"lora_target_modules: {others[0]} is not among those the directory was built for "
+            f"({', '.join(built)}); build again with it"
+        )
+    return tuple(name for name in with_whole_qkv(asked) if not built or name in built)

@@ -1,0 +1,71 @@
+"""Values as people write them, in text or YAML, to the types of settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CONVERTERS", "boolean", "whole_number"]
+
+TRUE, FALSE = ("true", "1", "t", "y", "yes"), ("false", "0", "f", "n", "no")
+
+
+def boolean(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str) or value.lower() not in TRUE + FALSE:
+        raise ValueError(f"must be true or false, got {value!r}")
+    return value.lower() in TRUE
+
+
+def whole_number(value: Any) -> int:
+    return int(_parsed(value, int, (int, str), "a whole number"))
+
+
+def _number(value: Any) -> float:
+    return float(_parsed(value, float, (int, float, str), "a number"))
+
+
+def _text(value: Any) -> str:
+    return str(_parsed(value, str, (str,), "a text"))
+
+
+def _path(value: Any) -> Path:
+    return value if isinstance(value, Path) else Path(_text(value))
+
+
+def _parsed(value: Any, kind: Callable[[Any], Any], accepted: tuple[type, ...], wanted: str) -> Any:
+    try:
+        if isinstance(value, accepted) and not isinstance(value, bool):
+            return kind(value)
+    except ValueError:
+        pass
+    raise ValueError(f"must be {wanted}, got {value!r}")
+
+
+def _several(convert: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """Of a list, or of a text with commas."""
+
+    def converted(value: Any) -> tuple[Any, ...]:
+        items = value.split(",") if isinstance(value, str) else value
+        if not isinstance(items, list | tuple):
+            raise ValueError(f"must be a list, got {value!r}")
+        items = [item.strip() if isinstance(item, str) else item for item in items]
+        return tuple(convert(item) for item in items if item != "")
+
+    return converted
+
+
+CONVERTERS: dict[str, Callable[[Any], Any]] = {
+    "bool": boolean,
+    "int": whole_number,
+    "float": _number,
+    "str": _text,
+    "Path": _path,
+    "tuple[str, ...]": _several(_text),
+    "tuple[Path, ...]": _several(_path),
+    "list[str]": lambda value: list(_several(_text)(value)),
+    "QuantAlgo | str": _text,
+}
+"""By the annotation of a dataclass's field, `| None` left out. Each raises ValueError: "must be …"."""

@@ -128,7 +128,7 @@ def test_blocks_are_counted_as_upstream_counts_them() -> None:
         sequence = bench.add(prompt, 9)
         while not sequence.finished:
             bench.step()
-        return sequence.num_taken_blocks, sequence.num_new_blocks, sequence.num_reused_blocks
+        return sequence.kv.num_claimed, sequence.kv.num_new, sequence.kv.num_reused
 
     bench = Bench(blocks=8)
     prompt = list(range(10))
@@ -151,7 +151,7 @@ def test_who_waits_for_adapter_room_is_overtaken_but_not_for_ever() -> None:
         bench.step()
         overtaken += 1
         assert overtaken < 3 * MAX_OVERTAKES, "the cold adapter starves"
-    assert cold.num_overtaken >= MAX_OVERTAKES
+    assert cold.queue.num_overtaken >= MAX_OVERTAKES
     base = [s for s in bench.done if s.lease is None]
     assert len(base) > MAX_OVERTAKES, "the base model was held up by adapters"
 

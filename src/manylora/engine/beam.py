@@ -92,12 +92,13 @@ class BeamGroup:
             source = self.beams[candidate.parent]
             target = source if best_of[candidate.parent] == i else spare.pop()
             if target is not source:
-                target.tokens, target.log_probs = list(source.tokens), list(source.log_probs)
+                target.tokens = list(source.tokens)
+                target.output.log_probs = list(source.output.log_probs)
                 fork(source, target, self.reserve)
             beams.append(target)
         for beam, candidate in zip(beams, chosen, strict=True):
             beam.tokens.append(candidate.token)
-            beam.log_probs.append(candidate.log_prob)
+            beam.output.log_probs.append(candidate.log_prob)
         self.beams, self.scores = beams, [candidate.score for candidate in chosen]
         self.forked = True
         return added
@@ -119,7 +120,7 @@ class BeamGroup:
 
     def _add_result(self, candidate: BeamCandidate) -> None:
         params, parent = self.leader.request.params, self.beams[candidate.parent]
-        tokens, log_probs = self._output(candidate.parent), list(parent.log_probs)
+        tokens, log_probs = self._output(candidate.parent), list(parent.output.log_probs)
         length = len(tokens) + 1
         if candidate.token != params.end_id:
             tokens = [*tokens, candidate.token]
@@ -138,7 +139,7 @@ class BeamGroup:
     def _finish(self, reason: FinishReason) -> None:
         count = self.leader.request.params.num_return_sequences
         count = self.width if count == 1 else count
-        self.leader.results = tuple(beam for _, beam in self.results[:count])
+        self.leader.output.beams = tuple(beam for _, beam in self.results[:count])
         self.leader.finish_reason = reason
 
 

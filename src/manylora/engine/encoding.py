@@ -1,4 +1,4 @@
-"""What an encoder-decoder model changes about requests and about a step's inputs."""
+"""What is different for encoder-decoder models: requests, and the inputs of the encoder."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ __all__ = ["check_encoder_prompt", "encoder_inputs", "for_encoder"]
 
 
 def for_encoder(request: Request, encoder: EncoderConfig | None) -> Request:
-    """The request with a prompt for each of encoder and decoder. Raises RequestError for what is not served.
+    """The request with a prompt for the encoder and one for the decoder. Raises RequestError for what is not
+    supported.
 
-    encoder: None: a decoder alone, which takes no encoder_prompt.
+    encoder: None: the model has no encoder, and takes no encoder_prompt.
     """
     if encoder is None:
         if request.encoder_prompt:
@@ -36,7 +37,7 @@ def for_encoder(request: Request, encoder: EncoderConfig | None) -> Request:
 
 
 def check_encoder_prompt(ids: Many[int], vocab_size: int, max_seq_len: int, max_rows: int) -> None:
-    """Raises RequestError. max_rows: of one step: an encoder reads its prompt at once."""
+    """Raises RequestError. max_rows: of one step, in which the encoder reads its whole prompt."""
     limit = min(max_seq_len, max_rows)
     if not ids:
         raise RequestError("A value is required for input_ids: the encoder's prompt has no tokens")
@@ -50,16 +51,16 @@ def check_encoder_prompt(ids: Many[int], vocab_size: int, max_seq_len: int, max_
 
 
 def encoder_inputs(sequences: Many[Sequence], tokens_per_block: int) -> StepInputs:
-    """The encoder's prompts, whole, and where what it makes of them goes. No logits are wanted."""
+    """The encoder's whole prompts, and the slots of the keys and values computed from them. No logits."""
     size, lengths = tokens_per_block, [sequence.num_encoder for sequence in sequences]
     return StepInputs(
         input_ids=[token for sequence in sequences for token in sequence.request.encoder_prompt],
         positions=[position for length in lengths for position in range(length)],
         starts=[0, *accumulate(lengths)],
         lengths=lengths,
-        blocks=[sequence.cross_blocks for sequence in sequences],
+        blocks=[sequence.kv.cross_blocks for sequence in sequences],
         slots=[
-            sequence.cross_blocks[position // size] * size + position % size
+            sequence.kv.cross_blocks[position // size] * size + position % size
             for sequence, length in zip(sequences, lengths, strict=True)
             for position in range(length)
         ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from manylora.engine.idle_blocks import DEFAULT_PRIORITY, IdleBlocks
-from manylora.engine.sequence import Sequence
+from manylora.engine.sequence import KvBlocks, Sequence
 from manylora.lora.pages import PageAllocator
 
 if TYPE_CHECKING:
@@ -58,38 +58,39 @@ class KvCache:
         False, and nothing changed, when there are not enough. Sets `num_computed` to the tokens reused; at
         least one token is left to compute, because its logits are needed.
         """
-        assert not sequence.blocks
+        kv = sequence.kv
+        assert not kv.blocks
         nodes = self._match(sequence)
         shared = [self._block_of[node] for node in nodes]
-        idle = sum(block in self._idle for block in shared)
+        num_idle = sum(block in self._idle for block in shared)
         num_cross = self.blocks_for(sequence.num_encoder)
-        if self.blocks_for(num_tokens) + num_cross - len(shared) > self.num_available - idle:
+        if self.blocks_for(num_tokens) + num_cross - len(shared) > self.num_available - num_idle:
             return False
         for block in shared:
             self._idle.discard(block)
             self._pages.share(block)
-        sequence.blocks, sequence.nodes = shared, nodes
+        kv.blocks, kv.nodes = shared, nodes
         sequence.num_computed = len(shared) * self.tokens_per_block
-        sequence.num_reused_blocks = len(shared)
-        sequence.num_new_blocks = sequence.num_taken_blocks = 0
+        kv.num_reused, kv.num_claimed, kv.num_new = len(shared), 0, 0
         grown = self.grow(sequence, num_tokens)
         assert grown
         num_known = len(self._key_of)
-        sequence.cross_blocks = self._claim(num_cross)
-        self._count_claimed(sequence, num_cross, num_known)
+        kv.cross_blocks = self._claim(num_cross)
+        self._count_claimed(kv, num_cross, num_known)
         return True
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give a sequence blocks for `num_tokens` in all. False, and nothing changed: too few are left."""
-        missing = self.blocks_for(num_tokens) - len(sequence.blocks)
+        kv = sequence.kv
+        missing = self.blocks_for(num_tokens) - len(kv.blocks)
         if missing <= 0:
             return True
         if missing > self.num_available:
             return False
-        num_known, num_before = len(self._key_of), len(sequence.blocks)
-        sequence.blocks += self._claim(missing)
-        num_prompt = self.blocks_for(sequence.num_prompt)
-        self._count_claimed(sequence, max(0, min(len(sequence.blocks), num_prompt) - num_before), num_known)
+        num_known, num_before = len(self._key_of), len(kv.blocks)
+        kv.blocks += self._claim(missing)
+        num_prompt = min(len(kv.blocks), self.blocks_for(sequence.num_prompt))
+        self._count_claimed(kv, max(0, num_prompt - num_before), num_known)
         return True
 
     def reserve_beams(self, group: BeamGroup) -> bool:
@@ -106,26 +107,26 @@ class KvCache:
     def fork(self, source: Sequence, target: Sequence, reserve: list[int]) -> None:
         """Let one beam continue another: it shares the blocks of that one."""
         used = self.blocks_for(source.num_computed)
-        for block in source.blocks[:used]:
+        for block in source.kv.blocks[:used]:
             self._pages.share(block)
-        self._give_back(target.blocks, reserve)
-        target.blocks = source.blocks[:used]
+        self._give_back(target.kv.blocks, reserve)
+        target.kv.blocks = source.kv.blocks[:used]
         target.num_computed = source.num_computed
 
     def make_writable(self, sequence: Sequence, reserve: list[int]) -> tuple[int, int] | None:
         """Give a beam a block of its own for the next token. Returns (from, to) when one must be copied."""
-        index = sequence.num_computed // self.tokens_per_block
-        self._give_back(sequence.blocks[index + 1 :], reserve)
-        del sequence.blocks[index + 1 :]
-        if index == len(sequence.blocks):
-            sequence.blocks.append(reserve.pop())
+        blocks, index = sequence.kv.blocks, sequence.num_computed // self.tokens_per_block
+        self._give_back(blocks[index + 1 :], reserve)
+        del blocks[index + 1 :]
+        if index == len(blocks):
+            blocks.append(reserve.pop())
             return None
-        block = sequence.blocks[index]
+        block = blocks[index]
         if self._pages.references(block) == 1:
             return None
-        sequence.blocks[index] = reserve.pop()
+        blocks[index] = reserve.pop()
         self._pages.release([block])
-        return block, sequence.blocks[index]
+        return block, blocks[index]
 
     def free_reserve(self, reserve: list[int]) -> None:
         self._pages.release(reserve)
@@ -135,31 +136,32 @@ class KvCache:
         """Register the blocks that were filled since the last call, up to `num_computed`."""
         if not self._reuse or (sequence.beams is not None and sequence.beams.forked):
             return
-        size = self.tokens_per_block
-        while (len(sequence.nodes) + 1) * size <= sequence.num_computed:
-            position = len(sequence.nodes)
-            parent: object = sequence.nodes[-1] if sequence.nodes else sequence.root
+        size, nodes = self.tokens_per_block, sequence.kv.nodes
+        while (len(nodes) + 1) * size <= sequence.num_computed:
+            position = len(nodes)
+            parent: object = nodes[-1] if nodes else sequence.root
             key = (parent, tuple(sequence.tokens[position * size : (position + 1) * size]))
             node = self._node_of.get(key)
             if node is None:
-                node = self._register(key, sequence.blocks[position])
-            sequence.nodes.append(node)
+                node = self._register(key, sequence.kv.blocks[position])
+            nodes.append(node)
 
     def free(self, sequence: Sequence) -> None:
         """Take a sequence's blocks back. When space is needed, its last blocks are evicted first."""
-        for index in reversed(range(len(sequence.blocks))):
-            block = sequence.blocks[index]
+        kv = sequence.kv
+        for index in reversed(range(len(kv.blocks))):
+            block = kv.blocks[index]
             self._pages.release([block])
             if block in self._key_of and self._pages.references(block) == 1:
                 self._idle.add(block, *self._retention(sequence, index))
-        self._pages.release(sequence.cross_blocks)
-        sequence.blocks, sequence.nodes, sequence.cross_blocks = [], [], []
-        sequence.num_computed, sequence.encoded = 0, False
+        self._pages.release(kv.cross_blocks)
+        kv.blocks, kv.nodes, kv.cross_blocks, kv.is_encoded = [], [], [], False
+        sequence.num_computed = 0
 
     def check(self, sequences: list[Sequence]) -> None:
         """Assert that every block is free, idle, or used by exactly these sequences and their reserves."""
         self._pages.check()
-        used = [block for sequence in sequences for block in sequence.blocks + sequence.cross_blocks]
+        used = [block for s in sequences for block in s.kv.blocks + s.kv.cross_blocks]
         groups = {id(s.beams): s.beams for s in sequences if s.beams is not None}
         used += [block for group in groups.values() for block in group.reserve]
         for block in range(self.num_blocks):
@@ -182,10 +184,10 @@ class KvCache:
             parent = node
         return nodes
 
-    def _count_claimed(self, sequence: Sequence, num_claimed: int, num_known: int) -> None:
+    def _count_claimed(self, kv: KvBlocks, num_claimed: int, num_known: int) -> None:
         """num_known: registered blocks before these were claimed. Those that are gone were evicted."""
-        sequence.num_taken_blocks += num_claimed
-        sequence.num_new_blocks += max(0, num_claimed - (num_known - len(self._key_of)))
+        kv.num_claimed += num_claimed
+        kv.num_new += max(0, num_claimed - (num_known - len(self._key_of)))
 
     def _claim(self, count: int) -> list[int]:
         while self._pages.num_free < count:

@@ -9,30 +9,28 @@ from torch import Tensor
 
 from manylora.engine.beam import BeamCandidate, BeamGroup
 from manylora.engine.sampler import Row
-from manylora.engine.scheduler import Chunk, Step
+from manylora.engine.scheduler import Step
+from manylora.engine.sequence import Sequence
 from manylora.kernels.device import Arrival
 
-__all__ = ["FailedStep", "LaunchedStep", "SampledRow", "StepResults"]
-
-SampledRow = tuple[Chunk, Row]
-"""A row of logits that a token was sampled from: its chunk, and its `sampler.Row`."""
+__all__ = ["FailedStep", "LaunchedStep", "StepResults"]
 
 
 @dataclass
 class StepResults:
     """What one forward pass decided, on the host.
 
-    tokens:     (token, log probability) of each chunk that was sampled: more than one where draft tokens
+    tokens:     (token, log probability) of each sequence that was sampled: more than one where draft tokens
                 were accepted; NOT_FINITE in place of a token whose logits are not finite.
     candidates: of each beam search in the step; empty where the logits are not finite.
     """
 
-    tokens: dict[Chunk, list[tuple[int, float | None]]] = field(default_factory=dict)
+    tokens: dict[Sequence, list[tuple[int, float | None]]] = field(default_factory=dict)
     candidates: dict[BeamGroup, list[BeamCandidate]] = field(default_factory=dict)
 
 
 class LaunchedStep:
-    """Created by the runner. tokens, log_probs: [D] on the device, one for each of `sampled`; see
+    """Created by the runner. tokens, log_probs: [D] on the device, one for each of `rows`; see
     `sampler.sample`. A step without tokens is waited for too, because it reads adapters.
 
     assumed_done: set by the engine when the scheduler has counted the step before its results are known.
@@ -41,7 +39,7 @@ class LaunchedStep:
     def __init__(
         self,
         step: Step,
-        sampled: list[SampledRow],
+        rows: list[Row],
         tokens: Tensor,
         log_probs: Tensor | None,
         candidates: dict[BeamGroup, list[BeamCandidate]],
@@ -49,8 +47,8 @@ class LaunchedStep:
         self.step = step
         self.tokens = tokens
         self.assumed_done = False
-        self._sampled, self._candidates = sampled, candidates
-        self._indices = {id(row[0]): index for index, (_, row) in enumerate(sampled)}
+        self._rows, self._candidates = rows, candidates
+        self._indices = {sequence: index for index, (sequence, _) in enumerate(rows)}
         self._tokens = Arrival(tokens)
         self._log_probs = Arrival(log_probs) if log_probs is not None else None
 
@@ -60,18 +58,17 @@ class LaunchedStep:
         sampled = (chunk.sequence for chunk in self.step.chunks if chunk.samples)
         return all(sequence.can_run_ahead for sequence in sampled if not sequence.finished)
 
-    def index_of(self, chunk: Chunk) -> int:
-        """Index into `tokens` of the next token of the chunk's sequence."""
-        return self._indices[id(chunk.sequence)]
+    def index_of(self, sequence: Sequence) -> int:
+        """Index into `tokens` of the sequence's next token."""
+        return self._indices[sequence]
 
     def wait(self) -> StepResults:
         """Wait until the tokens are on the host. Raises what the device raised."""
         results = StepResults(candidates=self._candidates)
         tokens = self._tokens.wait().tolist()
         log_probs = self._log_probs.wait().tolist() if self._log_probs else [None] * len(tokens)
-        for (chunk, row), token, log_prob in zip(self._sampled, tokens, log_probs, strict=True):
-            sequence, length = row
-            accepted = results.tokens.setdefault(chunk, [])
+        for (sequence, length), token, log_prob in zip(self._rows, tokens, log_probs, strict=True):
+            accepted = results.tokens.setdefault(sequence, [])
             position = length - (len(sequence.tokens) - sequence.num_draft - sequence.is_pending)
             # A later token counts only if the draft tokens before it are those that the model has chosen.
             follows = 0 < position == len(accepted) and accepted[-1][0] == sequence.tokens[length - 1]

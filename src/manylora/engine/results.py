@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from manylora.engine.beam import BeamCandidate, BeamGroup
@@ -47,14 +46,13 @@ class ResultProcessor:
             chunk.sequence.remove_pending_token()
         events: list[tuple[int, Event]] = []
         ended: list[Sequence] = []
-        for chunk, tokens in results.tokens.items():
-            sequence = chunk.sequence
+        for sequence, tokens in results.tokens.items():
             if sequence.finished:  # cancelled while this step ran, or ended by the step before
                 continue
             self._append(sequence, tokens)
             if sequence.finished:
                 ended.append(sequence)
-            elif sequence.request.streaming and sequence.num_output > sequence.num_reported:
+            elif sequence.request.streaming and sequence.num_output > sequence.output.num_reported:
                 events.append((sequence.handle, sequence.take_event(last=False)))
         if not launched.assumed_done:
             self._scheduler.advance(step)
@@ -77,7 +75,7 @@ class ResultProcessor:
             if sequence.finished:
                 break
         # Logits were kept of every row; those after the last token go.
-        del sequence.generation_logits[sequence.num_output - sequence.num_reported :]
+        del sequence.output.generation_logits[sequence.num_output - sequence.output.num_reported :]
 
     @staticmethod
     def _explain_missing_token(sequence: Sequence) -> None:
@@ -91,8 +89,7 @@ class ResultProcessor:
     def _advance_beams(self, group: BeamGroup, candidates: list[BeamCandidate]) -> None:
         """Move the beams of one search to the candidates for their next tokens."""
         leader = group.leader
-        leader.last_token_ns = time.monotonic_ns()
-        leader.first_token_ns = leader.first_token_ns or leader.last_token_ns
+        leader.times.mark_token()
         if not candidates:
             leader.fail(_not_finite(leader))
             return

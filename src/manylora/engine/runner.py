@@ -14,7 +14,7 @@ from manylora.engine.beam import BeamCandidate, BeamGroup, best_candidates
 from manylora.engine.encoding import encoder_inputs
 from manylora.engine.graphs import DecodeGraphs
 from manylora.engine.inputs import Pending, StepInputs
-from manylora.engine.launched import LaunchedStep, SampledRow
+from manylora.engine.launched import LaunchedStep
 from manylora.engine.sampler import Row, adjust, sample
 from manylora.engine.scheduler import Chunk, Step
 from manylora.engine.sequence import PENDING, Sequence
@@ -101,24 +101,25 @@ class Runner:
         wanted = [_wanted(chunk) for chunk in chunks]
         self._encode([chunk.sequence for chunk in chunks if chunk.num_encoded])
         logits = self._logits(self._inputs(chunks, wanted, previous))
-        sampled: list[tuple[int, SampledRow]] = []  # with its row of `logits`
+        indices, rows = list[int](), list[Row]()  # rows of `logits` to sample from
         beams: dict[BeamGroup, list[tuple[int, Row]]] = {}
         first = 0
         for chunk, positions in zip(chunks, wanted, strict=True):
             self._keep_context(chunk, positions, logits[first : first + len(positions)])
-            for row, position in enumerate(positions, first):
+            for index, position in enumerate(positions, first):
                 sequence = chunk.sequence
                 if chunk.samples and position >= len(sequence.tokens) - 1 - sequence.num_draft:
                     if sequence.beams is not None:
-                        beams.setdefault(sequence.beams, []).append((row, (sequence, position + 1)))
+                        beams.setdefault(sequence.beams, []).append((index, (sequence, position + 1)))
                     else:
-                        sampled.append((row, (chunk, (sequence, position + 1))))
+                        indices.append(index)
+                        rows.append((sequence, position + 1))
             first += len(positions)
-        candidates = {group: self._candidates(logits, rows, group) for group, rows in beams.items()}
-        if not sampled:
+        candidates = {group: self._candidates(logits, members, group) for group, members in beams.items()}
+        if not rows:
             return LaunchedStep(step, [], logits[:0, 0], None, candidates)
-        tokens, log_probs = self._sample(logits, sampled)
-        return LaunchedStep(step, [owner for _, owner in sampled], tokens, log_probs, candidates)
+        tokens, log_probs = self._sample(logits, indices, rows)
+        return LaunchedStep(step, rows, tokens, log_probs, candidates)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy keys and values of whole blocks. pairs: (from, to); no block is in both columns."""
@@ -126,21 +127,21 @@ class Runner:
             source, target = (self._tensor(list(side)) for side in zip(*pairs, strict=True))
             self._kv[:, :, target] = self._kv[:, :, source]
 
-    def _sample(self, logits: Tensor, sampled: list[tuple[int, SampledRow]]) -> tuple[Tensor, Tensor | None]:
-        for row, (chunk, _) in sampled:
-            if chunk.sequence.request.params.return_generation_logits:
-                chunk.sequence.generation_logits.append(_numpy(logits[row]))
-        rows = [row for row, _ in sampled]
-        picked = logits if len(rows) == logits.shape[0] else logits.index_select(0, self._tensor(rows))
-        return sample(picked, [owner for _, (_, owner) in sampled])
+    def _sample(self, logits: Tensor, indices: list[int], rows: list[Row]) -> tuple[Tensor, Tensor | None]:
+        for index, (sequence, _) in zip(indices, rows, strict=True):
+            if sequence.request.params.return_generation_logits:
+                sequence.output.generation_logits.append(_numpy(logits[index]))
+        if len(rows) < logits.shape[0]:
+            logits = logits.index_select(0, self._tensor(indices))
+        return sample(logits, rows)
 
     @staticmethod
-    def _candidates(logits: Tensor, rows: list[tuple[int, Row]], group: BeamGroup) -> list[BeamCandidate]:
+    def _candidates(logits: Tensor, members: list[tuple[int, Row]], group: BeamGroup) -> list[BeamCandidate]:
         """Of one beam search; empty where logits are not finite. This waits for the device."""
-        order = {id(sequence): i for i, sequence in enumerate(group.beams)}
-        rows.sort(key=lambda member: order[id(member[1][0])])
-        picked = logits[[row for row, _ in rows]]
-        finite = adjust(picked, [owner for _, owner in rows])
+        order = {sequence: i for i, sequence in enumerate(group.beams)}
+        members.sort(key=lambda member: order[member[1][0]])
+        picked = logits[[index for index, _ in members]]
+        finite = adjust(picked, [row for _, row in members])
         temperature = group.leader.request.params.temperature or 1.0
         log_probs = torch.log_softmax(picked / temperature, dim=-1)
         return best_candidates(log_probs, group) if bool(finite.all()) else []
@@ -151,9 +152,9 @@ class Runner:
         count = min(positions.stop, sequence.num_prompt) - positions.start
         if count <= 0 or not sequence.request.params.return_context_logits:
             return
-        if sequence.context_logits is None:
-            sequence.context_logits = np.empty((sequence.num_prompt, logits.shape[-1]), np.float32)
-        sequence.context_logits[positions.start : positions.start + count] = _numpy(logits[:count])
+        if sequence.output.context_logits is None:
+            sequence.output.context_logits = np.empty((sequence.num_prompt, logits.shape[-1]), np.float32)
+        sequence.output.context_logits[positions.start : positions.start + count] = _numpy(logits[:count])
 
     def _encode(self, sequences: list[Sequence]) -> None:
         """Run the encoder for sequences that start, or start again after a preemption."""
@@ -164,7 +165,7 @@ class Runner:
         batch = replace(inputs, lora=self._lora(sequences, inputs.starts)).plan(self._ops)
         self._decoder.encode(to_device(batch, self._device.torch), self._kv)
         for sequence in sequences:
-            sequence.encoded = True
+            sequence.kv.is_encoded = True
 
     def _logits(self, inputs: StepInputs) -> Tensor:
         if self._graphs is not None and inputs.decodes:
@@ -192,9 +193,9 @@ class Runner:
             positions=[p for c in chunks for p in range(c.start, c.start + c.count)],
             starts=starts,
             lengths=lengths,
-            blocks=[c.sequence.blocks[: -(-n // size)] for c, n in zip(chunks, lengths, strict=True)],
+            blocks=[c.sequence.kv.blocks[: -(-n // size)] for c, n in zip(chunks, lengths, strict=True)],
             slots=[
-                c.sequence.blocks[position // size] * size + position % size
+                c.sequence.kv.blocks[position // size] * size + position % size
                 for c in chunks
                 for position in range(c.start, c.start + c.count)
             ],
@@ -206,7 +207,7 @@ class Runner:
             lora=self._lora([chunk.sequence for chunk in chunks], starts),
             embeddings=self._embeddings(chunks, ids, starts),
             cross_lengths=[c.sequence.num_encoder for c in chunks],
-            cross_blocks=[c.sequence.cross_blocks for c in chunks if c.sequence.num_encoder],
+            cross_blocks=[c.sequence.kv.cross_blocks for c in chunks if c.sequence.num_encoder],
             pending=_pending(chunks, ids, starts, previous),
         )
 
@@ -261,14 +262,14 @@ def _pending(
     if previous is None:
         return None
     found = [
-        (stop - 1, previous.index_of(chunk))
+        (stop - 1, previous.index_of(chunk.sequence))
         for chunk, stop in zip(chunks, starts[1:], strict=True)
         if chunk.sequence.is_pending and ids[stop - 1] == PENDING
     ]
     if not found:
         return None
-    rows, places = zip(*found, strict=True)
-    return Pending(list(rows), list(places), previous.tokens)
+    rows, indices = zip(*found, strict=True)
+    return Pending(list(rows), list(indices), previous.tokens)
 
 
 def _numpy(logits: Tensor) -> np.ndarray:

@@ -7,36 +7,20 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.sequence import Sequence
 
 if TYPE_CHECKING:
-    from manylora.lora.store import AdapterLease
+    from manylora.lora.store import AdapterLease, AdapterStore
 
-__all__ = ["AdapterAdmission", "Chunk", "Scheduler", "Step"]
+__all__ = ["Chunk", "Scheduler", "Step"]
 
 MAX_PREFETCHED = 8  # waiting sequences whose adapters are copied to the device ahead of time
 
 # A sequence that waits for space in the adapter cache lets this many later ones pass before it blocks them.
 MAX_OVERTAKES = 64
-
-
-class AdapterAdmission(Protocol):
-    """What the scheduler asks of the adapter cache."""
-
-    def admit(self, lease: AdapterLease) -> bool:
-        """Make the adapter resident on the device and pin it; False when there is no space now."""
-        ...
-
-    def is_loaded(self, lease: AdapterLease) -> bool:
-        """Whether the bytes of an admitted adapter have arrived on the device."""
-        ...
-
-    def suspend(self, lease: AdapterLease) -> None:
-        """Drop the device pin."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -109,7 +93,7 @@ class Scheduler:
     def __init__(
         self,
         kv: KvCache,
-        adapters: AdapterAdmission,
+        adapters: AdapterStore,
         *,
         max_batch_size: int,
         max_num_tokens: int,
@@ -156,13 +140,13 @@ class Scheduler:
         for sequence in sorted(unfinished, key=lambda s: s.in_prefill):
             if sequence.is_waiting:
                 continue
-            if sequence.blocks and self._ensure_blocks(sequence, this) and self._is_loaded(sequence):
+            if sequence.kv.blocks and self._ensure_blocks(sequence, this) and self._is_loaded(sequence):
                 this.add(sequence)
         self._admit(this)
         self._prefetch()
         if not this.chunks:  # nobody is ready: wait for an adapter or a guide within the step
             for sequence in self.running:
-                if sequence.blocks and not sequence.is_full:
+                if sequence.kv.blocks and not sequence.is_full:
                     this.add(sequence)
         return Step(tuple(this.chunks))
 
@@ -173,7 +157,7 @@ class Scheduler:
         """
         for chunk in step.chunks:
             sequence = chunk.sequence
-            if not sequence.blocks:  # removed while the step ran
+            if not sequence.kv.blocks:  # removed while the step ran
                 continue
             # The token just appended is not computed yet; of draft tokens, those rejected do not count.
             limit = len(sequence.tokens) - (sequence.beams is None)
@@ -230,7 +214,7 @@ class Scheduler:
             sequence = self.waiting.popleft()
             if sequence.lease and (blocked or not self._try_adapter(sequence.lease, no_space)):
                 passed.append(sequence)
-                blocked = blocked or sequence.num_overtaken >= MAX_OVERTAKES
+                blocked = blocked or sequence.queue.num_overtaken >= MAX_OVERTAKES
                 continue
             if not self._try_blocks(sequence, this):
                 if sequence.lease:
@@ -240,12 +224,13 @@ class Scheduler:
             self._start(sequence, this)
             if sequence.lease:
                 for earlier in passed:
-                    earlier.num_overtaken += 1
+                    earlier.queue.num_overtaken += 1
         self.waiting.extendleft(reversed(passed))
 
     def _start(self, sequence: Sequence, this: _Round) -> None:
         self.running.append(sequence)
-        sequence.first_scheduled_ns = sequence.first_scheduled_ns or time.monotonic_ns()
+        times = sequence.times
+        times.first_scheduled_ns = times.first_scheduled_ns or time.monotonic_ns()
         self.num_tokens_reused += sequence.num_computed
         if self._is_loaded(sequence):
             this.add(sequence)
@@ -257,11 +242,11 @@ class Scheduler:
             lease = sequence.lease
             if lease is None or sequence in self._still_pinned:
                 continue
-            if lease.carried is None and not sequence.is_prefetched:
+            if lease.carried is None and not sequence.queue.is_prefetched:
                 if not self._adapters.admit(lease):
                     return
                 self._adapters.suspend(lease)
-                sequence.is_prefetched = True
+                sequence.queue.is_prefetched = True
 
     def _is_loaded(self, sequence: Sequence) -> bool:
         return sequence.lease is None or self._adapters.is_loaded(sequence.lease)

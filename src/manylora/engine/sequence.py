@@ -17,9 +17,55 @@ if TYPE_CHECKING:
     from manylora.engine.guide import GuideState
     from manylora.lora.store import AdapterLease
 
-__all__ = ["PENDING", "Sequence"]
+__all__ = ["PENDING", "KvBlocks", "Output", "QueueState", "Sequence", "Times"]
 
 PENDING = -1  # in place of a token that the device has sampled and the host does not know yet
+
+
+@dataclass
+class KvBlocks:
+    """Written by `KvCache`; is_encoded by the runner."""
+
+    blocks: list[int] = field(default_factory=list)  # in the order of the tokens
+    nodes: list[int] = field(default_factory=list)  # identities of the full blocks, registered for reuse
+    cross_blocks: list[int] = field(default_factory=list)  # keys and values of the encoder's output
+    is_encoded: bool = False  # whether cross_blocks are filled
+    num_reused: int = 0
+    num_claimed: int = 0  # see `RequestMetrics.kv_taken_blocks`
+    num_new: int = 0
+
+
+@dataclass
+class QueueState:
+    """Written by the scheduler."""
+
+    num_overtaken: int = 0  # sequences admitted before this one though they came later
+    is_prefetched: bool = False  # whether its adapter was copied to the device while it waited
+
+
+@dataclass
+class Times:
+    """Nanoseconds of time.monotonic_ns; 0: not yet. Written by the scheduler, then where tokens arrive."""
+
+    arrival_ns: int = field(default_factory=time.monotonic_ns)
+    first_scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+
+    def mark_token(self) -> None:
+        self.last_token_ns = time.monotonic_ns()
+        self.first_token_ns = self.first_token_ns or self.last_token_ns
+
+
+@dataclass
+class Output:
+    """What events report beside the tokens. Logits are written by the runner."""
+
+    num_reported: int = 0  # output tokens that were in an event
+    log_probs: list[float] = field(default_factory=list)
+    beams: tuple[Beam, ...] = ()  # results of a beam search that has ended
+    context_logits: np.ndarray | None = None  # [prompt, vocab] float32
+    generation_logits: list[np.ndarray] = field(default_factory=list)  # [vocab] float32 for each token
 
 
 @dataclass(eq=False)
@@ -29,18 +75,13 @@ class Sequence:
     handle:       of the request, as `Engine.submit` returned it.
     index:        which of the request's return sequences.
     max_len:      tokens at which it ends, prompt included.
-    blocks:       KV blocks in order, owned by `KvCache`.
-    cross_blocks: KV blocks of what the encoder made of its prompt, owned by `KvCache`.
-    encoded:      whether the encoder has filled them.
-    nodes:        identities of the full blocks that are registered for reuse, owned by `KvCache`.
-    num_reported: output tokens that events carried already.
-    num_overtaken: sequences admitted before this one though they came later.
-    is_prefetched: whether its adapter was brought to the device while it waited.
-    num_draft:    tokens at the end of `tokens` that are a guess, until the model has seen them.
+    lease:        on its adapter; None: the base model.
+    beams:        the group of a beam search, None otherwise.
+    guide:        which tokens guided decoding allows next, None without it.
+    num_draft:    tokens at the end of `tokens` that are a draft: the model has not verified them.
+    num_accepted: draft tokens that it has confirmed.
     is_pending:   whether the last of `tokens` is PENDING; see `append_pending_token`.
-    top_p:        the bound of the next token; decays where the request says so.
-    beams:        the group of a beam search, None otherwise; see `engine.beam`.
-    guide:        of guided decoding: which tokens may come next; see `engine.guide`.
+    top_p:        for the next token; it decays where the request asks for that.
     """
 
     handle: int
@@ -48,34 +89,20 @@ class Sequence:
     index: int
     max_len: int
     lease: AdapterLease | None = None
+    beams: BeamGroup | None = None
+    guide: GuideState | None = None
     tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-    cross_blocks: list[int] = field(default_factory=list)
-    encoded: bool = False
-    nodes: list[int] = field(default_factory=list)
     num_computed: int = 0
-    num_reported: int = 0
-    num_overtaken: int = 0
-    is_prefetched: bool = False
-    finish_reason: FinishReason | None = None
-    error: Exception | None = None
     num_draft: int = 0
+    num_accepted: int = 0
     is_pending: bool = False
     top_p: float | None = None
-    beams: BeamGroup | None = None
-    results: tuple[Beam, ...] = ()
-    guide: GuideState | None = None
-    context_logits: np.ndarray | None = None
-    generation_logits: list[np.ndarray] = field(default_factory=list)
-    arrival_ns: int = field(default_factory=time.monotonic_ns)
-    first_scheduled_ns: int = 0
-    first_token_ns: int = 0
-    last_token_ns: int = 0
-    num_reused_blocks: int = 0
-    num_new_blocks: int = 0
-    num_taken_blocks: int = 0
-    num_accepted: int = 0
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None
+    kv: KvBlocks = field(default_factory=KvBlocks)
+    queue: QueueState = field(default_factory=QueueState)
+    times: Times = field(default_factory=Times)
+    output: Output = field(default_factory=Output)
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.draft]
@@ -84,7 +111,7 @@ class Sequence:
         digest = self.lease.digest if self.lease else ""
         if self.request.prompt_table is not None:  # other embeddings have other keys and values
             digest += ":" + self.request.table_digest
-        if self.num_encoder:  # and so have tokens after another text
+        if self.num_encoder:  # and so has another text for the encoder
             ids = np.array(self.request.encoder_prompt, np.int64)
             digest += ":" + blake2b(ids.data, digest_size=20).hexdigest()
         self.root = digest
@@ -101,7 +128,7 @@ class Sequence:
 
     @property
     def num_unencoded(self) -> int:
-        return 0 if self.encoded else self.num_encoder
+        return 0 if self.kv.is_encoded else self.num_encoder
 
     @property
     def num_output(self) -> int:
@@ -109,7 +136,7 @@ class Sequence:
 
     @property
     def num_slots(self) -> int:
-        """Rows of the batch it will take when it decodes."""
+        """Batch slots that it takes when it decodes."""
         return self.beams.width if self.beams is not None and not self.beams.forked else 1
 
     @property
@@ -123,7 +150,7 @@ class Sequence:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is still worked out which tokens may come next, and that takes long."""
+        """Whether its guide takes long to find the tokens that are allowed next."""
         return self.guide is not None and self.guide.is_waiting
 
     @property
@@ -132,7 +159,7 @@ class Sequence:
 
     @property
     def is_full(self) -> bool:
-        """Whether its last token is pending: it ends as soon as that is seen."""
+        """Whether its pending token is its last one."""
         return self.is_pending and len(self.tokens) >= self.max_len
 
     @property
@@ -148,8 +175,8 @@ class Sequence:
             or (self.top_p and params.top_p_decay != 1)
         )
         # Logits are collected on the host; draft tokens and beams are chosen there.
-        special = params.return_context_logits or params.return_generation_logits or self.num_draft
-        return not reads_tokens and not special and self.beams is None
+        on_host = params.return_context_logits or params.return_generation_logits or self.num_draft
+        return not reads_tokens and not on_host and self.beams is None
 
     def append_pending_token(self) -> None:
         """Go on as if the next token were known, until `remove_pending_token`."""
@@ -163,31 +190,27 @@ class Sequence:
             self.tokens.pop()
             self.is_pending = False
 
-    def fail(self, error: Exception) -> None:
-        self.finish_reason, self.error = FinishReason.ERROR, error
-
     def drop_draft(self, num_accepted: int) -> None:
-        """The model has seen the guess: what it confirms comes as appended tokens."""
+        """The draft was verified: the tokens that were accepted are appended again, as output."""
         if self.num_draft:
             del self.tokens[-self.num_draft :]
             self.num_draft, self.num_accepted = 0, num_accepted
 
     def append(self, token: int, log_prob: float | None) -> None:
-        """Take the next token and see whether it ends the sequence. The end id itself is not output."""
+        """Append the next token, and see whether it ends the sequence. The end id itself is not output."""
         params = self.request.params
-        self.last_token_ns = time.monotonic_ns()
-        self.first_token_ns = self.first_token_ns or self.last_token_ns
+        self.times.mark_token()
         if token == params.end_id:
             self.finish_reason = FinishReason.STOP
             return
         if self.guide is not None and not self.guide.consume(token):
             self.finish_reason = FinishReason.STOP
             if self.guide.failure:
-                self.finish_reason, self.error = FinishReason.ERROR, RequestError(self.guide.failure)
+                self.fail(RequestError(self.guide.failure))
             return
         self.tokens.append(token)
         if log_prob is not None:
-            self.log_probs.append(log_prob)
+            self.output.log_probs.append(log_prob)
         if self.top_p:
             reset = token == params.top_p_reset_id
             self.top_p = params.top_p if reset else max(self.top_p * params.top_p_decay, params.top_p_min)
@@ -197,46 +220,49 @@ class Sequence:
         elif len(self.tokens) >= self.max_len:
             self.finish_reason = FinishReason.LENGTH
 
+    def fail(self, error: Exception) -> None:
+        self.finish_reason, self.error = FinishReason.ERROR, error
+
     def take_event(self, last: bool) -> Event:
         """What happened since the last event."""
-        start, logits = self.num_reported, []
-        self.num_reported = self.num_output
+        output = self.output
+        start, output.num_reported = output.num_reported, self.num_output
+        first, logits = self.num_prompt + start, list[np.ndarray]()
         if self.finished or self.request.streaming:
-            logits, self.generation_logits = self.generation_logits, []
+            logits, output.generation_logits = output.generation_logits, []
         return Event(
-            token_ids=()
-            if self.results
-            else tuple(self.tokens[self.num_prompt + start :][: self.num_output - start]),
-            log_probs=tuple(self.log_probs[start:]),
+            token_ids=() if output.beams else tuple(self.tokens[first : self.num_prompt + self.num_output]),
+            log_probs=tuple(output.log_probs[start:]),
             sequence_index=self.index,
             finish_reason=self.finish_reason,
             last=last,
             error=self.error,
-            beams=self.results,
-            context_logits=self.context_logits if start == 0 else None,
+            beams=output.beams,
+            context_logits=output.context_logits if start == 0 else None,
             generation_logits=np.stack(logits) if logits else None,
             metrics=self._metrics(),
         )
 
     def _metrics(self) -> RequestMetrics:
+        beams, times, kv = self.output.beams, self.times, self.kv
         return RequestMetrics(
-            arrival_ns=self.arrival_ns,
-            first_scheduled_ns=self.first_scheduled_ns,
-            first_token_ns=self.first_token_ns,
-            last_token_ns=self.last_token_ns if self.finished else 0,
-            kv_new_blocks=self.num_new_blocks,
-            kv_taken_blocks=self.num_taken_blocks,
-            kv_reused_blocks=self.num_reused_blocks,
+            arrival_ns=times.arrival_ns,
+            first_scheduled_ns=times.first_scheduled_ns,
+            first_token_ns=times.first_token_ns,
+            last_token_ns=times.last_token_ns if self.finished else 0,
+            kv_new_blocks=kv.num_new,
+            kv_taken_blocks=kv.num_claimed,
+            kv_reused_blocks=kv.num_reused,
             draft_tokens=len(self.request.draft),
             accepted_draft_tokens=self.num_accepted,
             prompt_tokens=self.num_encoder + self.num_prompt,
-            output_tokens=sum(len(b.token_ids) for b in self.results) if self.results else self.num_output,
+            output_tokens=sum(len(beam.token_ids) for beam in beams) if beams else self.num_output,
             adapter_tier=self.lease.tier if self.lease is not None else "",
         )
 
     def _ends_with(self, word: tuple[int, ...]) -> bool:
         return (
-            self.tokens[-1] == word[-1]  # which settles it for most
+            self.tokens[-1] == word[-1]  # false for most words, and quick
             and self.num_output >= len(word)
             and tuple(self.tokens[-len(word) :]) == word
         )

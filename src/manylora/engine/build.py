@@ -31,7 +31,7 @@ DEFAULT_NUM_GRAPHS = 128
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine is made of.
+    """The parts of an engine.
 
     base:    the checkpoint's weights, which adapters on disk are read against (DoRA, trained biases).
     guides:  compiles guides; None when guided decoding is not enabled.

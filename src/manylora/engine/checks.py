@@ -1,4 +1,4 @@
-"""What a request may ask of this engine."""
+"""Checks of a request against the limits of this engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from manylora.request import Request
 
 __all__ = ["LogitsMemory", "check_request"]
 
-LOGITS_SHARE = 4  # of the machine's memory, for logits that open requests keep: one part in so many
+LOGITS_SHARE = 4  # open requests may keep logits in one part in so many of the machine's memory
 
 
 def check_request(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> None:
@@ -82,26 +82,26 @@ def _check_draft(request: Request, config: EngineConfig, model: ModelConfig, max
         raise RequestError("draft_input_ids cannot be combined with guided decoding")
     if not 0 <= min(request.draft) <= max(request.draft) < model.vocab_size:
         raise RequestError(f"draft_input_ids must be in [0, {model.vocab_size})")
-    room = min(params.max_tokens, max_seq_len - len(request.prompt)) - 1
-    if count > room or count >= config.max_num_tokens:
+    most = min(params.max_tokens, max_seq_len - len(request.prompt)) - 1
+    if count > most or count >= config.max_num_tokens:
         raise RequestError(
-            f"draft_input_ids holds {count} tokens; at most {min(room, config.max_num_tokens - 1)} "
+            f"draft_input_ids holds {count} tokens; at most {min(most, config.max_num_tokens - 1)} "
             "can be verified: fewer than request_output_len and than max_num_tokens of this server"
         )
 
 
 @dataclass
 class LogitsMemory:
-    """Memory for the logits that open requests asked for, float32 of the whole vocabulary for each token: of
-    the prompt, and of the output where it does not stream."""
+    """Bounds the memory of logits that open requests keep: a float32 row of the vocabulary for each token of
+    the prompt, and of the output unless it is streamed."""
 
     vocab_size: int
     num_bytes: int = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // LOGITS_SHARE
-    _taken: dict[int, int] = field(default_factory=dict)
+    _reserved: dict[int, int] = field(default_factory=dict)
 
     def reserve(self, handle: int, request: Request, num_output: int) -> None:
-        """num_output: tokens that its sequences may make. Raises RequestError when there is no room, now or
-        at all."""
+        """num_output: tokens that each sequence may generate. Raises RequestError when there is not enough
+        memory, and QueueFullError when there is not enough now."""
         params = request.params
         rows = len(request.prompt) * params.return_context_logits
         if not request.streaming:
@@ -112,10 +112,10 @@ class LogitsMemory:
                 f"Logits of {rows} tokens take {wanted} bytes, at most {self.num_bytes} are given to them: "
                 "send a shorter prompt, ask for fewer tokens, or stream"
             )
-        if sum(self._taken.values()) + wanted > self.num_bytes:
+        if sum(self._reserved.values()) + wanted > self.num_bytes:
             raise QueueFullError(f"{self.num_bytes} bytes of logits")
         if wanted:
-            self._taken[handle] = wanted
+            self._reserved[handle] = wanted
 
     def release(self, handle: int) -> None:
-        self._taken.pop(handle, None)
+        self._reserved.pop(handle, None)

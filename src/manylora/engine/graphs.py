@@ -1,10 +1,10 @@
-"""DecodeGraphs: decode steps that are recorded once for a size of batch and run again on other contents.
+"""DecodeGraphs: decode steps recorded as graphs, once for each batch size, and replayed on other contents.
 
-A graph reads and writes fixed buffers. A step is padded to the next bucket of rows, its tables are copied
-into the buffers of that bucket's graph, and the graph runs: one launch in place of hundreds. What changes
-the launches themselves is part of a graph's key: the bucket, the width class of the block table, and the
-shape of the LoRA batch; so a batch without adapters runs a graph without a LoRA node. `Runner` has the plain
-loop beside it, and both give the same tokens.
+A graph reads and writes fixed buffers. A step is padded to the next bucket of rows, its tensors are copied
+into the buffers of that bucket's graph, and the graph is replayed: one launch in place of hundreds. The
+key of a graph has whatever changes the launches: the bucket, the width class of the block table, the shape of
+the LoRA batch. So a batch without adapters runs a graph without LoRA kernels. `Runner` also launches steps
+plainly, and both give the same tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """forward: logits of a batch. max_graphs: the one not used for longest is let go beyond that many."""
+    """forward: logits of a batch. max_graphs: beyond that many, the least recently used one is dropped."""
 
     def __init__(
         self,
@@ -76,12 +76,10 @@ class DecodeGraphs:
         return graph.replay()[:count]
 
     def warm(self) -> None:
-        """Record the base model's graphs for short sequences, so that first requests do not wait for that.
-        Those with adapters are recorded when their shape first appears."""
+        """Record the base model's graphs for short sequences, so that the first requests do not wait for it.
+        Graphs with adapters are recorded when their shape first appears."""
         started = time.perf_counter()
-        for rows in self._buckets[::-1][
-            : self._max_graphs
-        ]:  # the largest first: its memory serves the others
+        for rows in self._buckets[::-1][: self._max_graphs]:  # the largest first: others share its memory
             self.run(StepInputs([0], [0], [0, 1], [1], [[0]], [-1], [0]).pad(rows))
         seconds = time.perf_counter() - started
         logger.info("recorded %d CUDA graphs in %.1f s", self.num_recorded, seconds)
@@ -90,7 +88,7 @@ class DecodeGraphs:
         buffers = to_device(batch, self._device)
         inputs.fill(buffers.input_ids)
         graph = _Graph(buffers, self._capture(lambda: self._forward(buffers)))
-        # Only now: recording has waited for the step before, whose graph may be the one to go.
+        # Only now: recording has waited for the previous step, whose graph may be the one to drop.
         while len(self._graphs) >= self._max_graphs:
             self._graphs.popitem(last=False)
         self._graphs[key] = graph
@@ -99,7 +97,7 @@ class DecodeGraphs:
 
 
 def buckets_for(max_rows: int) -> list[int]:
-    """Sizes of batch, ascending: dense where a padded row costs a large part of a step."""
+    """Batch sizes, ascending: dense where a padded row is a large part of a step."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, max_rows + 64, 64)]
     return [*(size for size in sizes if size < max_rows), max_rows]
 

@@ -1,4 +1,4 @@
-"""Guided decoding: what a request's output must match, by llguidance, within bounds of time and memory."""
+"""Guided decoding with llguidance: grammars that outputs must match, within bounds of time and memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,46 +23,48 @@ from manylora.engine.guide_trial import BUSY, WALL_S, make_matcher, open_tokeniz
 from manylora.errors import ConfigError, RequestError
 from manylora.request import Guide
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
 __all__ = ["GuideState", "Guides"]
 
 logger = logging.getLogger("manylora")
 
-KEPT = 1024  # verdicts on guides
-THREADS = 2  # that work out which tokens may come next
-TOO_COMPLEX = ("ParserTooComplex", "LexerTooComplex", "InternalError")  # ends of llguidance's own making
-MASK_S = 5.0  # that this may take for one token
-TRIAL_S = 3.0 * WALL_S  # until a verdict is there: others may be tried before
+MAX_VERDICTS = 1024  # of guides, remembered
+MASK_THREADS = 2
+TOO_COMPLEX = ("ParserTooComplex", "LexerTooComplex", "InternalError")  # stop reasons of llguidance
+MASK_S = 5.0  # at most for the mask of one token
+TRIAL_S = 3.0 * WALL_S  # at most until a verdict: other guides may be tried first
 
 
 class Guides:
-    """Compiles guides for one tokenizer. Raises ConfigError when there is none to read.
+    """Compiles guides for one tokenizer. Raises ConfigError when it cannot be read.
 
-    eos_ids: tokens that end the output where the grammar allows its end.
+    eos_ids: tokens that end the output where the grammar may end.
     """
 
     def __init__(self, tokenizer_dir: Path, vocab_size: int, eos_ids: Iterable[int]) -> None:
         try:
-            import llguidance  # noqa: F401 - only whether it is there
+            import llguidance  # noqa: F401 - only to see whether it is installed
         except ImportError as error:
             raise ConfigError("guided decoding needs llguidance: pip install llguidance") from error
         path = tokenizer_dir / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"guided decoding: tokenizer_dir: {path} does not exist")
-        settings: dict[str, Any] = {
-            "path": str(path.resolve()),
-            "vocab_size": vocab_size,
-            "eos_ids": list(eos_ids),
-        }
-        self._tokenizer = open_tokenizer(**settings)
-        self._trials = _Trials(settings)
+        settings = (str(path.resolve()), vocab_size, list(eos_ids))
+        self._tokenizer = open_tokenizer(*settings)
+        self._trials = _TrialProcess(settings)
         self._lock = threading.Lock()
-        # Digest of a guide -> why it cannot be served. One trial for all who ask at once.
+        # Digest of a guide -> why it cannot be served. Requests that ask at once share one trial.
         self._verdicts: OrderedDict[bytes, Future[str]] = OrderedDict()
-        self._pool = ThreadPoolExecutor(THREADS, "manylora-mask")
+        self._pool = ThreadPoolExecutor(MASK_THREADS, "manylora-mask")
 
-    def compile(self, guide: Guide) -> Any:
-        """A matcher at the start of the output, for `begin`. Any thread; takes up to seconds. Raises
-        RequestError, also for a guide that takes too much: it is tried in another process first."""
+    def compile(self, guide: Guide) -> LLMatcher:
+        """A matcher at the start of the output, for `begin`. Any thread; may take seconds.
+
+        Raises RequestError, also for a guide that takes too much time or memory: it is compiled in another
+        process first.
+        """
         failure = self._verdict(guide)
         if not failure:
             try:
@@ -74,23 +76,24 @@ class Guides:
             raise RequestError(f"guided_decoding_guide is not a valid {guide.type}: {failure}")
         return matcher
 
-    def begin(self, matcher: Any) -> GuideState:
-        """For one sequence under a guide that was compiled."""
+    def begin(self, matcher: LLMatcher) -> GuideState:
+        """The state of one sequence. matcher: of `compile`; several sequences may share it."""
         return GuideState(matcher, self._pool)
 
     def _verdict(self, guide: Guide) -> str:
+        """Why a guide cannot be served; empty: it can."""
         key = blake2b(f"{guide.type}:{guide.text}".encode(errors="replace"), digest_size=20).digest()
         with self._lock:
             known = self._verdicts.get(key)
             verdict = self._verdicts[key] = known or Future()
-            if len(self._verdicts) > KEPT:
+            if len(self._verdicts) > MAX_VERDICTS:
                 self._verdicts.popitem(last=False)
         if known is None:
             found = BUSY
             try:
                 found = self._trials.run(guide)
             finally:
-                if found == BUSY:  # this says nothing of the guide
+                if found == BUSY:  # which says nothing about the guide
                     with self._lock:
                         self._verdicts.pop(key, None)
                 verdict.set_result(found)
@@ -98,30 +101,34 @@ class Guides:
 
 
 class GuideState:
-    """Which tokens may come next in one sequence. Belongs to the engine's thread; the work is done on another
-    while the model computes, and who waits for more of it is left out of steps.
+    """Which tokens are allowed next in one sequence.
+
+    Belongs to the engine's thread. Masks are computed on another while the model computes; a sequence whose
+    mask takes longer is left out of steps.
 
     is_stopped: the output is complete.
-    is_late:  the last `mask` was not there in time.
-    failure:  why the guide cannot go on; then the sequence ends with it.
+    is_late:    the last `mask` was not ready in time.
+    failure:    why the guide cannot continue, which ends the sequence; else empty.
     """
 
-    def __init__(self, source: Any, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, source: LLMatcher, pool: ThreadPoolExecutor) -> None:
         self.is_late = self.is_stopped = False
         self.failure = ""
         self._source, self._pool = source, pool
-        self._matcher: Any = None
-        self._since = 0.0  # when the work began; 0: it has not
+        self._matcher: LLMatcher | None = None  # a copy of source, made by the first `_compute`
+        self._since = 0.0  # when `_compute` started; 0: it has not
         self._work: Future[np.ndarray] = pool.submit(self._compute)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a step with it would wait again."""
+        """Whether the next step would have to wait again."""
         return self.is_late and not self._work.done()
 
     def mask(self, deadline: float) -> np.ndarray | None:
-        """[tokens that the tokenizer knows] bool. None: it is not there by then, on the clock of
-        time.monotonic, or the guide failed."""
+        """[tokens of the tokenizer] bool: whether a token is allowed. None: not ready, or the guide failed.
+
+        deadline: how long to wait, as time.monotonic.
+        """
         if not self._work.done():
             wait([self._work], max(0.0, deadline - time.monotonic()))
         self.is_late = not self._work.done()
@@ -136,20 +143,21 @@ class GuideState:
         return self._work.result()
 
     def consume(self, token: int) -> bool:
-        """Take the next token. False: the grammar ends here, by an end token of the model's."""
+        """Accept the next token. False: it ends the output, without being part of it."""
         matcher = self._matcher
+        assert matcher is not None
         taken = matcher.consume_token(token) and not matcher.is_error()
         self.is_stopped = matcher.is_stopped()
         if matcher.is_error() and matcher.stop_reason() in TOO_COMPLEX:
             self.failure = _too_complex(matcher.get_error())
         if not taken or (self.is_stopped and matcher.stop_reason() == "EndOfSentence"):
             return False
-        if not self.is_stopped:  # from here on the matcher is the other thread's
+        if not self.is_stopped:  # from here on the other thread owns the matcher
             self._since, self._work = 0.0, self._pool.submit(self._compute)
         return True
 
     def close(self) -> None:
-        """The sequence has ended: what has not begun need not."""
+        """The sequence has ended: drop a computation that has not started."""
         self._work.cancel()
 
     def _compute(self) -> np.ndarray:
@@ -166,10 +174,10 @@ def _too_complex(reason: str) -> str:
     return f"guided_decoding_guide is too complex: {reason_of(reason)}"
 
 
-class _Trials:
-    """The process that tries guides; started with the first one, and again when it is gone."""
+class _TrialProcess:
+    """Runs `guide_trial`. Started for the first guide, and again after it has ended."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: tuple[str, int, list[int]]) -> None:
         self._settings = settings
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -181,7 +189,7 @@ class _Trials:
         verdict: Future[str] = Future()
         try:
             with self._lock:
-                process = self._started()
+                process = self._running()
                 self._number += 1
                 self._open[self._number] = verdict
                 line = {"number": self._number, "kind": guide.type, "text": guide.text}
@@ -193,7 +201,7 @@ class _Trials:
             logger.exception("a guide could not be tried")
             return BUSY
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             paths = os.pathsep.join(path for path in sys.path if path)
             self._process = process = subprocess.Popen(
@@ -205,17 +213,17 @@ class _Trials:
             assert process.stdin is not None
             process.stdin.write(json.dumps(self._settings).encode() + b"\n")
             verdicts, self._open = self._open, {}
-            _give_up(verdicts)
+            _fail_all(verdicts)
             reader = threading.Thread(
                 target=_read, args=(process, self._open), name="manylora-trials", daemon=True
             )
             reader.start()
-            weakref.finalize(self, process.stdin.close)  # its end is that of the process
+            weakref.finalize(self, process.stdin.close)  # which ends the process
         return self._process
 
 
 def _read(process: subprocess.Popen[bytes], verdicts: dict[int, Future[str]]) -> None:
-    """Its answers, until it ends."""
+    """Read verdicts until the process ends."""
     assert process.stdout is not None
     for line in process.stdout:
         answer = json.loads(line)
@@ -223,10 +231,10 @@ def _read(process: subprocess.Popen[bytes], verdicts: dict[int, Future[str]]) ->
         if verdict is not None:
             verdict.set_result(answer["failure"])
     process.wait()
-    _give_up(verdicts)
+    _fail_all(verdicts)
 
 
-def _give_up(verdicts: dict[int, Future[str]]) -> None:
+def _fail_all(verdicts: dict[int, Future[str]]) -> None:
     for number in list(verdicts):
         verdict = verdicts.pop(number, None)
         if verdict is not None:

@@ -1,4 +1,4 @@
-"""StepInputs: one forward pass as the host knows it, before any device does."""
+"""StepInputs: the inputs of one forward pass, as lists on the host."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["Pending", "StepInputs"]
 
 @dataclass(frozen=True)
 class Pending:
-    """Tokens that only the device knows: rows [P] of a step, and of each its place in `tokens` [D]."""
+    """Tokens that only the device knows: rows [P] of a step, and for each its index into `tokens` [D]."""
 
     rows: list[int]
-    places: list[int]
+    indices: list[int]
     tokens: Tensor
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """T rows of S sequences. Filled by the runner.
+    """T rows of S sequences. Created by the runner.
 
     input_ids, positions, slots: [T]. starts: [S + 1], lengths: [S], as `AttentionBatch` has them.
     blocks: [S], the KV blocks each sequence uses. logits_rows: rows whose logits are wanted.
-    cross_lengths, cross_blocks: [S], of what an encoder made; empty without one.
-    pending: tokens that `fill` has to write; 0 in input_ids.
+    cross_lengths, cross_blocks: [S], of the encoder's output; empty without an encoder.
+    pending: tokens that `fill` writes over zeros in input_ids.
     """
 
     input_ids: list[int]
@@ -48,16 +48,16 @@ class StepInputs:
 
     @property
     def decodes(self) -> bool:
-        """Whether each sequence has one row, and its logits are wanted: what a recorded graph can do.
+        """Whether a recorded graph can run this: each sequence has one row, whose logits are wanted.
 
-        Not with extras of adapters, whose shapes and places a graph would have to know.
+        Not with extras of adapters: a graph would have to know their shapes and addresses.
         """
         rows = len(self.input_ids)
         plain = self.embeddings is None and not (self.lora and self.lora.extras)
         return plain and rows == len(self.lengths) == len(self.logits_rows)
 
     def pad(self, rows: int) -> StepInputs:
-        """The same with sequences of one token behind it, which store nothing, up to that many rows."""
+        """The same, padded to `rows` rows with sequences of one token, which store nothing."""
         count = rows - len(self.input_ids)
         return replace(
             self,
@@ -71,7 +71,7 @@ class StepInputs:
         )
 
     def plan(self, ops: Ops, width: int = 0, fixed: bool = False) -> ForwardBatch:
-        """The tables, still on the host. width: of the block table, 0 for what the longest sequence needs."""
+        """The tensors, on the host. width: of the block table; 0: as the longest sequence needs."""
         attention = AttentionBatch(
             query_starts=self.starts,
             kv_lens=self.lengths,
@@ -89,10 +89,10 @@ class StepInputs:
         )
 
     def fill(self, input_ids: Tensor) -> None:
-        """Write the pending tokens over their zeros, on the device. A broken row's is taken as 0."""
+        """Write the pending tokens over their zeros, on the device; NOT_FINITE becomes 0."""
         if self.pending is None:
             return
-        where = upload([self.pending.rows, self.pending.places], torch.long, input_ids.device)
+        where = upload([self.pending.rows, self.pending.indices], torch.long, input_ids.device)
         tokens = self.pending.tokens.index_select(0, where[1]).clamp_(min=0)
         input_ids.index_copy_(0, where[0], tokens)
 
@@ -103,7 +103,7 @@ class StepInputs:
 
 
 def _table(rows: list[list[int]], width: int = 0) -> Tensor:
-    """[S, width] int32, ending in zeros. width: 0 for what the longest row needs."""
+    """[S, width] int32, padded with zeros. width: 0: as the longest row needs."""
     width = width or max(map(len, rows))
     return _int([blocks + [0] * (width - len(blocks)) for blocks in rows], dtype=torch.int32)
 

@@ -1,4 +1,4 @@
-"""EngineLoop: the one engine thread. Commands go in through a queue, events out through sinks."""
+"""EngineLoop: the engine's thread. Commands arrive through a queue, events leave through sinks."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ logger = logging.getLogger("manylora")
 
 Command = Callable[[], None]
 STATS_S = 0.05
-STUCK_S = 1.0  # that a thread which was given up may still take to end
-GUIDE_THREADS = 8  # that have guides compiled; one of these may take seconds
+STUCK_S = 1.0  # how long `close` waits for a thread that was given up
+GUIDE_THREADS = 8  # a guide may take seconds to compile
 
 
 class EngineLoop:
     """Runs an Engine on a thread of its own until `close`.
 
     Requests that bring tensors, or whose adapter must be read from disk, are prepared on a second thread, and
-    guides are compiled on others, so that a large adapter or guide stalls nobody's tokens. If the engine
-    thread dies, or is given up by `fail`, every open request gets one error event and later submits raise
-    EngineDeadError. What is wrong with one request never ends the thread.
+    guides are compiled on others, so that a large adapter or guide delays no other request. If the engine
+    thread dies, or `fail` gives it up, every open request gets one error event, and later submits raise
+    EngineDeadError. An error in one request never ends the thread.
 
-    delivered: called, from any thread, after sinks were called: once for all events of a step.
+    delivered: called after sinks were called, once for all events of a step. Any thread.
     """
 
     def __init__(self, engine: Engine, delivered: Callable[[], None] = lambda: None) -> None:
@@ -54,14 +54,14 @@ class EngineLoop:
         self._lock = threading.Lock()
         self._sinks: dict[int, Sink] = {}  # ticket -> sink of every open request
         self._preparing: dict[int, int] = {}  # task id -> requests on the preparing thread
-        self._aside = 0  # requests that are prepared or compiled, or wait for that
+        self._aside = 0  # requests being prepared or compiled, or waiting for it
         self._next_ticket = 0
         self._closing = False
         self._death: EngineDeadError | None = None
         # Changed by the engine thread only.
         self._tickets: dict[int, int] = {}  # engine handle -> ticket
         self._handles: dict[int, int] = {}  # ticket -> engine handle
-        self._stepping = False  # events are being delivered, and more of the same step follow
+        self._stepping = False  # whether the events of one step are being delivered
         self._idle, self._turn_at = False, time.monotonic()
         self._stats, self._stats_at = engine.stats(), time.monotonic()
         self._thread = threading.Thread(target=self._run, name="manylora-engine", daemon=True)
@@ -83,17 +83,17 @@ class EngineLoop:
 
     @property
     def stalled_s(self) -> float:
-        """How long the engine thread has been at one step, or what is between two; 0: it waits for work."""
+        """Seconds since the engine thread started its present step; 0: it waits for work."""
         return 0.0 if self._idle else time.monotonic() - self._turn_at
 
     def fail(self, reason: str) -> None:
-        """Give up an engine thread that is stuck: as if it had died. Any thread."""
+        """Treat the engine thread as dead, because it is stuck. Any thread."""
         self._die(EngineDeadError(f"The engine stopped: {reason}"))
 
     def submit(self, request: Request, sink: Sink) -> int:
-        """Take a request and return a ticket for `cancel` at once.
+        """Queue a request and return a ticket for `cancel`, at once.
 
-        Whatever is wrong with the request comes to the sink as one last event. Raises EngineDeadError only.
+        An error in the request reaches the sink as its one last event. Raises EngineDeadError only.
         """
         refusal: RequestError | None = None
         if request.lora is not None and request.lora.name is not None:
@@ -119,7 +119,7 @@ class EngineLoop:
         return ticket
 
     def cancel(self, ticket: int) -> None:
-        """End a request within a step; it gets its last event, with reason CANCELLED. Unknown: no effect."""
+        """End a request within a step, with a last event of reason CANCELLED. Unknown: no effect."""
         self._inbox.put(lambda: self._cancel(ticket))
 
     def stats(self) -> EngineStats:
@@ -127,17 +127,17 @@ class EngineLoop:
         return self._stats
 
     def cache_map(self, take: Callable[[CacheMap], None]) -> None:
-        """Have `take` called with the map, on the engine's thread between two steps. Not when it has died."""
+        """Call `take` with the map, on the engine's thread between two steps; never once that has died."""
         self._inbox.put(lambda: self._show_map(take))
 
     @property
     def has_encoder(self) -> bool:
-        """Whether prompts go to an encoder, and its decoder has one of its own."""
+        """Whether the model has an encoder, and a request two prompts."""
         return self._engine.model.encoder is not None
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens of a prompt and its output."""
+        """Tokens of a prompt and its output together."""
         return self._engine.max_seq_len
 
     @property
@@ -146,14 +146,14 @@ class EngineLoop:
         return len(self._sinks)
 
     def close(self, drain: bool = True) -> None:
-        """Take nothing new; finish what is open (or cancel it), then end the threads. Idempotent."""
+        """Refuse new requests, finish (or cancel) those that are open, then end the threads. Idempotent."""
         with self._lock:
             self._closing = True
             everyone = list(self._sinks)
         if not drain:
             for ticket in everyone:
                 self.cancel(ticket)
-        self._compilers.shutdown(wait=True)  # which hands on to the preparing thread
+        self._compilers.shutdown(wait=True)  # first: it passes requests on to the preparer
         self._preparer.shutdown(wait=True)
         self._inbox.put(lambda: None)
         self._thread.join(None if self._death is None else STUCK_S)
@@ -239,7 +239,7 @@ class EngineLoop:
             self._die(EngineDeadError(f"The engine stopped: {type(error).__name__}"))
 
     def _take_commands(self) -> bool:
-        """Run what is in the inbox, wait for something to do. False: closed and nothing left; or given up."""
+        """Run the commands in the inbox; wait while there is no work. False: closed and done, or dead."""
         while not self._engine.has_work:
             with self._lock:
                 done = self._closing and not self._sinks
@@ -306,7 +306,7 @@ class EngineLoop:
         if event.last:
             with self._lock:
                 sink = self._sinks.pop(ticket, None)
-        if sink is not None:  # else the engine was given up meanwhile
+        if sink is not None:  # else `_die` has called it
             self._call(sink, event)
 
     def _call(self, sink: Sink, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""How much memory the KV cache takes. The adapter cache is sized from what it leaves."""
+"""The size of the KV cache. The adapter cache is sized from the memory that is left."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class KvPlan:
 
 
 def kv_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """Of keys and values."""
+    """The dtype of keys and values."""
     fp8 = config.quant is not None and config.quant.fp8_kv_cache
     return torch.float8_e4m3fn if fp8 else dtype
 
@@ -50,9 +50,9 @@ def plan_kv(
     size = config.tokens_per_block
     block_bytes = model.kv_layers * 2 * size * model.kv_size * dtype.itemsize
     max_seq_len = config.max_seq_len or model.max_position_embeddings
-    if not (model.encoder and model.encoder.relative_buckets):  # those know no longest position
+    if not (model.encoder and model.encoder.relative_buckets):  # relative positions have no limit
         max_seq_len = min(max_seq_len, model.max_position_embeddings)
-    prompts = 2 if model.encoder else 1  # what the encoder read is kept beside the decoder's tokens
+    prompts = 2 if model.encoder else 1  # the encoder's prompt takes blocks beside the decoder's tokens
     num_blocks = int(config.kv_cache_free_gpu_mem_fraction * free_bytes) // block_bytes
     if config.max_tokens_in_paged_kv_cache is not None:
         num_blocks = min(num_blocks, -(-config.max_tokens_in_paged_kv_cache // size))
@@ -63,10 +63,10 @@ def plan_kv(
             f"no room for a KV cache: one block of {size} tokens takes {block_bytes} bytes, "
             f"{free_bytes} bytes are free; lower tokens_per_block or use a larger device"
         )
-    room = num_blocks // prompts * size
-    if room < max_seq_len:
-        logger.warning("the KV cache holds %d tokens: max_seq_len is lowered from %d", room, max_seq_len)
-        max_seq_len = room
+    capacity = num_blocks // prompts * size
+    if capacity < max_seq_len:
+        logger.warning("the KV cache holds %d tokens: max_seq_len is lowered from %d", capacity, max_seq_len)
+        max_seq_len = capacity
     if max_seq_len < 2:
         raise ConfigError("max_seq_len must be at least 2: one prompt token and one output token")
     return KvPlan(num_blocks, max_seq_len, block_bytes)
@@ -75,7 +75,7 @@ def plan_kv(
 def batch_limits(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, max_seq_len: int
 ) -> BatchLimits:
-    """What the device's kernels prepare for."""
+    """The largest shapes that the device's kernels must support."""
     return BatchLimits(
         num_layers=model.num_layers,
         max_sequences=config.max_batch_size,
@@ -97,17 +97,11 @@ def allocate_kv(
 ) -> Tensor:
     """The cache itself: [layers, 2, blocks, tokens_per_block, kv_heads, head_dim], zeros.
 
-    Zeros matter: masked positions are multiplied by a probability of 0, which must not meet a NaN. On a CPU
-    they are the system's, which cost no memory until they are written; torch.zeros would write them.
+    Zeros matter: masked positions are multiplied by a probability of 0, which gives NaN for a NaN. On a CPU
+    np.zeros takes no memory until pages are written; torch.zeros would write them.
     """
-    shape = (
-        model.kv_layers,
-        2,
-        plan.num_blocks,
-        config.tokens_per_block,
-        model.num_kv_heads,
-        model.head_dim,
-    )
+    heads = (model.num_kv_heads, model.head_dim)
+    shape = (model.kv_layers, 2, plan.num_blocks, config.tokens_per_block, *heads)
     try:
         if device.type == "cpu":
             return torch.from_numpy(np.zeros(plan.num_bytes, np.uint8)).view(dtype).view(shape)

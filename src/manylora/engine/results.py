@@ -74,7 +74,7 @@ class ResultProcessor:
                 sequence.append(token, log_prob)
             if sequence.finished:
                 break
-        # Logits were kept of every row; those after the last token go.
+        # There are logits of every row: drop those after the last token.
         del sequence.output.generation_logits[sequence.num_output - sequence.output.num_reported :]
 
     @staticmethod

@@ -1,5 +1,5 @@
-"""Logits to tokens, on the device of the logits, which the host does not wait for. A token depends on its own
-sequence and seed only, never on the rest of the batch."""
+"""Logits to tokens, on the device of the logits, without waiting for it. A token depends only on its own
+sequence and seed, never on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ __all__ = ["NOT_FINITE", "Row", "adjust", "sample", "uniform"]
 
 NOT_FINITE = -1  # in place of a token: the row's logits hold a NaN or an infinity
 MASK64 = 2**64 - 1
-GUIDES_S = 0.05  # that a step waits for its guides, all together
+GUIDES_S = 0.05  # at most for the masks of all guides of a step
 
 Row = tuple[Sequence, int]
-"""Whose next token a row of logits is for, and after how many of its tokens."""
+"""The sequence that a row of logits is for, and how many of its tokens come before the next one."""
 
 
 @torch.inference_mode()
 def sample(logits: Tensor, rows: Rows[Row]) -> tuple[Tensor, Tensor | None]:
-    """One token for each row [L] int64, NOT_FINITE for a broken one; and the log probabilities [L] float32 of
-    those that ask for it, None: nobody does.
+    """A token for each row [L] int64, NOT_FINITE where the logits are not finite; and log probabilities [L]
+    float32 for the rows that ask for them, None where none does.
 
     logits [L, vocab] float32, changed in place; row i is for rows[i].
     """
     finite = adjust(logits, rows)
     tokens = _best(logits)
-    drawn = [i for i, (sequence, _) in enumerate(rows) if not sequence.request.params.greedy]
-    if drawn:
-        _scale(logits, drawn, rows)
-        picked, where = _some(logits, drawn)
-        tokens = tokens.index_copy(0, where, _draw(picked, [rows[i] for i in drawn]))
-    asked = [i for i, (sequence, _) in enumerate(rows) if sequence.request.params.return_log_probs]
+    random = [i for i, (sequence, _) in enumerate(rows) if not sequence.request.params.greedy]
+    if random:
+        _scale(logits, random, rows)
+        picked, where = _select(logits, random)
+        tokens = tokens.index_copy(0, where, _draw(picked, [rows[i] for i in random]))
+    wanted = [i for i, (sequence, _) in enumerate(rows) if sequence.request.params.return_log_probs]
     log_probs = None
-    if asked:
-        picked, where = _some(logits, asked)
+    if wanted:
+        picked, where = _select(logits, wanted)
         taken = tokens.index_select(0, where).unsqueeze(1)
         found = torch.log_softmax(picked, dim=-1).gather(1, taken).squeeze(1)
         log_probs = torch.zeros(len(rows), device=logits.device).index_copy_(0, where, found)
@@ -51,8 +51,8 @@ def sample(logits: Tensor, rows: Rows[Row]) -> tuple[Tensor, Tensor | None]:
 
 
 def adjust(logits: Tensor, rows: Rows[Row]) -> Tensor:
-    """Apply biases, penalties, bans and guides in place. Returns which rows were finite before, [L] bool; not
-    those whose guide was not ready, or failed."""
+    """Apply biases, penalties, bans and guides in place. Returns which rows can be sampled, [L] bool: their
+    logits were finite, and their guide was ready."""
     finite = _are_finite(logits)
     deadline = time.monotonic() + GUIDES_S
     for row, (sequence, length) in enumerate(rows):
@@ -67,19 +67,19 @@ def adjust(logits: Tensor, rows: Rows[Row]) -> Tensor:
     return finite
 
 
-def _some(values: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
-    """These rows of values, and their numbers on its device."""
+def _select(values: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
+    """These rows of values, and their indices on its device."""
     where = upload(rows, torch.long, values.device)
     return (values if len(rows) == len(values) else values.index_select(0, where)), where
 
 
 def _are_finite(logits: Tensor) -> Tensor:
-    """Of each row. One NaN or infinity makes the sum one; looking at every logit costs thirty times more."""
+    """For each row. A NaN or infinity makes the sum one; testing every logit costs thirty times more."""
     return torch.isfinite(logits.sum(dim=-1))
 
 
 def _best(logits: Tensor) -> Tensor:
-    """The first largest logit of each row. NumPy's search is several times faster than torch's on a CPU."""
+    """The first largest logit of each row. NumPy's argmax is several times faster than torch's on a CPU."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(-1))
     return torch.argmax(logits, dim=-1)
@@ -131,11 +131,11 @@ def _apply_rules(row: Tensor, sequence: Sequence, length: int) -> None:
         row.index_fill_(0, _index(banned, row), -torch.inf)
 
 
-def _apply_guide(row: Tensor, known: np.ndarray) -> None:
-    """Only tokens the guide allows. Where a ban leaves none of them, the guide wins."""
+def _apply_guide(row: Tensor, mask: np.ndarray) -> None:
+    """Ban tokens that the guide does not allow. Where other bans leave none, the guide has priority."""
     vocab = row.shape[-1]
-    known = known[:vocab]
-    allowed = upload(np.pad(known, (0, vocab - len(known))), torch.bool, row.device)
+    mask = mask[:vocab]
+    allowed = upload(np.pad(mask, (0, vocab - len(mask))), torch.bool, row.device)
     row.masked_fill_(~allowed, -torch.inf)
     none_left = torch.isneginf(row).all()
     row.masked_fill_(allowed & none_left, 0.0)
@@ -150,9 +150,9 @@ def _index(tokens: Iterable[int], row: Tensor) -> Tensor:
     return upload(list(tokens), torch.long, row.device)
 
 
-def _scale(logits: Tensor, drawn: list[int], rows: Rows[Row]) -> None:
+def _scale(logits: Tensor, random: list[int], rows: Rows[Row]) -> None:
     temperatures = [1.0] * len(rows)
-    for row in drawn:
+    for row in random:
         temperatures[row] = rows[row][0].request.params.temperature
     if any(temperature != 1 for temperature in temperatures):
         logits /= upload(temperatures, logits.dtype, logits.device).unsqueeze(1)
@@ -180,6 +180,6 @@ def _draw(logits: Tensor, rows: Rows[Row]) -> Tensor:
     cumulative = torch.cumsum(probs.double(), dim=-1)
     target = upload([[draw] for draw in draws], torch.float64, device) * cumulative[:, -1:]
     rank = torch.searchsorted(cumulative, target, right=True)
-    # Penalties that overflow leave a row without probabilities; it must not end the step of the others.
+    # Penalties that overflow leave a row without probabilities; the other rows must not fail with it.
     rank = torch.minimum(rank, (probs > 0).sum(dim=-1, keepdim=True) - 1).clamp_(min=0)
     return torch.gather(order, 1, rank).squeeze(1)

@@ -1,4 +1,4 @@
-"""Trial: a few batches under adapters at start, so that the device's operations choose their block sizes."""
+"""A few batches with adapters at start, so that the device's operations measure and choose block sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["try_variants"]
 
 logger = logging.getLogger("manylora")
 
-# Rows of each sequence, all under adapters of their own: decoding, a short prompt, a long one.
+# Rows of each sequence, each with an adapter of its own: decoding, a short prompt, a long one.
 TRIALS = ((1,) * 8, (32,), (256,))
 CONTEXT = 1024  # tokens of a sequence that decodes
 RANK = 16
@@ -36,7 +36,7 @@ def try_variants(
     limits: BatchLimits,
     device: torch.device,
 ) -> None:
-    """Nothing is kept of what the batches compute, and no key or value is stored."""
+    """Results are dropped, and no key or value is stored."""
     with ops.trials() as wanted:
         if not wanted:
             return
@@ -51,7 +51,7 @@ def try_variants(
 
 
 def _inputs(counts: list[int], num_blocks: int, limits: BatchLimits) -> StepInputs:
-    """Sequences of so many rows; those of one have others before, whatever is in the cache's blocks."""
+    """Sequences of so many rows; those of one row attend to what is in the cache's blocks."""
     starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
     lengths = [min(CONTEXT, limits.max_seq_len) if n == 1 else n for n in counts]
     columns = [-(-n // limits.tokens_per_block) for n in lengths]
@@ -69,7 +69,7 @@ def _inputs(counts: list[int], num_blocks: int, limits: BatchLimits) -> StepInpu
 def _adapters(
     starts: list[int], modules: Collection[LoraModule], limits: BatchLimits, device: torch.device
 ) -> LoraBatch | None:
-    """Every sequence's has every module in every layer, all in one place, of zeros."""
+    """An adapter of zeros for every sequence, with every module in every layer, all at one address."""
     adapted = RowFormat(RANK)
     sizes = {module.module_id: module.row_elements(adapted) for module in modules if module.counted}
     if not sizes:

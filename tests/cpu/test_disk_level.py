@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.lora.library.disk import DiskLevel
 from manylora.lora.tensors import BFLOAT16, Adapter, AdapterRow, adapter_from_rows
 from manylora.request import LoraExtra
@@ -20,9 +21,10 @@ def adapter(seed: int, kind: str = "float32") -> Adapter:
     values = np.random.default_rng(seed).normal(size=4000).astype(np.float32)
     payload = values.astype(np.float16).view(BFLOAT16) if kind == "bfloat16" else values
     payload = (values > 0).view("V1") if kind == "float8" else payload
-    rows = [AdapterRow(1, layer, 8, dora, payload[layer:]) for layer, dora in ((1, True), (0, False))]
+    formats = [RowFormat(8), RowFormat(8, dora=True)]
     if kind == "float8":
-        rows = [AdapterRow(1, layer, 8, False, payload[layer:], scale=0.3 * (layer + 1)) for layer in (0, 1)]
+        formats = [RowFormat(8, encoding=Encoding.FLOAT8, scale=scale) for scale in (0.3, 0.6)]
+    rows = [AdapterRow(1, layer, formats[layer], payload[layer:]) for layer in (0, 1)]
     extras = [LoraExtra("embed.tokens", values[:20].reshape(10, 2), tuple(range(10)))]
     return adapter_from_rows(rows, extras=extras)
 
@@ -41,7 +43,7 @@ def test_a_copy_is_the_adapter(tmp_path: Path, kind: str) -> None:
     for theirs, ours in zip(found.rows, one.rows, strict=True):
         assert theirs.payload.dtype == ours.payload.dtype
         assert theirs.payload.tobytes() == ours.payload.tobytes()
-        assert (theirs.rank, theirs.dora, theirs.scale) == (ours.rank, ours.dora, ours.scale)
+        assert theirs.format == ours.format
     np.testing.assert_array_equal(found.extras[0].values, one.extras[0].values)
 
 

@@ -52,8 +52,8 @@ INSIDE = {
     ],
     "engine": [
         "sequence", "idle_blocks", "kv_cache", "scheduler", "memory", "guide_trial", "guide", "beam",
-        "sampler", "launched", "inputs", "encoding", "graphs", "trial", "runner", "checks", "results",
-        "build", "engine", "loop",
+        "sampler", "launched", "inputs", "encoding", "graphs", "trial", "runner", "checks", "build",
+        "counters", "results", "engine", "loop",
     ],
     "launcher": [
         "roles", "state", "logs", "memory_limit", "processes", "management_access", "http_checks",

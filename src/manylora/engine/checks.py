@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from manylora.config.engine import EngineConfig, ModelConfig
-from manylora.engine.encoding import check_encoder_prompt
+from manylora.engine.encoding import check_encoder_prompt, for_encoder
 from manylora.errors import QueueFullError, RequestError
 from manylora.request import Request
 
@@ -17,12 +17,21 @@ __all__ = ["LogitsMemory", "check_request"]
 LOGITS_SHARE = 4  # open requests may keep logits in one part in so many of the machine's memory
 
 
-def check_request(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> None:
-    """Raises RequestError naming the first thing that cannot be served. max_seq_len: prompt and output."""
+def check_request(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> Request:
+    """The request as the engine runs it: with a prompt for the encoder, and ids wrapped where configured.
+
+    Raises RequestError naming the first thing that cannot be served. max_seq_len: prompt and output.
+    """
+    request = for_encoder(request, model.encoder)
+    if config.wrap_input_ids and request.prompt_table is None:
+        prompts = (request.prompt, request.encoder_prompt)
+        prompt, encoder_prompt = (tuple(token % model.vocab_size for token in ids) for ids in prompts)
+        request = replace(request, prompt=prompt, encoder_prompt=encoder_prompt)
     _check_prompt(request, config, model, max_seq_len)
     _check_params(request, config, model, max_seq_len)
     if request.draft:
         _check_draft(request, config, model, max_seq_len)
+    return request
 
 
 def _check_prompt(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> None:

@@ -11,10 +11,10 @@ from manylora.config.engine import EngineConfig
 from manylora.engine.beam import BeamGroup
 from manylora.engine.build import build_parts
 from manylora.engine.checks import LogitsMemory, check_request
-from manylora.engine.encoding import for_encoder
+from manylora.engine.counters import Counters, engine_stats
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.launched import FailedStep, LaunchedStep
-from manylora.engine.results import Counters, ResultProcessor
+from manylora.engine.results import ResultProcessor
 from manylora.engine.scheduler import Scheduler, Step
 from manylora.engine.sequence import Sequence
 from manylora.errors import AdapterNotCachedError, QueueFullError, RequestError
@@ -91,8 +91,7 @@ class Engine:
 
         Raises RequestError, also for anything else that is wrong with the request.
         """
-        self._check(request)
-        return self._compile(request)
+        return self._compile(self._check(request))
 
     def prepare(self, request: Request, matcher: LLMatcher | None = None) -> Prepared:
         """Check a request and read its adapter. matcher: the result of `compile`. Any thread.
@@ -130,7 +129,7 @@ class Engine:
         sequences = list(self._requests.get(handle, ()))
         for sequence in sequences:
             sequence.finish_reason = FinishReason.CANCELLED
-        self._counters.cancelled += bool(sequences)
+        self._counters.requests_cancelled += bool(sequences)
         return self._retire(sequences)
 
     def step(self) -> Events:
@@ -179,35 +178,7 @@ class Engine:
         self.adapters.check()
 
     def stats(self) -> EngineStats:
-        counters = self._counters
-        last = self._last_step if self._scheduler.has_work else Step(())
-        num_context = sum(chunk.in_context for chunk in last.chunks)
-        return EngineStats(
-            waiting=len(self._scheduler.waiting),
-            running=len(self._scheduler.running),
-            max_batch_size=self.config.max_batch_size,
-            on_gpu=self._parts.device.torch.type == "cuda",
-            steps=counters.steps,
-            kv_blocks=self._kv.num_blocks,
-            kv_blocks_free=self._kv.num_available,
-            tokens_per_block=self._kv.tokens_per_block,
-            kv_tokens_reused=self._scheduler.num_tokens_reused,
-            kv_bytes=self._parts.kv_plan.num_bytes,
-            weight_bytes=self._parts.decoder.weight_bytes,
-            preemptions=self._scheduler.num_preemptions,
-            prompt_tokens=counters.prompt_tokens,
-            generated_tokens=counters.generated_tokens,
-            requests_finished=counters.finished,
-            requests_failed=counters.failed,
-            requests_cancelled=counters.cancelled,
-            scheduled=len(last.chunks),
-            context_requests=num_context,
-            generation_requests=len(last.chunks) - num_context,
-            context_tokens=last.num_context_tokens,
-            max_adapters_in_step=self._runner.max_adapters_in_step,
-            waiting_adapters=tuple({self.adapters.name_of(i): None for i in self._waiting_task_ids()}),
-            adapters=self.adapters.stats(),
-        )
+        return engine_stats(self._parts, self._scheduler, self._kv, self._counters, self._last_step)
 
     def _check_queue(self, count: int) -> None:
         """Raises QueueFullError. A new sequence waits only when the batch has no free slot for it."""
@@ -216,18 +187,8 @@ class Engine:
         if limit and (waiting >= limit or waiting + count > limit + free_slots):
             raise QueueFullError(limit)
 
-    def _waiting_task_ids(self) -> list[int]:
-        return [s.lease.task_id for s in self._scheduler.waiting if s.lease is not None]
-
     def _check(self, request: Request) -> Request:
-        request = for_encoder(request, self.model.encoder)
-        if self.config.wrap_input_ids and request.prompt_table is None:
-            vocab = self.model.vocab_size
-            prompts = (request.prompt, request.encoder_prompt)
-            prompt, encoder_prompt = (tuple(token % vocab for token in ids) for ids in prompts)
-            request = replace(request, prompt=prompt, encoder_prompt=encoder_prompt)
-        check_request(request, self.config, self.model, self.max_seq_len)
-        return request
+        return check_request(request, self.config, self.model, self.max_seq_len)
 
     def _compile(self, request: Request) -> LLMatcher | None:
         guide = request.params.guide
@@ -301,12 +262,13 @@ class Engine:
 
     def _fail(self, step: Step, error: Exception) -> Events:
         """End the requests of a step that failed."""
-        leaders = {id(s): s for s in (_leader(chunk.sequence) for chunk in step.chunks) if not s.finished}
         text = f"Encountered an error in forwardAsync function: {type(error).__name__}"
-        for sequence in leaders.values():
+        leaders = dict.fromkeys(_leader(chunk.sequence) for chunk in step.chunks)
+        failed = [sequence for sequence in leaders if not sequence.finished]
+        for sequence in failed:
             sequence.remove_pending_token()
             sequence.fail(RequestError(text))
-        return self._retire(list(leaders.values()))
+        return self._retire(failed)
 
     def _find_lost_adapters(self, step: Step) -> Mapping[str, RequestError]:
         """Adapters of a step that could not be read, by digest."""
@@ -334,8 +296,8 @@ class Engine:
             if not others:
                 del self._requests[sequence.handle]
                 self._logits_memory.release(sequence.handle)
-                self._counters.finished += 1
-                self._counters.failed += sequence.finish_reason is FinishReason.ERROR
+                self._counters.requests_finished += 1
+                self._counters.requests_failed += sequence.finish_reason is FinishReason.ERROR
             events.append((sequence.handle, sequence.take_event(last=not others)))
         return events
 

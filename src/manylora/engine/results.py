@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from manylora.engine.beam import BeamCandidate, BeamGroup
+from manylora.engine.counters import Counters
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.launched import LaunchedStep, StepResults
 from manylora.engine.runner import Runner
@@ -14,19 +13,7 @@ from manylora.engine.sequence import Sequence
 from manylora.errors import AdapterNotFiniteError, RequestError
 from manylora.request import Event
 
-__all__ = ["Counters", "ResultProcessor"]
-
-
-@dataclass
-class Counters:
-    """Since the start."""
-
-    steps: int = 0
-    prompt_tokens: int = 0  # computed
-    generated_tokens: int = 0
-    finished: int = 0  # requests
-    failed: int = 0
-    cancelled: int = 0
+__all__ = ["ResultProcessor"]
 
 
 class ResultProcessor:

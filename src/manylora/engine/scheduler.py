@@ -106,7 +106,7 @@ class Scheduler:
         self.num_tokens_reused = 0
         self._kv = kv
         self._adapters = adapters
-        self._max_batch_size = max_batch_size
+        self.max_batch_size = max_batch_size
         self._max_num_tokens = max_num_tokens
         self._reserve_all = reserve_all
         self._whole = not chunked
@@ -207,7 +207,7 @@ class Scheduler:
         no_space: set[str] = set()  # digests of adapters
         blocked = False  # whether no other adapter may overtake
         while self.waiting and this.budget > 0:
-            if self.num_slots + self.waiting[0].num_slots > self._max_batch_size:
+            if self.num_slots + self.waiting[0].num_slots > self.max_batch_size:
                 break
             if self.waiting[0] in self._still_pinned:
                 break

@@ -1,8 +1,8 @@
-"""A CPU with the compiled kernels: linear layers, adapters, decode attention and row operations in float32.
+"""CompiledOps: a CPU's operations by the compiled C kernels, in float32.
 
-The sums of a token's row are made in one order, whatever rows come with it: a decoding request gets the same
-bits alone and in company. What is not float32 is `CpuOps`'s, and so is what the kernels do not know;
-weights and adapters may be kept in fewer bits, which the kernels widen in registers.
+They are linear layers, adapters, decode attention and row operations. A row is summed in the same order
+whatever other rows are in the batch, so a decoding request gets the same bits alone or batched. Weights and
+adapters may have fewer bits, which the kernels widen in registers. Other dtypes and shapes go to CpuOps.
 """
 
 from __future__ import annotations
@@ -25,27 +25,32 @@ from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraSegment, LoraTa
 
 __all__ = ["CompiledOps"]
 
-# Of one adapter. With more rows than these and a higher rank, torch's matrix products are ahead.
+# Of one adapter. With more rows and a higher rank, torch's matrix products are faster.
 FEW_ROWS, LOW_RANK = 64, 32
-LARGEST_RANK = 1024  # room on the stack
+LARGEST_RANK = 1024  # of the C kernels' arrays on the stack
 LARGEST_HEAD = 256
-ADAPTERS_KEPT = 1024
+MAX_CACHED_ADAPTERS = 1024
 GATES = ("silu", "gelu", "gelu_tanh")  # by their numbers in native/elementwise.c
 PART = np.dtype([("column", "i8"), ("width", "i8"), ("row", TABLE_ROW)])
 POOLS = {torch.float32: "lora_add_float32", torch.bfloat16: "lora_add_bfloat16"}
 
-_Parts = tuple[Any, np.ndarray | None, int]  # rows of the adapter; its parts; how many, -1: not for us
+# The adapter's rows; its parts for the C kernel; how many, -1: it has rows that the C kernel cannot do.
+_Parts = tuple[Any, np.ndarray | None, int]
 
 
 @dataclass(frozen=True, eq=False)
-class _Work:
-    """One call for a layer's targets: segments [count, 4] of (start, stop, address and number of parts)."""
+class _LoraCall:
+    """Arguments of one call for the targets of a layer.
+
+    segments: [count, 4] of start, stop, address of the parts, number of parts. parts: the arrays at these
+    addresses. others: segments that torch does.
+    """
 
     segments: np.ndarray
-    parts: list[np.ndarray]  # of these addresses
+    parts: list[np.ndarray]
     most_parts: int
     most_rows: int
-    others: tuple[LoraSegment, ...]  # left to torch
+    others: tuple[LoraSegment, ...]
 
     @property
     def count(self) -> int:
@@ -61,7 +66,7 @@ class CompiledOps(CpuOps):
         self._width, self._block = library.panel_width(), library.panel_block()
         self._scores = torch.empty(0)
         self._parts: dict[tuple[int, tuple[LoraTarget, ...]], dict[int, _Parts]] = {}
-        self._works: dict[tuple[int, tuple[LoraTarget, ...]], _Work] = {}  # for the last segments
+        self._calls: dict[tuple[int, tuple[LoraTarget, ...]], _LoraCall] = {}  # for `_segments`
         self._segments: tuple[LoraSegment, ...] = ()
         self._known: tuple[tuple[int, int, int], ...] = ()
 
@@ -104,11 +109,11 @@ class CompiledOps(CpuOps):
         if not _can_add(x, batch.pool):
             super().lora_add(y, x, batch, layer, targets, bias)
             return
-        work = self._find_work(batch, layer, tuple(targets))
-        if work.count:
-            self._add(y, x, batch.pool, work.segments, work.most_parts, work.most_rows)
-        if work.others:
-            super().lora_add(y, x, LoraBatch(batch.pool, work.others), layer, targets, bias)
+        call = self._find_call(batch, layer, tuple(targets))
+        if call.count:
+            self._add(y, x, batch.pool, call.segments, call.most_parts, call.most_rows)
+        if call.others:
+            super().lora_add(y, x, LoraBatch(batch.pool, call.others), layer, targets, bias)
 
     def _add(
         self, y: Tensor, x: Tensor, pool: Tensor, segments: np.ndarray, most_parts: int, most_rows: int
@@ -118,24 +123,24 @@ class CompiledOps(CpuOps):
             segments.ctypes.data, len(segments), most_parts, most_rows,
         )  # fmt: skip
 
-    def _find_work(self, batch: LoraBatch, layer: int, targets: tuple[LoraTarget, ...]) -> _Work:
-        """Kept until a step has other segments: while the same sequences decode, nothing is looked up."""
+    def _find_call(self, batch: LoraBatch, layer: int, targets: tuple[LoraTarget, ...]) -> _LoraCall:
+        """Cached until a step has other segments: while the same sequences decode, nothing is looked up."""
         if batch.segments is not self._segments:
-            # The segments of before are alive still, so an id that is the same is the same adapter.
+            # The last segments still exist, so equal ids mean the same adapter.
             known = tuple((one.start, one.stop, id(one.rows)) for one in batch.segments)
             if known != self._known:
-                self._works.clear()
+                self._calls.clear()
             self._segments, self._known = batch.segments, known
-        work = self._works.get((layer, targets))
-        if work is None:
-            work = self._works[layer, targets] = self._plan_work(batch, layer, targets)
-        return work
+        call = self._calls.get((layer, targets))
+        if call is None:
+            call = self._calls[layer, targets] = self._plan_call(batch, layer, targets)
+        return call
 
-    def _plan_work(self, batch: LoraBatch, layer: int, targets: tuple[LoraTarget, ...]) -> _Work:
+    def _plan_call(self, batch: LoraBatch, layer: int, targets: tuple[LoraTarget, ...]) -> _LoraCall:
         table = self._parts.setdefault((layer, targets), {})
         ours: list[tuple[int, int, int, int]] = []
         others: list[LoraSegment] = []
-        kept: list[np.ndarray] = []
+        arrays: list[np.ndarray] = []
         most = rows = 0
         for segment in batch.segments:
             known = table.get(id(segment.rows))
@@ -147,10 +152,10 @@ class CompiledOps(CpuOps):
             if count < 0 or many:
                 others.append(segment)
             elif parts is not None:
-                kept.append(parts)
+                arrays.append(parts)
                 ours.append((segment.start, segment.stop, parts.ctypes.data, count))
                 most, rows = max(most, count), max(rows, height)
-        return _Work(np.array(ours, np.int64).reshape(-1, 4), kept, most, rows, tuple(others))
+        return _LoraCall(np.array(ours, np.int64).reshape(-1, 4), arrays, most, rows, tuple(others))
 
     def add_groups(
         self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, places: np.ndarray, target: LoraTarget
@@ -250,8 +255,8 @@ class CompiledOps(CpuOps):
     def _find_parts(
         table: dict[int, _Parts], segment: LoraSegment, layer: int, targets: Sequence[LoraTarget]
     ) -> _Parts:
-        """The adapter's matrices for these targets. Kept with `rows` itself, so that its id stays its own."""
-        if len(table) >= ADAPTERS_KEPT:
+        """The adapter's matrices for these targets. Cached with `rows`, so that its id is not reused."""
+        if len(table) >= MAX_CACHED_ADAPTERS:
             table.clear()
         found = [(t, segment.rows.get((layer, t.module_id))) for t in targets]
         places = [(t, row) for t, row in found if row is not None]

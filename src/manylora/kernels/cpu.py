@@ -1,4 +1,4 @@
-"""What torch alone does better than the reference on a CPU: packed weights, decoding sequences at once."""
+"""CpuOps: a CPU's operations by torch alone, with packed weights and batched decode attention."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from manylora.kernels.spec import AttentionBatch, ExpertPairs, LoraBatch, LoraTa
 
 __all__ = ["CpuOps"]
 
-FEW_ROWS = 8  # of one expert and adapter; from there on a matrix product of its own is ahead
+FEW_ROWS = 8  # of one expert and adapter; with more, a separate matrix product is faster
 PACKED = (torch.float32, torch.bfloat16)
 NO_ROW = RowFormat(0).table_row(0)
 
 
 class CpuOps(ReferenceOps):
-    """Decoding rows are gathered into one batch; prompts are attended one by one."""
+    """Attention of decoding rows is one batched operation; prompts are attended one by one."""
 
     def __init__(self) -> None:
         self._packed = [dtype for dtype in PACKED if _packs(dtype)]
@@ -52,7 +52,7 @@ class CpuOps(ReferenceOps):
         layer: int,
         targets: Sequence[LoraTarget],
     ) -> None:
-        """Groups of many rows one by one; all those of few rows at once, which while decoding is all."""
+        """Groups of many rows one by one; groups of few rows together. When decoding, all have few."""
         assert isinstance(pairs, HostPairs)
         groups = pairs.groups
         few = groups[:, 1] - groups[:, 0] < FEW_ROWS
@@ -104,7 +104,7 @@ class CpuOps(ReferenceOps):
         window: int | None,
         softcap: float | None = None,
     ) -> Tensor:
-        """As the reference; of a prompt from its begin, keys after each query are not even read."""
+        """As the reference; of a whole prompt by torch's causal kernel, which skips keys after a query."""
         count = q.shape[0]
         if kv_len > count or (window is not None and window < count) or softcap is not None:
             return super().attend_one(q, k_cache, v_cache, blocks, kv_len, scale, window, softcap)
@@ -117,8 +117,8 @@ class CpuOps(ReferenceOps):
     def add_groups(
         self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, places: np.ndarray, target: LoraTarget
     ) -> None:
-        """Few rows of experts. groups [G, 2]: start, stop; places [G] of TABLE_ROW, that expert's and
-        adapter's, ranks above 0."""
+        """Add the adapters of groups with few rows. groups [G, 2]: start, stop; places [G] TABLE_ROW: where the
+        matrices of each group's expert and adapter are, with ranks above 0."""
         for kind in np.unique(places[["rank", "encoding"]]):
             alike = places[["rank", "encoding"]] == kind
             _add_batched(y, x, pool, groups[alike], places[alike], target)
@@ -155,7 +155,7 @@ class CpuOps(ReferenceOps):
         mask = keys < ends
         if window is not None:
             mask &= keys >= ends - window
-        # Padding shows blocks of strangers: a NaN there must not reach this sequence through 0 * NaN.
+        # Padded entries point to other sequences' blocks: a NaN there would spread through 0 * NaN.
         hidden = ~(keys < ends)
         if hidden.any():
             k[hidden] = 0
@@ -175,8 +175,8 @@ def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 @cache
 def _packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN packs such weights here and multiplies right: it refuses bfloat16 on some processors,
-    and does not say beforehand on which."""
+    """Whether oneDNN packs such weights on this processor and multiplies correctly. Some processors refuse
+    bfloat16, which only a trial shows."""
     x, weight = torch.linspace(-1, 1, 2 * 64).view(2, 64), torch.linspace(-1, 1, 64 * 64).view(64, 64)
     x, weight = x.to(dtype), weight.to(dtype)
     try:

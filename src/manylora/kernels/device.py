@@ -1,4 +1,4 @@
-"""The one place that chooses a device and what runs its operations."""
+"""Opens a device and chooses the implementation of its operations. Nothing else makes that choice."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["Arrival", "Capture", "CopyStream", "Device", "open_device"]
 logger = logging.getLogger("manylora")
 
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
-"""Records what a function runs on the device; the result runs it again on the present contents of the same
-tensors and returns the same output tensor."""
+"""Records what a function runs on the device. The result replays it on the current contents of the same
+tensors, and returns the same output tensor."""
 
 
 class CopyStream:
-    """Copies from pinned host memory beside the computation, in the order they were asked for.
+    """Copies from pinned host memory, concurrently with the computation and in the order of `start`.
 
-    They wait for nothing that was queued: what still runs must not need the old contents. device: a CUDA
-    device; on any other, copies are done when `start` returns.
+    They do not wait for queued kernels, which must not need the targets' old contents. On a device that is
+    not CUDA, copies are done when `start` returns.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,7 +38,7 @@ class CopyStream:
         self._device = device
 
     def start(self, copy: Callable[[], None]) -> torch.Event | None:
-        """Begin copies; the event tells when they are done, None: they are."""
+        """Begin copies. Returns an event that is set when they are done; None: they already are."""
         if self._stream is None:
             copy()
             return None
@@ -47,17 +47,17 @@ class CopyStream:
         return self._stream.record_event()
 
     def hold(self, event: torch.Event) -> None:
-        """Let what the computation queues from now on wait for these copies; the caller does not wait."""
+        """Kernels queued from now on wait for these copies; the caller does not."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def finish(self) -> None:
-        """Wait until every copy is done, so that its source may change."""
+        """Wait for all copies, so that their sources may change."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 class Arrival:
-    """A tensor on its way to the host, queued behind what computes it. On a CPU it is there."""
+    """A copy of a tensor to the host, queued after the kernels that compute it. On a CPU: the tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._host, self._event = tensor, None
@@ -75,9 +75,9 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Device:
-    """A torch device with its table of operations.
+    """A torch device and its operations.
 
-    capture: None where steps cannot be recorded. overlaps: it computes while the host goes on.
+    capture: records steps as graphs; None: it cannot. overlaps: it computes while the host continues.
     """
 
     torch: torch.device
@@ -87,12 +87,12 @@ class Device:
     overlaps: bool = False
 
     def activate(self) -> None:
-        """Make it the calling thread's device: kernels are launched on that, whatever their tensors say."""
+        """Make it the calling thread's current device, which kernels are launched on."""
         if self.torch.type == "cuda":
             torch.cuda.set_device(self.torch)
 
     def free_bytes(self) -> int:
-        """Memory that could still be allocated: of the GPU, or of the machine within its cgroup's limit."""
+        """Bytes that can still be allocated on the GPU, or on the host within its cgroup's limit."""
         if self.torch.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.torch)
             cached = torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch)

@@ -1,4 +1,4 @@
-"""Which rows go to which experts, on the host: runs of pairs that can be taken one by one or all at once."""
+"""The pairs of token rows and experts, grouped on the host by expert and by adapter."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NO_GROUPS = np.empty((0, 4), np.int64)
 
 @dataclass(frozen=True)
 class HostPairs(ExpertPairs):
-    """starts: E + 1 host ints; the pairs starts[e]:starts[e+1] are expert e's.
+    """starts: E + 1 host ints; the pairs starts[e]:starts[e+1] belong to expert e.
 
-    groups: [G, 4] int64; runs of pairs under one adapter: start, stop, expert, index of the adapter among the
-    batch's segments. Pairs outside every group belong to the base model.
+    groups: [G, 4] int64: runs of pairs of one expert and one adapter as start, stop, expert, index of the
+    adapter among the batch's segments. Pairs outside all groups belong to the base model.
     """
 
     starts: Sequence[int]
@@ -43,9 +43,9 @@ def pair_up(choices: Tensor, num_experts: int, lora: LoraBatch | None) -> tuple[
 def group_segments(
     batch: LoraBatch, groups: np.ndarray, layer: int, targets: list[tuple[LoraTarget, int]]
 ) -> tuple[LoraSegment, ...]:
-    """Each group as a segment of its own, over the pairs, with its expert's piece of the adapter's rows.
+    """Each group as a segment over the pairs, with its expert's matrices in place of the adapter's.
 
-    targets: with the elements of one rank of theirs, in + out.
+    targets: each with its in + out dimensions.
     """
     segments: list[LoraSegment] = []
     for start, stop, expert, number in groups.tolist():

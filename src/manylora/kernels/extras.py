@@ -1,4 +1,7 @@
-"""What adapters bring beside their low-rank rows, as views of the pool. Plain PyTorch on any device."""
+"""Extras: trained weights of an adapter other than low-rank matrices (biases, norms, embedding, head).
+
+They are views of the page pool, computed with in plain PyTorch on any device.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,12 @@ __all__ = ["Extra", "ExtraSegment"]
 
 @dataclass(frozen=True, eq=False)
 class Extra:
-    """A matrix [R, C] of one adapter (a vector: C = 1), in pieces that lie anywhere in the pool.
+    """A matrix [R, C] of one adapter (a vector: C = 1), in pieces anywhere in the pool.
 
     pool: flat. pieces: views of it, [rows, C] each; all but the last have `step` rows.
-    starts: [pieces] int64 on the device, where each begins in the pool.
-    token_ids: [R] int64 on the device, ascending, of a matrix whose rows are those of tokens.
+    starts: [pieces] int64 on the device, the offset of each piece in the pool.
+    token_ids: [R] int64 on the device, ascending; the token of each row, where rows are trained for some
+        tokens only.
     """
 
     pool: Tensor
@@ -31,7 +35,7 @@ class Extra:
         return self.pieces[0].shape[0]
 
     def vector(self, dtype: torch.dtype) -> Tensor:
-        """Everything, flat, [R * C]."""
+        """All values, flat, [R * C]."""
         parts = [piece.reshape(-1) for piece in self.pieces]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
 
@@ -40,7 +44,7 @@ class Extra:
         return torch.cat([F.linear(x, piece.to(x.dtype)) for piece in self.pieces], dim=1)
 
     def gather(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """The rows of these numbers, [T] int64 -> [T, C]. Nothing waits for the device."""
+        """Rows by index, [T] int64 -> [T, C]. Does not wait for the device."""
         if len(self.pieces) == 1:
             return F.embedding(rows, self.pieces[0]).to(dtype)
         columns = torch.arange(self.pieces[0].shape[1], device=rows.device)
@@ -51,7 +55,7 @@ class Extra:
 
 @dataclass(frozen=True)
 class ExtraSegment:
-    """Token rows [start, stop) of the batch run under an adapter with these extras, by name."""
+    """Token rows [start, stop) of the batch have an adapter with these extras, by name."""
 
     start: int
     stop: int

@@ -1,6 +1,6 @@
-"""Values of adapters on their way in: widened, scaled and checked, then laid out in pages.
+"""Converts the values of adapters as they are loaded: widens, scales and checks them, and fills their pages.
 
-Compiled, where the process has the compiled kernels; NumPy's copies take two to three times as long.
+With the compiled kernels where the process has loaded them; NumPy takes two to three times as long.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from manylora.kernels import native
 
 __all__ = ["STORED", "all_finite", "can_lay_out", "can_read", "lay_out", "narrow", "read_rows", "widen"]
 
-SMALL = 2**14  # elements that NumPy is done with before a foreign function is called
+SMALL = 2**14  # elements below which NumPy is faster than calling the library
 WIDE, NARROW = "float32", "bfloat16"
-MOVED = (WIDE, NARROW, "float16")
-# A row in a file: where its A [rank, in] and B [out, rank] begin, the address it goes to, a factor of B.
+COPIED = (WIDE, NARROW, "float16")
+# A row in a file: offsets of A [rank, in] and B [out, rank] in bytes, target address, sizes, factor of B.
 STORED = np.dtype(
     [(name, np.int64) for name in ("a", "b", "target", "rank", "in", "out")] + [("scale", np.float64)]
 )
 
 
 def widen(target: np.ndarray, source: np.ndarray, scale: np.float32) -> bool:
-    """target = source * scale, and whether all of it is finite.
+    """Set target = source * scale. Returns whether all of it is finite.
 
-    target: float32, contiguous. source: as many values, float32, or bfloat16 as its bits in uint16. It may be
-    the target, or bfloat16 in the target's rear half.
+    target: float32, contiguous. source: as many values, float32, or bfloat16 as uint16 bits. It may be the
+    target itself, or bfloat16 in the second half of the target's memory.
     """
     library = native.loaded() if target.size >= SMALL else None
     if library is not None and source.flags.c_contiguous and target.flags.c_contiguous:
@@ -44,8 +44,8 @@ def widen(target: np.ndarray, source: np.ndarray, scale: np.float32) -> bool:
 
 
 def narrow(target: np.ndarray, source: np.ndarray) -> None:
-    """target = source as bfloat16, to the nearest, ties to even. target: its bits in uint16; source: as many
-    float32, contiguous, no NaN."""
+    """Set target to source in bfloat16, rounded to nearest even. target: uint16 bits; source: as many
+    float32, contiguous, without NaN."""
     if source.size >= SMALL and native.loaded() is not None:
         lay_out([(source.ctypes.data, target.ctypes.data, 1, 1, 0, 0, source.size)], NARROW, WIDE, 1)
         return
@@ -54,26 +54,26 @@ def narrow(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Of any floating type that NumPy knows, and any shape; float32 without memory beside it."""
+    """values: any floating type of NumPy, any shape. Contiguous float32 needs no temporary memory."""
     if values.dtype == np.float32 and values.flags.c_contiguous:
         return widen(values, values, np.float32(1))
     return bool(np.isfinite(values).all())
 
 
 def can_lay_out(target: str, source: str) -> bool:
-    """Whether `lay_out` converts a source's type to that of the pages; both by NumPy's names, or bfloat16."""
-    known = {target, source} == {WIDE, NARROW} or (target == source and source in MOVED)
+    """Whether `lay_out` converts the source's type to the pages'. Types are NumPy's names, or bfloat16."""
+    known = {target, source} == {WIDE, NARROW} or (target == source and source in COPIED)
     return known and native.loaded() is not None
 
 
 def lay_out(rows: Sequence[tuple[int, ...]], target: str, source: str, threads: int) -> None:
-    """Write rows into their pages: A as it is, B [out, rank] as [rank, out], one expert's side by side.
+    """Write rows into their pages: A unchanged, B [out, rank] as [rank, out]; A and B of an expert adjacent.
 
-    rows: addresses of the source, A [experts, rank, in] and B [experts, out, rank], and of the target; then
-    experts, rank, in and out of one expert, and how many values behind them are copied as they are. target,
-    source: types that `can_lay_out`.
+    rows: source address, of A [experts, rank, in] and B [experts, out, rank]; target address; experts; rank,
+    in and out of one expert; number of values after them that are copied unchanged. target, source: types for
+    which `can_lay_out` is true.
     """
-    # What is only moved may be anything of its size.
+    # Copies without conversion depend on the size of the type only.
     kinds = [NARROW if kind == "float16" else kind for kind in (target, source)]
     library = native.loaded()
     assert library is not None
@@ -94,10 +94,10 @@ def can_read(target: str, source: str) -> bool:
 
 
 def read_rows(descriptor: int, rows: np.ndarray, target: str, source: str, threads: int) -> bool:
-    """Read rows of a file into their pages, as `lay_out` has them; no memory of their size is needed between.
-    Whether the file had all of them, and all is finite.
+    """Read rows of a file into their pages in the layout of `lay_out`, through a buffer of one matrix.
+    Returns whether the file had all of them and all values are finite.
 
-    descriptor: of an open file. rows: [count] of STORED. target, source: types that `can_read`.
+    descriptor: of an open file. rows: [count] of STORED. target, source: types for which `can_read` is true.
     """
     library = native.loaded()
     assert library is not None
@@ -106,8 +106,8 @@ def read_rows(descriptor: int, rows: np.ndarray, target: str, source: str, threa
     size = int(sides.max(initial=0)) * (4 if source == WIDE else 2)
 
     def read(part: np.ndarray) -> bool:
-        part, room = np.ascontiguousarray(part), np.empty(size, np.uint8)
-        return call(descriptor, part.ctypes.data, len(part), room.ctypes.data) == len(part)
+        part, buffer = np.ascontiguousarray(part), np.empty(size, np.uint8)
+        return call(descriptor, part.ctypes.data, len(part), buffer.ctypes.data) == len(part)
 
     if threads == 1:
         return read(rows)

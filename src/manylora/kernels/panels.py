@@ -1,4 +1,8 @@
-"""Weights as the compiled linear layer of CPUs reads them, and that layer."""
+"""Panels: the weight layout of the compiled CPU linear layer, and that layer.
+
+A panel has the weights of `width` outputs, those of each input adjacent, so that a kernel reads it once, in
+order, and sums `width` outputs in registers.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +22,20 @@ from manylora.kernels.quantised import QuantisedWeight
 __all__ = ["Panels", "WeightRows", "address", "panels_linear", "read_panels", "to_panels"]
 
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8", torch.uint8: "int4"}
-WORDS = {torch.bfloat16: torch.int32}  # what is laid out as pairs, and what a pair is
-CHUNK_BYTES = 2**21  # of rows that are read before they are laid out: they are still in the cache then
+WORDS = {torch.bfloat16: torch.int32}  # dtypes laid out as pairs of inputs, and the dtype of a pair
+CHUNK_BYTES = 2**21  # rows read at a time, so that they are still in the cache when they are laid out
 THREADS = 4
 
 
 class WeightRows(Protocol):
-    """A plain weight [N, K] that is not in memory yet. streams: `read` works, else only `whole`."""
+    """A plain weight [N, K] that is still in its file. streams: whether `read` works, or only `whole`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     streams: bool
 
     def read(self, start: int, out: Tensor) -> None:
-        """Rows [start, start + len(out)) into a contiguous tensor on the CPU. Any thread."""
+        """Read rows [start, start + len(out)) into a contiguous CPU tensor. Safe from any thread."""
         ...
 
     def whole(self) -> Tensor: ...
@@ -63,15 +67,15 @@ class Panels:
 
 
 def to_panels(weight: Tensor | QuantisedWeight, width: int, block: int) -> Panels | None:
-    """None where the compiled layer has no kernel for it. block: inputs that it sums at once."""
+    """None where the compiled layer has no kernel for it. block: inputs that the kernel sums at a time."""
     rows, columns = weight.shape
     if isinstance(weight, Tensor):
         if weight.dtype not in KINDS:
             return None
-        if columns % _inputs(weight.dtype):
+        if columns % _inputs_per_word(weight.dtype):
             weight = weight.float()
         words = weight.contiguous().view(WORDS.get(weight.dtype, weight.dtype))
-        return Panels(_as_kept(_turn(words, width), weight.dtype), None, None, rows, columns)
+        return Panels(_unpaired(_to_width(words, width), weight.dtype), None, None, rows, columns)
     group = weight.group_size
     if weight.values.dtype not in KINDS or (block < group < columns and group % block):
         return None
@@ -80,22 +84,21 @@ def to_panels(weight: Tensor | QuantisedWeight, width: int, block: int) -> Panel
     scales, offsets = weight.scales.float(), weight.offsets
     if weight.zeros is not None:
         offsets = (0 if offsets is None else offsets) - scales * weight.zeros
-    turned = None if offsets is None else _turn(offsets.float(), width)
-    return Panels(_turn(weight.values, width), _turn(scales, width), turned, rows, columns)
+    turned = None if offsets is None else _to_width(offsets.float(), width)
+    return Panels(_to_width(weight.values, width), _to_width(scales, width), turned, rows, columns)
 
 
 def read_panels(library: ctypes.CDLL, rows: WeightRows, width: int) -> Panels | None:
-    """As `to_panels`, by several threads, with some rows at a time in memory twice."""
+    """As `to_panels`, by several threads that read some rows at a time."""
     if rows.dtype not in KINDS or not rows.dtype.is_floating_point or not rows.streams:
         return None
-    (count, columns), inputs = rows.shape, _inputs(rows.dtype)
+    (count, columns), inputs = rows.shape, _inputs_per_word(rows.dtype)
     if columns % inputs:
         return None
     words, panels, depth = WORDS.get(rows.dtype, rows.dtype), -(-count // width), columns // inputs
     size = words.itemsize
-    # NumPy's memory, because it asks the system for large pages: fewer faults here, fewer misses later.
-    room = np.empty((panels, depth, width * size), np.uint8)
-    values = torch.from_numpy(room).view(words)
+    # NumPy's allocator asks for huge pages: fewer page faults here, fewer TLB misses later.
+    values = torch.from_numpy(np.empty((panels, depth, width * size), np.uint8)).view(words)
     step = max(1, CHUNK_BYTES // (width * depth * size))  # panels
 
     def lay_out(first: int) -> None:
@@ -106,7 +109,7 @@ def read_panels(library: ctypes.CDLL, rows: WeightRows, width: int) -> Panels | 
 
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
         list(pool.map(lay_out, range(0, panels, step)))
-    return Panels(_as_kept(values, rows.dtype), None, None, count, columns)
+    return Panels(_unpaired(values, rows.dtype), None, None, count, columns)
 
 
 def panels_linear(library: ctypes.CDLL, x: Tensor, weight: Panels, bias: Tensor | None, block: int) -> Tensor:
@@ -125,7 +128,7 @@ def panels_linear(library: ctypes.CDLL, x: Tensor, weight: Panels, bias: Tensor 
     return y
 
 
-def _turn(matrix: Tensor, width: int) -> Tensor:
+def _to_width(matrix: Tensor, width: int) -> Tensor:
     """[N, C] -> [panels, C, width]."""
     rows, columns = matrix.shape
     panels, whole = -(-rows // width), rows // width
@@ -136,15 +139,15 @@ def _turn(matrix: Tensor, width: int) -> Tensor:
     return turned
 
 
-def _inputs(dtype: torch.dtype) -> int:
-    """Neighbours that lie together."""
+def _inputs_per_word(dtype: torch.dtype) -> int:
+    """How many inputs are stored together."""
     return WORDS.get(dtype, dtype).itemsize // dtype.itemsize
 
 
-def _as_kept(values: Tensor, dtype: torch.dtype) -> Tensor:
-    return values if values.dtype == dtype else values.view(dtype).unflatten(2, (-1, _inputs(dtype)))
+def _unpaired(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values if values.dtype == dtype else values.view(dtype).unflatten(2, (-1, _inputs_per_word(dtype)))
 
 
 def address(part: Tensor | None) -> int | None:
-    """What a compiled kernel is given; None is its NULL."""
+    """A pointer for a compiled kernel; None becomes NULL."""
     return None if part is None else part.data_ptr()

@@ -1,5 +1,7 @@
-"""Weights in 8 or 4 bits, and the linear layer on them: PyTorch's own kernels where they are exact enough,
-else the product with weights made wide again, some rows at a time."""
+"""Weights in 8 or 4 bits, and linear layers on them.
+
+These use PyTorch's kernels where they are exact enough; else weights are dequantised, some rows at a time.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +18,22 @@ __all__ = [
     "stacked_linear",
 ]  # fmt: skip
 
-WIDE_ELEMENTS = 2**22  # of a weight that are made wide at one time
-INT8_ROWS = 64  # token rows up to which the 8-bit CPU kernel is ahead
-INT4_ROWS = 16  # token rows that the 4-bit CPU kernel takes best at a time
-INT4_GROUPS = (32, 64, 128, 256)  # group sizes that the 4-bit kernels know
+WIDE_ELEMENTS = 2**22  # of a weight that are dequantised at a time
+INT8_ROWS = 64  # token rows up to which the 8-bit CPU kernel is faster
+INT4_ROWS = 16  # token rows for which the 4-bit CPU kernel is fastest
+INT4_GROUPS = (32, 64, 128, 256)  # group sizes of the 4-bit kernels
 
 
 @dataclass(frozen=True)
 class QuantisedWeight:
-    """A weight [N, K], N outputs, its inputs perhaps in another order:
+    """A weight [N, K] of N outputs and K inputs, which may be stored in another order:
 
     weight[n, order[k]] = scales[n, g] * (value[n, k] - zeros[n, g]) + offsets[n, g], g = k // group_size.
 
     values:  8 bits: int8 or float8_e4m3fn [N, K]. 4 bits: uint8 [N, K / 2], input 2i in the low half of
-             byte i; the value is the half minus 8.
+             byte i; a value is its half of a byte minus 8.
     scales:  [N, K / group_size], compute dtype. offsets: likewise, or None for 0.
-    zeros:   int8 [N, K / group_size], or None for 0. order: int64 [K], or None for the inputs' own.
+    zeros:   int8 [N, K / group_size], or None for 0. order: int64 [K], or None for 0 to K - 1.
     """
 
     values: Tensor
@@ -51,7 +53,7 @@ class QuantisedWeight:
 
     @property
     def is_plain(self) -> bool:
-        """Without zeros, and its inputs in their own order."""
+        """Whether it has neither zeros nor another order of inputs."""
         return self.zeros is None and self.order is None
 
     @property
@@ -60,11 +62,11 @@ class QuantisedWeight:
         return sum(part.nbytes for part in parts if part is not None)
 
     def halves(self) -> Tensor:
-        """4 bits only: uint8 [N, K] from 0 to 15."""
+        """4 bits only: the unpacked halves of bytes, uint8 [N, K] from 0 to 15."""
         return torch.stack((self.values & 15, self.values >> 4), dim=-1).flatten(1)
 
     def rows(self, rows: slice) -> QuantisedWeight:
-        """The weight of some outputs."""
+        """The part of the weight that makes some of the outputs."""
         return QuantisedWeight(
             self.values[rows],
             self.scales[rows],
@@ -74,12 +76,12 @@ class QuantisedWeight:
         )
 
     def to(self, dtype: torch.dtype) -> QuantisedWeight:
-        """With scales and offsets in the compute dtype."""
+        """The same weight with scales and offsets in another dtype."""
         offsets = None if self.offsets is None else self.offsets.to(dtype)
         return replace(self, scales=self.scales.to(dtype), offsets=offsets)
 
     def wide(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows [start, stop) as a plain weight in the compute dtype."""
+        """Rows [start, stop) dequantised, in the dtype of the scales."""
         part = self.rows(slice(start, stop))
         scales = part.scales.unsqueeze(-1)
         four = self.values.dtype == torch.uint8
@@ -96,8 +98,10 @@ class QuantisedWeight:
 
 @dataclass(frozen=True)
 class StackedWeight:
-    """Weights of the same inputs, one below the other, that cannot be one: quantised in other ways, or with
-    their inputs in other orders. parts: plain, quantised, or packed. rows: outputs of each."""
+    """Weights of the same inputs, one below the other, in formats that differ and so cannot be concatenated.
+
+    parts: plain, quantised or packed weights. rows: outputs of each.
+    """
 
     parts: tuple[Any, ...]
     rows: tuple[int, ...]
@@ -113,7 +117,7 @@ class StackedWeight:
 
 @dataclass(frozen=True)
 class PackedInt4:
-    """A 4-bit weight as PyTorch's kernel of the device likes it, in bfloat16.
+    """A 4-bit weight in the layout of PyTorch's kernel on the device, for bfloat16.
 
     table [groups, N, 2]: scales, offsets. order: as in QuantisedWeight.
     """
@@ -129,7 +133,7 @@ class PackedInt4:
 
 
 def pack_for_cpu(weight: QuantisedWeight) -> QuantisedWeight | PackedInt4:
-    """The 4-bit kernel rounds activations to bfloat16, so it is for models that compute in it."""
+    """Repack for PyTorch's 4-bit kernel in bfloat16 models only, as it rounds activations to bfloat16."""
     kernel_takes = (
         weight.values.dtype == torch.uint8
         and weight.scales.dtype == torch.bfloat16
@@ -152,7 +156,7 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight | PackedInt4, bias: Tens
         x, weight = x.index_select(1, weight.order), replace(weight, order=None)
     if isinstance(weight, PackedInt4):
         y = _int4(x, weight)
-    elif _int8_kernel(x, weight):
+    elif _fits_int8_kernel(x, weight):
         y = torch.ops.aten._weight_int8pack_mm(x.contiguous(), weight.values, weight.scales.flatten())
     else:
         return _wide(x, weight, bias)
@@ -165,25 +169,25 @@ def stacked_linear(
     weight: StackedWeight,
     bias: Tensor | None,
 ) -> Tensor:
-    """Semantics: x @ cat(parts).T + bias; linear: that of one part."""
+    """Semantics: x @ cat(parts).T + bias. linear: the linear layer of one part."""
     shifts = [None] * len(weight.rows) if bias is None else bias.split(weight.rows)
     pairs = zip(weight.parts, shifts, strict=True)
     return torch.cat([linear(x, part, shift) for part, shift in pairs], dim=1)
 
 
-def _int8_kernel(x: Tensor, weight: QuantisedWeight) -> bool:
+def _fits_int8_kernel(x: Tensor, weight: QuantisedWeight) -> bool:
     fits = weight.values.dtype == torch.int8 and weight.scales.shape[1] == 1
     fits = fits and weight.offsets is None and weight.zeros is None
     return fits and x.device.type == "cpu" and x.dtype == torch.bfloat16 and len(x) <= INT8_ROWS
 
 
 def _int4(x: Tensor, weight: PackedInt4) -> Tensor:
-    def some(rows: Tensor) -> Tensor:
+    def multiply(rows: Tensor) -> Tensor:
         return torch.ops.aten._weight_int4pack_mm_for_cpu(
             rows.contiguous(), weight.packed, weight.group_size, weight.table
         )
 
-    return some(x) if len(x) <= INT4_ROWS else torch.cat([some(rows) for rows in x.split(INT4_ROWS)])
+    return multiply(x) if len(x) <= INT4_ROWS else torch.cat([multiply(rows) for rows in x.split(INT4_ROWS)])
 
 
 def _wide(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:

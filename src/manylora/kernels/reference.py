@@ -1,4 +1,7 @@
-"""Every op in plain PyTorch, line for line as `spec` says it: the oracle, and a device of last resort."""
+"""ReferenceOps: every operation in plain PyTorch, as `spec` defines it.
+
+Faster versions are tested against it, and it runs where there is none.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 
 
 class ReferenceOps:
-    """Runs on any torch device. Its batches need no tables beyond the host's."""
+    """For any torch device. It reads the host's batch tables, so `plan` adds nothing."""
 
     def reserve(self, limits: BatchLimits, device: torch.device) -> None:
         pass
@@ -119,9 +122,7 @@ class ReferenceOps:
         """k_cache.view(-1, H, D)[slots] = k; the same for v."""
         for new, cache in ((k, k_cache), (v, v_cache)):
             rows = cache.view(-1, *new.shape[1:])
-            if (
-                cache.dtype == FP8
-            ):  # by its bytes: few operations know the type; what is too large would be NaN
+            if cache.dtype == FP8:  # as bytes, as few operations support it; clamped, as overflow becomes NaN
                 new, rows = new.clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8), rows.view(torch.uint8)
             rows.index_copy_(0, batch.slots, new)
 
@@ -154,9 +155,9 @@ class ReferenceOps:
         window: int | None,
         softcap: float | None = None,
     ) -> Tensor:
-        """One sequence: the last rows of its kv_len tokens are the queries. q [n, Hq, D] -> [n, Hq, D].
+        """One sequence, whose last n of kv_len tokens are the queries. q [n, Hq, D] -> [n, Hq, D].
 
-        The G query heads of one key head are laid out as G * n rows, so keys are never repeated.
+        The G query heads of one key head become G * n rows, so keys are not repeated.
         """
         count, num_heads, dim = q.shape
         kv_heads = k_cache.shape[2]
@@ -229,7 +230,7 @@ def gather(cache: Tensor, blocks: Tensor, length: int, dtype: torch.dtype) -> Te
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """softmax(scores) v over the last two dims, masked; with a softcap the scores are capped first."""
+    """Masked softmax(scores) v over the last two dimensions. softcap: of the scores, before the mask."""
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap))
@@ -237,7 +238,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap:
 
 
 def _matrices(pool: Tensor, row: LoraRow, x: Tensor, out_dim: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """In the dtype of x."""
+    """A, B and the DoRA magnitude of a row, in the dtype of x."""
     rank, sizes = row.format.rank, row.format.sizes(x.shape[-1], out_dim)
     numbers = as_encoded(pool, row.format.encoding)[row.offset : row.offset + sum(sizes)].to(x.dtype)
     a, b, magnitude = numbers.split(sizes)

@@ -1,7 +1,8 @@
-"""Batch tables between host and device: frozen dataclasses whose fields are tensors, plain values or such.
+"""Copies batch tables from host to device.
 
-All tables of a step go to a GPU as one copy from pinned memory: pageable memory would make the host wait for
-what the device computes, and a copy for each table costs more than its bytes.
+A table is a frozen dataclass of tensors, plain values and such dataclasses. All tensors of a step are sent to
+a GPU in one copy from pinned memory: with pageable memory the host would wait for running kernels, and a copy
+for each tensor costs more than its bytes.
 """
 
 from __future__ import annotations
@@ -18,30 +19,30 @@ from torch import Tensor
 __all__ = ["copy_into", "to_device", "upload"]
 
 T = TypeVar("T")
-PLACE_BYTES = 16  # where a table begins in a piece of memory is a multiple of it
+ALIGN_BYTES = 16  # of each tensor within the buffer of a copy
 
 
 def upload(values: Sequence[Any] | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A new tensor on the device. The copy is queued, not waited for."""
+    """A new tensor on the device. The copy is queued; the host does not wait."""
     made = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return made.to(device, non_blocking=True)
 
 
 def to_device(table: T, device: torch.device) -> T:
-    """The same table with every tensor on the device; those that come from the host lie there in one piece.
-    The copy is queued, not waited for."""
+    """The table with every tensor on the device; those from the host are views of one buffer there. The copy
+    is queued; the host does not wait."""
     away = [value for value in _tensors(table) if _is_away(value, device)]
     if not away:
         return table
-    piece = _pack(away, pinned=device.type == "cuda").to(device, non_blocking=True)
-    moved = iter(_views(piece, away))
-    return _map(table, lambda value: next(moved) if _is_away(value, device) else value.to(device))
+    buffer = _pack(away, pinned=device.type == "cuda").to(device, non_blocking=True)
+    moved = iter(_views(buffer, away))
+    return _map_tensors(table, lambda value: next(moved) if _is_away(value, device) else value.to(device))
 
 
 def copy_into(target: Any, source: Any) -> None:
-    """Fill the target's tensors with the source's, of equal shapes. A tensor both share is left alone.
+    """Copy the source's tensors to the target's, of equal shapes. Tensors that both share are skipped.
 
-    Of a target that `to_device` made of such a source, with one copy.
+    One copy suffices where `to_device` made the target of an equally shaped table.
     """
     pairs = [
         (old, new)
@@ -52,16 +53,16 @@ def copy_into(target: Any, source: Any) -> None:
         if old.shape != new.shape:
             raise ValueError(f"a table was recorded with shape {tuple(old.shape)}, got {tuple(new.shape)}")
     away = [(old, new) for old, new in pairs if _is_away(new, old.device)]
-    piece = _piece([old for old, _ in away])
-    if piece is not None:
-        piece.copy_(_pack([new for _, new in away], pinned=piece.device.type == "cuda"), non_blocking=True)
+    buffer = _buffer([old for old, _ in away])
+    if buffer is not None:
+        buffer.copy_(_pack([new for _, new in away], pinned=buffer.device.type == "cuda"), non_blocking=True)
         pairs = [(old, new) for old, new in pairs if not _is_away(new, old.device)]
     for old, new in pairs:
         old.copy_(new, non_blocking=True)
 
 
 def _is_away(value: Tensor, device: torch.device) -> bool:
-    """Whether a tensor must be moved to be on the device."""
+    """Whether a tensor is not on the device."""
     return value.device.type != device.type and value.numel() > 0
 
 
@@ -74,7 +75,7 @@ def _tensors(table: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _map(table: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_tensors(table: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The table with every tensor changed, in the order of `_tensors`."""
     changed: dict[str, Any] = {}
     for field in fields(table):
@@ -82,33 +83,33 @@ def _map(table: Any, change: Callable[[Tensor], Tensor]) -> Any:
         if isinstance(value, Tensor):
             changed[field.name] = change(value)
         elif is_dataclass(value):
-            changed[field.name] = _map(value, change)
+            changed[field.name] = _map_tensors(value, change)
     return replace(table, **changed)
 
 
 def _ends(tensors: Sequence[Tensor]) -> list[int]:
-    """Where each ends in a piece, rounded up to where the next begins. Bytes."""
-    return list(accumulate(-(-tensor.nbytes // PLACE_BYTES) * PLACE_BYTES for tensor in tensors))
+    """The end of each tensor in a shared buffer, in bytes, rounded up to the alignment."""
+    return list(accumulate(-(-tensor.nbytes // ALIGN_BYTES) * ALIGN_BYTES for tensor in tensors))
 
 
 def _pack(tensors: Sequence[Tensor], *, pinned: bool) -> Tensor:
-    piece = torch.empty(_ends(tensors)[-1], dtype=torch.uint8, pin_memory=pinned)
-    for view, tensor in zip(_views(piece, tensors), tensors, strict=True):
+    buffer = torch.empty(_ends(tensors)[-1], dtype=torch.uint8, pin_memory=pinned)
+    for view, tensor in zip(_views(buffer, tensors), tensors, strict=True):
         view.copy_(tensor)
-    return piece
+    return buffer
 
 
-def _views(piece: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors like these, one after the other in a piece."""
+def _views(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a buffer with the dtypes and shapes of these tensors, one after the other."""
     starts = [0, *_ends(tensors)[:-1]]
     return [
-        piece[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for start, tensor in zip(starts, tensors, strict=True)
     ]
 
 
-def _piece(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The piece of memory whose views these are, all of them and in this order; None: they are not."""
+def _buffer(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The buffer that consists of exactly these tensors in this order; None: there is none."""
     if not tensors:
         return None
     memory, ends = tensors[0].untyped_storage(), _ends(tensors)

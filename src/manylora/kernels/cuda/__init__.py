@@ -1,5 +1,5 @@
 """Kernels in the Triton language, and the tables they read. Imported only where `triton` is installed.
 
-Each file has the kernels above their launchers. They read device tables alone, never host values of a batch
-beyond its shape, so that a step can be recorded in a CUDA graph and run again on other contents.
+In each file kernels come first, then the functions that launch them. Kernels read a batch from device tables,
+and from the host only its shape, so that a step can be recorded in a CUDA graph and replayed on other data.
 """

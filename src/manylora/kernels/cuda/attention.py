@@ -1,8 +1,8 @@
 """Attention over paged keys and values: for decoding, split over the keys, and for prompts.
 
-A program takes a tile of queries of one sequence for one key head, with all query heads that share it as
-rows, so keys are read once for the group. Split programs leave partial softmax sums, which a second kernel
-joins. A split is a fixed number of keys, so that a sequence's answer does not depend on its company.
+A program computes a tile of queries of one sequence for one key head. The query heads that share the key head
+are rows of the tile, so keys are read once for all. Split programs write partial softmax sums, which a second
+kernel joins. A split is a fixed number of keys, so a result does not depend on the other sequences.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from manylora.kernels.cuda.tables import PagedBatch
 
 __all__ = ["PagedAttention"]
 
-# Keys that a program takes at a time. The first is what runs where nothing was measured.
+# Keys that a program reads at a time. The first is the default, where nothing was measured.
 DECODE = (Blocks(32), Blocks(64), Blocks(64, stages=2), Blocks(128, stages=2))
 PROMPTS = (Blocks(32), Blocks(64, stages=2))
 WIDE_PROMPTS = (Blocks(32, warps=8), Blocks(64, warps=8, stages=2))  # of heads over 128 elements
@@ -126,8 +126,8 @@ def _join(
 
 
 class PagedAttention:
-    """Our own kernel: any page size, any head_dim up to 256, grouped heads, windows, soft caps, and caches of
-    8-bit floats, which are widened in registers. chooser: of block sizes."""
+    """Our own kernel: any page size, head_dim up to 256, grouped heads, windows, soft caps, and FP8 caches,
+    which are widened in registers. chooser: of block sizes."""
 
     name = "our own kernel in the Triton language"
 

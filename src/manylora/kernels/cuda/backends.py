@@ -1,4 +1,7 @@
-"""Which attention runs: the first that gives the reference's answer on a batch of the model's shape."""
+"""Chooses the attention backend: the first that equals the reference on a small batch of the model's shape.
+
+Libraries do not document reliably which shapes and GPUs their builds support, so each one is tried.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ __all__ = ["AttentionBackend", "choose"]
 
 logger = logging.getLogger("manylora")
 
-KEYS = (9, 40, 21)  # of the sequences of the trial
-QUERIES = ((1, 1, 5), (1, 1, 1))  # of its two batches: with a prompt, and decoding alone
+KEYS = (9, 40, 21)  # lengths of the sequences in the trial
+QUERIES = ((1, 1, 5), (1, 1, 1))  # query rows in its two batches: with a prompt, and decoding only
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
 class AttentionBackend(Protocol):
-    """Paged attention under one name; called as `Ops.attention`."""
+    """An implementation of paged attention; called like `Ops.attention`."""
 
     @property
     def name(self) -> str: ...
@@ -51,7 +54,7 @@ def choose(
     candidates: Sequence[AttentionBackend] | None = None,
     chooser: BlockChooser | None = None,
 ) -> AttentionBackend:
-    """The first candidate that passes a trial; the last one without a trial. Says in the log which.
+    """The first candidate that passes a trial; the last one needs none. Logs the choice.
 
     chooser: of our own kernel's block sizes.
     """
@@ -89,7 +92,7 @@ def _flashinfer(device: torch.device, chooser: BlockChooser | None) -> Attention
 
 
 def _refusal(backend: AttentionBackend, limits: BatchLimits, device: torch.device) -> str | None:
-    """Why a backend cannot serve, None if it can: it raised, or its answer is not the reference's."""
+    """Why a backend cannot be used: it raised, or its result differs. None: it can."""
     made = torch.Generator().manual_seed(0)
     size, columns = limits.tokens_per_block, -(-max(KEYS) // limits.tokens_per_block)
     pages = 1 + len(KEYS) * columns
@@ -108,7 +111,7 @@ def _refusal(backend: AttentionBackend, limits: BatchLimits, device: torch.devic
             try:
                 got = backend(q, k, v, planned, scale, window, limits.softcap)
                 worst = float((got.float() - want.float()).abs().max())
-            except Exception as error:  # whatever a foreign kernel raises, another one serves
+            except Exception as error:  # a library may raise anything; another one is used then
                 return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             if not worst <= TOLERANCE[limits.dtype]:
                 return f"its answer is {worst:.3g} away from the reference's"

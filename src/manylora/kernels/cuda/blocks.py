@@ -1,8 +1,8 @@
-"""Which block sizes a kernel runs with: the fastest of a few, measured once for each class of shape.
+"""Chooses the block sizes of kernels: the fastest of a few candidates, measured once for each kind of shape.
 
-How a row is summed depends on them, so a choice is made by what a layer is, never by the contents of a
-batch, and stays: it is kept on disk for the GPU and the version of triton. Measured is only while `measuring`
-is open, which no step and no recording is; a class that was not seen there keeps the first of its candidates.
+The order of sums depends on the block size. So it is chosen by the shape of a layer, never by a batch's
+contents, and the choice is kept on disk for the GPU and the version of triton. Nothing is measured outside
+`measuring`, so never in a step or a recording; shapes that were not measured use their first candidate.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ __all__ = ["BlockChooser", "Blocks", "device_chooser"]
 
 logger = logging.getLogger("manylora")
 
-MOST_SECONDS = 30.0  # of measuring at one start; most of it is compiling, and only the first time
+MOST_SECONDS = 30.0  # of measuring at one start; most of it is compilation, which is cached
 REPEATS = 5
-FLUSH_BYTES = 2**28  # more than any GPU's second-level cache: a step finds an adapter in memory, not there
+FLUSH_BYTES = 2**28  # more than any GPU's L2 cache: in a step an adapter is read from memory
 
 Clock = Callable[[Callable[[], object]], float]
-"""Seconds of a call on the device."""
+"""Seconds that a call takes on the device."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """size: of the dimension that a kernel goes through or is cut along. warps, stages: triton's."""
+    """size: along the kernel's main dimension. warps, stages: num_warps and num_stages of triton."""
 
     size: int
     warps: int = 4
@@ -44,7 +44,7 @@ class Blocks:
 
 
 class BlockChooser:
-    """clock: None: the first candidate always. path: where choices are kept, None: nowhere."""
+    """clock: None: always the first candidate. path: of the file that keeps choices; None: no file."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class BlockChooser:
 
     @property
     def chosen(self) -> Mapping[str, Blocks]:
-        """By shape, what was measured here or before."""
+        """The choices by shape, measured in this process or before."""
         return self._chosen
 
     @property
@@ -67,7 +67,7 @@ class BlockChooser:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Inside, a class that is new is measured when its kernel is launched, for MOST_SECONDS in all."""
+        """Inside, a new shape is measured when its kernel is launched, for MOST_SECONDS in all."""
         known, self._until = len(self._chosen), self._now() + MOST_SECONDS
         started = self._now()
         try:
@@ -80,10 +80,10 @@ class BlockChooser:
                 self._write()
 
     def choose(self, shape: str, candidates: Sequence[Blocks], launch: Callable[[Blocks], object]) -> Blocks:
-        """shape: the kernel and everything its speed depends on but a batch's contents. launch: with those
-        blocks; it may run many times."""
+        """shape: names the kernel and everything its speed depends on except a batch's contents. launch: runs
+        the kernel with given blocks; may be called many times."""
         known = self._chosen.get(shape)
-        if known is not None and known in candidates:  # a file may be of another version
+        if known is not None and known in candidates:  # the file may be from another version
             return known
         if self._clock is None or self._until is None or self._now() > self._until:
             return candidates[0]
@@ -95,12 +95,12 @@ class BlockChooser:
         assert self._clock is not None
         try:
             return self._clock(lambda: launch(blocks))
-        except triton.TritonError:  # not for this GPU: it lacks shared memory, or its compiler refuses
+        except triton.TritonError:  # too large for this GPU, or the compiler fails
             return float("inf")
 
     def _write(self) -> None:
-        """Whole or not at all; another process may do the same. Without a place to write, the choice is made
-        again at the next start."""
+        """Replace the file atomically, as other processes may write it too. If it cannot be written, the next
+        start measures again."""
         if self._path is None:
             return
         content = {shape: [b.size, b.warps, b.stages] for shape, b in sorted(self._chosen.items())}
@@ -115,7 +115,7 @@ class BlockChooser:
 
 
 def device_chooser(device: torch.device) -> BlockChooser:
-    """On a GPU one that measures there; elsewhere one that does not."""
+    """A chooser that measures on a GPU; on other devices one that does not."""
     if device.type != "cuda":
         return BlockChooser()
     name = f"{torch.cuda.get_device_name(device)}-triton-{triton.__version__}"
@@ -124,7 +124,7 @@ def device_chooser(device: torch.device) -> BlockChooser:
 
 
 class _DeviceClock:
-    """The least of some calls, each of which finds a cold cache."""
+    """The shortest of several calls, each with a cold cache."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -144,7 +144,7 @@ class _DeviceClock:
         return min(taken)
 
     def _flush(self) -> Tensor:
-        """Not kept: the memory is the KV cache's and the graphs' afterwards."""
+        """Allocated for each measurement: later the memory is needed by the KV cache and the graphs."""
         return torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self._device)
 
 

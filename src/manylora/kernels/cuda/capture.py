@@ -11,25 +11,25 @@ __all__ = ["CudaCapture"]
 
 
 class CudaCapture:
-    """Records on one device. All graphs share one pool of memory: a replay may overwrite the output of
-    another graph, so an output is used up before the next replay."""
+    """Records on one device. All graphs share a memory pool: a replay may overwrite another graph's
+    output, so each output must be used before the next replay."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        # One for all: what is allocated on a stream serves that stream alone.
+        # One stream for all graphs, as memory allocated on a stream is reused on that stream only.
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """function: reads and writes tensors that stay where they are. It runs once before it is recorded,
-        so that kernels are compiled and workspaces allocated."""
+        """function: reads and writes tensors at fixed addresses. It runs once before the recording, to
+        compile kernels and allocate workspaces."""
         stream, present = self._stream, torch.cuda.current_stream(self._device)
         stream.wait_stream(present)
         with torch.cuda.stream(stream):
             function()
         present.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Meanwhile other threads may wait for copies of adapters, which a global recording would forbid.
+        # thread_local: other threads may wait for copies of adapters meanwhile, which `global` forbids.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             output = function()
 

@@ -1,7 +1,7 @@
 """Decode attention by FlashInfer, where it is installed; prompts go through our own kernel.
 
-Of its functions this takes the one that reads block tables on the device and plans nothing on the host, so
-that a step can be recorded.
+It uses the one function that reads block tables on the device and plans nothing on the host, so that a step
+can be recorded.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ WORKSPACE_BYTES = 128 * 2**20
 
 
 class FlashInferAttention:
-    """Raises ImportError without FlashInfer. Which GPUs, page sizes and head sizes work depends on its build:
-    `backends.choose` tries it."""
+    """Raises ImportError without FlashInfer. Which GPUs, page sizes and head sizes work depends on its build,
+    so `backends.choose` tries it."""
 
     name = "FlashInfer for decoding, our own kernel in the Triton language for prompts"
 

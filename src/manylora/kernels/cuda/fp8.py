@@ -1,4 +1,4 @@
-"""8-bit floats (e4m3) by their bits: on GPUs that do not know them, and under the interpreter."""
+"""Converts 8-bit floats (e4m3) by bit operations, for older GPUs and the interpreter; quantises rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 def _from_e4m3(code):
     """uint8 -> float32, exact. NaN (0x7f), which is never stored here, becomes 480."""
     wide = code.to(tl.uint32)
-    # Moved into the fields of float32, whose exponent starts 120 lower; subnormals come out right as well.
+    # The bits become fields of a float32, whose exponent bias is larger by 120; right for subnormals too.
     bits = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
     return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
 
@@ -39,12 +39,12 @@ def _to_e4m3(value):
 
 @triton.jit
 def _dot_e4m3(a, b, total, EXACT: tl.constexpr):
-    """A product of codes (uint8), by FP8 units; EXACT: by widening them, for the interpreter."""
+    """A product of e4m3 codes (uint8) by FP8 tensor cores; EXACT: by widening them, for the interpreter."""
     if EXACT:
         return tl.dot(_from_e4m3(a), _from_e4m3(b), total, input_precision="ieee")
     else:  # noqa: RET505 - a compile-time branch: both arms must return
         left, right = a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True)
-        # Hopper's units keep few bits of a sum of their own: it is added to a float32 now and then.
+        # Hopper's FP8 accumulators have few bits: they are added to float32 every 128 products.
         return tl.dot(left, right, total, max_num_imprecise_acc=128)
 
 
@@ -70,16 +70,16 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     if rows:
         block = triton.next_power_of_2(width)
-        warps = 4 if block <= 2048 else 8 if block <= 8192 else 16  # a row fits into their registers
+        warps = 4 if block <= 2048 else 8 if block <= 8192 else 16  # so that a row fits into registers
         _quantise[(rows,)](x, codes, scales, x.stride(0), WIDTH=width, BLOCK=block, num_warps=warps)
     return codes.view(FP8), scales
 
 
 def has_units(device: torch.device) -> bool:
-    """Whether the device multiplies 8-bit floats itself: GPUs from Ada and Hopper on."""
+    """Whether the device has FP8 tensor cores: GPUs from Ada and Hopper on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """A tensor of 8-bit floats as the kernels take it."""
+    """A tensor of 8-bit floats viewed as uint8, as kernels take it; others unchanged."""
     return x.view(torch.uint8) if x.dtype == FP8 else x

@@ -1,4 +1,4 @@
-"""Whether the kernels run under the language's interpreter (TRITON_INTERPRET=1), and what it cannot do."""
+"""Whether kernels run under Triton's interpreter (TRITON_INTERPRET=1), and workarounds for its limits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ def is_interpreted() -> bool:
 
 
 def widens(dtype: torch.dtype) -> bool:
-    """Whether operands of a matrix product must be widened first: the interpreter keeps bfloat16 as integers
-    and multiplies those."""
+    """Whether a matrix product must widen its operands: the interpreter multiplies bfloat16 as integers."""
     return dtype == torch.bfloat16 and is_interpreted()
 
 

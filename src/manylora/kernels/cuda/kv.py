@@ -1,4 +1,4 @@
-"""Queries and keys rotated, keys and values into their pages, all in one launch."""
+"""Rotates queries and keys, and writes keys and values to their pages, in one launch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _rotate_store(
         slot = tl.load(slots + row)
         if slot >= 0:
             to = (slot * KV_HEADS + head) * DIM + d
-            # Rounded to the dtype that keys have before they are narrowed, as without this kernel.
+            # Rounded to the keys' dtype before they are narrowed to 8 bits, as the reference does.
             keys = _rotated(k + row * k_row + head * k_head, cos, sin, row, d, DIM, HALF).to(
                 k.dtype.element_ty
             )

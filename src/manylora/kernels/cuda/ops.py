@@ -1,4 +1,4 @@
-"""CudaOps: the operations of a CUDA device. PyTorch's GEMM; kernels in the Triton language for the rest."""
+"""CudaOps: the operations of a CUDA device, by PyTorch's GEMM and by kernels in the Triton language."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ ALIGNMENTS = (16, 8, 4, 2, 1)
 
 
 class CudaOps(ReferenceOps):
-    """Nothing here waits for the device. Tensors may lie elsewhere when the kernels are interpreted.
+    """Nothing here waits for the device. Under the interpreter, tensors may be on the host.
 
-    split_keys: keys of one program in decode attention, at least. chooser: of block sizes; None: one that
-    measures nothing.
+    split_keys: the least number of keys of one program in decode attention. chooser: of block sizes; None:
+    one that does not measure.
     """
 
     def __init__(self, split_keys: int = MIN_SPLIT_KEYS, chooser: BlockChooser | None = None) -> None:
@@ -94,10 +94,10 @@ class CudaOps(ReferenceOps):
             return weight.map(self.pack)
         if isinstance(weight, Tensor):
             return weight
-        if routed:  # the experts' kernel knows neither zeros nor orders
+        if routed:  # the experts' kernel has neither zeros nor orders
             if not weight.is_plain:
                 return weight.wide()
-            self._quantised.narrows_experts(weight)  # tries now, and not in a step
+            self._quantised.narrows_experts(weight)  # so that its trial is not in a step
             return weight
         return self._quantised.pack(weight)
 

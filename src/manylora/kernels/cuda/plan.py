@@ -1,7 +1,7 @@
-"""What the adapter kernels read of a batch: tiles of rows under one adapter, and where its matrices lie.
+"""The tables of the adapter kernels for a batch: tiles of rows of one adapter, and where its matrices are.
 
-Pure NumPy. An adapter's places are written into a slot of a table when it first appears and stay there, so a
-step uploads its tiles and nothing else.
+Pure NumPy. The places of an adapter's matrices are written to a slot of a device table when it first appears
+and stay there, so a step uploads only its tiles.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 MODULES = 32  # module ids are below this
 PLACE = TABLE_ROW.itemsize // 8  # integers of one place
 TILE = 4  # integers of one tile: first row, number of rows, slot, which of the pieces (experts) at a place
-# Rows of one tile. One: a row reads its matrices alone, as vectors. More: tensor cores share them.
+# Rows of a tile. One: as vectors. More: by tensor cores, which share the matrices.
 TILE_SIZES = (1, 16, 64)
 EXPERT_TILE_SIZES = (16, 64)
 RANK_CLASSES = (16, 64, 512)
@@ -69,7 +69,7 @@ class LoraPlan:
 
 @dataclass(frozen=True)
 class _Slot:
-    rows: Rows  # held, so that its id is not given to another mapping
+    rows: Rows  # a reference, so that its id is not reused
     slot: int
     rank: int
     modules: frozenset[int]
@@ -77,30 +77,30 @@ class _Slot:
 
 
 class Places:
-    """Which adapter has which slot. The one that was not used for longest gives way.
+    """Assigns slots to adapters; the least recently used one is evicted.
 
-    num_slots: at least as many as a batch has adapters.
+    num_slots: at least the number of adapters in a batch.
     """
 
     def __init__(self, num_slots: int, num_layers: int) -> None:
         self.num_slots = num_slots
         self.num_layers = num_layers
-        self._entries: OrderedDict[int, _Slot] = OrderedDict()
+        self._slots: OrderedDict[int, _Slot] = OrderedDict()
 
     def take(self, batch: Sequence[Rows]) -> tuple[list[_Slot], tuple[SlotUpdate, ...]]:
-        """The entries of a batch's adapters, and the slots that must be written first."""
+        """The slots of a batch's adapters, and those that must be written first."""
         if len(batch) > self.num_slots:
             raise ValueError(f"a batch has at most {self.num_slots} adapters here, got {len(batch)}")
-        for rows in batch:  # what is here must not give way to what is new
-            if id(rows) in self._entries:
-                self._entries.move_to_end(id(rows))
-        updates = tuple(self._enter(rows) for rows in batch if id(rows) not in self._entries)
-        return [self._entries[id(rows)] for rows in batch], updates
+        for rows in batch:  # so that no adapter of the batch is evicted
+            if id(rows) in self._slots:
+                self._slots.move_to_end(id(rows))
+        updates = tuple(self._enter(rows) for rows in batch if id(rows) not in self._slots)
+        return [self._slots[id(rows)] for rows in batch], updates
 
     def _enter(self, rows: Rows) -> SlotUpdate:
-        slot = len(self._entries)
+        slot = len(self._slots)
         if slot == self.num_slots:
-            slot = self._entries.popitem(last=False)[1].slot
+            slot = self._slots.popitem(last=False)[1].slot
         places = np.zeros((self.num_layers, MODULES), TABLE_ROW)
         for (layer, module), row in rows.items():
             places[layer, module] = row.format.table_row(row.offset)
@@ -108,7 +108,7 @@ class Places:
         rank = max((one.rank for one in formats), default=0)
         modules = frozenset(module for _, module in rows)
         encodings = frozenset(one.encoding for one in formats) - {Encoding.PLAIN}
-        self._entries[id(rows)] = _Slot(rows, slot, rank, modules, encodings)
+        self._slots[id(rows)] = _Slot(rows, slot, rank, modules, encodings)
         return SlotUpdate(slot, places.view(np.int64).reshape(self.num_layers, MODULES, PLACE))
 
 
@@ -145,20 +145,20 @@ def plan_lora(
 
 
 def tile_size(lengths: Sequence[int]) -> int:
-    """By the mean rows of an adapter: distinct adapters decode row by row, prompts go in large tiles."""
+    """By the mean rows of an adapter: 1 for distinct adapters that decode, large tiles for prompts."""
     return tile_size_of(sum(lengths) / len(lengths))
 
 
 def tile_size_of(mean: float) -> int:
-    """By the mean rows of what shares matrices."""
+    """By the mean number of rows that share matrices."""
     return TILE_SIZES[0] if mean < 2 else TILE_SIZES[1] if mean < 48 else TILE_SIZES[2]
 
 
 def expert_tile_size(mean: float) -> int:
-    """By the mean rows of an expert, whose weight always goes through tensor cores."""
+    """By the mean rows of an expert, whose weight is always multiplied by tensor cores."""
     return EXPERT_TILE_SIZES[0] if mean < 32 else EXPERT_TILE_SIZES[1]
 
 
 def rank_class(rank: int) -> int:
-    """Few classes, so that few variants of kernels and graphs exist; beyond them the next power of two."""
+    """Ranks rounded up to few classes, for few variants of kernels and graphs; then to powers of 2."""
     return next((bound for bound in RANK_CLASSES if rank <= bound), 1 << (rank - 1).bit_length())

@@ -1,7 +1,7 @@
-"""Linear layers on quantised weights: for each kind the first kernel that gives the reference's answer.
+"""Linear layers on quantised weights: for each format the first kernel whose result equals the reference's.
 
-Chosen by trial at the first weight of a kind, and said in the log. Beyond the rows a kernel is for, and where
-none takes a weight's shape, weights are made wide before the product, some rows at a time.
+A kernel is tried with the first weight of a format, and the choice is logged. Weights are dequantised before
+the product, some rows at a time, where x has more rows than the kernel's most_rows or no kernel fits.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ __all__ = [
 
 logger = logging.getLogger("manylora")
 
-FEW_ROWS = 256  # up to here weights are widened in registers, beyond that once for all rows
+FEW_ROWS = 256  # up to here weights are widened in registers; with more rows, once before the product
 INT8_ROWS = 64  # torch's 8-bit kernel is for decoding
-INNER_TILES = (8, 4, 2)  # of torch's 4-bit layout: each is that many times 16 inputs
+INNER_TILES = (8, 4, 2)  # innerKTiles of torch's 4-bit layout: K is a multiple of 16 times that
 TRIAL_ROWS = (3, 40)
 TOLERANCE = 0.02  # of the largest output; rounding to bfloat16 takes 0.004
 
 
 class QuantisedKernel(ABC):
-    """One way to multiply by quantised weights.
+    """One implementation of the product with quantised weights.
 
-    most_rows: of x that it is good for. narrows: it rounds x to e4m3 as well, with a scale for each row.
+    most_rows: of x for which it is fast. narrows: whether it quantises x to e4m3, with a scale for each row.
     """
 
     name: str
@@ -45,14 +45,14 @@ class QuantisedKernel(ABC):
 
     @abstractmethod
     def takes(self, weight: QuantisedWeight) -> bool:
-        """Whether it knows this kind and shape."""
+        """Whether it supports this format and shape."""
 
     def pack(self, weight: QuantisedWeight) -> QuantisedWeight | PackedInt4:
-        """What is kept in the place of the weight."""
+        """The weight in the kernel's layout, which replaces it."""
         return weight
 
     def prepare(self, packed: Any) -> Any:
-        """What a call needs beside it; made once."""
+        """Further arguments of a call, made once for a weight."""
         return None
 
     @abstractmethod
@@ -61,7 +61,7 @@ class QuantisedKernel(ABC):
 
 
 class ScaledRows(QuantisedKernel):
-    """The FP8 units, scales of rows and outputs inside the kernel."""
+    """FP8 tensor cores; scales of rows and outputs are applied inside the kernel."""
 
     name = "torch._scaled_mm, scales inside"
     narrows = True
@@ -78,7 +78,7 @@ class ScaledRows(QuantisedKernel):
 
 
 class ScaledAfterwards(QuantisedKernel):
-    """The FP8 units with one scale for a whole tensor, which is 1; scales of rows and outputs behind them."""
+    """FP8 tensor cores with tensor-wide scales of 1; scales of rows and outputs are applied afterwards."""
 
     name = "torch._scaled_mm, scales behind it"
     narrows = True
@@ -90,10 +90,10 @@ class ScaledAfterwards(QuantisedKernel):
         return packed.scales.float().T.contiguous(), torch.ones((), device=packed.values.device)
 
     def __call__(self, x: Tensor, packed: QuantisedWeight, prepared: tuple[Tensor, Tensor]) -> Tensor:
-        kept, one = prepared
+        output_scales, one = prepared
         values, scales = quantise_rows(x)
         y = torch._scaled_mm(values, packed.values.t(), one, one, out_dtype=torch.float32)
-        return y.mul_(scales).mul_(kept).to(x.dtype)
+        return y.mul_(scales).mul_(output_scales).to(x.dtype)
 
 
 class TorchInt8(QuantisedKernel):
@@ -111,7 +111,7 @@ class TorchInt8(QuantisedKernel):
 
 
 class TorchInt4(QuantisedKernel):
-    """Its layout takes the place of ours, so prompts go through it as well."""
+    """Its layout replaces ours, so it is used for any number of rows."""
 
     name = "torch._weight_int4pack_mm"
 
@@ -139,7 +139,7 @@ class TorchInt4(QuantisedKernel):
 
 
 class Widened(QuantisedKernel):
-    """chooser: of block sizes."""
+    """Our own kernel, which widens weights in registers. chooser: of block sizes."""
 
     name = "our own kernel in the Triton language"
     most_rows = FEW_ROWS
@@ -183,15 +183,15 @@ KERNELS: tuple[QuantisedKernel, ...] = (
 
 
 class QuantisedLinears:
-    """The kernel of each weight. The last of the kernels needs no trial."""
+    """Chooses the kernel of each weight and runs it. The last of `kernels` needs no trial."""
 
     def __init__(self, kernels: Sequence[QuantisedKernel] = KERNELS) -> None:
         self._kernels, self._units = kernels, Units()
         self._works: dict[tuple[Hashable, QuantisedKernel], bool] = {}
-        self._ready: dict[int, tuple[Any, QuantisedKernel, Any]] = {}  # holds weights, so ids stay theirs
+        self._ready: dict[int, tuple[Any, QuantisedKernel, Any]] = {}  # with the weights, so ids stay theirs
 
     def pack(self, weight: QuantisedWeight) -> QuantisedWeight | PackedInt4:
-        """A weight in the form its kernel likes best; the original may be let go."""
+        """A weight in its kernel's layout; the original may be freed."""
         for kernel in self._kernels if weight.is_plain else ():
             if kernel.takes(weight) and self._passes(kernel, weight):
                 packed = kernel.pack(weight)
@@ -200,8 +200,8 @@ class QuantisedLinears:
         return weight
 
     def narrows_experts(self, weight: QuantisedWeight) -> bool:
-        """Whether experts with such weights go through FP8 units. Its first call tries, and waits for the
-        device."""
+        """Whether experts with such weights use FP8 tensor cores. The first call tries the kernel and waits
+        for the device."""
         return self._units.takes(weight) and self._passes(self._units, weight)
 
     def __call__(self, x: Tensor, weight: QuantisedWeight | PackedInt4, bias: Tensor | None) -> Tensor:
@@ -214,7 +214,7 @@ class QuantisedLinears:
         return y if bias is None else y.add_(bias)
 
     def _passes(self, kernel: QuantisedKernel, weight: QuantisedWeight) -> bool:
-        """Whether it multiplied some rows of the first such weight right."""
+        """Whether its product with some rows of the first weight of this format was right."""
         size = 0 if _per_output(weight) else weight.group_size
         key = (weight.values.dtype, weight.scales.dtype, weight.offsets is None, size), kernel
         if key not in self._works:

@@ -50,7 +50,7 @@ def _gated(y, out, y_stride, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.
 
 
 def _warps(block: int) -> int:
-    """A row is one program's: its elements shall fit into the registers."""
+    """A program processes a row, whose elements should fit into registers."""
     return 4 if block <= 2048 else 8 if block <= 8192 else 16
 
 

@@ -1,6 +1,6 @@
-"""The compiled kernels: built once with the machine's C compiler, kept in the user's cache, and optional.
+"""The compiled C kernels: built once with the machine's compiler and cached in the user's cache directory.
 
-Where there is no compiler, or MANYLORA_NATIVE=0, `load` gives None and torch does the work.
+They are optional: without a compiler, or with MANYLORA_NATIVE=0, `load` returns None and torch is used.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ logger = logging.getLogger("manylora")
 
 FOLDER = Path(__file__).parent
 SOURCES = sorted(FOLDER.glob("*.c"))
-# Sums may be reordered; infinities and NaNs keep their meaning. -ffast-math is for the compiler only: given
-# to the linker, it would change the rounding of the whole process.
+# Sums may be reordered; infinities and NaNs are respected. -ffast-math is not given to the linker, where it
+# would change the rounding of the whole process.
 COMPILE = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp", "-fPIC", "-c")
 LINK = ("-shared", "-fopenmp")
 POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 KINDS = {"p": POINTER, "i": INTEGER, "f": REAL}
-# p: pointer, i: integer, f: float, behind ">" what is given back; see the C files for their names.
+# Arguments: p pointer, i integer, f float; after ">" the result. The C files have their names.
 FUNCTIONS = {
     "linear_float32": "pipiipiipppip",
     "linear_bfloat16": "pipiipiipppip",
@@ -54,7 +54,7 @@ FUNCTIONS = {
 
 @lru_cache(maxsize=1)
 def load() -> ctypes.CDLL | None:
-    """The library of this process. Says once, in the log, which way it went."""
+    """The library of this process, or None. Logs the outcome once."""
     if os.environ.get("MANYLORA_NATIVE") == "0":
         logger.info("native CPU kernels: off (MANYLORA_NATIVE=0)")
         return None
@@ -77,5 +77,5 @@ def load() -> ctypes.CDLL | None:
 
 
 def loaded() -> ctypes.CDLL | None:
-    """What `load` gave; None in a process that has not called it, and need not wait for a compiler."""
+    """The result of `load`; None where it was not called, so that nothing waits for the compiler."""
     return load() if load.cache_info().currsize else None

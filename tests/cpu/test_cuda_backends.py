@@ -4,6 +4,7 @@ the libraries document stand in for them."""
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from types import ModuleType
 
@@ -18,28 +19,28 @@ from manylora.kernels.cuda.backends import choose
 from manylora.kernels.cuda.flashinfer import FlashInferAttention
 from manylora.kernels.cuda.tables import plan_attention
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import AttentionBatch
+from manylora.kernels.spec import AttentionBatch, AttentionParams
 from manylora.kernels.transfer import to_device
 
 
 class _Wrong(PagedAttention):
     name = "wrong"
 
-    def __call__(self, q, k_cache, v_cache, batch, scale, window, softcap):  # type: ignore[no-untyped-def]
-        return super().__call__(q, k_cache, v_cache, batch, 2 * scale, window, softcap)
+    def __call__(self, q, k_cache, v_cache, batch, params):  # type: ignore[no-untyped-def]
+        return super().__call__(q, k_cache, v_cache, batch, replace(params, scale=2 * params.scale))
 
 
 class _WrongWhenDecoding(PagedAttention):
     name = "wrong when decoding"
 
-    def __call__(self, q, k_cache, v_cache, batch, scale, window, softcap):  # type: ignore[no-untyped-def]
-        return super().__call__(q, k_cache, v_cache, batch, scale, window, softcap) * (batch.max_queries > 1)
+    def __call__(self, q, k_cache, v_cache, batch, params):  # type: ignore[no-untyped-def]
+        return super().__call__(q, k_cache, v_cache, batch, params) * (batch.max_queries > 1)
 
 
 class _Raises(PagedAttention):
     name = "raises"
 
-    def __call__(self, q, k_cache, v_cache, batch, scale, window, softcap):  # type: ignore[no-untyped-def]
+    def __call__(self, q, k_cache, v_cache, batch, params):  # type: ignore[no-untyped-def]
         raise RuntimeError("page size must be divisible by 256")
 
 
@@ -80,7 +81,7 @@ def documented_decode(
     assert bmm2_scale == 1.0
     window = None if window_left < 0 else window_left + 1  # the left side, the query's own key not counted
     batch = AttentionBatch(range(len(query) + 1), lengths, block_tables, torch.empty(0))
-    return ReferenceOps().attention(query, k, v, batch, bmm1_scale, window)
+    return ReferenceOps().attention(query, k, v, batch, AttentionParams(bmm1_scale, window))
 
 
 def test_flashinfer_is_called_as_it_documents(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,8 +96,8 @@ def test_flashinfer_is_called_as_it_documents(monkeypatch: pytest.MonkeyPatch) -
     fixed = to_device(plan_attention(attention_batch([1, 1], [9, 30]), limits(), fixed=True), DEVICE)
     k, v = (torch.randn(128, 4, 2, 24, device=DEVICE) for _ in "kv")
     q = torch.randn(2, 6, 48, device=DEVICE)[..., :24]
-    want = own(q.contiguous(), k, v, fixed, 0.3, None, None)
-    torch.testing.assert_close(made(q, k, v, fixed, 0.3, None, None), want)
+    want = own(q.contiguous(), k, v, fixed, AttentionParams(0.3))
+    torch.testing.assert_close(made(q, k, v, fixed, AttentionParams(0.3)), want)
 
 
 def test_varlen_attention_is_called_as_it_documents(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +114,9 @@ def test_varlen_attention_is_called_as_it_documents(monkeypatch: pytest.MonkeyPa
         left, right = window_size
         assert right == 0, "causal"
         batch = AttentionBatch(starts, lengths, block_table, torch.empty(0))
-        return ReferenceOps().attention(query, key, value, batch, scale, None if left < 0 else left + 1)
+        return ReferenceOps().attention(
+            query, key, value, batch, AttentionParams(scale, None if left < 0 else left + 1)
+        )
 
     monkeypatch.setattr(varlen, "varlen_attn", documented)
     made, own = varlen.VarlenAttention(), PagedAttention()

@@ -26,7 +26,7 @@ from manylora.kernels.cuda.tables import plan_attention
 from manylora.kernels.device import Device
 from manylora.kernels.quantised import quantised_linear
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import LoraBatch
+from manylora.kernels.spec import AttentionParams, LoraBatch
 from manylora.kernels.transfer import to_device
 from manylora.lora.convert import convert_peft
 from manylora.request import LoraInput
@@ -163,8 +163,8 @@ def test_attention_is_the_same_with_every_choice(counts: list[int], number: int)
     lengths = [150, 33, 7]
     batch, q = attention_batch(counts, lengths), torch.randn(sum(counts), 6, 24, device=DEVICE)
     planned = to_device(plan_attention(batch, limits(), fixed=False, min_split_keys=128), DEVICE)
-    want = ReferenceOps().attention(q, k, v, batch, 0.2, 40)
-    close(PagedAttention(Number(number))(q, k, v, planned, 0.2, 40, None), want)
+    want = ReferenceOps().attention(q, k, v, batch, AttentionParams(0.2, 40))
+    close(PagedAttention(Number(number))(q, k, v, planned, AttentionParams(0.2, 40)), want)
 
 
 def test_a_block_of_keys_lies_in_one_part() -> None:
@@ -178,8 +178,8 @@ def test_a_block_of_keys_lies_in_one_part() -> None:
     k, v = (torch.randn(128, 4, 2, 24, device=DEVICE) for _ in "kv")
     batch, q = attention_batch([1], [90]), torch.randn(1, 6, 24, device=DEVICE)
     planned = to_device(plan_attention(batch, limits(), fixed=False, min_split_keys=32), DEVICE)
-    want = ReferenceOps().attention(q, k, v, batch, 0.2, None)
-    close(PagedAttention(Watched())(q, k, v, planned, 0.2, None, None), want)
+    want = ReferenceOps().attention(q, k, v, batch, AttentionParams(0.2))
+    close(PagedAttention(Watched())(q, k, v, planned, AttentionParams(0.2)), want)
     assert {blocks.size for blocks in offered[0]} == {32}
 
 

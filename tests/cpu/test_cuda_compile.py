@@ -43,7 +43,8 @@ from manylora.kernels.cuda.grouped import quantised_rows, weight_table
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.kernels.row_format import Encoding, RowFormat
-from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch, LoraRow, LoraSegment, LoraTarget
+from manylora.kernels.spec import AttentionBatch, AttentionParams, BatchLimits
+from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment, LoraTarget
 
 class Every(BlockChooser):
     def choose(self, shape, candidates, launch):
@@ -70,8 +71,9 @@ for lengths, rank, float8 in (
     x, y, q, k = (torch.zeros(starts[-1], *s, dtype=dtype) for s in ((hidden,), (6144,), (32, 128), (8, 128)))
     ops.lora_add(y, x, lora, 0, targets, y[0])
     if rank != 64 and not float8:  # a batch of single tokens, and one of prompts
-        ops.attention(q, cache, cache, batch, 0.1, 50 if rank == 8 else None)
-        ops.attention(q, cache.to(FP8), cache.to(FP8), batch, 0.1, 50 if rank == 16 else None, 30.0)
+        ops.attention(q, cache, cache, batch, AttentionParams(0.1, 50 if rank == 8 else None))
+        capped = AttentionParams(0.1, 50 if rank == 16 else None, 30.0)
+        ops.attention(q, cache.to(FP8), cache.to(FP8), batch, capped)
         pairs, _ = ops.pair_up(torch.zeros(starts[-1], 2, dtype=torch.int64), 8, lora)
         wide = torch.zeros(2 * starts[-1], hidden, dtype=dtype)
         ops.expert_linear(wide, pairs, (torch.zeros(widths[0], hidden, dtype=dtype),) * 8)
@@ -80,7 +82,7 @@ ops.reserve(BatchLimits(2, 64, 4096, 32, 16, 8, 256, dtype), torch.device("cpu")
 cache, starts = torch.zeros(4, 32, 8, 256, dtype=dtype), [0, 100, 130]
 slots = torch.zeros(130, dtype=torch.int64)
 large, _ = ops.plan(AttentionBatch(starts, [101, 102], torch.zeros(2, 4, dtype=torch.int32), slots), None)
-ops.attention(torch.zeros(130, 16, 256, dtype=dtype), cache, cache, large, 0.1, 50, 30.0)
+ops.attention(torch.zeros(130, 16, 256, dtype=dtype), cache, cache, large, AttentionParams(0.1, 50, 30.0))
 cache = cache[..., :128].contiguous()
 scales = torch.zeros(widths[0], 32, dtype=dtype)
 for values, groups, offsets in (

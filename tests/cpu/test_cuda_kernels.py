@@ -14,7 +14,15 @@ from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.cuda.tables import PagedBatch, plan_attention
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.row_format import RowFormat
-from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch, LoraRow, LoraSegment, LoraTarget
+from manylora.kernels.spec import (
+    AttentionBatch,
+    AttentionParams,
+    BatchLimits,
+    LoraBatch,
+    LoraRow,
+    LoraSegment,
+    LoraTarget,
+)
 from manylora.kernels.transfer import copy_into, to_device
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -150,8 +158,10 @@ def test_attention_reads_pages_as_the_reference_does(
     q = torch.randn(sum(counts), 6, 24).to(dtype).to(DEVICE)
     planned = to_device(plan_attention(batch, limits(), fixed=False, min_split_keys=32), DEVICE)
     assert planned.num_splits == -(-max(lengths) // 32)
-    want = ReferenceOps().attention(q.float(), k.float(), v.float(), batch, 0.2, window, softcap)
-    close(PagedAttention()(q, k, v, planned, 0.2, window, softcap), want.to(dtype))
+    want = ReferenceOps().attention(
+        q.float(), k.float(), v.float(), batch, AttentionParams(0.2, window, softcap)
+    )
+    close(PagedAttention()(q, k, v, planned, AttentionParams(0.2, window, softcap)), want.to(dtype))
 
 
 def test_a_sequence_does_not_depend_on_its_company() -> None:
@@ -162,7 +172,9 @@ def test_a_sequence_does_not_depend_on_its_company() -> None:
     both = to_device(plan_attention(batch, limits(), fixed=False, min_split_keys=32), DEVICE)
     one = to_device(plan_attention(alone, limits(), fixed=False, min_split_keys=32), DEVICE)
     run = PagedAttention()
-    assert torch.equal(run(q, k, v, both, 0.2, None, None)[:1], run(q[:1], k, v, one, 0.2, None, None))
+    assert torch.equal(
+        run(q, k, v, both, AttentionParams(0.2))[:1], run(q[:1], k, v, one, AttentionParams(0.2))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -21,7 +21,16 @@ from manylora.kernels.cpu import CpuOps
 from manylora.kernels.panels import Panels, WeightRows, address, panels_linear, read_panels, to_panels
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.kernels.row_format import TABLE_ROW
-from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraSegment, LoraTarget, Rotary, Weight
+from manylora.kernels.spec import (
+    AttentionBatch,
+    AttentionParams,
+    LoraBatch,
+    LoraSegment,
+    LoraTarget,
+    Rotary,
+    Targets,
+    Weight,
+)
 
 __all__ = ["CompiledOps"]
 
@@ -98,13 +107,7 @@ class CompiledOps(CpuOps):
         return panels_linear(self._library, x.float(), packed, wide, self._block).to(x.dtype)
 
     def lora_add(
-        self,
-        y: Tensor,
-        x: Tensor,
-        batch: LoraBatch,
-        layer: int,
-        targets: Sequence[LoraTarget],
-        bias: Tensor | None = None,
+        self, y: Tensor, x: Tensor, batch: LoraBatch, layer: int, targets: Targets, bias: Tensor | None = None
     ) -> None:
         if not _can_add(x, batch.pool):
             super().lora_add(y, x, batch, layer, targets, bias)
@@ -204,12 +207,10 @@ class CompiledOps(CpuOps):
         v_cache: Tensor,
         table: Tensor,
         lengths: list[int],
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        params: AttentionParams,
     ) -> Tensor:
         if not q.dtype == k_cache.dtype == torch.float32 or q.shape[2] > LARGEST_HEAD:
-            return super().decode(q, k_cache, v_cache, table, lengths, scale, window, softcap)
+            return super().decode(q, k_cache, v_cache, table, lengths, params)
         q, table = q.contiguous(), table.contiguous()
         count, heads, dim = q.shape
         size, kv_heads = k_cache.shape[1:3]
@@ -219,8 +220,9 @@ class CompiledOps(CpuOps):
         out, ends = torch.empty_like(q), np.array(lengths, np.int64)
         self._library.decode_attention(
             out.data_ptr(), heads * dim, q.data_ptr(), heads * dim, k_cache.data_ptr(), v_cache.data_ptr(),
-            table.data_ptr(), table.shape[1], ends.ctypes.data, count, heads, kv_heads, dim, size, scale,
-            -1 if window is None else window, softcap or 0.0, self._scores.data_ptr(), longest,
+            table.data_ptr(), table.shape[1], ends.ctypes.data, count, heads, kv_heads, dim, size,
+            params.scale, -1 if params.window is None else params.window, params.softcap or 0.0,
+            self._scores.data_ptr(), longest,
         )  # fmt: skip
         return out
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -15,7 +14,15 @@ from manylora.kernels.experts import HostPairs
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight, pack_for_cpu
 from manylora.kernels.reference import ReferenceOps, as_encoded, attend, gather
 from manylora.kernels.row_format import TABLE_ROW, Encoding, RowFormat
-from manylora.kernels.spec import AttentionBatch, ExpertPairs, LoraBatch, LoraTarget, Weight
+from manylora.kernels.spec import (
+    AttentionBatch,
+    AttentionParams,
+    ExpertPairs,
+    LoraBatch,
+    LoraTarget,
+    Targets,
+    Weight,
+)
 
 __all__ = ["CpuOps"]
 
@@ -44,13 +51,7 @@ class CpuOps(ReferenceOps):
         return _multiply(x, packed, bias)
 
     def expert_lora_add(
-        self,
-        y: Tensor,
-        x: Tensor,
-        batch: LoraBatch,
-        pairs: ExpertPairs,
-        layer: int,
-        targets: Sequence[LoraTarget],
+        self, y: Tensor, x: Tensor, batch: LoraBatch, pairs: ExpertPairs, layer: int, targets: Targets
     ) -> None:
         """Groups of many rows one by one; groups of few rows together. When decoding, all have few."""
         assert isinstance(pairs, HostPairs)
@@ -66,31 +67,24 @@ class CpuOps(ReferenceOps):
             super().expert_lora_add(y, x, batch, replace(pairs, groups=groups[~few]), layer, targets)
 
     def attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: AttentionBatch,
-        scale: float,
-        window: int | None,
-        softcap: float | None = None,
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, params: AttentionParams
     ) -> Tensor:
         starts = batch.query_starts
         single = [s for s in range(len(batch.kv_lens)) if starts[s + 1] - starts[s] == 1]
         if len(single) == len(batch.kv_lens):
             lengths = list(batch.kv_lens)
-            return self.decode(q, k_cache, v_cache, batch.block_table, lengths, scale, window, softcap)
+            return self.decode(q, k_cache, v_cache, batch.block_table, lengths, params)
         out = torch.empty_like(q)
         if single:
             rows = torch.tensor([starts[s] for s in single])
             lengths = [batch.kv_lens[s] for s in single]
             table = batch.block_table[torch.tensor(single)]
-            out[rows] = self.decode(q[rows], k_cache, v_cache, table, lengths, scale, window, softcap)
+            out[rows] = self.decode(q[rows], k_cache, v_cache, table, lengths, params)
         for s, kv_len in enumerate(batch.kv_lens):
             if starts[s + 1] - starts[s] > 1:
                 span = slice(starts[s], starts[s + 1])
                 blocks = batch.block_table[s]
-                out[span] = self.attend_one(q[span], k_cache, v_cache, blocks, kv_len, scale, window, softcap)
+                out[span] = self.attend_one(q[span], k_cache, v_cache, blocks, kv_len, params)
         return out
 
     def attend_one(
@@ -100,25 +94,23 @@ class CpuOps(ReferenceOps):
         v_cache: Tensor,
         blocks: Tensor,
         kv_len: int,
-        scale: float,
-        window: int | None,
-        softcap: float | None = None,
+        params: AttentionParams,
     ) -> Tensor:
         """As the reference; of a whole prompt by torch's causal kernel, which skips keys after a query."""
-        count = q.shape[0]
-        if kv_len > count or (window is not None and window < count) or softcap is not None:
-            return super().attend_one(q, k_cache, v_cache, blocks, kv_len, scale, window, softcap)
+        count, window = q.shape[0], params.window
+        if kv_len > count or (window is not None and window < count) or params.softcap is not None:
+            return super().attend_one(q, k_cache, v_cache, blocks, kv_len, params)
         k, v = (gather(cache, blocks, count, q.dtype) for cache in (k_cache, v_cache))
         mixed = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True
+            q.transpose(0, 1)[None], k[None], v[None], is_causal=True, scale=params.scale, enable_gqa=True
         )
         return mixed[0].transpose(0, 1)
 
     def add_groups(
         self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, places: np.ndarray, target: LoraTarget
     ) -> None:
-        """Add the adapters of groups with few rows. groups [G, 2]: start, stop; places [G] TABLE_ROW: where the
-        matrices of each group's expert and adapter are, with ranks above 0."""
+        """Add the adapters of groups with few rows. groups [G, 2]: start, stop; places [G] TABLE_ROW: where
+        the matrices of each group's expert and adapter are, with ranks above 0."""
         for kind in np.unique(places[["rank", "encoding"]]):
             alike = places[["rank", "encoding"]] == kind
             _add_batched(y, x, pool, groups[alike], places[alike], target)
@@ -140,9 +132,7 @@ class CpuOps(ReferenceOps):
         v_cache: Tensor,
         table: Tensor,
         lengths: list[int],
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        params: AttentionParams,
     ) -> Tensor:
         """One query for each sequence. q [S, Hq, D], table [S, blocks] -> [S, Hq, D]."""
         count, num_heads, dim = q.shape
@@ -153,15 +143,15 @@ class CpuOps(ReferenceOps):
         ends = torch.tensor(lengths, device=q.device).unsqueeze(1)
         keys = torch.arange(longest, device=q.device)
         mask = keys < ends
-        if window is not None:
-            mask &= keys >= ends - window
+        if params.window is not None:
+            mask &= keys >= ends - params.window
         # Padded entries point to other sequences' blocks: a NaN there would spread through 0 * NaN.
         hidden = ~(keys < ends)
         if hidden.any():
             k[hidden] = 0
             v[hidden] = 0
         queries = q.view(count, kv_heads, num_heads // kv_heads, dim)
-        mixed = attend(queries, k.transpose(1, 2), v.transpose(1, 2), mask[:, None, None, :], scale, softcap)
+        mixed = attend(queries, k.transpose(1, 2), v.transpose(1, 2), mask[:, None, None, :], params)
         return mixed.reshape(count, num_heads, dim)
 
 

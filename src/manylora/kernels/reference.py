@@ -24,12 +24,13 @@ from manylora.kernels.quantised import (
 from manylora.kernels.row_format import Encoding
 from manylora.kernels.spec import (
     AttentionBatch,
+    AttentionParams,
     BatchLimits,
     ExpertPairs,
     LoraBatch,
     LoraRow,
-    LoraTarget,
     Rotary,
+    Targets,
     Weight,
 )
 
@@ -74,13 +75,7 @@ class ReferenceOps:
         return F.linear(x, packed, bias)
 
     def lora_add(
-        self,
-        y: Tensor,
-        x: Tensor,
-        batch: LoraBatch,
-        layer: int,
-        targets: Sequence[LoraTarget],
-        bias: Tensor | None = None,
+        self, y: Tensor, x: Tensor, batch: LoraBatch, layer: int, targets: Targets, bias: Tensor | None = None
     ) -> None:
         for segment in batch.segments:
             rows = x[segment.start : segment.stop]
@@ -127,21 +122,12 @@ class ReferenceOps:
             rows.index_copy_(0, batch.slots, new)
 
     def attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: AttentionBatch,
-        scale: float,
-        window: int | None,
-        softcap: float | None = None,
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, params: AttentionParams
     ) -> Tensor:
         out = torch.empty_like(q)
         for s, kv_len in enumerate(batch.kv_lens):
             rows = slice(batch.query_starts[s], batch.query_starts[s + 1])
-            out[rows] = self.attend_one(
-                q[rows], k_cache, v_cache, batch.block_table[s], kv_len, scale, window, softcap
-            )
+            out[rows] = self.attend_one(q[rows], k_cache, v_cache, batch.block_table[s], kv_len, params)
         return out
 
     def attend_one(
@@ -151,9 +137,7 @@ class ReferenceOps:
         v_cache: Tensor,
         blocks: Tensor,
         kv_len: int,
-        scale: float,
-        window: int | None,
-        softcap: float | None = None,
+        params: AttentionParams,
     ) -> Tensor:
         """One sequence, whose last n of kv_len tokens are the queries. q [n, Hq, D] -> [n, Hq, D].
 
@@ -169,11 +153,9 @@ class ReferenceOps:
         keys = torch.arange(kv_len, device=q.device)
         last = torch.arange(kv_len - count, kv_len, device=q.device).unsqueeze(1)
         mask = keys <= last
-        if window is not None:
-            mask &= keys > last - window
-        mixed = attend(
-            queries.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), mask.repeat(groups, 1), scale, softcap
-        )
+        if params.window is not None:
+            mask &= keys > last - params.window
+        mixed = attend(queries.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), mask.repeat(groups, 1), params)
         return mixed.view(kv_heads, groups, count, dim).permute(2, 0, 1, 3).reshape(count, num_heads, dim)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -208,13 +190,7 @@ class ReferenceOps:
         return torch.cat([self.linear(x[start:stop], w, None) for start, stop, w in runs if start < stop])
 
     def expert_lora_add(
-        self,
-        y: Tensor,
-        x: Tensor,
-        batch: LoraBatch,
-        pairs: ExpertPairs,
-        layer: int,
-        targets: Sequence[LoraTarget],
+        self, y: Tensor, x: Tensor, batch: LoraBatch, pairs: ExpertPairs, layer: int, targets: Targets
     ) -> None:
         assert isinstance(pairs, HostPairs)
         sized = [(target, x.shape[-1] + target.width) for target in targets]
@@ -229,8 +205,9 @@ def gather(cache: Tensor, blocks: Tensor, length: int, dtype: torch.dtype) -> Te
     return cache[used].to(dtype).flatten(0, 1)[:length].transpose(0, 1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Masked softmax(scores) v over the last two dimensions. softcap: of the scores, before the mask."""
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionParams) -> Tensor:
+    """Masked softmax(scores) v over the last two dimensions. The mask includes the window."""
+    scale, softcap = params.scale, params.softcap
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap))

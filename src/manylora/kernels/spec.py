@@ -23,6 +23,7 @@ from manylora.kernels.row_format import RowFormat
 
 __all__ = [
     "AttentionBatch",
+    "AttentionParams",
     "BatchLimits",
     "ExpertPairs",
     "LoraBatch",
@@ -31,6 +32,7 @@ __all__ = [
     "LoraTarget",
     "Ops",
     "Rotary",
+    "Targets",
     "Weight",
 ]
 
@@ -89,6 +91,10 @@ class LoraTarget:
     width: int
 
 
+Targets = Sequence[LoraTarget]
+"""The LoRA modules of one linear layer."""
+
+
 @dataclass(frozen=True)
 class AttentionBatch:
     """How the T packed query rows map to sequences and their pages. Filled by the runner.
@@ -104,6 +110,15 @@ class AttentionBatch:
     kv_lens: Sequence[int]
     block_table: Tensor
     slots: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    """Of one layer: the scale of scores, the sliding window in tokens, and the soft cap of scores."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -187,13 +202,7 @@ class Ops(Protocol):
         ...
 
     def lora_add(
-        self,
-        y: Tensor,
-        x: Tensor,
-        batch: LoraBatch,
-        layer: int,
-        targets: Sequence[LoraTarget],
-        bias: Tensor | None = None,
+        self, y: Tensor, x: Tensor, batch: LoraBatch, layer: int, targets: Targets, bias: Tensor | None = None
     ) -> None:
         """Add every adapter's delta to its own rows of y, in place.
 
@@ -225,14 +234,7 @@ class Ops(Protocol):
         ...
 
     def attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: AttentionBatch,
-        scale: float,
-        window: int | None,
-        softcap: float | None = None,
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, params: AttentionParams
     ) -> Tensor:
         """Causal attention of each row over its own sequence's pages.
 
@@ -284,13 +286,7 @@ class Ops(Protocol):
         ...
 
     def expert_lora_add(
-        self,
-        y: Tensor,
-        x: Tensor,
-        batch: LoraBatch,
-        pairs: ExpertPairs,
-        layer: int,
-        targets: Sequence[LoraTarget],
+        self, y: Tensor, x: Tensor, batch: LoraBatch, pairs: ExpertPairs, layer: int, targets: Targets
     ) -> None:
         """Add to each pair the delta of its row's adapter for its expert, in place.
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config.engine import ModelConfig, MoeConfig
-from manylora.kernels.spec import LoraTarget, Ops
+from manylora.kernels.spec import AttentionParams, LoraTarget, Ops
 from manylora.lora.modules import LoraModuleId
 from manylora.model.batch import ForwardBatch
 from manylora.model.extras import adapt_head
@@ -59,7 +59,7 @@ class Decoder(Transformer):
         delta: Tensor | None = None  # the last block's output, not added to x yet
         for layer, block in enumerate(self._blocks):
             # With two rotary bases, the second is for layers with a window.
-            angles = rotary[-1 if block.attention.window is not None else 0] if rotary else None
+            angles = rotary[-1 if block.attention.params.window is not None else 0] if rotary else None
             x, delta = block(x, delta, angles, batch.attention, batch.lora, kv[layer])
         logits = self._logits(x, delta, batch)
         if config.logits_scale != 1:
@@ -104,6 +104,7 @@ class Decoder(Transformer):
 
     def _attention(self, layer: int) -> Attention:
         config = self.config
+        window = config.sliding_windows[layer] if config.sliding_windows else None
         return Attention(
             config,
             self._ops,
@@ -111,7 +112,7 @@ class Decoder(Transformer):
             out=self._attention_out(layer),
             q_norm=self._norm(f"{layer}.q_norm", f"layers.{layer}.{self._names.q_norm}"),
             k_norm=self._norm(f"{layer}.k_norm", f"layers.{layer}.{self._names.k_norm}"),
-            window=config.sliding_windows[layer] if config.sliding_windows else None,
+            params=AttentionParams(self._attention_scale, window, config.attention_softcap),
         )
 
     def _feed_forward(self, layer: int) -> FeedForward:

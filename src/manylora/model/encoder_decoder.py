@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config.engine import ModelConfig
-from manylora.kernels.spec import LoraBatch, LoraTarget, Ops
+from manylora.kernels.spec import AttentionParams, LoraBatch, LoraTarget, Ops
 from manylora.lora.modules import LoraModuleId
 from manylora.model.attend import PagedGroup, attend_groups, attend_spans, paged_groups
 from manylora.model.batch import ForwardBatch
@@ -132,7 +132,7 @@ class EncoderDecoder(Transformer):
         self._longest = max_seq_len or config.max_position_embeddings
         if self._head_bias is not None:
             self._head_bias = self._head_bias.flatten()  # the checkpoint has [1, vocab]
-        self._scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        self._params = AttentionParams(self._attention_scale)
         family = FAMILIES[config.architecture]
         assert family.encoder is not None
         self._names = (family.encoder(config), family.names(config))
@@ -153,7 +153,7 @@ class EncoderDecoder(Transformer):
             bias = stack.bias(places - places.unsqueeze(1)).to(self.dtype)
 
         def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend_spans(q, k, v, starts, self._scale, bias)
+            return attend_spans(q, k, v, starts, self._attention_scale, bias)
 
         x = self._embed(batch, stack)
         for layer in stack.layers:
@@ -206,11 +206,11 @@ class EncoderDecoder(Transformer):
         def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q = self._ops.rotate_and_store(q.contiguous(), k, v, None, kv[0], kv[1], batch.attention)
             if groups:
-                return attend_groups(q, kv[0], kv[1], groups, self._scale)
-            return self._ops.attention(q, kv[0], kv[1], batch.attention, self._scale, None)
+                return attend_groups(q, kv[0], kv[1], groups, self._attention_scale)
+            return self._ops.attention(q, kv[0], kv[1], batch.attention, self._params)
 
         x = layer.attend(x, batch.lora, mix)
-        x = layer.cross_attend(x, cross_groups, batch.lora, kv, self._scale)
+        x = layer.cross_attend(x, cross_groups, batch.lora, kv, self._attention_scale)
         return layer.feed_forward(x, batch.lora)
 
     def _force(self, logits: Tensor, batch: ForwardBatch) -> Tensor:

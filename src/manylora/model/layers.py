@@ -9,7 +9,7 @@ from torch import Tensor
 
 from manylora.config.engine import ModelConfig
 from manylora.kernels.activations import ACTIVATIONS
-from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraTarget, Ops, Rotary, Weight
+from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Ops, Rotary, Weight
 from manylora.model.extras import adapt_linear, adapt_norm
 
 __all__ = ["Attention", "Block", "FeedForward", "LoraLinear", "Mlp", "Norm"]
@@ -92,7 +92,7 @@ class Attention:
     out: LoraLinear
     q_norm: Norm | None
     k_norm: Norm | None
-    window: int | None
+    params: AttentionParams
 
     def __call__(
         self,
@@ -112,8 +112,7 @@ class Attention:
         if config.qk_norm == "head":
             q, k = self._normalise(q, k, lora)
         q = ops.rotate_and_store(q, k, v, rotary, kv[0], kv[1], batch)
-        scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-        mixed = ops.attention(q, kv[0], kv[1], batch, scale, self.window, config.attention_softcap)
+        mixed = ops.attention(q, kv[0], kv[1], batch, self.params)
         return self.out(mixed.reshape(rows, config.q_size), lora)
 
     def _normalise(self, q: Tensor, k: Tensor, lora: LoraBatch | None) -> tuple[Tensor, Tensor]:

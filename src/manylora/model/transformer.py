@@ -30,6 +30,8 @@ class Transformer:
         self._weights, self._ops = weights, ops
         self._device = weights["embed"].device
         self._head, self._head_bias = weights["head.weight"], weights.get("head.bias")
+        scale = config.attention_scale
+        self._attention_scale = config.head_dim**-0.5 if scale is None else scale
         # Rounded to the compute dtype before it is used, as in training.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device=self._device)
 

@@ -16,6 +16,7 @@ from manylora.kernels.cuda.blocks import BlockChooser, Blocks
 from manylora.kernels.cuda.fp8 import FP8, _from_e4m3, as_bytes
 from manylora.kernels.cuda.interpreter import _dot, widens
 from manylora.kernels.cuda.tables import PagedBatch
+from manylora.kernels.spec import AttentionParams
 
 __all__ = ["PagedAttention"]
 
@@ -135,21 +136,14 @@ class PagedAttention:
         self._chooser = chooser or BlockChooser()
 
     def __call__(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: PagedBatch,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, params: AttentionParams
     ) -> Tensor:
         """As `Ops.attention`; the last two dimensions of q are contiguous."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if batch.single_tiles.shape[0]:
-            self._launch(out, q, k_cache, v_cache, batch, scale, window, softcap, split=True)
+            self._launch(out, q, k_cache, v_cache, batch, params, split=True)
         if batch.tiles.shape[0]:
-            self._launch(out, q, k_cache, v_cache, batch, scale, window, softcap, split=False)
+            self._launch(out, q, k_cache, v_cache, batch, params, split=False)
         return out
 
     def _launch(
@@ -159,9 +153,7 @@ class PagedAttention:
         k_cache: Tensor,
         v_cache: Tensor,
         batch: PagedBatch,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        params: AttentionParams,
         *,
         split: bool,
     ) -> None:
@@ -174,11 +166,12 @@ class PagedAttention:
         part_out = torch.empty((*size, dim), dtype=torch.float32, device=q.device)
         block_d = max(16, triton.next_power_of_2(dim))
         block_m = max(16, triton.next_power_of_2(heads // kv_heads)) if split else batch.block_rows
+        window, softcap = params.window, params.softcap
 
         def launch(blocks: Blocks) -> None:
             _attend[(tiles.shape[0], kv_heads, splits)](
                 q, as_bytes(k_cache), as_bytes(v_cache), out, part_out, part_top, part_sum, tiles,
-                batch.starts, batch.lengths, batch.block_table, scale, 0 if window is None else window,
+                batch.starts, batch.lengths, batch.block_table, params.scale, 0 if window is None else window,
                 1.0 if softcap is None else softcap, batch.split_keys, q.stride(0),
                 batch.block_table.stride(0), splits,
                 GROUP=heads // kv_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, WINDOWED=window is not None,

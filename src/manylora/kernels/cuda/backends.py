@@ -18,7 +18,7 @@ from manylora.kernels.cuda.blocks import BlockChooser
 from manylora.kernels.cuda.flashinfer import FlashInferAttention
 from manylora.kernels.cuda.tables import PagedBatch, plan_attention
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import AttentionBatch, BatchLimits
+from manylora.kernels.spec import AttentionBatch, AttentionParams, BatchLimits
 from manylora.kernels.transfer import to_device
 
 __all__ = ["AttentionBackend", "choose"]
@@ -37,14 +37,7 @@ class AttentionBackend(Protocol):
     def name(self) -> str: ...
 
     def __call__(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: PagedBatch,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, params: AttentionParams
     ) -> Tensor: ...
 
 
@@ -107,9 +100,10 @@ def _refusal(backend: AttentionBackend, limits: BatchLimits, device: torch.devic
         batch = AttentionBatch(starts, KEYS, table, torch.zeros(starts[-1], dtype=torch.int64))
         planned = to_device(plan_attention(batch, limits, fixed=False), device)
         for window in limits.windows:
-            want = ReferenceOps().attention(q, k, v, planned, scale, window, limits.softcap)
+            params = AttentionParams(scale, window, limits.softcap)
+            want = ReferenceOps().attention(q, k, v, planned, params)
             try:
-                got = backend(q, k, v, planned, scale, window, limits.softcap)
+                got = backend(q, k, v, planned, params)
                 worst = float((got.float() - want.float()).abs().max())
             except Exception as error:  # a library may raise anything; another one is used then
                 return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -12,6 +12,7 @@ from torch import Tensor
 from manylora.kernels.cuda.attention import PagedAttention
 from manylora.kernels.cuda.blocks import BlockChooser
 from manylora.kernels.cuda.tables import PagedBatch
+from manylora.kernels.spec import AttentionParams
 
 __all__ = ["FlashInferAttention"]
 
@@ -32,19 +33,12 @@ class FlashInferAttention:
         self._prompts = PagedAttention(chooser)
 
     def __call__(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: PagedBatch,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, params: AttentionParams
     ) -> Tensor:
-        if softcap is not None:
+        if params.softcap is not None:
             raise NotImplementedError("its decode attention on block tables has no soft cap")
         if batch.max_queries > 1:
-            return self._prompts(q, k_cache, v_cache, batch, scale, window, softcap)
+            return self._prompts(q, k_cache, v_cache, batch, params)
         out = self._decode(
             query=q.contiguous(),
             kv_cache=(k_cache, v_cache),
@@ -52,9 +46,9 @@ class FlashInferAttention:
             block_tables=batch.block_table,
             seq_lens=batch.lengths.view(torch.uint32),
             max_seq_len=batch.max_keys,
-            bmm1_scale=scale,
+            bmm1_scale=params.scale,
             bmm2_scale=1.0,
-            window_left=-1 if window is None else window - 1,
+            window_left=-1 if params.window is None else params.window - 1,
             kv_layout="NHD",
         )
         assert isinstance(out, Tensor)

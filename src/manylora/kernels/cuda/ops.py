@@ -20,11 +20,13 @@ from manylora.kernels.quantised import PackedInt4, QuantisedWeight, StackedWeigh
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import (
     AttentionBatch,
+    AttentionParams,
     BatchLimits,
     ExpertPairs,
     LoraBatch,
     LoraTarget,
     Rotary,
+    Targets,
     Weight,
 )
 from manylora.kernels.transfer import upload
@@ -107,13 +109,7 @@ class CudaOps(ReferenceOps):
         return super().linear(x, packed, bias)
 
     def lora_add(
-        self,
-        y: Tensor,
-        x: Tensor,
-        batch: LoraBatch,
-        layer: int,
-        targets: Sequence[LoraTarget],
-        bias: Tensor | None = None,
+        self, y: Tensor, x: Tensor, batch: LoraBatch, layer: int, targets: Targets, bias: Tensor | None = None
     ) -> None:
         assert isinstance(batch, PlannedLora), "a batch goes through `plan` first"
         self._add(y, x, batch, layer, targets, bias, batch.tiles, batch.tile_size)
@@ -129,13 +125,7 @@ class CudaOps(ReferenceOps):
         return grouped_linear(x, pairs.tiles, pairs.tile_size, self._weight_table(weights), self.chooser)
 
     def expert_lora_add(
-        self,
-        y: Tensor,
-        x: Tensor,
-        batch: LoraBatch,
-        pairs: ExpertPairs,
-        layer: int,
-        targets: Sequence[LoraTarget],
+        self, y: Tensor, x: Tensor, batch: LoraBatch, pairs: ExpertPairs, layer: int, targets: Targets
     ) -> None:
         assert isinstance(batch, PlannedLora) and isinstance(pairs, routing.DevicePairs)
         self._add(y, x, batch, layer, targets, None, pairs.lora_tiles, pairs.lora_tile_size)
@@ -153,17 +143,10 @@ class CudaOps(ReferenceOps):
         return kv.rotate_and_store(q, k, v, rotary, k_cache, v_cache, batch.slots)
 
     def attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: AttentionBatch,
-        scale: float,
-        window: int | None,
-        softcap: float | None = None,
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, params: AttentionParams
     ) -> Tensor:
         assert isinstance(batch, PagedBatch), "a batch goes through `plan` first"
-        return self._attention(q, k_cache, v_cache, batch, scale, window, softcap)
+        return self._attention(q, k_cache, v_cache, batch, params)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rows.rms_norm(x, weight, eps)

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from manylora.kernels.cuda.tables import PagedBatch
+from manylora.kernels.spec import AttentionParams
 
 __all__ = ["VarlenAttention"]
 
@@ -16,16 +17,9 @@ class VarlenAttention:
     name = "torch.nn.attention.varlen"
 
     def __call__(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: PagedBatch,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, params: AttentionParams
     ) -> Tensor:
-        if softcap is not None:
+        if params.softcap is not None:
             raise NotImplementedError("it has no soft cap")
         if k_cache.dtype != q.dtype:
             raise NotImplementedError(f"it does not read a cache in {k_cache.dtype}")
@@ -37,8 +31,8 @@ class VarlenAttention:
             None,
             batch.max_queries,
             batch.max_keys,
-            scale=scale,
-            window_size=(-1 if window is None else window - 1, 0),
+            scale=params.scale,
+            window_size=(-1 if params.window is None else params.window - 1, 0),
             enable_gqa=q.shape[1] != k_cache.shape[2],
             seqused_k=batch.lengths,
             block_table=batch.block_table,

@@ -1,4 +1,4 @@
-"""Attention that is not causal, or has a bias: an encoder's, and a decoder's over pages. In plain PyTorch."""
+"""Attention of encoder-decoder models in plain PyTorch: not causal, or with a bias of the scores."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["PagedGroup", "attend_groups", "attend_spans", "paged_groups"]
 
 @dataclass(frozen=True)
 class PagedGroup:
-    """Sequences whose rows are attended in one operation: G of them, with n rows each, over m keys.
+    """G sequences that are attended in one operation, with n query rows each, over m keys.
 
-    rows [G, n] of the batch; blocks [G, blocks for m]; padding [G, m]: keys past a sequence's own, or None.
-    mask: added to the scores, [G, 1 or heads, n, m]; None: nothing is.
+    rows: [G, n], indices in the batch. blocks: [G, blocks for m keys]. padding: [G, m], True beyond the end
+    of a sequence; None: no sequence is shorter. mask: [G, 1 or heads, n, m], added to the scores, or None.
     """
 
     rows: Tensor
@@ -34,7 +34,7 @@ class PagedGroup:
 def attend_spans(
     q: Tensor, k: Tensor, v: Tensor, starts: Sequence[int], scale: float, bias: Tensor | None
 ) -> Tensor:
-    """Each sequence's rows over all of its rows.
+    """Full attention within each sequence.
 
     Semantics, for rows r = starts[s]:starts[s+1]: softmax(scale * q[r] k[r].T + bias[:, :n, :n]) v[r]
     q, k, v [T, H, D]; bias [H, longest, longest] or None -> [T, H, D].
@@ -58,7 +58,7 @@ def attend_groups(
         k, v = (
             cache[group.blocks].to(q.dtype).flatten(1, 2)[:, : group.num_keys] for cache in (k_cache, v_cache)
         )
-        if group.padding is not None:  # it shows blocks of strangers, and 0 * NaN is NaN
+        if group.padding is not None:  # other sequences' blocks, where 0 * NaN is NaN
             k, v = (x.masked_fill(group.padding[..., None, None], 0) for x in (k, v))
         mixed = F.scaled_dot_product_attention(
             q[group.rows].transpose(1, 2),
@@ -78,9 +78,9 @@ def paged_groups(
     bias: RelativeBias | None = None,
     causal: bool = False,
 ) -> list[PagedGroup]:
-    """All sequences of one row together, each of the others alone. Made once for a step, for all layers.
+    """Sequences with one query row form one group; each of the others is a group. Made once for a step.
 
-    causal: a sequence's rows are its last tokens, and see none that come later.
+    causal: query rows are a sequence's last tokens, and do not see later ones.
     """
     sequences = list(enumerate(pairwise(batch.query_starts)))
     single = [s for s, (start, stop) in sequences if stop - start == 1]
@@ -106,16 +106,16 @@ def _group(
     longest = max(lengths)
     keys = torch.arange(longest)
     ends = torch.tensor(lengths).unsqueeze(1)
-    places = ends - count + torch.arange(count)  # [G, n] of the queries among the keys
-    distances = keys - places.unsqueeze(2)  # [G, n, m]
+    positions = ends - count + torch.arange(count)  # [G, n], of the queries
+    distances = keys - positions.unsqueeze(2)  # [G, n, m]
     padding = keys >= ends
     hidden = padding.unsqueeze(1) if not causal else distances > 0
     mask = None
     if bias is not None:
         mask = bias(distances.to(device)).transpose(0, 1).to(dtype)
     if hidden.any():
-        shown = torch.zeros((), dtype=dtype, device=device) if mask is None else mask
-        mask = torch.where(hidden.unsqueeze(1).to(device), float("-inf"), shown)
+        base = torch.zeros((), dtype=dtype, device=device) if mask is None else mask
+        mask = torch.where(hidden.unsqueeze(1).to(device), float("-inf"), base)
     return PagedGroup(
         rows=(firsts.unsqueeze(1) + torch.arange(count)).to(device),
         blocks=batch.block_table[

@@ -1,4 +1,4 @@
-"""ForwardBatch: the input of one forward pass. Filled by the runner."""
+"""ForwardBatch: the input of a forward pass, made by the runner."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class ForwardBatch:
     """T token rows, packed over all sequences.
 
     input_ids, positions: [T] int64.
-    logits_rows: [L] int64, the rows whose logits are wanted.
-    embeddings: rows [E] int64 and vectors [E, hidden]: rows that are no tokens of the vocabulary.
-    cross: of an encoder-decoder model: where the keys and values lie that the encoder gave each sequence, and
-           how many there are; its slots are empty.
-    lora: None when no row has an adapter; then not one LoRA instruction runs.
+    logits_rows: [L] int64, the rows whose logits are computed.
+    embeddings: rows [E] int64 and vectors [E, hidden] that replace the embeddings of their tokens.
+    cross: encoder-decoder models only: the pages and numbers of each sequence's cross-attention keys; its
+           slots are empty.
+    lora: None when no row has an adapter; then no LoRA kernel runs.
     """
 
     input_ids: Tensor

@@ -1,4 +1,7 @@
-"""What the extras of adapters, listed in `manylora.lora.extras`, do to their own rows of a batch."""
+"""Applies the extras of adapters (biases, norms, embedding, head) to their rows of a batch.
+
+`manylora.lora.extras` lists their names.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +30,17 @@ def adapt_linear(y: Tensor, extras: Extras, layer: int, targets: Sequence[LoraTa
 
 
 def adapt_norm(
-    y: Tensor, x: Tensor, extras: Extras, name: str, again: Callable[[Tensor, Tensor], Tensor]
+    y: Tensor, x: Tensor, extras: Extras, name: str, renormalise: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
-    """Put trained weights in place of a norm's, and add trained biases. y = norm(x), changed in place.
+    """Replace the norm's weight by a trained one, and add trained biases. y = norm(x), changed in place.
 
-    again: the norm of x with another weight, float32, as the checkpoint would have it.
+    renormalise: the norm of x with another weight, float32, in the checkpoint's convention.
     """
     for segment in extras:
         rows = slice(segment.start, segment.stop)
         weight, bias = (segment.values.get(f"{name}.{part}") for part in ("weight", "bias"))
         if weight is not None:
-            y[rows] = again(x[rows], weight.vector(torch.float32))
+            y[rows] = renormalise(x[rows], weight.vector(torch.float32))
         if bias is not None:
             y[rows] += bias.vector(y.dtype)
 
@@ -45,8 +48,8 @@ def adapt_norm(
 def adapt_embedding(x: Tensor, ids: Tensor, extras: Extras, name: str = "embed") -> None:
     """x [T, hidden]: the embeddings of ids [T], not scaled yet; changed in place.
 
-    name: as extras call the table: `encoder.embed` and `decoder.embed` where there are two stacks of layers,
-    which share the rows that were trained for some tokens of `embed`.
+    name: of the table in extras: `embed`, or `encoder.embed` and `decoder.embed`. These two share the rows
+    that are trained for some tokens, `embed.tokens`.
     """
     for segment in extras:
         rows, values = slice(segment.start, segment.stop), segment.values
@@ -68,7 +71,7 @@ def adapt_head(
 ) -> None:
     """logits [L, vocab] float32 of x [L, hidden], the batch's rows [L]; changed in place. bias: the base's.
 
-    tied: the embedding is the head, and so are the rows that were trained for some tokens.
+    tied: the head is the embedding, so rows of the embedding that are trained for some tokens count here too.
     """
     for segment in extras:
         values = segment.values
@@ -100,7 +103,7 @@ def _head(
 
 
 def _with_tokens(x: Tensor, ids: Tensor, trained: Extra) -> Tensor:
-    """x with the trained rows in the places of their tokens."""
+    """x with the rows of trained tokens replaced."""
     known = trained.token_ids
     assert known is not None
     number = torch.searchsorted(known, ids).clamp(max=len(known) - 1)

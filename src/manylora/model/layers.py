@@ -1,4 +1,4 @@
-"""The layers of a decoder. The linear layer carries the adapters; no layer knows a device or a rank."""
+"""The layers of a decoder. LoraLinear applies the adapters; no layer depends on a device or a rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Attention", "Block", "FeedForward", "LoraLinear", "Mlp", "Norm"]
 class Norm:
     """RMSNorm, or LayerNorm where there is a bias. weight [N], in the input's dtype or in float32.
 
-    name: as extras of adapters call it. plus_one: the checkpoint's weight is one less.
+    name: in the extras of adapters. plus_one: the checkpoint has the weight minus 1.
     """
 
     ops: Ops
@@ -35,7 +35,7 @@ class Norm:
         return y
 
     def add(self, x: Tensor, delta: Tensor, lora: LoraBatch | None = None) -> tuple[Tensor, Tensor]:
-        """x + delta, and that normalised."""
+        """The sum x + delta, and its norm."""
         if self.bias is not None:
             total = x + delta
             return total, self(total, lora)
@@ -45,23 +45,23 @@ class Norm:
 
     def _adapt(self, y: Tensor, x: Tensor, lora: LoraBatch | None) -> None:
         if lora is not None and lora.extras:
-            adapt_norm(y, x, lora.extras, self.name, self._with)
+            adapt_norm(y, x, lora.extras, self.name, self._renormalise)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.bias is not None:
             return self.ops.layer_norm(x, weight, self.bias, self.eps)
         return self.ops.rms_norm(x, weight, self.eps)
 
-    def _with(self, x: Tensor, stored: Tensor) -> Tensor:
+    def _renormalise(self, x: Tensor, stored: Tensor) -> Tensor:
         weight = stored + 1 if self.plus_one else stored
         return self._norm(x, weight.to(self.weight.dtype))
 
 
 @dataclass(frozen=True)
 class LoraLinear:
-    """y = x W^T + bias, plus each row's own adapter.
+    """y = x W^T + bias, plus the delta of each row's adapter.
 
-    weight: [N, K] as `ops.pack` made it; targets say which LoRA modules add to which of the N columns.
+    weight: [N, K], packed by `ops.pack`. targets: the LoRA modules and the output columns they add to.
     """
 
     ops: Ops
@@ -121,7 +121,7 @@ class Attention:
 
 
 class FeedForward(Protocol):
-    """What follows attention in a block; x [T, hidden] -> [T, hidden]."""
+    """The MLP or mixture of experts of a block; x [T, hidden] -> [T, hidden]."""
 
     def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor: ...
 
@@ -144,10 +144,10 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder layer. A norm that the family does not have is None; post norms are on what is added.
+    """One decoder layer. Norms that the family does not have are None; post norms are of the branch outputs.
 
-    Takes the stream and what is to be added to it, None: nothing; returns the same two. So one launch adds
-    and normalises, between two blocks as inside of one.
+    Takes the residual stream x and a delta that is not added to it yet (None: zero), and returns both, so
+    that one kernel adds and normalises, between blocks too.
     """
 
     config: ModelConfig
@@ -184,7 +184,7 @@ def _apply(norm: Norm | None, x: Tensor, lora: LoraBatch | None) -> Tensor:
 
 
 def _add(norm: Norm | None, x: Tensor, delta: Tensor | None, lora: LoraBatch | None) -> tuple[Tensor, Tensor]:
-    """x + delta, and that normalised."""
+    """The sum x + delta, and its norm."""
     if delta is None:
         return x, _apply(norm, x, lora)
     if norm is not None:

@@ -1,4 +1,4 @@
-"""Mixture of experts: each token takes a few of many MLPs. Tokens are grouped by expert, adapters by both."""
+"""Mixture of experts: each token uses a few of many MLPs. Tokens are grouped by expert and by adapter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Experts", "Moe", "SharedExpert", "route"]
 
 
 def route(logits: Tensor, config: MoeConfig) -> tuple[Tensor, Tensor]:
-    """Weights [T, k] float32 and the experts [T, k] int64 they belong to, of router logits [T, experts]."""
+    """The chosen experts [T, k] int64 and their weights [T, k] float32, from router logits [T, experts]."""
     weights, choices = torch.softmax(logits.float(), dim=-1).topk(config.top_k, dim=-1)
     if config.norm_topk_prob:
         weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -24,7 +24,7 @@ def route(logits: Tensor, config: MoeConfig) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Experts:
-    """One projection of every expert. weights: E packed ones of [N, K]."""
+    """One projection of every expert. weights: E packed weights [N, K]."""
 
     ops: Ops
     layer: int
@@ -40,7 +40,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """The expert that every token takes, times the sigmoid of its own gate [1, hidden]."""
+    """The expert that every token uses, times the sigmoid of its gate [1, hidden]."""
 
     mlp: Mlp
     gate: LoraLinear
@@ -69,7 +69,7 @@ class Moe:
         pairs, places = ops.pair_up(choices, self.config.num_experts, lora)
         inner = ops.gated(self.up_gate(x[pairs.rows], pairs, lora), self.activation)
         y = self.down(inner, pairs, lora)
-        # Back to each token's own order of experts, so that its sum does not depend on its company.
+        # In each token's order of experts, so that its sum does not depend on other tokens.
         y = y[places].view(*choices.shape, -1).float()
         mixed = (y * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
         return mixed if self.shared is None else mixed + self.shared(x, lora)

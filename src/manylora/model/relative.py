@@ -1,4 +1,4 @@
-"""RelativeBias: what T5 adds to attention's scores in place of positions."""
+"""RelativeBias: T5's bias of attention scores, by relative position."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["RelativeBias"]
 
 
 class RelativeBias:
-    """A learned number for each head and bucket of distances, looked up by distance.
+    """A learned bias for each head and bucket of distances.
 
-    weight: [buckets, heads]. max_distance: from there on all share the last bucket. longest: tokens of the
-    longest sequence. both_ways: later keys have buckets of their own, half of all (an encoder's).
+    weight: [buckets, heads]. max_distance: larger distances share the last bucket. longest: tokens of the
+    longest sequence. both_ways: half of the buckets are for later keys, as in an encoder.
     """
 
     def __init__(self, weight: Tensor, max_distance: int, longest: int, both_ways: bool) -> None:
@@ -29,9 +29,9 @@ class RelativeBias:
 
 
 def _buckets(distances: Tensor, count: int, max_distance: int, both_ways: bool) -> Tensor:
-    """Half of the buckets are of one distance each, the others ever wider, in steps of a logarithm.
+    """Half of the buckets have one distance each, the others grow logarithmically.
 
-    In float32 and in the order of the models' training code, as rounding decides between two buckets.
+    In float32 and in the training code's order of operations, as rounding decides between two buckets.
     """
     later = torch.zeros_like(distances)
     if both_ways:

@@ -19,9 +19,9 @@ Rope = tuple[Tensor, float]  # inverse frequencies [rotary_dim / 2], and the fac
 def rope_frequencies(config: ModelConfig, max_seq_len: int | None = None, local: bool = False) -> Rope:
     """Inverse frequencies [rotary_dim / 2] float32 and the attention factor that scales cos and sin.
 
-    max_seq_len: the longest sequence served (None: what the model allows); it chooses the factors of longrope
-    once for all sequences, since cached keys must not depend on how long a sequence will get. local: those of
-    layers with a window, where they have a base of their own.
+    max_seq_len: the longest sequence served (None: what the model allows). It selects longrope's factors once
+    for all sequences, since cached keys must not depend on how long a sequence will get. local: for layers
+    with a window, where these have a separate base.
     """
     if local:
         assert config.rope_local_theta is not None
@@ -45,7 +45,7 @@ def _periods(config: ModelConfig, theta: float | None = None) -> Tensor:
 
 
 def _default(config: ModelConfig, scaling: dict) -> Rope:
-    """Also `dynamic`: it differs only past max_position_embeddings, where the engine does not go."""
+    """Also `dynamic`: it differs only beyond max_position_embeddings, which the engine does not reach."""
     return _plain(config), 1.0
 
 

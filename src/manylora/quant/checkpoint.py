@@ -1,4 +1,4 @@
-"""CheckpointQuant: how a Hugging Face checkpoint says that its weights are held in fewer bits."""
+"""CheckpointQuant: how a Hugging Face checkpoint describes its quantised weights."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ BITS = (4, 8)
 
 @dataclass(frozen=True)
 class CheckpointQuant:
-    """method: one of METHODS. algo: TensorRT-LLM's name for it. zero_shift: what is added to a stored zero
-    point; 1 in the first layout of GPTQ, which stores them less one. block: outputs and inputs that share a
-    scale, where they do."""
+    """method: one of METHODS. algo: TensorRT-LLM's name for it. zero_shift: added to stored zero points; 1 in
+    the first layout of GPTQ, which stores them minus 1. block: (outputs, inputs) that share a scale, or None.
+    """
 
     method: str
     algo: QuantAlgo
@@ -34,8 +34,8 @@ class CheckpointQuant:
 
 
 def checkpoint_quant(raw: Mapping[str, Any], model_dir: Path) -> CheckpointQuant | None:
-    """From config.json, which is `raw`, or from the file beside it that the first writers of GPTQ left. None:
-    plain weights, or those of `manylora build`. Raises ConfigError."""
+    """raw: config.json. The first GPTQ tools wrote a separate file, which is read too. None: plain weights,
+    or those of `manylora build`. Raises ConfigError."""
     named, path = raw.get("quantization_config"), model_dir / GPTQ_FILE
     file = "config.json: quantization_config"
     try:
@@ -48,8 +48,8 @@ def checkpoint_quant(raw: Mapping[str, Any], model_dir: Path) -> CheckpointQuant
 
 
 def read_checkpoint_quant(raw: Mapping[str, Any]) -> CheckpointQuant | None:
-    """raw: the `quantization_config` of config.json. None: plain weights. Raises ValueError saying what
-    cannot be read of it."""
+    """raw: the `quantization_config` of config.json. None: plain weights. Raises ValueError naming what is
+    not supported."""
     if not raw:
         return None
     method = raw.get("quant_method")

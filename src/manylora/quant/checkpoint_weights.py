@@ -1,4 +1,4 @@
-"""StoredWeights: which tensors of a checkpoint hold a quantised weight, and that weight."""
+"""StoredWeights: finds and reads the quantised weights of a checkpoint, which are several tensors each."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from manylora.quant.checkpoint import CheckpointQuant
 __all__ = ["PARTS", "StoredWeights"]
 
 PARTS = ("qweight", "scales", "offsets", "zeros", "order")
-"""The fields of a QuantisedWeight, as they end the names in a built checkpoint."""
+"""Suffixes of tensor names in a directory of `manylora build`: the fields of a QuantisedWeight."""
 
-# For each method the tensors without which a weight is not quantised, and those it may have.
+# For each method: required and optional suffixes of the tensors of a quantised weight.
 TENSORS: dict[str, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {
     "built": ((("qweight", "scales"), PARTS[2:]),),
     "awq": ((("qweight", "qzeros", "scales"), ()),),
@@ -28,21 +28,21 @@ TENSORS: dict[str, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {
     "fp8": ((("weight", "weight_scale_inv"), ()), (("weight", "weight_scale"), ())),
     "fbgemm_fp8": ((("weight", "weight_scale"), ("input_scale_ub",)),),
 }
-KEYS = {"qweight", "weight_packed", "weight_scale", "weight_scale_inv"}  # that plain layers have none of
+KEYS = {"qweight", "weight_packed", "weight_scale", "weight_scale_inv"}  # which plain layers do not have
 UNUSED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale")
 
 
 class StoredWeights:
-    """The quantised weights of one checkpoint. quant: what its config.json says; None: a built directory, or
-    one with plain weights, for which everything here is empty. names: of all its tensors."""
+    """quant: from the checkpoint's config.json; None: plain weights, or a directory of `manylora build`.
+    names: of all tensors of the checkpoint."""
 
     def __init__(self, quant: CheckpointQuant | None, names: Collection[str]) -> None:
         self._quant, self._names = quant, names
         self._method = "built" if quant is None else quant.method
 
     def parts(self, source: str) -> dict[str, str]:
-        """End of the name -> name, of the tensors that hold the weight `source`; empty when it is there as it
-        is, or not. Raises ConfigError when some are missing."""
+        """Suffix -> name of the tensors that make up the quantised weight `source`; empty where that is a
+        plain weight, or missing. Raises ConfigError when only some of them exist."""
         if not source.endswith("weight"):
             return {}
         stem, layouts_known = source.removesuffix("weight"), TENSORS[self._method]
@@ -57,20 +57,21 @@ class StoredWeights:
         return {}
 
     def names(self, source: str) -> set[str]:
-        """The tensors of the checkpoint that make up the weight `source`."""
+        """The names of the tensors that make up the weight `source`, quantised or plain."""
         return set(self.parts(source).values()) or {source}
 
     def is_left_out(self, name: str) -> bool:
-        """Scales of activations, keys and values, which keep the compute dtype here; and spare biases."""
+        """Whether a tensor is not loaded: scales of activations, keys and values, which are not quantised
+        here, and spare biases."""
         return self._quant is not None and (name.endswith(UNUSED) or self.is_spare_bias(name))
 
     def is_spare_bias(self, name: str) -> bool:
-        """Some writers of GPTQ give every layer a bias; one that the model has no place for is to be zero."""
+        """Some GPTQ tools write a bias for every layer; where the model has none, it must be zero."""
         return self._method == "gptq" and name.endswith(".bias") and f"{name[:-4]}qweight" in self._names
 
     def read(self, source: str, columns: int, read: Callable[[str], Tensor]) -> QuantisedWeight:
-        """The weight `source`, which has `parts`; read: a tensor by its name. Raises ConfigError naming the
-        layer and a tensor that does not fit."""
+        """The weight `source`, which has `parts`. read: returns a tensor by name. Raises ConfigError naming
+        the layer and a tensor that does not fit."""
         tensors = {end: read(name) for end, name in self.parts(source).items()}
         try:
             return self._layout(tensors, columns)

@@ -1,4 +1,4 @@
-"""QuantAlgo and QuantConfig: how the weights of a model are held, in the names of TensorRT-LLM."""
+"""QuantAlgo and QuantConfig: quantisation of a model's weights, under TensorRT-LLM's names."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class QuantAlgo(str, Enum):
 
 
 SERVED = (QuantAlgo.W8A16, QuantAlgo.W4A16, QuantAlgo.FP8)
-"""What plain weights can be turned into here."""
+"""Formats to which plain weights can be quantised here."""
 CALIBRATED = (QuantAlgo.W4A16_AWQ, QuantAlgo.W4A16_GPTQ, QuantAlgo.W8A16_GPTQ, QuantAlgo.FP8_BLOCK_SCALES)
-"""What checkpoints can be held in that were quantised elsewhere."""
-# Fields that the algorithms served here have no use of, and the values that ask for nothing.
+"""Formats of checkpoints quantised by other tools that are read here."""
+# Fields that no algorithm here uses, and the values that are accepted for them.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "smoothquant_val": (0.5,),
     "clamp_val": (None,),
@@ -60,7 +60,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """How weights are held in fewer bits. Adapters and activations keep the compute dtype. Raises ValueError.
+    """How weights are quantised. Adapters and activations keep the compute dtype. Raises ValueError.
 
     quant_algo:  W8A16: 8-bit integers with a scale for each output. W4A16: 4-bit integers with a scale and an
                  offset for each group of inputs. FP8: 8-bit floats (e4m3) with a scale for each output; on a
@@ -117,12 +117,12 @@ class QuantConfig:
         return self.any_weights and not any(fnmatchcase(module, pattern) for pattern in excluded)
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields as JSON has them."""
+        """The fields, JSON-serialisable."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> QuantConfig:
-        """Raises ValueError for a field that is not there."""
+        """Raises ValueError for an unknown field."""
         unknown = sorted(values.keys() - {field.name for field in fields(cls)})
         if unknown:
             raise ValueError(f"QuantConfig has no field {unknown[0]}")

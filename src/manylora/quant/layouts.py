@@ -1,7 +1,7 @@
-"""One function for each layout: the tensors of a linear layer to a QuantisedWeight, value for value.
+"""Reads each quantised checkpoint layout into a QuantisedWeight, without rounding.
 
-`tensors` has them by the ends of their names; `columns` is K, the inputs of the layer. All raise ConfigError
-naming a tensor that does not fit. Scales keep the dtype they are stored in.
+Arguments: `tensors` of a linear layer by the suffixes of their names; `columns`, K, the inputs of the layer.
+All raise ConfigError naming a tensor that does not fit. Scales keep the checkpoint's dtype.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from manylora.quant.packing import AWQ_ORDER, halves_to_bytes, regroup, unpack
 __all__ = ["awq", "built", "gptq", "packed", "scaled"]
 
 FLOAT8 = torch.float8_e4m3fn
-WHOLE = (torch.int8, FLOAT8)  # a value in each byte
-MIDDLE = {4: 8, 8: 128}  # what stands for zero in unsigned values of so many bits
+WHOLE = (torch.int8, FLOAT8)  # one value per byte
+MIDDLE = {4: 8, 8: 128}  # bits -> the unsigned value that means zero
 
 
 def built(tensors: Mapping[str, Tensor], columns: int) -> QuantisedWeight:
@@ -71,7 +71,7 @@ def packed(tensors: Mapping[str, Tensor], columns: int) -> QuantisedWeight:
         _check("weight_zero_point", points, (-(-rows * bits // 32), groups))
         zeros = _signed(unpack(points.T.contiguous(), bits)[:, :rows].T, bits)
     of_input = tensors.get("weight_g_idx")
-    if of_input is None or bool((of_input < 0).all()):  # -1 throughout: no order was made
+    if of_input is None or bool((of_input < 0).all()):  # all -1: activation ordering was off
         of_input = _even(columns, groups)
     return _from_words(words, bits, scales, zeros, of_input, columns)
 
@@ -103,7 +103,7 @@ def scaled(tensors: Mapping[str, Tensor], columns: int, block: tuple[int, int] |
 def _from_words(
     words: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, of_input: Tensor, columns: int
 ) -> QuantisedWeight:
-    """words [N, K * bits / 32] int32; its bytes are our layout, unless inputs change places."""
+    """words [N, K * bits / 32] int32. Their bytes are our layout already, unless inputs are reordered."""
     _check("g_idx", of_input, (columns,))
     if not 0 <= int(of_input.min()) <= int(of_input.max()) < scales.shape[1]:
         raise ConfigError(f"g_idx must name groups from 0 to {scales.shape[1] - 1}")
@@ -127,26 +127,26 @@ def _grouped(values: Tensor, scales: Tensor, zeros: Tensor | None, of_input: Ten
 def _with_table(
     values: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None, table: Tensor
 ) -> QuantisedWeight:
-    """table: the group of each run of inputs."""
+    """table: the group of each run of consecutive inputs."""
     if zeros is not None:
         zeros = zeros[:, table].contiguous() if bool(zeros.any()) else None
     return QuantisedWeight(values.contiguous(), scales[:, table].contiguous(), None, zeros, order)
 
 
 def _even(columns: int, groups: int) -> Tensor:
-    """The group of each input where groups of one size follow one another."""
+    """The group of each input, for consecutive groups of equal size."""
     if groups < 1 or columns % groups:
         raise ConfigError(f"scales are for {groups} groups of inputs, which {columns} cannot be split into")
     return torch.arange(columns) // (columns // groups)
 
 
 def _signed(values: Tensor, bits: int) -> Tensor:
-    """Unsigned values less the one that stands for zero."""
+    """Unsigned values minus the one that means zero."""
     return (values.to(torch.int16) - MIDDLE[bits]).to(torch.int8)
 
 
 def _table(name: str, scales: Tensor) -> Tensor:
-    """[rows, groups] of scales that may be stored with fewer dimensions."""
+    """Scales as [rows, groups]; the checkpoint may have fewer dimensions."""
     if scales.dim() < 2:
         return scales.reshape(-1, 1)
     if scales.dim() > 2:

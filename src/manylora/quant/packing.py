@@ -1,4 +1,4 @@
-"""Small integers out of 32-bit words, and groups of inputs in the order of their numbers."""
+"""Unpacks small integers from 32-bit words, and orders inputs by quantisation group."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 __all__ = ["AWQ_ORDER", "halves_to_bytes", "regroup", "unpack"]
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Place in an AWQ word of each of its eight values."""
+"""Position in an AWQ word of each of its eight values."""
 
 
 def unpack(packed: Tensor, bits: int, places: tuple[int, ...] | None = None) -> Tensor:
     """int32 [R, C] -> uint8 [R, C * 32 / bits]; the first value lies in a word's lowest bits.
 
-    places: where in a word its values lie instead.
+    places: the positions of the values in a word, if others.
     """
     count = 32 // bits
     shifts = torch.tensor(places or range(count), dtype=torch.int32, device=packed.device) * bits
@@ -30,10 +30,10 @@ def halves_to_bytes(halves: Tensor) -> Tensor:
 
 
 def regroup(groups: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Inputs so ordered that those of a group are neighbours, as runs of one length.
+    """Order the inputs by group, and cut them into runs of equal length that each lie in one group.
 
-    groups: int [K], the group of each input. Returns the order int64 [K], None for the inputs' own, and the
-    group of each run, int64 [K / length]; the length is the largest that fits every group.
+    groups: int [K], the group of each input. Returns the order int64 [K] (None: unchanged), and the group of
+    each run, int64 [K / length], with the largest possible length.
     """
     groups = groups.long()
     order = None

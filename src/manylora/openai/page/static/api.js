@@ -1,11 +1,11 @@
-// Requests to the server, with the key that the reader gave. Addresses are relative: a proxy may add a prefix.
+// Requests to the server, with the user's API key. Paths are relative, since a proxy may add a prefix.
 
-const STORED = "manylora-key";
+const KEY_ITEM = "manylora-key";
 let askForKey = async () => {};
 let asking = null;
 
-export const hasKey = () => sessionStorage.getItem(STORED) !== null;
-export const keepKey = (key) => sessionStorage.setItem(STORED, key);
+export const hasKey = () => sessionStorage.getItem(KEY_ITEM) !== null;
+export const storeKey = (key) => sessionStorage.setItem(KEY_ITEM, key);
 export const onKeyNeeded = (ask) => { askForKey = ask; };
 
 export class ApiProblem extends Error {
@@ -16,16 +16,16 @@ export class ApiProblem extends Error {
   }
 }
 
-/** Fetch; a 401 asks for a key, once for all requests that wait for it, and tries again. */
+/** Fetch. After a 401, ask for a key, once for all waiting requests, and try again. */
 export async function call(path, options = {}) {
   for (;;) {
-    const key = sessionStorage.getItem(STORED);
+    const key = sessionStorage.getItem(KEY_ITEM);
     const headers = { ...options.headers };
     if (key !== null) headers.Authorization = `Bearer ${key}`;
     const response = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
     if (response.ok) return response;
     if (response.status !== 401) throw new ApiProblem(response.status, await response.json().catch(() => null));
-    if (sessionStorage.getItem(STORED) === key) {
+    if (sessionStorage.getItem(KEY_ITEM) === key) {
       asking ??= askForKey(key !== null).finally(() => { asking = null; });
     }
     await asking;
@@ -34,7 +34,7 @@ export async function call(path, options = {}) {
 
 export const getJson = async (path, options) => (await call(path, options)).json();
 
-/** The events of a streamed answer, parsed. Ends at [DONE]. */
+/** The parsed events of a stream, up to [DONE]. */
 export async function* stream(path, body, signal) {
   const response = await call(path, {
     method: "POST",

@@ -1,23 +1,23 @@
-// One question to several models at once, each answer in a card of its own.
+// Sends one question to several models at once; each answer has its own card.
 
 import { ApiProblem, stream } from "./api.js";
 import { colourOfName } from "./colours.js";
 import { byId, count, make, setText, swatch } from "./dom.js";
 
-// A browser opens six connections to one server: five answers, and one for the map.
-const MOST = 5;
-const SEARCH_FROM = 12;
+// A browser opens six connections to a server: five for answers, one for polling.
+const MAX_ANSWERS = 5;
+const FILTER_FROM = 12;
 const MAX_TOKENS = 256;
 
 let base = "";
 let names = [];
 const chosen = new Set();
 let running = null;
-let template = true; // whether the model has a chat template
+let hasTemplate = true; // whether the model has a chat template
 
 const colour = (name) => (name === base ? "var(--ink)" : colourOfName(name));
 
-export function offer(models) {
+export function setModels(models) {
   const first = names.length === 0;
   const known = models.filter((model) => model.parent !== null || model.root === model.id);
   base = known.find((model) => model.parent === null)?.id ?? "";
@@ -26,12 +26,12 @@ export function offer(models) {
   names = found;
   if (first) for (const name of names.slice(0, 3)) chosen.add(name);
   for (const name of [...chosen]) if (!names.includes(name)) chosen.delete(name);
-  byId("filter").hidden = names.length <= SEARCH_FROM;
+  byId("filter").hidden = names.length <= FILTER_FROM;
   showChoices();
   if (first) showCards();
 }
 
-export function begin() {
+export function init() {
   const question = byId("question");
   byId("ask").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -62,22 +62,22 @@ function showChoices() {
     return label;
   }));
   filter();
-  tellChosen();
+  showChosenCount();
 }
 
 function choose(name, box) {
-  if (box.checked && chosen.size >= MOST) {
+  if (box.checked && chosen.size >= MAX_ANSWERS) {
     box.checked = false;
-    setText(byId("chosen"), `${MOST} at a time: leave one out first`);
+    setText(byId("chosen"), `${MAX_ANSWERS} at a time: leave one out first`);
     return;
   }
   if (box.checked) chosen.add(name);
   else chosen.delete(name);
-  tellChosen();
+  showChosenCount();
   if (!running) showCards();
 }
 
-function tellChosen() {
+function showChosenCount() {
   setText(byId("chosen"), `${chosen.size} of ${names.length}`);
 }
 
@@ -141,7 +141,7 @@ async function answer(name, question, card, signal) {
       if (piece) {
         const atEnd = card.text.scrollHeight - card.text.scrollTop - card.text.clientHeight < 8;
         card.text.append(piece);
-        if (atEnd) card.text.scrollTop = card.text.scrollHeight; // who has scrolled back goes on reading there
+        if (atEnd) card.text.scrollTop = card.text.scrollHeight; // unless the reader has scrolled up
       }
       usage = event.usage ?? usage;
     }
@@ -156,13 +156,13 @@ async function answer(name, question, card, signal) {
 
 async function* events(name, question, signal) {
   const body = { model: name, stream: true, stream_options: { include_usage: true }, temperature: 0, max_tokens: MAX_TOKENS };
-  if (template) {
+  if (hasTemplate) {
     try {
       yield* stream("v1/chat/completions", { ...body, messages: [{ role: "user", content: question }] }, signal);
       return;
     } catch (problem) {
       if (!(problem instanceof ApiProblem && problem.status === 400 && problem.param === "messages")) throw problem;
-      template = false;
+      hasTemplate = false;
     }
   }
   yield* stream("v1/completions", { ...body, prompt: question }, signal);

@@ -1,19 +1,19 @@
-// The cache: counts, both maps, who is in it, and what happened last.
+// The cache: counts, both maps, the adapters in it, and the last events.
 
 import { colourOf, labelOf } from "./colours.js";
 import { byId, count, make, setText, swatch } from "./dom.js";
 import { LevelMap } from "./map.js";
 
-const KEPT_EVENTS = 60;
+const MAX_EVENTS = 60;
 const HINT = "Point at a page, or choose an adapter below, to see where it lies.";
 const LEVELS = ["device", "host"];
 
 let maps = null;
 let pressed = null;
-let hits = null; // id -> hits, as last told
-const rows = new Map(); // id -> what the list shows of an adapter
+let hits = null; // id -> hits in the last answer
+const rows = new Map(); // id -> the adapter's row in the list
 
-export function begin() {
+export function init() {
   maps = Object.fromEntries(
     LEVELS.map((level) => [level, new LevelMap(byId(`${level}-map`), (at) => point(level, at))]),
   );
@@ -37,8 +37,8 @@ export function show(state) {
   showEvents(state, hit);
 }
 
-/** Forget what was told: the server is another one now. */
-export function forget() {
+/** After a restart of the server. */
+export function reset() {
   hits = null;
   byId("events").replaceChildren();
 }
@@ -142,8 +142,8 @@ function showEvents(state, hit) {
     news.push(event(0, null, `${total} found on the device, of ${hit.size} adapters`));
   }
   if (news.length === 0) return;
-  list.prepend(...news.slice(-KEPT_EVENTS).reverse());
-  while (list.children.length > KEPT_EVENTS) list.lastChild.remove();
+  list.prepend(...news.slice(-MAX_EVENTS).reverse());
+  while (list.children.length > MAX_EVENTS) list.lastChild.remove();
 }
 
 function changed(one) {

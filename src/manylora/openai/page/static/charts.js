@@ -2,7 +2,7 @@
 
 import { byId, make, setText } from "./dom.js";
 
-const KEPT = 150;
+const MAX_POINTS = 150;
 const NEAR = 5;
 const SVG = "http://www.w3.org/2000/svg";
 let points = [];
@@ -13,13 +13,13 @@ const CHARTS = [
   { id: "chart-latency", lines: [["latency_p95_ms", "slow"], ["latency_p50_ms", ""]], unit: milliseconds },
 ];
 
-export function forget() {
+export function reset() {
   points = [];
 }
 
 export function show(state) {
-  const news = state.points.length > 0;
-  points = [...points, ...state.points].slice(-KEPT);
+  const hasNewPoints = state.points.length > 0;
+  points = [...points, ...state.points].slice(-MAX_POINTS);
   const last = state.last_minute;
   setText(byId("now-tokens"), `${whole(last.tokens_per_s)} tokens/s`);
   const queue = points.at(-1);
@@ -27,7 +27,7 @@ export function show(state) {
   setText(byId("now-requests"), `${last.requests_per_s} answers/s${busy}`);
   pair("ttft", last.ttft_p50_ms, last.ttft_p95_ms);
   pair("latency", last.latency_p50_ms, last.latency_p95_ms);
-  if (news || !byId("chart-tokens").hasChildNodes()) CHARTS.forEach(draw);
+  if (hasNewPoints || !byId("chart-tokens").hasChildNodes()) CHARTS.forEach(draw);
 }
 
 function pair(name, median, slow) {
@@ -44,7 +44,7 @@ function draw({ id, lines, unit }) {
   const values = points.flatMap((point) => lines.map(([key]) => point[key] ?? 0));
   const top = ceiling(Math.max(0, ...values));
   const svg = document.createElementNS(SVG, "svg");
-  svg.setAttribute("viewBox", `0 0 ${KEPT - 1} 100`);
+  svg.setAttribute("viewBox", `0 0 ${MAX_POINTS - 1} 100`);
   svg.setAttribute("preserveAspectRatio", "none");
   svg.setAttribute("aria-hidden", "true");
   for (const [key, kind] of lines) {
@@ -61,7 +61,7 @@ function draw({ id, lines, unit }) {
   box.replaceChildren(svg, make("span", "top-value", top ? unit(top) : ""));
 }
 
-const x = (index) => KEPT - points.length + index;
+const x = (index) => MAX_POINTS - points.length + index;
 const y = (value, top) => (top ? 100 - (96 * value) / top : 100).toFixed(2);
 
 const near = (a, b) => Math.abs(a - b) <= NEAR;

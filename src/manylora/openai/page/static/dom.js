@@ -1,4 +1,4 @@
-// Small helpers. Whatever comes from the server goes in as text, never as markup.
+// Small helpers. Text from the server is inserted as text, never as markup.
 
 export const byId = (id) => document.getElementById(id);
 

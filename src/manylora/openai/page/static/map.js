@@ -1,20 +1,20 @@
-// One level of the cache as a grid of pages. A page has its adapter's colour; changes glow and fade.
+// One cache level as a grid of pages in the colours of their adapters. Changed pages glow and fade.
 
 import { colourOf } from "./colours.js";
 import { still } from "./dom.js";
 
-const HIGHEST = 250; // pixels of the grid, in CSS
-const SMALLEST = 4;
-const LARGEST = 20;
+const MAX_HEIGHT = 250; // of the grid, in CSS pixels
+const MIN_CELL = 4;
+const MAX_CELL = 20;
 const GLOW_MS = 1100;
-const LEAST_SHOWN = 128; // pages
+const MIN_SHOWN = 128; // pages
 
 export class LevelMap {
   constructor(canvas, onPoint) {
     this.canvas = canvas;
     this.onPoint = onPoint;
     this.owners = []; // page -> owner or undefined
-    this.extent = 0; // pages that are shown; the rest has never been in use
+    this.extent = 0; // pages that are shown; the others were never in use
     this.glows = new Map(); // page -> {from, at}
     this.chosen = null;
     this.frame = 0;
@@ -24,7 +24,7 @@ export class LevelMap {
   }
 
   /** pages: how many. runs: [owner, [[first, after last], …]]. hit: ids whose pages glow.
-   *  Gives how many pages are not shown, all of them free. */
+   *  Returns how many pages, all free, are not shown. */
   update(pages, runs, hit) {
     const owners = new Array(pages);
     for (const [owner, ranges] of runs) {
@@ -40,11 +40,11 @@ export class LevelMap {
       }
     }
     this.owners = owners;
-    // Pages are given out from the front, so a large cache is empty at its end: it is shown when it is needed.
+    // Pages are allocated from the front, so the end of a large cache is shown only once it is in use.
     const used = owners.findLastIndex((owner) => owner) + 1;
     this.extent = Math.min(pages, this.extent);
-    while (this.extent < Math.min(pages, used + used / 4)) this.extent = Math.max(LEAST_SHOWN, 2 * this.extent);
-    this.extent = Math.min(pages, Math.max(LEAST_SHOWN, this.extent));
+    while (this.extent < Math.min(pages, used + used / 4)) this.extent = Math.max(MIN_SHOWN, 2 * this.extent);
+    this.extent = Math.min(pages, Math.max(MIN_SHOWN, this.extent));
     this.draw();
     return pages - this.extent;
   }
@@ -58,12 +58,12 @@ export class LevelMap {
   grid() {
     const width = this.canvas.clientWidth;
     const pages = this.extent;
-    for (let size = LARGEST; size >= SMALLEST; size -= 1) {
+    for (let size = MAX_CELL; size >= MIN_CELL; size -= 1) {
       const columns = Math.max(1, Math.floor(width / size));
-      if (Math.ceil(pages / columns) * size <= HIGHEST) return { size, columns, share: 1 };
+      if (Math.ceil(pages / columns) * size <= MAX_HEIGHT) return { size, columns, share: 1 };
     }
-    const columns = Math.max(1, Math.floor(width / SMALLEST));
-    return { size: SMALLEST, columns, share: Math.ceil(pages / (columns * Math.floor(HIGHEST / SMALLEST))) };
+    const columns = Math.max(1, Math.floor(width / MIN_CELL));
+    return { size: MIN_CELL, columns, share: Math.ceil(pages / (columns * Math.floor(MAX_HEIGHT / MIN_CELL))) };
   }
 
   draw() {
@@ -107,7 +107,7 @@ export class LevelMap {
       if (owner) {
         context.globalAlpha = this.chosen && this.chosen !== owner.id ? 0.18 : 1;
         context.fillStyle = colour(owner);
-        // Pages of one adapter run together, so that it is seen as one thing.
+        // No gap between adjacent pages of one adapter.
         const joined = (cell + 1) % columns && this.owners[this.shown(cell + 1, share)]?.id === owner.id;
         context.fillRect(x, y, joined ? size : side, side);
         if (owner.in_use && size >= 8) {
@@ -133,7 +133,7 @@ export class LevelMap {
     if (this.glows.size) this.draw();
   }
 
-  /** The page that stands for a cell: the first of its pages that is in use. */
+  /** The page that a cell shows: the first of its pages that is in use. */
   shown(cell, share) {
     const first = cell * share;
     for (let page = first; page < Math.min(first + share, this.extent); page += 1) {

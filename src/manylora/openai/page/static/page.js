@@ -1,10 +1,10 @@
-// The page: asks the server twice a second while somebody looks, and hands the news to its parts.
+// The page: polls the server twice a second while it is visible, and updates its parts.
 
-import { getJson, hasKey, keepKey, onKeyNeeded } from "./api.js";
+import { getJson, hasKey, storeKey, onKeyNeeded } from "./api.js";
 import * as ask from "./ask.js";
 import * as cache from "./cache.js";
 import * as charts from "./charts.js";
-import { enrol } from "./colours.js";
+import { assignColours } from "./colours.js";
 import { byId, count, dark, setText } from "./dom.js";
 
 const EVERY_MS = 500;
@@ -16,20 +16,20 @@ let lastChange = 0;
 let lastPoint = 0;
 let modelsAt = -Infinity;
 
-async function look() {
+async function poll() {
   if (performance.now() - modelsAt > MODELS_EVERY_MS) {
     const models = (await getJson("v1/models")).data;
     modelsAt = performance.now();
     const adapters = models.filter((model) => model.parent !== null);
-    enrol(adapters.map((model) => model.id));
-    ask.offer(models);
+    assignColours(adapters.map((model) => model.id));
+    ask.setModels(models);
     const base = models.find((model) => model.parent === null);
     setText(byId("served"), `${base ? `${base.id} with ` : ""}${count(adapters.length, "adapter")}`);
   }
   let state = await getJson(`v1/cache?changes_after=${lastChange}&points_after=${lastPoint}`);
   if (feed && state.feed !== feed) {
-    cache.forget();
-    charts.forget();
+    cache.reset();
+    charts.reset();
     state = await getJson("v1/cache");
   }
   feed = state.feed;
@@ -40,29 +40,29 @@ async function look() {
   byId("change-key").hidden = !hasKey();
 }
 
-async function watch() {
+async function pollForever() {
   for (;;) {
     let pause = EVERY_MS;
     try {
       if (!document.hidden) {
-        await look();
-        tell("Live", "good");
+        await poll();
+        setStatus("Live", "good");
       }
     } catch (problem) {
-      tell(problem instanceof TypeError ? "No connection" : problem.message, "bad");
+      setStatus(problem instanceof TypeError ? "No connection" : problem.message, "bad");
       pause = RETRY_MS;
     }
     await new Promise((resolve) => { setTimeout(resolve, pause); });
   }
 }
 
-function tell(text, kind) {
+function setStatus(text, kind) {
   const status = byId("status");
   setText(status, text);
   status.className = `status ${kind}`;
 }
 
-/** Open the dialog until a key is given or it is left. needed: nothing goes on without one. */
+/** Show the dialog until a key is given or it is closed. needed: the server refuses requests without a key. */
 function askForKey(needed, wrong) {
   const dialog = byId("key-dialog");
   const field = byId("key");
@@ -74,7 +74,7 @@ function askForKey(needed, wrong) {
     byId("key-cancel").onclick = () => dialog.close();
     byId("key-form").onsubmit = (event) => {
       event.preventDefault();
-      keepKey(field.value.trim());
+      storeKey(field.value.trim());
       field.value = "";
       modelsAt = -Infinity;
       dialog.close();
@@ -87,7 +87,7 @@ function askForKey(needed, wrong) {
 onKeyNeeded((wrong) => askForKey(true, wrong));
 byId("change-key").addEventListener("click", () => askForKey(false, false));
 dark.addEventListener("change", cache.redraw);
-ask.begin();
-cache.begin();
+ask.init();
+cache.init();
 getJson("version").then(({ version }) => setText(byId("version"), `manylora ${version}`), () => {});
-watch();
+pollForever();

@@ -1,4 +1,4 @@
-"""manylora COMMAND …: a table of commands. Each is imported only when it is called."""
+"""The command line `manylora COMMAND …`. A command's module is imported only when it is called."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMMANDS = {
     "prepare-dataset": ("manylora.commands.prepare_dataset", "random requests for bench"),
     "serve": ("manylora.commands.serve", "the OpenAI server: a model and its adapters over HTTP"),
 }
-"""Name -> module with `main(arguments) -> exit status`, and what it is for."""
+"""Name -> module with `main(arguments) -> exit status`, description."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         return import_module(COMMANDS[name][0]).main(given[1:])
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader of the output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -1,10 +1,12 @@
-"""manylora convert: any source to the .npy pair or to llgtrt's one file."""
+"""manylora convert: an adapter from any format to the .npy pair or to llgtrt's single file."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
+
+import numpy as np
 
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.lora.bounds import ANY_MODEL, Bounds
@@ -31,30 +33,36 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--allow-bin", action="store_true", help="read PEFT's .bin, tensors only, no code")
     options = parser.parse_args(arguments)
-    base = BaseWeights(options.base) if options.base else None
     try:
-        model = read_model_config(options.base) if options.base else None
-        modules = lora_modules(model) if model else None
-        weights, config = convert_source(
-            options.input,
-            options.storage_type,
-            modules=modules,
-            base=base,
-            allow_bin=options.allow_bin,
-            bounds=Bounds.of_any_rank(modules, model.num_layers) if model and modules else ANY_MODEL,
-        )
+        weights, config = _read(options)
     except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 1
+        return _fail(str(error))
     except AdapterInvalidError as error:
-        print(f"{options.input}: {error}", file=sys.stderr)
-        return 1
+        return _fail(f"{options.input}: {error}")
     except OSError as error:
-        print(f"{options.input} cannot be read: {error.strerror}", file=sys.stderr)
-        return 1
+        return _fail(f"{options.input} cannot be read: {error.strerror}")
     try:
         WRITERS[options.to](options.output, weights, config)
     except OSError as error:
-        print(f"{options.output} cannot be written: {error.strerror}", file=sys.stderr)
-        return 1
+        return _fail(f"{options.output} cannot be written: {error.strerror}")
     return 0
+
+
+def _read(options: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+    base = model = modules = None
+    if options.base:
+        base, model = BaseWeights(options.base), read_model_config(options.base)
+        modules = lora_modules(model)
+    return convert_source(
+        options.input,
+        options.storage_type,
+        modules=modules,
+        base=base,
+        allow_bin=options.allow_bin,
+        bounds=Bounds.of_any_rank(modules, model.num_layers) if model and modules else ANY_MODEL,
+    )
+
+
+def _fail(message: str) -> int:
+    print(message, file=sys.stderr)
+    return 1

@@ -1,4 +1,4 @@
-"""manylora inspect: what an adapter is, and whether a base model would serve it. Exit status 0: it would."""
+"""manylora inspect: shows an adapter, and whether a base model can serve it. Exit status 0: it can."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["main"]
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="manylora inspect", description=__doc__)
     parser.add_argument("adapter", type=Path, help="folder or file")
-    parser.add_argument("--base", type=Path, metavar="MODEL", help="judge it by this model directory")
+    parser.add_argument("--base", type=Path, metavar="MODEL", help="check it against this model directory")
     parser.add_argument("--max-adapter-size", type=int, default=64, help="lora_cache_max_adapter_size")
     parser.add_argument("--allow-bin", action="store_true", help="read PEFT's .bin, tensors only, no code")
     options = parser.parse_args(arguments)
@@ -69,7 +69,7 @@ def _ranks(ranks: Mapping[int, int]) -> str:
 
 
 def _extras(extras: Sequence[LoraExtra]) -> Iterator[str]:
-    """A line for each kind, the layers together."""
+    """A line for each kind of extra, with all its layers."""
     layers: dict[str, list[int]] = defaultdict(list)
     for extra in extras:
         name = extra.name

@@ -1,4 +1,4 @@
-"""manylora prepare-dataset: a dataset of random prompts for `manylora bench`, with or without adapters."""
+"""manylora prepare-dataset: writes a dataset of random prompts for `manylora bench`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str] | None = None, tokenizer: Path | None = None) -> int:
-    """tokenizer: of the model that `manylora bench --model` named."""
+    """tokenizer: the model directory that `manylora bench --model` named; the default of --tokenizer."""
     options = _parser(tokenizer).parse_args(arguments)
     rng = random.Random(options.random_seed)
     try:

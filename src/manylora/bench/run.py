@@ -114,17 +114,18 @@ def _report(
     options: BenchOptions, system: SystemUnderTest, done: Performance, records: Sequence[Record]
 ) -> dict[str, Any]:
     rate = done.issue_rate
+    device = {name: value for name, value in system.facts.items() if name == "device"}
     return {
         "engine": {
             "model": options.model,
             "model_path": str(options.model_dir) if options.model_dir else None,
             "backend": "pytorch",
             "version": manylora.__version__,
-            **system.engine(),
+            **system.facts["engine"],
         },
-        "machine": {"name": _cpu_name(), **system.device(), "memory": _memory_gib(), "cores": os.cpu_count()},
+        "machine": {"name": _cpu_name(), **device, "memory": _memory_gib(), "cores": os.cpu_count()},
         "world_info": {
-            "tp_size": 1, "pp_size": 1, "ep_size": 1, "world_size": 1, **system.world(),
+            "tp_size": 1, "pp_size": 1, "ep_size": 1, "world_size": 1, **system.facts.get("world", {}),
             "issue_rate": None if rate == float("inf") else rate,
         },
         "request_info": done.request_info(),

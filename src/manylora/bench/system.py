@@ -23,9 +23,13 @@ def open_system(options: BenchOptions, requests: list[BenchRequest], stack: Exit
 
 
 class SystemUnderTest:
-    """A target, and what the report says about it. A server reports less than an LLM in this process."""
+    """A target, and what the report says about it.
+
+    facts: for the report's sections `engine` and `world_info`, and the device, where they are known.
+    """
 
     target: Target
+    facts: dict[str, Any]
 
     def run(self, requests: list[BenchRequest], options: BenchOptions) -> tuple[list[Record], list[Sample]]:
         return _load(self.target, requests, options), []
@@ -36,15 +40,6 @@ class SystemUnderTest:
     def ideal_ratio(self, requests: Sequence[BenchRequest], samples: Sequence[Sample]) -> dict[str, Any]:
         return {"ideal": None}
 
-    def engine(self) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def world(self) -> dict[str, Any]:
-        return {}
-
-    def device(self) -> dict[str, Any]:
-        return {}
-
 
 class _LocalSystem(SystemUnderTest):
     def __init__(self, options: BenchOptions, requests: list[BenchRequest], stack: ExitStack) -> None:
@@ -54,7 +49,7 @@ class _LocalSystem(SystemUnderTest):
         needs_tokenizer = options.keep_text or any(r.input_ids is None for r in requests)
         has_adapters = any(r.lora for r in requests) or options.lora_dir is not None
         self._model_dir, self._local = options.model_dir, local
-        self._llm, self._facts = local.open_llm(options.model_dir, options.llm, needs_tokenizer, has_adapters)
+        self._llm, self.facts = local.open_llm(options.model_dir, options.llm, needs_tokenizer, has_adapters)
         stack.enter_context(self._llm)
         self.target = local.LocalTarget(self._llm, options.streaming, options.sampling)
 
@@ -68,20 +63,11 @@ class _LocalSystem(SystemUnderTest):
     def ideal_ratio(self, requests: Sequence[BenchRequest], samples: Sequence[Sample]) -> dict[str, Any]:
         from manylora.bench.memory_traffic import adapter_bytes, mean_traffic
 
-        adapters, element_bytes = adapters_of(requests), self._facts["element_bytes"]
+        adapters, element_bytes = adapters_of(requests), self.facts["element_bytes"]
         traffic = mean_traffic(samples, adapter_bytes(adapters, self._model_dir, element_bytes))
         if traffic is None:
             return {"ideal": None}
         return {"ideal": traffic.ideal_ratio, "adapters_in_batch": traffic.adapters_in_batch}
-
-    def engine(self) -> dict[str, Any]:
-        return self._facts["engine"]
-
-    def world(self) -> dict[str, Any]:
-        return self._facts["world"]
-
-    def device(self) -> dict[str, Any]:
-        return {"device": self._facts["device"]}
 
 
 class _RemoteSystem(SystemUnderTest):
@@ -91,25 +77,16 @@ class _RemoteSystem(SystemUnderTest):
         from manylora.text.tokenizer import Tokenizer
 
         assert options.endpoint is not None
-        self._url = options.endpoint
+        self.facts = {"engine": {"endpoint": options.endpoint}}
+        common: dict[str, Any] = {"streaming": options.streaming, "sampling": options.sampling}
         target: TritonTarget | OpenAiTarget
         if options.endpoint.startswith(("http://", "https://")):
-            target = OpenAiTarget(
-                options.endpoint, options.concurrency, streaming=options.streaming, sampling=options.sampling
-            )
+            target = OpenAiTarget(options.endpoint, options.concurrency, **common)
         else:
-            target = TritonTarget(
-                options.endpoint,
-                options.concurrency,
-                streaming=options.streaming,
-                sampling=options.sampling,
-                encode=Tokenizer(options.model_dir).encode if options.model_dir else None,
-            )
+            encode = Tokenizer(options.model_dir).encode if options.model_dir else None
+            target = TritonTarget(options.endpoint, options.concurrency, encode=encode, **common)
         self.target = target
         stack.callback(target.close)
-
-    def engine(self) -> dict[str, Any]:
-        return {"endpoint": self._url}
 
 
 def _load(target: Target, requests: list[BenchRequest], options: BenchOptions) -> list[Record]:

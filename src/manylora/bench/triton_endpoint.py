@@ -17,20 +17,15 @@ from manylora.bench.remote import ANSWER_TIMEOUT_S, RemoteTarget
 from manylora.errors import ConfigError, RequestError
 from manylora.lora.convert import store_as
 from manylora.lora.library.reader import read_adapter_folder
+from manylora.request import LoraInput, Request, SamplingParams
+from manylora.wire.engine_client import AnswerReader, request_tensors
 
 __all__ = ["TritonTarget"]
 
 NOT_CACHED = "Please send LoRA weights with request"
 MODEL = "tensorrt_llm"
 STORAGE_TYPES = {"TYPE_BF16": "bfloat16", "TYPE_FP16": "float16"}
-# Field of SamplingParams -> input tensor, its dtype.
-SAMPLING_INPUTS = {
-    "end_id": ("end_id", np.int32),
-    "temperature": ("temperature", np.float32),
-    "top_k": ("runtime_top_k", np.int32),
-    "top_p": ("runtime_top_p", np.float32),
-    "seed": ("random_seed", np.uint64),
-}
+FIELDS = ("end_id", "temperature", "top_k", "top_p", "seed")  # of SamplingParams, that can be sent
 
 
 class TritonTarget(RemoteTarget):
@@ -49,16 +44,14 @@ class TritonTarget(RemoteTarget):
             import tritonclient.grpc as grpc
         except ImportError as error:
             raise ConfigError("--endpoint needs tritonclient: pip install 'tritonclient[grpc]'") from error
-        unknown = sorted(sampling.keys() - SAMPLING_INPUTS.keys())
+        unknown = sorted(sampling.keys() - set(FIELDS))
         if unknown:
             raise ConfigError(f"--sampler_options: {unknown[0]} is not sent to an --endpoint; leave it out")
         super().__init__(connections)
         self._grpc: Any = grpc
         self._url = url.removeprefix("grpc://")
         self._streaming, self._encode = streaming, encode
-        self._sampling = {
-            SAMPLING_INPUTS[name][0]: (value, SAMPLING_INPUTS[name][1]) for name, value in sampling.items()
-        }
+        self._sampling = {name: v for name, v in sampling.items() if not (name == "end_id" and v == -1)}
         self._sent: set[int] = set()  # ids of adapters whose tensors were sent
         self._check_ready()
 
@@ -100,10 +93,11 @@ class TritonTarget(RemoteTarget):
             return self._exchange(request, ids, with_tensors=True)
 
     def _exchange(self, request: BenchRequest, ids: list[int], with_tensors: bool) -> Answer:
+        sent = self._request(request, ids, with_tensors)
+        inputs = [self._tensor(name, value) for name, value in request_tensors(sent).items()]
         stream: _Stream = self._connection()
-        stream.client.async_stream_infer(
-            MODEL, self._inputs(request, ids, with_tensors), enable_empty_final_response=True
-        )
+        stream.client.async_stream_infer(MODEL, inputs, enable_empty_final_response=True)
+        reader = AnswerReader(sent)
         tokens: list[int] = []
         first, tier, final = None, "", False
         while not final:
@@ -114,35 +108,23 @@ class TritonTarget(RemoteTarget):
                 raise RequestError(str(error))
             response = result.get_response()
             final = response.parameters["triton_final_response"].bool_param
-            ids_out = result.as_numpy("output_ids") if response.outputs else None
-            if ids_out is None:
-                continue
-            count = int(result.as_numpy("sequence_length")[0, 0])
-            if count and first is None and self._streaming:
-                first = time.monotonic()
-            tokens += ids_out[0, 0, :count].tolist()
-            found = result.as_numpy("lora_cache_tier")
-            tier = found.reshape(-1)[0].decode() if found is not None and found.size else tier
+            outputs = {one.name: result.as_numpy(one.name) for one in response.outputs}
+            for event in reader.read(outputs, final):
+                if event.token_ids and first is None and self._streaming:
+                    first = time.monotonic()
+                tokens += event.token_ids
+                tier = event.metrics.adapter_tier or tier if event.metrics else tier
         return Answer(first, len(ids), len(tokens), tuple(tokens), adapter_tier=tier)
 
-    def _inputs(self, request: BenchRequest, ids: list[int], with_tensors: bool) -> list[Any]:
-        settings: dict[str, tuple[Any, Any]] = {
-            "input_lengths": (len(ids), np.int32),
-            "request_output_len": (request.output_tokens, np.int32),
-            "streaming": (self._streaming, np.bool_),
-            "exclude_input_in_output": (True, np.bool_),
-            **self._sampling,
-        }
-        inputs = [self._tensor("input_ids", np.array([ids], np.int32))]
-        inputs += [self._tensor(name, np.array([[v]], dtype)) for name, (v, dtype) in settings.items()]
-        lora = request.lora
-        if lora is not None:
-            inputs.append(self._tensor("lora_task_id", np.array([[lora.lora_int_id]], np.uint64)))
-            if with_tensors:
-                assert lora.lora_path is not None
-                weights, config = _read(lora.lora_path, self._weights_type)
-                inputs += [self._tensor("lora_weights", weights), self._tensor("lora_config", config)]
-        return inputs
+    def _request(self, request: BenchRequest, ids: list[int], with_tensors: bool) -> Request:
+        params = SamplingParams(max_tokens=request.output_tokens, **self._sampling)
+        lora = None
+        if request.lora is not None:
+            path = request.lora.lora_path
+            assert path is not None
+            tensors = _read(path, self._weights_type) if with_tensors else ()
+            lora = LoraInput(request.lora.lora_int_id, *tensors)
+        return Request(tuple(ids), params, lora, self._streaming)
 
     def _tensor(self, name: str, value: np.ndarray) -> Any:
         if value.dtype.kind == "V":  # the bits of bfloat16, which NumPy does not have

@@ -151,8 +151,7 @@ class Inference:
     def _check_count(self, count: int) -> None:
         if count > self.limits.max_sequences:
             raise invalid_value(
-                f"n: at most {self.limits.max_sequences} outputs in one request, of all prompts together",
-                "n",
+                f"n: at most {self.limits.max_sequences} outputs in one request, of all prompts together", "n"
             )
 
     def _check_ids(self, ids: Sequence[int]) -> None:

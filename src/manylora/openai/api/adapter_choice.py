@@ -41,13 +41,11 @@ def choose_adapter(
     choices = [*_by_model(body.model, bases, known, others=bool(choices)), *choices]
     for other in choices[1:]:
         if other.name != choices[0].name:
-            raise ApiError(
-                400,
-                "adapter_conflict",
+            reason = (
                 f"{choices[0].field} and {other.field} choose different adapters: give one of them, or the "
-                "same adapter in both",
-                other.field,
+                "same adapter in both"
             )
+            raise ApiError(400, "adapter_conflict", reason, other.field)
     return max(choices, key=lambda choice: choice.source is not None, default=AdapterChoice())
 
 

@@ -88,10 +88,8 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
     if choice == "none":
         return None
     if body.response_format is not None and body.response_format.type != "text":
-        raise invalid_value(
-            "tools and response_format cannot be combined: leave one out, or set tool_choice to none",
-            "response_format",
-        )
+        reason = "tools and response_format cannot be combined: leave one out, or set tool_choice to none"
+        raise invalid_value(reason, "response_format")
     return use
 
 

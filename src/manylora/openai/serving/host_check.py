@@ -32,9 +32,8 @@ class HostCheck:
         self._allowed = [one.strip().lower().strip("[]") for one in allowed]
         for given in allowed:
             if not PATTERN.fullmatch(given.strip().lower()):
-                raise ConfigError(
-                    f"allowed_hosts: {given!r} is no host name: give names without scheme and port"
-                )
+                reason = f"allowed_hosts: {given!r} is no host name: give names without scheme and port"
+                raise ConfigError(reason)
         self._own = {*LOOPBACK, bound.lower().strip("[]"), socket.gethostname().lower()}
         self._any = "*" in self._allowed or (keys and not allowed)
 
@@ -49,20 +48,14 @@ class HostCheck:
             return
         name = _name(given[0])
         if name is None or not self._is_ours(name):
-            raise ApiError(
-                403,
-                "host_not_allowed",
-                f"This server does not go by the name {given[0][:100]!r}: start it with --allowed-hosts",
-            )
+            reason = f"This server does not go by the name {given[0][:100]!r}: start it with --allowed-hosts"
+            raise ApiError(403, "host_not_allowed", reason)
         origin = request.headers.get("origin")
         if origin is None or request.method in ("GET", "HEAD"):
             return
         if not self._is_own_page(origin, name):
-            raise ApiError(
-                403,
-                "origin_not_allowed",
-                f"Pages of {origin[:100]!r} may not use this server: start it with --allowed-hosts",
-            )
+            reason = f"Pages of {origin[:100]!r} may not use this server: start it with --allowed-hosts"
+            raise ApiError(403, "origin_not_allowed", reason)
 
     def _is_ours(self, name: str) -> bool:
         if _is_address(name) or "." not in name or name.endswith(PRIVATE_SUFFIXES):

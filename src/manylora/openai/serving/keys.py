@@ -59,12 +59,8 @@ class ApiKey:
     def request(self) -> Iterator[None]:
         """Count one request while it runs. Raises ApiError 429."""
         if self.max_concurrent and self.num_open >= self.max_concurrent:
-            raise ApiError(
-                429,
-                "too_many_requests",
-                f"This API key may have {self.max_concurrent} requests at one time",
-                retry_after=1,
-            )
+            reason = f"This API key may have {self.max_concurrent} requests at one time"
+            raise ApiError(429, "too_many_requests", reason, retry_after=1)
         self._spend()
         self.num_open += 1
         try:
@@ -78,12 +74,8 @@ class ApiKey:
         each, now = 60 / self.requests_per_minute, time.monotonic()
         due = max(self._due_at, now) + each
         if due - now > 60 + 1e-6:
-            raise ApiError(
-                429,
-                "rate_limit_exceeded",
-                f"This API key may send {self.requests_per_minute} requests in a minute",
-                retry_after=max(1, round(due - now - 60)),
-            )
+            reason = f"This API key may send {self.requests_per_minute} requests in a minute"
+            raise ApiError(429, "rate_limit_exceeded", reason, retry_after=max(1, round(due - now - 60)))
         self._due_at = due
 
 

@@ -123,13 +123,11 @@ class TritonModel:
         if lora is not None and lora.task_id is not None and isinstance(lora.checked, Adapter):
             lora = lora_input(lora.task_id, lora.checked.rows, lora.checked.extras)
         if lora is not None and lora.extras:
-            raise ApiError(
-                422,
-                "adapter_not_sendable",
+            reason = (
                 f"the adapter has {lora.extras[0].name}, which a request to Triton cannot carry: put its "
-                "directory into the server's lora_catalog_dir, or serve with an engine of this process",
-                "model",
+                "directory into the server's lora_catalog_dir, or serve with an engine of this process"
             )
+            raise ApiError(422, "adapter_not_sendable", reason, "model")
         if lora is not None and lora.weights is not None and lora.config is not None:
             weights = _as_type(lora.weights, self.inputs.get("lora_weights", "FP32"))
             lora = replace(lora, weights=weights, config=_columns(lora.config, self.lora_columns))
@@ -139,9 +137,8 @@ class TritonModel:
         named = {name if name in self.inputs else RENAMED.get(name, name): one for name, one in found.items()}
         unknown = sorted(set(named) - set(self.inputs))
         if unknown:
-            raise unsupported_field(
-                f"The Triton model behind this server has no input {', '.join(unknown)}: leave it out",
-            )
+            reason = f"The Triton model behind this server has no input {', '.join(unknown)}: leave it out"
+            raise unsupported_field(reason)
         return {name: one if self.batched else one[0] for name, one in named.items()}
 
     def _check(self, params: SamplingParams) -> None:

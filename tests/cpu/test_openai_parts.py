@@ -20,9 +20,9 @@ from manylora.openai.api.names import is_name
 from manylora.openai.api.params import Limits, plan
 from manylora.openai.api.schema import CompletionRequest
 from manylora.openai.options import parse_options
-from manylora.openai.serving.event_queue import Mailbox, Signal
+from manylora.openai.serving.event_queue import EventQueue, Signal
 from manylora.openai.serving.fairness import FairQueue
-from manylora.openai.serving.generation import Generation
+from manylora.openai.serving.generation import GenerationState
 from manylora.openai.serving.keys import ApiKey, Keyring
 from manylora.openai.serving.responses import ChatResponse, CompletionResponse, ResponseBuilder
 from manylora.request import Event
@@ -179,7 +179,7 @@ def test_files_of_options_that_are_wrong_say_what_is(
     assert words in line
 
 
-def test_a_mailbox_loses_nothing_and_wakes_once_for_a_step() -> None:
+def test_an_event_queue_loses_nothing_and_wakes_once_for_a_step() -> None:
     async def run() -> tuple[list[int], int]:
         taken: list[int] = []
         batches: list[int] = []
@@ -191,7 +191,7 @@ def test_a_mailbox_loses_nothing_and_wakes_once_for_a_step() -> None:
             if len(taken) == 4 * 5000:
                 done.set()
 
-        mailbox: Mailbox[int] = Mailbox(asyncio.get_running_loop(), take)
+        mailbox: EventQueue[int] = EventQueue(asyncio.get_running_loop(), take)
 
         def work() -> None:
             for number in range(5000):
@@ -243,7 +243,7 @@ def test_a_prepared_chunk_is_a_chunk(kind: type[ResponseBuilder]) -> None:
             read_model_config(DEMO / "base"),
             Limits(512, tokenizer.vocab_size),
         )
-        generation = Generation((1,), made, True, tokenizer, "")
+        generation = GenerationState((1,), made, True, tokenizer, "")
         reply = kind([generation], 1, 'x"y', "fp", tokenizer)
         if not quick:
             reply._is_text_only = lambda generation: False  # type: ignore[method-assign]

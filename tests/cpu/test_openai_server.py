@@ -432,7 +432,7 @@ def test_an_error_in_a_stream_is_an_event_before_its_end(server: Running) -> Non
         lines = (line for line in answer.iter_lines() if line)
         assert json.loads(next(lines).removeprefix("data: "))["choices"]
         [call] = backend._open
-        backend._mailbox.put((call, Event(error=RequestError("Encountered an error in x"), last=True)))
+        backend._events.put((call, Event(error=RequestError("Encountered an error in x"), last=True)))
         *_, error, done = lines
     assert done == "data: [DONE]"
     told = json.loads(error.removeprefix("data: "))["error"]
@@ -448,7 +448,7 @@ def raise_from_stream(server: Running, backend: Backend) -> None:
     for n, _ in enumerate(stream):
         if n == 0:
             [call] = backend._open
-            backend._mailbox.put((call, Event(error=RequestError("Encountered an error in x"), last=True)))
+            backend._events.put((call, Event(error=RequestError("Encountered an error in x"), last=True)))
 
 
 def test_keys_limit_what_is_used_and_seen(root: Path, tmp_path: Path) -> None:

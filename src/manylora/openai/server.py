@@ -30,8 +30,7 @@ from manylora.openai.api.names import is_name
 from manylora.openai.api.params import Limits
 from manylora.openai.app import AppContext, make_app
 from manylora.openai.options import ServeOptions
-from manylora.openai.serving import backend
-from manylora.openai.serving.backend import Backend
+from manylora.openai.serving.backend import Backend, EngineClient
 from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.openai.serving.connections import AT_ONCE, Clients, listen, raise_open_files
 from manylora.openai.serving.fairness import FairQueue
@@ -131,7 +130,7 @@ class _UvicornServer(uvicorn.Server):
 class _ServedModel:
     """The engine and what the HTTP server needs to know of it. start: makes the engine, on the event loop."""
 
-    start: Callable[[], backend.Engine]
+    start: Callable[[], EngineClient]
     model: ModelConfig
     max_seq_len: int
     max_batch_size: int

@@ -14,14 +14,14 @@ from typing import Protocol
 from manylora.errors import AdapterChangedError, AdapterNotCachedError
 from manylora.openai.api.errors import ApiError, as_api_error
 from manylora.openai.serving.catalog import AdapterCatalog, Version
-from manylora.openai.serving.event_queue import Mailbox
+from manylora.openai.serving.event_queue import EventQueue
 from manylora.openai.serving.fairness import FairQueue
-from manylora.openai.serving.generation import Generation
+from manylora.openai.serving.generation import GenerationState
 from manylora.openai.serving.history import History
 from manylora.request import Event, LoraInput, Request, Sink
 from manylora.stats import CacheMap, EngineStats, Resident
 
-__all__ = ["Backend", "Call", "Engine", "Wake"]
+__all__ = ["Backend", "Call", "EngineClient", "Wake"]
 
 logger = logging.getLogger("manylora")
 
@@ -31,7 +31,7 @@ Meter = Callable[[LoraInput | None, Event, float], None]
 Wake = Callable[[], None]
 
 
-class Engine(Protocol):
+class EngineClient(Protocol):
     """An EngineLoop, or what stands for one. submit: whatever goes wrong with the request comes to its sink,
     from any thread, as one last event."""
 
@@ -63,7 +63,7 @@ class Engine(Protocol):
 class Call:
     """One generation and what it runs under. policy: load_lora_weights. source: hf or nemo, if named."""
 
-    generation: Generation
+    generation: GenerationState
     adapter: str | None = None
     policy: str = "auto"
     source: str | None = None
@@ -84,7 +84,7 @@ class Backend:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineClient,
         catalog: AdapterCatalog,
         queue: FairQueue,
         meter: Meter = lambda lora, event, waited_s: None,
@@ -93,8 +93,8 @@ class Backend:
         self._engine, self._meter = engine, meter
         self.history = History()
         self._carrying: Counter[int] = Counter()  # task ids whose tensors are on their way
-        self._mailbox: Mailbox[tuple[Call, Event]] = Mailbox(asyncio.get_running_loop(), self._take)
-        engine.on_news(self._mailbox.wake)
+        self._events: EventQueue[tuple[Call, Event]] = EventQueue(asyncio.get_running_loop(), self._take)
+        engine.on_news(self._events.wake)
         self._open: set[Call] = set()
 
     @property
@@ -249,7 +249,7 @@ class Backend:
         if lora is not None and lora.has_tensors:
             assert lora.task_id is not None
             self._carrying[lora.task_id] += 1
-        put = self._mailbox.put
+        put = self._events.put
         call.ticket = self._engine.submit(call.generation.request(lora), lambda event: put((call, event)))
         await call.answered
 

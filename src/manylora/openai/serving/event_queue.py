@@ -1,4 +1,4 @@
-"""Mailbox: a queue from the engine's thread to the event loop. Signal: an event for one waiter."""
+"""EventQueue: a queue from the engine's thread to the event loop. Signal: an event for one waiter."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-__all__ = ["Mailbox", "Signal"]
+__all__ = ["EventQueue", "Signal"]
 
 Item = TypeVar("Item")
 
 
-class Mailbox(Generic[Item]):
+class EventQueue(Generic[Item]):
     """`put` items and then `wake`, from any thread. `take` is called on the event loop with all items so far.
 
     Waking is a system call and makes the event loop compete for the interpreter, so call it once for each

@@ -1,4 +1,4 @@
-"""Generation: the state of one prompt being continued. Turns the engine's events into outputs."""
+"""GenerationState: the state of one prompt being continued. Turns the engine's events into outputs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from manylora.openai.serving.event_queue import Signal
 from manylora.request import Event, FinishReason, LoraInput, Request, RequestMetrics
 from manylora.text.tokenizer import Tokenizer
 
-__all__ = ["Generation"]
+__all__ = ["GenerationState"]
 
 
 @dataclass(eq=False)
-class Generation:
+class GenerationState:
     """Belongs to the event loop.
 
     changed:  set after every change; the generations of one HTTP request share it.

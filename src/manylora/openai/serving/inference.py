@@ -27,7 +27,7 @@ from manylora.openai.api.schema import (
 from manylora.openai.api.tools import ToolUse, tool_use
 from manylora.openai.serving.backend import Backend, Call
 from manylora.openai.serving.event_queue import Signal
-from manylora.openai.serving.generation import Generation
+from manylora.openai.serving.generation import GenerationState
 from manylora.openai.serving.keys import ApiKey
 from manylora.openai.serving.responses import DONE, ChatResponse, CompletionResponse, ResponseBuilder
 from manylora.openai.serving.transport import EventStream, watch
@@ -227,7 +227,7 @@ class Inference:
             planned = plan(body, len(prompt), self.tokenizer, self._model, self.limits, shared)
         except (ValueError, RequestError) as error:
             raise as_api_error(error) from error
-        generation = Generation(prompt, planned, body.stream, self.tokenizer, request_id, changed)
+        generation = GenerationState(prompt, planned, body.stream, self.tokenizer, request_id, changed)
         return Call(generation, adapter, body.load_lora_weights, source or None)
 
     def _response_builder(

@@ -47,7 +47,7 @@ def _printable(text: str, most: int) -> str:
 
 
 @dataclass
-class _Source:
+class _LineCounter:
     """Lines from one place in the code. since: when its window began."""
 
     since: float
@@ -61,7 +61,7 @@ class RateLimit(logging.Filter):
     def __init__(self, handler: logging.Handler, burst: int = BURST, window_s: float = WINDOW_S) -> None:
         super().__init__()
         self._handler, self._burst, self._window_s = handler, burst, window_s
-        self._sources: dict[tuple[str, int], _Source] = {}
+        self._sources: dict[tuple[str, int], _LineCounter] = {}
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -70,7 +70,7 @@ class RateLimit(logging.Filter):
         with self._lock:
             source = self._sources.get(name)
             if source is None or now - source.since >= self._window_s:
-                source = self._sources[name] = _Source(now)
+                source = self._sources[name] = _LineCounter(now)
             source.num_lines += 1
             if source.num_lines <= self._burst:
                 return True
@@ -83,7 +83,7 @@ class RateLimit(logging.Filter):
                 timer.start()
             return False
 
-    def _log_dropped(self, like: logging.LogRecord, source: _Source) -> None:
+    def _log_dropped(self, like: logging.LogRecord, source: _LineCounter) -> None:
         text = f"{source.num_dropped} more lines in {self._window_s:g} s like: {like.getMessage()[:200]}"
         summary = logging.LogRecord(like.name, like.levelno, like.pathname, like.lineno, text, (), None)
         with self._handler.lock or self._lock:  # not through the filter, which would count it

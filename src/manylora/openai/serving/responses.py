@@ -11,7 +11,7 @@ from typing import Any
 from manylora.llmapi.outputs import CompletionOutput
 from manylora.openai.api.logprobs import chat_logprobs, completion_logprobs, output_logprobs, prompt_logprobs
 from manylora.openai.api.tools import Calls, ToolCallParser, ToolUse
-from manylora.openai.serving.generation import Generation
+from manylora.openai.serving.generation import GenerationState
 from manylora.text.tokenizer import Tokenizer
 
 __all__ = ["DONE", "ChatResponse", "CompletionResponse", "ResponseBuilder"]
@@ -30,7 +30,12 @@ class ResponseBuilder:
     prefix = object = chunk_object = ""
 
     def __init__(
-        self, generations: Sequence[Generation], n: int, model: str, fingerprint: str, tokenizer: Tokenizer
+        self,
+        generations: Sequence[GenerationState],
+        n: int,
+        model: str,
+        fingerprint: str,
+        tokenizer: Tokenizer,
     ) -> None:
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.generations = generations
@@ -80,7 +85,7 @@ class ResponseBuilder:
         usage = {"usage": self._usage(sum(self._tokens_sent.values()))}
         return f"data: {encode(self._envelope(self.chunk_object, []) | usage)}\n\n".encode()
 
-    def _is_text_only(self, generation: Generation) -> bool:
+    def _is_text_only(self, generation: GenerationState) -> bool:
         """Whether all chunks of a choice but the last have only text."""
         return generation.plan.top is None and not generation.plan.prompt_only
 
@@ -88,12 +93,12 @@ class ResponseBuilder:
         """A choice with only text, as JSON. text: encoded as JSON."""
         raise NotImplementedError
 
-    def _has_output(self, generation: Generation, output: CompletionOutput) -> bool:
+    def _has_output(self, generation: GenerationState, output: CompletionOutput) -> bool:
         if output.finish_reason is not None or output.text_diff:
             return True
         return bool(generation.plan.top is not None and output.token_ids_diff)
 
-    def _chunk(self, index: int, generation: Generation, output: CompletionOutput) -> list[str]:
+    def _chunk(self, index: int, generation: GenerationState, output: CompletionOutput) -> list[str]:
         start = self._tokens_sent.get(index, 0)
         self._tokens_sent[index] = output.length
         if output.finish_reason is not None:
@@ -116,11 +121,11 @@ class ResponseBuilder:
             "total_tokens": num_prompt + num_output,
         }
 
-    def _choice(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
+    def _choice(self, generation: GenerationState, output: CompletionOutput) -> dict[str, Any]:
         raise NotImplementedError
 
     def _deltas(
-        self, index: int, generation: Generation, output: CompletionOutput, start: int
+        self, index: int, generation: GenerationState, output: CompletionOutput, start: int
     ) -> list[dict[str, Any]]:
         """What is new in a choice: no delta, one or several. start: tokens that were sent already."""
         raise NotImplementedError
@@ -148,13 +153,13 @@ class ChatResponse(ResponseBuilder):
         count = len(self.generations) * self._n
         return "".join(self._event(encode({"index": index, **role})) for index in range(count)).encode()
 
-    def _is_text_only(self, generation: Generation) -> bool:
+    def _is_text_only(self, generation: GenerationState) -> bool:
         return self._use is None and super()._is_text_only(generation)
 
     def _text_delta(self, index: int, text: str) -> str:
         return f'{{"index":{index},"delta":{{"content":{text}}},"logprobs":null,"finish_reason":null}}'
 
-    def _choice(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
+    def _choice(self, generation: GenerationState, output: CompletionOutput) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
         choice: dict[str, Any] = {"message": message, "logprobs": self._logprobs(generation, output, 0)}
         if self._use is not None:
@@ -165,7 +170,7 @@ class ChatResponse(ResponseBuilder):
         return choice
 
     def _deltas(
-        self, index: int, generation: Generation, output: CompletionOutput, start: int
+        self, index: int, generation: GenerationState, output: CompletionOutput, start: int
     ) -> list[dict[str, Any]]:
         log_probs = {"logprobs": self._logprobs(generation, output, start)}
         no_calls: Calls = []
@@ -185,7 +190,7 @@ class ChatResponse(ResponseBuilder):
         return [{"delta": {"content": content} if content else {}, **log_probs, **ending}]
 
     def _logprobs(
-        self, generation: Generation, output: CompletionOutput, start: int
+        self, generation: GenerationState, output: CompletionOutput, start: int
     ) -> dict[str, Any] | None:
         top = generation.plan.top
         if top is None:
@@ -221,18 +226,18 @@ class CompletionResponse(ResponseBuilder):
     def _text_delta(self, index: int, text: str) -> str:
         return f'{{"index":{index},"text":{text},"logprobs":null,"finish_reason":null}}'
 
-    def _echo(self, generation: Generation) -> str:
+    def _echo(self, generation: GenerationState) -> str:
         if self._echoes is None:
             return ""
         return self._echoes[list(self.generations).index(generation)]
 
-    def _choice(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
+    def _choice(self, generation: GenerationState, output: CompletionOutput) -> dict[str, Any]:
         prompt_only = generation.plan.prompt_only
         text = self._echo(generation) + ("" if prompt_only else output.text)
         return {"text": text, "logprobs": self._logprobs(generation, output, 0, whole=True)}
 
     def _deltas(
-        self, index: int, generation: Generation, output: CompletionOutput, start: int
+        self, index: int, generation: GenerationState, output: CompletionOutput, start: int
     ) -> list[dict[str, Any]]:
         text = "" if generation.plan.prompt_only else output.text_diff
         log_probs = None
@@ -241,7 +246,7 @@ class CompletionResponse(ResponseBuilder):
         return [{"text": text, "logprobs": log_probs, **_ending(output)}]
 
     def _logprobs(
-        self, generation: Generation, output: CompletionOutput, start: int, *, whole: bool
+        self, generation: GenerationState, output: CompletionOutput, start: int, *, whole: bool
     ) -> dict[str, Any] | None:
         top = generation.plan.top
         if top is None:
@@ -254,7 +259,7 @@ class CompletionResponse(ResponseBuilder):
         before = 0 if whole else len(self._echo(generation)) + len(output.text) - len(output.text_diff)
         return completion_logprobs(found, self._tokenizer, top, before)
 
-    def _prompt_logprobs(self, generation: Generation) -> dict[str, Any] | None:
+    def _prompt_logprobs(self, generation: GenerationState) -> dict[str, Any] | None:
         top = generation.plan.top
         if top is None or generation.context_logits is None:
             return None

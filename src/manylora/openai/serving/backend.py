@@ -1,4 +1,4 @@
-"""Backend: generations through the engine loop, each with its adapter, seen from the event loop."""
+"""Backend: runs generations on the engine, with their adapters, from the event loop."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = ["Backend", "Call", "EngineClient", "Wake"]
 
 logger = logging.getLogger("manylora")
 
-MAP_TIMEOUT_S = 2.0  # a step of a long prompt may be under way
-MAX_SENDINGS = 4  # an adapter may be evicted again and again before its request is admitted
+MAP_TIMEOUT_S = 2.0  # the engine may be in a step with a long prompt
+MAX_ATTEMPTS = 4  # the adapter may be evicted each time before the engine admits the request
 Meter = Callable[[LoraInput | None, Event, float], None]
 Wake = Callable[[], None]
 
 
 class EngineClient(Protocol):
-    """An EngineLoop, or what stands for one. submit: whatever goes wrong with the request comes to its sink,
-    from any thread, as one last event."""
+    """What the backend needs of an engine: one in this process, or Triton's. submit: errors of the request go
+    to its sink, from any thread, as one last event."""
 
-    def on_news(self, wake: Wake) -> None:
-        """Have `wake` called, from any thread, after sinks were: once for all events of a step."""
+    def on_events(self, wake: Wake) -> None:
+        """Set a callback, called from any thread after the sinks: once for all events of a step."""
         ...
 
     @property
@@ -49,11 +49,11 @@ class EngineClient(Protocol):
     def stats(self) -> EngineStats: ...
 
     def resident(self, task_id: int) -> bool:
-        """Whether a task id's adapter need not be sent."""
+        """Whether the adapter is in the cache, so that a request needs only its id."""
         ...
 
     def cache_map(self, take: Callable[[CacheMap | None], None]) -> None:
-        """Have `take` called with the map, from any thread; None: nothing is known of it."""
+        """Call `take` with the map, from any thread; None if the engine has none."""
         ...
 
     async def close(self) -> None: ...
@@ -61,7 +61,8 @@ class EngineClient(Protocol):
 
 @dataclass(eq=False)
 class Call:
-    """One generation and what it runs under. policy: load_lora_weights. source: hf or nemo, if named."""
+    """One generation with its adapter. policy: load_lora_weights. source: "hf" or "nemo", where the request
+    names it."""
 
     generation: GenerationState
     adapter: str | None = None
@@ -70,16 +71,16 @@ class Call:
     version: Version | None = None
     lora: LoraInput | None = None
     ticket: int | None = None
-    answered: asyncio.Future[None] | None = None  # by the engine, for good
+    answered: asyncio.Future[None] | None = None  # set when the engine sends no more events
     arrived: float = field(default_factory=time.monotonic)
-    sent: float = 0.0  # to the engine, the last time
+    sent: float = 0.0  # when it was last submitted to the engine
     task: asyncio.Task[None] | None = None
 
 
 class Backend:
     """Belongs to the event loop it is made on.
 
-    meter: told of every sequence that ends, and of the seconds that its request waited here.
+    meter: called for every sequence that ends, with the seconds that its request waited here.
     """
 
     def __init__(
@@ -92,9 +93,11 @@ class Backend:
         self.catalog, self.queue = catalog, queue
         self._engine, self._meter = engine, meter
         self.history = History()
-        self._carrying: Counter[int] = Counter()  # task ids whose tensors are on their way
+        self._carrying: Counter[int] = (
+            Counter()
+        )  # task ids whose tensors are being sent, with the number of requests
         self._events: EventQueue[tuple[Call, Event]] = EventQueue(asyncio.get_running_loop(), self._take)
-        engine.on_news(self._events.wake)
+        engine.on_events(self._events.wake)
         self._open: set[Call] = set()
 
     @property
@@ -102,31 +105,31 @@ class Backend:
         return self._engine.alive
 
     def submit(self, call: Call) -> None:
-        """Begin. Whatever goes wrong is the generation's error."""
+        """Start it. Errors are set on the generation."""
         self._open.add(call)
         call.task = asyncio.create_task(self._serve(call))
 
     def cancel(self, call: Call) -> None:
-        """End it now. Without effect when it has ended."""
+        """Cancel it. No effect when it has ended."""
         if call.ticket is not None and not call.generation.ended:
             self._engine.cancel(call.ticket)
         if call.task is not None:
             call.task.cancel()
 
     async def close(self) -> None:
-        """End what is open, and the engine."""
+        """Cancel all calls, and close the engine."""
         for call in list(self._open):
             call.generation.fail(ApiError(503, "stopping", "The server is stopping", retry_after=5))
             self.cancel(call)
         await self._engine.close()
 
     def engine_stats(self) -> EngineStats:
-        """The engine's own, with those that wait here. Cheap: no names are looked up."""
+        """The engine's statistics plus the requests that wait here. Cheap: without names of adapters."""
         stats = self._engine.stats()
         return replace(stats, waiting=stats.waiting + self.queue.num_waiting)
 
     def stats(self) -> EngineStats:
-        """The engine's, with adapters by name, and with those that wait here."""
+        """The same with adapters by name."""
         stats = self.engine_stats()
         residents = tuple(
             Resident(name, one.pages, one.on_device)
@@ -142,17 +145,17 @@ class Backend:
         )
 
     async def cache_map(self) -> CacheMap | None:
-        """Which adapter is on which pages, by name. None: the engine does not tell, or not in time."""
+        """Which adapter is on which pages, by name. None: the engine does not say, or not in time."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[CacheMap | None] = loop.create_future()
 
-        def settle(found: CacheMap | None) -> None:
+        def set_answer(found: CacheMap | None) -> None:
             if not answer.done():
                 answer.set_result(found)
 
         def take(found: CacheMap | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop has ended
-                loop.call_soon_threadsafe(settle, found)
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(set_answer, found)
 
         self._engine.cache_map(take)
         try:
@@ -219,8 +222,8 @@ class Backend:
                 self.catalog.leave(entry)
 
     async def _try_to_send(self, call: Call) -> None:
-        """By id while the adapter is in the cache, or on its way there; else with its tensors."""
-        for attempt in range(MAX_SENDINGS):
+        """Send only the id while the adapter is in the cache, or being sent there; else its tensors too."""
+        for attempt in range(MAX_ATTEMPTS):
             assert call.version is not None
             task_id = call.version.task_id
             here = self._engine.resident(task_id) or self._carrying[task_id] > 0
@@ -253,8 +256,8 @@ class Backend:
         call.ticket = self._engine.submit(call.generation.request(lora), lambda event: put((call, event)))
         await call.answered
 
-    def _take(self, news: list[tuple[Call, Event]]) -> None:
-        for call, event in news:
+    def _take(self, events: list[tuple[Call, Event]]) -> None:
+        for call, event in events:
             try:
                 self._take_one(call, event)
             except Exception as error:
@@ -281,15 +284,15 @@ class Backend:
         if event.last:
             if not answered.done():
                 answered.set_result(None)
-        elif generation.complete and call.ticket is not None:  # by stop texts: the engine need not go on
+        elif generation.complete and call.ticket is not None:  # by stop texts, which the engine does not know
             self._engine.cancel(call.ticket)
 
     def _arrived(self, call: Call) -> None:
-        """The first news of a request that brought tensors: they are in the cache, or were refused."""
+        """After the first event of a request with tensors: they are in the cache, or were refused."""
         lora = call.lora
         if lora is not None and lora.has_tensors:
             assert lora.task_id is not None
             self._carrying[lora.task_id] -= 1
             if self._carrying[lora.task_id] <= 0:
                 del self._carrying[lora.task_id]
-            call.lora = LoraInput(lora.task_id, name=lora.name)  # lets go of the tensors
+            call.lora = LoraInput(lora.task_id, name=lora.name)  # frees the tensors

@@ -1,4 +1,4 @@
-"""InProcessEngine: an engine loop in this process, as the backend wants it."""
+"""InProcessEngine: an engine in this process, as an EngineClient."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["InProcessEngine"]
 
 
 WATCH_S = 0.25
-STALLED_S = 30.0  # at one step, from which the engine does not count as ready
+STALLED_S = 30.0  # without progress, after which the engine is not ready
 
 
 class InProcessEngine:
-    """Starts the engine's thread; `close` ends it and what is open.
+    """Starts the engine's thread. `close` ends it and cancels open requests.
 
-    ended: called from a thread of its own, once, with the reason, when the engine's thread has died or has
-    stood still for hang_s (0: for ever is allowed). Open requests have got their error then.
+    ended: called once, from another thread, with the reason why the engine's thread has died, or has made no
+    progress for hang_s (0: no limit). Open requests have failed by then.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class InProcessEngine:
                 self._loop.fail(f"it has not moved for {self._stalled_s:.0f} s")
         self._ended(str(self._loop.death))
 
-    def on_news(self, wake: Wake) -> None:
+    def on_events(self, wake: Wake) -> None:
         self._wake = wake
 
     @property

@@ -170,7 +170,7 @@ class TritonEngine:
         self._ready = True
         self._checking = asyncio.create_task(self._check())
 
-    def on_news(self, wake: Wake) -> None:
+    def on_events(self, wake: Wake) -> None:
         self._wake = wake
 
     @property

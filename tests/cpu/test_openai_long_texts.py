@@ -94,7 +94,7 @@ def test_one_wrong_item_ends_the_check_of_a_list(monkeypatch: pytest.MonkeyPatch
     """Else a union tells of a hundred thousand, and again for every other form the list might have had."""
     seen = []
     monkeypatch.setattr(
-        "manylora.openai.api.schema._explain", lambda error: seen.append(error) or ApiError(400, "", "")
+        "manylora.openai.api.schema._api_error", lambda error: seen.append(error) or ApiError(400, "", "")
     )
     for raw, kind in (
         (b'{"prompt":[' + b"1," * 10**5 + b'"a"]}', CompletionRequest),

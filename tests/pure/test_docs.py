@@ -26,6 +26,7 @@ VARIABLE = re.compile(r"`(\w+)`")
 LAUNCHER = "launch_triton_server.py"
 DATASET = ["prepare-dataset --help", "prepare-dataset --tokenizer x token-norm-dist --help"]
 PAGE_OF_COMMAND = {"docs/openai_server.md": "serve", "docs/build.md": "build", "docs/bench.md": "bench"}
+ELSEWHERE = ("docs/migration.md",)  # names files of upstream
 FOREIGN = {
     "--data-binary", "--lora-modules", "--max_input_len", "--to", "--lora_dir", "--rounds", "--world_size",
     "--model_repo",
@@ -46,6 +47,17 @@ def test_links_lead_to_files_and_headings(name: str) -> None:
         assert file.exists(), f"{name} links to {target}, which is not there"
         if heading and file.suffix == ".md":
             assert heading in headings(file), f"{name} links to {target}, a heading that is not there"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ELSEWHERE])
+def test_the_modules_that_pages_name_exist(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    below = [path for folder in ("src", "tests", "tools", "client") for path in (ROOT / folder).rglob("*")]
+    near = [ROOT, ROOT / "src", ROOT / "tools", ROOT / "client", (ROOT / name).parent]
+    near += [path for path in below if path.is_dir()]
+    for path in set(re.findall(r"`((?:\w+/)*\w+\.py)`", text)):
+        known = "NAME" in path or any((folder / path).exists() for folder in near)
+        assert known, f"{name} names {path}, which is not there"
 
 
 def test_every_page_of_the_docs_is_linked_from_the_readme() -> None:

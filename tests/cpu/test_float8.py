@@ -223,7 +223,7 @@ def test_an_adapter_that_gives_way_comes_back_the_same(model: Path, pair: tuple[
     for lease in others:
         store.release(lease)
     assert list(map(described, first.carried.rows)) == list(map(described, given.rows))
-    assert first.carried.rows[0].scale != 1
+    assert first.carried.rows[0].format.scale != 1
     assert store.admit(first)
     store.check()
     store.close()

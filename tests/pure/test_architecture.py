@@ -40,9 +40,10 @@ INSIDE = {
     ],
     "text": ["chat_template", "stream", "limits", "tokenizer", "preprocessing", "postprocessing"],
     "lora": [
-        "pages", "modules", "expert_rules", "geometry", "bounds", "float8", "tensors", "stored",
-        "staging", "extras", "slicing", "formats", "cache", "pool", "library", "arrivals",
-        "cache_view", "store_parts", "store", "convert", "convert_nemo", "normalize", "report", "moe_layout",
+        "pages", "modules", "expert_rules", "geometry", "bounds", "float8", "number_types", "tensors",
+        "stored", "staging", "extras", "slicing", "formats", "cache", "pool", "library", "arrivals",
+        "cache_view", "store_parts", "store", "convert", "convert_nemo", "normalize", "report",
+        "moe_layout",
     ],
     "lora.library": ["fingerprint", "rules", "reader", "memory", "disk", "library"],
     "model": [
@@ -83,8 +84,8 @@ INSIDE = {
 NO_TORCH = [
     "errors", "request", "stats", "system.lifeline", "system.thread_priority", "system.text_threads",
     "system.compiler", "quant.config", "quant.checkpoint", "config", "wire", "text", "launcher",
-    "lora.pages", "lora.modules", "lora.geometry", "lora.bounds", "lora.float8", "lora.tensors",
-    "lora.staging", "lora.extras", "lora.slicing", "lora.cache", "cli", "engine.sequence",
+    "lora.pages", "lora.modules", "lora.geometry", "lora.bounds", "lora.float8", "lora.number_types",
+    "lora.tensors", "lora.staging", "lora.extras", "lora.slicing", "lora.cache", "cli", "engine.sequence",
     "engine.idle_blocks", "engine.guide", "engine.guide_trial", "engine.kv_cache", "engine.scheduler",
     "kernels.row_format", "kernels.cuda.plan", "llmapi", "bench", "openai", "lora_helper", "lora_manager",
     "executor", "sampling_params", "models", "quantization",

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manylora.bench.load import Sample
-from manylora.kernels.row_format import RowFormat
+from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.llmapi.lora import LoRARequest
-from manylora.lora.float8 import is_float8
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
+from manylora.lora.number_types import BY_DTYPE
 from manylora.model.checkpoint import read_model_config
 
 __all__ = ["Traffic", "adapter_bytes", "mean_traffic"]
@@ -61,7 +61,8 @@ def adapter_bytes(adapters: Sequence[LoRARequest], model_dir: Path, element_byte
         source = find_source(Path(adapter.lora_path))
         lora = read_lora(source, 0, modules=modules, base=BaseWeights(model_dir))
         assert lora.config is not None and lora.weights is not None
-        size = 1 if is_float8(lora.weights.dtype) else element_bytes
+        encoding = BY_DTYPE[lora.weights.dtype].encoding
+        size = element_bytes if encoding is Encoding.PLAIN else lora.weights.dtype.itemsize
         for module_id, _, rank, *dora in lora.config[0].tolist():
             total += modules[module_id].row_elements(RowFormat(rank, dora == [1])) * size
         total += sum(extra.values.size for extra in lora.extras) * element_bytes

@@ -109,8 +109,8 @@ class CpuOps(ReferenceOps):
     def add_groups(
         self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, places: np.ndarray, target: LoraTarget
     ) -> None:
-        """Add the adapters of groups with few rows. groups [G, 2]: start, stop; places [G] TABLE_ROW: where
-        the matrices of each group's expert and adapter are, with ranks above 0."""
+        """Add the adapters of groups with few rows. groups [G, 2]: start, stop; places [G] TABLE_ROW: the
+        matrices of each group's expert and adapter, with ranks above 0."""
         for kind in np.unique(places[["rank", "encoding"]]):
             alike = places[["rank", "encoding"]] == kind
             _add_batched(y, x, pool, groups[alike], places[alike], target)

@@ -11,7 +11,6 @@ import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.bounds import ANY_MODEL, Bounds
-from manylora.lora.float8 import FLOAT8_NAME
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.fused_rows import find_model_config, read_fused_rows
 from manylora.lora.formats.npy import write_npy
@@ -50,8 +49,8 @@ def convert_source(
     weights, config = read_source(source, modules=modules, base=base, allow_bin=allow_bin, bounds=bounds)
     _check_config(check_shapes(LoraInput(0, weights, config))[1])
     kept = source_dtype(source, allow_bin=allow_bin, bounds=bounds)
-    # B has the scaling in it here, for which 8 bits are too few.
-    return store_as(weights, config, storage_type or {FLOAT8_NAME: "bfloat16"}.get(kept, kept)), config
+    # B has the scaling in it here, for which an encoding has too few bits.
+    return store_as(weights, config, storage_type or (kept if kept in STORAGE_TYPES else "bfloat16")), config
 
 
 def convert_peft(

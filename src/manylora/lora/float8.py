@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from manylora.kernels.row_format import Encoding
-
-__all__ = ["FLOAT8", "FLOAT8_NAME", "encoding_of", "has_float8_nan", "is_float8", "widen_float8"]
+__all__ = ["FLOAT8", "FLOAT8_NAME", "has_float8_nan", "widen_float8"]
 
 FLOAT8 = np.dtype("V1")
 """How NumPy arrays hold them: a byte without a meaning, the bits of the number."""
@@ -24,15 +22,6 @@ def _values() -> np.ndarray:
 
 
 VALUES = _values()
-
-
-def is_float8(dtype: np.dtype) -> bool:
-    return dtype.kind == "V" and dtype.itemsize == 1
-
-
-def encoding_of(dtype: np.dtype) -> Encoding:
-    """What pages keep numbers of this type as."""
-    return Encoding.FLOAT8 if is_float8(dtype) else Encoding.PLAIN
 
 
 def widen_float8(values: np.ndarray) -> np.ndarray:

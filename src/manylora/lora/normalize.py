@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.kernels.row_format import Encoding
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft import peft_tensors
 from manylora.lora.formats.peft_config import CONFIG, NORMALIZED, PeftConfig, read_peft_config
@@ -17,6 +18,7 @@ from manylora.lora.formats.peft_extras import is_extra
 from manylora.lora.formats.peft_names import PEFT_KEY
 from manylora.lora.formats.peft_stacks import STACK_KEY
 from manylora.lora.formats.tensor_files import RawTensor, decode, encode, write_safetensors, write_torch
+from manylora.lora.number_types import BY_SAFETENSORS
 from manylora.lora.tensors import check_dims
 
 __all__ = ["normalize_dora"]
@@ -53,7 +55,8 @@ def normalize_dora(
                     magnitude.shape
                 )
                 kept = tensors[key].dtype
-                changed[key] = encode(key, normal, "F32" if kept == "F8_E4M3" else kept)
+                coarse = kept in BY_SAFETENSORS and BY_SAFETENSORS[kept].encoding is not Encoding.PLAIN
+                changed[key] = encode(key, normal, "F32" if coarse else kept)
     if not changed:
         raise AdapterInvalidError("the adapter holds no LoRA matrices")
     settings = json.loads((in_dir / CONFIG).read_text(encoding="utf-8"))

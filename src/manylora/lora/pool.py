@@ -15,15 +15,16 @@ from manylora.kernels.extras import Extra
 from manylora.kernels.loading import STORED, can_lay_out, lay_out, read_rows
 from manylora.kernels.row_format import Encoding
 from manylora.kernels.spec import LoraRow
-from manylora.lora.float8 import FLOAT8, is_float8
 from manylora.lora.geometry import CacheGeometry, ExtraPlace, Layout, Piece, Placement
+from manylora.lora.number_types import BFLOAT16, NUMBER_TYPES, is_bfloat16
 from manylora.lora.stored import StoredAdapter
-from manylora.lora.tensors import BFLOAT16, Adapter, AdapterRow, is_bfloat16
+from manylora.lora.tensors import Adapter, AdapterRow
 from manylora.request import LoraExtra
 
 __all__ = ["AdapterPool"]
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
+ENCODED = {one.encoding: one.dtype for one in NUMBER_TYPES}  # of those beside PLAIN
 PARALLEL_BYTES = 2**23  # of an adapter that several threads lay out
 THREADS = 4
 
@@ -152,6 +153,8 @@ class AdapterPool:
         for place in layout.placements:
             stored = self._slots(pages, place)[: place.size]
             payload = _array(_turn_b(stored, torch.empty_like(stored), place, back=True))
+            if place.format.encoding is not Encoding.PLAIN:
+                payload = payload.view(ENCODED[place.format.encoding])
             rows.append(AdapterRow(place.module_id, place.layer, place.format, payload))
         return Adapter(digest, tuple(rows), tuple(self._read_extra(place, pages) for place in layout.extras))
 
@@ -242,7 +245,7 @@ def _move(target: Tensor, source: Tensor) -> None:
 
 def _tensor(payload: np.ndarray) -> Tensor:
     payload = np.ascontiguousarray(payload)
-    if is_float8(payload.dtype):
+    if payload.dtype.itemsize == 1:
         payload = payload.view(np.uint8)
     if is_bfloat16(payload.dtype):
         return torch.from_numpy(payload.view(np.int16).copy()).view(torch.bfloat16)
@@ -252,5 +255,4 @@ def _tensor(payload: np.ndarray) -> Tensor:
 def _array(tensor: Tensor) -> np.ndarray:
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().copy().view(BFLOAT16)
-    values = tensor.numpy().copy()
-    return values.view(FLOAT8) if tensor.dtype == torch.uint8 else values
+    return tensor.numpy().copy()

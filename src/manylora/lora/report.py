@@ -11,17 +11,17 @@ from manylora.config.engine import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterError, ConfigError
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.extras import check_extras, with_extras
-from manylora.lora.float8 import FLOAT8_NAME
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.sources import Source, find_source, read_source, read_whole, source_dtype
 from manylora.lora.geometry import Layout, cache_geometry
 from manylora.lora.modules import LoraModule, lora_modules, module_name
+from manylora.lora.number_types import NUMBER_TYPES
 from manylora.lora.tensors import Adapter, adapter_from_rows, adapter_from_tensors, check_shapes, lora_input
 from manylora.request import LoraExtra, LoraInput
 
 __all__ = ["AdapterReport", "BaseModel", "inspect_adapter"]
 
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, FLOAT8_NAME: 1}
+ITEM_BYTES = {one.name: one.dtype.itemsize for one in NUMBER_TYPES}
 
 
 @dataclass(frozen=True)

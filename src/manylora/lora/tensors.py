@@ -12,12 +12,20 @@ import numpy as np
 from blake3 import blake3
 
 from manylora.errors import AdapterInvalidError
-from manylora.kernels.loading import all_finite, narrow
+from manylora.kernels.loading import all_finite
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.lora.bounds import Bounds
-from manylora.lora.float8 import FLOAT8_NAME, encoding_of, has_float8_nan, is_float8, widen_float8
 from manylora.lora.geometry import RowShape
 from manylora.lora.modules import EXPERT_IDS, LoraModule, LoraModuleId, module_name
+from manylora.lora.number_types import (
+    BFLOAT16,
+    BY_DTYPE,
+    NUMBER_TYPES,
+    is_bfloat16,
+    narrow_to_bfloat16,
+    to_bfloat16,
+    widen_bfloat16,
+)
 from manylora.request import LoraExtra, LoraInput
 
 __all__ = [
@@ -39,8 +47,6 @@ __all__ = [
     "widen_bfloat16",
 ]
 
-BFLOAT16 = np.dtype("V2")
-"""How NumPy arrays hold bfloat16: two bytes without a meaning, the bits of the number."""
 FLOAT16_MAX = 65504.0
 CHUNK = 2**22  # elements of an extra that are widened at one time
 PARALLEL_BYTES = 2**23  # of an adapter that several threads digest
@@ -84,23 +90,6 @@ class Adapter:
         return [RowShape(modules[row.module_id], row.layer, row.format) for row in self.rows]
 
 
-def is_bfloat16(dtype: np.dtype) -> bool:
-    return dtype.kind == "V" and dtype.itemsize == 2
-
-
-def widen_bfloat16(values: np.ndarray) -> np.ndarray:
-    """bfloat16 bits to float32, exactly; same shape."""
-    bits = np.ascontiguousarray(values).view(np.uint16).astype(np.uint32) << 16
-    return bits.view(np.float32)
-
-
-def narrow_to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """float32 to bfloat16 bits, to the nearest, ties to even; same shape. NaN is not expected."""
-    bits = np.empty(values.shape, np.uint16)
-    narrow(bits.reshape(-1), np.ascontiguousarray(values, np.float32).reshape(-1))
-    return bits.view(BFLOAT16)
-
-
 def adapter_from_tensors(
     lora: LoraInput, modules: Mapping[int, LoraModule], num_layers: int, rank_limit: int, half: bool = False
 ) -> Adapter:
@@ -114,9 +103,10 @@ def adapter_from_tensors(
     weights, config = check_shapes(lora)
     Bounds.of(modules, num_layers, rank_limit).check_rows(len(config))
     scales = _check_scales(lora, weights, len(config))
-    if is_float8(weights.dtype) and config.shape[1] == 4 and config[:, 3].any():
-        weights = _widen_dora(weights, scales)
-    encoding = encoding_of(weights.dtype)
+    encoding = BY_DTYPE[weights.dtype].encoding
+    if encoding is not Encoding.PLAIN and config.shape[1] == 4 and config[:, 3].any():
+        _require(all(scale == 1 for scale in scales), "scales do not go with DoRA: fold them into B")
+        weights, encoding = to_bfloat16("lora_weights", weights), Encoding.PLAIN
     rows = [
         _check_row(values, columns, encoding, scale, modules, num_layers, rank_limit)
         for values, columns, scale in zip(weights, config.tolist(), scales, strict=True)
@@ -229,10 +219,11 @@ def check_shapes(lora: LoraInput) -> tuple[np.ndarray, np.ndarray]:
     _require(
         config.shape[1] > 0 or bool(lora.extras), "lora_config has no rows: an adapter needs at least one"
     )
+    *others, last = (one.name for one in NUMBER_TYPES)
     _require(
-        weights.dtype in (np.float32, np.float16) or is_bfloat16(weights.dtype) or is_float8(weights.dtype),
-        "Expected lora weights to be the same data type as base model, or float32, float16, bfloat16 or "
-        f"{FLOAT8_NAME}, but was {weights.dtype}",
+        weights.dtype in BY_DTYPE,
+        f"Expected lora weights to be the same data type as base model, or {', '.join(others)} or {last}, "
+        f"but was {weights.dtype}",
     )
     return np.ascontiguousarray(weights[0]), config[0]
 
@@ -244,15 +235,10 @@ def _check_scales(lora: LoraInput, weights: np.ndarray, count: int) -> list[floa
     scales = np.asarray(lora.scales)
     right = scales.shape == (count,) and scales.dtype == np.float32 and bool(np.isfinite(scales).all())
     _require(right, f"scales must be {count} finite float32 numbers, one for each row of lora_weights")
-    _require(is_float8(weights.dtype), f"scales go with {FLOAT8_NAME} weights only: fold them into B")
+    kinds = [one.name for one in NUMBER_TYPES if one.encoding is not Encoding.PLAIN]
+    encoded = BY_DTYPE[weights.dtype].name in kinds
+    _require(encoded, f"scales go with {' or '.join(kinds)} weights only: fold them into B")
     return [float(scale) for scale in scales]
-
-
-def _widen_dora(weights: np.ndarray, scales: list[float]) -> np.ndarray:
-    _require(all(scale == 1 for scale in scales), "scales do not go with DoRA: fold them into B")
-    if has_float8_nan(weights):
-        raise AdapterInvalidError("lora_weights holds a NaN")
-    return narrow_to_bfloat16(widen_float8(weights))  # exact
 
 
 def _check_row(
@@ -324,8 +310,9 @@ def _separate(row: AdapterRow, modules: Mapping[int, LoraModule]) -> Iterable[Ad
 
 
 def _check_values(where: str, values: np.ndarray, half: bool) -> None:
-    if is_float8(values.dtype):  # whose largest, 448, is in the range of every type
-        _require(not has_float8_nan(values), f"lora_weights holds a NaN in {where}")
+    kind = BY_DTYPE.get(values.dtype)
+    if kind is not None and kind.has_nan is not None:
+        _require(not kind.has_nan(values), f"lora_weights holds a NaN in {where}")
         return
     values = widen_bfloat16(values) if is_bfloat16(values.dtype) else values
     _require(all_finite(values), f"lora_weights holds a NaN or an infinity in {where}")
@@ -371,9 +358,8 @@ def _contents(rows: list[AdapterRow]) -> list[bytes]:
 
 def type_name(values: np.ndarray) -> str:
     """What an adapter's values are, whatever NumPy calls it."""
-    if values.dtype.kind == "V":
-        return "bfloat16" if is_bfloat16(values.dtype) else FLOAT8_NAME
-    return values.dtype.name
+    kind = BY_DTYPE.get(values.dtype)
+    return kind.name if kind is not None else values.dtype.name
 
 
 def _require(ok: bool, text: str) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.kernels.row_format import Encoding
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.formats.opened import OpenFile
-from manylora.lora.formats.tensor_files import NUMPY_TYPES, RawTensor, read_safetensors, write_safetensors
+from manylora.lora.formats.tensor_files import RawTensor, read_safetensors, write_safetensors
+from manylora.lora.number_types import BY_DTYPE, BY_SAFETENSORS
 
 __all__ = ["is_llgtrt", "read_llgtrt", "write_llgtrt"]
 
@@ -30,32 +32,33 @@ def is_llgtrt(path: Path, bounds: Bounds = ANY_MODEL) -> bool:
 
 
 def read_llgtrt(path: Path, bounds: Bounds = ANY_MODEL) -> tuple[np.ndarray, np.ndarray]:
-    """Weights [1, rows, W] as stored, 8-bit floats as bytes, and config [1, rows, 3 or 4] int32. Raises
+    """Weights [1, rows, W] in the type of the file, and config [1, rows, 3 or 4] int32. Raises
     AdapterInvalidError."""
     tensors = read_safetensors(path, bounds)
     if tensors.keys() != NAMES:
         raise AdapterInvalidError(f"{path.name} must hold the two tensors weights and config")
     weights, config = tensors["weights"], tensors["config"]
-    if config.dtype != "I32" or weights.dtype not in ("F32", "F16", "BF16", "F8_E4M3"):
+    if config.dtype != "I32" or weights.dtype not in BY_SAFETENSORS:
         raise AdapterInvalidError(
             f"{path.name}: config must be int32 and weights float32, float16, bfloat16 or float8 (F8_E4M3), "
             f"got {config.dtype} and {weights.dtype}"
         )
     if len(weights.shape) != 2 or len(config.shape) != 2:
         raise AdapterInvalidError(f"{path.name}: weights and config must have two dimensions")
-    bounds.check_table((1, *weights.shape), (1, *config.shape), float8=weights.dtype == "F8_E4M3")
-    return _array(weights, NUMPY_TYPES[weights.dtype]), _array(config, np.dtype("<i4"))
+    kind = BY_SAFETENSORS[weights.dtype]
+    encoded = kind.encoding is not Encoding.PLAIN
+    bounds.check_table((1, *weights.shape), (1, *config.shape), float8=encoded)
+    return _array(weights, kind.dtype), _array(config, np.dtype("<i4"))
 
 
 def write_llgtrt(path: Path, weights: np.ndarray, config: np.ndarray) -> None:
     """weights [1, rows, W], config [1, rows, 4]. The is_dora column is left out when no row is DoRA, which is
     the form llgtrt knows. Raises OSError."""
     columns = config[0] if config.shape[2] == 4 and config[0, :, 3].any() else config[0, :, :3]
-    kind = next(name for name, dtype in NUMPY_TYPES.items() if dtype == weights.dtype)
     rows = np.ascontiguousarray(weights[0])
     tensors = {
         "config": RawTensor("I32", columns.shape, columns.astype("<i4").tobytes()),
-        "weights": RawTensor(kind, rows.shape, rows.view(np.uint8)),
+        "weights": RawTensor(BY_DTYPE[weights.dtype].safetensors, rows.shape, rows.view(np.uint8)),
     }
     write_safetensors(path, tensors)
 

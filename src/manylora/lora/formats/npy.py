@@ -11,7 +11,6 @@ import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.bounds import ANY_MODEL, Bounds
-from manylora.lora.float8 import is_float8
 from manylora.lora.formats import one_line
 from manylora.lora.formats.opened import OpenFile, is_plain
 
@@ -83,7 +82,7 @@ class _Array:
             raise AdapterInvalidError(
                 f"{path.name} is not a readable .npy array: {one_line(error)}"
             ) from error
-        if is_float8(dtype):
+        if dtype.kind == "V" and dtype.itemsize == 1:
             raise AdapterInvalidError(
                 f"{path.name} holds numbers of one byte, and nothing in it says which: give them as F8_E4M3 "
                 "in a safetensors file of llgtrt's form, or as bfloat16 here"

@@ -21,7 +21,6 @@ from manylora.kernels.loading import narrow
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.lora import staging
 from manylora.lora.bounds import ANY_MODEL, Bounds
-from manylora.lora.float8 import FLOAT8
 from manylora.lora.formats import one_line
 from manylora.lora.formats.base_weights import BaseReader, BaseWeights
 from manylora.lora.formats.opened import is_plain, read_small
@@ -39,13 +38,14 @@ from manylora.lora.formats.tensor_files import (
     RawTensor,
     check_type,
     decode,
-    read_float8,
+    read_encoded,
     read_safetensors,
     read_torch,
 )
 from manylora.lora.modules import EXPERT_IDS, LoraModule, LoraModuleId
+from manylora.lora.number_types import BFLOAT16, BY_SAFETENSORS, NumberType
 from manylora.lora.stored import StoredRows
-from manylora.lora.tensors import BFLOAT16, AdapterRow, check_dims, check_place, digest_values
+from manylora.lora.tensors import AdapterRow, check_dims, check_place, digest_values
 from manylora.request import LoraExtra
 
 __all__ = ["has_peft", "peft_tensors", "read_peft", "read_peft_whole", "stored_rows"]
@@ -132,8 +132,8 @@ def read_peft_whole(
     """
     config, tensors, found = _open(folder, base, allow_bin, bounds)
     check_extra_shapes(found, bounds)
-    kept = float8 and _is_float8(tensors, config)
-    rows = _rows(tensors, config, None, modules, base, bounds, digest, bfloat16 and not kept, kept)
+    kind = _find_encoding(tensors, config) if float8 else None
+    rows = _rows(tensors, config, None, modules, base, bounds, digest, bfloat16 and kind is None, kind)
     with base.open() if base is not None else nullcontext() as reader:
         extras = read_extras(found, tensors, config, modules, reader)
     if not rows and not extras:
@@ -201,8 +201,9 @@ def _rows(
     bounds: Bounds,
     digest: bool = False,
     bfloat16: bool = False,
-    float8: bool = False,
+    kind: NumberType | None = None,
 ) -> list[AdapterRow]:
+    """kind: the type with an encoding that all tensors have, and rows keep."""
     experts = {key: tensor for key, tensor in tensors.items() if EXPERT_KEY.fullmatch(key)}
     stacks = {key: tensor for key, tensor in tensors.items() if STACK_KEY.fullmatch(key)}
     plain = {key: tensor for key, tensor in tensors.items() if key not in experts and key not in stacks}
@@ -212,19 +213,24 @@ def _rows(
     for place, parts in found.items():
         elements += _check_shapes(*place, parts, config, modules, bounds)
     bounds.check_rows(len(found))
-    bounds.check_elements(elements, float8=float8)
-    read = read_float8 if float8 else decode
-    rows = expert_rows({key: read(key, tensor) for key, tensor in experts.items()}, config, modules)
+    bounds.check_elements(elements, float8=kind is not None)
+    read = decode if kind is None else read_encoded
+    rows = expert_rows({key: read(key, tensor) for key, tensor in experts.items()}, config, modules, kind)
     with base.open() if base is not None else nullcontext() as reader:
-        rows += _read_rows(found, config, modules, reader, digest, bfloat16, float8)
+        rows += _read_rows(found, config, modules, reader, digest, bfloat16, kind)
     return sorted(rows, key=lambda row: (row.layer, row.module_id))
 
 
-def _is_float8(tensors: Mapping[str, RawTensor], config: PeftConfig) -> bool:
-    """Whether all are matrices of 8-bit floats, and each row has one scaling: experts of a row may differ."""
+def _find_encoding(tensors: Mapping[str, RawTensor], config: PeftConfig) -> NumberType | None:
+    """The type with an encoding that all tensors have. None, too, with DoRA, and where a row may have more
+    than one scaling: those of its experts may differ."""
     if config.use_dora or (config.alpha_pattern and any(EXPERT_KEY.fullmatch(key) for key in tensors)):
-        return False
-    return all(t.dtype == "F8_E4M3" and not DORA.search(key) for key, t in tensors.items())
+        return None
+    kinds = {tensor.dtype for tensor in tensors.values()}
+    kind = BY_SAFETENSORS.get(kinds.pop()) if len(kinds) == 1 else None
+    if kind is None or kind.encoding is Encoding.PLAIN or any(DORA.search(key) for key in tensors):
+        return None
+    return kind
 
 
 def _gather(tensors: Mapping[str, RawTensor], partial: list[str] | None) -> dict[tuple[int, int], Parts]:
@@ -262,14 +268,14 @@ def _read_rows(
     base: BaseReader | None,
     digest: bool,
     bfloat16: bool,
-    float8: bool,
+    kind: NumberType | None,
 ) -> list[AdapterRow]:
     """All payloads in one piece of memory; a large adapter's are read by several threads."""
     sizes = {place: sum(math.prod(t.shape) for *_, t in parts.values()) for place, parts in found.items()}
     total = sum(sizes.values())
     bfloat16 = bfloat16 and total >= NARROWED
-    kind = np.dtype(np.uint8) if float8 else BFLOAT16 if bfloat16 else staging.FLOAT32
-    whole = staging.take(total, kind)
+    dtype = BFLOAT16 if bfloat16 else staging.FLOAT32
+    whole = staging.take(total, dtype if kind is None else np.dtype(np.uint8))
     room = iter(np.split(whole, np.cumsum(list(sizes.values()))[:-1]))
     places = {place: next(room) for place in found}
 
@@ -280,7 +286,7 @@ def _read_rows(
         for place in part:
             kept = places[place]
             payload = wide[: kept.size] if bfloat16 else kept
-            one = _row(*place, found[place], config, modules, base, payload, digest)
+            one = _row(*place, found[place], config, modules, base, payload, digest, kind)
             if bfloat16:
                 narrow(kept.view(np.uint16), payload)
                 one = replace(one, payload=kept)
@@ -338,23 +344,23 @@ def _row(
     base: BaseReader | None,
     payload: np.ndarray,
     digest: bool,
+    kind: NumberType | None,
 ) -> AdapterRow:
-    """payload: float32, or the bytes of 8-bit floats, to be filled. parts: as `_check_shapes` wants them."""
+    """payload: to be filled; float32, or bytes of `kind`. parts: as `_check_shapes` wants them."""
     (path, key_a, stored_a), (_, key_b, stored_b) = parts["A"], parts["B"]
     module = modules.get(module_id) if modules else None
     end = math.prod(stored_a.shape)
     a = payload[:end].reshape(stored_a.shape)
     b = payload[end : end + math.prod(stored_b.shape)].reshape(stored_b.shape)
     scale = _scale(config, path, module_id, stored_a)
-    if payload.dtype == np.uint8:
-        a[...], b[...] = read_float8(key_a, stored_a), read_float8(key_b, stored_b)
+    if kind is not None:
+        a[...], b[...] = read_encoded(key_a, stored_a), read_encoded(key_b, stored_b)
         check_scale(path, scale)
         b[...] = in_peft_order(path, module_id, b, module)
         payload[end:] = in_our_order(path, module_id, b, module).ravel()
-        payload = payload.view(FLOAT8)
-        content = digest_values(payload) if digest else b""
-        row = RowFormat(a.shape[0], encoding=Encoding.FLOAT8, scale=float(np.float32(scale)))
-        return AdapterRow(module_id, layer, row, payload, content)
+        row = RowFormat(a.shape[0], encoding=kind.encoding, scale=float(np.float32(scale)))
+        payload = payload.view(kind.dtype)
+        return AdapterRow(module_id, layer, row, payload, digest_values(payload) if digest else b"")
     stored_a.fill(key_a, a)
     stored_b.fill(f"{key_b} (with its scaling)", b, scale)
     if (turned := in_peft_order(path, module_id, b, module)) is not b:

@@ -16,15 +16,15 @@ from dataclasses import replace
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
-from manylora.kernels.row_format import Encoding, RowFormat
+from manylora.kernels.row_format import RowFormat
 from manylora.lora.bounds import Bounds
-from manylora.lora.float8 import FLOAT8
 from manylora.lora.formats.peft_config import CONFIG, PeftConfig
 from manylora.lora.formats.tensor_files import RawTensor, check_type
 from manylora.lora.modules import EXPERT_IDS, MODULE_NAMES, LoraModule
+from manylora.lora.number_types import NumberType
 from manylora.lora.tensors import AdapterRow, check_dims
 
-__all__ = ["EXPERT_KEY", "EXPERT_PATHS", "check_expert_shapes", "check_scale", "expert_rows"]
+__all__ = ["EXPERT_KEY", "EXPERT_PATHS", "check_expert_shapes", "check_scale", "encoded_row", "expert_rows"]
 
 LARGEST_SCALE = 1e36  # times 448, a float32
 
@@ -68,10 +68,13 @@ def check_expert_shapes(tensors: Mapping[str, RawTensor], modules: Modules, boun
     return sum(math.prod(tensor.shape) for tensor in tensors.values())
 
 
-def expert_rows(tensors: Mapping[str, np.ndarray], config: PeftConfig, modules: Modules) -> list[AdapterRow]:
+def expert_rows(
+    tensors: Mapping[str, np.ndarray], config: PeftConfig, modules: Modules, kind: NumberType | None = None
+) -> list[AdapterRow]:
     """Rows in float32, the scaling folded into B. tensors: those whose names EXPERT_KEY matches.
 
-    Tensors as bytes of 8-bit floats give rows of these, with the scaling, which is one for a row, beside it.
+    kind: tensors are bytes of this type, which has an encoding: rows keep them, with the scaling, which is
+    one for a row, beside them.
 
     modules: the model's, whose experts and dimensions the adapter must then have. Raises AdapterInvalidError.
     """
@@ -94,7 +97,14 @@ def expert_rows(tensors: Mapping[str, np.ndarray], config: PeftConfig, modules: 
     rows = [_from_single(*place, experts, config, modules) for place, experts in single.items()]
     for layer, wrappers in stacked.items():
         rows += _from_stacked(layer, wrappers, config, modules)
-    return rows
+    return rows if kind is None else [encoded_row(row, kind) for row in rows]
+
+
+def encoded_row(row: AdapterRow, kind: NumberType) -> AdapterRow:
+    """A row whose payload are bytes of a type with an encoding."""
+    return replace(
+        row, format=replace(row.format, encoding=kind.encoding), payload=row.payload.view(kind.dtype)
+    )
 
 
 def _from_single(
@@ -221,7 +231,7 @@ def _of_one(modules: Modules, module_id: int) -> LoraModule | None:
 
 
 def check_scale(where: str, scale: float) -> None:
-    """Of a row of 8-bit floats. Raises AdapterInvalidError for one beyond float32."""
+    """Of a row of an encoding. Raises AdapterInvalidError for one beyond float32."""
     if not abs(scale) < LARGEST_SCALE:
         raise AdapterInvalidError(f"{where}: its scaling {scale:g} is beyond float32's range")
 
@@ -235,7 +245,5 @@ def _scaled(where: str, b: np.ndarray, scale: float) -> np.ndarray:
 
 def _row(module_id: int, layer: int, a: np.ndarray, b: np.ndarray, scale: float) -> AdapterRow:
     payload, rank = np.concatenate((a.ravel(), b.ravel())), a.shape[1]
-    if payload.dtype != np.uint8:
-        return AdapterRow(module_id, layer, RowFormat(rank), payload)
-    row = RowFormat(rank, encoding=Encoding.FLOAT8, scale=float(np.float32(scale)))
-    return AdapterRow(module_id, layer, row, payload.view(FLOAT8))
+    beside = float(np.float32(scale)) if payload.dtype == np.uint8 else 1.0
+    return AdapterRow(module_id, layer, RowFormat(rank, scale=beside), payload)

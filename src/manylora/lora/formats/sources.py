@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.kernels.row_format import Encoding
 from manylora.lora.bounds import ANY_MODEL, Bounds
-from manylora.lora.float8 import FLOAT8_NAME, has_float8_nan, is_float8, widen_float8
 from manylora.lora.formats import one_line
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.llgtrt import is_llgtrt, read_llgtrt
@@ -20,8 +20,9 @@ from manylora.lora.formats.opened import list_files
 from manylora.lora.formats.peft import has_peft, peft_tensors, read_peft, read_peft_whole, stored_rows
 from manylora.lora.formats.tensor_files import common_dtype
 from manylora.lora.modules import LoraModule
+from manylora.lora.number_types import BY_DTYPE, to_bfloat16
 from manylora.lora.stored import StoredRows
-from manylora.lora.tensors import AdapterRow, lora_input, narrow_to_bfloat16, pack_rows, type_name
+from manylora.lora.tensors import AdapterRow, lora_input, pack_rows
 from manylora.request import LoraExtra, LoraInput
 
 __all__ = [
@@ -105,10 +106,8 @@ def read_source(
         return read_npy(source.path, bounds)
     if source.kind == "llgtrt":
         weights, config = read_llgtrt(source.path, bounds)
-        if is_float8(weights.dtype) and not float8:
-            if has_float8_nan(weights):
-                raise AdapterInvalidError(f"{source.path.name}: weights holds a NaN")
-            weights = narrow_to_bfloat16(widen_float8(weights))  # exact
+        if not float8 and BY_DTYPE[weights.dtype].encoding is not Encoding.PLAIN:
+            weights = to_bfloat16(f"{source.path.name}: weights", weights)
         return weights, config
     return pack_rows(read_rows(source, modules=modules, base=base, allow_bin=allow_bin, bounds=bounds))
 
@@ -172,8 +171,8 @@ def find_rows(
 def source_dtype(source: Source, *, allow_bin: bool = False, bounds: Bounds = ANY_MODEL) -> str:
     """What the source stores: float16, bfloat16 or float8_e4m3fn if every tensor is; else float32."""
     if source.kind in ("npy", "llgtrt"):
-        name = type_name(read_source(source, float8=True, bounds=bounds)[0])
-        return name if name in ("float16", "bfloat16", FLOAT8_NAME) else "float32"
+        kind = BY_DTYPE.get(read_source(source, float8=True, bounds=bounds)[0].dtype)
+        return kind.name if kind is not None else "float32"
     nemo = source.kind == "nemo"
     tensors = nemo_tensors(source.path, bounds) if nemo else peft_tensors(source.path, allow_bin, bounds)
     return common_dtype(list(tensors.values()))

@@ -22,11 +22,10 @@ import numpy as np
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.loading import all_finite, widen
 from manylora.lora.bounds import ANY_MODEL, Bounds
-from manylora.lora.float8 import FLOAT8, FLOAT8_NAME, has_float8_nan, widen_float8
 from manylora.lora.formats import one_line
 from manylora.lora.formats.headers import StoredTensor, read_header
 from manylora.lora.formats.opened import OpenFile
-from manylora.lora.tensors import BFLOAT16, narrow_to_bfloat16, widen_bfloat16
+from manylora.lora.number_types import BY_SAFETENSORS, narrow_to_bfloat16
 
 __all__ = [
     "RawTensor",
@@ -35,21 +34,14 @@ __all__ = [
     "common_dtype",
     "decode",
     "encode",
-    "read_float8",
+    "read_encoded",
     "read_safetensors",
     "read_torch",
     "write_safetensors",
     "write_torch",
 ]
 
-NUMPY_TYPES: dict[str, np.dtype] = {
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": BFLOAT16,
-    "F8_E4M3": FLOAT8,
-}
-NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": FLOAT8_NAME}
+NUMPY_TYPES = {"F64": np.dtype("<f8"), **{name: one.dtype for name, one in BY_SAFETENSORS.items()}}
 # All that the pickle of a state dict needs.
 ALLOWED_GLOBALS = re.compile(
     r"torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)|collections OrderedDict"
@@ -208,18 +200,19 @@ def decode(key: str, tensor: RawTensor) -> np.ndarray:
     kind = check_type(key, tensor)
     values = np.frombuffer(tensor.data, kind)
     with np.errstate(over="ignore"):
-        widen = {"BF16": widen_bfloat16, "F8_E4M3": widen_float8}.get(tensor.dtype)
-        values = widen(values) if widen else values.astype(np.float32)
+        known = BY_SAFETENSORS.get(tensor.dtype)
+        values = known.widen(values) if known and known.widen else values.astype(np.float32)
     check_finite(key, values)
     return values.reshape(tensor.shape)
 
 
-def read_float8(key: str, tensor: RawTensor) -> np.ndarray:
-    """The bytes of F8_E4M3, uint8 in the tensor's shape. Raises AdapterInvalidError for a NaN."""
-    values = np.frombuffer(tensor.data, np.uint8).reshape(tensor.shape)
-    if has_float8_nan(values):
+def read_encoded(key: str, tensor: RawTensor) -> np.ndarray:
+    """The bytes of numbers of an encoding, uint8 in the tensor's shape. Raises AdapterInvalidError for a
+    NaN."""
+    values, has_nan = np.frombuffer(tensor.data, np.uint8), BY_SAFETENSORS[tensor.dtype].has_nan
+    if has_nan is not None and has_nan(values):
         raise AdapterInvalidError(f"{key} holds a NaN")
-    return values
+    return values.reshape(tensor.shape)
 
 
 def check_finite(key: str, values: np.ndarray) -> None:
@@ -229,7 +222,7 @@ def check_finite(key: str, values: np.ndarray) -> None:
 
 
 def encode(key: str, values: np.ndarray, dtype: str) -> RawTensor:
-    """float32 values to a tensor of `dtype`, which is not F8_E4M3. Raises AdapterInvalidError when one is
+    """float32 values to a tensor of `dtype`, which has no encoding. Raises AdapterInvalidError when one is
     beyond its range."""
     with np.errstate(over="ignore"):
         stored = narrow_to_bfloat16(values) if dtype == "BF16" else values.astype(NUMPY_TYPES[dtype])
@@ -241,7 +234,8 @@ def encode(key: str, values: np.ndarray, dtype: str) -> RawTensor:
 def common_dtype(tensors: Sequence[RawTensor]) -> str:
     """float16, bfloat16 or float8_e4m3fn when every tensor is; else float32."""
     kinds = {tensor.dtype for tensor in tensors}
-    return NAMES.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
+    kind = BY_SAFETENSORS.get(kinds.pop()) if len(kinds) == 1 else None
+    return kind.name if kind is not None else "float32"
 
 
 def _tensor(file: OpenFile, stored: StoredTensor) -> RawTensor:

@@ -1,0 +1,73 @@
+"""The types that an adapter's numbers may have, in files and in NumPy, and what pages keep them as."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from manylora.errors import AdapterInvalidError
+from manylora.kernels.loading import narrow
+from manylora.kernels.row_format import Encoding
+from manylora.lora.float8 import FLOAT8, FLOAT8_NAME, has_float8_nan, widen_float8
+
+__all__ = [
+    "BFLOAT16", "BY_DTYPE", "BY_SAFETENSORS", "NUMBER_TYPES", "NumberType", "is_bfloat16",
+    "narrow_to_bfloat16", "to_bfloat16", "widen_bfloat16",
+]  # fmt: skip
+
+BFLOAT16 = np.dtype("V2")
+"""How NumPy arrays hold bfloat16: two bytes without a meaning, the bits of the number."""
+
+
+def is_bfloat16(dtype: np.dtype) -> bool:
+    return dtype.kind == "V" and dtype.itemsize == 2
+
+
+def widen_bfloat16(values: np.ndarray) -> np.ndarray:
+    """bfloat16 bits to float32, exactly; same shape."""
+    bits = np.ascontiguousarray(values).view(np.uint16).astype(np.uint32) << 16
+    return bits.view(np.float32)
+
+
+def narrow_to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """float32 to bfloat16 bits, to the nearest, ties to even; same shape. NaN is not expected."""
+    bits = np.empty(values.shape, np.uint16)
+    narrow(bits.reshape(-1), np.ascontiguousarray(values, np.float32).reshape(-1))
+    return bits.view(BFLOAT16)
+
+
+@dataclass(frozen=True)
+class NumberType:
+    """name: torch's. dtype: in NumPy. safetensors: in the header of a file. encoding: in pages.
+
+    widen: to float32, exactly; None: NumPy does. has_nan: of an encoding, which has no infinities and no
+    number beyond the range of any type of pages.
+    """
+
+    name: str
+    dtype: np.dtype
+    safetensors: str
+    widen: Callable[[np.ndarray], np.ndarray] | None = None
+    encoding: Encoding = Encoding.PLAIN
+    has_nan: Callable[[np.ndarray], bool] | None = None
+
+
+NUMBER_TYPES = (
+    NumberType("float32", np.dtype("<f4"), "F32"),
+    NumberType("float16", np.dtype("<f2"), "F16"),
+    NumberType("bfloat16", BFLOAT16, "BF16", widen_bfloat16),
+    NumberType(FLOAT8_NAME, FLOAT8, "F8_E4M3", widen_float8, Encoding.FLOAT8, has_float8_nan),
+)
+BY_DTYPE = {one.dtype: one for one in NUMBER_TYPES}
+BY_SAFETENSORS = {one.safetensors: one for one in NUMBER_TYPES}
+
+
+def to_bfloat16(where: str, values: np.ndarray) -> np.ndarray:
+    """Numbers of an encoding as bfloat16, exactly; same shape. Raises AdapterInvalidError for a NaN."""
+    kind = BY_DTYPE[values.dtype]
+    assert kind.widen is not None and kind.has_nan is not None
+    if kind.has_nan(values):
+        raise AdapterInvalidError(f"{where} holds a NaN")
+    return narrow_to_bfloat16(kind.widen(values))

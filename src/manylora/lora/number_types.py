@@ -13,8 +13,8 @@ from manylora.kernels.row_format import Encoding
 from manylora.lora.float8 import FLOAT8, FLOAT8_NAME, has_float8_nan, widen_float8
 
 __all__ = [
-    "BFLOAT16", "BY_DTYPE", "BY_SAFETENSORS", "NUMBER_TYPES", "NumberType", "is_bfloat16",
-    "narrow_to_bfloat16", "to_bfloat16", "widen_bfloat16",
+    "BFLOAT16", "BY_DTYPE", "BY_NAME", "BY_SAFETENSORS", "NUMBER_TYPES", "TYPES_READ", "NumberType",
+    "is_bfloat16", "narrow_to_bfloat16", "to_bfloat16", "widen_bfloat16",
 ]  # fmt: skip
 
 BFLOAT16 = np.dtype("V2")
@@ -60,6 +60,8 @@ NUMBER_TYPES = (
     NumberType("bfloat16", BFLOAT16, "BF16", widen_bfloat16),
     NumberType(FLOAT8_NAME, FLOAT8, "F8_E4M3", widen_float8, Encoding.FLOAT8, has_float8_nan),
 )
+TYPES_READ = "float32, float16, bfloat16 or float8 (F8_E4M3)"  # for error texts
+BY_NAME = {one.name: one for one in NUMBER_TYPES}
 BY_DTYPE = {one.dtype: one for one in NUMBER_TYPES}
 BY_SAFETENSORS = {one.safetensors: one for one in NUMBER_TYPES}
 

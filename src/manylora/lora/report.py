@@ -15,13 +15,11 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.sources import Source, find_source, read_source, read_whole, source_dtype
 from manylora.lora.geometry import Layout, cache_geometry
 from manylora.lora.modules import LoraModule, lora_modules, module_name
-from manylora.lora.number_types import NUMBER_TYPES
+from manylora.lora.number_types import BY_NAME
 from manylora.lora.tensors import Adapter, adapter_from_rows, adapter_from_tensors, check_shapes, lora_input
 from manylora.request import LoraExtra, LoraInput
 
 __all__ = ["AdapterReport", "BaseModel", "inspect_adapter"]
-
-ITEM_BYTES = {one.name: one.dtype.itemsize for one in NUMBER_TYPES}
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ def _read(
         adapter = _judge(report, base, lora)
     if adapter is not None:
         report.digest = adapter.digest
-        report.num_bytes = adapter.num_elements * ITEM_BYTES[report.dtype]
+        report.num_bytes = adapter.num_elements * BY_NAME[report.dtype].dtype.itemsize
 
 
 def _describe(report: AdapterReport, lora: LoraInput) -> None:
@@ -113,7 +111,7 @@ def _judge(report: AdapterReport, base: BaseModel, lora: LoraInput) -> Adapter:
     adapter = adapter_from_tensors(lora, modules, model.num_layers, limit, model.dtype == "float16")
     optimal, largest = min(cache.optimal_adapter_size, limit), min(cache.max_adapter_size, limit)
     geometry = cache_geometry(modules.values(), model.num_layers, optimal, largest)
-    item_bytes = ITEM_BYTES[model.dtype]
+    item_bytes = BY_NAME[model.dtype].dtype.itemsize
     layout = Layout.of(adapter.shapes(modules), geometry, item_bytes)
     report.num_pages = with_extras(layout, adapter.extras, geometry).num_pages
     report.page_bytes = geometry.page_elements * item_bytes

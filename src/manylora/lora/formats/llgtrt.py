@@ -12,7 +12,7 @@ from manylora.kernels.row_format import Encoding
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.formats.opened import OpenFile
 from manylora.lora.formats.tensor_files import RawTensor, read_safetensors, write_safetensors
-from manylora.lora.number_types import BY_DTYPE, BY_SAFETENSORS
+from manylora.lora.number_types import BY_DTYPE, BY_SAFETENSORS, TYPES_READ
 
 __all__ = ["is_llgtrt", "read_llgtrt", "write_llgtrt"]
 
@@ -40,7 +40,7 @@ def read_llgtrt(path: Path, bounds: Bounds = ANY_MODEL) -> tuple[np.ndarray, np.
     weights, config = tensors["weights"], tensors["config"]
     if config.dtype != "I32" or weights.dtype not in BY_SAFETENSORS:
         raise AdapterInvalidError(
-            f"{path.name}: config must be int32 and weights float32, float16, bfloat16 or float8 (F8_E4M3), "
+            f"{path.name}: config must be int32 and weights {TYPES_READ}, "
             f"got {config.dtype} and {weights.dtype}"
         )
     if len(weights.shape) != 2 or len(config.shape) != 2:

@@ -25,7 +25,7 @@ from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.formats import one_line
 from manylora.lora.formats.headers import StoredTensor, read_header
 from manylora.lora.formats.opened import OpenFile
-from manylora.lora.number_types import BY_SAFETENSORS, narrow_to_bfloat16
+from manylora.lora.number_types import BY_SAFETENSORS, TYPES_READ, narrow_to_bfloat16
 
 __all__ = [
     "RawTensor",
@@ -189,9 +189,7 @@ def check_type(key: str, tensor: RawTensor) -> np.dtype:
     """Its type in NumPy. Raises AdapterInvalidError for one that is not read."""
     kind = NUMPY_TYPES.get(tensor.dtype)
     if kind is None:
-        raise AdapterInvalidError(
-            f"{key} must be float32, float16, bfloat16 or float8 (F8_E4M3), got {tensor.dtype}"
-        )
+        raise AdapterInvalidError(f"{key} must be {TYPES_READ}, got {tensor.dtype}")
     return kind
 
 

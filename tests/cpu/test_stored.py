@@ -59,7 +59,7 @@ def test_rows_of_a_file_lie_in_their_pages(tmp_path: Path, source: str, target: 
         at += sizes[target] * laid.size + 10
     file = tmp_path / "rows"
     file.write_bytes(content)
-    table = np.array(rows, loading.STORED)
+    table = np.array(rows, loading.FILE_ROW)
 
     def read() -> bool:
         descriptor = os.open(file, os.O_RDONLY)

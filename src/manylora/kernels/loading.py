@@ -12,13 +12,13 @@ import numpy as np
 
 from manylora.kernels import native
 
-__all__ = ["STORED", "all_finite", "can_lay_out", "can_read", "lay_out", "narrow", "read_rows", "widen"]
+__all__ = ["FILE_ROW", "all_finite", "can_lay_out", "can_read", "lay_out", "narrow", "read_rows", "widen"]
 
 SMALL = 2**14  # elements below which NumPy is faster than calling the library
 WIDE, NARROW = "float32", "bfloat16"
 COPIED = (WIDE, NARROW, "float16")
 # A row in a file: offsets of A [rank, in] and B [out, rank] in bytes, target address, sizes, factor of B.
-STORED = np.dtype(
+FILE_ROW = np.dtype(
     [(name, np.int64) for name in ("a", "b", "target", "rank", "in", "out")] + [("scale", np.float64)]
 )
 
@@ -97,7 +97,7 @@ def read_rows(descriptor: int, rows: np.ndarray, target: str, source: str, threa
     """Read rows of a file into their pages in the layout of `lay_out`, through a buffer of one matrix.
     Returns whether the file had all of them and all values are finite.
 
-    descriptor: of an open file. rows: [count] of STORED. target, source: types for which `can_read` is true.
+    descriptor: of an open file. rows: [count] of FILE_ROW. target, source: types for which `can_read` is true.
     """
     library = native.loaded()
     assert library is not None

@@ -48,9 +48,10 @@ def convert_source(
     source = find_source(Path(path))
     weights, config = read_source(source, modules=modules, base=base, allow_bin=allow_bin, bounds=bounds)
     _check_config(check_shapes(LoraInput(0, weights, config))[1])
-    kept = source_dtype(source, allow_bin=allow_bin, bounds=bounds)
+    kind = source_dtype(source, allow_bin=allow_bin, bounds=bounds)
     # B has the scaling in it here, for which an encoding has too few bits.
-    return store_as(weights, config, storage_type or (kept if kept in STORAGE_TYPES else "bfloat16")), config
+    storage_type = storage_type or (kind if kind in STORAGE_TYPES else "bfloat16")
+    return store_as(weights, config, storage_type), config
 
 
 def convert_peft(

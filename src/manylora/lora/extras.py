@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from manylora.errors import AdapterInvalidError
-from manylora.lora.geometry import CacheGeometry, ExtraPlace, Layout, Piece
+from manylora.lora.geometry import CacheGeometry, ExtraPiece, ExtraPlace, Layout
 from manylora.request import LoraExtra
 
 __all__ = ["check_extras", "with_extras"]
@@ -61,7 +61,7 @@ def with_extras(layout: Layout, extras: Iterable[LoraExtra], geometry: CacheGeom
             slots = -(-count * columns // geometry.page_width)
             if used[-1] + slots > geometry.slots_per_page:
                 used.append(0)
-            pieces.append(Piece(len(used) - 1, used[-1], count))
+            pieces.append(ExtraPiece(len(used) - 1, used[-1], count))
             used[-1] += slots
         places.append(ExtraPlace(extra.name, columns, tuple(pieces), extra.values.ndim == 2, extra.token_ids))
     return replace(layout, used_slots=tuple(used), extras=tuple(places))

@@ -18,9 +18,9 @@ from manylora.lora.modules import LoraModule
 __all__ = [
     "CacheGeometry",
     "CachePlan",
+    "ExtraPiece",
     "ExtraPlace",
     "Layout",
-    "Piece",
     "Placement",
     "RowShape",
     "cache_geometry",
@@ -169,7 +169,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ExtraPiece:
     """So many rows of an extra, from this slot of this page (counted within the adapter) on."""
 
     page: int
@@ -184,7 +184,7 @@ class ExtraPlace:
 
     name: str
     columns: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ExtraPiece, ...]
     is_matrix: bool
     token_ids: tuple[int, ...] = ()
 

@@ -54,9 +54,9 @@ def normalize_dora(
                 normal = magnitude / base.row_norms(path, a, b, config.fan_in_fan_out).reshape(
                     magnitude.shape
                 )
-                kept = tensors[key].dtype
-                coarse = kept in BY_SAFETENSORS and BY_SAFETENSORS[kept].encoding is not Encoding.PLAIN
-                changed[key] = encode(key, normal, "F32" if coarse else kept)
+                dtype = tensors[key].dtype
+                coarse = dtype in BY_SAFETENSORS and BY_SAFETENSORS[dtype].encoding is not Encoding.PLAIN
+                changed[key] = encode(key, normal, "F32" if coarse else dtype)
     if not changed:
         raise AdapterInvalidError("the adapter holds no LoRA matrices")
     settings = json.loads((in_dir / CONFIG).read_text(encoding="utf-8"))

@@ -12,10 +12,10 @@ from torch import Tensor
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import CopyStream
 from manylora.kernels.extras import Extra
-from manylora.kernels.loading import STORED, can_lay_out, lay_out, read_rows
+from manylora.kernels.loading import FILE_ROW, can_lay_out, lay_out, read_rows
 from manylora.kernels.row_format import Encoding
 from manylora.kernels.spec import LoraRow
-from manylora.lora.geometry import CacheGeometry, ExtraPlace, Layout, Piece, Placement
+from manylora.lora.geometry import CacheGeometry, ExtraPiece, ExtraPlace, Layout, Placement
 from manylora.lora.number_types import BFLOAT16, NUMBER_TYPES, is_bfloat16
 from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter, AdapterRow
@@ -105,7 +105,7 @@ class AdapterPool:
 
     def _read_rows(self, adapter: StoredAdapter, layout: Layout, pages: Sequence[int]) -> None:
         stored, places = adapter.stored, layout.placements
-        table = np.empty(len(places), STORED)
+        table = np.empty(len(places), FILE_ROW)
         for name in ("a", "b", "rank", "scale"):
             table[name] = stored.table[name]
         table["in"] = [place.in_size // place.format.rank for place in places]
@@ -118,7 +118,7 @@ class AdapterPool:
             if not read_rows(descriptor, table, self.dtype_name, stored.dtype, threads):
                 raise AdapterInvalidError(f"{stored.file} was cut short, or holds a NaN or an infinity")
 
-    def _offset(self, pages: Sequence[int], place: Placement | Piece) -> int:
+    def _offset(self, pages: Sequence[int], place: Placement | ExtraPiece) -> int:
         """Of the element it begins with."""
         geometry = self._geometry
         return pages[place.page] * geometry.page_elements + place.slot * geometry.page_width
@@ -134,9 +134,9 @@ class AdapterPool:
                 _turn_b(_tensor(row.payload), self._slots(pages, place)[: row.payload.size], place)
             return
         start, size = self._host.data_ptr(), self._host.itemsize
-        kept = [np.ascontiguousarray(row.payload) for row, _ in rows]
+        payloads = [np.ascontiguousarray(row.payload) for row, _ in rows]
         table = []
-        for payload, (_, place) in zip(kept, rows, strict=True):
+        for payload, (_, place) in zip(payloads, rows, strict=True):
             if payload.size != place.size:
                 raise ValueError(f"a row of {payload.size} values for {place}")
             rank, each = place.format.rank, place.experts * place.format.rank
@@ -144,7 +144,7 @@ class AdapterPool:
             sizes = place.experts, rank, place.in_size // each, place.out_size // each, more
             offset = self._offset(pages, place)
             table.append((payload.ctypes.data, start + offset * size, *sizes))
-        large = sum(payload.nbytes for payload in kept) >= PARALLEL_BYTES
+        large = sum(payload.nbytes for payload in payloads) >= PARALLEL_BYTES
         lay_out(table, target, source, min(THREADS, os.cpu_count() or 1) if large else 1)
 
     def read_host(self, digest: str, layout: Layout, pages: Sequence[int]) -> Adapter:
@@ -207,7 +207,7 @@ class AdapterPool:
         shaped = values.reshape(-1, place.columns) if place.is_matrix else values
         return LoraExtra(place.name, shaped, place.token_ids)
 
-    def _slots(self, pages: Sequence[int], place: Placement | Piece) -> Tensor:
+    def _slots(self, pages: Sequence[int], place: Placement | ExtraPiece) -> Tensor:
         """From where it begins to the end of the page; bytes, of a row in an encoding of its own."""
         found = self._host[pages[place.page], place.slot * self._geometry.page_width :]
         encoded = isinstance(place, Placement) and place.format.encoding is not Encoding.PLAIN

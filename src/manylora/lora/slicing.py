@@ -1,7 +1,7 @@
 """The part of an adapter that one rank of tensor and pipeline parallelism holds. Arithmetic on arrays.
 
 Fused modules are cut part by part (q, k and v; up and gate), so their rows stay in the plain order in every
-source, and nobody has to interleave them beforehand as upstream's loader does. Experts are cut one by one.
+source, and need not be interleaved beforehand as TensorRT-LLM's loader does. Experts are cut one by one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def slice_row(row: AdapterRow, module: LoraModule, tp: int, rank: int) -> Adapte
         start, stop = _share(module, module.in_dim // module.experts, tp, rank)
         a = a[:, start:stop]
     else:
-        keep = _kept_rows(module, tp, rank)
+        keep = _rows_of_rank(module, tp, rank)
         b, m = b[keep], m[keep] if row.format.dora else m
     return replace(row, payload=np.concatenate((a.ravel(), b.ravel(), m)), content=b"")
 
@@ -55,16 +55,16 @@ def slice_row(row: AdapterRow, module: LoraModule, tp: int, rank: int) -> Adapte
 def interleave_rows(b: np.ndarray, module: LoraModule, tp: int) -> np.ndarray:
     """Rows of a fused B or magnitude, in the rank-major order [q0 k0 v0 q1 k1 v1 …] of upstream's loader, in
     which a plain contiguous cut is right. Raises ConfigError as `slice_row` does."""
-    return b[np.concatenate([_kept_rows(module, tp, rank) for rank in range(tp)])]
+    return b[np.concatenate([_rows_of_rank(module, tp, rank) for rank in range(tp)])]
 
 
-def _kept_rows(module: LoraModule, tp: int, rank: int) -> np.ndarray:
-    kept, first = [], 0
+def _rows_of_rank(module: LoraModule, tp: int, rank: int) -> np.ndarray:
+    found, first = [], 0
     for part in module.parts or (module.out_dim,):
         start, stop = _share(module, part, tp, rank)
-        kept.append(np.arange(first + start, first + stop))
+        found.append(np.arange(first + start, first + stop))
         first += part
-    return np.concatenate(kept)
+    return np.concatenate(found)
 
 
 def _share(module: LoraModule, size: int, tp: int, rank: int) -> tuple[int, int]:

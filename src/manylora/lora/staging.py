@@ -1,5 +1,5 @@
-"""Memory for adapters on their way from files to the cache, used again: memory that is new to a process costs
-as much as the copy into it."""
+"""Buffers for adapters between file and cache. They are reused: the first write to memory that is new to a
+process costs as much as the copy itself."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import numpy as np
 __all__ = ["drop", "take"]
 
 FLOAT32 = np.dtype(np.float32)
-LEAST = 2**22  # bytes worth keeping
+LEAST = 2**22  # bytes; less is not worth reusing
 HUGE = 2**21  # the system's large pages
-# The latest that nobody uses. No lock: a finaliser may run wherever this thread is, also inside one.
+# The last buffer that was given back. No lock: a finaliser may run while its thread already has one.
 _spare: deque[mmap.mmap] = deque(maxlen=1)
 
 
@@ -26,16 +26,16 @@ def take(elements: int, dtype: np.dtype = FLOAT32) -> np.ndarray:
     size = -(-dtype.itemsize * elements // HUGE) * HUGE
     if size < LEAST:
         return np.empty(elements, dtype)
-    room = _pop()
-    if room is None or len(room) < size:
-        room = _map(size)
-    held = (ctypes.c_char * len(room)).from_buffer(room)
-    weakref.finalize(held, _keep, room).atexit = False
-    return np.frombuffer(memoryview(held), dtype, elements)
+    memory = _pop()
+    if memory is None or len(memory) < size:
+        memory = _map(size)
+    owner = (ctypes.c_char * len(memory)).from_buffer(memory)
+    weakref.finalize(owner, _give_back, memory).atexit = False
+    return np.frombuffer(memoryview(owner), dtype, elements)
 
 
 def drop() -> None:
-    """Give what is kept back to the system."""
+    """Give the spare memory back to the system."""
     _pop()
 
 
@@ -45,21 +45,21 @@ def _pop() -> mmap.mmap | None:
     return None
 
 
-def _keep(room: mmap.mmap) -> None:
+def _give_back(memory: mmap.mmap) -> None:
     """The system may take its pages from now on, should it be short of memory."""
     if hasattr(mmap, "MADV_FREE"):
-        _advise(room, mmap.MADV_FREE)
-    _spare.append(room)
+        _advise(memory, mmap.MADV_FREE)
+    _spare.append(memory)
 
 
 def _map(size: int) -> mmap.mmap:
-    room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        _advise(room, mmap.MADV_HUGEPAGE)
-    return room
+        _advise(memory, mmap.MADV_HUGEPAGE)
+    return memory
 
 
-def _advise(room: mmap.mmap, what: int) -> None:
+def _advise(memory: mmap.mmap, what: int) -> None:
     """Advice that a system does not know is no loss."""
     with suppress(OSError):
-        room.madvise(what)
+        memory.madvise(what)

@@ -1,4 +1,5 @@
-"""StoredAdapter: one whose content is known, still in its file; it is read straight into its pages."""
+"""StoredAdapter: an adapter whose digest is known and whose values are still in its file, from which they are
+read straight into its pages."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class StoredRows:
 
 @dataclass(frozen=True, eq=False)
 class StoredAdapter:
-    """As `Adapter`, without its values and without extras. It holds neither memory for them nor files open.
+    """As `Adapter`, without its values and without extras. No values are in memory and no file is open.
 
     open: gives a descriptor of the file, and raises AdapterChangedError at its begin or end when the file is
     not the one that the digest was taken of.
@@ -55,7 +56,7 @@ class StoredAdapter:
 
     @property
     def nbytes(self) -> int:
-        """Of memory that is held: none but for the table."""
+        """None: the values are still in the file."""
         return 0
 
     def shapes(self, modules: Mapping[int, LoraModule]) -> list[RowShape]:

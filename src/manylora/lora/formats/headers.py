@@ -12,7 +12,7 @@ from typing import Any
 from manylora.lora.bounds import Bounds
 from manylora.lora.formats.opened import OpenFile
 
-__all__ = ["StoredTensor", "read_header"]
+__all__ = ["HeaderEntry", "read_header"]
 
 BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
@@ -27,7 +27,7 @@ BETWEEN = re.compile(r'\}\s*,\s*"')  # two entries; a name with this in it is no
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class HeaderEntry:
     """start: of its bytes in the file, size: how many these are."""
 
     dtype: str
@@ -36,13 +36,13 @@ class StoredTensor:
     size: int
 
 
-def read_header(file: OpenFile, bounds: Bounds) -> dict[str, StoredTensor]:
+def read_header(file: OpenFile, bounds: Bounds) -> dict[str, HeaderEntry]:
     """By key. The tensors lie side by side and fill the file. Raises ValueError, AdapterInvalidError."""
     length = int.from_bytes(file.read(0, 8), "little")
     if length > bounds.header_bytes:
         raise ValueError(f"its header has {length} bytes, that of an adapter at most {bounds.header_bytes}")
     first = 8 + length
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, HeaderEntry] = {}
     for key, entry in _members(file.read(8, length).decode()):
         if key in found:
             raise ValueError(f"its header names {key[:MAX_KEY]} twice")
@@ -52,7 +52,7 @@ def read_header(file: OpenFile, bounds: Bounds) -> dict[str, StoredTensor]:
             raise ValueError(f"it holds more than {bounds.tensors} tensors, as no adapter does")
         if len(key) > MAX_KEY:
             raise ValueError(f"the name of a tensor in it is longer than {MAX_KEY} characters")
-        found[key] = _stored(entry, first)
+        found[key] = _entry(entry, first)
     at = first
     for one in sorted(found.values(), key=lambda one: (one.start, one.size)):
         if one.start != at:
@@ -63,7 +63,7 @@ def read_header(file: OpenFile, bounds: Bounds) -> dict[str, StoredTensor]:
     return found
 
 
-def _stored(entry: Any, first: int) -> StoredTensor:
+def _entry(entry: Any, first: int) -> HeaderEntry:
     dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     numbers = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in (*shape, start, end))
     if not numbers or len(shape) > MAX_DIMS or start > end:
@@ -72,7 +72,7 @@ def _stored(entry: Any, first: int) -> StoredTensor:
         raise ValueError(f"a tensor in it is of type {str(dtype)[:40]}, which is not known")
     if math.prod(shape) * BITS[dtype] != (end - start) * 8:
         raise ValueError("a tensor's place in it is not of the tensor's size")
-    return StoredTensor(dtype, tuple(shape), first + start, end - start)
+    return HeaderEntry(dtype, tuple(shape), first + start, end - start)
 
 
 def _members(text: str) -> Iterator[tuple[str, Any]]:

@@ -56,7 +56,7 @@ PICKLED = "adapter_model.bin"
 PARALLEL, PARALLEL_ROWS = 2**21, 2**16
 NARROWED = 2**22  # elements of an adapter whose memory is worth the narrowing of each row
 THREADS = 4
-OF_SEVERAL = (*EXPERT_IDS, LoraModuleId.CROSS_ATTN_QKV)  # modules whose rows are not one pair each
+SPECIAL_MODULES = (*EXPERT_IDS, LoraModuleId.CROSS_ATTN_QKV)  # modules whose rows are not one pair each
 IN_PLACE = {"F32": "float32", "BF16": "bfloat16"}  # types that `stored_rows` is for
 DORA = re.compile(r"lora_magnitude_vector|weight_m_wdecomp")
 DORA_REASON = (
@@ -153,7 +153,7 @@ def stored_rows(
         return None
     rows = []
     for (layer, module_id), parts in _gather(tensors, None).items():
-        if set(parts) != {"A", "B"} or module_id in OF_SEVERAL:
+        if set(parts) != {"A", "B"} or module_id in SPECIAL_MODULES:
             return None
         (path, _, a), (_, _, b) = parts["A"], parts["B"]
         order = np.arange(b.shape[0])
@@ -276,20 +276,20 @@ def _read_rows(
     bfloat16 = bfloat16 and total >= NARROWED
     dtype = BFLOAT16 if bfloat16 else staging.FLOAT32
     whole = staging.take(total, dtype if kind is None else np.dtype(np.uint8))
-    room = iter(np.split(whole, np.cumsum(list(sizes.values()))[:-1]))
-    places = {place: next(room) for place in found}
+    pieces = np.split(whole, np.cumsum(list(sizes.values()))[:-1])
+    places = dict(zip(found, pieces, strict=False))  # without rows there is one empty piece
 
     def read(part: list[tuple[int, int]]) -> list[AdapterRow]:
         made = []
         widest = max((sizes[place] for place in part), default=0)
         wide = np.empty(widest if bfloat16 else 0, np.float32)  # one row at a time
         for place in part:
-            kept = places[place]
-            payload = wide[: kept.size] if bfloat16 else kept
+            target = places[place]
+            payload = wide[: target.size] if bfloat16 else target
             one = _row(*place, found[place], config, modules, base, payload, digest, kind)
             if bfloat16:
-                narrow(kept.view(np.uint16), payload)
-                one = replace(one, payload=kept)
+                narrow(target.view(np.uint16), payload)
+                one = replace(one, payload=target)
             made.append(one)
         return made
 

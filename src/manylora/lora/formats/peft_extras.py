@@ -39,8 +39,8 @@ from manylora.lora.formats.peft_tables import (
     bias_scale,
     check_shape,
     is_whole_table,
-    less_base,
     table_name,
+    without_base,
 )
 from manylora.lora.formats.tensor_files import RawTensor, decode
 from manylora.lora.modules import MODULE_NAMES, LoraModule
@@ -165,7 +165,7 @@ def _module_bias(
     if match["part"] == "lora_B.bias":
         shift = values * bias_scale(path, f"{path}.lora_A.weight", tensors, config)
     else:
-        shift = less_base(f"{path}.bias", values, _known(key, base))
+        shift = without_base(f"{path}.bias", values, _known(key, base))
     name = f"layers.{layer}.{MODULE_NAMES[module_id]}.bias"
     return name, in_our_order(path, module_id, shift, module)
 
@@ -176,7 +176,7 @@ def _norm(match: re.Match[str], key: str, tensor: RawTensor, modules: Modules, b
         raise AdapterInvalidError(f"{key}: the base model has no such norm")
     check_shape(key, tensor.shape, base)
     values = decode(key, tensor)
-    shift = less_base(key, values, base)
+    shift = without_base(key, values, base)
     if match.re is STACK_NORM:
         own = f"{match['stack']}.{'norm' if match['final'] else 'embedding_norm'}"
         number = stack_layer(key, match, modules) if match["layer"] else None

@@ -19,8 +19,15 @@ from manylora.lora.tensors import check_dims
 from manylora.request import LoraExtra
 
 __all__ = [
-    "HEADS", "SHARED", "TABLE", "Table", "bias_scale", "check_shape", "is_whole_table",
-    "less_base", "table_name",
+    "HEADS",
+    "SHARED",
+    "TABLE",
+    "Table",
+    "bias_scale",
+    "check_shape",
+    "is_whole_table",
+    "table_name",
+    "without_base",
 ]  # fmt: skip
 
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
@@ -78,7 +85,7 @@ def check_shape(key: str, shape: tuple[int, ...], base: BaseReader) -> None:
         )
 
 
-def less_base(key: str, values: np.ndarray, base: BaseReader) -> np.ndarray:
+def without_base(key: str, values: np.ndarray, base: BaseReader) -> np.ndarray:
     """A file's bias takes the place of the base's, where there is one. key: PEFT's name of the latter.
 
     Raises AdapterInvalidError for another shape.
@@ -199,7 +206,7 @@ class Table:
         for part in ("bias", "base_layer.bias"):
             if part in self._parts:
                 key, tensor = self._parts[part]
-                shift = less_base(f"{self._path}.bias", self._sized(key, tensor), self._base)
+                shift = without_base(f"{self._path}.bias", self._sized(key, tensor), self._base)
         if "lora_B.bias" in self._parts:
             key, tensor = self._parts["lora_B.bias"]
             raw = dict(self._parts.values())

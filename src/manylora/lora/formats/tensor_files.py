@@ -23,7 +23,7 @@ from manylora.errors import AdapterInvalidError
 from manylora.kernels.loading import all_finite, widen
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.formats import one_line
-from manylora.lora.formats.headers import StoredTensor, read_header
+from manylora.lora.formats.headers import HeaderEntry, read_header
 from manylora.lora.formats.opened import OpenFile
 from manylora.lora.number_types import BY_SAFETENSORS, TYPES_READ, narrow_to_bfloat16
 
@@ -68,37 +68,37 @@ class _Span:
 
 @dataclass(frozen=True)
 class RawTensor:
-    """dtype as safetensors names it (F32, BF16, …). held: the values, row-major, little-endian, a bytes-like
-    object or a part of a file."""
+    """dtype: as safetensors names it (F32, BF16, …). source: the values, row-major, little-endian; bytes or a
+    part of a file."""
 
     dtype: str
     shape: tuple[int, ...]
-    held: Any
+    source: Any
 
     @property
     def data(self) -> Any:
         """The values as a bytes-like object; a new one at each call where they are in a file."""
-        if not isinstance(self.held, _Span):
-            return self.held
-        read = np.empty(self.held.size, np.uint8)
-        self.held.read_into(read)
+        if not isinstance(self.source, _Span):
+            return self.source
+        read = np.empty(self.source.size, np.uint8)
+        self.source.read_into(read)
         return read
 
     @property
     def offset(self) -> int | None:
         """Where the values begin in their file; None: they are in memory."""
-        return self.held.start if isinstance(self.held, _Span) else None
+        return self.source.start if isinstance(self.source, _Span) else None
 
     @property
     def num_bytes(self) -> int:
-        return self.held.size if isinstance(self.held, _Span) else memoryview(self.held).nbytes
+        return self.source.size if isinstance(self.source, _Span) else memoryview(self.source).nbytes
 
     def part(self, start: int, size: int) -> Any:
         """Some bytes of the values, as `data`. Raises AdapterInvalidError."""
-        if not isinstance(self.held, _Span):
-            return memoryview(self.held).cast("B")[start : start + size]
-        read = bytearray(min(size, self.held.size - start))
-        self.held.file.read_into(self.held.start + start, read)
+        if not isinstance(self.source, _Span):
+            return memoryview(self.source).cast("B")[start : start + size]
+        read = bytearray(min(size, self.source.size - start))
+        self.source.file.read_into(self.source.start + start, read)
         return read
 
     def fill(self, key: str, target: np.ndarray, scale: float = 1.0) -> None:
@@ -106,11 +106,11 @@ class RawTensor:
         beside it. Raises AdapterInvalidError as `decode`, for what the scale makes of them too."""
         target = target.reshape(-1)
         stored = target
-        if self.dtype == "F32" and isinstance(self.held, _Span):
-            self.held.read_into(target)
-        elif self.dtype == "BF16" and isinstance(self.held, _Span):
+        if self.dtype == "F32" and isinstance(self.source, _Span):
+            self.source.read_into(target)
+        elif self.dtype == "BF16" and isinstance(self.source, _Span):
             stored = target.view(np.uint16)[target.size :]  # the rear half, which is widened last
-            self.held.read_into(stored)
+            self.source.read_into(stored)
         else:
             target[...] = decode(key, self).reshape(-1)
         if not widen(target, stored, np.float32(scale)):
@@ -236,8 +236,8 @@ def common_dtype(tensors: Sequence[RawTensor]) -> str:
     return kind.name if kind is not None else "float32"
 
 
-def _tensor(file: OpenFile, stored: StoredTensor) -> RawTensor:
-    return RawTensor(stored.dtype, stored.shape, _Span(file, stored.start, stored.size))
+def _tensor(file: OpenFile, entry: HeaderEntry) -> RawTensor:
+    return RawTensor(entry.dtype, entry.shape, _Span(file, entry.start, entry.size))
 
 
 def _check_archive(data: bytes, bounds: Bounds) -> None:

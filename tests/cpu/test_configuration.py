@@ -274,3 +274,37 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
         assert (config.max_batch_size, config.max_num_tokens, config.max_seq_len) == (5, 40, 30)
         assert (config.dtype, config.batch_scheduler_policy) == ("bfloat16", "max_utilization")
         assert (config.enable_chunked_context, config.kv_cache_free_gpu_mem_fraction) == (False, 0.5)
+
+
+def test_what_has_no_effect_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"kv_cache_config": {"onboard_blocks": False}, "peft_cache_config": {"num_put_workers": 2}}
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps(options | {"max_batch_size": 2}), encoding="utf-8")
+    parse_options([str(BASE), "--config", str(file)]).engine_config()
+    given = {"gpt_model_type": "v1", "gpt_model_path": str(BASE), "num_nodes": "2", "max_beam_width": "1"}
+    engine_config(given)
+    assert sorted(record.message for record in caplog.records) == [
+        "kv_cache_config.onboard_blocks has no effect here",
+        "parameter num_nodes has no effect here",
+        "peft_cache_config.num_put_workers has no effect here",
+    ]
+
+
+def test_settings_of_an_engine_elsewhere_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "options.json"
+    for options, name in (
+        ({"device": "cpu"}, "device"),
+        ({"kv_cache_config": {"max_tokens": 9}}, "kv_cache_config"),
+        ({"quant_config": {"quant_algo": "W8A16"}}, "quant_config"),
+        ({"lora_config": {"lora_dir": [], "max_lora_rank": 9}}, "lora_config.max_lora_rank"),
+    ):
+        file.write_text(json.dumps(options), encoding="utf-8")
+        with pytest.raises(ConfigError, match=f"{name} has no effect with triton_url"):
+            parse_options([str(BASE), "--config", str(file), "--triton-url", "localhost:1"])
+    file.write_text('{"lora_config": {"lora_dir": []}, "device": "auto", "max_seq_len": 9}', encoding="utf-8")
+    assert parse_options([str(BASE), "--config", str(file), "--triton-url", "localhost:1"]).max_seq_len == 9
+    command = ["bench", "throughput", "--dataset", str(file), "--endpoint", "localhost:1", "--dtype", "auto"]
+    assert main(command) == 1
+    assert "--dtype: such options belong to an engine in this process" in capsys.readouterr().err

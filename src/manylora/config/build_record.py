@@ -10,7 +10,7 @@ from typing import Any
 
 from manylora.errors import ConfigError
 
-__all__ = ["BuildConfig", "read_build_config"]
+__all__ = ["LIMITS", "BuildConfig", "read_build_config"]
 
 KEY = "build_config"
 LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens")
@@ -33,19 +33,11 @@ class BuildConfig:
     kv_cache_quant_algo: str | None = None
     lora: Mapping[str, Any] = field(default_factory=dict)
 
-    def limits(self) -> dict[str, int]:
-        """The upper bounds that were recorded, by the names of settings."""
-        found = {name: getattr(self, name) for name in (*LIMITS, "max_lora_rank")}
-        return {name: value for name, value in found.items() if value is not None}
-
     def settings(self) -> dict[str, Any]:
         """What was recorded, as settings of `resolve`. The weights say themselves how they are quantised."""
-        found: dict[str, Any] = self.limits()
-        if self.lora_target_modules:
-            found["target_modules"] = self.lora_target_modules
-        if self.kv_cache_quant_algo is not None:
-            found["kv_cache_quant_algo"] = self.kv_cache_quant_algo
-        return found
+        found = {name: getattr(self, name) for name in (*LIMITS, "max_lora_rank", "kv_cache_quant_algo")}
+        found["target_modules"] = self.lora_target_modules or None
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def read_build_config(model_dir: Path) -> BuildConfig:

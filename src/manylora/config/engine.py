@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from manylora.config.values import at_least, fraction, one_of
 from manylora.errors import ConfigError
 from manylora.quant.checkpoint import CheckpointQuant
 from manylora.quant.config import QuantConfig
@@ -40,20 +41,11 @@ class LoraCacheConfig:
     disk_cache_bytes: int = 4 * GIB
 
     def __post_init__(self) -> None:
-        _at_least(1, optimal_adapter_size=self.optimal_adapter_size, max_adapter_size=self.max_adapter_size)
-        _at_least(
-            0,
-            host_memory_bytes=self.host_memory_bytes,
-            disk_cache_bytes=self.disk_cache_bytes,
-            num_device_module_layer=self.num_device_module_layer,
-            num_host_module_layer=self.num_host_module_layer,
-        )
-        _fraction(lora_cache_gpu_memory_fraction=self.gpu_memory_fraction)
-        if self.gpu_memory_bytes is not None:
-            _at_least(0, gpu_memory_bytes=self.gpu_memory_bytes)
-        for name in ("max_lora_rank", "max_loras", "max_cpu_loras"):
-            if getattr(self, name) is not None:
-                _at_least(1, **{name: getattr(self, name)})
+        ranks = ("optimal_adapter_size", "max_adapter_size", "max_lora_rank")
+        at_least(1, self, *ranks, "max_loras", "max_cpu_loras")
+        at_least(0, self, "gpu_memory_bytes", "host_memory_bytes", "disk_cache_bytes")
+        at_least(0, self, "num_device_module_layer", "num_host_module_layer")
+        fraction(lora_cache_gpu_memory_fraction=self.gpu_memory_fraction)
 
     @property
     def roots(self) -> tuple[Path, ...]:
@@ -93,20 +85,12 @@ class EngineConfig:
     lora: LoraCacheConfig = field(default_factory=LoraCacheConfig)
 
     def __post_init__(self) -> None:
-        _at_least(
-            1,
-            max_batch_size=self.max_batch_size,
-            max_num_tokens=self.max_num_tokens,
-            max_beam_width=self.max_beam_width,
-            tokens_per_block=self.tokens_per_block,
-        )
-        _at_least(0, max_queue_size=self.max_queue_size, cuda_graph_cache_size=self.cuda_graph_cache_size)
-        for name in ("max_seq_len", "max_tokens_in_paged_kv_cache"):
-            if getattr(self, name) is not None:
-                _at_least(1, **{name: getattr(self, name)})
-        _fraction(kv_cache_free_gpu_mem_fraction=self.kv_cache_free_gpu_mem_fraction)
-        _one_of(POLICIES, batch_scheduler_policy=self.batch_scheduler_policy)
-        _one_of(DTYPES, dtype=self.dtype)
+        at_least(1, self, "max_batch_size", "max_num_tokens", "max_beam_width", "max_seq_len")
+        at_least(1, self, "tokens_per_block", "max_tokens_in_paged_kv_cache")
+        at_least(0, self, "max_queue_size", "cuda_graph_cache_size")
+        fraction(kv_cache_free_gpu_mem_fraction=self.kv_cache_free_gpu_mem_fraction)
+        one_of(POLICIES, batch_scheduler_policy=self.batch_scheduler_policy)
+        one_of(DTYPES, dtype=self.dtype)
         if self.max_beam_width > self.max_batch_size:
             raise ConfigError(
                 f"max_beam_width must be at most max_batch_size ({self.max_batch_size}), "
@@ -210,21 +194,3 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         return int(self.head_dim * self.partial_rotary_factor)
-
-
-def _at_least(least: int, **values: int) -> None:
-    for name, value in values.items():
-        if value < least:
-            raise ConfigError(f"{name} must be at least {least}, got {value}")
-
-
-def _fraction(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 < value <= 1:
-            raise ConfigError(f"{name} must be in (0, 1], got {value}")
-
-
-def _one_of(choices: tuple[str, ...], **values: str) -> None:
-    for name, value in values.items():
-        if value not in choices:
-            raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

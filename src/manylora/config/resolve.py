@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from manylora.config.build_record import BuildConfig, read_build_config
+from manylora.config.build_record import LIMITS, read_build_config
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.values import CONVERTERS
 from manylora.errors import ConfigError
@@ -65,11 +65,12 @@ def resolve(model_dir: Path, settings: Settings, defaults: Settings = NOTHING) -
 
     Raises ConfigError, also when more is set than model_dir was built for.
     """
-    record = read_build_config(model_dir)
-    found = {**defaults, **record.settings(), **{k: v for k, v in settings.items() if v not in (None, ())}}
-    _check_limits(settings, record)
-    if settings.get("target_modules"):
-        found["target_modules"] = _targets(settings["target_modules"], record.lora_target_modules)
+    settings = {name: value for name, value in settings.items() if value not in (None, ())}
+    recorded = read_build_config(model_dir).settings()
+    found = {**defaults, **recorded, **settings}
+    _check_limits(settings, recorded)
+    if "target_modules" in settings:
+        found["target_modules"] = _targets(settings["target_modules"], recorded.get("target_modules"))
     batch = found.setdefault("max_batch_size", EngineConfig.max_batch_size)
     found.setdefault("max_num_tokens", max(EngineConfig.max_num_tokens, batch))
     if found.get("max_beam_width", EngineConfig.max_beam_width) is None:
@@ -102,22 +103,22 @@ def with_whole_qkv(targets: tuple[str, ...]) -> tuple[str, ...]:
     return (*targets, *missing)
 
 
-def _check_limits(settings: Settings, record: BuildConfig) -> None:
-    for name, built in record.limits().items():
-        asked = settings.get(name)
-        if asked is not None and asked > built:
+def _check_limits(settings: Settings, recorded: Settings) -> None:
+    for name in (*LIMITS, "max_lora_rank"):
+        asked, built = settings.get(name), recorded.get(name)
+        if asked is not None and built is not None and asked > built:
             raise ConfigError(
                 f"{name} ({asked}) is larger than the directory was built for ({built}): lower it, or build "
                 f"again with --{name} {asked}"
             )
 
 
-def _targets(asked: tuple[str, ...], built: tuple[str, ...]) -> tuple[str, ...]:
-    """built: target modules that were recorded; empty: any."""
-    others = [name for name in asked if built and name not in built]
-    if others:
-        raise ConfigError(
-            f"lora_target_modules: {others[0]} is not among those the directory was built for "
-            f"({', '.join(built)}); build again with it"
-        )
-    return tuple(name for name in with_whole_qkv(asked) if not built or name in built)
+def _targets(asked: tuple[str, ...], built: tuple[str, ...] | None) -> tuple[str, ...]:
+    """built: target modules that were recorded; None: any."""
+    for name in asked:
+        if built is not None and name not in built:
+            raise ConfigError(
+                f"lora_target_modules: {name} is not among those the directory was built for "
+                f"({', '.join(built)}); build again with it"
+            )
+    return tuple(name for name in with_whole_qkv(asked) if built is None or name in built)

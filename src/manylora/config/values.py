@@ -1,4 +1,4 @@
-"""Values as people write them, in text or YAML, to the types of settings."""
+"""Values of settings: from text and YAML to their types, and whether they are in range."""
 
 from __future__ import annotations
 
@@ -6,9 +6,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CONVERTERS", "boolean", "whole_number"]
+from manylora.errors import ConfigError
+
+__all__ = ["CONVERTERS", "at_least", "boolean", "fraction", "one_of", "whole_number"]
 
 TRUE, FALSE = ("true", "1", "t", "y", "yes"), ("false", "0", "f", "n", "no")
+
+
+def at_least(least: int, settings: object, *names: str) -> None:
+    """None is no value."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and value < least:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
+def fraction(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 < value <= 1:
+            raise ConfigError(f"{name} must be in (0, 1], got {value}")
+
+
+def one_of(choices: tuple[str, ...], **values: str) -> None:
+    for name, value in values.items():
+        if value not in choices:
+            raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def boolean(value: Any) -> bool:

@@ -97,7 +97,8 @@ def read_rows(descriptor: int, rows: np.ndarray, target: str, source: str, threa
     """Read rows of a file into their pages in the layout of `lay_out`, through a buffer of one matrix.
     Returns whether the file had all of them and all values are finite.
 
-    descriptor: of an open file. rows: [count] of FILE_ROW. target, source: types for which `can_read` is true.
+    descriptor: of an open file. rows: [count] of FILE_ROW. target, source: types, for
+    which `can_read` is true.
     """
     library = native.loaded()
     assert library is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -17,10 +18,11 @@ from manylora.llmapi.lora import LoraConfig
 from manylora.quant.config import QuantConfig
 
 __all__ = [
-    "DEFAULTS", "GUIDE_BACKENDS", "KNOWN", "NAMES", "NEUTRAL", "PARTS", "EngineArguments", "LlmArguments",
-    "check_names", "check_neutral",
-    "engine_settings", "llm_arguments", "read_options",
+    "DEFAULTS", "GUIDE_BACKENDS", "KNOWN", "NAMES", "NEUTRAL", "PARTS", "READING", "EngineArguments",
+    "LlmArguments", "check_names", "check_neutral", "engine_settings", "llm_arguments", "read_options",
 ]  # fmt: skip
+
+logger = logging.getLogger("manylora")
 
 
 class EngineArguments(TypedDict, total=False):
@@ -88,6 +90,8 @@ DEFAULTS: dict[str, Any] = {
     "gpu_memory_fraction": PeftCacheConfig.device_cache_percent,
     "max_beam_width": None,  # max_batch_size
 }
+# Fields of LoraConfig that say how adapters are read, not how the engine is set up.
+READING = {"lora_dir", "lora_ckpt_source", "trtllm_modules_to_hf_modules", "swap_gate_up_proj_lora_b_weight"}
 GUIDE_BACKENDS = ("llguidance", "xgrammar")
 KNOWN = tuple(LlmArguments.__annotations__)
 # Arguments of TensorRT-LLM that mean nothing here, and the values that ask for nothing. None always does.
@@ -111,8 +115,11 @@ def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if not isinstance(part, kind):
             raise ConfigError(f"LLM: {name} must be a {kind.__name__}, got {part!r:.80}")
-        said = getattr(part, "given", [one.name for one in fields(kind)])
-        given |= {f"{name}.{one}": getattr(part, one) for one in said}
+        for one in getattr(part, "given", [one.name for one in fields(kind)]):
+            argument, value = f"{name}.{one}", getattr(part, one)
+            given[argument] = value
+            if argument not in NAMES and one not in READING and value != getattr(kind, one, None):
+                logger.warning("%s has no effect here", argument)
     for name, values in VALUES.items():
         if given.get(name) is not None and given[name] not in values:
             raise ConfigError(f"{name} must be one of {', '.join(map(str, values))}, got {given[name]!r}")

@@ -11,17 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
-from manylora.config.values import CONVERTERS
+from manylora.config.values import CONVERTERS, at_least, one_of
 from manylora.errors import ConfigError
-from manylora.llmapi.options import (
-    KNOWN,
-    NAMES,
-    NEUTRAL,
-    check_names,
-    check_neutral,
-    llm_arguments,
-    read_options,
-)
+from manylora.llmapi import options as llm
 from manylora.llmapi.sizing import engine_config
 from manylora.openai.serving.connections import HttpLimits
 
@@ -34,15 +26,14 @@ ALIASES = {
 }
 # Arguments of `LLM` that the file may have beside the options. max_queue_size is the server's own queue here,
 # and adapters are always served.
-LLM_ARGUMENTS = [name for name in (*KNOWN, *NEUTRAL) if name not in ("max_queue_size", "enable_lora")]
+LLM_ARGUMENTS = [name for name in (*llm.KNOWN, *llm.NEUTRAL) if name not in ("max_queue_size", "enable_lora")]
+PERIODS = ("header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout", "lora_refresh_seconds")
 # Fields of peft_cache_config that are options of the server, as it reads the adapters.
 CACHE_OPTIONS = {
     "lora_prefetch_dir": "lora_root",
     "disk_cache_dir": "lora_disk_dir",
     "disk_cache_size": "lora_disk_bytes",
 }
-# What of lora_config is not about the engine, so that it acts with a Triton as well.
-READING = {"lora_dir", "lora_ckpt_source", "trtllm_modules_to_hf_modules", "swap_gate_up_proj_lora_b_weight"}
 
 
 def _option(default: Any, text: str, kind: type = str) -> Any:
@@ -124,40 +115,31 @@ class ServeOptions:
     sections: Mapping[str, Any] = field(default_factory=dict)  # LLM_ARGUMENTS of the file
 
     def __post_init__(self) -> None:
-        for name in ("max_request_bytes", "max_connections", "max_connections_per_address"):
-            given = getattr(self, name)
-            if given is not None and given < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_header_bytes < 1024:
-            raise ConfigError(f"max_header_bytes must be at least 1024, got {self.max_header_bytes}")
-        for name in ("header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout"):
+        at_least(1, self, "max_request_bytes", "max_connections", "max_connections_per_address")
+        at_least(1024, self, "max_header_bytes")
+        at_least(0, self, "hang_timeout")
+        one_of(("debug", "info", "warning", "error"), log_level=self.log_level)
+        for name in PERIODS:
             if not 0 < getattr(self, name) <= 86400:
                 raise ConfigError(f"{name} must be in (0, 86400], got {getattr(self, name)}")
-        if self.hang_timeout < 0:
-            raise ConfigError(f"hang_timeout must be at least 0, got {self.hang_timeout}")
         if self.triton_url is not None:
             self._check_triton()
         if self.restart and self.port == 0:
             raise ConfigError("restart needs a port of its own, got port 0: every start would choose another")
-        if not 0 < self.lora_refresh_seconds <= 86400:
-            raise ConfigError(f"lora_refresh_seconds must be in (0, 86400], got {self.lora_refresh_seconds}")
         for folder in (*self.lora_root, *self.lora_allowed_path):
             if not folder.is_dir():
                 raise ConfigError(f"{folder} is not a directory: give folders")
-        if self.log_level not in ("debug", "info", "warning", "error"):
-            raise ConfigError(f"log_level must be debug, info, warning or error, got {self.log_level!r}")
 
     def _check_triton(self) -> None:
-        """Settings of an engine in this process would have no effect on Triton's."""
-        # max_batch_size and max_seq_len stand in for what that Triton does not tell.
+        """Settings of the engine would have no effect on Triton's, but for two that it may not tell."""
         given = [
             name
             for name, value in {**self.sections, **self._engine_flags()}.items()
-            if name not in (*NEUTRAL, "lora_config", "max_batch_size", "max_seq_len")
-            and value != getattr(EngineConfig, NAMES.get(name, ""), None)
+            if name not in (*llm.NEUTRAL, "lora_config", "max_batch_size", "max_seq_len")
+            and value != getattr(EngineConfig, llm.NAMES.get(name, ""), None)
         ]
         lora = self.sections.get("lora_config")
-        given += [f"lora_config.{name}" for name in sorted(getattr(lora, "given", READING) - READING)]
+        given += [f"lora_config.{name}" for name in sorted(getattr(lora, "given", llm.READING) - llm.READING)]
         if given:
             raise ConfigError(
                 f"{given[0]} has no effect with triton_url: set it in Triton's model repository"
@@ -231,10 +213,10 @@ def _add(parser: argparse.ArgumentParser, name: str, **how: Any) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     """Fields of ServeOptions. Raises ConfigError."""
-    found = {name: value for name, value in read_options(path).items() if value is not None}
+    found = {name: value for name, value in llm.read_options(path).items() if value is not None}
     known = {one.name: one for one in fields(ServeOptions) if one.metadata}
     try:
-        check_names("option", found, [*known, *LLM_ARGUMENTS, *sum(ALIASES.values(), ())])
+        llm.check_names("option", found, [*known, *LLM_ARGUMENTS, *sum(ALIASES.values(), ())])
         given: list[tuple[str, Any]] = []
         for key, value in found.items():
             name = next((name for name, others in ALIASES.items() if key in others), key)
@@ -242,8 +224,8 @@ def _read(path: Path) -> dict[str, Any]:
                 given += [(CACHE_OPTIONS[one], value[one]) for one in value if one in CACHE_OPTIONS]
                 value = {one: value[one] for one in value if one not in CACHE_OPTIONS}
             given.append((name, value))
-        sections = llm_arguments({name: value for name, value in given if name not in known})
-        check_neutral({name: value for name, value in sections.items() if name in NEUTRAL})
+        sections = llm.llm_arguments({name: value for name, value in given if name not in known})
+        llm.check_neutral({name: value for name, value in sections.items() if name in llm.NEUTRAL})
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     settings: dict[str, Any] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,8 @@ __all__ = [
     "engine_config", "flag", "logits_dtype", "milliseconds", "parameters_of", "positions", "quant_config",
     "value_of",
 ]  # fmt: skip
+
+logger = logging.getLogger("manylora")
 
 Value = TypeVar("Value")
 TYPES = ("v1", "V1", "inflight_batching", "inflight_fused_batching")
@@ -49,6 +52,11 @@ HARMLESS = {
     "encoder_model_path": (),
     "guided_decoding_backend": ("xgrammar", "llguidance"),
 }
+OTHERS = (
+    "FORCE_CPU_ONLY_INPUT_TENSORS", "gpt_model_type", "gpt_model_path", "executor_worker_path",
+    "exclude_input_in_output", "cancellation_check_period_ms", "stats_check_period_ms",
+    "max_attention_window_size",
+)  # fmt: skip
 POSITIONS = ("max_position_embeddings", "n_positions")  # what config.json calls the longest sequence
 
 
@@ -64,12 +72,14 @@ def value_of(parameters: Mapping[str, str], name: str) -> str | None:
 
 
 def flag(parameters: Mapping[str, str], name: str, default: bool) -> bool:
-    return _value(parameters, name, boolean, default)
+    found = _value(parameters, name, boolean)
+    return default if found is None else found
 
 
 def milliseconds(parameters: Mapping[str, str], name: str, default: int) -> float:
     """A period in seconds."""
-    return _value(parameters, name, whole_number, default) / 1000
+    found = _value(parameters, name, whole_number)
+    return (default if found is None else found) / 1000
 
 
 def logits_dtype(model_config: Mapping[str, Any]) -> str:
@@ -102,6 +112,9 @@ def engine_config(parameters: Mapping[str, str]) -> EngineConfig:
         raise ConfigError(
             "parameter gpt_model_path (template variable engine_dir) must name the model directory"
         )
+    for name in parameters.keys() - NAMES.keys() - HARMLESS.keys() - set(OTHERS):
+        if value_of(parameters, name) is not None:
+            logger.warning("parameter %s has no effect here", name)
     settings = _settings(parameters)
     settings.pop("tokenizer_dir", None)  # is for guided decoding alone
     if value_of(parameters, "guided_decoding_backend") is not None:
@@ -124,13 +137,13 @@ def _settings(parameters: Mapping[str, str], names: Mapping[str, str] = NAMES) -
 def _check_window(parameters: Mapping[str, str], path: Path, max_seq_len: int | None) -> None:
     """A window as long as the longest sequence hides nothing; a shorter one would."""
     name = "max_attention_window_size"
-    text = value_of(parameters, name)
-    if text is None:
+    sizes = _value(parameters, name, lambda text: [whole_number(part.strip()) for part in text.split(",")])
+    if sizes is None:
         return
-    sizes = [_converted(name, part.strip(), whole_number) for part in text.split(",")]
     longest = max_seq_len or _max_positions(path)
     if longest is None or min(sizes) < longest:
         rest = "" if longest is None else f", or use the longest sequence's length, {longest}, or more"
+        text = value_of(parameters, name)
         raise ConfigError(f"parameter {name} value of '{text}' is not supported; leave it empty{rest}")
 
 
@@ -147,15 +160,9 @@ def positions(config: Mapping[str, Any]) -> int | None:
     return found[0] if found else None
 
 
-def _value(
-    parameters: Mapping[str, str], name: str, convert: Callable[[Any], Value], default: Value
-) -> Value:
+def _value(parameters: Mapping[str, str], name: str, convert: Callable[[str], Value]) -> Value | None:
     text = value_of(parameters, name)
-    return default if text is None else _converted(name, text, convert)
-
-
-def _converted(name: str, text: str, convert: Callable[[Any], Value]) -> Value:
     try:
-        return convert(text)
+        return None if text is None else convert(text)
     except ValueError as error:
         raise ConfigError(f"parameter {name} {error}") from error

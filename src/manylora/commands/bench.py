@@ -22,13 +22,13 @@ from manylora.bench.report_text import render
 from manylora.bench.run import BenchResult, run_bench
 from manylora.commands import prepare_dataset
 from manylora.errors import ConfigError
-from manylora.llmapi.options import EngineArguments, llm_arguments, read_options
+from manylora.llmapi.options import NAMES, llm_arguments, read_options
 
 __all__ = ["main"]
 
 WORLD = ("tp", "pp", "ep")
 # Flags that are arguments of `LLM`, as PART.FIELD in a part.
-ENGINE_FLAGS = {name: name for name in EngineArguments.__annotations__} | {
+ENGINE_FLAGS = {name: name for name in NAMES if "." not in name} | {
     "scheduler_policy": "batch_scheduler_policy",
     "enable_chunked_context": "enable_chunked_prefill",
     "kv_cache_free_gpu_mem_fraction": "kv_cache_config.free_gpu_memory_fraction",
@@ -95,7 +95,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     _add(group, "--warmup", type=int, default=2, help="requests to the base model before; default 2")
     _add(group, "--concurrency", type=int, default=-1, help="requests under way at one time; -1: no limit")
     _add(group, "--request_rate", type=float, help="open loop: Poisson arrivals, requests a second")
-    _add(group, "--streaming", action="store_true", help="take tokens as they come; tells TTFT and TPOT")
+    _add(group, "--streaming", action="store_true", help="take tokens as they come; measures TTFT and TPOT")
     _add(
         group,
         "--endpoint",

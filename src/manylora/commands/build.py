@@ -47,10 +47,10 @@ def _build(options: argparse.Namespace, quant: QuantConfig) -> str:
         )
     )
     megabytes = f"{built.bytes_before / 1e6:.1f} -> {built.bytes_after / 1e6:.1f} MB"
-    said = f"{options.output_dir}: weights {megabytes}"
+    summary = f"{options.output_dir}: weights {megabytes}"
     if built.num_quantised:
-        said += f", {built.num_quantised} of {built.num_linears} linear layers in {built.quant_algo}"
-    return said
+        summary += f", {built.num_quantised} of {built.num_linears} linear layers in {built.quant_algo}"
+    return summary
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,1 +1,1 @@
-"""What an engine is told: its settings and the record that `manylora build` leaves."""
+"""The settings of an engine, how they are resolved, and the record that `manylora build` writes."""

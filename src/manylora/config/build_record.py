@@ -34,7 +34,7 @@ class BuildConfig:
     lora: Mapping[str, Any] = field(default_factory=dict)
 
     def settings(self) -> dict[str, Any]:
-        """What was recorded, as settings of `resolve`. The weights say themselves how they are quantised."""
+        """What was recorded, as settings of `resolve`; without quant_algo, which the weights imply."""
         found = {name: getattr(self, name) for name in (*LIMITS, "max_lora_rank", "kv_cache_quant_algo")}
         found["target_modules"] = self.lora_target_modules or None
         return {name: value for name, value in found.items() if value is not None}

@@ -1,4 +1,4 @@
-"""EngineConfig (what the user says) and ModelConfig (what the checkpoint says). Frozen."""
+"""EngineConfig (settings of the user) and ModelConfig (the shape of the checkpoint). Frozen."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class EncoderConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder, as its config.json says. Sizes in elements, global (not per rank)."""
+    """The shape of a decoder, from its config.json. Sizes in elements, global (not per rank)."""
 
     architecture: str  # e.g. LlamaForCausalLM
     vocab_size: int

@@ -1,4 +1,4 @@
-"""The one way to an EngineConfig: what the user said, over the build record, over the defaults.
+"""The one way to an EngineConfig: the user's settings, over the build record, over the defaults.
 
 The Triton parameters, `LLM`, `manylora serve` and `manylora bench` each have a table of their names. `rename`
 translates these into the names here, and `resolve` does everything else.
@@ -44,7 +44,7 @@ def rename(given: Mapping[str, Any], table: Mapping[str, str], what: str = "") -
     """Settings from values by the names of a front end.
 
     given: text, or what YAML makes of it. None: not set. table: those names, to names in KEYS.
-    what:  said before a name in errors. Raises ConfigError.
+    what:  stands before a name in errors. Raises ConfigError.
     """
     settings: dict[str, Any] = {}
     for name, key in table.items():
@@ -96,7 +96,7 @@ def quant_config(settings: Settings) -> QuantConfig | None:
 
 
 def with_whole_qkv(targets: tuple[str, ...]) -> tuple[str, ...]:
-    """And what they lack of a q, k, v group of which they name a part."""
+    """targets, and the rest of each q, k, v group of which they name a part."""
     missing = [
         name for group in QKV_GROUPS if set(group) & set(targets) for name in group if name not in targets
     ]

@@ -21,7 +21,7 @@ from manylora.llmapi.adapters import PathReader
 from manylora.llmapi.decoding import decoding_of
 from manylora.llmapi.generation import Generation, Prompt
 from manylora.llmapi.lora import LoraConfig, LoRARequest
-from manylora.llmapi.options import LlmArguments, check_neutral
+from manylora.llmapi.options import LlmArguments, check_known
 from manylora.llmapi.outputs import RequestOutput
 from manylora.llmapi.result import GenerationResult
 from manylora.llmapi.sampling import SamplingParams
@@ -83,7 +83,7 @@ class LLM:
         skip_tokenizer_init: bool = False,
         **arguments: Unpack[LlmArguments],
     ) -> None:
-        check_neutral(arguments)
+        check_known(arguments)
         folder, lora_config = Path(model), arguments.get("lora_config")
         if lora_config is None and arguments.get("enable_lora"):
             lora_config = arguments["lora_config"] = LoraConfig()

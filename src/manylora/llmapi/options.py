@@ -18,15 +18,26 @@ from manylora.llmapi.lora import LoraConfig
 from manylora.quant.config import QuantConfig
 
 __all__ = [
-    "DEFAULTS", "GUIDE_BACKENDS", "KNOWN", "NAMES", "NEUTRAL", "PARTS", "READING", "EngineArguments",
-    "LlmArguments", "check_names", "check_neutral", "engine_settings", "llm_arguments", "read_options",
+    "DEFAULTS",
+    "GUIDE_BACKENDS",
+    "KNOWN",
+    "NAMES",
+    "NEUTRAL",
+    "PARTS",
+    "READING",
+    "LlmArguments",
+    "check_known",
+    "check_names",
+    "engine_settings",
+    "llm_arguments",
+    "read_options",
 ]  # fmt: skip
 
 logger = logging.getLogger("manylora")
 
 
-class EngineArguments(TypedDict, total=False):
-    """Arguments of `LLM` that are settings of the engine. None: the default."""
+class LlmArguments(TypedDict, total=False):
+    """Arguments of `LLM` but the model and its tokenizer. None: the default."""
 
     device: str | None
     dtype: str | None
@@ -41,11 +52,6 @@ class EngineArguments(TypedDict, total=False):
     enable_cuda_graph: bool | None
     cuda_graph_cache_size: int | None
     wrap_input_ids: bool | None
-
-
-class LlmArguments(EngineArguments, total=False):
-    """All arguments of `LLM` but the model and its tokenizer."""
-
     quant_config: QuantConfig | None
     lora_config: LoraConfig | None
     peft_cache_config: PeftCacheConfig | None
@@ -77,7 +83,7 @@ RENAMED = {
     "kv_cache_config.enable_block_reuse": "enable_kv_cache_reuse",
 }
 _FIELDS = {f"{part}.{one.name}": one.name for part, kind in PARTS.items() for one in fields(kind)}
-_ARGUMENTS = {name: name for name in EngineArguments.__annotations__} | _FIELDS | RENAMED
+_ARGUMENTS = {name: name for name in LlmArguments.__annotations__} | _FIELDS | RENAMED
 NAMES = {name: key for name, key in _ARGUMENTS.items() if key in KEYS}
 """Every argument, as PART.FIELD in a part, that is a setting: which."""
 # Arguments whose values are not those of the setting. None: not set.
@@ -90,7 +96,7 @@ DEFAULTS: dict[str, Any] = {
     "gpu_memory_fraction": PeftCacheConfig.device_cache_percent,
     "max_beam_width": None,  # max_batch_size
 }
-# Fields of LoraConfig that say how adapters are read, not how the engine is set up.
+# Fields of LoraConfig about reading adapters, which are no settings of the engine.
 READING = {"lora_dir", "lora_ckpt_source", "trtllm_modules_to_hf_modules", "swap_gate_up_proj_lora_b_weight"}
 GUIDE_BACKENDS = ("llguidance", "xgrammar")
 KNOWN = tuple(LlmArguments.__annotations__)
@@ -127,7 +133,7 @@ def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return rename(given, NAMES)
 
 
-def check_neutral(arguments: Mapping[str, Any]) -> None:
+def check_known(arguments: Mapping[str, Any]) -> None:
     """Raises ConfigError for an argument that is unknown, or asks for what is not there."""
     for name, value in arguments.items():
         if name not in KNOWN and value is not None and value not in NEUTRAL.get(name, ()):

@@ -55,13 +55,13 @@ def engine_config(model_dir: Path, arguments: Mapping[str, Any], **settings: Any
     backend, moe = arguments.get("guided_decoding_backend"), arguments.get("moe_backend")
     if backend is not None and backend not in GUIDE_BACKENDS:
         raise ConfigError(f"guided_decoding_backend must be one of {GUIDE_BACKENDS}, got {backend!r}")
-    said, lora = engine_settings(arguments), arguments.get("lora_config")
+    given, lora = engine_settings(arguments), arguments.get("lora_config")
     if lora is not None:
         _check_names(lora)
         if lora.lora_dir and not lora.lora_target_modules:
             model = read_model_config(model_dir)
-            said["target_modules"] = inferred_targets(lora, model, BaseWeights(model_dir))
-    config = resolve(model_dir, {**said, **settings}, DEFAULTS)
+            given["target_modules"] = inferred_targets(lora, model, BaseWeights(model_dir))
+    config = resolve(model_dir, {**given, **settings}, DEFAULTS)
     if lora is not None and not config.lora.target_modules:
         logger.warning(
             "Both lora_dir and lora_target_modules are empty, so all LoRA modules will be expected: "

@@ -1,4 +1,4 @@
-"""ServeOptions: what a user may say of the server, on the command line or in a YAML file."""
+"""ServeOptions: the options of `manylora serve`, from the command line or a YAML file."""
 
 # ruff: noqa: RUF009 - _option makes a dataclass field, nothing that instances would share.
 
@@ -68,7 +68,7 @@ class ServeOptions:
         Path,
     )
     lora_refresh_seconds: float = _option(5.0, "in which a new or changed adapter serves", float)
-    lora_keep_bytes: int = _option(2**28, "adapter tensors held in memory beside the cache", int)
+    lora_keep_bytes: int = _option(2**28, "adapter tensors in memory beside the cache", int)
     lora_disk_bytes: int = _option(
         LoraCacheConfig.disk_cache_bytes,
         "copies of adapters on disk, which outlive their files' changes; 0: none",
@@ -131,7 +131,8 @@ class ServeOptions:
                 raise ConfigError(f"{folder} is not a directory: give folders")
 
     def _check_triton(self) -> None:
-        """Settings of the engine would have no effect on Triton's, but for two that it may not tell."""
+        """Raises ConfigError for a setting of the engine, as it has no effect on Triton's. max_batch_size and
+        max_seq_len stand in where Triton's configuration has none."""
         given = [
             name
             for name, value in {**self.sections, **self._engine_flags()}.items()
@@ -225,7 +226,7 @@ def _read(path: Path) -> dict[str, Any]:
                 value = {one: value[one] for one in value if one not in CACHE_OPTIONS}
             given.append((name, value))
         sections = llm.llm_arguments({name: value for name, value in given if name not in known})
-        llm.check_neutral({name: value for name, value in sections.items() if name in llm.NEUTRAL})
+        llm.check_known({name: value for name, value in sections.items() if name in llm.NEUTRAL})
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     settings: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Model parameters of config.pbtxt to an EngineConfig. Empty and unfilled `${…}` mean: the default."""
+"""Model parameters of config.pbtxt to an EngineConfig. Empty text and an unfilled `${…}` mean the default."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ HARMLESS = {
     "encoder_model_path": (),
     "guided_decoding_backend": ("xgrammar", "llguidance"),
 }
+# Parameters with an effect that are no settings of the engine.
 OTHERS = (
     "FORCE_CPU_ONLY_INPUT_TENSORS", "gpt_model_type", "gpt_model_path", "executor_worker_path",
     "exclude_input_in_output", "cancellation_check_period_ms", "stats_check_period_ms",
@@ -135,7 +136,7 @@ def _settings(parameters: Mapping[str, str], names: Mapping[str, str] = NAMES) -
 
 
 def _check_window(parameters: Mapping[str, str], path: Path, max_seq_len: int | None) -> None:
-    """A window as long as the longest sequence hides nothing; a shorter one would."""
+    """Raises ConfigError for an attention window that is shorter than the longest sequence."""
     name = "max_attention_window_size"
     sizes = _value(parameters, name, lambda text: [whole_number(part.strip()) for part in text.split(",")])
     if sizes is None:
@@ -151,11 +152,11 @@ def _max_positions(path: Path) -> int | None:
     try:
         return positions(json.loads((path / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
-        return None  # reading the model says what is wrong with it
+        return None  # reading the model reports what is wrong
 
 
 def positions(config: Mapping[str, Any]) -> int | None:
-    """The longest sequence that a config.json knows."""
+    """The longest sequence by a config.json, in tokens. None: it does not say."""
     found = [config[name] for name in POSITIONS if isinstance(config.get(name), int)]
     return found[0] if found else None
 

@@ -66,17 +66,12 @@ def _parsed(value: Any, kind: Callable[[Any], Any], accepted: tuple[type, ...], 
     raise ValueError(f"must be {wanted}, got {value!r}")
 
 
-def _several(convert: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+def _items(value: Any) -> list[Any]:
     """Of a list, or of a text with commas."""
-
-    def converted(value: Any) -> tuple[Any, ...]:
-        items = value.split(",") if isinstance(value, str) else value
-        if not isinstance(items, list | tuple):
-            raise ValueError(f"must be a list, got {value!r}")
-        items = [item.strip() if isinstance(item, str) else item for item in items]
-        return tuple(convert(item) for item in items if item != "")
-
-    return converted
+    items = [item.strip() for item in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple):
+        raise ValueError(f"must be a list, got {value!r}")
+    return [item for item in items if item != ""]
 
 
 CONVERTERS: dict[str, Callable[[Any], Any]] = {
@@ -85,9 +80,9 @@ CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "float": _number,
     "str": _text,
     "Path": _path,
-    "tuple[str, ...]": _several(_text),
-    "tuple[Path, ...]": _several(_path),
-    "list[str]": lambda value: list(_several(_text)(value)),
+    "tuple[str, ...]": lambda value: tuple(map(_text, _items(value))),
+    "tuple[Path, ...]": lambda value: tuple(map(_path, _items(value))),
+    "list[str]": lambda value: [*map(_text, _items(value))],
     "QuantAlgo | str": _text,
 }
 """By the annotation of a dataclass's field, `| None` left out. Each raises ValueError: "must be …"."""

@@ -17,7 +17,10 @@ MAX_ID = 2**64 - 1
 
 
 class Options:
-    """Base of dataclasses that know which fields they were given: only these override a build record."""
+    """Base of dataclasses that know which fields they were given: only these override a build record.
+
+    `dataclasses.replace` gives all fields to its copy.
+    """
 
     given: frozenset[str]
 

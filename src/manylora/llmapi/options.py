@@ -18,19 +18,7 @@ from manylora.llmapi.lora import LoraConfig
 from manylora.quant.config import QuantConfig
 
 __all__ = [
-    "DEFAULTS",
-    "GUIDE_BACKENDS",
-    "KNOWN",
-    "NAMES",
-    "NEUTRAL",
-    "PARTS",
-    "READING",
-    "LlmArguments",
-    "check_known",
-    "check_names",
-    "engine_settings",
-    "llm_arguments",
-    "read_options",
+    "LlmArguments", "check_known", "check_names", "engine_settings", "llm_arguments", "read_options",
 ]  # fmt: skip
 
 logger = logging.getLogger("manylora")
@@ -147,9 +135,12 @@ def read_options(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     try:
-        loaded = _load(text)
+        load, hint = importlib.import_module("yaml").safe_load, ""
+    except ImportError:
+        load, hint = json.loads, " (pyyaml is not installed, so it must be JSON)"
+    try:
+        loaded = load(text)
     except Exception as error:  # each reader has its own errors
-        hint = "" if _yaml() else " (pyyaml is not installed, so it must be JSON)"
         raise ConfigError(f"{path} cannot be read{hint}: {' '.join(str(error).split())}") from error
     if loaded is None:
         return {}
@@ -182,15 +173,3 @@ def _part(name: str, kind: type, value: Any) -> Any:
         return kind(**value)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"option {name}: {error}") from error
-
-
-def _load(text: str) -> Any:
-    yaml = _yaml()
-    return yaml.safe_load(text) if yaml else json.loads(text)
-
-
-def _yaml() -> Any:
-    try:
-        return importlib.import_module("yaml")
-    except ImportError:
-        return None

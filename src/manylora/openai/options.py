@@ -222,7 +222,7 @@ def _read(path: Path) -> dict[str, Any]:
         for key, value in found.items():
             name = next((name for name, others in ALIASES.items() if key in others), key)
             if name == "peft_cache_config" and isinstance(value, dict):
-                given += [(CACHE_OPTIONS[one], value[one]) for one in value if one in CACHE_OPTIONS]
+                given += [(to, value[one]) for one, to in CACHE_OPTIONS.items() if value.get(one) is not None]
                 value = {one: value[one] for one in value if one not in CACHE_OPTIONS}
             given.append((name, value))
         sections = llm.llm_arguments({name: value for name, value in given if name not in known})

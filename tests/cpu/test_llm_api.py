@@ -18,8 +18,8 @@ import pytest
 
 from manylora import LLM, GuidedDecodingParams, LoraConfig, LoRARequest, PeftCacheConfig, SamplingParams
 from manylora.errors import AdapterNotCachedError, ConfigError, RequestError
-from manylora.llmapi.adapters import AdapterPath, PathReader
 from manylora.llmapi.result import GenerationResult
+from manylora.lora.library.reader import AdapterReader
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
 from manylora.text.tokenizer import Tokenizer
 
@@ -70,14 +70,14 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         self.opened = threading.Event()
-        read = PathReader.read
+        read = AdapterReader.read
 
-        def gated(reader: PathReader, path: AdapterPath):
+        def gated(*what: object):
             self.count += 1
             assert self.opened.wait(20)
-            return read(reader, path)
+            return read(*what)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(PathReader, "read", gated)
+        monkeypatch.setattr(AdapterReader, "read", gated)
 
 
 def test_a_batch_of_adapters_and_prompts_equals_the_reference(llm: LLM) -> None:
@@ -233,9 +233,10 @@ def test_every_adapter_at_once_over_a_cache_of_two(tiny: Path, monkeypatch: pyte
     """Tensors on the way are bounded to one adapter, and the cache seems to hold what it does not."""
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     with open_tiny(tiny) as llm:
-        monkeypatch.setattr(llm._service._carried, "_max_bytes", 1)
-        resident, asked = llm._service._resident, iter(range(10**6))
-        monkeypatch.setattr(llm._service, "_resident", lambda i: next(asked) % 3 == 0 or resident(i))
+        store = llm._loop._engine.adapters
+        monkeypatch.setattr(store, "_max_loaded_bytes", 1)
+        resident, asked = store.resident, iter(range(10**6))
+        monkeypatch.setattr(store, "resident", lambda i: next(asked) % 3 == 0 or resident(i))
         numbers = [i % 6 for i in range(48)]
         requests = [LoRARequest(f"a{i}", i, str(tiny / f"a{i}")) for i in numbers]
         outputs = llm.generate(["two"] * len(numbers), params, requests, False)
@@ -243,7 +244,7 @@ def test_every_adapter_at_once_over_a_cache_of_two(tiny: Path, monkeypatch: pyte
             expected = reference_generate(tiny / "model", tiny / f"a{i}", output.prompt_token_ids, 6)
             assert output.outputs[0].token_ids == expected
         assert llm.stats().adapters.host_evictions > 0
-        assert not llm._service._carried._requests and not llm._service._tickets
+        assert not store._in_memory and not llm._service._tickets
 
 
 def test_an_adapter_is_read_once_for_all_who_wait_for_it(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +284,7 @@ def test_abort_ends_a_request_wherever_it_is(tiny: Path, monkeypatch: pytest.Mon
         assert 4 <= piece.outputs[0].length < 250
         stream.abort()
         assert llm.generate("one", SamplingParams(max_tokens=3), use_tqdm=False).outputs[0].length == 3
-        assert not llm._service._tickets and not llm._service._aborted
+        assert not llm._service._tickets
 
 
 def test_an_id_belongs_to_one_directory_once_its_adapter_was_accepted(tiny: Path) -> None:

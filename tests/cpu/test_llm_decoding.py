@@ -239,11 +239,11 @@ def test_tensors_are_let_go_while_their_request_runs(tiny: Path) -> None:
         try:
             result = llm.generate_async(PROMPT, params, plain(tiny), streaming=True)
             next(iter(result))
-            carried = llm._service._carried
+            loaded = llm._loop._engine.adapters._in_memory
             deadline = time.monotonic() + 5
-            while carried._requests and time.monotonic() < deadline:
+            while loaded and time.monotonic() < deadline:
                 time.sleep(0.001)
-            assert not result.finished and not carried._requests and carried._num_bytes == 0
+            assert not result.finished and not loaded
         finally:
             gc.enable()
         result.abort()

@@ -27,7 +27,12 @@ class FakeEngine:
         self.gate.set()
         self.known: set[int] = set()
         self.order: list[tuple[int, bool]] = []
-        self.adapters = SimpleNamespace(resident=lambda task_id: task_id in self.known, close=lambda: None)
+        self.adapters = SimpleNamespace(
+            resident=lambda task_id: task_id in self.known,
+            wait_for_memory=lambda: None,
+            end_waits=lambda: None,
+            close=lambda: None,
+        )
 
     @property
     def has_work(self) -> bool:

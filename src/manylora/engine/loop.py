@@ -151,6 +151,7 @@ class EngineLoop:
             self._closing = True
             everyone = list(self._sinks)
         if not drain:
+            self._engine.adapters.end_waits()
             for ticket in everyone:
                 self.cancel(ticket)
         self._compilers.shutdown(wait=True)  # first: it passes requests on to the preparer
@@ -165,10 +166,7 @@ class EngineLoop:
         if request.params.guide is not None and matcher is None:
             self._aside += 1
             self._compilers.submit(self._compile_aside, ticket, request)
-        elif self._enter_preparation(request):
-            self._aside += 1
-            self._preparer.submit(self._prepare_aside, ticket, request, matcher)
-        else:
+        elif not self._enter_preparation(ticket, request, matcher):
             self._inbox.put(lambda: self._begin(ticket, request, matcher))
 
     def _compile_aside(self, ticket: int, request: Request) -> None:
@@ -186,18 +184,21 @@ class EngineLoop:
         if failure is not None:
             self._inbox.put(lambda: self._admit(ticket, failure))
 
-    def _enter_preparation(self, request: Request) -> bool:
-        """Whether the preparing thread goes first. Requests of a task id in preparation keep their order."""
+    def _enter_preparation(self, ticket: int, request: Request, matcher: Any) -> bool:
+        """Hand a request to the preparing thread, if that goes first. Requests of a task id keep their order.
+        Under the lock."""
         lora = request.lora
         if lora is None or lora.task_id is None:
             return False
-        if not (
-            lora.has_tensors
-            or lora.task_id in self._preparing
-            or not self._engine.adapters.resident(lora.task_id)
-        ):
+        preparing = self._preparing.get(lora.task_id, 0)
+        if not (lora.has_tensors or preparing or not self._engine.adapters.resident(lora.task_id)):
             return False
-        self._preparing[lora.task_id] = self._preparing.get(lora.task_id, 0) + 1
+        try:
+            self._preparer.submit(self._prepare_aside, ticket, request, matcher)
+        except RuntimeError:  # closed: what is left is prepared by the engine's thread
+            return False
+        self._aside += 1
+        self._preparing[lora.task_id] = preparing + 1
         return True
 
     def _prepare_aside(self, ticket: int, request: Request, matcher: Any) -> None:
@@ -206,6 +207,8 @@ class EngineLoop:
         prepared: Prepared | RequestError = Prepared(request, None, matcher)
         if ticket in self._sinks:  # else it was cancelled
             try:
+                if not request.lora.has_tensors:
+                    self._engine.adapters.wait_for_memory()
                 prepared = self._engine.prepare(request, matcher)
             except AdapterNotCachedError:
                 pass  # Its tensors may be ahead of it in the inbox: the engine thread knows.
@@ -263,6 +266,9 @@ class EngineLoop:
     def _begin(self, ticket: int, request: Request, matcher: Any) -> None:
         if ticket not in self._sinks:  # cancelled
             return
+        with self._lock:
+            if self._enter_preparation(ticket, request, matcher):  # its adapter was evicted meanwhile
+                return
         try:
             self._admit(ticket, self._engine.prepare(request, matcher))
         except Exception as error:
@@ -322,6 +328,7 @@ class EngineLoop:
             if self._death is None:
                 self._death = death
             orphans, self._sinks = self._sinks, {}
+        self._engine.adapters.end_waits()
         self._stepping = True  # all are told before anybody is woken
         for sink in orphans.values():
             self._call(sink, _failure(death))
@@ -335,8 +342,8 @@ def _failure(error: Exception) -> Event:
 
 def _as_refusal(error: BaseException, text: str) -> RequestError:
     """What is wrong with one request. Anything that no check foresaw is logged; libraries in Rust end in
-    exceptions that are no Exception."""
+    exceptions that are no Exception. Without its traceback, which would keep an adapter in memory."""
     if isinstance(error, RequestError):
-        return error
+        return error.with_traceback(None)
     logger.error("a request failed before it began", exc_info=error)
     return RequestError(f"{text}: {type(error).__name__}")

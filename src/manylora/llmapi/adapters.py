@@ -1,19 +1,21 @@
-"""AdapterRegistry: which files each adapter id means. PathReader: what is in them."""
+"""AdapterRegistry: which files each adapter id of an LLM means."""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from manylora.errors import AdapterError, AdapterInvalidError, AdapterNotCachedError
 from manylora.llmapi.lora import LoRARequest
 from manylora.lora.formats.sources import find_source
+from manylora.lora.library.library import AdapterLibrary
 from manylora.lora.library.reader import AdapterReader
 from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter
 
-__all__ = ["AdapterPath", "AdapterRegistry", "PathReader"]
+__all__ = ["AdapterPath", "AdapterRegistry"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class AdapterPath:
 
 
 @dataclass
-class _Entry:
+class _Registered:
     path: AdapterPath
     num_open: int = 0  # requests under way
     accepted: bool = False  # the engine took it, or may have
@@ -33,14 +35,18 @@ class _Entry:
 
 class AdapterRegistry:
     """Any thread. An id belongs to one path. Only an id whose adapter was refused may be given another one,
-    so that a mistyped path can be mended."""
+    so that a mistyped path can be mended.
 
-    def __init__(self) -> None:
+    library: of the engine, which reads an adapter when it is not in the cache. reader: for `lora_config`.
+    """
+
+    def __init__(self, library: AdapterLibrary, reader: AdapterReader) -> None:
+        self._library, self._reader = library, reader
         self._lock = threading.Lock()
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _Registered] = {}
 
-    def claim(self, request: LoRARequest) -> AdapterPath:
-        """Where the request's adapter is; to be released when the request ends.
+    def claim(self, request: LoRARequest) -> None:
+        """Let the request's id mean its path; to be released when the request ends.
 
         Raises AdapterInvalidError when the id means another path, AdapterNotCachedError when the request has
         no path and the id is not known.
@@ -54,7 +60,8 @@ class AdapterRegistry:
                 raise AdapterNotCachedError(task_id)
             if entry is None:
                 assert path is not None
-                entry = self._entries[task_id] = _Entry(path)
+                entry = self._entries[task_id] = _Registered(path)
+                self._library.register(task_id, path.path, partial(self._read, path))
             elif path is not None and path != entry.path:
                 if entry.accepted or entry.num_open:
                     raise AdapterInvalidError(
@@ -62,8 +69,8 @@ class AdapterRegistry:
                         "path: give each adapter an id of its own"
                     )
                 entry.path = path
+                self._library.register(task_id, path.path, partial(self._read, path))
             entry.num_open += 1
-            return entry.path
 
     def release(self, task_id: int, accepted: bool) -> None:
         """A request has ended. accepted: not because of its adapter, so the id keeps its path."""
@@ -74,14 +81,7 @@ class AdapterRegistry:
             if not (entry.num_open or entry.accepted):
                 del self._entries[task_id]
 
-
-class PathReader:
-    """reader: of the engine's store, for the modules that matrices must fit."""
-
-    def __init__(self, reader: AdapterReader) -> None:
-        self._reader = reader
-
-    def read(self, path: AdapterPath) -> Adapter | StoredAdapter:
+    def _read(self, path: AdapterPath) -> Adapter | StoredAdapter:
         """Raises AdapterInvalidError."""
         try:
             source = find_source(path.path)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from manylora.llmapi.adapters import AdapterPath
 from manylora.llmapi.continuation import Continuation
 from manylora.llmapi.decoding import Decoding
 from manylora.llmapi.lora import LoRARequest
@@ -39,7 +38,7 @@ class Prompt:
 
 
 class Generation:
-    """`take` belongs to one thread. path: of the adapter, None for the base model."""
+    """`take` belongs to one thread."""
 
     def __init__(
         self,
@@ -47,14 +46,12 @@ class Generation:
         prompt: Prompt,
         decoding: Decoding,
         lora_request: LoRARequest | None,
-        path: AdapterPath | None,
         streaming: bool,
         tokenizer: Tokenizer | None,
         abort: Callable[[Generation], None],
     ) -> None:
         self.request_id = request_id
         self.lora_request = lora_request
-        self.path = path
         self.from_disk = False  # its adapter was not in the cache
         this = weakref.ref(self)  # not a cycle: whoever drops the last result frees the LLM at once
         self.result = GenerationResult(request_id, lambda: _abort_if_open(this(), abort))
@@ -73,7 +70,7 @@ class Generation:
         return self.lora_request.lora_int_id if self.lora_request else None
 
     def request(self, lora: LoraInput | None) -> Request:
-        """What the engine gets. lora: with tensors, or the id alone."""
+        """What the engine gets. lora: the adapter, by its id."""
         prompt = self._prompt
         return Request(
             prompt=prompt.token_ids if prompt.decoder_ids is None else prompt.decoder_ids,

@@ -17,7 +17,7 @@ from manylora.config.engine import EngineConfig
 from manylora.engine.engine import Engine
 from manylora.engine.loop import EngineLoop
 from manylora.errors import ConfigError, RequestError
-from manylora.llmapi.adapters import PathReader
+from manylora.llmapi.adapters import AdapterRegistry
 from manylora.llmapi.decoding import decoding_of
 from manylora.llmapi.generation import Generation, Prompt
 from manylora.llmapi.lora import LoraConfig, LoRARequest
@@ -43,7 +43,6 @@ Input = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or a mapping with `prompt` or `prompt_token_ids`, and of an encoder-decoder model maybe
 `decoder_input_token_ids`, which its decoder goes on from; the prompt is its encoder's."""
 
-CARRIED_BYTES = 2**30
 """Tensors of adapters that may be on their way to the cache, where the host level is smaller than this."""
 
 DECODER_IDS = "decoder_input_token_ids"
@@ -106,12 +105,11 @@ class LLM:
             raise ConfigError(parameter_names(str(error))) from error
         self._config = config
         self._max_seq_len = engine.max_seq_len
-        adapters = engine.adapters.stats()
+        adapters = engine.adapters
         self._loop = EngineLoop(engine)
-        carried = max(CARRIED_BYTES, adapters.host_pages * adapters.page_bytes)
         modules = modules_to_read(lora_modules(self._model, config.lora.target_modules), lora_config)
-        reader = PathReader(engine.adapters.parts.reader(modules))
-        self._service = Service(self._loop, reader, engine.adapters.resident, carried)
+        registry = AdapterRegistry(adapters.library, adapters.parts.reader(modules))
+        self._service = Service(self._loop, registry, adapters.resident)
         self._ids = itertools.count()
         self._finalizer = weakref.finalize(self, _dispose, self._service)
 
@@ -211,15 +209,14 @@ class LLM:
             raise ValueError(f"n and best_of must be at most {name} ({most}), got {decoding.num_results}")
         prompt = self._encode(inputs, params)
         decoding = decoding.within(self._max_seq_len - prompt.length)
-        path = None
         if lora_request is not None:
             if not self._serves_lora:
                 raise RequestError(
                     "lora_request needs an LLM with a lora_config: this one serves no adapters"
                 )
-            path = self._service.registry.claim(lora_request)
+            self._service.registry.claim(lora_request)
         return Generation(
-            next(self._ids), prompt, decoding, lora_request, path, streaming, self._tokenizer, self._abort
+            next(self._ids), prompt, decoding, lora_request, streaming, self._tokenizer, self._abort
         )
 
     def _submit(self, generation: Generation) -> GenerationResult:

@@ -38,6 +38,9 @@ __all__ = ["AdapterLease", "AdapterStore"]
 
 logger = logging.getLogger("manylora")
 
+LEAST_LOADED_BYTES = 2**30  # of adapters on their way to the cache, however small that is
+POLL_S = 0.005
+
 
 @dataclass(eq=False)
 class AdapterLease:
@@ -76,6 +79,9 @@ class AdapterStore:
         self._lock = threading.Lock()  # of `_in_memory`, which `prepare` changes from any thread
         # Read, or found in files, and not on the host yet.
         self._in_memory: WeakValueDictionary[str, Adapter | StoredAdapter] = WeakValueDictionary()
+        self._closing = threading.Event()
+        host_bytes = plan.host_pages * self._pool.page_bytes
+        self._max_loaded_bytes = max(LEAST_LOADED_BYTES, host_bytes)
         self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
         self.view = CacheView(
             self._cache, library, self._arrivals, self._pool.page_bytes, parts.max_device_adapters
@@ -139,11 +145,26 @@ class AdapterStore:
             return self._share(adapter)
         if lora.task_id is None:
             raise AdapterInvalidError("lora_task_id must be set for LoRA inference")
-        if self.resident(lora.task_id):
+        digest = self.library.digest(lora.task_id)
+        if digest is not None and self._cache.on_host(digest):
             return None
         with self._lock:
             loaded = self._in_memory.get(self.library.last_digest(lora.task_id) or "")
         return loaded or self._share(self.library.find(lora.task_id))
+
+    def wait_for_memory(self) -> None:
+        """Wait while adapters that were read, and are not on the host yet, have too many bytes. For threads
+        that are about to read one; never the engine's, on which that memory becomes free."""
+        while self._count_loaded_bytes() >= self._max_loaded_bytes and not self._closing.wait(POLL_S):
+            pass
+
+    def end_waits(self) -> None:
+        """Let nobody wait for memory any more. Any thread."""
+        self._closing.set()
+
+    def _count_loaded_bytes(self) -> int:
+        with self._lock:
+            return sum(adapter.nbytes for adapter in self._in_memory.values())
 
     def acquire(self, lora: LoraInput, adapter: Adapter | StoredAdapter | None) -> AdapterLease:
         """A lease on what `prepare` returned. On the host, or carried until there is room.

@@ -131,7 +131,7 @@ def bring(store: AdapterStore, name: str) -> tuple[Cost, Cost, int]:
     gc.collect()
     reset_peak()
     clock = Clock()
-    lora = store.resolve(LoraInput(None, name=name))
+    lora = store.library.resolve(LoraInput(None, name=name))
     adapter = store.prepare(lora)
     assert adapter is not None, "the adapter is in the cache already"
     prepared = clock.read()

@@ -207,7 +207,7 @@ def test_the_catalog_names_what_leads_out(
     )
     assert "7\\nlora task 9 is fine is invalid" in caplog.text
     with pytest.raises(AdapterInvalidError, match="leads out"):
-        store.prepare(store.resolve(LoraInput(None, name="folder")))
+        store.prepare(store.library.resolve(LoraInput(None, name="folder")))
     store.close()
     store = open_store(model_dir, prefetch_dir=linked, allowed_paths=(linked.parent / "outside",))
     assert all(store.resident(task_id) for task_id in range(3))

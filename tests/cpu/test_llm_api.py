@@ -234,7 +234,7 @@ def test_every_adapter_at_once_over_a_cache_of_two(tiny: Path, monkeypatch: pyte
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     with open_tiny(tiny) as llm:
         store = llm._loop._engine.adapters
-        monkeypatch.setattr(store, "_max_loaded_bytes", 1)
+        monkeypatch.setattr(store.loader, "_max_bytes", 1)
         resident, asked = store.resident, iter(range(10**6))
         monkeypatch.setattr(store, "resident", lambda i: next(asked) % 3 == 0 or resident(i))
         numbers = [i % 6 for i in range(48)]
@@ -244,7 +244,7 @@ def test_every_adapter_at_once_over_a_cache_of_two(tiny: Path, monkeypatch: pyte
             expected = reference_generate(tiny / "model", tiny / f"a{i}", output.prompt_token_ids, 6)
             assert output.outputs[0].token_ids == expected
         assert llm.stats().adapters.host_evictions > 0
-        assert not store._in_memory and not llm._service._tickets
+        assert not store.loader._in_memory and not llm._service._tickets
 
 
 def test_an_adapter_is_read_once_for_all_who_wait_for_it(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,7 +239,7 @@ def test_tensors_are_let_go_while_their_request_runs(tiny: Path) -> None:
         try:
             result = llm.generate_async(PROMPT, params, plain(tiny), streaming=True)
             next(iter(result))
-            loaded = llm._loop._engine.adapters._in_memory
+            loaded = llm._loop._engine.adapters.loader._in_memory
             deadline = time.monotonic() + 5
             while loaded and time.monotonic() < deadline:
                 time.sleep(0.001)

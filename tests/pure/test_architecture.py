@@ -42,8 +42,8 @@ INSIDE = {
     "lora": [
         "pages", "modules", "expert_rules", "geometry", "bounds", "float8", "number_types", "tensors",
         "stored", "staging", "extras", "slicing", "formats", "cache", "pool", "library", "arrivals",
-        "cache_view", "store_parts", "store", "convert", "convert_nemo", "normalize", "report",
-        "moe_layout",
+        "loader", "cache_view", "store_parts", "store", "convert", "convert_nemo", "normalize",
+        "report", "moe_layout",
     ],
     "lora.library": ["fingerprint", "rules", "reader", "memory", "disk", "library"],
     "model": [

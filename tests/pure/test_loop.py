@@ -29,8 +29,7 @@ class FakeEngine:
         self.order: list[tuple[int, bool]] = []
         self.adapters = SimpleNamespace(
             resident=lambda task_id: task_id in self.known,
-            wait_for_memory=lambda: None,
-            end_waits=lambda: None,
+            loader=SimpleNamespace(wait_for_memory=lambda: None, end_waits=lambda: None),
             close=lambda: None,
         )
 

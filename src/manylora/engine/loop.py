@@ -98,7 +98,7 @@ class EngineLoop:
         refusal: RequestError | None = None
         if request.lora is not None and request.lora.name is not None:
             try:
-                request = replace(request, lora=self._engine.adapters.resolve(request.lora))
+                request = replace(request, lora=self._engine.adapters.library.resolve(request.lora))
             except RequestError as error:
                 refusal = error
         with self._lock:
@@ -151,7 +151,7 @@ class EngineLoop:
             self._closing = True
             everyone = list(self._sinks)
         if not drain:
-            self._engine.adapters.end_waits()
+            self._engine.adapters.loader.end_waits()
             for ticket in everyone:
                 self.cancel(ticket)
         self._compilers.shutdown(wait=True)  # first: it passes requests on to the preparer
@@ -208,7 +208,7 @@ class EngineLoop:
         if ticket in self._sinks:  # else it was cancelled
             try:
                 if not request.lora.has_tensors:
-                    self._engine.adapters.wait_for_memory()
+                    self._engine.adapters.loader.wait_for_memory()
                 prepared = self._engine.prepare(request, matcher)
             except AdapterNotCachedError:
                 pass  # Its tensors may be ahead of it in the inbox: the engine thread knows.
@@ -328,7 +328,7 @@ class EngineLoop:
             if self._death is None:
                 self._death = death
             orphans, self._sinks = self._sinks, {}
-        self._engine.adapters.end_waits()
+        self._engine.adapters.loader.end_waits()
         self._stepping = True  # all are told before anybody is woken
         for sink in orphans.values():
             self._call(sink, _failure(death))

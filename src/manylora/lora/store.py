@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from weakref import WeakValueDictionary
 
 import torch
 
 from manylora.config.engine import LoraCacheConfig, ModelConfig
 from manylora.errors import (
     AdapterCacheFullError,
-    AdapterInvalidError,
     AdapterNotCachedError,
     RequestError,
 )
@@ -27,6 +24,7 @@ from manylora.lora.extras import with_extras
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.geometry import Layout
 from manylora.lora.library.library import AdapterLibrary
+from manylora.lora.loader import AdapterLoader
 from manylora.lora.modules import LoraModule
 from manylora.lora.store_parts import StoreParts, build_parts
 from manylora.lora.stored import StoredAdapter
@@ -39,7 +37,6 @@ __all__ = ["AdapterLease", "AdapterStore"]
 logger = logging.getLogger("manylora")
 
 LEAST_LOADED_BYTES = 2**30  # of adapters on their way to the cache, however small that is
-POLL_S = 0.005
 
 
 @dataclass(eq=False)
@@ -76,12 +73,8 @@ class AdapterStore:
         self._geometry = plan.geometry
         self._cache = AdapterCache(plan.host_pages, plan.device_pages)
         self._arrivals = Arrivals(self._cache, self._pool)
-        self._lock = threading.Lock()  # of `_in_memory`, which `prepare` changes from any thread
-        # Read, or found in files, and not on the host yet.
-        self._in_memory: WeakValueDictionary[str, Adapter | StoredAdapter] = WeakValueDictionary()
-        self._closing = threading.Event()
-        host_bytes = plan.host_pages * self._pool.page_bytes
-        self._max_loaded_bytes = max(LEAST_LOADED_BYTES, host_bytes)
+        most = max(LEAST_LOADED_BYTES, plan.host_pages * self._pool.page_bytes)
+        self.loader = AdapterLoader(library, parts.rules, self._cache.on_host, most)
         self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
         self.view = CacheView(
             self._cache, library, self._arrivals, self._pool.page_bytes, parts.max_device_adapters
@@ -126,45 +119,12 @@ class AdapterStore:
         digest = self.library.digest(task_id)
         return digest is not None and self._cache.on_host(digest)
 
-    def resolve(self, lora: LoraInput) -> LoraInput:
-        """The same with an id in place of a name. Any thread. Raises AdapterError."""
-        if lora.name is None or lora.task_id is not None:
-            return lora
-        return LoraInput(self.library.id_of(lora.name, lora.source), name=lora.name)
-
     def prepare(self, lora: LoraInput) -> Adapter | StoredAdapter | None:
         """Check tensors, or find an adapter that is not on the host; None when it is. Any thread.
 
         Raises AdapterInvalidError, AdapterNotCachedError.
         """
-        if lora.has_tensors:
-            made = lora.checked
-            adapter = made if isinstance(made, Adapter | StoredAdapter) else self.rules.check(lora)
-            if isinstance(adapter, Adapter) and lora.weights is not None:
-                self.library.keep(adapter)
-            return self._share(adapter)
-        if lora.task_id is None:
-            raise AdapterInvalidError("lora_task_id must be set for LoRA inference")
-        digest = self.library.digest(lora.task_id)
-        if digest is not None and self._cache.on_host(digest):
-            return None
-        with self._lock:
-            loaded = self._in_memory.get(self.library.last_digest(lora.task_id) or "")
-        return loaded or self._share(self.library.find(lora.task_id))
-
-    def wait_for_memory(self) -> None:
-        """Wait while adapters that were read, and are not on the host yet, have too many bytes. For threads
-        that are about to read one; never the engine's, on which that memory becomes free."""
-        while self._count_loaded_bytes() >= self._max_loaded_bytes and not self._closing.wait(POLL_S):
-            pass
-
-    def end_waits(self) -> None:
-        """Let nobody wait for memory any more. Any thread."""
-        self._closing.set()
-
-    def _count_loaded_bytes(self) -> int:
-        with self._lock:
-            return sum(adapter.nbytes for adapter in self._in_memory.values())
+        return self.loader.prepare(lora)
 
     def acquire(self, lora: LoraInput, adapter: Adapter | StoredAdapter | None) -> AdapterLease:
         """A lease on what `prepare` returned. On the host, or carried until there is room.
@@ -183,7 +143,7 @@ class AdapterStore:
         else:
             raise AdapterNotCachedError(lora.task_id)
         if adapter is not None:
-            self.library.bind(lora.task_id, digest, self._servable)
+            self.library.bind(lora.task_id, digest, self.loader.is_servable)
         lease = AdapterLease(digest, lora.task_id, layout, adapter, tier=self._tier(digest, lora))
         if lease.tier == "device":
             self._cache.device.count_hit(digest)
@@ -246,8 +206,7 @@ class AdapterStore:
             if self._cache.on_host(digest):
                 self._cache.evict(digest)
             self._arrivals.forget(digest)
-            with self._lock:
-                self._in_memory.pop(digest, None)  # or the next to ask would be given it again
+            self.loader.forget(digest)
 
     def batch(self, segments: Sequence[tuple[int, int, AdapterLease]]) -> LoraBatch | None:
         """The adapters of one forward pass: token rows [start, stop) and the lease they run under.
@@ -288,15 +247,6 @@ class AdapterStore:
             return "host"
         return "wire" if lora.has_tensors else "disk"
 
-    def _servable(self, digest: str) -> bool:
-        with self._lock:
-            return self._cache.on_host(digest) or digest in self._in_memory
-
-    def _share(self, adapter: Adapter | StoredAdapter) -> Adapter | StoredAdapter:
-        """The adapter of this content that is in memory already, or this one. Any thread."""
-        with self._lock:
-            return self._in_memory.setdefault(adapter.digest, adapter)
-
     def _make_layout(self, adapter: Adapter | StoredAdapter, task_id: int) -> Layout:
         layout = Layout.of(adapter.shapes(self.modules), self._geometry, self._pool.element_bytes)
         layout = with_extras(layout, adapter.extras, self._geometry)
@@ -336,7 +286,7 @@ class AdapterStore:
             leases = self._waiting.pop(digest)
             entry = self._cache.host.entries[digest]
             adapter = self._pool.read_host(digest, entry.content, entry.pages)
-            shared = self._share(adapter)
+            shared = self.loader.share(adapter)
             for lease in leases:
                 lease.carried = shared
         return True

@@ -24,6 +24,7 @@ from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.reader import AdapterReader
 from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter
+from manylora.request import LoraInput
 
 __all__ = ["AdapterLibrary", "Read", "task_id_of"]
 
@@ -99,6 +100,12 @@ class AdapterLibrary:
         if kind is not None and (kind == "nemo") != (find_source(folder).kind == "nemo"):
             raise AdapterInvalidError(f"lora_name {name} is not a checkpoint of kind {kind}")
         return number
+
+    def resolve(self, lora: LoraInput) -> LoraInput:
+        """The same with an id in place of a name. Raises AdapterError."""
+        if lora.name is None or lora.task_id is not None:
+            return lora
+        return LoraInput(self.id_of(lora.name, lora.source), name=lora.name)
 
     def bind(self, task_id: int, digest: str, keep: Callable[[str], bool]) -> None:
         """Point a task id at a digest. keep: whether a digest can still be served; others are forgotten in
@@ -183,13 +190,16 @@ class AdapterLibrary:
             else:
                 if own or adapter.digest == digest:
                     self._note(source, task_id, digest, adapter.digest)
-                    return adapter
+                    return self._count(adapter)
         copy = self._disk.get(digest) if digest is not None else None
         if copy is None:
             raise failure
+        return self._count(copy)
+
+    def _count(self, adapter: Adapter | StoredAdapter) -> Adapter | StoredAdapter:
         with self._lock:
             self._num_loads += 1
-        return copy
+        return adapter
 
     def _source_of(self, task_id: int, digest: str | None) -> _Source | None:
         """The files to read for an id, its own or others with the same content. Under the lock."""
@@ -202,7 +212,6 @@ class AdapterLibrary:
         if old not in (None, new):
             logger.warning("lora task %d: %s has changed; its new content is served", task_id, source.path)
         with self._lock:
-            self._num_loads += old is not None or task_id < 0
             if source.digest != new and source.digest is not None:
                 self._owners.pop(source.digest, None)
             source.digest = new

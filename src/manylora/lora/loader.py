@@ -1,0 +1,81 @@
+"""AdapterLoader: adapters on their way from requests and files to the host level."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from weakref import WeakSet, WeakValueDictionary
+
+from manylora.errors import AdapterInvalidError
+from manylora.lora.library.library import AdapterLibrary
+from manylora.lora.library.rules import AdapterRules
+from manylora.lora.stored import StoredAdapter
+from manylora.lora.tensors import Adapter
+from manylora.request import LoraInput
+
+__all__ = ["AdapterLoader"]
+
+POLL_S = 0.005
+
+
+class AdapterLoader:
+    """Any thread. on_host: whether an adapter is in the cache. max_bytes: of adapters that were read and are
+    not on the host yet, from which on no other is read."""
+
+    def __init__(
+        self, library: AdapterLibrary, rules: AdapterRules, on_host: Callable[[str], bool], max_bytes: int
+    ) -> None:
+        self._library, self._rules, self._on_host = library, rules, on_host
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()  # of these two
+        self._in_memory: WeakValueDictionary[str, Adapter | StoredAdapter] = WeakValueDictionary()
+        self._read: WeakSet[Adapter | StoredAdapter] = WeakSet()  # those that the library gave
+        self._closing = threading.Event()
+
+    def prepare(self, lora: LoraInput) -> Adapter | StoredAdapter | None:
+        """As `AdapterStore.prepare`."""
+        if lora.has_tensors:
+            made = lora.checked
+            adapter = made if isinstance(made, Adapter | StoredAdapter) else self._rules.check(lora)
+            if isinstance(adapter, Adapter) and lora.weights is not None:
+                self._library.keep(adapter)
+            return self.share(adapter)
+        if lora.task_id is None:
+            raise AdapterInvalidError("lora_task_id must be set for LoRA inference")
+        digest = self._library.digest(lora.task_id)
+        if digest is not None and self._on_host(digest):
+            return None
+        with self._lock:
+            loaded = self._in_memory.get(self._library.last_digest(lora.task_id) or "")
+        return loaded or self.share(self._library.find(lora.task_id), read=True)
+
+    def share(self, adapter: Adapter | StoredAdapter, *, read: bool = False) -> Adapter | StoredAdapter:
+        """The adapter of this content that is in memory already, or this one. read: it counts as read."""
+        with self._lock:
+            shared = self._in_memory.setdefault(adapter.digest, adapter)
+            if read and shared is adapter:
+                self._read.add(adapter)
+            return shared
+
+    def forget(self, digest: str) -> None:
+        """Share it with nobody any more: it cannot be written."""
+        with self._lock:
+            self._in_memory.pop(digest, None)
+
+    def is_servable(self, digest: str) -> bool:
+        with self._lock:
+            return self._on_host(digest) or digest in self._in_memory
+
+    def wait_for_memory(self) -> None:
+        """Wait while too many bytes are on their way. For threads that are about to read an adapter, never
+        the engine's, on which that memory becomes free."""
+        while self._count_bytes() >= self._max_bytes and not self._closing.wait(POLL_S):
+            pass
+
+    def end_waits(self) -> None:
+        """Let nobody wait any more."""
+        self._closing.set()
+
+    def _count_bytes(self) -> int:
+        with self._lock:
+            return sum(adapter.nbytes for adapter in self._read)

@@ -7,8 +7,10 @@ import random
 import pytest
 
 from manylora.errors import AdapterCacheFullError, ConfigError
-from manylora.kernels.row_format import Encoding, RowFormat
-from manylora.lora.cache import KEPT_CHANGES, AdapterCache
+from manylora.kernels.row_format import Encoding
+from manylora.kernels.row_format import RowFormat
+from manylora.lora.cache import AdapterCache
+from manylora.lora.cache import MAX_CHANGES
 from manylora.lora.geometry import CacheGeometry, RowShape, cache_geometry, place_rows
 from manylora.lora.modules import LoraModule, Split
 
@@ -191,10 +193,10 @@ def test_every_coming_and_going_is_noted_in_order() -> None:
         ("b", "host", False, 1),
     ]
     assert [one.number for one in cache.changes] == list(range(1, 8))
-    for _ in range(KEPT_CHANGES):
+    for _ in range(MAX_CHANGES):
         store(cache, "c", 1)
         cache.evict("c")
-    assert len(cache.changes) == KEPT_CHANGES
+    assert len(cache.changes) == MAX_CHANGES
 
 
 def test_random_traffic_adds_up() -> None:

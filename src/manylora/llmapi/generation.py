@@ -153,7 +153,7 @@ class Generation:
     def _tier(self) -> str:
         if self.task_id is None:
             return ""
-        # Read here and sent along, or by another request meanwhile: either way it was waited for.
+        # Read for this request or for another one meanwhile: either way it waited for the disk.
         return "disk" if self.from_disk else self._metrics.adapter_tier if self._metrics else ""
 
 

@@ -22,8 +22,8 @@ logger = logging.getLogger("manylora")
 
 
 class Arrivals:
-    """One thread writes, beside the steps: a large adapter takes longer than many of them. One after the
-    other, so that pages which change hands are written last by who has them.
+    """One thread writes, beside the steps: a large adapter takes longer than many of them. It writes one
+    adapter after the other, so pages that were given to another adapter end with that one's content.
 
     Methods belong to the engine's thread. lost: digests of adapters that could not be written, with the
     reason; their pages hold nothing of use.
@@ -33,7 +33,7 @@ class Arrivals:
         self._cache, self._pool = cache, pool
         self._writer = ThreadPoolExecutor(1, "manylora-write", step_back)
         self._writing: dict[str, Future[None]] = {}
-        self._unsent: set[str] = set()  # of these, which then go to their pages on the device
+        self._to_copy: set[str] = set()  # of these, which then go to their pages on the device
         self._loading: dict[str, torch.Event] = {}  # on their way to the device
         self.lost: dict[str, RequestError] = {}
         self.num_loads = 0
@@ -49,14 +49,14 @@ class Arrivals:
         self._loading.pop(digest, None)
         self.num_loads += 1
         if self.is_written(digest, wait=False):
-            self._send(digest)
+            self._copy(digest)
         else:
-            self._unsent.add(digest)
+            self._to_copy.add(digest)
 
     def forget(self, digest: str) -> None:
         """It was evicted from the host."""
         self._writing.pop(digest, None)
-        self._unsent.discard(digest)
+        self._to_copy.discard(digest)
         self._loading.pop(digest, None)
         self.lost.pop(digest, None)
 
@@ -71,10 +71,10 @@ class Arrivals:
         error = writing.exception()
         del self._writing[digest]
         if error is not None:
-            self._lose(digest, error)
-        elif digest in self._unsent and self._cache.on_device(digest):
-            self._send(digest)
-        self._unsent.discard(digest)
+            self._note_failure(digest, error)
+        elif digest in self._to_copy and self._cache.on_device(digest):
+            self._copy(digest)
+        self._to_copy.discard(digest)
         return True
 
     def is_loaded(self, digest: str) -> bool:
@@ -86,7 +86,7 @@ class Arrivals:
             del self._loading[digest]
         return digest not in self._loading
 
-    def hold(self, digest: str) -> None:
+    def require(self, digest: str) -> None:
         """Wait until the host has it; the pass that is queued next waits, on the device, until that has."""
         self.is_written(digest, wait=True)
         if digest in self._loading:
@@ -96,13 +96,13 @@ class Arrivals:
         """End the thread. Idempotent."""
         self._writer.shutdown(wait=True)
 
-    def _send(self, digest: str) -> None:
+    def _copy(self, digest: str) -> None:
         host, device = self._cache.host.entries[digest], self._cache.device.entries[digest]
         event = self._pool.load(host.content, host.pages, device.pages)
         if event is not None:
             self._loading[digest] = event
 
-    def _lose(self, digest: str, error: BaseException) -> None:
+    def _note_failure(self, digest: str, error: BaseException) -> None:
         if not isinstance(error, AdapterError):
             logger.error("an adapter could not be written into the cache", exc_info=error)
             error = RequestError(f"The adapter could not be loaded: {type(error).__name__}")

@@ -1,4 +1,4 @@
-"""Bounds: what an adapter may be at most, so that it is judged by headers before a value of it is read."""
+"""Bounds: the largest adapter that is read. Headers are compared with it before any value is read."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SMALL_HEADER = 2**20  # bytes: what is said beside the tensors
 
 @dataclass(frozen=True)
 class Bounds:
-    """The defaults are for who knows no model.
+    """The defaults are for any model.
 
     rank: of a row. rows: layers times modules. elements: numbers of all matrices together; padded: with all
-    rows made as wide as the widest. packed: 8-bit floats in the room of one number. tensors: of one file.
+    rows made as wide as the widest. packed: 8-bit floats in the space of one number. tensors: of one file.
     num_layers: of the model; None: not known. roots: folders, resolved, that its files must lie in when links
     are followed; None: anywhere.
     """

@@ -1,4 +1,4 @@
-"""AdapterCache: which adapters are where, on which pages, and who holds them. Numbers only, no tensors.
+"""AdapterCache: which adapters are on which level and pages, and how often they are pinned. No tensors.
 
 Two levels, each an ordered map from digest to its pages and pins. What is on the device is on the host too.
 An adapter without pins may be evicted; the one released longest ago goes first. On the host, adapters that
@@ -20,9 +20,9 @@ from typing import Any
 from manylora.errors import AdapterCacheFullError
 from manylora.lora.pages import PageAllocator
 
-__all__ = ["KEPT_CHANGES", "AdapterCache", "CachedAdapter", "Change"]
+__all__ = ["MAX_CHANGES", "AdapterCache", "CachedAdapter", "Change"]
 
-KEPT_CHANGES = 256
+MAX_CHANGES = 256
 
 
 @dataclass
@@ -49,9 +49,9 @@ class Change:
 
 @dataclass
 class _Journal:
-    """The last changes of both levels, for who looks at the cache from outside."""
+    """The last changes of both levels, for observers."""
 
-    changes: deque[Change] = field(default_factory=lambda: deque(maxlen=KEPT_CHANGES))
+    changes: deque[Change] = field(default_factory=lambda: deque(maxlen=MAX_CHANGES))
     numbers: count[int] = field(default_factory=lambda: count(1))
 
     def note(self, level: str, loaded: bool, digest: str, pages: int) -> None:
@@ -79,7 +79,7 @@ class _Level:
             self.entries.move_to_end(digest)
 
     def victims(self, num_pages: int, spare: Container[str] = ()) -> list[str] | None:
-        """Unpinned entries to evict for `num_pages` free pages; None when even all of them do not suffice."""
+        """Unpinned entries to evict for `num_pages` free pages, none of `spare`; None: too few."""
         missing = num_pages - self.pages.num_free
         chosen: list[str] = []
         for digest, entry in self.entries.items():
@@ -110,8 +110,8 @@ class _Level:
 
     def check(self) -> None:
         self.pages.check()
-        held = [page for entry in self.entries.values() for page in entry.pages]
-        assert len(held) == len(set(held)) == self.pages.num_used
+        pages = [page for entry in self.entries.values() for page in entry.pages]
+        assert len(pages) == len(set(pages)) == self.pages.num_used
 
 
 class AdapterCache:
@@ -137,7 +137,8 @@ class AdapterCache:
         return digest in self.device.entries
 
     def host_victims(self, num_pages: int, waited_for: Container[str], *, force: bool) -> list[str] | None:
-        """What must leave the host for `num_pages`; None: no room. force: if need be, what is waited for."""
+        """What to evict from the host for `num_pages` free pages; None: that is not possible. waited_for:
+        evicted only if `force` is set and nothing else suffices."""
         victims = self.host.victims(num_pages, waited_for)
         return self.host.victims(num_pages) if victims is None and force else victims
 

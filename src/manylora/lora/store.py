@@ -43,7 +43,7 @@ LEAST_LOADED_BYTES = 2**30  # of adapters on their way to the cache, however sma
 class AdapterLease:
     """One sequence's claim on one adapter.
 
-    Until it is admitted the adapter is on the host, or, while there is no room for it, carried here.
+    Until it is admitted the adapter is on the host, or, while no pages are free for it, carried here.
     Admitted, it is pinned on both levels.
     """
 
@@ -127,7 +127,7 @@ class AdapterStore:
         return self.loader.prepare(lora)
 
     def acquire(self, lora: LoraInput, adapter: Adapter | StoredAdapter | None) -> AdapterLease:
-        """A lease on what `prepare` returned. On the host, or carried until there is room.
+        """A lease on what `prepare` returned. On the host, or carried until pages are free.
 
         Tensors for a known id replace it; leases in flight keep what they have. Raises AdapterNotCachedError
         when it was evicted meanwhile, AdapterCacheFullError when it could never fit.
@@ -152,10 +152,10 @@ class AdapterStore:
         return lease
 
     def admit(self, lease: AdapterLease) -> bool:
-        """Begin to bring the adapter to the device and pin it there; False when there is no room.
+        """Begin to bring the adapter to the device and pin it there; False when no pages are free for it.
 
-        Only what admitted leases hold can be in the way: where adapters that others wait for fill the host,
-        those give way and are carried by who waits for them.
+        Only adapters of admitted leases can prevent it: where adapters that other leases wait for fill the
+        host, these are evicted, and their leases carry them.
         """
         digest, device = lease.digest, self._cache.device
         if digest in self._arrivals.lost:
@@ -217,7 +217,7 @@ class AdapterStore:
         if not segments:
             return None
         for _, _, lease in segments:
-            self._arrivals.hold(lease.digest)
+            self._arrivals.require(lease.digest)
         entries = self._cache.device.entries
         loaded = [(start, stop, entries[lease.digest].content) for start, stop, lease in segments]
         return LoraBatch(
@@ -259,7 +259,7 @@ class AdapterStore:
         return layout
 
     def _bring_to_host(self, lease: AdapterLease, *, force: bool) -> bool:
-        """Have the adapter on the host, storing it first if the lease carries it; False: no room."""
+        """Have the adapter on the host, storing it first if the lease carries it; False: no free pages."""
         if not self._cache.on_host(lease.digest):
             assert lease.carried is not None
             layout = lease.layout

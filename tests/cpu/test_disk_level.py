@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -80,6 +81,21 @@ def test_what_is_damaged_or_of_another_content_counts_as_absent(tmp_path: Path) 
         assert disk.get(bad.digest) is None
         assert not path(tmp_path, bad).exists()
     disk.put(one)
+    assert disk.get(one.digest) is not None
+
+
+def test_a_copy_that_cannot_be_read_for_the_moment_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, one = DiskLevel(99 * SIZE, tmp_path), adapter(0)
+    disk.put(one)
+
+    def fail(*what: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        assert disk.get(one.digest) is None
     assert disk.get(one.digest) is not None
 
 

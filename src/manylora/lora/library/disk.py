@@ -21,6 +21,7 @@ import numpy as np
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.lora.formats.tensor_files import NUMPY_TYPES, RawTensor, read_safetensors, write_safetensors
+from manylora.lora.library.fingerprint import is_passing
 from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_rows
 from manylora.request import LoraExtra
 from manylora.system.thread_priority import step_back
@@ -87,8 +88,10 @@ class DiskLevel:
                 raise AdapterInvalidError("it is of other content than its name says")
         except Exception as error:  # whatever somebody made of the file
             logger.warning("lora disk level: a copy cannot be read: %s", error or type(error).__name__)
+            passing = isinstance(error, MemoryError) or is_passing(error) or is_passing(error.__cause__)
             with contextlib.suppress(OSError):
-                self._path(digest).unlink()
+                if not passing:
+                    self._path(digest).unlink()
             return None
         return found
 

@@ -30,7 +30,7 @@ check: $(STAMP) ## lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	for model in model_repo/*_bls/1/model.py model_repo/*processing/1/model.py; do $(BIN)/mypy $$model || exit 1; done
+	for model in model_repo/*/1/model.py; do $(BIN)/mypy $$model || exit 1; done
 
 bench: $(STAMP) ## the engine with and without adapters, against this machine's limits; under 5 minutes
 	@$(BIN)/python benchmarks/engine.py --rounds 2

@@ -36,7 +36,7 @@ INSIDE = {
     "wire": [
         "parameters", "tensor_table", "server_types", "word_lists", "context_length", "client_errors",
         "client_disconnects", "shape_guard", "text_worker", "metrics", "stop_words", "speculation", "bls",
-        "bls_generator", "bls_worker", "decode", "encode", "engine_client",
+        "bls_generator", "bls_worker", "decode", "encode", "open_calls", "engine_worker", "engine_client",
     ],
     "text": ["chat_template", "stream", "limits", "tokenizer", "preprocessing", "postprocessing"],
     "lora": [

@@ -7,7 +7,7 @@ import pytest
 
 from manylora.request import Event, FinishReason, Guide, LoraInput, Request, RequestMetrics, SamplingParams
 from manylora.wire.decode import decode_requests
-from manylora.wire.encode import Reply
+from manylora.wire.encode import ResponseEncoder
 from manylora.wire.engine_client import AnswerReader, request_tensors
 from manylora.wire.tensor_table import TENSORRT_LLM
 
@@ -49,7 +49,7 @@ def test_biases_and_adapters_arrive() -> None:
 
 def test_answers_are_read_as_events() -> None:
     request = Request((5, 6), SamplingParams(num_return_sequences=2, return_log_probs=True), streaming=True)
-    writer, reader = Reply(request, None, True), AnswerReader(request)
+    writer, reader = ResponseEncoder(request, None, True), AnswerReader(request)
     metrics = RequestMetrics(1, adapter_tier="wire")
     sent = [
         Event((1, 2), (-0.5, -1.0), 0),

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 import triton_python_backend_utils as pb_utils
 
-from manylora.wire.metrics import FAMILIES, STAMP, RequestMeter, engine_samples, iteration_log
+from manylora.request import Event, LoraInput
+from manylora.stats import EngineStats
+from manylora.wire.metrics import FAMILIES, STAMP, RequestMeter, Sample, engine_samples, iteration_log
+
+Labels = tuple[tuple[str, str], ...]
 
 
 class Exporter:
-    def __init__(self, model, version):
+    def __init__(self, model: str, version: str) -> None:
         self._common = {"model": model, "version": version}
         self._meter = RequestMeter()
         self._families = {name: _family(name) for name in FAMILIES}
-        self._metrics = {name: {} for name in FAMILIES}  # family -> labels -> metric
-        self._logged = {}  # by the last line of the log, but for its time
-        self._last = {}  # (family, labels) -> value of a gauge, or of a counter that comes as a total
+        self._metrics: dict[str, dict[Labels, pb_utils.Metric]] = {name: {} for name in FAMILIES}
+        self._logged: Mapping[str, float | str] = {}  # the last line of the log, without its time
+        # (family, labels) -> value of a gauge, or of a counter that comes as a total
+        self._last: dict[tuple[str, Labels], float] = {}
 
-    def update(self, stats):
+    def update(self, stats: EngineStats) -> None:
         """Gauges and totals. A family of which a label set is gone is made anew without it."""
         samples = list(engine_samples(stats))
         for name, family in FAMILIES.items():
@@ -40,18 +46,19 @@ class Exporter:
             pb_utils.Logger.log_verbose(json.dumps(log))
             self._logged = numbers
 
-    def observe(self, lora, event):
+    def observe(self, lora: LoraInput | None, event: Event) -> None:
         """A sequence that ended."""
         for sample in self._meter.samples(lora, event):
             self._put(sample)
 
-    def _put(self, sample):
+    def _put(self, sample: Sample) -> None:
         family, metrics = FAMILIES[sample.family], self._metrics[sample.family]
         metric = metrics.get(sample.labels)
         if metric is None:
             buckets = {"buckets": list(family.buckets)} if family.buckets else {}
             labels = {**self._common, **dict(sample.labels)}
-            metric = metrics[sample.labels] = self._families[sample.family].Metric(labels=labels, **buckets)
+            metric = self._families[sample.family].Metric(labels=labels, **buckets)
+            metrics[sample.labels] = metric
         if family.kind == "histogram":
             metric.observe(sample.value)
             return
@@ -69,7 +76,7 @@ class Exporter:
         self._last[key] = sample.value
 
 
-def _family(name):
+def _family(name: str) -> pb_utils.MetricFamily:
     family = FAMILIES[name]
     # Triton adds the class only when the model is made.
     kind = getattr(pb_utils.MetricFamily, family.kind.upper())

@@ -5,26 +5,30 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from manylora.request import Event, Request, RequestMetrics
 
-__all__ = ["WINDOW", "Reply", "merge", "merge_waiting"]
+__all__ = ["WINDOW", "Item", "ResponseEncoder", "merge", "merge_waiting"]
 
 WINDOW = 128
 """Ids before a chunk that its text may depend on. More only for a run of byte tokens longer than this."""
 
 _NOTHING = np.empty((1, 1, 0), np.int32)
 
-Item = tuple[Any, "Reply | None", Any] | None
-"""(call, reply, event) that waits to be sent; reply None: an error or an empty answer; None: the end."""
+Call = TypeVar("Call")
+Item = tuple[Call, "ResponseEncoder | None", Event]
+"""An event that waits to be sent. Without an encoder the call ends, with the event's error if it has one."""
 
 
 @dataclass
-class Reply:
-    """What is needed to answer one Request: which item of the batch it is, and what was sent so far."""
+class ResponseEncoder:
+    """What is needed to answer one Request: which item of the batch it is, and what was sent so far.
+
+    statistics: whether KV cache counts and times are asked for.
+    """
 
     request: Request
     batch_index: int | None  # None: the batch has one item
@@ -119,22 +123,23 @@ def _joined(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
     return np.concatenate(rows) if rows else None
 
 
-def merge_waiting(batch: Sequence[Item]) -> list[Item]:
-    """Neighbouring events of one streaming sequence become one; the order within each reply stays."""
-    result: list[Item] = []
-    latest: dict[int, int] = {}  # reply -> where its latest event stands
+def merge_waiting(batch: Sequence[Item[Call]]) -> list[Item[Call]]:
+    """Neighbouring events of one streaming sequence become one; the order within each request stays."""
+    result: list[Item[Call]] = []
+    latest: dict[int, tuple[int, Event]] = {}  # encoder -> place and content of its latest event
     for item in batch:
-        if item is None or item[1] is None or not item[1].request.streaming:
+        call, encoder, event = item
+        if encoder is None or not encoder.request.streaming:
             result.append(item)
             continue
-        call, reply, event = item
-        place = latest.get(id(reply))
-        before = result[place] if place is not None else None
-        if place is not None and before is not None and before[2].sequence_index == event.sequence_index:
-            result[place] = (call, reply, merge([before[2], event]))
+        place, before = latest.get(id(encoder), (0, None))
+        if before is not None and before.sequence_index == event.sequence_index:
+            event = merge([before, event])
+            result[place] = (call, encoder, event)
         else:
-            latest[id(reply)] = len(result)
+            place = len(result)
             result.append(item)
+        latest[id(encoder)] = place, event
     return result
 
 

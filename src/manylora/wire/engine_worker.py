@@ -1,0 +1,263 @@
+"""EngineWorker: requests of `tensorrt_llm` to the engine, its events to responses. One thread sends them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Protocol
+
+import numpy as np
+
+from manylora.errors import DrainingError, RequestError
+from manylora.request import Event, LoraInput, Request, Sink
+from manylora.stats import EngineStats
+from manylora.system.lifeline import Lifeline
+from manylora.wire.client_disconnects import listen
+from manylora.wire.client_errors import check_parameters, client_message
+from manylora.wire.decode import decode_requests, is_stop
+from manylora.wire.encode import Item, ResponseEncoder, merge_waiting
+from manylora.wire.open_calls import Call, OpenCalls
+from manylora.wire.parameters import flag, logits_dtype, milliseconds, parameters_of
+from manylora.wire.server_types import FINAL, Arrays, Response, ServerRequest
+from manylora.wire.shape_guard import read_inputs
+
+__all__ = ["EngineHandle", "EngineModelOptions", "EngineWorker", "MetricsExporter"]
+
+NAME = "tensorrt_llm"
+STALLED_S = 5.0  # of the engine's thread, from which it counts as busy without any request
+LAST_RESPONSES_S = 5.0  # after the engine's end, for the responses to open requests
+SENT_S = 0.5  # for the last response to reach the server
+# Asking whether a request was cancelled is a call into the server and back, and responses wait for it.
+CHECKS_AT_ONCE = 16
+
+logger = logging.getLogger("manylora")
+
+Outputs = Sequence[tuple[str, np.ndarray]]
+
+
+class EngineHandle(Protocol):
+    """What is used of an EngineLoop."""
+
+    @property
+    def death(self) -> Exception | None: ...
+    @property
+    def stalled_s(self) -> float: ...
+    @property
+    def has_encoder(self) -> bool: ...
+    @property
+    def max_seq_len(self) -> int: ...
+    def submit(self, request: Request, sink: Sink) -> int: ...
+    def cancel(self, ticket: int) -> None: ...
+    def stats(self) -> EngineStats: ...
+    def close(self) -> None: ...
+
+
+class MetricsExporter(Protocol):
+    def update(self, stats: EngineStats) -> None: ...
+    def observe(self, lora: LoraInput | None, event: Event) -> None: ...
+
+
+@dataclass(frozen=True)
+class EngineModelOptions:
+    """Parameters of the model beside the engine's own. Periods in seconds."""
+
+    decoupled: bool
+    exclude_input: bool
+    logits_dtype: str
+    cancellation_period: float
+    stats_period: float
+
+    @classmethod
+    def of(cls, model_config: str, decoupled: bool) -> EngineModelOptions:
+        """model_config: JSON, as Triton gives it. Raises ConfigError, ValueError."""
+        parameters, config = parameters_of(model_config), json.loads(model_config)
+        return cls(
+            decoupled=decoupled,
+            exclude_input=flag(parameters, "exclude_input_in_output", False),
+            logits_dtype=logits_dtype(config),
+            cancellation_period=min(milliseconds(parameters, "cancellation_check_period_ms", 100), 1.0),
+            stats_period=milliseconds(parameters, "stats_check_period_ms", 100),
+        )
+
+
+class EngineWorker(Generic[Response]):
+    """lifeline: told how many requests are open, and how far the engine is.
+
+    respond: outputs to a response. fail: an error's text to a response. read_bfloat16: reads a tensor of the
+    type that NumPy does not have.
+    """
+
+    def __init__(
+        self,
+        engine: EngineHandle,
+        options: EngineModelOptions,
+        lifeline: Lifeline,
+        metrics: MetricsExporter,
+        respond: Callable[[Outputs], Response],
+        fail: Callable[[str], Response],
+        read_bfloat16: Callable[[Any], np.ndarray] | None = None,
+    ) -> None:
+        self._engine, self._options, self._lifeline, self._metrics = engine, options, lifeline, metrics
+        self._respond, self._fail, self._read_bfloat16 = respond, fail, read_bfloat16
+        self._calls: OpenCalls[Response] = OpenCalls()
+        self._outbox: queue.SimpleQueue[Item[Call[Response]] | None] = queue.SimpleQueue()
+        lifeline.activity = self._activity
+        self._sender = threading.Thread(target=self._send_all, name="manylora-send", daemon=True)
+        self._sender.start()
+        listen(self._client_left)
+
+    def execute(self, requests: Sequence[ServerRequest[Response]]) -> None:
+        for request in requests:
+            self._take(request)
+
+    def close(self) -> None:
+        self._engine.close()
+        self._outbox.put(None)
+        self._sender.join()
+
+    def _activity(self) -> tuple[int, int]:
+        """Requests and steps. A thread that is stuck between requests holds up the next ones: it counts as
+        one."""
+        return len(self._calls) or int(self._engine.stalled_s > STALLED_S), self._engine.stats().steps
+
+    def _take(self, request: ServerRequest[Response]) -> None:
+        call = self._calls.new(request.request_id(), request.get_response_sender())
+        try:
+            check_parameters(request.parameters())
+            arrays = read_inputs(request.inputs(), self._read_bfloat16)
+            if is_stop(arrays):
+                self._stop(call.request_id)
+                self._outbox.put((call, None, Event(last=True)))
+                return
+            if self._lifeline.draining:
+                raise DrainingError()
+            self._submit(call, arrays)
+        except Exception as error:
+            refusal = RequestError(client_message(error, NAME))
+            self._outbox.put((call, None, Event(error=refusal, last=True)))
+        if call.done:  # one item of a batch has failed already
+            self._cancel(call)
+
+    def _submit(self, call: Call[Response], arrays: Arrays) -> None:
+        options, limits = self._options, (self._engine.has_encoder, self._engine.max_seq_len)
+        decoded = decode_requests(arrays, call.request_id, options.decoupled, *limits)
+        call.open = len(decoded)
+        self._calls.add(call)
+        for index, one in enumerate(decoded):
+            exclude = options.exclude_input if one.exclude_input is None else one.exclude_input
+            place = index if len(decoded) > 1 else None
+            encoder = ResponseEncoder(one.request, place, exclude, one.statistics, options.logits_dtype)
+            call.tickets.append(self._engine.submit(one.request, partial(self._sink, call, encoder)))
+
+    def _sink(self, call: Call[Response], encoder: ResponseEncoder, event: Event) -> None:
+        self._outbox.put((call, encoder, event))
+
+    def _stop(self, request_id: str) -> None:
+        if not request_id:
+            raise RequestError("Trying to stop a request but request ID is not provided")
+        for call in self._calls.with_id(request_id):
+            self._cancel(call)
+
+    def _client_left(self, number: int) -> None:
+        """A client of the ensemble: Triton tells it to postprocessing only."""
+        for call in self._calls.with_number(number):
+            self._cancel(call)
+
+    def _cancel(self, call: Call[Response]) -> None:
+        for ticket in call.tickets:
+            self._engine.cancel(ticket)
+
+    def _send_all(self) -> None:
+        """The thread that sends. Without it, or without the engine, the process is of no use: it ends and the
+        launcher starts another."""
+        try:
+            self._send_until_closed()
+        except BaseException:
+            logger.critical("the thread that sends responses died", exc_info=True)
+            os._exit(1)
+
+    def _send_until_closed(self) -> None:
+        checked = shown = ends = time.monotonic()
+        while True:
+            batch = self._waiting()
+            for item in merge_waiting([item for item in batch if item is not None]):
+                try:
+                    self._send(*item)
+                except Exception as error:
+                    self._give_up(item[0], error)
+            if None in batch[-1:]:
+                return
+            now = time.monotonic()
+            if self._engine.death is None:
+                ends = now + LAST_RESPONSES_S
+            elif now > ends or (self._outbox.empty() and not self._calls):
+                time.sleep(SENT_S)
+                os._exit(1)
+            if now - checked >= self._options.cancellation_period:
+                self._cancel_abandoned()
+                checked = now
+            if now - shown >= self._options.stats_period:
+                self._metrics.update(self._engine.stats())
+                shown = now
+
+    def _waiting(self) -> list[Item[Call[Response]] | None]:
+        """All that waits to be sent; None at the end when nothing more will come."""
+        try:
+            batch = [self._outbox.get(timeout=self._options.cancellation_period)]
+        except queue.Empty:
+            return []
+        while batch[-1] is not None and not self._outbox.empty():
+            batch.append(self._outbox.get())
+        return batch
+
+    def _send(self, call: Call[Response], encoder: ResponseEncoder | None, event: Event) -> None:
+        if encoder is not None and event.finish_reason is not None:
+            self._metrics.observe(encoder.request.lora, event)
+        if event.error is not None and not call.started:
+            self._cancel(call)  # the other items of a failed batch
+            self._finish(call, self._fail(str(event.error)))
+        elif encoder is None:
+            self._finish(call, self._respond([]))
+        elif not call.done:
+            outputs = encoder.encode(event)
+            if encoder.request.streaming:
+                outputs.append(("request_number", call.number))
+            response = self._respond(outputs)
+            call.open -= event.last
+            if call.open == 0:
+                self._finish(call, response)
+            else:
+                call.started = True
+                call.sender.send(response)
+
+    def _finish(self, call: Call[Response], response: Response) -> None:
+        if not call.done:
+            self._calls.discard(call)
+            call.done = True
+            call.sender.send(response, flags=FINAL)
+
+    def _give_up(self, call: Call[Response], error: Exception) -> None:
+        """A response could not be made or sent: nothing more of its request is generated or sent."""
+        message = client_message(error, NAME)
+        self._cancel(call)
+        self._calls.discard(call)
+        call.done = True
+        with suppress(Exception):
+            call.sender.send(self._fail(message), flags=FINAL)
+
+    def _cancel_abandoned(self) -> None:
+        """Ask for some calls whether their client is there, for the rest in the next periods."""
+        for call in self._calls.next_to_check(CHECKS_AT_ONCE):
+            try:
+                if call.sender.is_cancelled():
+                    self._cancel(call)
+            except Exception as error:
+                self._give_up(call, error)

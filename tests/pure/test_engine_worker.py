@@ -1,0 +1,143 @@
+"""Protects the thread that sends the engine's responses: one that cannot be made or sent ends its own
+request, and the engine stops generating for it."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from manylora.request import Event, FinishReason, Request, Sink
+from manylora.stats import EngineStats
+from manylora.system.lifeline import Lifeline
+from manylora.wire.engine_worker import EngineModelOptions, EngineWorker
+from manylora.wire.server_types import FINAL
+
+OPTIONS = EngineModelOptions(True, False, "float32", 0.01, 0.01)
+METRICS = SimpleNamespace(update=lambda stats: None, observe=lambda lora, event: None)
+
+
+class Engine:
+    death = None
+    stalled_s = 0.0
+    has_encoder = False
+    max_seq_len = 100
+
+    def __init__(self) -> None:
+        self.sinks: list[Sink] = []
+        self.cancelled: list[int] = []
+
+    def submit(self, request: Request, sink: Sink) -> int:
+        self.sinks.append(sink)
+        return len(self.sinks) - 1
+
+    def cancel(self, ticket: int) -> None:
+        self.cancelled.append(ticket)
+        self.sinks[ticket](Event((), finish_reason=FinishReason.CANCELLED, last=True))
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    def close(self) -> None:
+        pass
+
+
+class Client:
+    """A request as Triton hands it over, and its sender. bad: the response that cannot be sent."""
+
+    def __init__(self, bad: int | None = None, **more: Any) -> None:
+        inputs = {"input_ids": [[1, 2]], "input_lengths": [2], "request_output_len": [9], "streaming": [True]}
+        self._arrays = {name: np.array(value) for name, value in (inputs | more).items()}
+        self._bad, self.sent, self.done = bad, [], threading.Event()
+        self.cancelled: bool | Exception = False
+
+    def request_id(self) -> str:
+        return "same"
+
+    def parameters(self) -> str:
+        return "{}"
+
+    def inputs(self) -> list[Any]:
+        return [
+            SimpleNamespace(name=lambda n=name: n, as_numpy=lambda a=array: a)
+            for name, array in self._arrays.items()
+        ]
+
+    def get_response_sender(self) -> Client:
+        return self
+
+    def is_cancelled(self) -> bool:
+        assert not self.done.is_set()
+        if isinstance(self.cancelled, Exception):
+            raise self.cancelled
+        return self.cancelled
+
+    def send(self, response: Any = None, flags: int = 0) -> None:
+        if len(self.sent) == self._bad:
+            self._bad = None
+            raise RuntimeError("no shared memory is left")
+        self.sent.append(response)
+        if flags == FINAL:
+            self.done.set()
+
+
+def respond(outputs: Any) -> Any:
+    return dict(outputs)["output_ids"].reshape(-1).tolist() if outputs else []
+
+
+def started(*clients: Client) -> tuple[Engine, EngineWorker[Any]]:
+    engine = Engine()
+    worker = EngineWorker(engine, OPTIONS, Lifeline("engine"), METRICS, respond, str)
+    worker.execute(clients)
+    return engine, worker
+
+
+def test_a_response_that_cannot_be_sent_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    bad, good = Client(bad=1), Client()
+    engine, worker = started(bad, good)
+    for token in (3, 4):
+        engine.sinks[0](Event((token,), sequence_index=token))
+    assert bad.done.wait(20)
+    assert bad.sent == [[3], "tensorrt_llm failed on this request: RuntimeError"]
+    assert engine.cancelled == [0]
+    engine.sinks[1](Event((5,), finish_reason=FinishReason.LENGTH, last=True))
+    assert good.done.wait(20) and good.sent == [[5]]
+    worker.close()
+    assert "no shared memory is left" in caplog.text
+
+
+def test_a_response_that_cannot_be_made_ends_its_request_with_an_error() -> None:
+    bad, good = Client(), Client()
+    engine, worker = started(bad, good)
+    engine.sinks[0](Event(("no id",)))  # type: ignore[arg-type]
+    assert bad.done.wait(20)
+    assert bad.sent == ["tensorrt_llm failed on this request: ValueError"] and engine.cancelled == [0]
+    engine.sinks[1](Event((5,), finish_reason=FinishReason.LENGTH, last=True))
+    assert good.done.wait(20)
+    worker.close()
+
+
+@pytest.mark.parametrize("cancelled", [True, RuntimeError("the server does not answer")])
+def test_a_client_that_has_left_ends_its_generation(cancelled: bool | Exception) -> None:
+    left, good = Client(), Client()
+    engine, worker = started(left, good)
+    left.cancelled = cancelled
+    assert left.done.wait(20) and engine.cancelled == [0]
+    engine.sinks[1](Event((5,), finish_reason=FinishReason.LENGTH, last=True))
+    assert good.done.wait(20)
+    worker.close()
+
+
+def test_a_stop_request_ends_all_of_its_id_and_a_wrong_one_is_refused() -> None:
+    first, second, wrong = Client(), Client(), Client(input_lengths=[7])
+    stop = Client(stop=[True])
+    engine, worker = started(first, second, wrong, stop)
+    for client in (first, second, wrong, stop):
+        assert client.done.wait(20)
+    assert engine.cancelled == [0, 1] and stop.sent == [[]]
+    [text] = wrong.sent
+    assert text.startswith("Invalid input_ids length")
+    worker.close()

@@ -1,13 +1,13 @@
-"""What crosses a door: a Request goes in, Events come out. Plain data, validated where it is made."""
+"""Request and Event: what goes into the engine, and what comes out. Plain data, checked where it is made."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from hashlib import blake2b
+from math import isfinite
 
 import numpy as np
 
@@ -37,8 +37,6 @@ MAX_WORDS = 1024  # stop words, and bad words: every new token is compared with 
 MAX_WORD_TOKENS = 2**14  # of either, all together
 MAX_RANGES = 1024  # of token retention
 MAX_GUIDE_BYTES = 2**18
-
-
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "lark_grammar", "llguidance")
 
 
@@ -62,25 +60,11 @@ class Guide:
     text: str = ""
 
     def __post_init__(self) -> None:
-        _require(
-            self.type in GUIDE_TYPES,
-            "guided_decoding_guide_type",
-            f"must be one of {', '.join(GUIDE_TYPES)}",
-            self.type,
-        )
-        _require(
-            self.type == "json" or bool(self.text),
-            "guided_decoding_guide",
-            f"must be given for {self.type}",
-            repr(self.text),
-        )
         size = len(self.text) if self.text.isascii() else len(self.text.encode(errors="replace"))
-        _require(
-            size <= MAX_GUIDE_BYTES,
-            "guided_decoding_guide",
-            f"must have at most {MAX_GUIDE_BYTES} bytes",
-            size,
-        )
+        kinds, name = ", ".join(GUIDE_TYPES), "guided_decoding_guide"
+        _require(self.type in GUIDE_TYPES, "guided_decoding_guide_type", f"must be one of {kinds}", self.type)
+        _require(self.type == "json" or size > 0, name, f"must be given for {self.type}", repr(self.text))
+        _require(size <= MAX_GUIDE_BYTES, name, f"must have at most {MAX_GUIDE_BYTES} bytes", size)
 
 
 @dataclass(frozen=True)
@@ -101,9 +85,7 @@ class SamplingParams:
     top_p_decay: float = 1.0
     top_p_reset_id: int | None = None  # and returns to its first value after this token
     seed: int | None = None  # None: 0, so that a repeated request repeats its answer
-    repetition_penalty: float = (
-        1.0  # > 1 lowers tokens seen in prompt or output (divides or multiplies the logit)
-    )
+    repetition_penalty: float = 1.0  # > 1: logits of tokens seen in prompt or output are made lower by it
     presence_penalty: float = 0.0  # subtracted once from tokens of the output
     frequency_penalty: float = 0.0  # subtracted per occurrence in the output
     min_tokens: int = 0  # end_id is not taken before this many new tokens
@@ -121,66 +103,42 @@ class SamplingParams:
     return_generation_logits: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.max_tokens > 0, "request_output_len (max_tokens)", "must be > 0", self.max_tokens)
-        _require(
-            _finite(self.temperature) and self.temperature >= 0,
-            "temperature",
-            "must be >= 0",
-            self.temperature,
-        )
-        _require(self.top_k is None or self.top_k >= 0, "top_k", "must be >= 0", self.top_k)
-        _require(self.top_p is None or 0 <= self.top_p <= 1, "top_p", "must be in (0, 1]", self.top_p)
-        _require(
-            self.seed is None or 0 <= self.seed <= MAX_SEED,
-            "random_seed",
-            "must be an unsigned 64-bit integer",
-            self.seed,
-        )
-        _require(
-            _finite(self.repetition_penalty) and self.repetition_penalty > 0,
-            "repetition_penalty",
-            "must be > 0",
-            self.repetition_penalty,
-        )
-        _require(_finite(self.presence_penalty), "presence_penalty", "must be finite", self.presence_penalty)
-        _require(
-            _finite(self.frequency_penalty), "frequency_penalty", "must be finite", self.frequency_penalty
-        )
-        _require(self.min_tokens >= 0, "min_length", "must be >= 0", self.min_tokens)
-        _require(
-            self.num_return_sequences > 0, "num_return_sequences", "must be > 0", self.num_return_sequences
-        )
-        _require(0 <= self.min_p <= 1, "min_p", "must be in [0, 1]", self.min_p)
-        _require(0 < self.top_p_min <= 1, "runtime_top_p_min", "must be in (0, 1]", self.top_p_min)
-        _require(0 < self.top_p_decay <= 1, "runtime_top_p_decay", "must be in (0, 1]", self.top_p_decay)
-        self._check_beams()
+        for ok, name, rule, value in self._rules():
+            _require(ok, name, rule, value)
+        if self.beam_width > 1 and self.guide is not None:
+            raise RequestError("Guided decoding does not support with beam search.")
+        if self.beam_width > 1 and self.return_generation_logits:
+            raise RequestError("return_generation_logits needs beam_width 1: beams share no row of logits")
         if self.logit_bias is not None:
-            _require(
-                bool(np.isfinite(self.logit_bias).all()),
-                "embedding_bias",
-                "must be finite",
-                "a NaN or infinity",
-            )
+            finite = bool(np.isfinite(self.logit_bias).all())
+            _require(finite, "embedding_bias", "must be finite", "a NaN or infinity")
         _check_words("stop_words", self.stop_words)
         _check_words("bad_words", self.bad_words)
 
-    def _check_beams(self) -> None:
-        _require(self.beam_width > 0, "beam_width", "must be > 0", self.beam_width)
-        _require(_finite(self.length_penalty), "length_penalty", "must be finite", self.length_penalty)
+    def _rules(self) -> Iterator[tuple[bool, str, str, object]]:
+        """Whether a parameter is right, its name, what it must be, its value."""
+        yield self.max_tokens > 0, "request_output_len (max_tokens)", "must be > 0", self.max_tokens
+        heat, repetition = self.temperature, self.repetition_penalty
+        yield isfinite(heat) and heat >= 0, "temperature", "must be >= 0", heat
+        yield self.top_k is None or self.top_k >= 0, "top_k", "must be >= 0", self.top_k
+        yield self.top_p is None or 0 <= self.top_p <= 1, "top_p", "must be in (0, 1]", self.top_p
+        seed_is_right = self.seed is None or 0 <= self.seed <= MAX_SEED
+        yield seed_is_right, "random_seed", "must be an unsigned 64-bit integer", self.seed
+        yield isfinite(repetition) and repetition > 0, "repetition_penalty", "must be > 0", repetition
+        for name in ("presence_penalty", "frequency_penalty"):
+            yield isfinite(getattr(self, name)), name, "must be finite", getattr(self, name)
+        yield self.min_tokens >= 0, "min_length", "must be >= 0", self.min_tokens
+        sequences, width = self.num_return_sequences, self.beam_width
+        yield sequences > 0, "num_return_sequences", "must be > 0", sequences
+        yield 0 <= self.min_p <= 1, "min_p", "must be in [0, 1]", self.min_p
+        yield 0 < self.top_p_min <= 1, "runtime_top_p_min", "must be in (0, 1]", self.top_p_min
+        yield 0 < self.top_p_decay <= 1, "runtime_top_p_decay", "must be in (0, 1]", self.top_p_decay
+        yield width > 0, "beam_width", "must be > 0", width
+        yield isfinite(self.length_penalty), "length_penalty", "must be finite", self.length_penalty
         rate = self.beam_search_diversity_rate
-        _require(_finite(rate) and rate >= 0, "beam_search_diversity_rate", "must be >= 0", rate)
-        if self.beam_width == 1:
-            return
-        _require(
-            self.num_return_sequences <= self.beam_width,
-            "num_return_sequences",
-            f"must be <= beam_width ({self.beam_width})",
-            self.num_return_sequences,
-        )
-        if self.guide is not None:
-            raise RequestError("Guided decoding does not support with beam search.")
-        if self.return_generation_logits:
-            raise RequestError("return_generation_logits needs beam_width 1: beams share no row of logits")
+        yield isfinite(rate) and rate >= 0, "beam_search_diversity_rate", "must be >= 0", rate
+        fit = width == 1 or sequences <= width
+        yield fit, "num_return_sequences", f"must be <= beam_width ({width})", sequences
 
     @property
     def greedy(self) -> bool:
@@ -248,17 +206,12 @@ class Retention:
     decode_duration_ms: int | None = None
 
     def __post_init__(self) -> None:
-        _require(
-            len(self.ranges) <= MAX_RANGES,
-            "retention_token_range_starts",
-            f"must be at most {MAX_RANGES}",
-            len(self.ranges),
-        )
+        name, count = "retention_token_range_starts", len(self.ranges)
+        _require(count <= MAX_RANGES, name, f"must be at most {MAX_RANGES}", count)
         for start, end, priority, duration in self.ranges:
-            _require(start >= 0, "retention_token_range_starts", "must be >= 0", start)
-            _require(
-                end is None or end > start, "retention_token_range_ends", f"must be > {start} or -1", end
-            )
+            _require(start >= 0, name, "must be >= 0", start)
+            after = end is None or end > start
+            _require(after, "retention_token_range_ends", f"must be > {start} or -1", end)
             _priority("retention_token_range_priorities", priority, duration)
         _priority("retention_decode_priority", self.decode_priority, self.decode_duration_ms)
 
@@ -334,7 +287,7 @@ class Beam:
 
 @dataclass(frozen=True, eq=False)
 class Event:
-    """News of one sequence of a request.
+    """New tokens of one sequence of a request, or its end.
 
     token_ids: new since the last event of this sequence (all of them when not streaming); the prompt never.
     log_probs: natural-log probabilities of `token_ids`, same length; empty unless asked for. Taken after
@@ -365,18 +318,10 @@ Sink = Callable[[Event], None]
 """Takes the events of one request, on the engine's thread; must not block and must not raise."""
 
 
-def _finite(value: float) -> bool:
-    return math.isfinite(value)
-
-
 def _priority(name: str, priority: int, duration: int | None) -> None:
     _require(0 <= priority <= 100, name, "must be from 0 to 100", priority)
-    _require(
-        duration is None or duration >= 0,
-        name.replace("priorit", "duration_ms of priorit"),
-        "must be >= 0 or -1",
-        duration,
-    )
+    name = name.replace("priorit", "duration_ms of priorit")
+    _require(duration is None or duration >= 0, name, "must be >= 0 or -1", duration)
 
 
 def _require(ok: bool, name: str, rule: str, value: object) -> None:

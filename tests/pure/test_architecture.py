@@ -58,7 +58,7 @@ INSIDE = {
     ],
     "launcher": [
         "roles", "state", "logs", "memory_limit", "processes", "management_access", "http_checks",
-        "http_proxy", "installation", "repository", "supervisor", "command_service", "server",
+        "http_head", "http_proxy", "installation", "repository", "supervisor", "command_service", "server",
         "triton_service", "cli",
     ],
     "testing": ["tiny_configs", "reference", "tiny_adapters", "tiny_models", "driver", "parity"],

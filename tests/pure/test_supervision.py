@@ -17,7 +17,7 @@ import pytest
 
 from manylora.errors import ConfigError
 from manylora.launcher import supervisor as keeper_module
-from manylora.launcher.logs import bound, open_log
+from manylora.launcher.logs import limit_size, open_log
 from manylora.launcher.memory_limit import MemoryLimit
 from manylora.launcher.processes import end_marked, is_alive
 from manylora.launcher.roles import SUPERVISOR, Roles
@@ -270,7 +270,7 @@ def test_a_log_keeps_its_last_bytes_and_who_writes_goes_on(tmp_path: Path) -> No
     log = open_log(path)
     for line in range(1000):
         os.write(log, b"line %03d\n" % line)
-    bound(path, limit=900)
+    limit_size(path, limit=900)
     os.write(log, b"after\n")
     os.close(log)
     assert path.read_bytes() == b"after\n"

@@ -18,11 +18,11 @@ from typing import Any, NoReturn
 from manylora.errors import ConfigError
 from manylora.launcher.installation import find_tritonserver
 from manylora.launcher.logs import open_log
-from manylora.launcher.management_access import check_own_directory, management_secret, open_doors
+from manylora.launcher.management_access import check_own_directory, describe_access, management_secret
 from manylora.launcher.processes import is_child, port_is_free
 from manylora.launcher.repository import check_filled, with_defaults
 from manylora.launcher.roles import DEPUTIES, LAUNCH, SUPERVISOR, Roles
-from manylora.launcher.server import Options, clear
+from manylora.launcher.server import ServerOptions, remove_leftovers
 from manylora.launcher.state import State, read_state
 from manylora.launcher.supervisor import Keeper
 from manylora.launcher.triton_service import FAILED, TritonService
@@ -68,7 +68,7 @@ def _start(options: Namespace, run_dir: Path) -> int:
             keeper, state = _keeper(options, run_dir, roles)
         except OSError as error:
             raise ConfigError(f"{error.filename or run_dir}: {error.strerror}") from error
-        print(open_doors(options.address, run_dir, options.open_management), file=sys.stderr)
+        print(describe_access(options.address, run_dir, options.open_management), file=sys.stderr)
         return (_foreground if options.foreground else _background)(options, keeper, state, roles, run_dir)
     except ConfigError:
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -207,7 +207,7 @@ def _enter(run_dir: Path) -> Roles:
 
 def _clear(run_dir: Path, http_port: int) -> None:
     """What processes left that nobody is responsible for any more."""
-    clear(run_dir, http_port)
+    remove_leftovers(run_dir, http_port)
     for path in run_dir.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -216,7 +216,7 @@ def _clear(run_dir: Path, http_port: int) -> None:
 
 
 def _keeper(options: Namespace, run_dir: Path, roles: Roles) -> tuple[Keeper, State]:
-    settings = Options(
+    settings = ServerOptions(
         model_repo=with_defaults(options.model_repo.resolve(), run_dir),
         http_port=options.http_port,
         grpc_port=options.grpc_port,
@@ -277,7 +277,7 @@ def _background(options: Namespace, keeper: Keeper, state: State, roles: Roles, 
         print("stopped while starting", file=sys.stderr)
         return 1
     if said != "failed":
-        clear(run_dir, options.http_port)
+        remove_leftovers(run_dir, options.http_port)
         state.write(reason="the supervisor and its deputies were killed while the server was starting")
     _report_failure(state, run_dir)
     return 1

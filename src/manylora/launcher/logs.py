@@ -7,7 +7,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["LOG_BYTES", "bound", "open_log"]
+__all__ = ["LOG_BYTES", "limit_size", "open_log"]
 
 LOG_BYTES = 2**24  # of one file; as much again is kept of what came before
 
@@ -20,7 +20,7 @@ def open_log(path: Path) -> int:
         return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
-def bound(path: Path, limit: int = LOG_BYTES) -> None:
+def limit_size(path: Path, limit: int = LOG_BYTES) -> None:
     """Begin a file again that has grown beyond `limit` bytes, its last ones kept beside it as NAME.1.
 
     Cut and not renamed: who writes to it goes on with the file that is open, at its new end.

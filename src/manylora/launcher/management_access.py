@@ -1,4 +1,4 @@
-"""Who may use which of the server's doors, and files that only this user may read or write."""
+"""Who may use which of the server's interfaces, and files that only this user may read or write."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from manylora.errors import ConfigError
 __all__ = [
     "MANAGEMENT_HEADER",
     "check_own_directory",
-    "http_door_command",
+    "describe_access",
+    "http_proxy_command",
     "management_flags",
     "management_secret",
-    "open_doors",
 ]
 
 # Whoever may use these reads and writes other programs' memory, loads models, or fills the disk with logs.
@@ -28,7 +28,7 @@ SECRET_FILE = "management.secret"
 
 
 def management_secret(run_dir: Path, given: Path | None) -> str:
-    """What a client has to send for the management doors: the content of `given`, or made for this start.
+    """What a client has to send for management: the content of `given`, or made for this start.
 
     It lies in `run_dir` as well, for this user only. Raises ConfigError.
     """
@@ -38,22 +38,22 @@ def management_secret(run_dir: Path, given: Path | None) -> str:
 
 
 def management_flags(secret: str, is_open: bool, given: tuple[str, ...]) -> list[str]:
-    """Of tritonserver, whose HTTP port is behind our own door. given: the user's flags, which go first."""
+    """Of tritonserver, whose HTTP port is behind our proxy. given: the user's flags, which go first."""
     theirs = {argument.split("=", 1)[0] for argument in given}
     flags = {"--http-restricted-api": f"{MANAGEMENT},{PUBLIC}"}
     if not is_open:
         flags["--grpc-restricted-protocol"] = MANAGEMENT
-    return [f"{f}={doors}:{MANAGEMENT_HEADER}={secret}" for f, doors in flags.items() if f not in theirs]
+    return [f"{f}={names}:{MANAGEMENT_HEADER}={secret}" for f, names in flags.items() if f not in theirs]
 
 
-def http_door_command(address: str, port: int, inner_port: int, run_dir: Path, is_open: bool) -> list[str]:
-    """Of the process of `http_door`. Its port is `port`, the server's own `inner_port`."""
+def http_proxy_command(address: str, port: int, inner_port: int, run_dir: Path, is_open: bool) -> list[str]:
+    """Of the process of `http_proxy`. Its port is `port`, the server's own `inner_port`."""
     command = [sys.executable, "-m", "manylora.launcher.http_proxy", f"--address={address}", f"--port={port}"]
     command += [f"--inner-port={inner_port}", f"--secret-file={run_dir / SECRET_FILE}"]
     return [*command, *(["--open"] if is_open else [])]
 
 
-def open_doors(address: str, run_dir: Path, management_is_open: bool) -> str:
+def describe_access(address: str, run_dir: Path, management_is_open: bool) -> str:
     """For the terminal: what is open to whom."""
     whose = "from this machine only" if address in ("127.0.0.1", "localhost") else f"on {address}"
     if management_is_open:

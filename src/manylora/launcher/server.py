@@ -21,18 +21,18 @@ from pathlib import Path
 from manylora.errors import ConfigError
 from manylora.launcher.installation import Installation
 from manylora.launcher.logs import LOG_BYTES, open_log
-from manylora.launcher.management_access import http_door_command, management_flags
+from manylora.launcher.management_access import http_proxy_command, management_flags
 from manylora.launcher.memory_limit import MemoryLimit
 from manylora.launcher.processes import end_marked, free_port, spawn, stat_of
 from manylora.launcher.supervisor import StoppedError
 from manylora.system.lifeline import DRAIN_FILE, PERIOD_S, RUN_DIR, STARTING_FILE, read_reports
 
-__all__ = ["Options", "Server", "clear"]
+__all__ = ["ServerOptions", "TritonServer", "remove_leftovers"]
 
 logger = logging.getLogger("manylora.launcher")
 
 EXIT_TIMEOUT_S = 5
-SILENCE_S = 30.0  # of the HTTP door, before the server counts as hung
+SILENCE_S = 30.0  # of the HTTP port, before the server counts as hung
 STOPPED_S = 5.0  # that a process is stopped by a signal, before it counts as hung
 UNCLAIMED_S = 1.0  # that the server leaves a model's dead process alone, which it has not seen then
 PROBE_S = 0.5
@@ -44,7 +44,7 @@ STACK = 128 * 2**20  # bytes of a thread of tritonserver; only what is used take
 
 
 @dataclass(frozen=True)
-class Options:
+class ServerOptions:
     """What the user asked for."""
 
     model_repo: Path
@@ -62,10 +62,10 @@ class Options:
     open_management: bool
 
 
-class Server:
+class TritonServer:
     """Started by the constructor; `wait_ready` tells when it serves, `loss` when a part is gone or hangs."""
 
-    def __init__(self, installation: Installation, options: Options, run_dir: Path) -> None:
+    def __init__(self, installation: Installation, options: ServerOptions, run_dir: Path) -> None:
         self._options = options
         self._run_dir = run_dir
         self._models: dict[int, str] = {}  # process -> model, of those that loaded or load
@@ -89,8 +89,8 @@ class Server:
                 self._command(installation), installation.environment | mark, log, _widen_stacks
             )
             ports = options.http_port, self._inner_port
-            door = http_door_command(options.address, *ports, run_dir, options.open_management)
-            self._door = spawn(door, os.environ | mark, log)
+            proxy = http_proxy_command(options.address, *ports, run_dir, options.open_management)
+            self._proxy = spawn(proxy, os.environ | mark, log)
         finally:
             os.close(log)
 
@@ -101,7 +101,7 @@ class Server:
     @property
     def pids(self) -> list[int]:
         """Of the server and its models' processes."""
-        return [self.pid, self._door.pid, *sorted(self._models)]
+        return [self.pid, self._proxy.pid, *sorted(self._models)]
 
     def wait_ready(self, stopping: Callable[[], bool]) -> None:
         """Return when every model answers.
@@ -145,7 +145,7 @@ class Server:
             if reason is None or "is not healthy" in reason:  # a model's process died
                 return RuntimeError(reason or f"tritonserver ended with status {code} while starting")
             return ConfigError(reason)
-        if (code := self._door.poll()) is not None:
+        if (code := self._proxy.poll()) is not None:
             return RuntimeError(f"the HTTP door ended with status {code} while starting")
         self._find_models()
         for pid in self._children():
@@ -175,7 +175,7 @@ class Server:
         return self._hangs() or self._has_grown()
 
     def _died(self) -> str | None:
-        for name, process in (("tritonserver", self._process), ("the HTTP door", self._door)):
+        for name, process in (("tritonserver", self._process), ("the HTTP door", self._proxy)):
             if (code := process.poll()) is not None:
                 return f"{name} ended with {f'signal {-code}' if code < 0 else f'status {code}'}"
         for pid, model in self._models.items():
@@ -250,8 +250,8 @@ class Server:
         self.kill()
 
     def kill(self) -> None:
-        """The server and its door: `clear` ends what is left of its models."""
-        for process in (self._process, self._door):
+        """The server and its proxy: `remove_leftovers` ends what is left of its models."""
+        for process in (self._process, self._proxy):
             if process.poll() is None:  # otherwise its number may be another's
                 process.kill()
                 process.wait()
@@ -259,7 +259,7 @@ class Server:
     def _command(self, installation: Installation) -> list[str]:
         o = self._options
         command = [str(installation.binary), "--model-repository", str(o.model_repo), *installation.arguments]
-        command += [f"--http-port={self._inner_port}", "--http-address=127.0.0.1"]  # behind our own door
+        command += [f"--http-port={self._inner_port}", "--http-address=127.0.0.1"]  # behind our proxy
         for kind, port in (("grpc", o.grpc_port), ("metrics", o.metrics_port)):
             command += [f"--{kind}-port={port}", f"--{kind}-address={o.address}"]
         command += [
@@ -351,7 +351,7 @@ def _how(fields: list[str] | None) -> str:
     return f" with signal {-code}" if code < 0 else f" with status {code}" if code else ""
 
 
-def clear(run_dir: Path, http_port: int) -> None:
+def remove_leftovers(run_dir: Path, http_port: int) -> None:
     """End what is left of a server of this run directory, and remove its shared memory."""
     end_marked(RUN_DIR, str(run_dir))
     for region in _shared_memory(http_port):

@@ -20,7 +20,7 @@ from manylora.launcher.processes import is_child
 from manylora.launcher.roles import DEPUTIES, SUPERVISOR, Roles
 from manylora.launcher.state import State
 
-__all__ = ["Keeper", "Service", "StoppedError"]
+__all__ = ["Keeper", "StoppedError", "SupervisedService"]
 
 logger = logging.getLogger("manylora.launcher")
 
@@ -35,7 +35,7 @@ class StoppedError(Exception):
     """A start was ended by a signal."""
 
 
-class Service(Protocol):
+class SupervisedService(Protocol):
     """What a Keeper keeps: one at a time is alive."""
 
     def start(self, stopping: Callable[[], bool]) -> None:
@@ -69,7 +69,12 @@ class Keeper:
     lost is given up; 0: it is not started again; None: for ever."""
 
     def __init__(
-        self, service: Service, roles: Roles, state: State, deputies: int = 0, tries: int | None = None
+        self,
+        service: SupervisedService,
+        roles: Roles,
+        state: State,
+        deputies: int = 0,
+        tries: int | None = None,
     ) -> None:
         self._service = service
         self._roles = roles

@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from manylora.launcher.installation import Installation
-from manylora.launcher.logs import bound
+from manylora.launcher.logs import limit_size
 from manylora.launcher.processes import port_is_free
-from manylora.launcher.server import Options, Server, clear
+from manylora.launcher.server import ServerOptions, TritonServer, remove_leftovers
 from manylora.launcher.supervisor import StoppedError
 
 __all__ = ["FAILED", "TritonService"]
@@ -26,15 +26,15 @@ PORTS_S = 10.0
 class TritonService:
     """run_dir holds logs, marks, reports and the backend directory; removed when the service is stopped."""
 
-    def __init__(self, installation: Installation, options: Options, run_dir: Path) -> None:
+    def __init__(self, installation: Installation, options: ServerOptions, run_dir: Path) -> None:
         self._installation = installation
         self._options = options
         self._run_dir = run_dir
-        self._server: Server | None = None
+        self._server: TritonServer | None = None
 
     def start(self, stopping: Callable[[], bool]) -> None:
         self._wait_for_ports(stopping)
-        self._server = Server(self._installation, self._options, self._run_dir)
+        self._server = TritonServer(self._installation, self._options, self._run_dir)
         self._server.wait_ready(stopping)
 
     def loss(self) -> str | None:
@@ -45,7 +45,7 @@ class TritonService:
 
     def tidy(self) -> None:
         for name in ("server.log", "supervisor.log"):
-            bound(self._run_dir / name)
+            limit_size(self._run_dir / name)
 
     def stop(self, hurry: Callable[[], bool]) -> None:
         if self._server:
@@ -56,7 +56,7 @@ class TritonService:
     def kill(self) -> None:
         if self._server:
             self._server.kill()
-        clear(self._run_dir, self._options.http_port)
+        remove_leftovers(self._run_dir, self._options.http_port)
 
     def close(self, reason: str | None) -> None:
         if reason is None:

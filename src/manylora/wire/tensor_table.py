@@ -42,7 +42,7 @@ LORA = [
 ]
 GUIDES = _many("STRING", "guided_decoding_guide_type guided_decoding_guide", ragged=True)
 CATALOG = _many("STRING", "lora_name lora_ckpt_source", ragged=True)  # ours: an adapter by its name
-TOLD = _many("STRING", "finish_reason lora_cache_tier")  # ours
+REASON_AND_TIER = _many("STRING", "finish_reason lora_cache_tier")  # ours
 RESULTS = [
     Tensor("cum_log_probs", "FP32", (-1,)),
     Tensor("output_log_probs", "FP32", (-1, -1)),
@@ -140,7 +140,7 @@ TENSORRT_LLM = Model(
         # Ours: what stateless postprocessing needs to stream exact text.
         Tensor("previous_ids", "INT32", (-1, -1)),
         Tensor("request_number", "INT64"),  # comes back when the client has left
-        *TOLD,
+        *REASON_AND_TIER,
     ),
 )
 
@@ -182,7 +182,7 @@ ENSEMBLE = Model(
         *CATALOG,
         *GUIDES,
     ),
-    outputs=(Tensor("text_output", "STRING", (-1,)), *RESULTS, *STATISTICS, *TOLD),
+    outputs=(Tensor("text_output", "STRING", (-1,)), *RESULTS, *STATISTICS, *REASON_AND_TIER),
 )
 
 ENSEMBLE_OUTPUTS = ENSEMBLE.outputs

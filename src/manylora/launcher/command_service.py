@@ -1,4 +1,4 @@
-"""A program that listens on a port, as a service to keep."""
+"""A program that listens on a port, as a service to supervise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from manylora.errors import ConfigError
-from manylora.launcher.processes import end_marked, port_is_free, spawn
+from manylora.launcher.processes import end_marked, exit_text, port_is_free, spawn
 from manylora.launcher.supervisor import StoppedError
 
 __all__ = ["Child"]
@@ -32,15 +32,12 @@ class Child:
     def start(self, stopping: Callable[[], bool]) -> None:
         """Until it listens, however long it loads."""
         deadline = time.monotonic() + PORT_S
-        while not port_is_free(
-            self._place[1], self._place[0]
-        ):  # one that was killed may hold it a moment longer
+        address, port = self._place
+        while not port_is_free(port, address):  # a process that was killed may hold it a moment longer
             if stopping():
                 raise StoppedError
             if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"port {self._place[1]} is in use: stop what listens there or choose another"
-                )
+                raise ConfigError(f"port {port} is in use: stop what listens there or choose another")
             time.sleep(0.1)
         self._process = spawn(self._command, os.environ | {MARK: self._mark})
         while not self._listens():
@@ -53,9 +50,7 @@ class Child:
 
     def loss(self) -> str | None:
         code = self._process.poll() if self._process else None
-        if code is None:
-            return None
-        return f"the server ended with {f'signal {-code}' if code < 0 else f'status {code}'}"
+        return None if code is None else f"the server ended with {exit_text(code)}"
 
     def processes(self) -> list[int]:
         return [self._process.pid if self._process else 0]

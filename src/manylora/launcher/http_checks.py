@@ -1,4 +1,4 @@
-"""What an HTTP request may say: bounds that keep tritonserver's own reader of JSON and bodies alive."""
+"""Limits of an HTTP request: beyond them tritonserver's own reader of JSON and bodies may crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds tritonserver: the one asked for, one on PATH, or the one inside the nvidia-pytriton wheel."""
+"""Finds tritonserver: the given one, the container's, one on PATH, or that of the nvidia-pytriton wheel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log files that stay within bounds: what a service writes for years must not fill the disk it lives on."""
+"""Log files of limited size: a service that runs for years must not fill the disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOG_BYTES = 2**24  # of one file; as much again is kept of what came before
 
 
 def open_log(path: Path) -> int:
-    """Open for appending, for this user alone; where that fails, as on a full disk, it is lost."""
+    """Open for appending, for this user alone; if that fails, as on a full disk, output is discarded."""
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError:
@@ -21,9 +21,9 @@ def open_log(path: Path) -> int:
 
 
 def limit_size(path: Path, limit: int = LOG_BYTES) -> None:
-    """Begin a file again that has grown beyond `limit` bytes, its last ones kept beside it as NAME.1.
+    """Empty a file that has grown beyond `limit` bytes; the last `limit` of them are copied to NAME.1.
 
-    Cut and not renamed: who writes to it goes on with the file that is open, at its new end.
+    It is not renamed, because processes have it open and go on writing to it.
     """
     with suppress(OSError):
         if path.stat().st_size <= limit:

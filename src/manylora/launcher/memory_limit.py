@@ -1,4 +1,4 @@
-"""When tritonserver is started anew for the memory it holds."""
+"""When tritonserver is restarted because of the memory it has taken."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ QUIET_S = 2.0  # without a request
 
 
 class MemoryLimit:
-    """limit: bytes, 0 for none. What large tensors and refused gRPC requests took, the server keeps."""
+    """limit: bytes, 0 for none. The server never frees what large tensors and refused gRPC requests took."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._quiet_since: float | None = None
 
     def exceeded(self, resident: int, held: int, now: float) -> str | None:
-        """Why it has to be now: in a quiet moment, or when it holds twice the limit.
+        """The reason to restart now: no request for a moment, or twice the limit.
 
-        resident: bytes the server holds. held: requests that are open. now: s, of a clock that only goes on.
+        resident: bytes of the server. held: open requests. now: seconds of a monotonic clock.
         """
         if held or not self._limit or resident <= self._limit:
             self._quiet_since = None

@@ -1,4 +1,4 @@
-"""Processes that end with who started them, and are found again by what is in their environment."""
+"""Child processes that end with their parent, and are found again by a variable of their environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["end_marked", "free_port", "is_alive", "is_child", "port_is_free", "spawn", "stat_of"]
+__all__ = ["end_marked", "exit_text", "free_port", "is_alive", "is_child", "port_is_free", "spawn", "stat_of"]
 
 PR_SET_PDEATHSIG = 1
 GONE_S = 5.0  # for the system to end what was killed
@@ -26,7 +26,7 @@ def spawn(
     output: Any = None,
     prepare: Callable[[], None] = lambda: None,
 ) -> subprocess.Popen:
-    """In a session of its own: signals of a terminal come by way of who started it. Killed when that ends.
+    """Start a process in its own session, which gets no signals of the terminal. Killed when its parent ends.
 
     prepare: called in the new process before the command runs.
     """
@@ -75,6 +75,10 @@ def _marked(mark: bytes) -> list[int]:
             if pid != os.getpid() and mark in (path / "environ").read_bytes().split(b"\0"):
                 found.append(pid)
     return found
+
+
+def exit_text(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"status {code}"
 
 
 def stat_of(pid: int) -> list[str] | None:

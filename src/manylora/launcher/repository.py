@@ -1,5 +1,5 @@
-"""Looks whether a model repository is filled, and serves it with defaults where only those are missing, and
-with the Python backend where TensorRT-LLM's own is named."""
+"""Checks that a model repository is filled in. Sets what has a default, and the Python backend in place of
+TensorRT-LLM's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Who supervises a service and who stands by: locks on single bytes of a file, which end with their holder.
+"""Which process supervises a service and which stand by: each role is a lock on one byte of a file.
 
-The kernel says which living process holds one. So a number that is somebody else's by now, or that was
-written down in another life of a container, cannot be taken for a supervisor's.
+The kernel releases a lock when its process ends, and says which process holds it. A process id in a file
+could be that of another process by now.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FLOCK = "@hhqqi"  # struct flock: type, whence, start, length, pid
 class Roles:
     """fd: of the file, open for writing. A child of `fork` shares the file and holds no role.
 
-    Nobody else in this process may open the file: closing it a second time would drop the locks.
+    Nothing else in this process may open the file: closing that would release the locks.
     """
 
     def __init__(self, fd: int, folder: int | None = None) -> None:
@@ -36,13 +36,12 @@ class Roles:
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
         fd = os.open(path, flags, 0o600)
         folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(
-            folder, fcntl.LOCK_SH
-        )  # systemd-tmpfiles removes old files of /tmp, but none below a lock
+        # systemd-tmpfiles removes old files of /tmp, but not from a locked folder.
+        fcntl.flock(folder, fcntl.LOCK_SH)
         return cls(fd, folder)
 
     def is_at(self, path: Path) -> bool:
-        """Whether the file still has this name: who ended in the meantime has removed it."""
+        """Whether the file still has this name: a process that ended meanwhile may have removed it."""
         with suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(self._fd), path.lstat())
         return False
@@ -63,7 +62,7 @@ class Roles:
         fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, role)
 
     def holder(self, role: int) -> int:
-        """The other process that has it; 0: none; -1: one that cannot be seen from this container."""
+        """Process id of the other process that has it; 0: none; -1: one outside this container."""
         asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, role, 1, 0).ljust(64, b"\0")
         kind, *_, pid = struct.unpack_from(FLOCK, fcntl.fcntl(self._fd, fcntl.F_GETLK, asked))
         return 0 if kind == fcntl.F_UNLCK else pid or -1

@@ -23,7 +23,7 @@ from manylora.launcher.installation import Installation
 from manylora.launcher.logs import LOG_BYTES, open_log
 from manylora.launcher.management_access import http_proxy_command, management_flags
 from manylora.launcher.memory_limit import MemoryLimit
-from manylora.launcher.processes import end_marked, free_port, spawn, stat_of
+from manylora.launcher.processes import end_marked, exit_text, free_port, spawn, stat_of
 from manylora.launcher.supervisor import StoppedError
 from manylora.system.lifeline import DRAIN_FILE, PERIOD_S, RUN_DIR, STARTING_FILE, read_reports
 
@@ -177,7 +177,7 @@ class TritonServer:
     def _died(self) -> str | None:
         for name, process in (("tritonserver", self._process), ("the HTTP door", self._proxy)):
             if (code := process.poll()) is not None:
-                return f"{name} ended with {f'signal {-code}' if code < 0 else f'status {code}'}"
+                return f"{name} ended with {exit_text(code)}"
         for pid, model in self._models.items():
             fields = stat_of(pid)
             if fields is None or fields[0] == "Z":  # the server never waits for it
@@ -348,7 +348,7 @@ def _widen_stacks() -> None:
 def _how(fields: list[str] | None) -> str:
     """Of a process that nobody has waited for."""
     code = os.waitstatus_to_exitcode(int(fields[-1])) if fields else 0
-    return f" with signal {-code}" if code < 0 else f" with status {code}" if code else ""
+    return f" with {exit_text(code)}" if code else ""
 
 
 def remove_leftovers(run_dir: Path, http_port: int) -> None:

@@ -1,5 +1,5 @@
-"""What a supervisor says of its service: in memory that its deputies share and others may read, so no disk
-can be too full for it, and nothing of it outlives them."""
+"""State of a supervised service, in memory that the supervisor shares with its deputies and that other
+processes read through /proc. It needs no disk space, and ends with them."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ REASON = 2000  # characters
 
 
 class State:
-    """Shared with every process forked after it was made. One writes: who supervises."""
+    """Shared with every process that is forked later. Only the supervisor writes."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create(NAME)
-        self._said: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
         self.write(
             state="starting", reason="", server=0, processes=[], served=False, restarts=0, last_loss=""
         )
 
     @property
     def fd(self) -> int:
-        """Of a file that only these processes have: one to lock, too."""
+        """Of a file that only these processes have; it may be locked."""
         return self._fd
 
     def write(self, **changes: Any) -> None:
         """reason, last_loss: cut at 2,000 characters."""
-        self._said |= {k: v[:REASON] if isinstance(v, str) else v for k, v in changes.items()}
-        os.pwrite(self._fd, json.dumps(self._said).encode().ljust(SIZE), 0)
+        self._values |= {k: v[:REASON] if isinstance(v, str) else v for k, v in changes.items()}
+        os.pwrite(self._fd, json.dumps(self._values).encode().ljust(SIZE), 0)
 
     def read(self) -> dict[str, Any]:
         """Also what another process wrote."""
-        self._said = _parse(os.pread(self._fd, SIZE, 0)) or self._said
-        return self._said
+        self._values = _parse(os.pread(self._fd, SIZE, 0)) or self._values
+        return self._values
 
 
 def read_state(pid: int) -> dict[str, Any] | None:
-    """Of a supervisor of the same user; None when it has said nothing yet."""
+    """State of a supervisor of the same user; None: not written yet."""
     with suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):

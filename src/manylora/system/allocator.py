@@ -1,7 +1,7 @@
-"""The C library's memory, kept for the next step.
+"""Settings of the C library's allocator.
 
-Freed blocks of many megabytes go back to the system at once, and a step that takes them again pays for each
-of their pages: up to a tenth of the time of prompts on a CPU.
+By default freed blocks of many megabytes go back to the system at once, and the next step has a page fault
+for each of their pages: up to a tenth of the time of prompts on a CPU.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from contextlib import suppress
 
 __all__ = ["give_back", "keep_memory"]
 
-KEPT = 2**28  # bytes at most that are free and not given back
+MAX_FREE = 2**28  # bytes that are free and not given back to the system
 # Options of glibc's mallopt.
 TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8
 
 
 def keep_memory() -> bool:
-    """Let this process keep what it frees, up to KEPT, and let threads share it. Whether the C library can;
-    others than glibc are left alone."""
+    """Let this process keep up to MAX_FREE bytes that it has freed, and let all threads use them. Returns
+    whether that was set: only glibc can."""
     if not sys.platform.startswith("linux"):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    settings = ((ARENA_MAX, 1), (MMAP_THRESHOLD, KEPT), (TRIM_THRESHOLD, KEPT))
+    settings = ((ARENA_MAX, 1), (MMAP_THRESHOLD, MAX_FREE), (TRIM_THRESHOLD, MAX_FREE))
     return all(mallopt(option, value) == 1 for option, value in settings)
 
 
 def give_back() -> None:
-    """Return free memory to the system, for who has just freed much more than is needed again soon."""
+    """Return free memory to the system: to be called after freeing much that is not needed again soon."""
     if sys.platform.startswith("linux"):
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)

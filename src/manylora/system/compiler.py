@@ -1,4 +1,4 @@
-"""Libraries of our own C code: built once with the machine's compiler, and kept in the user's cache."""
+"""Builds libraries of our C code with the machine's compiler, once: they are kept in the user's cache."""
 
 from __future__ import annotations
 

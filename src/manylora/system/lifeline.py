@@ -1,10 +1,11 @@
-"""Lifeline: what ties a model's process to its server and its launcher.
+"""Lifeline: a thread in each model's process that ends it with its server, and reports to the launcher.
 
-Triton never ends a Python model's process that is busy when the server dies, so the process ends itself. The
-launcher asks for draining by a file in the run directory, and another lies there until it calls the server
-ready. Each process reports there, in a file of its own, whether it has seen the first, how many requests it
-holds, and a number that grows while it works on them. A report is written over the one before, also over that
-of a server before: a disk that has become full has room for that.
+Triton never ends a Python model's process that is busy when the server dies, so the process ends itself.
+
+Launcher and processes share a run directory. The launcher creates the file `drain` there to have new requests
+refused, and removes the file `starting` when the server is ready. Each process writes a report: whether it
+has seen `drain`, how many requests are open, and a number that grows while it works on them. A report
+overwrites the one before, of an earlier server too: that works on a full disk.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PERIOD_S = 0.25
 
 
 class Report(NamedTuple):
-    """written_ns: the time of the file, which moves on also where its content cannot."""
+    """held: open requests. written_ns: modification time of the file: new even if the disk is full."""
 
     draining: bool
     held: int
@@ -46,11 +47,10 @@ class Report(NamedTuple):
 
 
 class Lifeline:
-    """A daemon thread that watches the parent process and the run directory: to be made first of all, since a
-    model may load for long. It ends the process at once when the server is gone already.
+    """To be created before a model loads, which may take long. Ends the process if the server is gone.
 
-    name: of the model's instance. activity: gives requests held and progress, from any thread; may be set
-    later; without it, what `busy` counts.
+    name: of the model's instance. activity: returns the number of open requests and the progress, on any
+    thread; may be set later; by default they are what `busy` counts.
     """
 
     def __init__(self, name: str) -> None:
@@ -88,7 +88,7 @@ class Lifeline:
                 self._write(self._run_dir, f"{os.getpid()} {int(self.draining)} {held} {progress}")
 
     def _write(self, run_dir: Path, text: str) -> None:
-        """In place. Where even that has no room, the file's time still says that this process lives."""
+        """In place. If even that fails, the file's time still says that this process is alive."""
         try:
             if self._report is None:
                 self._report = os.open(
@@ -103,13 +103,13 @@ class Lifeline:
 
 
 def is_starting() -> bool:
-    """Whether the launcher still tries the server out; False without a launcher."""
+    """Whether the launcher has not called the server ready yet; False without a launcher."""
     folder = os.environ.get(RUN_DIR)
     return folder is not None and (Path(folder) / STARTING_FILE).exists()
 
 
 def read_reports(run_dir: Path, pids: Container[int]) -> dict[int, Report]:
-    """What these processes last reported; the files of others are of a server before."""
+    """The last reports of these processes; other files are of an earlier server."""
     found = {}
     for path in run_dir.glob(f"{REPORT}*"):
         try:
@@ -122,7 +122,8 @@ def read_reports(run_dir: Path, pids: Container[int]) -> dict[int, Report]:
 
 
 def _is_child_of_server(folder: str) -> bool:
-    """A server has the same run directory in its environment; who adopts orphans has not."""
+    """Whether the parent is the server, which has this run directory in its environment, and not the process
+    that adopts orphans."""
     try:
         environment = Path(f"/proc/{os.getppid()}/environ").read_bytes()
     except PermissionError:

@@ -1,4 +1,4 @@
-"""How long the threads of a step on a CPU spin for each other."""
+"""How long OpenMP threads of a step on a CPU spin while they wait for each other."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ __all__ = ["thread_settings"]
 
 
 def thread_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment, with about 50 us unless it says otherwise: longer than between two operations.
+    """The environment with a spin time of about 50 us, longer than between two operations, unless one is set.
 
-    libgomp reads it when torch is imported. Its own choice is milliseconds, on a core that other work may
-    need: then the threads wait for one another's turns.
+    libgomp reads it when torch is imported. Its default is milliseconds, on a core that other work may need.
     """
-    said = any(name in environment for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))
-    return dict(environment) | ({} if said else {"GOMP_SPINCOUNT": "1000"})
+    is_set = any(name in environment for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))
+    return dict(environment) | ({} if is_set else {"GOMP_SPINCOUNT": "1000"})

@@ -1,4 +1,4 @@
-"""Lanes: threads for work on long texts, so that who sends a book keeps nobody waiting."""
+"""Lanes: threads that tokenise and decode long texts, so that short ones need not wait for them."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 __all__ = ["LONG", "Lanes"]
 
 LONG = 2**12
-"""Characters, or tokens, of a text from which work on it would hold up others, and is done beside them."""
+"""Characters, or tokens, of a text from which it goes to a thread."""
 
-HUGE = 2**17  # of a text that takes so long that it must not stand before others
+HUGE = 2**17  # from which it goes to the one thread for such texts
 THREADS = 4
 
 
 class Lanes:
-    """None for short texts, a few threads for long ones, and one for all huge ones: each of these takes
-    hundreds of megabytes meanwhile."""
+    """A few threads for long texts, and one for all huge ones: each of these takes hundreds of megabytes."""
 
     def __init__(self) -> None:
         self._long = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "manylora-long-text")
         self._huge = ThreadPoolExecutor(1, "manylora-huge-text")
 
     def lane(self, length: int) -> Executor | None:
-        """length: of the text, in characters or tokens. None: it is done at once."""
+        """The threads for a text of this length, in characters or tokens; None: the caller's own thread."""
         if length < LONG:
             return None
         return self._huge if length >= HUGE else self._long
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the texts that were given."""
         self._long.shutdown()
         self._huge.shutdown()

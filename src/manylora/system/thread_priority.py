@@ -1,4 +1,4 @@
-"""Threads whose work can wait: they leave the processor to the engine while it wants it."""
+"""Lower priority for background threads, so that they leave the processor to the engine."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import suppress
 
 __all__ = ["NICE", "step_back"]
 
-NICE = 10  # about a tenth of a core that the engine wants too; all of one that it does not
+NICE = 10  # a thread gets about a tenth of a core that the engine needs too, and all of an idle one
 
 
 def step_back() -> None:
     """Lower the priority of the calling thread, and of those that it starts from now on.
 
-    For who reads, checks and lays out adapters: one that takes a little longer to load delays its own first
-    request, a core taken from the engine delays every token of everybody. Only Linux has priorities of
-    threads; elsewhere, and where they may not be set, nothing changes.
+    For threads that load adapters: a slower load delays the first request of one adapter, but a core taken
+    from the engine delays every token of every request. Only Linux has priorities of threads; elsewhere, and
+    where they may not be set, nothing changes.
     """
     if sys.platform != "linux":
         return

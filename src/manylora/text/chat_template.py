@@ -18,9 +18,8 @@ __all__ = ["ChatTemplate"]
 
 Messages = Sequence[Mapping[str, Any]]
 FILE = "chat_template.jinja"
-MOST = (
-    2**22
-)  # characters of a prompt, and of one JSON text in it: indented lists in lists grow with their square
+# Characters of a prompt, and of one JSON text in it: nested lists with indents grow with their square.
+MOST = 2**22
 
 
 class ChatTemplate:

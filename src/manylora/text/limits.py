@@ -1,4 +1,4 @@
-"""How long a text may be, told before it is tokenised: from what one token of a vocabulary can stand for."""
+"""How long a text may be, judged before it is tokenised, by the longest token of the vocabulary."""
 
 from __future__ import annotations
 
@@ -11,28 +11,18 @@ from manylora.errors import TextTooLongError
 
 __all__ = ["LONGEST_TEXT", "TextLimits", "characters_per_token", "longest_text", "most_listed"]
 
-FREE = (
-    2**14
-)  # characters that are tokenised whatever comes of it: the answer then tells how many tokens they are
-LONGEST_TEXT = 2**19  # characters of a text of which it is not known how many tokens may come of it
-GENEROUS = 16  # characters of a token, four times those of English
-
-ASSUMED = (
-    128  # characters of a token where a tokenizer sets no bound, by dropping text or by taking runs for one
-)
-COMPOSED = 4  # code points that NFC makes one at most
+# Characters. Texts up to FREE are always tokenised, so that an error can say how many tokens they have.
+FREE = 2**14
+LONGEST_TEXT = 2**19  # where it is not known how many tokens a text may have at least
+GENEROUS = 16  # for each token, four times those of English
+ASSUMED = 128  # for each token, where a tokenizer sets no bound: it drops text, or makes a run one token
+COMPOSED = 4  # that NFC composes to one, at most
 
 KEEP_ALL = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength")  # pre-tokenizers
 KEEP_UNLESS_REMOVED = ("Split", "Punctuation")
-FACTORS = {
-    "NFC": COMPOSED,
-    "NFKC": COMPOSED,
-    "NFD": 1,
-    "NFKD": 1,
-    "Lowercase": 1,
-    "Prepend": 1,
-    "ByteLevel": 1,
-}
+# By normalizer: how many characters become one at most.
+FACTORS = dict.fromkeys(("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"), 1)
+FACTORS |= {"NFC": COMPOSED, "NFKC": COMPOSED}
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
@@ -43,11 +33,10 @@ class TextLimits:
         self.per_token = per_token or ASSUMED
 
     def check(self, length: int, context: int | None, whole: bool = True) -> None:
-        """Raises TextTooLongError for a text of so many characters that has more than `context` tokens for
-        sure.
+        """Raises TextTooLongError if a text of so many characters must have more than `context` tokens.
 
-        context: None where it is not known. whole: false where the context need not have room for all of it.
-        In both cases `longest_text` says what is taken.
+        context: None: not known. whole: False: the text need not fit the context. In both cases the limit is
+        `longest_text`.
         """
         if context is None or not whole:
             most = longest_text(context)
@@ -62,10 +51,10 @@ class TextLimits:
             )
 
     def probe(self, text: str, context: int, count: Callable[[str], int]) -> None:
-        """Raises TextTooLongError for a text whose beginning alone has clearly more than `context` tokens.
+        """Raises TextTooLongError if the beginning of a text already has clearly more than `context` tokens.
 
-        Most texts are far from the longest tokens there are, so a beginning tells at a fraction of the price.
-        A text that fits as texts usually do is not looked at. count: tokens of a text.
+        This is cheaper than to tokenise all of it. A text of a length that usually fits is not looked at.
+        count: tokens of a text.
         """
         size = max(FREE, 4 * context)
         while 2 * size <= len(text):
@@ -79,18 +68,18 @@ class TextLimits:
 
 
 def longest_text(context: int | None) -> int:
-    """Characters that are taken of what need not fit whole: more than a context usually has room for."""
+    """Limit in characters for a text that need not fit the context: more than usually fits."""
     return max(LONGEST_TEXT, GENEROUS * (context or 0))
 
 
 def most_listed(context: int) -> int:
-    """Tokens of which a list is not yet work in vain: it holds up others, as tokenising does not."""
+    """Tokens of which a list is made at most. Making it blocks other threads, and tokenising does not."""
     return max(context, FREE)
 
 
 def characters_per_token(spec: Mapping[str, Any]) -> int | None:
-    """spec: a tokenizer.json. The most characters of a text that one token can stand for; None: nothing
-    bounds them: a normalizer or pre-tokenizer drops some, or one token stands for any run of unknown ones.
+    """The most characters of a text that one token can stand for; None: any number, as a normalizer or
+    pre-tokenizer drops some, or one token stands for a run of unknown ones. spec: a tokenizer.json.
 
     Characters and not bytes: normal forms change the number of bytes both ways.
     """
@@ -105,7 +94,7 @@ def characters_per_token(spec: Mapping[str, Any]) -> int | None:
 
 
 def _longest(spec: Mapping[str, Any]) -> int | None:
-    """Characters of the longest token of a model that leaves none out."""
+    """Characters of the longest token; None if the model may drop or merge unknown characters."""
     model = spec.get("model") or {}
     vocab = model.get("vocab") or {}
     tokens = {token for token, _ in vocab} if isinstance(vocab, list) else set(vocab)

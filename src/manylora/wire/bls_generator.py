@@ -12,23 +12,14 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from manylora.errors import RequestError
-from manylora.wire.bls import (
-    FROM_PREPROCESSING,
-    PASSED_ON,
-    TO_ENGINE,
-    TO_POSTPROCESSING,
-    TO_PREPROCESSING,
-    check_inputs,
-    items,
-    lora_weights_of_items,
-)
+from manylora.wire import bls
 from manylora.wire.server_types import Arrays, ServerTensor
 from manylora.wire.speculation import speculate
 from manylora.wire.stop_words import StopWords
 
 __all__ = ["CallModel", "ClientRequest", "TextGenerator", "Values"]
 
-ENGINE_OUTPUTS = [*TO_POSTPROCESSING, *PASSED_ON]
+ENGINE_OUTPUTS = [*bls.TO_POSTPROCESSING, *bls.PASSED_ON]
 
 Values = Mapping[str, np.ndarray | ServerTensor]
 """Tensors by name; a tensor of the server's where it only passes through."""
@@ -101,9 +92,9 @@ class TextGenerator:
 
         inputs: all but lora_weights. Raises RequestError.
         """
-        check_inputs(inputs, self._accumulate, self._draft is not None)
-        batch = items(inputs)
-        weights = lora_weights_of_items(lora_weights, len(batch))
+        bls.check_inputs(inputs, self._accumulate, self._draft is not None)
+        batch = bls.items(inputs)
+        weights = bls.lora_weights_of_items(lora_weights, len(batch))
         if len(batch) == 1:
             return self._item(client, batch[0], weights[0], None)
         rows = enumerate(zip(batch, weights, strict=True))
@@ -122,7 +113,7 @@ class TextGenerator:
         index: int | None,
     ) -> Iterator[Values]:
         engine_inputs: dict[str, np.ndarray | ServerTensor] = {**self._prepare(inputs)}
-        engine_inputs |= {name: inputs[source] for source, name in TO_ENGINE.items() if source in inputs}
+        engine_inputs |= {name: inputs[source] for source, name in bls.TO_ENGINE.items() if source in inputs}
         if lora_weights is not None:
             engine_inputs["lora_weights"] = lora_weights
         if _number(inputs, "num_draft_tokens") > 0:
@@ -151,12 +142,12 @@ class TextGenerator:
 
     def _prepare(self, inputs: Arrays) -> Arrays:
         """Inputs of the engine's model from text."""
-        texts = {name: inputs[source] for source, name in TO_PREPROCESSING.items() if source in inputs}
-        [outputs] = self._call("preprocessing", texts, list(FROM_PREPROCESSING))
-        return {FROM_PREPROCESSING[name]: tensor.as_numpy() for name, tensor in outputs.items()}
+        texts = {name: inputs[source] for source, name in bls.TO_PREPROCESSING.items() if source in inputs}
+        [outputs] = self._call("preprocessing", texts, list(bls.FROM_PREPROCESSING))
+        return {bls.FROM_PREPROCESSING[name]: tensor.as_numpy() for name, tensor in outputs.items()}
 
     def _texts(self, outputs: Values) -> list[str]:
-        names = TO_POSTPROCESSING
+        names = bls.TO_POSTPROCESSING
         sent = {names[name]: _array(value) for name, value in outputs.items() if name in names}
         [answer] = self._call("postprocessing", sent, ["OUTPUT"])
         return [text.decode() for text in answer["OUTPUT"].as_numpy().reshape(-1)]
@@ -246,7 +237,7 @@ def _response(texts: Sequence[str], outputs: Values, index: int | None) -> Value
     response: dict[str, np.ndarray | ServerTensor] = {
         "text_output": np.array([text.encode() for text in texts], np.object_)
     }
-    response |= {name: v for name, v in outputs.items() if name in PASSED_ON and name != "batch_index"}
+    response |= {name: v for name, v in outputs.items() if name in bls.PASSED_ON and name != "batch_index"}
     if index is not None:
         response["batch_index"] = np.array([[index]], np.int32)
     return response

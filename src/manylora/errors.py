@@ -6,14 +6,14 @@
     └── RequestError                this one request cannot be served as asked
         ├── QueueFullError          too many requests wait already
         ├── DrainingError           the service is about to stop and takes nothing new
-        ├── TextTooLongError        a text has more tokens than there is room for
+        ├── TextTooLongError        a text has more tokens than fit the context
         └── AdapterError            the request's adapter is the reason
             ├── AdapterInvalidError     its tensors or files are not a usable adapter for this model
             ├── AdapterChangedError     its files changed between their check and their loading
             ├── AdapterNotFiniteError   logits under it are no finite numbers
             ├── AdapterNotFoundError    no adapter of this name is in the catalog
             ├── AdapterNotCachedError   only an id came, and the adapter is not (or no longer) here
-            └── AdapterCacheFullError   there is no room for it in the cache
+            └── AdapterCacheFullError   it does not fit the cache
 
 The text of a RequestError goes to the client as it is: one sentence, no path of the server, no stack trace.
 """
@@ -82,7 +82,7 @@ class DrainingError(RequestError):
 
 
 class TextTooLongError(RequestError):
-    """A text has more tokens than there is room for, or more characters than are taken."""
+    """A text has more tokens than fit the context, or too many characters."""
 
 
 class AdapterError(RequestError):
@@ -126,4 +126,4 @@ class AdapterNotCachedError(AdapterError):
 
 
 class AdapterCacheFullError(AdapterError):
-    """There is no room in the cache: every adapter in it is in use, or this one is larger than the cache."""
+    """Every adapter in the cache is in use, or this one is larger than the cache."""

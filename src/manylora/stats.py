@@ -1,4 +1,4 @@
-"""EngineStats: one snapshot type that every door exports."""
+"""EngineStats: a snapshot of the engine's numbers, for metrics and status pages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class AdapterStats:
 
 @dataclass(frozen=True)
 class MappedAdapter:
-    """Where an adapter lies. names: its task ids as text, or the names it has in the catalog.
+    """Pages of an adapter. names: its task ids as text, or the names it has in the catalog.
 
     in_use: sequences that run under it. hits: since it came to the device.
     """
@@ -72,7 +72,7 @@ class CacheChange:
 
 @dataclass(frozen=True)
 class CacheMap:
-    """Every page of both levels and who is on it; the last changes, oldest first."""
+    """The adapters on the pages of both levels, and the last changes, oldest first."""
 
     host_pages: int = 0
     device_pages: int = 0

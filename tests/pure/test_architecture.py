@@ -58,8 +58,8 @@ INSIDE = {
     ],
     "launcher": [
         "roles", "state", "logs", "memory_limit", "processes", "management_access", "http_checks",
-        "http_head", "http_proxy", "installation", "repository", "supervisor", "command_service", "server",
-        "triton_service", "cli",
+        "http_head", "http_proxy", "installation", "repository", "supervisor", "command_service",
+        "server_log", "server", "triton_service", "arguments", "cli",
     ],
     "testing": ["tiny_configs", "reference", "tiny_adapters", "tiny_models", "driver", "parity"],
     "llmapi": [

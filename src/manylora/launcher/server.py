@@ -20,10 +20,11 @@ from pathlib import Path
 
 from manylora.errors import ConfigError
 from manylora.launcher.installation import Installation
-from manylora.launcher.logs import LOG_BYTES, open_log
+from manylora.launcher.logs import open_log
 from manylora.launcher.management_access import http_proxy_command, management_flags
 from manylora.launcher.memory_limit import MemoryLimit
 from manylora.launcher.processes import end_marked, exit_text, free_port, spawn, stat_of
+from manylora.launcher.server_log import ServerLog
 from manylora.launcher.supervisor import StoppedError
 from manylora.system.lifeline import DRAIN_FILE, PERIOD_S, RUN_DIR, STARTING_FILE, read_reports
 
@@ -63,27 +64,26 @@ class ServerOptions:
 
 
 class TritonServer:
-    """Started by the constructor; `wait_ready` tells when it serves, `loss` when a part is gone or hangs."""
+    """Started by the constructor; `wait_ready` waits until it serves, `loss` says if a part died or hangs."""
 
     def __init__(self, installation: Installation, options: ServerOptions, run_dir: Path) -> None:
         self._options = options
         self._run_dir = run_dir
         self._models: dict[int, str] = {}  # process -> model, of those that loaded or load
         self._since: dict[tuple[str, int], float] = {}  # (what is wrong with it, process) -> since when
-        self._heard = self._moved = self._probed = time.monotonic()
+        self._last_answer = self._last_progress = self._last_probe = time.monotonic()
         self._seen = (0, 0)  # requests held and progress of the engine
         self._memory = MemoryLimit(options.server_memory)
         self._written: dict[int, tuple[int, float]] = {}  # process -> time of its report, when that was new
-        self.log = run_dir / "server.log"
         with contextlib.suppress(OSError):  # on a full disk the marks of a server before this one may stay
             (run_dir / DRAIN_FILE).unlink(missing_ok=True)
             (run_dir / STARTING_FILE).touch()
-        self._log_from = self.log.stat().st_size if self.log.exists() else 0
+        self._log = ServerLog(run_dir / "server.log")
         self._inner_port = free_port()
         mark = {RUN_DIR: str(run_dir)} | {
             name: str(n) for name, n in ALLOCATOR.items() if name not in os.environ
         }
-        log = open_log(self.log)
+        log = open_log(self._log.path)
         try:
             self._process = spawn(
                 self._command(installation), installation.environment | mark, log, _widen_stacks
@@ -106,8 +106,8 @@ class TritonServer:
     def wait_ready(self, stopping: Callable[[], bool]) -> None:
         """Return when every model answers.
 
-        Raises ConfigError when the server refuses, RuntimeError when it or a model's process crashed or
-        hangs, TimeoutError after the start timeout, StoppedError when `stopping` says so.
+        Raises ConfigError if the server refuses, RuntimeError if it or a model's process crashed or hangs,
+        TimeoutError after the start timeout, StoppedError if `stopping` returned True.
         """
         deadline = time.monotonic() + self._options.start_timeout
 
@@ -122,14 +122,14 @@ class TritonServer:
                         region.chmod(0o600)  # Triton makes them readable for everybody, whatever the umask
                     (self._run_dir / STARTING_FILE).unlink(missing_ok=True)
                 self._find_models()
-                self._heard = self._moved = time.monotonic()
+                self._last_answer = self._last_progress = time.monotonic()
                 return
             time.sleep(0.1)
         if stopping():
             raise StoppedError
         if (error := self._broken()) is not None:
             raise error
-        reason = self._refusal()
+        reason = self._log.refusal()
         raise TimeoutError(
             f"tritonserver was not ready after {self._options.start_timeout:.0f} s"
             + (f": {reason}" if reason else "")
@@ -141,7 +141,7 @@ class TritonServer:
         if code is not None:
             if code < 0:
                 return RuntimeError(f"tritonserver ended with signal {-code} while starting")
-            reason = self._refusal() or self._complaint()
+            reason = self._log.refusal() or self._log.complaint()
             if reason is None or "is not healthy" in reason:  # a model's process died
                 return RuntimeError(reason or f"tritonserver ended with status {code} while starting")
             return ConfigError(reason)
@@ -151,7 +151,7 @@ class TritonServer:
         for pid in self._children():
             model, fields = self._models.get(pid, "a model"), stat_of(pid)
             ended = fields is not None and fields[0] == "Z"
-            if self._lasts("ended", pid, ended) > UNCLAIMED_S and not self._refusal():
+            if self._lasts("ended", pid, ended) > UNCLAIMED_S and not self._log.refusal():
                 return RuntimeError(f"{model}'s process ended{_how(fields)} while loading")
             limit = min(self._options.hang_timeout or math.inf, STOPPED_S)
             if self._lasts("stopped", pid, fields is not None and fields[0] == "T") > limit:
@@ -166,12 +166,12 @@ class TritonServer:
         return time.monotonic() - self._since.setdefault((what, pid), time.monotonic())
 
     def loss(self) -> str | None:
-        """Why the server has to be started again, if it has."""
+        """The reason why the server has to be restarted, or None."""
         if (loss := self._died()) is not None:
             return loss
-        if time.monotonic() - self._probed < PROBE_S:
+        if time.monotonic() - self._last_probe < PROBE_S:
             return None
-        self._probed = time.monotonic()
+        self._last_probe = time.monotonic()
         return self._hangs() or self._has_grown()
 
     def _died(self) -> str | None:
@@ -199,21 +199,21 @@ class TritonServer:
                 return f"{name} was stopped by a signal"
         now = time.monotonic()
         if self._answers("/v2/health/live", lambda: time.monotonic() < now + 1):
-            self._heard = now
+            self._last_answer = now
         reports = read_reports(self._run_dir, self._models)
         engines = [report for pid, report in reports.items() if self._models[pid] == "tensorrt_llm"]
         held, progress = sum(one.held for one in engines), sum(one.progress for one in engines)
         if held == 0 or (held, progress) != self._seen:
-            self._seen, self._moved = (held, progress), now
-        if now - self._heard > min(limit, SILENCE_S):
-            return f"tritonserver has not answered for {now - self._heard:.0f} s"
+            self._seen, self._last_progress = (held, progress), now
+        if now - self._last_answer > min(limit, SILENCE_S):
+            return f"tritonserver has not answered for {now - self._last_answer:.0f} s"
         for pid, report in reports.items():
             if self._written.get(pid, (0, 0.0))[0] != report.written_ns:
                 self._written[pid] = (report.written_ns, now)
             if now - self._written[pid][1] > limit:
                 return f"{self._models[pid]}'s process is frozen for {now - self._written[pid][1]:.0f} s"
-        if now - self._moved > limit:
-            return f"the engine has not moved for {now - self._moved:.0f} s with {held} requests open"
+        if now - self._last_progress > limit:
+            return f"the engine has not moved for {now - self._last_progress:.0f} s with {held} requests open"
         return None
 
     def _has_grown(self) -> str | None:
@@ -315,27 +315,6 @@ class TritonServer:
             return False
         finally:
             connection.close()
-
-    def _refusal(self) -> str | None:
-        """The sentence of this start's log that says why a model did not load."""
-        found = re.findall(r"(?:UNAVAILABLE|Internal|Invalid argument): ([^|\n]+)", self._logged())
-        return found[0].split("\\n")[0].strip(' "') if found else None  # without Python's trace
-
-    def _complaint(self) -> str | None:
-        found = re.findall(
-            r"^E\d{4} (?!.*CudaDriverHelper)[^\]]+\] \"?([^\n\"]+)", self._logged(), re.MULTILINE
-        )
-        return found[0].strip(' "') if found else None
-
-    def _logged(self) -> str:
-        """What the server wrote since it was started."""
-        try:
-            with self.log.open("rb") as log:
-                size = os.fstat(log.fileno()).st_size
-                log.seek(self._log_from if self._log_from <= size else 0)
-                return log.read(LOG_BYTES).decode(errors="replace")
-        except OSError:
-            return ""
 
 
 def _widen_stacks() -> None:

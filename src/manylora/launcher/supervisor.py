@@ -1,7 +1,7 @@
-"""The loop that keeps one service alive: start, watch, restart, stop. What the service is, it does not know.
+"""Keeper: the loop that starts, watches, restarts and stops one service of any kind.
 
-Nothing else would start a service again whose supervisor is killed, so a supervisor may have deputies:
-processes that only wait, and of which one takes over when it is gone. Who supervises replaces those that end.
+If a supervisor is killed nothing else would restart its service. So it may have deputies: processes that only
+wait, and of which one takes over when the supervisor is gone. The supervisor replaces deputies that end.
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ class StoppedError(Exception):
 
 
 class SupervisedService(Protocol):
-    """What a Keeper keeps: one at a time is alive."""
+    """What a Keeper starts and stops."""
 
     def start(self, stopping: Callable[[], bool]) -> None:
-        """Return when it serves. `stopping` is to be asked several times a second.
+        """Start it, and return when it serves. Calls `stopping` several times a second.
 
-        Raises ConfigError when it refuses to start, RuntimeError when it crashed, TimeoutError when it took
-        too long, StoppedError when `stopping` said so.
+        Raises ConfigError if it refuses to start, RuntimeError if it crashed, TimeoutError if it took too
+        long, StoppedError if `stopping` returned True.
         """
 
     def loss(self) -> str | None:
-        """Why it has to be started again, if it has."""
+        """The reason why it has to be restarted, or None."""
 
     def processes(self) -> list[int]:
-        """The first is the service itself."""
+        """Ids of its processes, the main one first."""
 
     def tidy(self) -> None:
-        """Called all the time."""
+        """Called about twice a second."""
 
     def stop(self, hurry: Callable[[], bool]) -> None:
-        """Let it finish what it does, unless `hurry` says that a second signal came, and end it."""
+        """Let it finish its work, until `hurry` returns True after a second signal, and end it."""
 
     def kill(self) -> None:
-        """End it, and what a supervisor before this one may have left of it."""
+        """End it at once, with what an earlier supervisor may have left of it."""
 
     def close(self, reason: str | None) -> None:
-        """It is not to come back; because of `reason`, or because it was told to stop."""
+        """Clean up: it is not restarted, because of `reason` or, if None, because it was stopped."""
 
 
 class Keeper:
-    """deputies: how many processes stand by. tries: failed starts in a row after which a service that was
-    lost is given up; 0: it is not started again; None: for ever."""
+    """deputies: how many processes stand by. tries: failed restarts in a row after which the service is given
+    up; 0: it is not restarted; None: never given up."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Keeper:
         self._forked: dict[int, int] = {}  # role -> the process that is to take it
         self._tries = tries
         self._signals = 0
-        self._cared = 0.0
+        self._last_care = 0.0
 
     def run(self) -> int:
         """Until a signal (0) or until the service is given up (1); the state says why."""
@@ -123,15 +123,15 @@ class Keeper:
         self._signals += 1
 
     def _stopping(self) -> bool:
-        """To be asked all the time: what has to be done meanwhile is done here."""
-        if time.monotonic() - self._cared > WATCH_S:
-            self._cared = time.monotonic()
+        """Whether a signal came. It is called all the time, so regular work is done here."""
+        if time.monotonic() - self._last_care > WATCH_S:
+            self._last_care = time.monotonic()
             self._renew_deputies()
             self._service.tidy()
         return self._signals > 0
 
     def _watch(self) -> str | None:
-        """Return what happened to the service, or None when it is to stop."""
+        """Return why the service has to be restarted, or None when it is to stop."""
         while not self._stopping():
             if (loss := self._service.loss()) is not None:
                 return loss
@@ -203,8 +203,8 @@ class Keeper:
             self._forked[role] = pid
 
     def _stand_by(self, role: int) -> NoReturn:
-        """A deputy's life: wait for the supervisor's end, and be the supervisor. One that ends in order ends
-        its deputies first."""
+        """A deputy: wait for the end of the supervisor, and take over. A supervisor that is stopped ends its
+        deputies first."""
         code = 1
         try:
             os.setsid()

@@ -24,7 +24,7 @@ PORTS_S = 10.0
 
 
 class TritonService:
-    """run_dir holds logs, marks, reports and the backend directory; removed when the service is stopped."""
+    """run_dir: logs, marks, reports and the backend directory; removed when the service is stopped."""
 
     def __init__(self, installation: Installation, options: ServerOptions, run_dir: Path) -> None:
         self._installation = installation
@@ -66,7 +66,7 @@ class TritonService:
                 (self._run_dir / FAILED).write_text(reason, encoding="utf-8")
 
     def _wait_for_ports(self, stopping: Callable[[], bool]) -> None:
-        """A server that was killed may hold its ports a moment longer."""
+        """A server that was killed may keep its ports a moment longer."""
         o, deadline = self._options, time.monotonic() + PORTS_S
         while time.monotonic() < deadline and not all(
             port_is_free(port, o.address) for port in (o.http_port, o.grpc_port, o.metrics_port)

@@ -1,4 +1,4 @@
-"""TextStream: ids as they come to text as it is settled. The concatenation is the text of all ids."""
+"""TextStream: incremental detokenization. The pieces of text add up to the text of all ids."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ class TextStream(Protocol):
     """Of one output."""
 
     def add(self, ids: Sequence[int], final: bool) -> str:
-        """The text that new ids settle; with `final`, all that is left. Nothing may follow a final one."""
+        """The text that cannot change any more with later ids; with `final`, all that is left."""
         ...
 
 
 class ByteStream:
-    """Where every id is bytes and the text is these bytes in UTF-8: the next text depends on half a character
-    at most.
+    """For byte-level tokenizers: every id is bytes of UTF-8, so only an unfinished character has to wait.
 
     bytes_of: an id's bytes; none of an id that has no token. skipped: ids that are not shown.
     """

@@ -1,4 +1,4 @@
-"""What a client is told of a failure: the sentence of an error raised on purpose, never a stack trace."""
+"""Error messages for clients: one sentence, never a stack trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("manylora")
 
 
 def client_message(error: Exception, model: str) -> str:
-    """For the client. What nobody thought of is written to the server's log whole."""
+    """The text for the client. An unexpected error goes to the server's log, with its stack trace."""
     if isinstance(error, ManyloraError):
         return str(error)
     logger.error("%s failed", model, exc_info=error)
@@ -23,8 +23,8 @@ def client_message(error: Exception, model: str) -> str:
 
 
 def check_parameters(parameters: str) -> None:
-    """Raises RequestError for a parameter of a request that asks for what is not done here: half of a
-    generation, for another server to go on from. Others, which may be anybody's, are let pass.
+    """Raises RequestError if a request asks for one phase of a generation only, prefill or decode. Other
+    parameters are ignored: they may be meant for other programs.
 
     parameters: JSON, as Triton gives them.
     """

@@ -1,4 +1,4 @@
-"""How many tokens the engine takes, as far as the models beside it can know before it runs."""
+"""The longest sequence of the engine's model, read by the models beside it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PARAMETER = re.compile(r'key:\s*"(\w+)"\s*value:?\s*{\s*string_value:\s*"([^"\n]
 
 
 def engine_context(model: Path) -> int | None:
-    """Tokens of the longest sequence that the engine beside this model takes, by its max_seq_len and its
-    model's config.json; None: not known, or the model sets no bound.
+    """Tokens of the longest sequence that the engine's model takes, by its max_seq_len and the checkpoint's
+    config.json; None: not known, or not limited.
 
     model: this model's folder in the repository.
     """
@@ -25,12 +25,12 @@ def engine_context(model: Path) -> int | None:
         text = (model.parent / ENGINE / "config.pbtxt").read_text(encoding="utf-8")
         parameters = dict(PARAMETER.findall(text))
         folder = value_of(parameters, "gpt_model_path")
-        told = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")) if folder else {}
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")) if folder else {}
     except (OSError, ValueError):
         return None  # the engine's model says what is wrong with them
-    if not isinstance(told, dict) or told.get("is_encoder_decoder"):
+    if not isinstance(config, dict) or config.get("is_encoder_decoder"):
         return None  # positions may be relative, and know no longest
-    found = positions(told)
+    found = positions(config)
     return None if found is None else min([found, *_max_seq_len(parameters)])
 
 

@@ -1,4 +1,4 @@
-"""Events to output tensors of `tensorrt_llm`."""
+"""ResponseEncoder: events to output tensors of `tensorrt_llm`."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class ResponseEncoder:
     def encode(self, event: Event) -> list[tuple[str, np.ndarray]]:
         """Tensors of one response, `output_ids` first. Leading dimension 1.
 
-        Text is dear in every process on its way, so `finish_reason` and `lora_cache_tier` come with the last
-        response of a sequence only.
+        Text tensors are slow in every process on the way, so `finish_reason` and `lora_cache_tier` come only
+        with the last response of a sequence.
         """
         streaming, params = self.request.streaming, self.request.params
         echo = [] if streaming or self.exclude_input else list(self.request.prompt)

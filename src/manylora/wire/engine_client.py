@@ -1,4 +1,4 @@
-"""The contract of `tensorrt_llm` from its caller's side: Requests to input tensors, responses to Events."""
+"""For clients of the model `tensorrt_llm`: a Request to input tensors, responses to Events."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Tensors = dict[str, np.ndarray]
 
 
 def request_tensors(request: Request) -> Tensors:
-    """Inputs by name, each with a leading batch dimension of 1. What has its default is left out.
+    """Inputs by name, each with a leading batch dimension of 1. Parameters with default values are left out.
 
-    Prompt tables, drafts, retention, beams and decoder prompts are not told: no caller of this asks for them.
+    Prompt tables, drafts, retention, beams and decoder prompts are not sent: no caller uses them.
     """
     params = request.params
     found: Tensors = {
@@ -35,8 +35,8 @@ def request_tensors(request: Request) -> Tensors:
 
 @dataclass
 class AnswerReader:
-    """Responses to one request, as they come. The request ends when its sequences have ended, or with the
-    final response; which of the two is told first depends on the server."""
+    """Reads the responses to one request. It ends when all its sequences have a finish reason, or with the
+    final response: which comes first depends on the server."""
 
     request: Request
     _lengths: dict[int, int] = field(default_factory=dict)  # tokens so far of every sequence
@@ -87,7 +87,7 @@ class AnswerReader:
         )
 
     def _endings(self) -> list[Event]:
-        """Of sequences whose end was not told: NVIDIA's server says it with the final response only."""
+        """For sequences without a finish reason: NVIDIA's server sends none, only a final response."""
         params = self.request.params
         events = []
         for index in sorted(self._open):
@@ -109,7 +109,7 @@ class AnswerReader:
 
 
 def _sampling(params: SamplingParams) -> Tensors:
-    # Every server takes top_k 1 for the most probable token; a temperature of 0 some divide by.
+    # With top_k 1 every server takes the most probable token; some divide by the temperature.
     cold = params.temperature == 0
     values = {
         "temperature": (1.0 if cold else params.temperature, 1.0, np.float32),

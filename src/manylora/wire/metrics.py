@@ -1,4 +1,4 @@
-"""What the metrics port shows: upstream's families from the engine's numbers, and ours for adapters.
+"""Prometheus metrics of the engine: TensorRT-LLM's families, and ours for adapters.
 
 Plain data: which family, which labels, which value. The model's process hands it to Triton.
 """
@@ -149,10 +149,10 @@ def iteration_log(samples: Iterable[Sample]) -> dict[str, float | str]:
 
 
 class RequestMeter:
-    """What finished sequences add. The first MAX_ADAPTERS adapters that answered are told apart, the rest are
-    `other`: a name that only ever failed may be anything a client thought of.
+    """Samples of finished sequences. The first MAX_ADAPTERS adapters that answered have labels of their own,
+    the rest are `other`; an adapter whose requests all failed has none, as clients can send any name.
 
-    The launcher's own trial before it calls the server ready adds nothing: no user sent it.
+    The launcher's trial request before the server is ready is not counted.
     """
 
     def __init__(self) -> None:

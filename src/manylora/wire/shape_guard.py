@@ -1,4 +1,4 @@
-"""Keeps shapes that no tensor can have from ending a model's process.
+"""Protects a model's process from inputs with impossible shapes.
 
 The server compares a tensor's bytes with its shape modulo 2**64, so `[1, 2**63 - 1, 2**63 - 1]` with four
 bytes gets through. Before it calls the model, the model's process asks NumPy for an array of that shape;
@@ -36,7 +36,7 @@ NewFromDescr = ctypes.PYFUNCTYPE(
     POINTER, POINTER, POINTER, INTEGER, POINTER, POINTER, POINTER, INTEGER, POINTER
 )
 SHAPES = [ctypes.c_int64 * dims for dims in range(len(STAND_IN) + 1)]
-_kept: list[Any] = []  # what the binding calls as long as the process lives
+_functions: list[Any] = []  # called by the binding as long as the process lives
 
 
 def check_shapes(pb_utils: Any) -> None:
@@ -48,7 +48,7 @@ def check_shapes(pb_utils: Any) -> None:
     entry = POINTER.from_address(_numpy_functions() + NEW_FROM_DESCR * ctypes.sizeof(POINTER))
     numpys_own = entry.value
     checked = _compiled(numpys_own) or _interpreted(numpys_own)
-    _kept.append(checked)
+    _functions.append(checked)
     entry.value = ctypes.cast(checked, POINTER).value
     try:
         pb_utils.Tensor("a", np.zeros(1, np.int32))

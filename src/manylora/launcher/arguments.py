@@ -1,0 +1,133 @@
+"""Arguments of launch_triton_server.py, and the checks before a start."""
+
+from __future__ import annotations
+
+import re
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from manylora.errors import ConfigError
+from manylora.launcher.processes import port_is_free
+from manylora.launcher.repository import check_filled
+
+__all__ = ["argument_parser", "check_arguments"]
+
+REFUSED = {
+    "multi_model": "--multi-model: one server serves one base model; start another on other ports",
+    "disable_spawn_processes": "--disable-spawn-processes belongs to --multi-model, which is not available",
+    "oversubscribe": "--oversubscribe is an option of mpirun, which is not used",
+    "multimodal_gpu0_cuda_mem_pool_bytes": "--multimodal_gpu0_cuda_mem_pool_bytes: no multimodal models",
+}
+
+
+def argument_parser() -> ArgumentParser:
+    parser = ArgumentParser(description="Start tritonserver with a model repository and keep it alive.")
+    parser.add_argument("--world_size", type=int, default=1, help="only 1")
+    parser.add_argument("--tritonserver", help="the executable; default: the container's, PATH, or the wheel")
+    parser.add_argument("--grpc_port", type=int, default=8001)
+    parser.add_argument("--http_port", type=int, default=8000)
+    parser.add_argument("--metrics_port", type=int, default=8002)
+    parser.add_argument("--address", default="0.0.0.0", help="where all three ports listen")
+    parser.add_argument("--force", "-f", action="store_true", help="start although another tritonserver runs")
+    parser.add_argument("--log", action="store_true", help="verbose server log into --log-file")
+    parser.add_argument("--log-file", default="triton_log.txt")
+    parser.add_argument("--no-mpi", action="store_true", help="always the case")
+    parser.add_argument("--model_repo", type=Path, default=Path(__file__).parents[3] / "model_repo")
+    parser.add_argument("--tensorrt_llm_model_name", default="tensorrt_llm", help="only tensorrt_llm")
+    parser.add_argument("--multi-model", action="store_true", help="refused")
+    parser.add_argument("--disable-spawn-processes", action="store_true", help="refused")
+    parser.add_argument("--multimodal_gpu0_cuda_mem_pool_bytes", type=int, default=0, help="refused unless 0")
+    parser.add_argument("--oversubscribe", action="store_true", help="refused")
+    parser.add_argument("--foreground", action="store_true", help="stay, and pass signals on")
+    parser.add_argument("--stop", action="store_true", help="drain and end the server on --http_port")
+    parser.add_argument("--status", action="store_true", help="print the state of the server on --http_port")
+    parser.add_argument("--start-timeout", type=float, default=300.0, metavar="SECONDS")
+    parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS")
+    parser.add_argument(
+        "--hang-timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="restart an engine that makes no step for so long with requests open, or a server that does not "
+        "answer for so long (30 s at most); 0: never",
+    )
+    parser.add_argument(
+        "--server-memory",
+        type=int,
+        default=4096,
+        metavar="MIB",
+        help="start tritonserver, which itself holds no model, anew when it has grown beyond this and nobody "
+        "asks for anything, or at twice as much; 0: never; default 4096",
+    )
+    parser.add_argument("--no-restart", action="store_true", help="end with the reason when a process dies")
+    parser.add_argument(
+        "--restart-tries",
+        type=int,
+        default=0,
+        metavar="N",
+        help="end with the reason after so many failed restarts in a row; 0: never",
+    )
+    parser.add_argument(
+        "--open-management",
+        action="store_true",
+        help="let everybody register shared memory, load models, and change logging and tracing",
+    )
+    parser.add_argument(
+        "--management-secret-file",
+        type=Path,
+        metavar="FILE",
+        help="holds what clients send for that as header manylora-management; default: made at each start",
+    )
+    parser.add_argument("--triton-arg", action="append", default=[], help="passed on to tritonserver")
+    return parser
+
+
+def check_arguments(options: Namespace) -> None:
+    """Raises ConfigError for arguments that cannot work, and for what is in the way of a start."""
+    for name, text in REFUSED.items():
+        if getattr(options, name):
+            raise ConfigError(text)
+    for name in ("restart_tries", "server_memory"):
+        if getattr(options, name) < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(options, name)}")
+    if options.world_size != 1:
+        raise ConfigError(f"--world_size must be 1, got {options.world_size}: one process serves one model")
+    if options.tensorrt_llm_model_name != "tensorrt_llm":
+        raise ConfigError("--tensorrt_llm_model_name must be tensorrt_llm with --world_size=1")
+    repo = options.model_repo.resolve()
+    configs = sorted(repo.glob("*/config.pbtxt"))
+    if not configs:
+        raise ConfigError(f"--model_repo {repo} holds no <model>/config.pbtxt")
+    for path in (repo, Path(sys.prefix)):
+        if re.search(r"\s", str(path)):
+            raise ConfigError(
+                f"the path '{path}' contains a space, which Triton's Python backend cannot handle"
+            )
+    for config in configs:
+        check_filled(config)
+    for kind in ("http", "grpc", "metrics"):
+        port = getattr(options, f"{kind}_port")
+        if not port_is_free(port, options.address):
+            raise ConfigError(f"--{kind}_port {port} is in use: stop what listens there or choose another")
+    if pids := _busy_servers():
+        text = (
+            f"tritonserver process(es) already found with PID(s): {', '.join(pids)}.\n"
+            f"\tUse `kill {' '.join(pids)}` to stop them."
+        )
+        if not options.force:
+            raise ConfigError(text + " Or use --force.")
+        print(text, file=sys.stderr)
+
+
+def _busy_servers() -> list[str]:
+    """Like `pgrep -r R tritonserver`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, rest = path.read_text(encoding="utf-8", errors="replace").rsplit(")", 1)
+        except OSError:
+            continue
+        if name.endswith("(tritonserver") and rest.split()[0] == "R":
+            found.append(path.parent.name)
+    return found

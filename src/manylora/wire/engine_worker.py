@@ -24,7 +24,7 @@ from manylora.wire.client_disconnects import listen
 from manylora.wire.client_errors import check_parameters, client_message
 from manylora.wire.decode import decode_requests, is_stop
 from manylora.wire.encode import Item, ResponseEncoder, merge_waiting
-from manylora.wire.open_calls import Call, OpenCalls
+from manylora.wire.open_calls import OpenCalls, TritonCall
 from manylora.wire.parameters import flag, logits_dtype, milliseconds, parameters_of
 from manylora.wire.server_types import FINAL, Arrays, Response, ServerRequest
 from manylora.wire.shape_guard import read_inputs
@@ -108,7 +108,7 @@ class EngineWorker(Generic[Response]):
         self._engine, self._options, self._lifeline, self._metrics = engine, options, lifeline, metrics
         self._respond, self._fail, self._read_bfloat16 = respond, fail, read_bfloat16
         self._calls: OpenCalls[Response] = OpenCalls()
-        self._outbox: queue.SimpleQueue[Item[Call[Response]] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Item[TritonCall[Response]] | None] = queue.SimpleQueue()
         lifeline.activity = self._activity
         self._sender = threading.Thread(target=self._send_all, name="manylora-send", daemon=True)
         self._sender.start()
@@ -146,7 +146,7 @@ class EngineWorker(Generic[Response]):
         if call.done:  # one item of a batch has failed already
             self._cancel(call)
 
-    def _submit(self, call: Call[Response], arrays: Arrays) -> None:
+    def _submit(self, call: TritonCall[Response], arrays: Arrays) -> None:
         options, limits = self._options, (self._engine.has_encoder, self._engine.max_seq_len)
         decoded = decode_requests(arrays, call.request_id, options.decoupled, *limits)
         call.open = len(decoded)
@@ -157,7 +157,7 @@ class EngineWorker(Generic[Response]):
             encoder = ResponseEncoder(one.request, place, exclude, one.statistics, options.logits_dtype)
             call.tickets.append(self._engine.submit(one.request, partial(self._sink, call, encoder)))
 
-    def _sink(self, call: Call[Response], encoder: ResponseEncoder, event: Event) -> None:
+    def _sink(self, call: TritonCall[Response], encoder: ResponseEncoder, event: Event) -> None:
         self._outbox.put((call, encoder, event))
 
     def _stop(self, request_id: str) -> None:
@@ -171,7 +171,7 @@ class EngineWorker(Generic[Response]):
         for call in self._calls.with_number(number):
             self._cancel(call)
 
-    def _cancel(self, call: Call[Response]) -> None:
+    def _cancel(self, call: TritonCall[Response]) -> None:
         for ticket in call.tickets:
             self._engine.cancel(ticket)
 
@@ -208,7 +208,7 @@ class EngineWorker(Generic[Response]):
                 self._metrics.update(self._engine.stats())
                 shown = now
 
-    def _waiting(self) -> list[Item[Call[Response]] | None]:
+    def _waiting(self) -> list[Item[TritonCall[Response]] | None]:
         """All that waits to be sent; None at the end when nothing more will come."""
         try:
             batch = [self._outbox.get(timeout=self._options.cancellation_period)]
@@ -218,7 +218,7 @@ class EngineWorker(Generic[Response]):
             batch.append(self._outbox.get())
         return batch
 
-    def _send(self, call: Call[Response], encoder: ResponseEncoder | None, event: Event) -> None:
+    def _send(self, call: TritonCall[Response], encoder: ResponseEncoder | None, event: Event) -> None:
         if encoder is not None and event.finish_reason is not None:
             self._metrics.observe(encoder.request.lora, event)
         if event.error is not None and not call.started:
@@ -238,13 +238,13 @@ class EngineWorker(Generic[Response]):
                 call.started = True
                 call.sender.send(response)
 
-    def _finish(self, call: Call[Response], response: Response) -> None:
+    def _finish(self, call: TritonCall[Response], response: Response) -> None:
         if not call.done:
             self._calls.discard(call)
             call.done = True
             call.sender.send(response, flags=FINAL)
 
-    def _give_up(self, call: Call[Response], error: Exception) -> None:
+    def _give_up(self, call: TritonCall[Response], error: Exception) -> None:
         """A response could not be made or sent: nothing more of its request is generated or sent."""
         message = client_message(error, NAME)
         self._cancel(call)

@@ -12,11 +12,11 @@ import numpy as np
 
 from manylora.wire.server_types import Response, ResponseSender
 
-__all__ = ["Call", "OpenCalls"]
+__all__ = ["OpenCalls", "TritonCall"]
 
 
 @dataclass(eq=False)
-class Call(Generic[Response]):
+class TritonCall(Generic[Response]):
     """One request of Triton's, whose items are requests to the engine.
 
     request_id: the client's own; may be empty or repeated.
@@ -40,23 +40,23 @@ class OpenCalls(Generic[Response]):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers = count(1)
-        self._calls: set[Call[Response]] = set()
-        self._by_id: dict[str, set[Call[Response]]] = {}
-        self._unchecked: list[Call[Response]] = []  # of the present round of `next_to_check`
+        self._calls: set[TritonCall[Response]] = set()
+        self._by_id: dict[str, set[TritonCall[Response]]] = {}
+        self._unchecked: list[TritonCall[Response]] = []  # of the present round of `next_to_check`
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    def new(self, request_id: str, sender: ResponseSender[Response]) -> Call[Response]:
+    def new(self, request_id: str, sender: ResponseSender[Response]) -> TritonCall[Response]:
         """Not open yet: one that is refused never is."""
-        return Call(request_id, sender, np.array([[next(self._numbers)]], np.int64))
+        return TritonCall(request_id, sender, np.array([[next(self._numbers)]], np.int64))
 
-    def add(self, call: Call[Response]) -> None:
+    def add(self, call: TritonCall[Response]) -> None:
         with self._lock:
             self._calls.add(call)
             self._by_id.setdefault(call.request_id, set()).add(call)
 
-    def discard(self, call: Call[Response]) -> None:
+    def discard(self, call: TritonCall[Response]) -> None:
         with self._lock:
             self._calls.discard(call)
             same = self._by_id.get(call.request_id, set())
@@ -64,15 +64,15 @@ class OpenCalls(Generic[Response]):
             if not same:
                 self._by_id.pop(call.request_id, None)
 
-    def with_id(self, request_id: str) -> Sequence[Call[Response]]:
+    def with_id(self, request_id: str) -> Sequence[TritonCall[Response]]:
         with self._lock:
             return list(self._by_id.get(request_id, ()))
 
-    def with_number(self, number: int) -> Sequence[Call[Response]]:
+    def with_number(self, number: int) -> Sequence[TritonCall[Response]]:
         with self._lock:
             return [call for call in self._calls if call.number.item() == number]
 
-    def next_to_check(self, most: int) -> Sequence[Call[Response]]:
+    def next_to_check(self, most: int) -> Sequence[TritonCall[Response]]:
         """At most so many, others with the next calls, until each had its turn. For one thread."""
         if not self._unchecked:
             with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,15 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
     library = native.load()
     assert library is not None
     return CompiledOps(library)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For matrices so small that threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from running import run
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine import guide as guides
@@ -50,16 +51,6 @@ def engine(model: Path) -> Engine:
     lora = LoraCacheConfig(gpu_memory_bytes=2**22, host_memory_bytes=2**21)
     sizes = {"max_batch_size": BATCH, "max_queue_size": 6, "tokens_per_block": 4}
     return Engine(EngineConfig(model, device="cpu", tokenizer_dir=model, lora=lora, **sizes))
-
-
-def run(engine: Engine, *requests: Request) -> list[list[Event]]:
-    handles = [engine.submit(engine.prepare(request)) for request in requests]
-    events: dict[int, list[Event]] = {handle: [] for handle in handles}
-    while engine.has_work:
-        for handle, event in engine.step():
-            events[handle].append(event)
-    engine.check()
-    return [events[handle] for handle in handles]
 
 
 def samples(n: int, **options: object) -> Request:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from running import run as run_engine
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -47,15 +48,10 @@ def engine(model: Path) -> Engine:
 
 
 def run(engine: Engine, *requests: Request) -> list[list[Event]]:
-    handles = [engine.submit(engine.prepare(request)) for request in requests]
-    events: dict[int, list[Event]] = {handle: [] for handle in handles}
-    while engine.has_work:
-        for handle, event in engine.step():
-            events[handle].append(event)
-    engine.check()
+    events = run_engine(engine, *requests)
     stats = engine.stats()
     assert stats.kv_blocks_free == stats.kv_blocks
-    return [events[handle] for handle in handles]
+    return events
 
 
 def tokens(events: list[Event]) -> list[int]:

@@ -4,8 +4,6 @@ round a plain one; in memory there is one matrix at a time."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from quantised_checkpoints import KINDS, make_pair
+from running import tokens
 from safetensors.torch import load_file, save_file
 from serving import Running
 
@@ -44,12 +43,9 @@ from manylora.testing.tiny_models import (
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.parameters import quant_config
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DENSE = [name for name in KINDS if "experts" not in name]
-
-
-def tokens(count: int, seed: int = 2) -> list[int]:
-    picks = random.Random(seed)
-    return [picks.randrange(250) for _ in range(count)]
 
 
 def read(adapter: Path, model: Path, quant: QuantConfig | None = None) -> LoraInput:
@@ -65,15 +61,6 @@ def check(model: Path, wide: Path, adapters: list[Path], quant: QuantConfig | No
     found = Driver(decoder, sequences, [read(adapter, model, quant) for adapter in adapters]).run()
     for adapter, ids, logits in zip(adapters, sequences, found, strict=True):
         assert agree(logits, reference_logits(wide, adapter, ids)), adapter
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The matrices are so small that threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", DENSE)

@@ -5,9 +5,7 @@ the engine; what cannot be served is refused with the reason."""
 from __future__ import annotations
 
 import json
-import random
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import pytest
 import torch
 from quantised_checkpoints import KINDS as CHECKPOINTS
 from quantised_checkpoints import make_pair
+from running import read, tokens
 from safetensors.torch import load_file, save_file
 
 from manylora.commands.inspect import main as inspect
@@ -30,7 +29,6 @@ from manylora.llmapi import SamplingParams as Sampling
 from manylora.lora.extras import with_extras
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft import read_peft_whole
-from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.geometry import CacheGeometry, Layout
 from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.reader import AdapterReader, read_adapter_folder
@@ -55,30 +53,13 @@ from manylora.testing.tiny_models import make_adapter, make_model, reference_gen
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.engine_client import request_tensors
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXTRA_KINDS = (
     "bias", "lora_bias", "DoRA + bias", "embedding", "lm_head", "both + DoRA", "modules_to_save",
     "norms saved", "token indices",
 )  # fmt: skip
 CPU = torch.device("cpu")
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    picks = random.Random(seed)
-    return [picks.randrange(250) for _ in range(count)]
-
-
-def read(adapter: Path, model: Path, task_id: int = 0) -> LoraInput:
-    modules = lora_modules(read_model_config(model))
-    return read_lora(find_source(adapter), task_id, modules=modules, base=BaseWeights(model))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The matrices are so small that threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

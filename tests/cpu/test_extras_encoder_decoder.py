@@ -5,24 +5,20 @@ PEFT passes over or cannot run is refused with the reason."""
 from __future__ import annotations
 
 import json
-import random
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from running import read, tokens
 from safetensors.torch import load_file, save_file
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.device import open_device
-from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.sources import find_source, read_lora
-from manylora.lora.modules import lora_modules
 from manylora.lora.normalize import normalize_dora
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
@@ -30,30 +26,13 @@ from manylora.request import LoraInput, Request, SamplingParams
 from manylora.testing.parity import Driver, agree, make_kind
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 KINDS = (
     "bias", "lora_bias", "DoRA + bias", "embedding", "lm_head", "both + DoRA", "modules_to_save",
     "norms saved", "token indices",
 )  # fmt: skip
 PREFIX = "base_model.model."
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    picks = random.Random(seed)
-    return [picks.randrange(250) for _ in range(count)]
-
-
-def read(adapter: Path, model: Path, task_id: int = 0) -> LoraInput:
-    modules = lora_modules(read_model_config(model))
-    return read_lora(find_source(adapter), task_id, modules=modules, base=BaseWeights(model))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The matrices are so small that threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@ base model in one batch."""
 
 from __future__ import annotations
 
-import random
 import shutil
 import tarfile
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from running import tokens
 from safetensors.torch import load_file, save_file
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig, ModelConfig
@@ -31,7 +31,8 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingParams
-from manylora.testing.tiny_models import VOCAB, make_adapter, make_model, reference_generate, reference_logits
+from manylora.testing.tiny_configs import VOCAB
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LARGEST = 512
@@ -65,11 +66,6 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @lru_cache
 def decoder_of(model: Path) -> Decoder:
     return load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    picks = random.Random(seed)
-    return [picks.randrange(250) for _ in range(count)]
 
 
 def mixed_logits(model: Path, inputs: Sequence[LoraInput | None]) -> list[torch.Tensor]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from running import tokens
 from safetensors.torch import load_file, save_file
 
 from manylora.commands.convert import main as convert
@@ -49,6 +48,8 @@ from manylora.testing.tiny_models import (
     reference_logits,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # Lengths of the sequences in one batch, and what each runs under.
 LENGTHS = (1, 37, 18, 60, 23)
 MIXED = (None, "patterns", "rank 64", "DoRA + rsLoRA + patterns", "some layers")
@@ -56,22 +57,8 @@ MIXED = (None, "patterns", "rank 64", "DoRA + rsLoRA + patterns", "some layers")
 ENGINE_FAMILIES = ("falcon-new", "gemma3", "gpt-neox", "gpt2", "olmo2", "phi3")
 
 
-def tokens(count: int, seed: int = 2) -> list[int]:
-    picks = random.Random(seed)
-    return [picks.randrange(250) for _ in range(count)]
-
-
 def decoder_of(model: Path, dtype: torch.dtype = torch.float32, max_seq_len: int | None = None) -> Decoder:
     return load_decoder(model, read_model_config(model), dtype, open_device("cpu"), max_seq_len)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The matrices are so small that threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

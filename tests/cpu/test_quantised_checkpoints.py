@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from quantised_checkpoints import AWQ, FP8, GPTQ, KINDS, Kind, compressed, gptq, make_pair
+from running import tokens
 from safetensors.torch import load_file, save_file
 
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, SamplingParams
@@ -28,11 +28,6 @@ from manylora.quant.checkpoint import read_checkpoint_quant
 from manylora.quant.checkpoint_weights import StoredWeights
 from manylora.testing.parity import Driver, agree
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
-
-
-def tokens(count: int, seed: int = 2) -> list[int]:
-    picks = random.Random(seed)
-    return [picks.randrange(250) for _ in range(count)]
 
 
 def decoder_of(model: Path, dtype: torch.dtype = torch.float32, quant: QuantConfig | None = None) -> Decoder:

@@ -7,10 +7,8 @@ import random
 import pytest
 
 from manylora.errors import AdapterCacheFullError, ConfigError
-from manylora.kernels.row_format import Encoding
-from manylora.kernels.row_format import RowFormat
-from manylora.lora.cache import AdapterCache
-from manylora.lora.cache import MAX_CHANGES
+from manylora.kernels.row_format import Encoding, RowFormat
+from manylora.lora.cache import MAX_CHANGES, AdapterCache
 from manylora.lora.geometry import CacheGeometry, RowShape, cache_geometry, place_rows
 from manylora.lora.modules import LoraModule, Split
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.device import open_device
-from manylora.llmapi.sizing import modules_to_read
+from manylora.llmapi.engine_config import modules_to_read
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.formats.tensor_files import RawTensor, decode

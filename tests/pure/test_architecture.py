@@ -41,7 +41,7 @@ INSIDE = {
     "text": ["chat_template", "stream", "limits", "tokenizer", "preprocessing", "postprocessing"],
     "lora": [
         "pages", "modules", "expert_rules", "geometry", "bounds", "float8", "number_types", "tensors",
-        "stored", "staging", "extras", "slicing", "formats", "cache", "pool", "library", "arrivals",
+        "file_adapter", "staging", "extras", "slicing", "formats", "cache", "pool", "library", "arrivals",
         "loader", "cache_view", "store_parts", "store", "convert", "convert_nemo", "normalize",
         "report", "moe_layout",
     ],
@@ -53,7 +53,7 @@ INSIDE = {
     ],
     "engine": [
         "sequence", "idle_blocks", "kv_cache", "scheduler", "memory", "guide_trial", "guide", "beam",
-        "sampler", "launched", "inputs", "encoding", "graphs", "trial", "runner", "checks", "build",
+        "sampler", "launched", "inputs", "encoding", "graphs", "kernel_trials", "runner", "checks", "build",
         "counters", "results", "engine", "loop",
     ],
     "launcher": [
@@ -64,7 +64,7 @@ INSIDE = {
     "testing": ["tiny_configs", "reference", "tiny_adapters", "tiny_models", "driver", "parity"],
     "llmapi": [
         "lora", "llm_args", "guided", "sampling", "outputs", "result", "decoding", "continuation",
-        "adapters", "generation", "options", "sizing", "service", "llm",
+        "adapters", "generation", "options", "engine_config", "service", "llm",
     ],
     "bench": [
         "datasets", "popularity", "prepare", "load", "options", "report", "memory_traffic",

@@ -23,7 +23,7 @@ from manylora.config.engine import LoraCacheConfig, ModelConfig
 from manylora.config.resolve import resolve
 from manylora.errors import ConfigError, RequestError
 from manylora.llmapi.decoding import decoding_of
-from manylora.llmapi.sizing import NO_ADAPTERS, engine_config, inferred_targets
+from manylora.llmapi.engine_config import NO_ADAPTERS, engine_config, inferred_targets
 from manylora.lora.geometry import plan_cache
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config

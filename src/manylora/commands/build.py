@@ -86,8 +86,8 @@ def _check_world(options: argparse.Namespace) -> None:
 def _lora(options: argparse.Namespace) -> dict[str, Any] | None:
     """Fields of LoraConfig, the target modules resolved; None: adapters are not mentioned."""
     from manylora.config.resolve import with_whole_qkv
+    from manylora.llmapi.engine_config import inferred_targets
     from manylora.llmapi.lora import LoraConfig
-    from manylora.llmapi.sizing import inferred_targets
     from manylora.lora.formats.base_weights import BaseWeights
     from manylora.model.checkpoint import read_model_config
 

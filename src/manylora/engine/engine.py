@@ -18,8 +18,8 @@ from manylora.engine.results import ResultProcessor
 from manylora.engine.scheduler import Scheduler, Step
 from manylora.engine.sequence import Sequence
 from manylora.errors import AdapterNotCachedError, QueueFullError, RequestError
+from manylora.lora.file_adapter import StoredAdapter
 from manylora.lora.store import AdapterLease
-from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter
 from manylora.request import Event, FinishReason, LoraInput, Request
 from manylora.stats import EngineStats

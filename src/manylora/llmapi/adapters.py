@@ -9,10 +9,10 @@ from pathlib import Path
 
 from manylora.errors import AdapterError, AdapterInvalidError, AdapterNotCachedError
 from manylora.llmapi.lora import LoRARequest
+from manylora.lora.file_adapter import StoredAdapter
 from manylora.lora.formats.sources import find_source
 from manylora.lora.library.library import AdapterLibrary
 from manylora.lora.library.reader import AdapterReader
-from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter
 
 __all__ = ["AdapterPath", "AdapterRegistry"]

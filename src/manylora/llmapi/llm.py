@@ -19,6 +19,7 @@ from manylora.engine.loop import EngineLoop
 from manylora.errors import ConfigError, RequestError
 from manylora.llmapi.adapters import AdapterRegistry
 from manylora.llmapi.decoding import decoding_of
+from manylora.llmapi.engine_config import NO_ADAPTERS, engine_config, modules_to_read, parameter_names
 from manylora.llmapi.generation import Generation, Prompt
 from manylora.llmapi.lora import LoraConfig, LoRARequest
 from manylora.llmapi.options import LlmArguments, check_known
@@ -26,7 +27,6 @@ from manylora.llmapi.outputs import RequestOutput
 from manylora.llmapi.result import GenerationResult
 from manylora.llmapi.sampling import SamplingParams
 from manylora.llmapi.service import Service
-from manylora.llmapi.sizing import NO_ADAPTERS, engine_config, modules_to_read, parameter_names
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.stats import EngineStats

@@ -10,9 +10,9 @@ import torch
 
 from manylora.errors import AdapterError, RequestError
 from manylora.lora.cache import AdapterCache
+from manylora.lora.file_adapter import StoredAdapter
 from manylora.lora.geometry import Layout
 from manylora.lora.pool import AdapterPool
-from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter
 from manylora.system.thread_priority import step_back
 

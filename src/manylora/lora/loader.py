@@ -7,9 +7,9 @@ from collections.abc import Callable
 from weakref import WeakSet, WeakValueDictionary
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.file_adapter import StoredAdapter
 from manylora.lora.library.library import AdapterLibrary
 from manylora.lora.library.rules import AdapterRules
-from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter
 from manylora.request import LoraInput
 

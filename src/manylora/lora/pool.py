@@ -15,9 +15,9 @@ from manylora.kernels.extras import Extra
 from manylora.kernels.loading import FILE_ROW, can_lay_out, lay_out, read_rows
 from manylora.kernels.row_format import Encoding
 from manylora.kernels.spec import LoraRow
+from manylora.lora.file_adapter import StoredAdapter
 from manylora.lora.geometry import CacheGeometry, ExtraPiece, ExtraPlace, Layout, Placement
 from manylora.lora.number_types import BFLOAT16, NUMBER_TYPES, is_bfloat16
-from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter, AdapterRow
 from manylora.request import LoraExtra
 

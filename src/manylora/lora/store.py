@@ -21,13 +21,13 @@ from manylora.lora.arrivals import Arrivals
 from manylora.lora.cache import AdapterCache
 from manylora.lora.cache_view import CacheView
 from manylora.lora.extras import with_extras
+from manylora.lora.file_adapter import StoredAdapter
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.geometry import Layout
 from manylora.lora.library.library import AdapterLibrary
 from manylora.lora.loader import AdapterLoader
 from manylora.lora.modules import LoraModule
 from manylora.lora.store_parts import StoreParts, build_parts
-from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter
 from manylora.request import LoraInput
 from manylora.stats import AdapterStats

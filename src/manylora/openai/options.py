@@ -14,7 +14,7 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.values import CONVERTERS, at_least, one_of
 from manylora.errors import ConfigError
 from manylora.llmapi import options as llm
-from manylora.llmapi.sizing import engine_config
+from manylora.llmapi.engine_config import engine_config
 from manylora.openai.serving.connections import HttpLimits
 
 __all__ = ["ServeOptions", "parse_options"]

@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig, ModelConfig
 from manylora.errors import ConfigError
-from manylora.llmapi.sizing import modules_to_read
+from manylora.llmapi.engine_config import modules_to_read
 from manylora.lora.bounds import Bounds
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.library.disk import DiskLevel

@@ -21,6 +21,7 @@ from manylora.kernels.loading import narrow
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.lora import staging
 from manylora.lora.bounds import ANY_MODEL, Bounds
+from manylora.lora.file_adapter import StoredRows
 from manylora.lora.formats import one_line
 from manylora.lora.formats.base_weights import BaseReader, BaseWeights
 from manylora.lora.formats.opened import is_plain, read_small
@@ -44,7 +45,6 @@ from manylora.lora.formats.tensor_files import (
 )
 from manylora.lora.modules import EXPERT_IDS, LoraModule, LoraModuleId
 from manylora.lora.number_types import BFLOAT16, BY_SAFETENSORS, NumberType
-from manylora.lora.stored import StoredRows
 from manylora.lora.tensors import AdapterRow, check_dims, check_place, digest_values
 from manylora.request import LoraExtra
 

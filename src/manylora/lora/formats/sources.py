@@ -11,6 +11,7 @@ import numpy as np
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import Encoding
 from manylora.lora.bounds import ANY_MODEL, Bounds
+from manylora.lora.file_adapter import StoredRows
 from manylora.lora.formats import one_line
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.llgtrt import is_llgtrt, read_llgtrt
@@ -21,7 +22,6 @@ from manylora.lora.formats.peft import has_peft, peft_tensors, read_peft, read_p
 from manylora.lora.formats.tensor_files import common_dtype
 from manylora.lora.modules import LoraModule
 from manylora.lora.number_types import BY_DTYPE, to_bfloat16
-from manylora.lora.stored import StoredRows
 from manylora.lora.tensors import AdapterRow, lora_input, pack_rows
 from manylora.request import LoraExtra, LoraInput
 

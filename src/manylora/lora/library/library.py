@@ -18,11 +18,11 @@ from manylora.errors import (
     ConfigError,
     printable,
 )
+from manylora.lora.file_adapter import StoredAdapter
 from manylora.lora.formats.opened import is_folder
 from manylora.lora.formats.sources import find_source
 from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.reader import AdapterReader
-from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter
 from manylora.request import LoraInput
 

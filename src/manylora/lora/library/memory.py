@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 
-from manylora.lora.stored import StoredAdapter
+from manylora.lora.file_adapter import StoredAdapter
 from manylora.lora.tensors import Adapter
 
 __all__ = ["MemoryLevel"]

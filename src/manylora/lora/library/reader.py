@@ -17,13 +17,13 @@ import numpy as np
 from manylora.errors import AdapterChangedError, AdapterInvalidError
 from manylora.kernels.loading import can_read
 from manylora.lora.bounds import ANY_MODEL, Bounds
+from manylora.lora.file_adapter import StoredAdapter, StoredRows
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.opened import open_plain
 from manylora.lora.formats.sources import Source, find_rows, find_source, read_source, read_whole
 from manylora.lora.library.fingerprint import Fingerprint, fingerprint, is_settled
 from manylora.lora.library.rules import AdapterRules
 from manylora.lora.modules import LoraModule
-from manylora.lora.stored import StoredAdapter, StoredRows
 from manylora.lora.tensors import Adapter, type_name
 from manylora.request import LoraInput
 

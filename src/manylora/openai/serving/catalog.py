@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from manylora.errors import AdapterError
+from manylora.lora.file_adapter import StoredAdapter
 from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.fingerprint import Fingerprint, age_s, fingerprint, is_passing
 from manylora.lora.library.library import task_id_of
 from manylora.lora.library.memory import MemoryLevel
 from manylora.lora.library.reader import AdapterFacts, AdapterReader, ReadAdapter
-from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import Adapter
 from manylora.openai.api.errors import ApiError, adapter_problem
 from manylora.openai.api.names import is_name

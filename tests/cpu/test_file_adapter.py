@@ -17,12 +17,12 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.kernels import loading, native
 from manylora.lora import pool
+from manylora.lora.file_adapter import StoredAdapter
 from manylora.lora.formats.peft import read_peft_whole, stored_rows
 from manylora.lora.formats.tensor_files import RawTensor, write_safetensors
 from manylora.lora.library import fingerprint
 from manylora.lora.modules import lora_modules
 from manylora.lora.store import AdapterStore
-from manylora.lora.stored import StoredAdapter
 from manylora.lora.tensors import narrow_to_bfloat16, widen_bfloat16
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, Request, SamplingParams

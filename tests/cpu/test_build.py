@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from manylora import LLM, LoraConfig, LoRARequest, QuantConfig, SamplingParams
 from manylora.cli import main
-from manylora.config.build_record import BuildConfig, read_build_config
+from manylora.config.build_record import BuildRecord, read_build_record
 from manylora.errors import ConfigError
 from manylora.testing.tiny_models import make_adapter, make_model
 from manylora.wire.parameters import engine_config
@@ -229,8 +229,8 @@ def test_other_directories_are_left_alone(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_record_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    assert read_build_config(tmp_path) == BuildConfig()
+    assert read_build_record(tmp_path) == BuildRecord()
     for record in ({"build_config": 3}, {"build_config": {}}, {"build_config": {"max_seq_len": "long"}}):
         (tmp_path / "config.json").write_text(json.dumps(record))
         with pytest.raises(ConfigError, match="build it again"):
-            read_build_config(tmp_path)
+            read_build_record(tmp_path)

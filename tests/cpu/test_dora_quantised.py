@@ -28,7 +28,7 @@ from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
 from manylora.lora.normalize import normalize_dora
 from manylora.model.checkpoint import read_model_config
-from manylora.model.effective_weights import HeldWeights
+from manylora.model.effective_weights import EffectiveWeights
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request
 from manylora.request import SamplingParams as EngineParams
@@ -50,7 +50,7 @@ DENSE = [name for name in KINDS if "experts" not in name]
 
 def read(adapter: Path, model: Path, quant: QuantConfig | None = None) -> LoraInput:
     config = read_model_config(model)
-    base = BaseWeights(model, HeldWeights(config, quant))
+    base = BaseWeights(model, EffectiveWeights(config, quant))
     return read_lora(find_source(adapter), 0, modules=lora_modules(config), base=base)
 
 
@@ -176,7 +176,7 @@ def test_scales_are_rounded_as_the_model_rounds_them(tmp_path: Path) -> None:
     a, b = np.zeros((1, 64), np.float32), np.zeros((96, 1), np.float32)
     norms = []
     for dtype in (torch.float32, torch.bfloat16):
-        with BaseWeights(quantised, HeldWeights(config, None, dtype)).open() as base:
+        with BaseWeights(quantised, EffectiveWeights(config, None, dtype)).open() as base:
             norms.append(base.row_norms(name, a, b))
     stored = load_file(quantised / "model.safetensors")
     scales = stored[f"{name}.weight_scale"].bfloat16().float()

@@ -17,7 +17,7 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.kernels import loading, native
 from manylora.lora import pool
-from manylora.lora.file_adapter import StoredAdapter
+from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.formats.peft import read_peft_whole, stored_rows
 from manylora.lora.formats.tensor_files import RawTensor, write_safetensors
 from manylora.lora.library import fingerprint
@@ -145,7 +145,7 @@ def test_an_adapter_that_comes_back_answers_as_the_reference(
     assert len(set(map(tuple, right.values()))) == len(adapters)
     for task_id in (1, 2, 3, 4, 1, 2, 3, 4):
         prepared = engine.prepare(ask(task_id))
-        assert isinstance(prepared.adapter, StoredAdapter)
+        assert isinstance(prepared.adapter, FileAdapter)
         handle = engine.submit(prepared)
         assert run(engine) == {handle: (right[task_id], None)}
     assert engine.stats().adapters.source_loads == 8

@@ -25,7 +25,7 @@ from manylora.model.decoder import Decoder
 from manylora.model.safetensors_file import SafetensorsFile
 from manylora.model.weights import load_decoder
 from manylora.quant.checkpoint import read_checkpoint_quant
-from manylora.quant.checkpoint_weights import StoredWeights
+from manylora.quant.checkpoint_weights import CheckpointWeights
 from manylora.testing.parity import Driver, agree
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
@@ -71,7 +71,7 @@ def test_in_narrow_dtypes_a_value_is_rounded_twice(name: str, dtype: torch.dtype
     config = read_checkpoint_quant(kind.config)
     tensors, wide = kind.pack(np.random.default_rng(7), 96, 64)
     names = {f"layer.{end}": tensor for end, tensor in tensors.items()}
-    found = StoredWeights(config, names).read("layer.weight", 64, names.__getitem__).to(dtype)
+    found = CheckpointWeights(config, names).read("layer.weight", 64, names.__getitem__).to(dtype)
     off = (found.wide().double() - torch.from_numpy(wide)).abs()
     assert (off <= 1.01 * torch.finfo(dtype).eps * torch.from_numpy(wide).abs() + 1e-7).all()
 

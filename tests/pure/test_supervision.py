@@ -22,20 +22,20 @@ from manylora.launcher.memory_limit import MemoryLimit
 from manylora.launcher.processes import end_marked, is_alive
 from manylora.launcher.roles import SUPERVISOR, Roles
 from manylora.launcher.state import State
-from manylora.launcher.supervisor import Keeper, StoppedError
+from manylora.launcher.supervisor import StoppedError, Supervisor
 from manylora.system.lifeline import RUN_DIR, Report, read_reports
 
 PROGRAM = "import socket, time; s = socket.create_server(('127.0.0.1', {port})); time.sleep(600)"
 KEEP = """
 import logging, sys
-from manylora.launcher.command_service import Child
-from manylora.launcher.supervisor import Keeper
+from manylora.launcher.command_service import CommandService
+from manylora.launcher.supervisor import Supervisor
 from manylora.launcher.roles import Roles
 from manylora.launcher.state import State
 logging.basicConfig(level="INFO")
 state = State()
-child = Child([sys.executable, "-c", sys.argv[1]], "127.0.0.1", int(sys.argv[2]), 5)
-code = Keeper(child, Roles(state.fd), state, 2).run()
+child = CommandService([sys.executable, "-c", sys.argv[1]], "127.0.0.1", int(sys.argv[2]), 5)
+code = Supervisor(child, Roles(state.fd), state, 2).run()
 print(state.read()["reason"])
 sys.exit(code)
 """
@@ -94,12 +94,12 @@ def kept(
 ) -> tuple[int, dict, list[str], list[float]]:
     """What a keeper returned, said last, called, and how long it paused before each further try."""
     pauses: list[float] = []
-    monkeypatch.setattr(Keeper, "_sleep", lambda _, seconds: pauses.append(seconds))
+    monkeypatch.setattr(Supervisor, "_sleep", lambda _, seconds: pauses.append(seconds))
     monkeypatch.setattr(keeper_module, "POLL_S", 0)
     service, state = Scripted(*starts), State()
     before = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
-        code = Keeper(service, Roles(state.fd), state, tries=tries).run()
+        code = Supervisor(service, Roles(state.fd), state, tries=tries).run()
     finally:
         for name, handler in before.items():
             signal.signal(name, handler)

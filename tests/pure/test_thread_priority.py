@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from manylora.system.thread_priority import NICE, step_back
+from manylora.system.thread_priority import NICE, lower_priority
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
 
@@ -20,7 +20,7 @@ def priority() -> int:
 
 def test_a_thread_that_steps_back_takes_its_own_threads_with_it_and_nobody_else() -> None:
     before = priority()
-    with ThreadPoolExecutor(1, "back", step_back) as back, ThreadPoolExecutor(1) as beside:
+    with ThreadPoolExecutor(1, "back", lower_priority) as back, ThreadPoolExecutor(1) as beside:
         assert back.submit(priority).result() == max(before, NICE)
         with back.submit(ThreadPoolExecutor, 1).result() as own:
             assert back.submit(lambda: own.submit(priority).result()).result() == max(before, NICE)
@@ -31,7 +31,7 @@ def test_a_thread_that_steps_back_takes_its_own_threads_with_it_and_nobody_else(
 def test_a_thread_that_is_lower_already_stays_there() -> None:
     def lowest() -> int:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        step_back()
+        lower_priority()
         return priority()
 
     with ThreadPoolExecutor(1) as pool:

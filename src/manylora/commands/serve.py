@@ -6,10 +6,10 @@ import sys
 from typing import TYPE_CHECKING
 
 from manylora.errors import ConfigError
-from manylora.launcher.command_service import Child
+from manylora.launcher.command_service import CommandService
 from manylora.launcher.roles import DEPUTIES, Roles
 from manylora.launcher.state import State
-from manylora.launcher.supervisor import Keeper
+from manylora.launcher.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from manylora.openai.options import ServeOptions
@@ -48,9 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _keep(options: ServeOptions, given: list[str]) -> int:
     """Serve in a process of its own, again and again."""
     command = [sys.executable, "-m", "manylora.commands.serve", *given, "--no-restart"]
-    child = Child(command, options.host, options.port, options.drain_seconds + END_S)
+    child = CommandService(command, options.host, options.port, options.drain_seconds + END_S)
     state = State()
-    code = Keeper(child, Roles(state.fd), state, len(DEPUTIES)).run()
+    code = Supervisor(child, Roles(state.fd), state, len(DEPUTIES)).run()
     if code:
         print(state.read()["reason"], file=sys.stderr)
     return code

@@ -10,14 +10,14 @@ from typing import Any
 
 from manylora.errors import ConfigError
 
-__all__ = ["LIMITS", "BuildConfig", "read_build_config"]
+__all__ = ["LIMITS", "BuildRecord", "read_build_record"]
 
 KEY = "build_config"
 LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens")
 
 
 @dataclass(frozen=True)
-class BuildConfig:
+class BuildRecord:
     """None: not recorded. max_seq_len and max_num_tokens in tokens; target modules as attn_q, empty: all.
 
     quant_algo: of the weights; None: plain. kv_cache_quant_algo: of keys and values. lora: the recorded
@@ -40,7 +40,7 @@ class BuildConfig:
         return {name: value for name, value in found.items() if value is not None}
 
 
-def read_build_config(model_dir: Path) -> BuildConfig:
+def read_build_record(model_dir: Path) -> BuildRecord:
     """All None for a directory that `manylora build` did not write, or that does not exist, which opening the
     model reports. Raises ConfigError for a record that cannot be read."""
     path = Path(model_dir) / "config.json"
@@ -48,15 +48,15 @@ def read_build_config(model_dir: Path) -> BuildConfig:
         raw = json.loads(path.read_text(encoding="utf-8"))
         record = raw.get(KEY) if isinstance(raw, dict) else None
     except (OSError, ValueError):
-        return BuildConfig()
+        return BuildRecord()
     if record is None:
-        return BuildConfig()
+        return BuildRecord()
     try:
         lora = record.get("lora_config") or {}
         quantization = raw["pretrained_config"]["quantization"]
         limits = {name: None if record.get(name) is None else int(record[name]) for name in LIMITS}
         rank = lora.get("max_lora_rank")
-        return BuildConfig(
+        return BuildRecord(
             **limits,
             max_lora_rank=None if rank is None else int(rank),
             lora_target_modules=tuple(lora.get("lora_target_modules", ())),

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from manylora.config.build_record import LIMITS, read_build_config
+from manylora.config.build_record import LIMITS, read_build_record
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.values import CONVERTERS
 from manylora.errors import ConfigError
@@ -66,7 +66,7 @@ def resolve(model_dir: Path, settings: Settings, defaults: Settings = NOTHING) -
     Raises ConfigError, also when more is set than model_dir was built for.
     """
     settings = {name: value for name, value in settings.items() if value not in (None, ())}
-    recorded = read_build_config(model_dir).settings()
+    recorded = read_build_record(model_dir).settings()
     found = {**defaults, **recorded, **settings}
     _check_limits(settings, recorded)
     if "target_modules" in settings:

@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import dataclass, replace
 
-from manylora.config.build_record import read_build_config
+from manylora.config.build_record import read_build_record
 from manylora.config.engine import EngineConfig, LoraCacheConfig, ModelConfig
 from manylora.engine.guide import Guides
 from manylora.engine.memory import KvPlan, allocate_kv, batch_limits, kv_cache_dtype, plan_kv
@@ -17,7 +17,7 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.store import AdapterStore
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
-from manylora.model.effective_weights import HeldWeights
+from manylora.model.effective_weights import EffectiveWeights
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.weights import adapter_dtype, compute_dtype, load_decoder
 from manylora.system.allocator import keep_memory
@@ -63,7 +63,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
     # On a CPU the cache's pages are not touched yet, so the system still counts them as free.
     untouched = plan.num_bytes if device.torch.type == "cpu" else 0
     free_bytes = max(0, device.free_bytes() - untouched)
-    base = BaseWeights(config.model_dir, HeldWeights(model, config.quant, dtype))
+    base = BaseWeights(config.model_dir, EffectiveWeights(model, config.quant, dtype))
     lora = _lora_config(config, model, decoder)
     pages_dtype = adapter_dtype(config.dtype, model, dtype, device)
     adapters = AdapterStore.open(model, lora, device.torch, pages_dtype, free_bytes, base)
@@ -95,7 +95,7 @@ def _lora_config(
     elif model.quant is not None:
         algo = model.quant.algo
     else:
-        algo = read_build_config(config.model_dir).quant_algo
+        algo = read_build_record(config.model_dir).quant_algo
     targets = targets_beside_quantised_experts(config.lora.target_modules, model, algo)
     return replace(config.lora, target_modules=targets)
 

@@ -18,7 +18,7 @@ from manylora.engine.results import ResultProcessor
 from manylora.engine.scheduler import Scheduler, Step
 from manylora.engine.sequence import Sequence
 from manylora.errors import AdapterNotCachedError, QueueFullError, RequestError
-from manylora.lora.file_adapter import StoredAdapter
+from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.store import AdapterLease
 from manylora.lora.tensors import Adapter
 from manylora.request import Event, FinishReason, LoraInput, Request
@@ -44,7 +44,7 @@ class Prepared:
     """
 
     request: Request
-    adapter: Adapter | StoredAdapter | None
+    adapter: Adapter | FileAdapter | None
     matcher: LLMatcher | None = None
 
 

@@ -22,7 +22,7 @@ from manylora.errors import (
 )
 from manylora.request import Event, FinishReason, Request, Sink
 from manylora.stats import CacheMap, EngineStats
-from manylora.system.thread_priority import step_back
+from manylora.system.thread_priority import lower_priority
 
 __all__ = ["EngineLoop"]
 
@@ -48,20 +48,20 @@ class EngineLoop:
     def __init__(self, engine: Engine, delivered: Callable[[], None] = lambda: None) -> None:
         self._engine, self._delivered = engine, delivered
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._preparer = ThreadPoolExecutor(1, "manylora-prepare", step_back)
-        self._compilers = ThreadPoolExecutor(GUIDE_THREADS, "manylora-guide", step_back)
+        self._preparer = ThreadPoolExecutor(1, "manylora-prepare", lower_priority)
+        self._compilers = ThreadPoolExecutor(GUIDE_THREADS, "manylora-guide", lower_priority)
         # Changed under the lock, by any thread.
         self._lock = threading.Lock()
         self._sinks: dict[int, Sink] = {}  # ticket -> sink of every open request
         self._preparing: dict[int, int] = {}  # task id -> requests on the preparing thread
-        self._aside = 0  # requests being prepared or compiled, or waiting for it
+        self._num_preparing = 0  # requests being prepared or compiled, or waiting for it
         self._next_ticket = 0
         self._closing = False
         self._death: EngineDeadError | None = None
         # Changed by the engine thread only.
         self._tickets: dict[int, int] = {}  # engine handle -> ticket
         self._handles: dict[int, int] = {}  # ticket -> engine handle
-        self._stepping = False  # whether the events of one step are being delivered
+        self._delivering = False  # whether the events of one step are being delivered
         self._idle, self._turn_at = False, time.monotonic()
         self._stats, self._stats_at = engine.stats(), time.monotonic()
         self._thread = threading.Thread(target=self._run, name="manylora-engine", daemon=True)
@@ -109,7 +109,7 @@ class EngineLoop:
             limit = self._engine.max_queue_size
             if self._closing:
                 refusal = refusal or DrainingError()
-            elif limit and self._aside >= limit:
+            elif limit and self._num_preparing >= limit:
                 refusal = refusal or QueueFullError(limit)
             if refusal is None:
                 self._sinks[ticket] = sink
@@ -164,12 +164,12 @@ class EngineLoop:
     def _dispatch(self, ticket: int, request: Request, matcher: Any = None) -> None:
         """Hand a request to the thread that is next. Under the lock: so no thread ends between."""
         if request.params.guide is not None and matcher is None:
-            self._aside += 1
-            self._compilers.submit(self._compile_aside, ticket, request)
+            self._num_preparing += 1
+            self._compilers.submit(self._compile, ticket, request)
         elif not self._enter_preparation(ticket, request, matcher):
             self._inbox.put(lambda: self._begin(ticket, request, matcher))
 
-    def _compile_aside(self, ticket: int, request: Request) -> None:
+    def _compile(self, ticket: int, request: Request) -> None:
         matcher: Any = None
         failure: RequestError | None = None
         if ticket in self._sinks:  # else it was cancelled
@@ -178,7 +178,7 @@ class EngineLoop:
             except BaseException as error:
                 failure = _as_refusal(error, "The guide could not be read")
         with self._lock:
-            self._aside -= 1
+            self._num_preparing -= 1
             if matcher is not None:
                 self._dispatch(ticket, request, matcher)
         if failure is not None:
@@ -194,14 +194,14 @@ class EngineLoop:
         if not (lora.has_tensors or preparing or not self._engine.adapters.resident(lora.task_id)):
             return False
         try:
-            self._preparer.submit(self._prepare_aside, ticket, request, matcher)
+            self._preparer.submit(self._prepare, ticket, request, matcher)
         except RuntimeError:  # closed: what is left is prepared by the engine's thread
             return False
-        self._aside += 1
+        self._num_preparing += 1
         self._preparing[lora.task_id] = preparing + 1
         return True
 
-    def _prepare_aside(self, ticket: int, request: Request, matcher: Any) -> None:
+    def _prepare(self, ticket: int, request: Request, matcher: Any) -> None:
         assert request.lora is not None and request.lora.task_id is not None
         task_id = request.lora.task_id
         prepared: Prepared | RequestError = Prepared(request, None, matcher)
@@ -216,7 +216,7 @@ class EngineLoop:
                 prepared = _as_refusal(error, "The adapter could not be read")
         self._inbox.put(lambda: self._admit(ticket, prepared))
         with self._lock:
-            self._aside -= 1
+            self._num_preparing -= 1
             self._preparing[task_id] -= 1
             if not self._preparing[task_id]:
                 del self._preparing[task_id]
@@ -228,10 +228,10 @@ class EngineLoop:
             while self._take_commands():
                 self._turn_at = time.monotonic()
                 events = self._engine.step()
-                self._stepping = True
+                self._delivering = True
                 for handle, event in events:
                     self._forward(handle, event)
-                self._stepping = False
+                self._delivering = False
                 self._delivered()
                 if time.monotonic() - self._stats_at > STATS_S:
                     self._take_stats()
@@ -320,7 +320,7 @@ class EngineLoop:
             sink(event)
         except Exception:
             logger.exception("a sink failed")
-        if not self._stepping:
+        if not self._delivering:
             self._delivered()
 
     def _die(self, death: EngineDeadError) -> None:
@@ -329,10 +329,10 @@ class EngineLoop:
                 self._death = death
             orphans, self._sinks = self._sinks, {}
         self._engine.adapters.loader.end_waits()
-        self._stepping = True  # all are told before anybody is woken
+        self._delivering = True  # all are told before anybody is woken
         for sink in orphans.values():
             self._call(sink, _failure(death))
-        self._stepping = False
+        self._delivering = False
         self._delivered()
 
 

@@ -24,7 +24,7 @@ from manylora.launcher.repository import with_defaults
 from manylora.launcher.roles import DEPUTIES, LAUNCH, SUPERVISOR, Roles
 from manylora.launcher.server import ServerOptions, remove_leftovers
 from manylora.launcher.state import State, read_state
-from manylora.launcher.supervisor import Keeper
+from manylora.launcher.supervisor import Supervisor
 from manylora.launcher.triton_service import FAILED, TritonService
 
 __all__ = ["main"]
@@ -98,7 +98,7 @@ def _empty(run_dir: Path, http_port: int) -> None:
             path.unlink()
 
 
-def _keeper(options: Namespace, run_dir: Path, roles: Roles) -> tuple[Keeper, State]:
+def _keeper(options: Namespace, run_dir: Path, roles: Roles) -> tuple[Supervisor, State]:
     settings = ServerOptions(
         model_repo=with_defaults(options.model_repo.resolve(), run_dir),
         http_port=options.http_port,
@@ -119,10 +119,10 @@ def _keeper(options: Namespace, run_dir: Path, roles: Roles) -> tuple[Keeper, St
     tries = 0 if options.no_restart else options.restart_tries or None
     # In the foreground whoever runs the launcher starts it again.
     deputies = 0 if options.foreground or options.no_restart else len(DEPUTIES)
-    return Keeper(TritonService(installation, settings, run_dir), roles, state, deputies, tries), state
+    return Supervisor(TritonService(installation, settings, run_dir), roles, state, deputies, tries), state
 
 
-def _foreground(_: Namespace, keeper: Keeper, state: State, _roles: Roles, run_dir: Path) -> int:
+def _foreground(_: Namespace, keeper: Supervisor, state: State, _roles: Roles, run_dir: Path) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     code = keeper.run()
     if code:
@@ -130,7 +130,7 @@ def _foreground(_: Namespace, keeper: Keeper, state: State, _roles: Roles, run_d
     return code
 
 
-def _background(options: Namespace, keeper: Keeper, state: State, roles: Roles, run_dir: Path) -> int:
+def _background(options: Namespace, keeper: Supervisor, state: State, roles: Roles, run_dir: Path) -> int:
     """Fork a supervisor with a session of its own, and wait until the server is ready or given up."""
     child = os.fork()
     if child == 0:
@@ -166,7 +166,7 @@ def _background(options: Namespace, keeper: Keeper, state: State, roles: Roles, 
     return 1
 
 
-def _be_supervisor(keeper: Keeper, run_dir: Path) -> NoReturn:
+def _be_supervisor(keeper: Supervisor, run_dir: Path) -> NoReturn:
     code = 1
     try:
         os.setsid()

@@ -13,13 +13,13 @@ from manylora.errors import ConfigError
 from manylora.launcher.processes import end_marked, exit_text, port_is_free, spawn
 from manylora.launcher.supervisor import StoppedError
 
-__all__ = ["Child"]
+__all__ = ["CommandService"]
 
 MARK = "MANYLORA_KEPT_BY"
 PORT_S = 10.0
 
 
-class Child:
+class CommandService:
     """stop_s: how long it may take to end after SIGTERM."""
 
     def __init__(self, command: Sequence[str], address: str, port: int, stop_s: float) -> None:

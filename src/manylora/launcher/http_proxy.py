@@ -21,7 +21,7 @@ import httptools
 
 from manylora.launcher.http_checks import MAX_JSON, RefusedError, check_json, inflate
 from manylora.launcher.http_head import BodyInfo, body_info, forwarded_head, path_of
-from manylora.system.allocator import give_back
+from manylora.system.allocator import release_free_memory
 
 __all__ = ["ClientConnection", "HttpProxy", "ServerConnection", "main"]
 
@@ -158,7 +158,7 @@ class ClientConnection(asyncio.Protocol):
             else:
                 async with self._proxy.large:  # JSON takes much more memory when it is read
                     body = await asyncio.to_thread(self._checked, body)
-                    give_back()
+                    release_free_memory()
             if self._server is None or self._server.is_closed:
                 self._server = await self._proxy.connect(self)
             self._server.begin(self._method == b"HEAD")

@@ -1,4 +1,4 @@
-"""Keeper: the loop that starts, watches, restarts and stops one service of any kind.
+"""Supervisor: the loop that starts, watches, restarts and stops one service of any kind.
 
 If a supervisor is killed nothing else would restart its service. So it may have deputies: processes that only
 wait, and of which one takes over when the supervisor is gone. The supervisor replaces deputies that end.
@@ -20,7 +20,7 @@ from manylora.launcher.processes import is_child
 from manylora.launcher.roles import DEPUTIES, SUPERVISOR, Roles
 from manylora.launcher.state import State
 
-__all__ = ["Keeper", "StoppedError", "SupervisedService"]
+__all__ = ["StoppedError", "SupervisedService", "Supervisor"]
 
 logger = logging.getLogger("manylora.launcher")
 
@@ -36,7 +36,7 @@ class StoppedError(Exception):
 
 
 class SupervisedService(Protocol):
-    """What a Keeper starts and stops."""
+    """What a Supervisor starts and stops."""
 
     def start(self, stopping: Callable[[], bool]) -> None:
         """Start it, and return when it serves. Calls `stopping` several times a second.
@@ -64,7 +64,7 @@ class SupervisedService(Protocol):
         """Clean up: it is not restarted, because of `reason` or, if None, because it was stopped."""
 
 
-class Keeper:
+class Supervisor:
     """deputies: how many processes stand by. tries: failed restarts in a row after which the service is given
     up; 0: it is not restarted; None: never given up."""
 

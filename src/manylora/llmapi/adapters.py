@@ -9,7 +9,7 @@ from pathlib import Path
 
 from manylora.errors import AdapterError, AdapterInvalidError, AdapterNotCachedError
 from manylora.llmapi.lora import LoRARequest
-from manylora.lora.file_adapter import StoredAdapter
+from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.formats.sources import find_source
 from manylora.lora.library.library import AdapterLibrary
 from manylora.lora.library.reader import AdapterReader
@@ -81,7 +81,7 @@ class AdapterRegistry:
             if not (entry.num_open or entry.accepted):
                 del self._entries[task_id]
 
-    def _read(self, path: AdapterPath) -> Adapter | StoredAdapter:
+    def _read(self, path: AdapterPath) -> Adapter | FileAdapter:
         """Raises AdapterInvalidError."""
         try:
             source = find_source(path.path)

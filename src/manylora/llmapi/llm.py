@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manylora.config.build_record import read_build_config
+from manylora.config.build_record import read_build_record
 from manylora.config.engine import EngineConfig
 from manylora.engine.engine import Engine
 from manylora.engine.loop import EngineLoop
@@ -89,7 +89,7 @@ class LLM:
         elif arguments.get("enable_lora"):
             logger.warning("enable_lora is ignored when lora_config is provided for pytorch backend.")
         try:
-            self._serves_lora = lora_config is not None or bool(read_build_config(folder).lora)
+            self._serves_lora = lora_config is not None or bool(read_build_record(folder).lora)
             if arguments.get("peft_cache_config") is not None and not self._serves_lora:
                 raise ConfigError(
                     "LLM: peft_cache_config needs a lora_config: without one no adapter is served"

@@ -10,11 +10,11 @@ import torch
 
 from manylora.errors import AdapterError, RequestError
 from manylora.lora.cache import AdapterCache
-from manylora.lora.file_adapter import StoredAdapter
+from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.geometry import Layout
 from manylora.lora.pool import AdapterPool
 from manylora.lora.tensors import Adapter
-from manylora.system.thread_priority import step_back
+from manylora.system.thread_priority import lower_priority
 
 __all__ = ["Arrivals"]
 
@@ -31,7 +31,7 @@ class Arrivals:
 
     def __init__(self, cache: AdapterCache, pool: AdapterPool) -> None:
         self._cache, self._pool = cache, pool
-        self._writer = ThreadPoolExecutor(1, "manylora-write", step_back)
+        self._writer = ThreadPoolExecutor(1, "manylora-write", lower_priority)
         self._writing: dict[str, Future[None]] = {}
         self._to_copy: set[str] = set()  # of these, which then go to their pages on the device
         self._loading: dict[str, torch.Event] = {}  # on their way to the device
@@ -39,7 +39,7 @@ class Arrivals:
         self.num_loads = 0
 
     def write(
-        self, digest: str, adapter: Adapter | StoredAdapter, layout: Layout, pages: Sequence[int]
+        self, digest: str, adapter: Adapter | FileAdapter, layout: Layout, pages: Sequence[int]
     ) -> None:
         """Begin to write an adapter into its pages on the host."""
         self._writing[digest] = self._writer.submit(self._pool.write_host, adapter, layout, pages)

@@ -126,7 +126,7 @@ class Bounds:
         if rows > self.rows:
             raise AdapterInvalidError(f"it has {rows} rows, an adapter of this model has at most {self.rows}")
 
-    def hold(self, path: Path) -> bool:
+    def allows(self, path: Path) -> bool:
         """Whether a file at this path, in which no link is left, may be read."""
         return self.roots is None or any(path.is_relative_to(root) for root in self.roots)
 

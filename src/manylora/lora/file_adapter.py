@@ -1,4 +1,4 @@
-"""StoredAdapter: an adapter whose digest is known and whose values are still in its file, from which they are
+"""FileAdapter: an adapter whose digest is known and whose values are still in its file, from which they are
 read straight into its pages."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from manylora.lora.geometry import RowShape
 from manylora.lora.modules import LoraModule
 from manylora.request import LoraExtra
 
-__all__ = ["StoredAdapter", "StoredRows"]
+__all__ = ["FileAdapter", "FileRows"]
 
 ROW = np.dtype(
     [(name, np.int32) for name in ("module_id", "layer", "rank")]
@@ -24,7 +24,7 @@ ROW = np.dtype(
 
 
 @dataclass(frozen=True, eq=False)
-class StoredRows:
+class FileRows:
     """Rows that are one pair of matrices each, and lie in a file as the tensor format has them, without DoRA.
 
     file: its name; dtype: float32 or bfloat16. table: [rows] of ROW, in the order of an adapter's rows; a, b:
@@ -36,13 +36,13 @@ class StoredRows:
     table: np.ndarray
 
     @classmethod
-    def of(cls, file: str, dtype: str, rows: list[tuple[int, int, int, int, int, float]]) -> StoredRows:
+    def of(cls, file: str, dtype: str, rows: list[tuple[int, int, int, int, int, float]]) -> FileRows:
         table = np.array(rows, ROW)
         return cls(file, dtype, table[np.lexsort((table["module_id"], table["layer"]))])
 
 
 @dataclass(frozen=True, eq=False)
-class StoredAdapter:
+class FileAdapter:
     """As `Adapter`, without its values and without extras. No values are in memory and no file is open.
 
     open: gives a descriptor of the file, and raises AdapterChangedError at its begin or end when the file is
@@ -50,7 +50,7 @@ class StoredAdapter:
     """
 
     digest: str
-    stored: StoredRows
+    stored: FileRows
     open: Callable[[], AbstractContextManager[int]]
     extras: tuple[LoraExtra, ...] = ()
 

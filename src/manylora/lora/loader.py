@@ -7,7 +7,7 @@ from collections.abc import Callable
 from weakref import WeakSet, WeakValueDictionary
 
 from manylora.errors import AdapterInvalidError
-from manylora.lora.file_adapter import StoredAdapter
+from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.library.library import AdapterLibrary
 from manylora.lora.library.rules import AdapterRules
 from manylora.lora.tensors import Adapter
@@ -28,15 +28,15 @@ class AdapterLoader:
         self._library, self._rules, self._on_host = library, rules, on_host
         self._max_bytes = max_bytes
         self._lock = threading.Lock()  # of these two
-        self._in_memory: WeakValueDictionary[str, Adapter | StoredAdapter] = WeakValueDictionary()
-        self._read: WeakSet[Adapter | StoredAdapter] = WeakSet()  # those that the library gave
+        self._in_memory: WeakValueDictionary[str, Adapter | FileAdapter] = WeakValueDictionary()
+        self._read: WeakSet[Adapter | FileAdapter] = WeakSet()  # those that the library gave
         self._closing = threading.Event()
 
-    def prepare(self, lora: LoraInput) -> Adapter | StoredAdapter | None:
+    def prepare(self, lora: LoraInput) -> Adapter | FileAdapter | None:
         """As `AdapterStore.prepare`."""
         if lora.has_tensors:
             made = lora.checked
-            adapter = made if isinstance(made, Adapter | StoredAdapter) else self._rules.check(lora)
+            adapter = made if isinstance(made, Adapter | FileAdapter) else self._rules.check(lora)
             if isinstance(adapter, Adapter) and lora.weights is not None:
                 self._library.keep(adapter)
             return self.share(adapter)
@@ -49,7 +49,7 @@ class AdapterLoader:
             loaded = self._in_memory.get(self._library.last_digest(lora.task_id) or "")
         return loaded or self.share(self._library.find(lora.task_id), read=True)
 
-    def share(self, adapter: Adapter | StoredAdapter, *, read: bool = False) -> Adapter | StoredAdapter:
+    def share(self, adapter: Adapter | FileAdapter, *, read: bool = False) -> Adapter | FileAdapter:
         """The adapter of this content that is in memory already, or this one. read: it counts as read."""
         with self._lock:
             shared = self._in_memory.setdefault(adapter.digest, adapter)

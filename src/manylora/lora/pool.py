@@ -15,7 +15,7 @@ from manylora.kernels.extras import Extra
 from manylora.kernels.loading import FILE_ROW, can_lay_out, lay_out, read_rows
 from manylora.kernels.row_format import Encoding
 from manylora.kernels.spec import LoraRow
-from manylora.lora.file_adapter import StoredAdapter
+from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.geometry import CacheGeometry, ExtraPiece, ExtraPlace, Layout, Placement
 from manylora.lora.number_types import BFLOAT16, NUMBER_TYPES, is_bfloat16
 from manylora.lora.tensors import Adapter, AdapterRow
@@ -87,11 +87,11 @@ class AdapterPool:
     def page_bytes(self) -> int:
         return self._geometry.page_elements * self.flat.dtype.itemsize
 
-    def write_host(self, adapter: Adapter | StoredAdapter, layout: Layout, pages: Sequence[int]) -> None:
+    def write_host(self, adapter: Adapter | FileAdapter, layout: Layout, pages: Sequence[int]) -> None:
         """Convert an adapter to the dtype of the pages, into its pages on the host. Raises
         AdapterChangedError for one that is read from its file now, and is not what it was."""
         self._copies.finish()  # these pages may still be the source of a copy
-        if isinstance(adapter, StoredAdapter):
+        if isinstance(adapter, FileAdapter):
             self._read_rows(adapter, layout, pages)
             return
         rows = list(zip(adapter.rows, layout.placements, strict=True))
@@ -103,7 +103,7 @@ class AdapterPool:
             for piece, part in zip(where.pieces, parts, strict=True):
                 self._slots(pages, piece)[: part.size].copy_(_tensor(part))
 
-    def _read_rows(self, adapter: StoredAdapter, layout: Layout, pages: Sequence[int]) -> None:
+    def _read_rows(self, adapter: FileAdapter, layout: Layout, pages: Sequence[int]) -> None:
         stored, places = adapter.stored, layout.placements
         table = np.empty(len(places), FILE_ROW)
         for name in ("a", "b", "rank", "scale"):

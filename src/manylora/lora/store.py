@@ -21,7 +21,7 @@ from manylora.lora.arrivals import Arrivals
 from manylora.lora.cache import AdapterCache
 from manylora.lora.cache_view import CacheView
 from manylora.lora.extras import with_extras
-from manylora.lora.file_adapter import StoredAdapter
+from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.geometry import Layout
 from manylora.lora.library.library import AdapterLibrary
@@ -50,7 +50,7 @@ class AdapterLease:
     digest: str
     task_id: int
     layout: Layout
-    carried: Adapter | StoredAdapter | None = None
+    carried: Adapter | FileAdapter | None = None
     admitted: bool = False
     tier: str = ""  # where the adapter was found: device, host, disk (its source), wire (sent along)
 
@@ -119,14 +119,14 @@ class AdapterStore:
         digest = self.library.digest(task_id)
         return digest is not None and self._cache.on_host(digest)
 
-    def prepare(self, lora: LoraInput) -> Adapter | StoredAdapter | None:
+    def prepare(self, lora: LoraInput) -> Adapter | FileAdapter | None:
         """Check tensors, or find an adapter that is not on the host; None when it is. Any thread.
 
         Raises AdapterInvalidError, AdapterNotCachedError.
         """
         return self.loader.prepare(lora)
 
-    def acquire(self, lora: LoraInput, adapter: Adapter | StoredAdapter | None) -> AdapterLease:
+    def acquire(self, lora: LoraInput, adapter: Adapter | FileAdapter | None) -> AdapterLease:
         """A lease on what `prepare` returned. On the host, or carried until pages are free.
 
         Tensors for a known id replace it; leases in flight keep what they have. Raises AdapterNotCachedError
@@ -247,7 +247,7 @@ class AdapterStore:
             return "host"
         return "wire" if lora.has_tensors else "disk"
 
-    def _make_layout(self, adapter: Adapter | StoredAdapter, task_id: int) -> Layout:
+    def _make_layout(self, adapter: Adapter | FileAdapter, task_id: int) -> Layout:
         layout = Layout.of(adapter.shapes(self.modules), self._geometry, self._pool.element_bytes)
         layout = with_extras(layout, adapter.extras, self._geometry)
         if not self._cache.can_ever_hold(layout.num_pages):

@@ -1,4 +1,4 @@
-"""HeldWeights: a checkpoint's weights as the served model multiplies with them.
+"""EffectiveWeights: a checkpoint's weights as the served model multiplies with them.
 
 DoRA's norms are of these weights, which loading may round; they are computed from the checkpoint.
 """
@@ -16,10 +16,10 @@ from manylora.model.plan import checkpoint_plan
 from manylora.model.quant import quantise, should_quantise
 from manylora.quant.config import QuantConfig
 
-__all__ = ["HeldWeights"]
+__all__ = ["EffectiveWeights"]
 
 
-class HeldWeights:
+class EffectiveWeights:
     """Of one checkpoint. Safe from any thread.
 
     quant: how plain linear layers are quantised at load time. dtype: the compute dtype, to which scales are

@@ -19,7 +19,7 @@ from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.plan import Plan, RowSlice, WeightSpec, checkpoint_plan, unused_prefixes
 from manylora.model.quant import check_quant_request, quantise, should_quantise, stack_weights
 from manylora.model.safetensors_file import FileTensor, SafetensorsFile
-from manylora.quant.checkpoint_weights import StoredWeights
+from manylora.quant.checkpoint_weights import CheckpointWeights
 from manylora.quant.config import QuantConfig
 
 __all__ = [
@@ -125,10 +125,12 @@ def open_checkpoint(model_dir: Path, stack: ExitStack) -> Files:
     return found
 
 
-def check_names(files: Files, plan: Plan, config: ModelConfig, quant: QuantConfig | None) -> StoredWeights:
+def check_names(
+    files: Files, plan: Plan, config: ModelConfig, quant: QuantConfig | None
+) -> CheckpointWeights:
     """The checkpoint's quantised weights. Raises ConfigError unless it has exactly the tensors that the plan
     names, and can be quantised as `quant` says."""
-    stored = StoredWeights(config.quant, files.keys())
+    stored = CheckpointWeights(config.quant, files.keys())
     sources = {piece.source for spec in plan.values() for piece in spec.slices}
     wanted = {name for source in sources for name in stored.names(source)}
     check_quant_request(quant, config.quant, wanted != sources)
@@ -147,7 +149,7 @@ def check_names(files: Files, plan: Plan, config: ModelConfig, quant: QuantConfi
     return stored
 
 
-def _is_nonzero_bias(name: str, files: Files, stored: StoredWeights) -> bool:
+def _is_nonzero_bias(name: str, files: Files, stored: CheckpointWeights) -> bool:
     """Whether this is a bias that the model does not have, and not all zeros."""
     return stored.is_spare_bias(name) and bool(files[name].get_tensor(name).any())
 
@@ -208,7 +210,7 @@ def _plain_rows(spec: WeightSpec, piece: RowSlice, stored: FileTensor) -> Tensor
 
 
 def _read_quantised(
-    spec: WeightSpec, files: Files, stored: StoredWeights, dtype: torch.dtype, device: Device
+    spec: WeightSpec, files: Files, stored: CheckpointWeights, dtype: torch.dtype, device: Device
 ) -> Tensor | QuantisedWeight | StackedWeight:
     """Each source is read once, whole: some layouts interleave rows."""
     whole: dict[str, QuantisedWeight] = {}
@@ -227,7 +229,7 @@ def _read_quantised(
 
 
 def read_quantised(
-    source: str, rows: int, columns: int, files: Files, stored: StoredWeights, device: torch.device
+    source: str, rows: int, columns: int, files: Files, stored: CheckpointWeights, device: torch.device
 ) -> QuantisedWeight:
     """A quantised weight [rows, columns] of the checkpoint. Raises ConfigError."""
     found = stored.read(source, columns, lambda name: files[name].get_tensor(name).to(device))

@@ -33,7 +33,7 @@ from manylora.openai.api.schema import (
 from manylora.openai.page.cache_status import CacheStatus
 from manylora.openai.page.page import page_file
 from manylora.openai.serving.backend import Backend
-from manylora.openai.serving.catalog import Entry
+from manylora.openai.serving.catalog import AdapterEntry
 from manylora.openai.serving.host_check import HostCheck
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey, Keyring
@@ -258,7 +258,7 @@ class _Routes:
         bases, limits = self._inference.bases, self._inference.limits
         return base_card(name, bases[0], self.context.created, limits.max_seq_len)
 
-    def _adapter_card(self, entry: Entry, tier_of: dict[str, str]) -> dict[str, object]:
+    def _adapter_card(self, entry: AdapterEntry, tier_of: dict[str, str]) -> dict[str, object]:
         tier = tier_of.get(entry.name, "disk")
         return adapter_card(entry, self._inference.bases[0], self.context.created, tier)
 

@@ -192,9 +192,9 @@ def _triton_base_weights(model_dir: Path, model: ModelConfig, parameters: Mappin
     quant = quant_config(parameters)
     if quant is None:
         return BaseWeights(model_dir)  # does not import torch before a DoRA magnitude is read
-    from manylora.model.effective_weights import HeldWeights
+    from manylora.model.effective_weights import EffectiveWeights
 
-    return BaseWeights(model_dir, HeldWeights(model, quant))
+    return BaseWeights(model_dir, EffectiveWeights(model, quant))
 
 
 def _starter(

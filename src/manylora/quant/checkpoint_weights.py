@@ -1,4 +1,4 @@
-"""StoredWeights: finds and reads the quantised weights of a checkpoint, which are several tensors each."""
+"""CheckpointWeights: finds and reads the quantised weights of a checkpoint, several tensors for each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from manylora.kernels.quantised import QuantisedWeight
 from manylora.quant import layouts
 from manylora.quant.checkpoint import CheckpointQuant
 
-__all__ = ["PARTS", "StoredWeights"]
+__all__ = ["PARTS", "CheckpointWeights"]
 
 PARTS = ("qweight", "scales", "offsets", "zeros", "order")
 """Suffixes of tensor names in a directory of `manylora build`: the fields of a QuantisedWeight."""
@@ -32,7 +32,7 @@ KEYS = {"qweight", "weight_packed", "weight_scale", "weight_scale_inv"}  # which
 UNUSED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale")
 
 
-class StoredWeights:
+class CheckpointWeights:
     """quant: from the checkpoint's config.json; None: plain weights, or a directory of `manylora build`.
     names: of all tensors of the checkpoint."""
 

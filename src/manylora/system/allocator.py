@@ -10,7 +10,7 @@ import ctypes
 import sys
 from contextlib import suppress
 
-__all__ = ["give_back", "keep_memory"]
+__all__ = ["keep_memory", "release_free_memory"]
 
 MAX_FREE = 2**28  # bytes that are free and not given back to the system
 # Options of glibc's mallopt.
@@ -30,7 +30,7 @@ def keep_memory() -> bool:
     return all(mallopt(option, value) == 1 for option, value in settings)
 
 
-def give_back() -> None:
+def release_free_memory() -> None:
     """Return free memory to the system: to be called after freeing much that is not needed again soon."""
     if sys.platform.startswith("linux"):
         with suppress(OSError, AttributeError):

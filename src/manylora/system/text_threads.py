@@ -1,11 +1,11 @@
-"""Lanes: threads that tokenise and decode long texts, so that short ones need not wait for them."""
+"""TextThreads: threads that tokenise and decode long texts, so that short ones need not wait for them."""
 
 from __future__ import annotations
 
 import os
 from concurrent.futures import Executor, ThreadPoolExecutor
 
-__all__ = ["LONG", "Lanes"]
+__all__ = ["LONG", "TextThreads"]
 
 LONG = 2**12
 """Characters, or tokens, of a text from which it goes to a thread."""
@@ -14,14 +14,14 @@ HUGE = 2**17  # from which it goes to the one thread for such texts
 THREADS = 4
 
 
-class Lanes:
+class TextThreads:
     """A few threads for long texts, and one for all huge ones: each of these takes hundreds of megabytes."""
 
     def __init__(self) -> None:
         self._long = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "manylora-long-text")
         self._huge = ThreadPoolExecutor(1, "manylora-huge-text")
 
-    def lane(self, length: int) -> Executor | None:
+    def executor(self, length: int) -> Executor | None:
         """The threads for a text of this length, in characters or tokens; None: the caller's own thread."""
         if length < LONG:
             return None

@@ -7,12 +7,12 @@ import sys
 import threading
 from contextlib import suppress
 
-__all__ = ["NICE", "step_back"]
+__all__ = ["NICE", "lower_priority"]
 
 NICE = 10  # a thread gets about a tenth of a core that the engine needs too, and all of an idle one
 
 
-def step_back() -> None:
+def lower_priority() -> None:
     """Lower the priority of the calling thread, and of those that it starts from now on.
 
     For threads that load adapters: a slower load delays the first request of one adapter, but a core taken

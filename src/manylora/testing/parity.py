@@ -26,7 +26,7 @@ from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
-from manylora.model.effective_weights import HeldWeights
+from manylora.model.effective_weights import EffectiveWeights
 from manylora.model.families import FAMILIES as ARCHITECTURES
 from manylora.model.weights import load_decoder
 from manylora.quant.config import SERVED, QuantConfig
@@ -127,7 +127,7 @@ def read_from(source: str, adapter: Path, model_dir: Path, quant: QuantConfig | 
 
     Raises AdapterInvalidError."""
     config = read_model_config(model_dir)
-    base = BaseWeights(model_dir, HeldWeights(config, quant))
+    base = BaseWeights(model_dir, EffectiveWeights(config, quant))
     tensors = read_adapter_folder(adapter, base, lora_modules(config))
     if source == "peft":
         return tensors
@@ -184,7 +184,7 @@ class _Comparison:
 
     def _add_peft(self, seed: int, kind: str) -> None:
         modules = lora_modules(self._config)
-        base = BaseWeights(self._model_dir, HeldWeights(self._config, self._quant))
+        base = BaseWeights(self._model_dir, EffectiveWeights(self._config, self._quant))
         try:
             adapter = make_kind(
                 self._path.with_name(f"{self._path.name}-{seed}"), self._reference_dir, kind, seed

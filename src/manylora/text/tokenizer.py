@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer as Library
 
 from manylora.errors import ConfigError, RequestError, TextTooLongError
-from manylora.system.allocator import give_back
+from manylora.system.allocator import release_free_memory
 from manylora.system.text_threads import LONG
 from manylora.text.chat_template import ChatTemplate
 from manylora.text.limits import TextLimits, characters_per_token, longest_text, most_listed
@@ -180,7 +180,7 @@ class Tokenizer:
         ids = encoded.ids if most is None or count <= most else []
         if max(len(text), count) >= LARGE:
             del encoded
-            give_back()
+            release_free_memory()
         return ids, count
 
     def _suffix(self, window: Sequence[int], skip: bool) -> list[int]:

@@ -18,7 +18,7 @@ __all__ = [
     "FAMILIES",
     "LORA_INFO",
     "STAMP",
-    "Family",
+    "MetricFamily",
     "RequestMeter",
     "Sample",
     "engine_samples",
@@ -34,7 +34,7 @@ LORA_INFO = "vllm:lora_requests_info"
 
 
 @dataclass(frozen=True)
-class Family:
+class MetricFamily:
     """kind: gauge, counter (values grow), histogram (values are observed)."""
 
     help: str
@@ -43,29 +43,35 @@ class Family:
 
 
 FAMILIES = {
-    REQUESTS: Family("TRT LLM request metrics"),
-    MEMORY: Family("TRT LLM runtime memory metrics"),
-    KV_BLOCKS: Family("TRT LLM KV cache block metrics"),
-    BATCHER: Family("TRT LLM inflight_batcher-specific metrics"),
-    GENERAL: Family("General TRT LLM metrics"),
-    "nv_llm_input_token_len": Family("TRT LLM response metrics", "histogram", TOKEN_BUCKETS),
-    "nv_llm_output_token_len": Family("TRT LLM response metrics", "histogram", TOKEN_BUCKETS),
-    LORA_INFO: Family("Adapters on the device and waited for; the value is when it was written"),
-    "manylora_lora_cache_pages": Family("Pages of the LoRA cache by level and state"),
-    "manylora_lora_cache_page_bytes": Family("Bytes of one page of the LoRA cache"),
-    "manylora_lora_cache_adapters": Family("Adapters in the LoRA cache by level"),
-    "manylora_lora_cache_evictions_total": Family("Adapters evicted from the LoRA cache by level", "counter"),
-    "manylora_lora_cache_loads_total": Family("Adapters written to the LoRA cache by level", "counter"),
-    "manylora_adapter_requests_total": Family("Requests answered by adapter and finish reason", "counter"),
-    "manylora_adapter_tokens_total": Family("Tokens by adapter, of prompts and of outputs", "counter"),
-    "manylora_adapter_cold_loads_total": Family(
+    REQUESTS: MetricFamily("TRT LLM request metrics"),
+    MEMORY: MetricFamily("TRT LLM runtime memory metrics"),
+    KV_BLOCKS: MetricFamily("TRT LLM KV cache block metrics"),
+    BATCHER: MetricFamily("TRT LLM inflight_batcher-specific metrics"),
+    GENERAL: MetricFamily("General TRT LLM metrics"),
+    "nv_llm_input_token_len": MetricFamily("TRT LLM response metrics", "histogram", TOKEN_BUCKETS),
+    "nv_llm_output_token_len": MetricFamily("TRT LLM response metrics", "histogram", TOKEN_BUCKETS),
+    LORA_INFO: MetricFamily("Adapters on the device and waited for; the value is when it was written"),
+    "manylora_lora_cache_pages": MetricFamily("Pages of the LoRA cache by level and state"),
+    "manylora_lora_cache_page_bytes": MetricFamily("Bytes of one page of the LoRA cache"),
+    "manylora_lora_cache_adapters": MetricFamily("Adapters in the LoRA cache by level"),
+    "manylora_lora_cache_evictions_total": MetricFamily(
+        "Adapters evicted from the LoRA cache by level", "counter"
+    ),
+    "manylora_lora_cache_loads_total": MetricFamily("Adapters written to the LoRA cache by level", "counter"),
+    "manylora_adapter_requests_total": MetricFamily(
+        "Requests answered by adapter and finish reason", "counter"
+    ),
+    "manylora_adapter_tokens_total": MetricFamily("Tokens by adapter, of prompts and of outputs", "counter"),
+    "manylora_adapter_cold_loads_total": MetricFamily(
         "Requests that found their adapter beneath the device, by adapter and tier", "counter"
     ),
-    "manylora_adapter_ttft_seconds": Family("Time to first token by adapter", "histogram", SECONDS_BUCKETS),
-    "manylora_adapter_queue_seconds": Family(
+    "manylora_adapter_ttft_seconds": MetricFamily(
+        "Time to first token by adapter", "histogram", SECONDS_BUCKETS
+    ),
+    "manylora_adapter_queue_seconds": MetricFamily(
         "Time that a request waited before its first step, by adapter", "histogram", SECONDS_BUCKETS
     ),
-    "manylora_adapter_resident_bytes": Family("Bytes of an adapter's pages by level"),
+    "manylora_adapter_resident_bytes": MetricFamily("Bytes of an adapter's pages by level"),
 }
 MAX_ADAPTERS = 100  # label values; the adapters after these are counted together
 STAMP = "Timestamp"

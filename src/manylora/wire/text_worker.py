@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Generic
 
 from manylora.system.lifeline import Lifeline
-from manylora.system.text_threads import Lanes
+from manylora.system.text_threads import TextThreads
 from manylora.wire.client_errors import check_parameters, client_message
 from manylora.wire.server_types import FINAL, Arrays, Response, ResponseSender, ServerRequest
 from manylora.wire.shape_guard import read_inputs
@@ -36,7 +36,7 @@ class TextWorker(Generic[Response]):
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
         self._name, self._lifeline = name, lifeline
         self._length, self._respond, self._fail = length, respond, fail
-        self._threads = Lanes()
+        self._threads = TextThreads()
 
     def execute(self, requests: Sequence[ServerRequest[Response]]) -> list[Response | None]:
         """What a model's `execute` returns. None: the response is sent later."""
@@ -50,7 +50,7 @@ class TextWorker(Generic[Response]):
         try:
             check_parameters(request.parameters())
             inputs = read_inputs(request.inputs())
-            threads = self._threads.lane(self._length(inputs))
+            threads = self._threads.executor(self._length(inputs))
         except Exception as error:
             return self._failure(error)
         if threads is None:

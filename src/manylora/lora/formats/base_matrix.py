@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from manylora.kernels.quantised import QuantisedWeight
-from manylora.quant.checkpoint_weights import StoredWeights
+from manylora.quant.checkpoint_weights import CheckpointWeights
 
 __all__ = ["BaseMatrix", "Hold"]
 
@@ -32,7 +32,7 @@ class BaseMatrix:
         self,
         name: str,
         files: Mapping[str, Any],
-        stored: StoredWeights,
+        stored: CheckpointWeights,
         columns: int,
         transposed: bool = False,
         hold: Hold | None = None,

@@ -21,7 +21,7 @@ from manylora.quant.checkpoint import checkpoint_quant
 
 if TYPE_CHECKING:  # torch only when something is read
     from manylora.lora.formats.base_matrix import BaseMatrix, Hold
-    from manylora.quant.checkpoint_weights import StoredWeights
+    from manylora.quant.checkpoint_weights import CheckpointWeights
 
 __all__ = ["BaseReader", "BaseWeights"]
 
@@ -56,7 +56,7 @@ class BaseReader:
         self._model_dir, self._stack, self._hold = model_dir, stack, hold
         self._files: dict[str, Any] | None = None
         self._names: set[str] = set()
-        self._stored: StoredWeights | None = None
+        self._stored: CheckpointWeights | None = None
 
     def row_norms(self, path: str, a: np.ndarray, b: np.ndarray, transposed: bool = False) -> np.ndarray:
         """Norms [out] of the rows of W0 + B A, float32, at the module `path` of a PEFT adapter.
@@ -166,13 +166,13 @@ class BaseReader:
     def _matrix(self, name: str, columns: int, transposed: bool = False) -> BaseMatrix:
         """name: one that `find` found."""
         from manylora.lora.formats.base_matrix import BaseMatrix
-        from manylora.quant.checkpoint_weights import StoredWeights
+        from manylora.quant.checkpoint_weights import CheckpointWeights
 
         files = self._all()
         try:
             if self._stored is None:
                 quant = checkpoint_quant(self._config(), self._model_dir)
-                self._stored = StoredWeights(quant, files.keys())
+                self._stored = CheckpointWeights(quant, files.keys())
             return BaseMatrix(name, files, self._stored, columns, transposed, self._hold)
         except ConfigError as error:
             raise AdapterInvalidError(

@@ -45,7 +45,7 @@ def open_plain(path: Path, bounds: Bounds) -> int:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise AdapterInvalidError(f"{path.name} is not a plain file")
-        if bounds.roots is not None and not bounds.hold(_real(path, descriptor)):
+        if bounds.roots is not None and not bounds.allows(_real(path, descriptor)):
             raise AdapterInvalidError(
                 f"{path.name} is, or lies behind, a link that leads out of the folders that adapters are "
                 "read from: name the folder it leads to in lora_allowed_path"

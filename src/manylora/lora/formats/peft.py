@@ -21,7 +21,7 @@ from manylora.kernels.loading import narrow
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.lora import staging
 from manylora.lora.bounds import ANY_MODEL, Bounds
-from manylora.lora.file_adapter import StoredRows
+from manylora.lora.file_adapter import FileRows
 from manylora.lora.formats import one_line
 from manylora.lora.formats.base_weights import BaseReader, BaseWeights
 from manylora.lora.formats.opened import is_plain, read_small
@@ -143,7 +143,7 @@ def read_peft_whole(
 
 def stored_rows(
     folder: Path, modules: Mapping[int, LoraModule] | None = None, bounds: Bounds = ANY_MODEL
-) -> StoredRows | None:
+) -> FileRows | None:
     """Where the values are that `read_peft_whole` gives of an adapter that it has read before. None: there is
     more to them than two matrices for each row, and the scaling. Raises AdapterInvalidError."""
     config, tensors = read_peft_config(folder, bounds), peft_tensors(folder, bounds=bounds)
@@ -162,7 +162,7 @@ def stored_rows(
         if a.offset is None or b.offset is None or (np.diff(order) != 1).any():
             return None
         rows.append((module_id, layer, a.shape[0], a.offset, b.offset, _scale(config, path, module_id, a)))
-    return StoredRows.of(WEIGHTS, IN_PLACE[kinds.pop()], rows)
+    return FileRows.of(WEIGHTS, IN_PLACE[kinds.pop()], rows)
 
 
 def peft_tensors(folder: Path, allow_bin: bool = False, bounds: Bounds = ANY_MODEL) -> dict[str, RawTensor]:

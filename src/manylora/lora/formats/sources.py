@@ -11,7 +11,7 @@ import numpy as np
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import Encoding
 from manylora.lora.bounds import ANY_MODEL, Bounds
-from manylora.lora.file_adapter import StoredRows
+from manylora.lora.file_adapter import FileRows
 from manylora.lora.formats import one_line
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.llgtrt import is_llgtrt, read_llgtrt
@@ -162,7 +162,7 @@ def read_whole(
 
 def find_rows(
     source: Source, modules: Mapping[int, LoraModule] | None = None, bounds: Bounds = ANY_MODEL
-) -> StoredRows | None:
+) -> FileRows | None:
     """Where in a file the rows lie that `read_whole` gave before; None: they are not there as they are.
     Raises AdapterInvalidError."""
     return stored_rows(source.path, modules, bounds) if source.kind == "peft" else None

@@ -24,7 +24,7 @@ from manylora.lora.formats.tensor_files import NUMPY_TYPES, RawTensor, read_safe
 from manylora.lora.library.fingerprint import is_passing
 from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_rows
 from manylora.request import LoraExtra
-from manylora.system.thread_priority import step_back
+from manylora.system.thread_priority import lower_priority
 
 __all__ = ["DiskLevel"]
 
@@ -49,7 +49,7 @@ class DiskLevel:
         self._lock = threading.Lock()  # held while the folder is made to fit
         self._failing = False
         self._retry_at = 0.0  # after a failure
-        self._writer = ThreadPoolExecutor(1, "manylora-copies", step_back)
+        self._writer = ThreadPoolExecutor(1, "manylora-copies", lower_priority)
         self._pending = threading.BoundedSemaphore(MAX_PENDING)
 
     def put_soon(self, adapter: Adapter) -> None:

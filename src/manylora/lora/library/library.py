@@ -18,7 +18,7 @@ from manylora.errors import (
     ConfigError,
     printable,
 )
-from manylora.lora.file_adapter import StoredAdapter
+from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.formats.opened import is_folder
 from manylora.lora.formats.sources import find_source
 from manylora.lora.library.disk import DiskLevel
@@ -30,7 +30,7 @@ __all__ = ["AdapterLibrary", "Read", "task_id_of"]
 
 logger = logging.getLogger("manylora")
 
-Read = Callable[[], Adapter | StoredAdapter]
+Read = Callable[[], Adapter | FileAdapter]
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
 PRUNE = 4096  # task ids, of about 200 bytes each
 MAX_IDS = 16384  # task ids whose adapters came with requests; of more, those bound longest ago are forgotten
@@ -168,7 +168,7 @@ class AdapterLibrary:
             source = self._sources.get(task_id)
             return self._digests.get(task_id) or (source.digest if source else None)
 
-    def find(self, task_id: int) -> Adapter | StoredAdapter:
+    def find(self, task_id: int) -> Adapter | FileAdapter:
         """The adapter of an id that is not in the cache: from its files, else from the disk level.
 
         Files that changed give their new content to the id that means them, and to no other. Raises
@@ -196,7 +196,7 @@ class AdapterLibrary:
             raise failure
         return self._count(copy)
 
-    def _count(self, adapter: Adapter | StoredAdapter) -> Adapter | StoredAdapter:
+    def _count(self, adapter: Adapter | FileAdapter) -> Adapter | FileAdapter:
         with self._lock:
             self._num_loads += 1
         return adapter
@@ -217,7 +217,7 @@ class AdapterLibrary:
             source.digest = new
             self._owners.setdefault(new, task_id)
 
-    def prefetch(self, folder: Path) -> Iterator[tuple[int, Adapter | StoredAdapter]]:
+    def prefetch(self, folder: Path) -> Iterator[tuple[int, Adapter | FileAdapter]]:
         """The adapters of <folder>/<task id>/. A bad one is skipped with a warning that says why."""
         try:
             entries = sorted(folder.iterdir(), key=lambda path: (len(path.name), path.name))

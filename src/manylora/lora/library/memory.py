@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 
-from manylora.lora.file_adapter import StoredAdapter
+from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.tensors import Adapter
 
 __all__ = ["MemoryLevel"]
@@ -17,15 +17,15 @@ class MemoryLevel:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._adapters: OrderedDict[str, Adapter | StoredAdapter] = OrderedDict()
+        self._adapters: OrderedDict[str, Adapter | FileAdapter] = OrderedDict()
         self.num_bytes = 0
 
-    def get(self, digest: str) -> Adapter | StoredAdapter | None:
+    def get(self, digest: str) -> Adapter | FileAdapter | None:
         if digest in self._adapters:
             self._adapters.move_to_end(digest)
         return self._adapters.get(digest)
 
-    def put(self, adapter: Adapter | StoredAdapter, orphans: Collection[str] = ()) -> None:
+    def put(self, adapter: Adapter | FileAdapter, orphans: Collection[str] = ()) -> None:
         self.drop(adapter.digest)
         self._adapters[adapter.digest] = adapter
         self.num_bytes += adapter.nbytes

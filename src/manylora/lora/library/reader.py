@@ -17,7 +17,7 @@ import numpy as np
 from manylora.errors import AdapterChangedError, AdapterInvalidError
 from manylora.kernels.loading import can_read
 from manylora.lora.bounds import ANY_MODEL, Bounds
-from manylora.lora.file_adapter import StoredAdapter, StoredRows
+from manylora.lora.file_adapter import FileAdapter, FileRows
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.opened import open_plain
 from manylora.lora.formats.sources import Source, find_rows, find_source, read_source, read_whole
@@ -53,7 +53,7 @@ class AdapterFacts:
 class ReadAdapter:
     """What was read from files, and what there is to say of it."""
 
-    adapter: Adapter | StoredAdapter
+    adapter: Adapter | FileAdapter
     facts: AdapterFacts
 
 
@@ -65,7 +65,7 @@ class _Known:
     files: Fingerprint
     digest: str
     facts: AdapterFacts
-    rows: StoredRows | None = None
+    rows: FileRows | None = None
     searched: bool = False
 
 
@@ -122,7 +122,7 @@ class AdapterReader:
         if known.rows is None:
             return None
         open_file = partial(_open, path / known.rows.file, known.files, self._bounds)
-        return ReadAdapter(StoredAdapter(known.digest, known.rows, open_file), known.facts)
+        return ReadAdapter(FileAdapter(known.digest, known.rows, open_file), known.facts)
 
     def _unchanged(self, path: Path) -> _Known | None:
         with self._lock:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from manylora.errors import AdapterError
-from manylora.lora.file_adapter import StoredAdapter
+from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.fingerprint import Fingerprint, age_s, fingerprint, is_passing
 from manylora.lora.library.library import task_id_of
@@ -23,9 +23,9 @@ from manylora.lora.tensors import Adapter
 from manylora.openai.api.errors import ApiError, adapter_problem
 from manylora.openai.api.names import is_name
 from manylora.openai.serving.roots import Found, find_adapters
-from manylora.system.thread_priority import step_back
+from manylora.system.thread_priority import lower_priority
 
-__all__ = ["AdapterCatalog", "Entry", "Version"]
+__all__ = ["AdapterCatalog", "AdapterEntry", "Version"]
 
 logger = logging.getLogger("manylora")
 
@@ -47,7 +47,7 @@ class Version:
 
 
 @dataclass(eq=False)
-class Entry:
+class AdapterEntry:
     """A name. version: what is served, the last good one. problem: why its files give no newer one."""
 
     name: str
@@ -91,11 +91,11 @@ class AdapterCatalog:
         self._refresh_s = refresh_s
         self._quiet_s = min(MAX_QUIET_S, refresh_s / 4)
         self._reserved = reserved
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, AdapterEntry] = {}
         self._unloaded: dict[str, Fingerprint] = {}  # by hand; stays away until its files change
         self._memory = MemoryLevel(keep_bytes)
         self.disk = disk or DiskLevel(0)
-        self._files = ThreadPoolExecutor(2, "manylora-catalog", step_back)
+        self._files = ThreadPoolExecutor(2, "manylora-catalog", lower_priority)
         self._watching: asyncio.Task[None] | None = None
         self.num_failures: dict[str, int] = {}  # by code
 
@@ -116,7 +116,7 @@ class AdapterCatalog:
         await asyncio.get_running_loop().run_in_executor(None, self._files.shutdown)
         self.disk.close()
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[AdapterEntry]:
         return sorted(self._entries.values(), key=lambda entry: entry.name)
 
     def has(self, name: str) -> bool:
@@ -163,7 +163,7 @@ class AdapterCatalog:
         assert entry.version is not None
         return entry.version
 
-    async def adapter(self, version: Version) -> tuple[Version, Adapter | StoredAdapter]:
+    async def adapter(self, version: Version) -> tuple[Version, Adapter | FileAdapter]:
         """The adapter of a version, or of the one that its files hold by now. Raises ApiError."""
         entry = self._entries.get(version.name)
         found = self._memory.get(version.digest)
@@ -178,7 +178,7 @@ class AdapterCatalog:
         assert entry.version is not None
         return entry.version, read.adapter
 
-    def _find(self, digest: str, path: Path | None) -> Adapter | StoredAdapter | None:
+    def _find(self, digest: str, path: Path | None) -> Adapter | FileAdapter | None:
         """In its files, where these can be read without a check of their content; else the copy on disk."""
         with contextlib.suppress(AdapterError, OSError):  # the copy may be good
             stored = None if path is None else self._reader.find_stored(path)
@@ -186,14 +186,14 @@ class AdapterCatalog:
                 return stored.adapter
         return self.disk.get(digest)
 
-    def enter(self, name: str) -> Entry | None:
+    def enter(self, name: str) -> AdapterEntry | None:
         """Count a request in; None for a name that is gone."""
         entry = self._entries.get(name)
         if entry is not None:
             entry.num_open += 1
         return entry
 
-    def leave(self, entry: Entry) -> None:
+    def leave(self, entry: AdapterEntry) -> None:
         entry.num_open -= 1
         if entry.num_open == 0 and self._entries.get(entry.name) is not entry:
             entry.closed.set()
@@ -258,10 +258,10 @@ class AdapterCatalog:
                 return path, root
         raise refused
 
-    def _new_entry(self, name: str, found: Found, *, scanned: bool) -> Entry:
-        return Entry(name, found.path, scanned, found.fingerprint, time.monotonic())
+    def _new_entry(self, name: str, found: Found, *, scanned: bool) -> AdapterEntry:
+        return AdapterEntry(name, found.path, scanned, found.fingerprint, time.monotonic())
 
-    def _note_files(self, entry: Entry, now: Fingerprint) -> None:
+    def _note_files(self, entry: AdapterEntry, now: Fingerprint) -> None:
         if now != entry.seen:
             entry.seen, entry.seen_at = now, time.monotonic()
 
@@ -311,7 +311,7 @@ class AdapterCatalog:
             entry.path = found.path
             self._note_files(entry, found.fingerprint)
 
-    def _note_missing(self, entry: Entry) -> None:
+    def _note_missing(self, entry: AdapterEntry) -> None:
         """Gone for good, or about to be put in place anew: that is known at a later look."""
         now = time.monotonic()
         if entry.missing_since is None:
@@ -332,7 +332,7 @@ class AdapterCatalog:
                 except Exception:  # the next one is not kept waiting by it
                     logger.exception("reading adapter %s failed", entry.name)
 
-    async def _read(self, entry: Entry) -> ReadAdapter:
+    async def _read(self, entry: AdapterEntry) -> ReadAdapter:
         """Everyone who asks at the same time waits for one reading. Raises ApiError."""
         if entry.reading is None:
             entry.reading = asyncio.create_task(self._read_once(entry))
@@ -340,7 +340,7 @@ class AdapterCatalog:
         # A caller that is cancelled must not take the reading away from the others.
         return await asyncio.shield(entry.reading)
 
-    async def _read_once(self, entry: Entry) -> ReadAdapter:
+    async def _read_once(self, entry: AdapterEntry) -> ReadAdapter:
         try:
             try:
                 read = await self._read_quiet(entry)
@@ -363,7 +363,7 @@ class AdapterCatalog:
         finally:
             entry.reading = None
 
-    async def _read_quiet(self, entry: Entry) -> ReadAdapter:
+    async def _read_quiet(self, entry: AdapterEntry) -> ReadAdapter:
         """Files that somebody is writing are read again until they rest. Raises AdapterError, ApiError."""
         give_up = time.monotonic() + 2 * self._quiet_s + 1
         while True:
@@ -385,20 +385,20 @@ class AdapterCatalog:
                 raise ApiError(503, "adapter_changing", reason, "model", retry_after=1)
             await asyncio.sleep(RETRY_S)
 
-    def _set_version(self, entry: Entry, read: ReadAdapter) -> None:
+    def _set_version(self, entry: AdapterEntry, read: ReadAdapter) -> None:
         digest, facts = read.adapter.digest, read.facts
         if entry.version is None or entry.version.digest != digest:
             entry.version = Version(entry.name, digest, task_id_of(digest), facts, int(time.time()))
             logger.info("adapter %s: %s, rank %d, %s", entry.name, facts.kind, facts.rank, digest[:12])
         entry.problem = None
 
-    def _unreadable_now(self, entry: Entry) -> ApiError:
+    def _unreadable_now(self, entry: AdapterEntry) -> ApiError:
         """The files may be as good as ever: they are read again at the next look."""
         entry.tried = ()
         reason = f"adapter {entry.name!r} cannot be read at the moment, try again"
         return ApiError(503, "adapter_unreadable", reason, "model", retry_after=1)
 
-    def _report(self, entry: Entry, problem: ApiError) -> ApiError:
+    def _report(self, entry: AdapterEntry, problem: ApiError) -> ApiError:
         self.num_failures[problem.code] = self.num_failures.get(problem.code, 0) + 1
         known = entry.problem is not None and entry.problem.message == problem.message
         entry.problem = problem

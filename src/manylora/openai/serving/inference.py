@@ -31,7 +31,7 @@ from manylora.openai.serving.generation import GenerationState
 from manylora.openai.serving.keys import ApiKey
 from manylora.openai.serving.responses import DONE, ChatResponse, CompletionResponse, ResponseBuilder
 from manylora.openai.serving.transport import EventStream, watch
-from manylora.system.text_threads import LONG, Lanes
+from manylora.system.text_threads import LONG, TextThreads
 from manylora.text.tokenizer import Tokenizer
 
 __all__ = ["Inference"]
@@ -54,7 +54,7 @@ class Inference:
     ) -> None:
         self.backend, self.tokenizer, self.limits, self.bases = backend, tokenizer, limits, bases
         self._model, self._fingerprint = model, fingerprint
-        self._lanes = Lanes()
+        self._lanes = TextThreads()
         self.on_disconnect: Callable[[], None] = lambda: (
             None
         )  # called when a client disconnects during a stream
@@ -119,7 +119,7 @@ class Inference:
 
     async def _run_in_lane(self, length: int, function: Callable[..., Result], *arguments: Any) -> Result:
         """Run a function on a text of this many characters or tokens: in a thread where the text is long."""
-        lane = self._lanes.lane(length)
+        lane = self._lanes.executor(length)
         if lane is None:
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(lane, function, *arguments)

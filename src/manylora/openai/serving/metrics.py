@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from manylora.request import Event, LoraInput
 from manylora.stats import EngineStats
-from manylora.wire.metrics import FAMILIES, LORA_INFO, Family, RequestMeter, Sample, engine_samples
+from manylora.wire.metrics import FAMILIES, LORA_INFO, MetricFamily, RequestMeter, Sample, engine_samples
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
@@ -15,17 +15,19 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Labels = tuple[tuple[str, str], ...]
 # Names that inference gateways look for by default.
 GATEWAY_METRICS = {
-    "vllm:num_requests_waiting": Family("Requests that wait"),
-    "vllm:num_requests_running": Family("Sequences under way"),
-    "vllm:kv_cache_usage_perc": Family("KV cache in use, from 0 to 1"),
-    "vllm:gpu_cache_usage_perc": Family("KV cache in use, from 0 to 1: the older name"),
-    "vllm:cache_config_info": Family("Shape of the KV cache, in labels"),
+    "vllm:num_requests_waiting": MetricFamily("Requests that wait"),
+    "vllm:num_requests_running": MetricFamily("Sequences under way"),
+    "vllm:kv_cache_usage_perc": MetricFamily("KV cache in use, from 0 to 1"),
+    "vllm:gpu_cache_usage_perc": MetricFamily("KV cache in use, from 0 to 1: the older name"),
+    "vllm:cache_config_info": MetricFamily("Shape of the KV cache, in labels"),
 }
 HTTP_METRICS = {
-    "manylora_http_requests_total": Family("Answers by route and status", "counter"),
-    "manylora_catalog_adapters": Family("Adapters in the catalog by state"),
-    "manylora_adapter_read_failures_total": Family("Adapters that could not be read, by code", "counter"),
-    "manylora_clients_left_total": Family(
+    "manylora_http_requests_total": MetricFamily("Answers by route and status", "counter"),
+    "manylora_catalog_adapters": MetricFamily("Adapters in the catalog by state"),
+    "manylora_adapter_read_failures_total": MetricFamily(
+        "Adapters that could not be read, by code", "counter"
+    ),
+    "manylora_clients_left_total": MetricFamily(
         "Requests whose client left before the end of the answer", "counter"
     ),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from manylora.openai.serving.catalog import Entry
+from manylora.openai.serving.catalog import AdapterEntry
 from manylora.stats import EngineStats
 
 __all__ = ["adapter_card", "base_card", "state_of", "tiers"]
@@ -23,7 +23,7 @@ def base_card(name: str, base: str, created: int, max_seq_len: int) -> dict[str,
     }
 
 
-def adapter_card(entry: Entry, base: str, created: int, tier: str) -> dict[str, Any]:
+def adapter_card(entry: AdapterEntry, base: str, created: int, tier: str) -> dict[str, Any]:
     """rank, digest and sizes are null until the adapter's files have been read."""
     version = entry.version
     card: dict[str, Any] = {
@@ -50,7 +50,7 @@ def tiers(stats: EngineStats) -> dict[str, str]:
     return {one.name: "device" if one.on_device else "host" for one in stats.adapters.residents}
 
 
-def state_of(entry: Entry) -> str:
+def state_of(entry: AdapterEntry) -> str:
     """ "ready", "stale" (newer files are broken, the last good version is served), "broken" or "unread"."""
     if entry.version is not None:
         return "ready" if entry.problem is None else "stale"

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from manylora.openai.api.errors import ApiError
-from manylora.system.allocator import give_back
+from manylora.system.allocator import release_free_memory
 
 __all__ = ["BodyMemory", "EventStream", "content_type", "error_response", "read_body", "watch"]
 
@@ -59,7 +59,7 @@ class BodyMemory:
 
     def _give_back(self) -> None:
         self._give_back_timer = None
-        give_back()
+        release_free_memory()
 
 
 async def read_body(request: Request, max_bytes: int, grow: Callable[[int], None]) -> bytearray:

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-__all__ = ["COMMANDS", "main"]
-
 COMMANDS = {
     "bench": ("manylora.commands.bench", "throughput and latency of a model with many adapters"),
     "build": ("manylora.commands.build", "a model directory to one with quantised weights and limits"),

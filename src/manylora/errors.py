@@ -20,25 +20,6 @@ The text of a RequestError goes to the client as it is: one sentence, no path of
 
 from __future__ import annotations
 
-__all__ = [
-    "AdapterCacheFullError",
-    "AdapterChangedError",
-    "AdapterError",
-    "AdapterInvalidError",
-    "AdapterNotCachedError",
-    "AdapterNotFiniteError",
-    "AdapterNotFoundError",
-    "ConfigError",
-    "DrainingError",
-    "EngineDeadError",
-    "ManyloraError",
-    "QueueFullError",
-    "RequestError",
-    "TextTooLongError",
-    "printable",
-]
-
-
 MAX_TEXT = 1000  # characters
 
 

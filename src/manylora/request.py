@@ -13,24 +13,6 @@ import numpy as np
 
 from manylora.errors import RequestError
 
-__all__ = [
-    "MAX_GUIDE_BYTES",
-    "MAX_RANGES",
-    "MAX_WORDS",
-    "MAX_WORD_TOKENS",
-    "Beam",
-    "Event",
-    "FinishReason",
-    "Guide",
-    "LoraExtra",
-    "LoraInput",
-    "Request",
-    "RequestMetrics",
-    "Retention",
-    "SamplingParams",
-    "Sink",
-]
-
 MAX_SEED = 2**64 - 1
 # What one request may bring. Bounds that depend on the engine are in `engine.checks`.
 MAX_WORDS = 1024  # stop words, and bad words: every new token is compared with each

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["AdapterStats", "CacheChange", "CacheMap", "EngineStats", "MappedAdapter", "Resident", "Runs"]
-
 Runs = tuple[tuple[int, int], ...]
 """Pages as ranges: the first, and one past the last."""
 

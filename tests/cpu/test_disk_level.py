@@ -12,7 +12,8 @@ import pytest
 
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.lora.library.disk import DiskLevel
-from manylora.lora.tensors import BFLOAT16, Adapter, AdapterRow, adapter_from_rows
+from manylora.lora.number_types import BFLOAT16
+from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_rows
 from manylora.request import LoraExtra
 
 SIZE = 8 * 4000

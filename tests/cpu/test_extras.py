@@ -35,14 +35,9 @@ from manylora.lora.library.reader import AdapterReader, read_adapter_folder
 from manylora.lora.library.rules import AdapterRules
 from manylora.lora.modules import lora_modules
 from manylora.lora.normalize import normalize_dora
+from manylora.lora.number_types import BFLOAT16, narrow_to_bfloat16
 from manylora.lora.pool import AdapterPool
-from manylora.lora.tensors import (
-    BFLOAT16,
-    Adapter,
-    adapter_from_rows,
-    lora_input,
-    narrow_to_bfloat16,
-)
+from manylora.lora.tensors import Adapter, adapter_from_rows, lora_input
 from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder

@@ -22,8 +22,8 @@ from manylora.lora.formats.peft import read_peft_whole, stored_rows
 from manylora.lora.formats.tensor_files import RawTensor, write_safetensors
 from manylora.lora.library import fingerprint
 from manylora.lora.modules import lora_modules
+from manylora.lora.number_types import narrow_to_bfloat16, widen_bfloat16
 from manylora.lora.store import AdapterStore
-from manylora.lora.tensors import narrow_to_bfloat16, widen_bfloat16
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, Request, SamplingParams
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate

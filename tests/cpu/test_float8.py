@@ -30,9 +30,10 @@ from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.reader import AdapterReader, read_adapter_folder
 from manylora.lora.library.rules import AdapterRules
 from manylora.lora.modules import lora_modules
+from manylora.lora.number_types import widen_bfloat16
 from manylora.lora.report import BaseModel, inspect_adapter
 from manylora.lora.store import AdapterStore
-from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_tensors, lora_input, widen_bfloat16
+from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_tensors, lora_input
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, Request, SamplingParams
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits

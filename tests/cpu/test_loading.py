@@ -15,8 +15,9 @@ import torch
 from manylora.kernels import loading, native
 from manylora.kernels.row_format import RowFormat
 from manylora.lora.geometry import CacheGeometry, Layout, Placement
+from manylora.lora.number_types import narrow_to_bfloat16, widen_bfloat16
 from manylora.lora.pool import AdapterPool
-from manylora.lora.tensors import Adapter, AdapterRow, narrow_to_bfloat16, widen_bfloat16
+from manylora.lora.tensors import Adapter, AdapterRow
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler"

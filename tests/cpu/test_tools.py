@@ -23,7 +23,7 @@ from manylora.lora.convert import main as hf_lora_convert
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.npy import read_npy
 from manylora.lora.library.reader import read_adapter_folder
-from manylora.lora.tensors import widen_bfloat16
+from manylora.lora.number_types import widen_bfloat16
 from manylora.testing.tiny_models import make_adapter, make_model
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ from test_server import PROMPT, inputs, tensor
 
 from manylora.lora.convert import convert_peft
 from manylora.lora.formats.npy import write_npy
-from manylora.lora.tensors import narrow_to_bfloat16
+from manylora.lora.number_types import narrow_to_bfloat16
 from manylora.testing.tiny_models import reference_generate
 from manylora.text.tokenizer import Tokenizer
 

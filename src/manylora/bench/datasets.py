@@ -11,8 +11,6 @@ from typing import Any
 from manylora.errors import ConfigError
 from manylora.llmapi.lora import LoRARequest
 
-__all__ = ["BenchRequest", "adapters_of", "read_dataset", "to_line", "with_adapters", "write_dataset"]
-
 UNSUPPORTED = ("turns", "media_paths")
 
 

@@ -12,9 +12,6 @@ from typing import Protocol
 from manylora.bench.datasets import BenchRequest
 from manylora.stats import EngineStats
 
-__all__ = ["Answer", "Record", "Sample", "Target", "poisson_arrivals", "run_load"]
-
-
 Sample = tuple[float, EngineStats]
 """Seconds of `time.monotonic`, and the engine's statistics at that time."""
 

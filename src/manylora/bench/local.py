@@ -16,8 +16,6 @@ from manylora.llmapi import LLM, LoraConfig, RequestOutput, SamplingParams
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import compute_dtype
 
-__all__ = ["LocalTarget", "Sampler", "open_llm"]
-
 PERIOD_S = 0.02
 
 

@@ -15,8 +15,6 @@ from manylora.lora.modules import lora_modules
 from manylora.lora.number_types import BY_DTYPE
 from manylora.model.checkpoint import read_model_config
 
-__all__ = ["Traffic", "adapter_bytes", "mean_traffic"]
-
 
 @dataclass(frozen=True)
 class Traffic:

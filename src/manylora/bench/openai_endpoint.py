@@ -15,8 +15,6 @@ from manylora.bench.load import Answer
 from manylora.bench.remote import ANSWER_TIMEOUT_S, RemoteTarget
 from manylora.errors import ConfigError, RequestError
 
-__all__ = ["OpenAiTarget"]
-
 FIELDS = ("temperature", "top_k", "top_p", "seed")
 MAX_ERROR = 300
 

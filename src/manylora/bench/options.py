@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BenchOptions"]
-
 
 @dataclass(frozen=True)
 class BenchOptions:

@@ -15,8 +15,6 @@ from manylora.bench.report import TIERS
 from manylora.bench.report_text import render
 from manylora.errors import ConfigError
 
-__all__ = ["check_plot", "write_plot"]
-
 SUFFIXES = (".png", ".html")
 
 

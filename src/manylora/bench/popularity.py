@@ -6,8 +6,6 @@ import random
 from collections.abc import Sequence
 from typing import TypeVar
 
-__all__ = ["POPULARITIES", "ZIPF", "spread"]
-
 T = TypeVar("T")
 POPULARITIES = ("distinct", "uniform", "zipf", "identical")
 ZIPF = 1.5

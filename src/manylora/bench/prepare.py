@@ -10,8 +10,6 @@ from manylora.bench.datasets import BenchRequest
 from manylora.bench.popularity import spread
 from manylora.llmapi.lora import LoRARequest
 
-__all__ = ["Lengths", "adapter_named", "normal_lengths", "random_requests", "uniform_lengths"]
-
 Lengths = Callable[[random.Random], int]
 """Draws a number of tokens."""
 

@@ -10,8 +10,6 @@ from typing import Any
 from manylora.bench.datasets import BenchRequest
 from manylora.bench.load import Answer
 
-__all__ = ["ANSWER_TIMEOUT_S", "RemoteTarget"]
-
 MAX_CONNECTIONS = 256
 ANSWER_TIMEOUT_S = 600.0
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from manylora.bench.load import Answer, Record
 
-__all__ = ["TIERS", "Performance", "Streaming", "dataset_details", "measure", "percentiles", "tier_figures"]
-
 TIERS = {"device": "warm", "host": "host_cold", "disk": "disk_cold", "wire": "wire_cold"}
 """`Answer.adapter_tier` -> the name in reports."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["render"]
-
 WIDTH = 63
 LINES: dict[str, dict[str, str]] = {
     "engine": {

@@ -22,8 +22,6 @@ from manylora.errors import ConfigError
 from manylora.llmapi.lora import LoRARequest
 from manylora.stats import AdapterStats
 
-__all__ = ["BenchResult", "run_bench"]
-
 CACHE_COUNTERS = (
     "host_stores", "host_evictions", "device_loads", "device_evictions", "host_adapters", "device_adapters",
 )  # fmt: skip

@@ -14,8 +14,6 @@ from manylora.bench.load import Record, Sample, Target, poisson_arrivals, run_lo
 from manylora.bench.options import BenchOptions
 from manylora.stats import AdapterStats
 
-__all__ = ["SystemUnderTest", "open_system"]
-
 
 def open_system(options: BenchOptions, requests: list[BenchRequest], stack: ExitStack) -> SystemUnderTest:
     """Open what the options name; the stack closes it. Raises ConfigError."""

@@ -20,8 +20,6 @@ from manylora.lora.library.reader import read_adapter_folder
 from manylora.request import LoraInput, Request, SamplingParams
 from manylora.wire.engine_client import AnswerReader, request_tensors
 
-__all__ = ["TritonTarget"]
-
 NOT_CACHED = "Please send LoRA weights with request"
 MODEL = "tensorrt_llm"
 STORAGE_TYPES = {"TYPE_BF16": "bfloat16", "TYPE_FP16": "float16"}

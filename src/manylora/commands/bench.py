@@ -24,8 +24,6 @@ from manylora.commands import prepare_dataset
 from manylora.errors import ConfigError
 from manylora.llmapi.options import NAMES, llm_arguments, read_options
 
-__all__ = ["main"]
-
 WORLD = ("tp", "pp", "ep")
 # Flags that are arguments of `LLM`, as PART.FIELD in a part.
 ENGINE_FLAGS = {name: name for name in NAMES if "." not in name} | {

@@ -10,8 +10,6 @@ from typing import Any
 from manylora.errors import ConfigError
 from manylora.quant.config import SERVED, QuantConfig
 
-__all__ = ["main"]
-
 LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens")
 LORA = ("lora_dir", "lora_target_modules", "lora_ckpt_source", "max_lora_rank")
 

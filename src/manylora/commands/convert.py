@@ -17,8 +17,6 @@ from manylora.lora.formats.npy import write_npy
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 
-__all__ = ["main"]
-
 WRITERS = {"npy": write_npy, "llgtrt": write_llgtrt}
 
 

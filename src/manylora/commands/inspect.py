@@ -14,8 +14,6 @@ from manylora.lora.report import AdapterReport, BaseModel, inspect_adapter
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraExtra
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="manylora inspect", description=__doc__)

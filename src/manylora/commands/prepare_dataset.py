@@ -14,8 +14,6 @@ from manylora.errors import ConfigError
 from manylora.llmapi.lora import LoRARequest
 from manylora.text.tokenizer import Tokenizer
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str] | None = None, tokenizer: Path | None = None) -> int:
     """tokenizer: the model directory that `manylora bench --model` named; the default of --tokenizer."""

@@ -14,8 +14,6 @@ from manylora.launcher.supervisor import Supervisor
 if TYPE_CHECKING:
     from manylora.openai.options import ServeOptions
 
-__all__ = ["main"]
-
 END_S = 10.0  # beyond the time for draining, before the server's process is killed
 
 

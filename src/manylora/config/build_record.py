@@ -10,8 +10,6 @@ from typing import Any
 
 from manylora.errors import ConfigError
 
-__all__ = ["LIMITS", "BuildRecord", "read_build_record"]
-
 KEY = "build_config"
 LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens")
 

@@ -12,8 +12,6 @@ from manylora.errors import ConfigError
 from manylora.quant.checkpoint import CheckpointQuant
 from manylora.quant.config import QuantConfig
 
-__all__ = ["EncoderConfig", "EngineConfig", "LoraCacheConfig", "ModelConfig", "MoeConfig"]
-
 GIB = 2**30
 POLICIES = ("guaranteed_no_evict", "max_utilization")
 DTYPES = ("auto", "float32", "float16", "bfloat16")

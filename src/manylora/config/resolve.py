@@ -18,8 +18,6 @@ from manylora.config.values import CONVERTERS
 from manylora.errors import ConfigError
 from manylora.quant.config import QuantConfig
 
-__all__ = ["KEYS", "QUANT_KEYS", "Settings", "quant_config", "rename", "resolve", "with_whole_qkv"]
-
 Settings = Mapping[str, Any]
 """Values by the names in KEYS. A name that is absent was not set."""
 

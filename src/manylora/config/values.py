@@ -8,8 +8,6 @@ from typing import Any
 
 from manylora.errors import ConfigError
 
-__all__ = ["CONVERTERS", "at_least", "boolean", "fraction", "one_of", "whole_number"]
-
 TRUE, FALSE = ("true", "1", "t", "y", "yes"), ("false", "0", "f", "n", "no")
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from manylora.engine.sequence import Sequence
 from manylora.request import Beam, FinishReason
 
-__all__ = ["BeamCandidate", "BeamGroup", "best_candidates"]
-
 
 @dataclass(frozen=True)
 class BeamCandidate:

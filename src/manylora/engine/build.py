@@ -22,8 +22,6 @@ from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.weights import adapter_dtype, compute_dtype, load_decoder
 from manylora.system.allocator import keep_memory
 
-__all__ = ["EngineParts", "build_parts"]
-
 logger = logging.getLogger("manylora")
 
 DEFAULT_NUM_GRAPHS = 128

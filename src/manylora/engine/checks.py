@@ -12,8 +12,6 @@ from manylora.engine.encoding import check_encoder_prompt, for_encoder
 from manylora.errors import QueueFullError, RequestError
 from manylora.request import Request
 
-__all__ = ["LogitsMemory", "check_request"]
-
 LOGITS_SHARE = 4  # open requests may keep logits in one part in so many of the machine's memory
 
 

@@ -9,8 +9,6 @@ from manylora.engine.kv_cache import KvCache
 from manylora.engine.scheduler import Scheduler, Step
 from manylora.stats import EngineStats
 
-__all__ = ["Counters", "engine_stats"]
-
 
 @dataclass
 class Counters:

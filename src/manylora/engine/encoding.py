@@ -12,8 +12,6 @@ from manylora.engine.sequence import Sequence
 from manylora.errors import RequestError
 from manylora.request import Request
 
-__all__ = ["check_encoder_prompt", "encoder_inputs", "for_encoder"]
-
 
 def for_encoder(request: Request, encoder: EncoderConfig | None) -> Request:
     """The request with a prompt for the encoder and one for the decoder. Raises RequestError for what is not

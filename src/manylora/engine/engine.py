@@ -27,8 +27,6 @@ from manylora.stats import EngineStats
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-__all__ = ["Engine", "Prepared"]
-
 logger = logging.getLogger("manylora")
 
 

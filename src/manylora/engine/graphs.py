@@ -24,8 +24,6 @@ from manylora.kernels.spec import BatchLimits, Ops
 from manylora.kernels.transfer import copy_into, to_device
 from manylora.model.batch import ForwardBatch
 
-__all__ = ["DecodeGraphs", "buckets_for", "width_class"]
-
 logger = logging.getLogger("manylora")
 
 FEWEST_COLUMNS = 16  # of a block table

@@ -26,8 +26,6 @@ from manylora.request import Guide
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-__all__ = ["GuideState", "Guides"]
-
 logger = logging.getLogger("manylora")
 
 MAX_VERDICTS = 1024  # of guides, remembered

@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ["BUSY", "WALL_S", "main", "make_matcher", "open_tokenizer", "reason_of"]
-
 CPU_S = 1
 WALL_S = 10  # more than CPU_S, because the machine may be busy
 MEMORY = 2**27  # bytes beside those of the tokenizer

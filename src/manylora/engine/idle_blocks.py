@@ -7,8 +7,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator
 
-__all__ = ["DEFAULT_PRIORITY", "IdleBlocks"]
-
 DEFAULT_PRIORITY = 35
 
 

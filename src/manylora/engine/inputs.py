@@ -11,8 +11,6 @@ from manylora.kernels.spec import AttentionBatch, LoraBatch, Ops
 from manylora.kernels.transfer import upload
 from manylora.model.batch import ForwardBatch
 
-__all__ = ["Pending", "StepInputs"]
-
 
 @dataclass(frozen=True)
 class Pending:

@@ -17,8 +17,6 @@ from manylora.kernels.transfer import to_device
 from manylora.lora.modules import LoraModule
 from manylora.model.decoder import Decoder
 
-__all__ = ["try_variants"]
-
 logger = logging.getLogger("manylora")
 
 # Rows of each sequence, each with an adapter of its own: decoding, a short prompt, a long one.

@@ -11,8 +11,6 @@ from manylora.lora.pages import PageAllocator
 if TYPE_CHECKING:
     from manylora.engine.beam import BeamGroup
 
-__all__ = ["KvCache"]
-
 Key = tuple[object, tuple[int, ...]]  # (parent node, or the sequence's root; the block's tokens)
 
 

@@ -13,8 +13,6 @@ from manylora.engine.scheduler import Step
 from manylora.engine.sequence import Sequence
 from manylora.kernels.device import Arrival
 
-__all__ = ["FailedStep", "LaunchedStep", "StepResults"]
-
 
 @dataclass
 class StepResults:

@@ -24,8 +24,6 @@ from manylora.request import Event, FinishReason, Request, Sink
 from manylora.stats import CacheMap, EngineStats
 from manylora.system.thread_priority import lower_priority
 
-__all__ = ["EngineLoop"]
-
 logger = logging.getLogger("manylora")
 
 Command = Callable[[], None]

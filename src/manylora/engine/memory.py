@@ -13,8 +13,6 @@ from manylora.config.engine import EngineConfig, ModelConfig
 from manylora.errors import ConfigError
 from manylora.kernels.spec import BatchLimits
 
-__all__ = ["KvPlan", "allocate_kv", "batch_limits", "kv_cache_dtype", "plan_kv"]
-
 logger = logging.getLogger("manylora")
 
 

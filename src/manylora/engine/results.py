@@ -13,8 +13,6 @@ from manylora.engine.sequence import Sequence
 from manylora.errors import AdapterNotFiniteError, RequestError
 from manylora.request import Event
 
-__all__ = ["ResultProcessor"]
-
 
 class ResultProcessor:
     """Appends tokens, moves beams and counts. It frees nothing: that is for the engine."""

@@ -26,8 +26,6 @@ from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder
 
-__all__ = ["Runner"]
-
 logger = logging.getLogger("manylora")
 
 

@@ -16,8 +16,6 @@ from manylora.engine.sequence import Sequence
 from manylora.kernels.transfer import upload
 from manylora.request import SamplingParams
 
-__all__ = ["NOT_FINITE", "Row", "adjust", "sample", "uniform"]
-
 NOT_FINITE = -1  # in place of a token: the row's logits hold a NaN or an infinity
 MASK64 = 2**64 - 1
 GUIDES_S = 0.05  # at most for the masks of all guides of a step

@@ -15,8 +15,6 @@ from manylora.engine.sequence import Sequence
 if TYPE_CHECKING:
     from manylora.lora.store import AdapterLease, AdapterStore
 
-__all__ = ["Chunk", "Scheduler", "Step"]
-
 MAX_PREFETCHED = 8  # waiting sequences whose adapters are copied to the device ahead of time
 
 # A sequence that waits for space in the adapter cache lets this many later ones pass before it blocks them.

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from manylora.engine.guide import GuideState
     from manylora.lora.store import AdapterLease
 
-__all__ = ["PENDING", "KvBlocks", "Output", "QueueState", "Sequence", "Times"]
-
 PENDING = -1  # in place of a token that the device has sampled and the host does not know yet
 
 

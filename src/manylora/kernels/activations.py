@@ -8,8 +8,6 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["ACTIVATIONS"]
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,

@@ -32,8 +32,6 @@ from manylora.kernels.spec import (
     Weight,
 )
 
-__all__ = ["CompiledOps"]
-
 # Of one adapter. With more rows and a higher rank, torch's matrix products are faster.
 FEW_ROWS, LOW_RANK = 64, 32
 LARGEST_RANK = 1024  # of the C kernels' arrays on the stack

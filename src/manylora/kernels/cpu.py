@@ -24,8 +24,6 @@ from manylora.kernels.spec import (
     Weight,
 )
 
-__all__ = ["CpuOps"]
-
 FEW_ROWS = 8  # of one expert and adapter; with more, a separate matrix product is faster
 PACKED = (torch.float32, torch.bfloat16)
 NO_ROW = RowFormat(0).table_row(0)

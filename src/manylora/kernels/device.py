@@ -17,8 +17,6 @@ from manylora.kernels.cpu import CpuOps
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import Ops
 
-__all__ = ["Arrival", "Capture", "CopyStream", "Device", "open_device"]
-
 logger = logging.getLogger("manylora")
 
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from manylora.kernels.spec import ExpertPairs, LoraBatch, LoraRow, LoraSegment, LoraTarget
 
-__all__ = ["HostPairs", "group_segments", "pair_up"]
-
 NO_GROUPS = np.empty((0, 4), np.int64)
 
 

@@ -12,8 +12,6 @@ import numpy as np
 
 from manylora.kernels import native
 
-__all__ = ["FILE_ROW", "all_finite", "can_lay_out", "can_read", "lay_out", "narrow", "read_rows", "widen"]
-
 SMALL = 2**14  # elements below which NumPy is faster than calling the library
 WIDE, NARROW = "float32", "bfloat16"
 COPIED = (WIDE, NARROW, "float16")

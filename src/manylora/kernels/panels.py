@@ -19,8 +19,6 @@ from torch import Tensor
 
 from manylora.kernels.quantised import QuantisedWeight
 
-__all__ = ["Panels", "WeightRows", "address", "panels_linear", "read_panels", "to_panels"]
-
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8", torch.uint8: "int4"}
 WORDS = {torch.bfloat16: torch.int32}  # dtypes laid out as pairs of inputs, and the dtype of a pair
 CHUNK_BYTES = 2**21  # rows read at a time, so that they are still in the cache when they are laid out

@@ -13,11 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "INT4_GROUPS", "PackedInt4", "QuantisedWeight", "StackedWeight", "pack_for_cpu", "quantised_linear",
-    "stacked_linear",
-]  # fmt: skip
-
 WIDE_ELEMENTS = 2**22  # of a weight that are dequantised at a time
 INT8_ROWS = 64  # token rows up to which the 8-bit CPU kernel is faster
 INT4_ROWS = 16  # token rows for which the 4-bit CPU kernel is fastest

@@ -34,8 +34,6 @@ from manylora.kernels.spec import (
     Weight,
 )
 
-__all__ = ["FP8", "ReferenceOps", "as_encoded", "attend", "gather"]
-
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 
 

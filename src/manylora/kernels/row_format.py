@@ -10,8 +10,6 @@ from enum import IntEnum
 
 import numpy as np
 
-__all__ = ["TABLE_ROW", "Encoding", "RowFormat"]
-
 
 class Encoding(IntEnum):
     """How the numbers of A and B lie in pages."""

@@ -21,21 +21,6 @@ from manylora.kernels.panels import Panels, WeightRows
 from manylora.kernels.quantised import PackedInt4, QuantisedWeight, StackedWeight
 from manylora.kernels.row_format import RowFormat
 
-__all__ = [
-    "AttentionBatch",
-    "AttentionParams",
-    "BatchLimits",
-    "ExpertPairs",
-    "LoraBatch",
-    "LoraRow",
-    "LoraSegment",
-    "LoraTarget",
-    "Ops",
-    "Rotary",
-    "Targets",
-    "Weight",
-]
-
 Weight = Tensor | QuantisedWeight | PackedInt4 | StackedWeight | Panels
 """A weight [N, K] of a linear layer, as it is or packed."""
 Rotary = tuple[Tensor, Tensor]

@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["copy_into", "to_device", "upload"]
-
 T = TypeVar("T")
 ALIGN_BYTES = 16  # of each tensor within the buffer of a copy
 

@@ -11,8 +11,6 @@ from manylora.errors import ConfigError
 from manylora.launcher.processes import port_is_free
 from manylora.launcher.repository import check_filled
 
-__all__ = ["argument_parser", "check_arguments"]
-
 REFUSED = {
     "multi_model": "--multi-model: one server serves one base model; start another on other ports",
     "disable_spawn_processes": "--disable-spawn-processes belongs to --multi-model, which is not available",

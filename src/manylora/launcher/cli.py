@@ -27,8 +27,6 @@ from manylora.launcher.state import State, read_state
 from manylora.launcher.supervisor import Supervisor
 from manylora.launcher.triton_service import FAILED, TritonService
 
-__all__ = ["main"]
-
 LOCK = "lock"
 
 

@@ -13,8 +13,6 @@ from manylora.errors import ConfigError
 from manylora.launcher.processes import end_marked, exit_text, port_is_free, spawn
 from manylora.launcher.supervisor import StoppedError
 
-__all__ = ["CommandService"]
-
 MARK = "MANYLORA_KEPT_BY"
 PORT_S = 10.0
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MAX_BODY", "MAX_JSON", "RefusedError", "check_json", "inflate"]
-
 MAX_JSON = 2**24  # bytes of a body or of its part that is JSON; read, they are some twenty times as many
 MAX_BODY = 5 * 2**28  # bytes, JSON and tensors: 1.25 GiB
 MAX_INFER_JSON = 2**22  # bytes; it is read here, too, while others wait

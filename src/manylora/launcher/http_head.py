@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from manylora.launcher.http_checks import MAX_BODY, MAX_JSON, RefusedError
 from manylora.launcher.management_access import MANAGEMENT_HEADER
 
-__all__ = ["BodyInfo", "Headers", "body_info", "forwarded_head", "path_of"]
-
 Headers = Sequence[tuple[bytes, bytes]]
 """Names in lower case, and values."""
 

@@ -23,8 +23,6 @@ from manylora.launcher.http_checks import MAX_JSON, RefusedError, check_json, in
 from manylora.launcher.http_head import BodyInfo, body_info, forwarded_head, path_of
 from manylora.system.allocator import release_free_memory
 
-__all__ = ["ClientConnection", "HttpProxy", "ServerConnection", "main"]
-
 logger = logging.getLogger("manylora.launcher")
 
 MAX_HEAD = 64 * 2**10  # bytes of the request line and the headers

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from manylora.errors import ConfigError
 
-__all__ = ["Installation", "find_tritonserver"]
-
 CONTAINER = Path("/opt/tritonserver/bin/tritonserver")
 
 

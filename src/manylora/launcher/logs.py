@@ -7,8 +7,6 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["LOG_BYTES", "limit_size", "open_log"]
-
 LOG_BYTES = 2**24  # of one file; as much again is kept of what came before
 
 

@@ -11,15 +11,6 @@ from pathlib import Path
 
 from manylora.errors import ConfigError
 
-__all__ = [
-    "MANAGEMENT_HEADER",
-    "check_own_directory",
-    "describe_access",
-    "http_proxy_command",
-    "management_flags",
-    "management_secret",
-]
-
 # Whoever may use these reads and writes other programs' memory, loads models, or fills the disk with logs.
 MANAGEMENT = "shared-memory,model-repository,trace,logging"
 PUBLIC = "health,metadata,inference,model-config,statistics"

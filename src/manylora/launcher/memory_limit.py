@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["MemoryLimit"]
-
 QUIET_S = 2.0  # without a request
 
 

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["end_marked", "exit_text", "free_port", "is_alive", "is_child", "port_is_free", "spawn", "stat_of"]
-
 PR_SET_PDEATHSIG = 1
 GONE_S = 5.0  # for the system to end what was killed
 libc = ctypes.CDLL(None, use_errno=True)

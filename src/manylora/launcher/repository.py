@@ -9,8 +9,6 @@ from string import Template
 
 from manylora.errors import ConfigError
 
-__all__ = ["check_filled", "with_defaults"]
-
 # TensorRT-LLM's fill_template.py knows nothing of what its own repository does not have.
 DEFAULTS = {
     "lora_weights_data_type": "TYPE_FP16",

@@ -12,8 +12,6 @@ import struct
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["DEPUTIES", "LAUNCH", "SUPERVISOR", "Roles"]
-
 SUPERVISOR = 0
 DEPUTIES = (1, 2)  # two, so that the supervisor and one of them may be killed in the same instant
 LAUNCH = 3  # held by the command that starts a service until that has started

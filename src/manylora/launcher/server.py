@@ -28,8 +28,6 @@ from manylora.launcher.server_log import ServerLog
 from manylora.launcher.supervisor import StoppedError
 from manylora.system.lifeline import DRAIN_FILE, PERIOD_S, RUN_DIR, STARTING_FILE, read_reports
 
-__all__ = ["ServerOptions", "TritonServer", "remove_leftovers"]
-
 logger = logging.getLogger("manylora.launcher")
 
 EXIT_TIMEOUT_S = 5

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from manylora.launcher.logs import LOG_BYTES
 
-__all__ = ["ServerLog"]
-
 
 class ServerLog:
     """To be created before the server: what was in the file then is not read."""

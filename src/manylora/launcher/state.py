@@ -9,8 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["State", "read_state"]
-
 NAME = "manylora-state"
 SIZE = 65536
 REASON = 2000  # characters

@@ -20,8 +20,6 @@ from manylora.launcher.processes import is_child
 from manylora.launcher.roles import DEPUTIES, SUPERVISOR, Roles
 from manylora.launcher.state import State
 
-__all__ = ["StoppedError", "SupervisedService", "Supervisor"]
-
 logger = logging.getLogger("manylora.launcher")
 
 START_TRIES = 3  # of a first start that crashes; one that is refused is final

@@ -15,8 +15,6 @@ from manylora.launcher.processes import port_is_free
 from manylora.launcher.server import ServerOptions, TritonServer, remove_leftovers
 from manylora.launcher.supervisor import StoppedError
 
-__all__ = ["FAILED", "TritonService"]
-
 logger = logging.getLogger("manylora.launcher")
 
 FAILED = "failed"  # file with the reason, when the service was given up

@@ -15,8 +15,6 @@ from manylora.lora.library.library import AdapterLibrary
 from manylora.lora.library.reader import AdapterReader
 from manylora.lora.tensors import Adapter
 
-__all__ = ["AdapterPath", "AdapterRegistry"]
-
 
 @dataclass(frozen=True)
 class AdapterPath:

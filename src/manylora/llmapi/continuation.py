@@ -11,8 +11,6 @@ from manylora.llmapi.outputs import CompletionOutput, Logprob
 from manylora.request import FinishReason
 from manylora.text.tokenizer import Tokenizer
 
-__all__ = ["Continuation", "overlap"]
-
 
 class Continuation:
     """tokenizer: None leaves the text empty.

@@ -12,8 +12,6 @@ from manylora import request as engine
 from manylora.llmapi.sampling import SamplingParams
 from manylora.text.tokenizer import Tokenizer
 
-__all__ = ["Decoding", "StopRules", "decoding_of"]
-
 # Fields with one name and meaning in both classes are copied; None leaves the engine's default.
 CONVERTED_FIELDS = {"end_id", "top_k", "top_p", "early_stopping"}
 COPIED_FIELDS = {f.name for f in fields(SamplingParams)} & {f.name for f in fields(engine.SamplingParams)}

@@ -21,8 +21,6 @@ from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import MODULE_NAMES, LoraModule, lora_modules
 from manylora.model.checkpoint import read_model_config
 
-__all__ = ["NO_ADAPTERS", "engine_config", "inferred_targets", "modules_to_read", "parameter_names"]
-
 logger = logging.getLogger("manylora")
 
 NO_ADAPTERS: Mapping[str, Any] = {

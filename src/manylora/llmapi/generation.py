@@ -17,8 +17,6 @@ from manylora.llmapi.result import GenerationResult
 from manylora.request import Event, FinishReason, LoraInput, Request, RequestMetrics
 from manylora.text.tokenizer import Tokenizer
 
-__all__ = ["Generation", "Prompt"]
-
 
 @dataclass(frozen=True)
 class Prompt:

@@ -9,8 +9,6 @@ from typing import Any
 
 from manylora.request import Guide
 
-__all__ = ["GuidedDecodingParams"]
-
 
 @dataclass(frozen=True)
 class GuidedDecodingParams:

@@ -35,8 +35,6 @@ from manylora.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["LLM"]
-
 logger = logging.getLogger("manylora")
 
 Input = str | Sequence[int] | Mapping[str, Any]

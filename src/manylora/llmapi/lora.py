@@ -10,8 +10,6 @@ from typing import Any
 from manylora.config.resolve import with_whole_qkv
 from manylora.lora.modules import MODULE_NAMES
 
-__all__ = ["LoRARequest", "LoraConfig", "Options"]
-
 SOURCES = ("hf", "nemo")
 MAX_ID = 2**64 - 1
 

@@ -17,10 +17,6 @@ from manylora.llmapi.llm_args import KvCacheConfig, PeftCacheConfig
 from manylora.llmapi.lora import LoraConfig
 from manylora.quant.config import QuantConfig
 
-__all__ = [
-    "LlmArguments", "check_known", "check_names", "engine_settings", "llm_arguments", "read_options",
-]  # fmt: skip
-
 logger = logging.getLogger("manylora")
 
 

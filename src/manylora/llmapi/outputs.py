@@ -9,8 +9,6 @@ import numpy as np
 from manylora.llmapi.lora import LoRARequest
 from manylora.request import RequestMetrics
 
-__all__ = ["CompletionOutput", "Logprob", "RequestOutput", "RequestTimings"]
-
 
 @dataclass(frozen=True)
 class Logprob:

@@ -10,8 +10,6 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 
 from manylora.llmapi.outputs import RequestOutput
 
-__all__ = ["GenerationResult"]
-
 Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from manylora.llmapi.guided import GuidedDecodingParams
 
-__all__ = ["SamplingParams"]
-
 # Fields that are not implemented, and the values that are accepted because they ask for nothing.
 IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (None, 0),

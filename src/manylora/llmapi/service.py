@@ -18,8 +18,6 @@ from manylora.llmapi.adapters import AdapterRegistry
 from manylora.llmapi.generation import Generation
 from manylora.request import Event, FinishReason, LoraInput
 
-__all__ = ["Service"]
-
 SHUT_DOWN = "this LLM has been shut down"
 CLOSING_S = 10.0  # that callers on their way in may take to be turned back
 

@@ -16,8 +16,6 @@ from manylora.lora.pool import AdapterPool
 from manylora.lora.tensors import Adapter
 from manylora.system.thread_priority import lower_priority
 
-__all__ = ["Arrivals"]
-
 logger = logging.getLogger("manylora")
 
 

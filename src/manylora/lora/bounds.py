@@ -11,8 +11,6 @@ from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import RowFormat
 from manylora.lora.modules import LoraModule
 
-__all__ = ["ANY_MODEL", "Bounds"]
-
 OF_ROW = 6  # tensors of one pair of matrices: A, B, a magnitude, and biases under three names
 OF_LAYER = 16  # norms and their biases
 LEAST_TENSORS = 4096  # so that an adapter of another model is told what is wrong with it

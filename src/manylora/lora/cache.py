@@ -20,8 +20,6 @@ from typing import Any
 from manylora.errors import AdapterCacheFullError
 from manylora.lora.pages import PageAllocator
 
-__all__ = ["MAX_CHANGES", "AdapterCache", "CachedAdapter", "Change"]
-
 MAX_CHANGES = 256
 
 

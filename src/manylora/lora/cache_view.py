@@ -9,8 +9,6 @@ from manylora.lora.cache import AdapterCache
 from manylora.lora.library.library import AdapterLibrary
 from manylora.stats import AdapterStats, CacheChange, CacheMap, MappedAdapter, Resident, Runs
 
-__all__ = ["CacheView"]
-
 
 class CacheView:
     """Belongs to the engine's thread. max_device_adapters: of the largest rank that fit the device."""

@@ -17,16 +17,9 @@ from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.peft import read_peft
 from manylora.lora.formats.sources import find_source, read_source, source_dtype
 from manylora.lora.modules import MODULE_NAMES, LoraModule, module_name
-from manylora.lora.tensors import (
-    check_shapes,
-    is_bfloat16,
-    narrow_to_bfloat16,
-    pack_rows,
-    widen_bfloat16,
-)
+from manylora.lora.number_types import is_bfloat16, narrow_to_bfloat16, widen_bfloat16
+from manylora.lora.tensors import check_shapes, pack_rows
 from manylora.request import LoraInput
-
-__all__ = ["STORAGE_TYPES", "convert_peft", "convert_source", "main", "store_as"]
 
 STORAGE_TYPES = ("float32", "float16", "bfloat16")
 

@@ -15,8 +15,6 @@ from manylora.lora.formats.tensor_files import decode
 from manylora.lora.modules import LoraModuleId
 from manylora.lora.tensors import pack_rows
 
-__all__ = ["write_runtime_tensors", "write_transposed"]
-
 ADAPTER = MODULE.rpartition(".")[2]
 
 

@@ -10,8 +10,6 @@ from manylora.errors import ConfigError
 from manylora.lora.modules import EXPERT_IDS, MODULE_NAMES, LoraModule, lora_modules
 from manylora.quant.config import QuantAlgo
 
-__all__ = ["beside_experts", "check_moe_backend", "targets_beside_quantised_experts"]
-
 logger = logging.getLogger("manylora")
 
 EXPERT_MODULES = tuple(MODULE_NAMES[module_id] for module_id in EXPERT_IDS)

@@ -27,8 +27,6 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.geometry import CacheGeometry, ExtraPiece, ExtraPlace, Layout
 from manylora.request import LoraExtra
 
-__all__ = ["check_extras", "with_extras"]
-
 LAYER = re.compile(r"layers\.(\d+)\.")
 
 

@@ -14,8 +14,6 @@ from manylora.lora.geometry import RowShape
 from manylora.lora.modules import LoraModule
 from manylora.request import LoraExtra
 
-__all__ = ["FileAdapter", "FileRows"]
-
 ROW = np.dtype(
     [(name, np.int32) for name in ("module_id", "layer", "rank")]
     + [(name, np.int64) for name in ("a", "b")]

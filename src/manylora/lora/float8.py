@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["FLOAT8", "FLOAT8_NAME", "has_float8_nan", "widen_float8"]
-
 FLOAT8 = np.dtype("V1")
 """How NumPy arrays hold them: a byte without a meaning, the bits of the number."""
 FLOAT8_NAME = "float8_e4m3fn"

@@ -15,19 +15,6 @@ from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.row_format import RowFormat
 from manylora.lora.modules import LoraModule
 
-__all__ = [
-    "CacheGeometry",
-    "CachePlan",
-    "ExtraPiece",
-    "ExtraPlace",
-    "Layout",
-    "Placement",
-    "RowShape",
-    "cache_geometry",
-    "place_rows",
-    "plan_cache",
-]
-
 REMEDIES = {
     "host": "raise lora_cache_host_memory_bytes",
     "device": "raise lora_cache_gpu_memory_fraction",

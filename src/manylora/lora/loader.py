@@ -13,8 +13,6 @@ from manylora.lora.library.rules import AdapterRules
 from manylora.lora.tensors import Adapter
 from manylora.request import LoraInput
 
-__all__ = ["AdapterLoader"]
-
 POLL_S = 0.005
 
 

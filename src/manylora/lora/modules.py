@@ -10,8 +10,6 @@ from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
 from manylora.kernels.row_format import RowFormat
 
-__all__ = ["EXPERT_IDS", "MODULE_NAMES", "LoraModule", "LoraModuleId", "Split", "lora_modules", "module_name"]
-
 
 class LoraModuleId(IntEnum):
     """TensorRT-LLM's numbers; the name of a module is its member's in small letters."""

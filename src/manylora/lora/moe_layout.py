@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["make_per_expert_lora", "reference_moe_lora_delta"]
-
 
 def make_per_expert_lora(
     num_experts: int,

@@ -21,8 +21,6 @@ from manylora.lora.formats.tensor_files import RawTensor, decode, encode, write_
 from manylora.lora.number_types import BY_SAFETENSORS
 from manylora.lora.tensors import check_dims
 
-__all__ = ["normalize_dora"]
-
 STEM = "adapter_model"
 
 

@@ -12,11 +12,6 @@ from manylora.kernels.loading import narrow
 from manylora.kernels.row_format import Encoding
 from manylora.lora.float8 import FLOAT8, FLOAT8_NAME, has_float8_nan, widen_float8
 
-__all__ = [
-    "BFLOAT16", "BY_DTYPE", "BY_NAME", "BY_SAFETENSORS", "NUMBER_TYPES", "TYPES_READ", "NumberType",
-    "is_bfloat16", "narrow_to_bfloat16", "to_bfloat16", "widen_bfloat16",
-]  # fmt: skip
-
 BFLOAT16 = np.dtype("V2")
 """How NumPy arrays hold bfloat16: two bytes without a meaning, the bits of the number."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-__all__ = ["PageAllocator"]
-
 
 class PageAllocator:
     """Numbers 0 .. num_pages - 1, each free or referenced at least once.

@@ -21,8 +21,6 @@ from manylora.lora.number_types import BFLOAT16, NUMBER_TYPES, is_bfloat16
 from manylora.lora.tensors import Adapter, AdapterRow
 from manylora.request import LoraExtra
 
-__all__ = ["AdapterPool"]
-
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
 ENCODED = {one.encoding: one.dtype for one in NUMBER_TYPES}  # of those beside PLAIN
 PARALLEL_BYTES = 2**23  # of an adapter that several threads lay out

@@ -19,8 +19,6 @@ from manylora.lora.number_types import BY_NAME
 from manylora.lora.tensors import Adapter, adapter_from_rows, adapter_from_tensors, check_shapes, lora_input
 from manylora.request import LoraExtra, LoraInput
 
-__all__ = ["AdapterReport", "BaseModel", "inspect_adapter"]
-
 
 @dataclass(frozen=True)
 class BaseModel:

@@ -15,8 +15,6 @@ from manylora.errors import ConfigError
 from manylora.lora.modules import LoraModule, Split
 from manylora.lora.tensors import AdapterRow
 
-__all__ = ["interleave_rows", "pipeline_layers", "slice_row", "slice_rows"]
-
 
 def pipeline_layers(num_layers: int, pp: int, rank: int) -> range:
     """Layers of a pipeline rank: equal shares, the remainder one each to the first ranks."""

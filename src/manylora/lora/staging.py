@@ -11,8 +11,6 @@ from contextlib import suppress
 
 import numpy as np
 
-__all__ = ["drop", "take"]
-
 FLOAT32 = np.dtype(np.float32)
 LEAST = 2**22  # bytes; less is not worth reusing
 HUGE = 2**21  # the system's large pages

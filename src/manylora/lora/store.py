@@ -32,8 +32,6 @@ from manylora.lora.tensors import Adapter
 from manylora.request import LoraInput
 from manylora.stats import AdapterStats
 
-__all__ = ["AdapterLease", "AdapterStore"]
-
 logger = logging.getLogger("manylora")
 
 LEAST_LOADED_BYTES = 2**30  # of adapters on their way to the cache, however small that is

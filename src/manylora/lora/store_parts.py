@@ -23,8 +23,6 @@ from manylora.lora.library.rules import AdapterRules
 from manylora.lora.modules import LoraModule, lora_modules
 from manylora.lora.pool import AdapterPool
 
-__all__ = ["StoreParts", "build_parts"]
-
 logger = logging.getLogger("manylora")
 
 

@@ -18,34 +18,13 @@ from manylora.lora.bounds import Bounds
 from manylora.lora.geometry import RowShape
 from manylora.lora.modules import EXPERT_IDS, LoraModule, LoraModuleId, module_name
 from manylora.lora.number_types import (
-    BFLOAT16,
     BY_DTYPE,
     NUMBER_TYPES,
     is_bfloat16,
-    narrow_to_bfloat16,
     to_bfloat16,
     widen_bfloat16,
 )
 from manylora.request import LoraExtra, LoraInput
-
-__all__ = [
-    "BFLOAT16",
-    "Adapter",
-    "AdapterRow",
-    "adapter_from_read",
-    "adapter_from_rows",
-    "adapter_from_tensors",
-    "check_dims",
-    "check_place",
-    "check_shapes",
-    "digest_values",
-    "is_bfloat16",
-    "lora_input",
-    "narrow_to_bfloat16",
-    "pack_rows",
-    "type_name",
-    "widen_bfloat16",
-]
 
 FLOAT16_MAX = 65504.0
 CHUNK = 2**22  # elements of an extra that are widened at one time

@@ -13,8 +13,6 @@ from torch import Tensor
 from manylora.kernels.spec import AttentionBatch
 from manylora.model.relative import RelativeBias
 
-__all__ = ["PagedGroup", "attend_groups", "attend_spans", "paged_groups"]
-
 
 @dataclass(frozen=True)
 class PagedGroup:

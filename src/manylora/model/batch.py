@@ -8,8 +8,6 @@ from torch import Tensor
 
 from manylora.kernels.spec import AttentionBatch, LoraBatch
 
-__all__ = ["ForwardBatch"]
-
 
 @dataclass(frozen=True)
 class ForwardBatch:

@@ -25,8 +25,6 @@ from manylora.model.weights import check_names, open_checkpoint, read_quantised
 from manylora.quant.checkpoint_weights import PARTS
 from manylora.quant.config import QuantConfig
 
-__all__ = ["BuildPlan", "Built", "build"]
-
 INDEX = "model.safetensors.index.json"
 DEFAULT_BATCH = EngineConfig.max_batch_size
 SHARD_BYTES = 4 * 2**30

@@ -13,8 +13,6 @@ from manylora.model.families import FAMILIES
 from manylora.model.families.common import read_common
 from manylora.quant.checkpoint import checkpoint_quant
 
-__all__ = ["read_model_config"]
-
 
 def read_model_config(model_dir: Path) -> ModelConfig:
     """Of a Hugging Face directory. Raises ConfigError naming what is missing or not supported."""

@@ -19,8 +19,6 @@ from manylora.model.moe import Experts, Moe, SharedExpert
 from manylora.model.rope import rope_frequencies
 from manylora.model.transformer import Transformer
 
-__all__ = ["Decoder"]
-
 
 class Decoder(Transformer):
     """max_seq_len: the longest sequence that will be run; None: what the model allows. The rest is

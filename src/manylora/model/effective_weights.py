@@ -16,8 +16,6 @@ from manylora.model.plan import checkpoint_plan
 from manylora.model.quant import quantise, should_quantise
 from manylora.quant.config import QuantConfig
 
-__all__ = ["EffectiveWeights"]
-
 
 class EffectiveWeights:
     """Of one checkpoint. Safe from any thread.

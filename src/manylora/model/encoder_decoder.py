@@ -21,8 +21,6 @@ from manylora.model.layers import LoraLinear, Mlp, Norm
 from manylora.model.relative import RelativeBias
 from manylora.model.transformer import Transformer
 
-__all__ = ["EncoderDecoder"]
-
 IMPOSSIBLE = -1e30  # a logit; finite, because the engine treats infinite logits as a fault
 
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]

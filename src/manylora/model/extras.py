@@ -14,8 +14,6 @@ from manylora.kernels.extras import Extra, ExtraSegment
 from manylora.kernels.spec import LoraTarget
 from manylora.lora.modules import MODULE_NAMES
 
-__all__ = ["adapt_embedding", "adapt_head", "adapt_linear", "adapt_norm"]
-
 Extras = Sequence[ExtraSegment]
 
 

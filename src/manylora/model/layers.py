@@ -12,8 +12,6 @@ from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Ops, Rotary, Weight
 from manylora.model.extras import adapt_linear, adapt_norm
 
-__all__ = ["Attention", "Block", "FeedForward", "LoraLinear", "Mlp", "Norm"]
-
 
 @dataclass(frozen=True)
 class Norm:

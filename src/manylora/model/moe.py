@@ -11,8 +11,6 @@ from manylora.config.engine import MoeConfig
 from manylora.kernels.spec import ExpertPairs, LoraBatch, LoraTarget, Ops, Weight
 from manylora.model.layers import LoraLinear, Mlp
 
-__all__ = ["Experts", "Moe", "SharedExpert", "route"]
-
 
 def route(logits: Tensor, config: MoeConfig) -> tuple[Tensor, Tensor]:
     """The chosen experts [T, k] int64 and their weights [T, k] float32, from router logits [T, experts]."""

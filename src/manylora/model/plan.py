@@ -9,8 +9,6 @@ from manylora.config.engine import ModelConfig
 from manylora.model.families import FAMILIES
 from manylora.model.families.family import TensorNames
 
-__all__ = ["Plan", "RowSlice", "WeightSpec", "checkpoint_plan", "unused_prefixes"]
-
 
 @dataclass(frozen=True)
 class RowSlice:

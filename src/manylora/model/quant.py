@@ -13,8 +13,6 @@ from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.quant.checkpoint import CheckpointQuant
 from manylora.quant.config import SERVED, QuantAlgo, QuantConfig
 
-__all__ = ["check_quant_request", "is_linear", "quantise", "should_quantise", "stack_weights"]
-
 LINEARS = ("qkv.weight", "out.weight", "up_gate.weight", "down.weight", "cross_q.weight", "cross_kv.weight")
 SMALLEST_GROUP = 32
 FP8_MAX = 448.0

@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["RelativeBias"]
-
 
 class RelativeBias:
     """A learned bias for each head and bucket of distances.

@@ -11,8 +11,6 @@ from torch import Tensor
 from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
 
-__all__ = ["ROPE_TYPES", "rope_frequencies"]
-
 Rope = tuple[Tensor, float]  # inverse frequencies [rotary_dim / 2], and the factor on cos and sin
 
 

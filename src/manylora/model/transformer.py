@@ -16,8 +16,6 @@ from manylora.model.batch import ForwardBatch
 from manylora.model.extras import adapt_embedding
 from manylora.model.layers import LoraLinear, Mlp, Norm
 
-__all__ = ["Transformer"]
-
 
 class Transformer:
     """weights: our names to tensors on one device, as `model.weights` loads them, matrices packed.

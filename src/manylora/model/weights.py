@@ -22,11 +22,6 @@ from manylora.model.safetensors_file import FileTensor, SafetensorsFile
 from manylora.quant.checkpoint_weights import CheckpointWeights
 from manylora.quant.config import QuantConfig
 
-__all__ = [
-    "Files", "adapter_dtype", "check_names", "compute_dtype", "load_decoder", "open_checkpoint",
-    "read_quantised",
-]  # fmt: skip
-
 # Buffers in some checkpoints that follow from the configuration; these biases are causal masks.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bias")
 

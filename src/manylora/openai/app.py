@@ -42,8 +42,6 @@ from manylora.openai.serving.models import adapter_card, base_card, state_of, ti
 from manylora.openai.serving.transport import BodyMemory, content_type, error_response, read_body
 from manylora.openai.serving.uploads import Uploads
 
-__all__ = ["AppContext", "make_app"]
-
 logger = logging.getLogger("manylora")
 
 BODIES_AT_ONCE = 16  # of the largest size, that may be received at the same time

@@ -17,8 +17,6 @@ from manylora.llmapi import options as llm
 from manylora.llmapi.engine_config import engine_config
 from manylora.openai.serving.connections import HttpLimits
 
-__all__ = ["ServeOptions", "parse_options"]
-
 ALIASES = {
     "lora_root": ("lora_prefetch_dir",),
     "max_seq_len": ("max_model_len",),

@@ -43,8 +43,6 @@ from manylora.openai.serving.uploads import Uploads
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.parameters import quant_config
 
-__all__ = ["http_server", "open_app", "run"]
-
 logger = logging.getLogger("manylora")
 
 START_FAILED = 3  # the exit status of uvicorn's own command

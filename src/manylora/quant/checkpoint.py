@@ -11,8 +11,6 @@ from typing import Any
 from manylora.errors import ConfigError
 from manylora.quant.config import QuantAlgo
 
-__all__ = ["CheckpointQuant", "checkpoint_quant", "read_checkpoint_quant"]
-
 GPTQ_FILE = "quantize_config.json"
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8")
 AWQ_VERSIONS = ("gemm", "exllama")  # one layout in the file, two kernels

@@ -11,8 +11,6 @@ from manylora.kernels.quantised import QuantisedWeight
 from manylora.quant import layouts
 from manylora.quant.checkpoint import CheckpointQuant
 
-__all__ = ["PARTS", "CheckpointWeights"]
-
 PARTS = ("qweight", "scales", "offsets", "zeros", "order")
 """Suffixes of tensor names in a directory of `manylora build`: the fields of a QuantisedWeight."""
 

@@ -8,8 +8,6 @@ from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any
 
-__all__ = ["SERVED", "QuantAlgo", "QuantConfig"]
-
 
 class QuantAlgo(str, Enum):
     """Equal to its own name as text."""

@@ -15,8 +15,6 @@ from manylora.errors import ConfigError
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.quant.packing import AWQ_ORDER, halves_to_bytes, regroup, unpack
 
-__all__ = ["awq", "built", "gptq", "packed", "scaled"]
-
 FLOAT8 = torch.float8_e4m3fn
 WHOLE = (torch.int8, FLOAT8)  # one value per byte
 MIDDLE = {4: 8, 8: 128}  # bits -> the unsigned value that means zero

@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["AWQ_ORDER", "halves_to_bytes", "regroup", "unpack"]
-
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Position in an AWQ word of each of its eight values."""
 

@@ -10,8 +10,6 @@ import ctypes
 import sys
 from contextlib import suppress
 
-__all__ = ["keep_memory", "release_free_memory"]
-
 MAX_FREE = 2**28  # bytes that are free and not given back to the system
 # Options of glibc's mallopt.
 TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8

@@ -11,8 +11,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["build_library", "find_compiler"]
-
 TIMEOUT_S = 120  # a few seconds on an idle machine
 
 

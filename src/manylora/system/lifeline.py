@@ -17,18 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = [
-    "DRAIN_FILE",
-    "PERIOD_S",
-    "REPORT",
-    "RUN_DIR",
-    "STARTING_FILE",
-    "Lifeline",
-    "Report",
-    "is_starting",
-    "read_reports",
-]
-
 RUN_DIR = "MANYLORA_RUN_DIR"
 DRAIN_FILE = "drain"
 STARTING_FILE = "starting"

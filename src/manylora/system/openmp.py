@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["thread_settings"]
-
 
 def thread_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment with a spin time of about 50 us, longer than between two operations, unless one is set.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from concurrent.futures import Executor, ThreadPoolExecutor
 
-__all__ = ["LONG", "TextThreads"]
-
 LONG = 2**12
 """Characters, or tokens, of a text from which it goes to a thread."""
 

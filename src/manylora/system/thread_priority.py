@@ -7,8 +7,6 @@ import sys
 import threading
 from contextlib import suppress
 
-__all__ = ["NICE", "lower_priority"]
-
 NICE = 10  # a thread gets about a tenth of a core that the engine needs too, and all of an idle one
 
 

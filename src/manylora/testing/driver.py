@@ -20,8 +20,6 @@ from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.request import LoraExtra, LoraInput
 
-__all__ = ["Adapter", "Driver", "Tensors", "agree"]
-
 BLOCK, BLOCKS = 8, 128
 Tensors = tuple[np.ndarray, np.ndarray]
 """Weights and config of an adapter, as a request carries them."""

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["auto_class", "load_transformers", "reference_generate", "reference_logits"]
-
 
 def reference_generate(
     model_dir: Path,

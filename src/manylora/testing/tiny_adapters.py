@@ -13,8 +13,6 @@ import torch
 
 from manylora.testing.reference import load_transformers
 
-__all__ = ["make_adapter", "make_nemo"]
-
 
 def make_adapter(
     path: Path,

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["BEGIN_ID", "COMMON", "ENCODER_DECODER_FAMILIES", "FAMILIES", "MOE_FAMILIES", "VOCAB"]
-
 Table = dict[str, tuple[str, dict[str, Any]]]
 # Ids of the tokenizer: 256 bytes, then <s>, </s>, <pad>; the rest of the vocabulary has no text.
 BEGIN_ID, END_ID, PAD_ID, VOCAB = 256, 257, 258, 272

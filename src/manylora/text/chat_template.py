@@ -14,8 +14,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from manylora.errors import ConfigError, RequestError, TextTooLongError
 
-__all__ = ["ChatTemplate"]
-
 Messages = Sequence[Mapping[str, Any]]
 FILE = "chat_template.jinja"
 # Characters of a prompt, and of one JSON text in it: nested lists with indents grow with their square.

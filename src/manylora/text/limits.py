@@ -9,8 +9,6 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from manylora.errors import TextTooLongError
 
-__all__ = ["LONGEST_TEXT", "TextLimits", "characters_per_token", "longest_text", "most_listed"]
-
 # Characters. Texts up to FREE are always tokenised, so that an error can say how many tokens they have.
 FREE = 2**14
 LONGEST_TEXT = 2**19  # where it is not known how many tokens a text may have at least

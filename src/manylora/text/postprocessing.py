@@ -8,8 +8,6 @@ from manylora.errors import RequestError
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.server_types import Arrays
 
-__all__ = ["Postprocessor"]
-
 MAX_TOKENS = 2**20  # of one request
 
 

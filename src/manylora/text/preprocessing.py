@@ -11,8 +11,6 @@ from manylora.text.tokenizer import Tokenizer
 from manylora.wire.server_types import Arrays
 from manylora.wire.word_lists import encode_word_lists
 
-__all__ = ["Preprocessor"]
-
 REFUSED = ("IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES")
 WORDS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
 MAX_WORDS = 16384  # of one request

@@ -6,8 +6,6 @@ import codecs
 from collections.abc import Callable, Container, Sequence
 from typing import Protocol
 
-__all__ = ["ByteStream", "TextStream", "WindowStream"]
-
 LONG = 16  # ids from which a window is cut back to its suffix
 
 

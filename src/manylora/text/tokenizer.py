@@ -17,8 +17,6 @@ from manylora.text.limits import TextLimits, characters_per_token, longest_text,
 from manylora.text.stream import ByteStream, TextStream, WindowStream
 from manylora.wire.parameters import value_of
 
-__all__ = ["Tokenizer", "open_tokenizer"]
-
 LARGE = 2**17  # characters, or tokens, whose tables are worth giving back to the system
 CONTEXT = 8  # ids that settle any seam which is not inside a run of byte tokens
 

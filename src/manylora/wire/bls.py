@@ -9,11 +9,6 @@ from manylora.wire.server_types import Arrays, ServerTensor
 from manylora.wire.shape_guard import read_inputs
 from manylora.wire.tensor_table import ENSEMBLE_OUTPUTS
 
-__all__ = [
-    "FROM_PREPROCESSING", "PASSED_ON", "TO_ENGINE", "TO_POSTPROCESSING", "TO_PREPROCESSING", "check_inputs",
-    "items", "lora_weights_of_items",
-]  # fmt: skip
-
 TO_PREPROCESSING = {
     "text_input": "QUERY",
     "decoder_text_input": "DECODER_QUERY",

@@ -17,8 +17,6 @@ from manylora.wire.server_types import Arrays, ServerTensor
 from manylora.wire.speculation import speculate
 from manylora.wire.stop_words import StopWords
 
-__all__ = ["CallModel", "ClientRequest", "TextGenerator", "Values"]
-
 ENGINE_OUTPUTS = [*bls.TO_POSTPROCESSING, *bls.PASSED_ON]
 
 Values = Mapping[str, np.ndarray | ServerTensor]

@@ -14,8 +14,6 @@ from manylora.wire.client_errors import check_parameters, client_message
 from manylora.wire.server_types import FINAL, Response, ResponseSender, ServerRequest
 from manylora.wire.shape_guard import read_inputs
 
-__all__ = ["BlsWorker"]
-
 NAME = "tensorrt_llm_bls"
 THREADS = 64
 PERIOD_S = 0.1  # between two times of asking who has disconnected

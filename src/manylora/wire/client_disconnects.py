@@ -20,8 +20,6 @@ from typing import Any
 from manylora.system.lifeline import RUN_DIR
 from manylora.wire.server_types import ServerRequest
 
-__all__ = ["NUMBER", "DisconnectReporter", "listen"]
-
 NUMBER = "REQUEST_NUMBER"  # input of postprocessing
 SOCKET = "disconnects"
 PERIOD_S = 0.005  # asking is a call into the server and back

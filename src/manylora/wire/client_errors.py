@@ -7,8 +7,6 @@ import logging
 
 from manylora.errors import ManyloraError, RequestError
 
-__all__ = ["check_parameters", "client_message"]
-
 WHOLE = "context_and_generation"
 
 logger = logging.getLogger("manylora")

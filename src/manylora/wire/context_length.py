@@ -9,8 +9,6 @@ from pathlib import Path
 
 from manylora.wire.parameters import positions, value_of
 
-__all__ = ["engine_context"]
-
 ENGINE = "tensorrt_llm"
 PARAMETER = re.compile(r'key:\s*"(\w+)"\s*value:?\s*{\s*string_value:\s*"([^"\n]*)"')
 

@@ -21,8 +21,6 @@ from manylora.wire.server_types import Arrays
 from manylora.wire.tensor_table import REFUSED_INPUTS
 from manylora.wire.word_lists import decode_word_list
 
-__all__ = ["Decoded", "decode_requests", "is_stop"]
-
 
 @dataclass(frozen=True)
 class Decoded:

@@ -11,8 +11,6 @@ import numpy as np
 
 from manylora.request import Event, Request, RequestMetrics
 
-__all__ = ["WINDOW", "Item", "ResponseEncoder", "merge", "merge_waiting"]
-
 WINDOW = 128
 """Ids before a chunk that its text may depend on. More only for a run of byte tokens longer than this."""
 

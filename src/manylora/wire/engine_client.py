@@ -12,8 +12,6 @@ from manylora.errors import RequestError
 from manylora.request import Event, FinishReason, LoraInput, Request, RequestMetrics, SamplingParams
 from manylora.wire.word_lists import encode_word_lists
 
-__all__ = ["AnswerReader", "request_tensors"]
-
 Tensors = dict[str, np.ndarray]
 
 

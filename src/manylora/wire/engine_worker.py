@@ -29,8 +29,6 @@ from manylora.wire.parameters import flag, logits_dtype, milliseconds, parameter
 from manylora.wire.server_types import FINAL, Arrays, Response, ServerRequest
 from manylora.wire.shape_guard import read_inputs
 
-__all__ = ["EngineHandle", "EngineModelOptions", "EngineWorker", "MetricsExporter"]
-
 NAME = "tensorrt_llm"
 STALLED_S = 5.0  # of the engine's thread, from which it counts as busy without any request
 LAST_RESPONSES_S = 5.0  # after the engine's end, for the responses to open requests

@@ -14,17 +14,6 @@ from manylora.request import Event, FinishReason, LoraInput, RequestMetrics
 from manylora.stats import EngineStats
 from manylora.system.lifeline import is_starting
 
-__all__ = [
-    "FAMILIES",
-    "LORA_INFO",
-    "STAMP",
-    "MetricFamily",
-    "RequestMeter",
-    "Sample",
-    "engine_samples",
-    "iteration_log",
-]
-
 TOKEN_BUCKETS = (10.0, 50.0, 100.0, 500.0, 1000.0)
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 REQUESTS, MEMORY = "nv_trt_llm_request_metrics", "nv_trt_llm_runtime_memory_metrics"

@@ -12,8 +12,6 @@ import numpy as np
 
 from manylora.wire.server_types import Response, ResponseSender
 
-__all__ = ["OpenCalls", "TritonCall"]
-
 
 @dataclass(eq=False)
 class TritonCall(Generic[Response]):

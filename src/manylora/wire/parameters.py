@@ -14,11 +14,6 @@ from manylora.config.values import boolean, whole_number
 from manylora.errors import ConfigError
 from manylora.quant.config import QuantConfig
 
-__all__ = [
-    "engine_config", "flag", "logits_dtype", "milliseconds", "parameters_of", "positions", "quant_config",
-    "value_of",
-]  # fmt: skip
-
 logger = logging.getLogger("manylora")
 
 Value = TypeVar("Value")

@@ -7,8 +7,6 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-__all__ = ["FINAL", "Arrays", "Response", "ResponseSender", "ServerRequest", "ServerTensor"]
-
 FINAL = 1
 """TRITONSERVER_RESPONSE_COMPLETE_FINAL: the flag of a request's last response."""
 

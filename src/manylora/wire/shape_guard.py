@@ -23,8 +23,6 @@ import numpy as np
 from manylora.errors import RequestError
 from manylora.system.compiler import build_library, find_compiler
 
-__all__ = ["check_shapes", "read_inputs"]
-
 logger = logging.getLogger("manylora")
 
 MOST_ELEMENTS = 2**59  # with 8 bytes each, their number of bytes still is an int64

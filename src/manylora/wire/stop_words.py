@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["StopWords", "TextStop"]
-
 
 class StopWords:
     """For all sequences of one request. skip: as for TextStop.

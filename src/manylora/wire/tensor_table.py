@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["ENSEMBLE_OUTPUTS", "MODELS", "REFUSED_INPUTS", "Model", "Tensor"]
-
 
 @dataclass(frozen=True)
 class Tensor:

@@ -15,8 +15,6 @@ from manylora.wire.client_errors import check_parameters, client_message
 from manylora.wire.server_types import FINAL, Arrays, Response, ResponseSender, ServerRequest
 from manylora.wire.shape_guard import read_inputs
 
-__all__ = ["TextWorker"]
-
 
 class TextWorker(Generic[Response]):
     """name: the model's, for the log. lifeline: told how many requests are open.

@@ -10,8 +10,6 @@ import numpy as np
 from manylora.errors import RequestError
 from manylora.request import MAX_WORD_TOKENS
 
-__all__ = ["decode_word_list", "encode_word_lists"]
-
 
 def encode_word_lists(requests: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
     """Token ids of each word of each request as [requests, 2, L] int32; ids end in 0, ends in -1."""

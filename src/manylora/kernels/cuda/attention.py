@@ -18,8 +18,6 @@ from manylora.kernels.cuda.interpreter import _dot, widens
 from manylora.kernels.cuda.tables import PagedBatch
 from manylora.kernels.spec import AttentionParams
 
-__all__ = ["PagedAttention"]
-
 # Keys that a program reads at a time. The first is the default, where nothing was measured.
 DECODE = (Blocks(32), Blocks(64), Blocks(64, stages=2), Blocks(128, stages=2))
 PROMPTS = (Blocks(32), Blocks(64, stages=2))

@@ -21,8 +21,6 @@ from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, AttentionParams, BatchLimits
 from manylora.kernels.transfer import to_device
 
-__all__ = ["AttentionBackend", "choose"]
-
 logger = logging.getLogger("manylora")
 
 KEYS = (9, 40, 21)  # lengths of the sequences in the trial

@@ -22,8 +22,6 @@ import torch
 import triton
 from torch import Tensor
 
-__all__ = ["BlockChooser", "Blocks", "device_chooser"]
-
 logger = logging.getLogger("manylora")
 
 MOST_SECONDS = 30.0  # of measuring at one start; most of it is compilation, which is cached

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["CudaCapture"]
-
 
 class CudaCapture:
     """Records on one device. All graphs share a memory pool: a replay may overwrite another graph's

@@ -14,8 +14,6 @@ from manylora.kernels.cuda.blocks import BlockChooser
 from manylora.kernels.cuda.tables import PagedBatch
 from manylora.kernels.spec import AttentionParams
 
-__all__ = ["FlashInferAttention"]
-
 WORKSPACE_BYTES = 128 * 2**20
 
 

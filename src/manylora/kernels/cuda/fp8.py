@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["FP8", "FP8_MAX", "as_bytes", "has_units", "quantise_rows"]
-
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 
 

@@ -22,8 +22,6 @@ from manylora.kernels.cuda.plan import TILE
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.kernels.spec import Weight
 
-__all__ = ["SMALLEST_GROUP", "WeightTable", "grouped_linear", "quantised_rows", "weight_table"]
-
 PLAIN, INT8, E4M3, INT4 = range(4)
 PARTS = 3  # of one weight: values, scales, offsets
 KINDS = {torch.int8: INT8, FP8: E4M3, torch.uint8: INT4}

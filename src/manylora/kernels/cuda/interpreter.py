@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["is_interpreted", "widens"]
-
 
 def is_interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)

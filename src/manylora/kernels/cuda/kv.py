@@ -10,8 +10,6 @@ from torch import Tensor
 from manylora.kernels.cuda.fp8 import FP8, _to_e4m3, as_bytes
 from manylora.kernels.spec import Rotary
 
-__all__ = ["rotate_and_store"]
-
 
 @triton.jit
 def _rotated(x, cos, sin, row, d, DIM: tl.constexpr, HALF: tl.constexpr):

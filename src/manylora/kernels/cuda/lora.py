@@ -25,8 +25,6 @@ from manylora.kernels.cuda.interpreter import _dot, widens
 from manylora.kernels.cuda.plan import MODULES, PLACE, TILE
 from manylora.kernels.row_format import Encoding
 
-__all__ = ["LoraTables", "expand_add", "shrink"]
-
 # Inputs that a program takes at a time, and outputs of a program. The first is what runs where nothing was
 # measured.
 SHRINK_ROWS = (Blocks(256), Blocks(512), Blocks(512, warps=8), Blocks(128, warps=2))

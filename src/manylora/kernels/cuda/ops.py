@@ -31,8 +31,6 @@ from manylora.kernels.spec import (
 )
 from manylora.kernels.transfer import upload
 
-__all__ = ["CudaOps"]
-
 SPARE_SLOTS = 64  # places of adapters that no running sequence has, kept for when they come back
 ALIGNMENTS = (16, 8, 4, 2, 1)
 

@@ -15,20 +15,6 @@ import numpy as np
 from manylora.kernels.row_format import TABLE_ROW, Encoding
 from manylora.kernels.spec import LoraRow, LoraSegment
 
-__all__ = [
-    "MODULES",
-    "PLACE",
-    "TILE",
-    "LoraPlan",
-    "Places",
-    "SlotUpdate",
-    "expert_tile_size",
-    "plan_lora",
-    "rank_class",
-    "tile_size",
-    "tile_size_of",
-]
-
 MODULES = 32  # module ids are below this
 PLACE = TABLE_ROW.itemsize // 8  # integers of one place
 TILE = 4  # integers of one tile: first row, number of rows, slot, which of the pieces (experts) at a place

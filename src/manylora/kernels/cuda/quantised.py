@@ -19,11 +19,6 @@ from manylora.kernels.cuda.fp8 import FP8, has_units, quantise_rows
 from manylora.kernels.cuda.grouped import SMALLEST_GROUP, quantised_rows, weight_table
 from manylora.kernels.quantised import INT4_GROUPS, PackedInt4, QuantisedWeight, quantised_linear
 
-__all__ = [
-    "KERNELS", "QuantisedKernel", "QuantisedLinears", "ScaledAfterwards", "ScaledRows", "TorchInt4",
-    "TorchInt8", "Units", "Widened",
-]  # fmt: skip
-
 logger = logging.getLogger("manylora")
 
 FEW_ROWS = 256  # up to here weights are widened in registers; with more rows, once before the product

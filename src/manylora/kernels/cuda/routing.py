@@ -17,8 +17,6 @@ from manylora.kernels.cuda.plan import TILE, expert_tile_size, tile_size_of
 from manylora.kernels.cuda.tables import PlannedLora
 from manylora.kernels.spec import ExpertPairs
 
-__all__ = ["DevicePairs", "pair_up"]
-
 BLOCK = 1024
 
 

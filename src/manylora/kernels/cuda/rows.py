@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["add_rms_norm", "gated", "rms_norm"]
-
 
 @triton.jit
 def _rms_norm(

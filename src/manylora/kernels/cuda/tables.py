@@ -13,8 +13,6 @@ from torch import Tensor
 from manylora.kernels.row_format import Encoding
 from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch
 
-__all__ = ["PagedBatch", "PlannedLora", "plan_attention"]
-
 BLOCK_ROWS = 64  # rows of a tile of a prompt: queries times the heads of a group
 MIN_SPLIT_KEYS = 512
 MAX_SPLITS = 64

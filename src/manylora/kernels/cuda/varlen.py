@@ -8,8 +8,6 @@ from torch.nn.attention.varlen import varlen_attn
 from manylora.kernels.cuda.tables import PagedBatch
 from manylora.kernels.spec import AttentionParams
 
-__all__ = ["VarlenAttention"]
-
 
 class VarlenAttention:
     """Which page sizes and head sizes work depends on PyTorch's build: `backends.choose` tries it first."""

@@ -11,8 +11,6 @@ from torch import Tensor
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.quant.checkpoint_weights import CheckpointWeights
 
-__all__ = ["BaseMatrix", "Hold"]
-
 DTYPES = ("F64", "F32", "F16", "BF16")
 Hold = Callable[[str, Collection[str], Tensor | QuantisedWeight], Tensor | QuantisedWeight]
 """How a server holds a weight of its checkpoint: its name, the names of all tensors there, some rows as they

@@ -23,8 +23,6 @@ if TYPE_CHECKING:  # torch only when something is read
     from manylora.lora.formats.base_matrix import BaseMatrix, Hold
     from manylora.quant.checkpoint_weights import CheckpointWeights
 
-__all__ = ["BaseReader", "BaseWeights"]
-
 INDEX = "model.safetensors.index.json"
 # Where the name of a layer starts, or of a stack of layers where there are two.
 LAYER = re.compile(r"(?=(?:^|(?<=\.))(?:(?:encoder|decoder)\.|(?:layers|block|h)\.\d))")

@@ -11,8 +11,6 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.peft_config import CONFIG
 from manylora.lora.modules import LoraModule, LoraModuleId, Split
 
-__all__ = ["find_model_config", "read_fused_rows"]
-
 MODEL_CONFIG = "config.json"
 
 

@@ -12,8 +12,6 @@ from typing import Any
 from manylora.lora.bounds import Bounds
 from manylora.lora.formats.opened import OpenFile
 
-__all__ = ["HeaderEntry", "read_header"]
-
 BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,

@@ -14,8 +14,6 @@ from manylora.lora.formats.opened import OpenFile
 from manylora.lora.formats.tensor_files import RawTensor, read_safetensors, write_safetensors
 from manylora.lora.number_types import BY_DTYPE, BY_SAFETENSORS, TYPES_READ
 
-__all__ = ["is_llgtrt", "read_llgtrt", "write_llgtrt"]
-
 NAMES = {"weights", "config"}
 MAX_HEADER = 2**16  # of a file with two tensors
 

@@ -26,8 +26,6 @@ from manylora.lora.formats.tensor_files import RawTensor, check_type, decode, re
 from manylora.lora.modules import LoraModule, LoraModuleId
 from manylora.lora.tensors import AdapterRow, check_dims, check_place
 
-__all__ = ["MODULE", "find_nemo", "is_tar", "nemo_key", "nemo_num_layers", "nemo_tensors", "read_nemo"]
-
 WEIGHTS = "model_weights.ckpt"
 CONFIG = "model_config.yaml"
 MODULE = "self_attention.adapter_layer.lora_kqv_adapter"

@@ -14,8 +14,6 @@ from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.formats import one_line
 from manylora.lora.formats.opened import OpenFile, is_plain
 
-__all__ = ["WEIGHTS", "has_npy", "read_npy", "write_npy"]
-
 WEIGHTS = "model.lora_weights.npy"
 CONFIG = "model.lora_config.npy"
 OLD_CONFIG = "model.lora_keys.npy"

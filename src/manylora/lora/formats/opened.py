@@ -13,8 +13,6 @@ from typing import Any
 from manylora.errors import AdapterInvalidError
 from manylora.lora.bounds import Bounds
 
-__all__ = ["OpenFile", "is_folder", "is_plain", "list_files", "open_plain", "read_small"]
-
 # A pipe or a device in the place of a file neither holds the reader up nor becomes its terminal.
 FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 MAX_FILES = 4096

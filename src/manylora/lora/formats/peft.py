@@ -48,8 +48,6 @@ from manylora.lora.number_types import BFLOAT16, BY_SAFETENSORS, NumberType
 from manylora.lora.tensors import AdapterRow, check_dims, check_place, digest_values
 from manylora.request import LoraExtra
 
-__all__ = ["has_peft", "peft_tensors", "read_peft", "read_peft_whole", "stored_rows"]
-
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
 # Elements of an adapter that several threads read, and of its rows: with smaller ones they wait for Python.

@@ -16,8 +16,6 @@ from manylora.lora.formats import one_line
 from manylora.lora.formats.opened import is_plain, read_small
 from manylora.lora.formats.peft_patterns import Patterns
 
-__all__ = ["CONFIG", "NORMALIZED", "PeftConfig", "read_peft_config"]
-
 CONFIG = "adapter_config.json"
 MAX_BYTES = 2**21
 NORMALIZED = "dora_normalized"

@@ -24,8 +24,6 @@ from manylora.lora.modules import EXPERT_IDS, MODULE_NAMES, LoraModule
 from manylora.lora.number_types import NumberType
 from manylora.lora.tensors import AdapterRow, check_dims
 
-__all__ = ["EXPERT_KEY", "EXPERT_PATHS", "check_expert_shapes", "check_scale", "encoded_row", "expert_rows"]
-
 LARGEST_SCALE = 1e36  # times 448, a float32
 
 H_TO_4H, DOWN, GATE = EXPERT_IDS

@@ -46,8 +46,6 @@ from manylora.lora.formats.tensor_files import RawTensor, decode
 from manylora.lora.modules import MODULE_NAMES, LoraModule
 from manylora.request import LoraExtra
 
-__all__ = ["check_extra_shapes", "is_extra", "read_extras"]
-
 BIAS = re.compile(MODULE + r"(?P<part>(?:base_layer|lora_B)\.bias|bias)")
 NORM = re.compile(
     rf"(?P<path>{ROOT}(?:{LAYER}(?P<name>self_attn\.[qk]_norm|\w*layernorm|ln_\w+)"

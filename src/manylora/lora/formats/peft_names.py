@@ -10,18 +10,6 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.modules import LoraModule
 from manylora.lora.modules import LoraModuleId as Id
 
-__all__ = [
-    "ATTENTION_IDS",
-    "LAYER",
-    "MLP_IDS",
-    "MODULE",
-    "MODULE_IDS",
-    "PEFT_KEY",
-    "ROOT",
-    "in_our_order",
-    "in_peft_order",
-]
-
 ATTENTION_IDS = {
     "qkv_proj": Id.ATTN_QKV, "query_key_value": Id.ATTN_QKV, "c_attn": Id.ATTN_QKV, "q_proj": Id.ATTN_Q,
     "k_proj": Id.ATTN_K, "v_proj": Id.ATTN_V, "o_proj": Id.ATTN_DENSE, "dense": Id.ATTN_DENSE,

@@ -9,8 +9,6 @@ from functools import cached_property
 
 from manylora.errors import AdapterInvalidError
 
-__all__ = ["Patterns"]
-
 PLAIN = re.compile(r"\^?((?:[\w.-]|\\\.)+)\$?")  # a name, or the regular expression of one
 # Repetitions and groups: where a match may go on in more than one way. Their number is the power of a name's
 # length that the time of a comparison grows with. One at the front comes free: there PEFT puts one itself.

@@ -13,8 +13,6 @@ from manylora.lora.formats.peft_tables import Table, check_shape
 from manylora.lora.formats.tensor_files import RawTensor, decode
 from manylora.request import LoraExtra
 
-__all__ = ["check_tokens", "read_shared"]
-
 TOKENS = "token_adapter.trainable_tokens_delta"
 LOW_RANK = ("lora_embedding_A", "lora_embedding_B")
 FULL = ("base_layer.weight", "weight")

@@ -10,11 +10,6 @@ from manylora.lora.formats.tensor_files import RawTensor
 from manylora.lora.modules import LoraModule
 from manylora.lora.modules import LoraModuleId as Id
 
-__all__ = [
-    "STACK_BIAS", "STACK_KEY", "STACK_NORM", "check_stacks", "encoder_layers", "stack_layer",
-    "stack_module_id", "stack_parts",
-]  # fmt: skip
-
 ATTENTION = {
     "q_proj": Id.ATTN_Q, "k_proj": Id.ATTN_K, "v_proj": Id.ATTN_V,
     "out_proj": Id.ATTN_DENSE, "q": Id.ATTN_Q, "k": Id.ATTN_K,

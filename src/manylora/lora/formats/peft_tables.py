@@ -18,18 +18,6 @@ from manylora.lora.modules import LoraModule
 from manylora.lora.tensors import check_dims
 from manylora.request import LoraExtra
 
-__all__ = [
-    "HEADS",
-    "SHARED",
-    "TABLE",
-    "Table",
-    "bias_scale",
-    "check_shape",
-    "is_whole_table",
-    "table_name",
-    "without_base",
-]  # fmt: skip
-
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 HEADS = ("lm_head", "embed_out")
 SHARED = "shared"

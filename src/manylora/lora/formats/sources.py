@@ -25,17 +25,6 @@ from manylora.lora.number_types import BY_DTYPE, to_bfloat16
 from manylora.lora.tensors import AdapterRow, lora_input, pack_rows
 from manylora.request import LoraExtra, LoraInput
 
-__all__ = [
-    "Source",
-    "find_rows",
-    "find_source",
-    "read_lora",
-    "read_rows",
-    "read_source",
-    "read_whole",
-    "source_dtype",
-]
-
 
 @dataclass(frozen=True)
 class Source:

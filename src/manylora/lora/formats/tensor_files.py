@@ -27,20 +27,6 @@ from manylora.lora.formats.headers import HeaderEntry, read_header
 from manylora.lora.formats.opened import OpenFile
 from manylora.lora.number_types import BY_SAFETENSORS, TYPES_READ, narrow_to_bfloat16
 
-__all__ = [
-    "RawTensor",
-    "check_finite",
-    "check_type",
-    "common_dtype",
-    "decode",
-    "encode",
-    "read_encoded",
-    "read_safetensors",
-    "read_torch",
-    "write_safetensors",
-    "write_torch",
-]
-
 NUMPY_TYPES = {"F64": np.dtype("<f8"), **{name: one.dtype for name, one in BY_SAFETENSORS.items()}}
 # All that the pickle of a state dict needs.
 ALLOWED_GLOBALS = re.compile(

@@ -26,8 +26,6 @@ from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_rows
 from manylora.request import LoraExtra
 from manylora.system.thread_priority import lower_priority
 
-__all__ = ["DiskLevel"]
-
 logger = logging.getLogger("manylora")
 
 RETRY_S = 30.0  # before a disk that failed is written to again

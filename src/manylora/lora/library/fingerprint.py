@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["Fingerprint", "age_s", "entry_is", "fingerprint", "is_passing", "is_settled"]
-
 Fingerprint = tuple[tuple[str, int, int, int, int, int], ...]
 """Of every file its name, device, inode, size, and times (ns) of the last change of content and of inode. The
 last of these cannot be set back."""

@@ -26,8 +26,6 @@ from manylora.lora.library.reader import AdapterReader
 from manylora.lora.tensors import Adapter
 from manylora.request import LoraInput
 
-__all__ = ["AdapterLibrary", "Read", "task_id_of"]
-
 logger = logging.getLogger("manylora")
 
 Read = Callable[[], Adapter | FileAdapter]

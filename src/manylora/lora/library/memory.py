@@ -8,8 +8,6 @@ from collections.abc import Collection
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.tensors import Adapter
 
-__all__ = ["MemoryLevel"]
-
 
 class MemoryLevel:
     """By digest. Over the limit the one that was used longest ago goes; those that no file holds any more

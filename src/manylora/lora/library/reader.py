@@ -27,8 +27,6 @@ from manylora.lora.modules import LoraModule
 from manylora.lora.tensors import Adapter, type_name
 from manylora.request import LoraInput
 
-__all__ = ["AdapterFacts", "AdapterReader", "ReadAdapter", "read_adapter_folder"]
-
 SOURCES_WITH_ROWS = ("peft", "nemo")  # whose files say how large each row is
 MAX_KNOWN = 8192  # folders whose digest is known; the one that was first read longest ago is forgotten
 

@@ -10,8 +10,6 @@ from manylora.lora.modules import LoraModule
 from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_read, adapter_from_tensors
 from manylora.request import LoraExtra, LoraInput
 
-__all__ = ["AdapterRules"]
-
 
 @dataclass(frozen=True)
 class AdapterRules:

@@ -10,8 +10,6 @@ from manylora.errors import ConfigError
 from manylora.model.families.common import read_activation, refuse
 from manylora.model.families.family import ModelFamily, TensorNames
 
-__all__ = ["FAMILIES"]
-
 POSITION_OFFSET = 2  # rows of the position table before position 0
 ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
 

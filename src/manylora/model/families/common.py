@@ -7,8 +7,6 @@ from typing import Any
 
 from manylora.errors import ConfigError
 
-__all__ = ["read_activation", "read_common", "read_rope", "read_windows", "refuse"]
-
 ROPE_NAMES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 DTYPES = ("float32", "float16", "bfloat16")
 ACTIVATIONS = {

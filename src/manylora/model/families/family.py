@@ -8,8 +8,6 @@ from typing import Any
 
 from manylora.config.engine import ModelConfig
 
-__all__ = ["ModelFamily", "TensorNames"]
-
 BLOCK_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 

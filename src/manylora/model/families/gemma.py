@@ -10,8 +10,6 @@ from manylora.errors import ConfigError
 from manylora.model.families.common import read_activation, read_rope, read_windows, refuse
 from manylora.model.families.family import ModelFamily, TensorNames
 
-__all__ = ["FAMILIES"]
-
 GEMMA = TensorNames()
 GEMMA2 = TensorNames(
     block_norms={

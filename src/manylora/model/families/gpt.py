@@ -9,8 +9,6 @@ from manylora.config.engine import ModelConfig
 from manylora.model.families.common import read_activation, read_rope, read_windows, refuse
 from manylora.model.families.family import ModelFamily, TensorNames
 
-__all__ = ["FAMILIES"]
-
 GPT2 = TensorNames(
     roots=("transformer.", ""),  # the released files have no root
     embed="wte",

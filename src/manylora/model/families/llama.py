@@ -8,8 +8,6 @@ from typing import Any
 from manylora.model.families.common import read_windows
 from manylora.model.families.family import ModelFamily, TensorNames
 
-__all__ = ["FAMILIES"]
-
 LLAMA = TensorNames()
 PHI3 = TensorNames(qkv=("self_attn.qkv_proj",), up_gate=("mlp.gate_up_proj",))
 # Olmo 2 normalises the outputs of attention and MLP in place of their inputs.

@@ -10,8 +10,6 @@ from manylora.errors import ConfigError
 from manylora.model.families.common import read_windows
 from manylora.model.families.family import ModelFamily, TensorNames
 
-__all__ = ["FAMILIES"]
-
 QWEN = TensorNames()
 MIXTRAL = TensorNames(sparse="block_sparse_moe", expert_up_gate=("w3", "w1"), expert_down="w2")
 

@@ -10,8 +10,6 @@ from manylora.errors import ConfigError
 from manylora.model.families.common import read_activation
 from manylora.model.families.family import ModelFamily, TensorNames
 
-__all__ = ["FAMILIES"]
-
 # Released files have this table in addition to self-attention's; no model uses it.
 OBSOLETE = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias."
 

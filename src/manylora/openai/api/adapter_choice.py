@@ -9,8 +9,6 @@ from manylora.openai.api.errors import ApiError
 from manylora.openai.api.names import check_name, is_name
 from manylora.openai.api.schema import GenerationRequest
 
-__all__ = ["AdapterChoice", "choose_adapter"]
-
 
 @dataclass(frozen=True)
 class AdapterChoice:

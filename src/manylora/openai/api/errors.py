@@ -18,8 +18,6 @@ from manylora.errors import (
     RequestError,
 )
 
-__all__ = ["ApiError", "adapter_problem", "as_api_error", "invalid_value", "unsupported_field"]
-
 ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -11,15 +11,6 @@ import numpy as np
 from manylora.llmapi.outputs import CompletionOutput
 from manylora.text.tokenizer import Tokenizer
 
-__all__ = [
-    "TokenLogprob",
-    "chat_logprobs",
-    "completion_logprobs",
-    "from_logits",
-    "output_logprobs",
-    "prompt_logprobs",
-]
-
 
 @dataclass(frozen=True)
 class TokenLogprob:

@@ -9,8 +9,6 @@ from typing import Any
 from manylora.openai.api.errors import invalid_value
 from manylora.openai.api.schema import Message, ToolCall
 
-__all__ = ["num_characters", "template_messages"]
-
 ROLES = {"developer": "system"}  # templates know the older name only
 
 

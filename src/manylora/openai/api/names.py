@@ -6,8 +6,6 @@ import re
 
 from manylora.openai.api.errors import ApiError
 
-__all__ = ["check_name", "is_name"]
-
 NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 
 

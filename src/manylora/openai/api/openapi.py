@@ -18,8 +18,6 @@ from manylora.openai.api.schema import (
     UnloadRequest,
 )
 
-__all__ = ["document"]
-
 BODIES: dict[str, type[BaseModel]] = {
     "completions": CompletionRequest,
     "chat": ChatRequest,

@@ -18,8 +18,6 @@ from manylora.openai.api.tools import json_guide, tool_use
 from manylora.request import Guide
 from manylora.text.tokenizer import Tokenizer
 
-__all__ = ["Limits", "Plan", "Shared", "guide_of", "plan", "shared_of"]
-
 DEFAULT_COMPLETION_TOKENS = 16  # of the API; a chat has the rest of the model's context
 GREEDY_BELOW = 1e-5  # temperatures below are greedy: dividing by them would overflow the logits
 # Fields with one name and meaning in a body and in the LLM API's SamplingParams are copied.

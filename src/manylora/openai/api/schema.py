@@ -10,26 +10,6 @@ from pydantic_core import from_json
 
 from manylora.openai.api.errors import ApiError, invalid_value, unsupported_field
 
-__all__ = [
-    "BodyT",
-    "ChatRequest",
-    "CompletionRequest",
-    "DetokenizeRequest",
-    "GenerationRequest",
-    "LoadRequest",
-    "LoraRequest",
-    "Message",
-    "NamedToolChoice",
-    "ResponseFormat",
-    "StreamOptions",
-    "TextPart",
-    "TokenizeRequest",
-    "Tool",
-    "ToolCall",
-    "UnloadRequest",
-    "parse",
-]
-
 # Fields of other servers that do nothing here, and the values that are accepted because they ask for nothing.
 IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
     "audio": (),

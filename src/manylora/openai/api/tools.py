@@ -14,8 +14,6 @@ from manylora.openai.api.errors import ApiError, invalid_value
 from manylora.openai.api.schema import ChatRequest, NamedToolChoice, Tool
 from manylora.request import Guide
 
-__all__ = ["WHITESPACE", "Calls", "ToolCallParser", "ToolUse", "json_guide", "tool_use"]
-
 # JSON allows any amount of white space between its parts, and small models then write nothing else.
 WHITESPACE = {"x-guidance": {"whitespace_pattern": r"[ \n\t]{0,20}"}}
 TAG, END_TAG = "<tool_call>", "</tool_call>"

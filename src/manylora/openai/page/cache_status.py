@@ -14,8 +14,6 @@ from manylora.openai.serving.history import POINT_S
 from manylora.openai.serving.keys import ApiKey
 from manylora.stats import CacheChange, CacheMap, MappedAdapter
 
-__all__ = ["CacheStatus"]
-
 logger = logging.getLogger("manylora")
 
 MAP_MAX_AGE_S = 0.25  # several viewers share one map

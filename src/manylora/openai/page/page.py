@@ -9,8 +9,6 @@ from starlette.responses import Response
 
 from manylora.openai.api.errors import ApiError
 
-__all__ = ["page_file"]
-
 TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",

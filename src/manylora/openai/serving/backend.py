@@ -21,8 +21,6 @@ from manylora.openai.serving.history import History
 from manylora.request import Event, LoraInput, Request, Sink
 from manylora.stats import CacheMap, EngineStats, Resident
 
-__all__ = ["Backend", "Call", "EngineClient", "Wake"]
-
 logger = logging.getLogger("manylora")
 
 MAP_TIMEOUT_S = 2.0  # the engine may be in a step with a long prompt

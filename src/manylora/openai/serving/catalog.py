@@ -25,8 +25,6 @@ from manylora.openai.api.names import is_name
 from manylora.openai.serving.roots import Found, find_adapters
 from manylora.system.thread_priority import lower_priority
 
-__all__ = ["AdapterCatalog", "AdapterEntry", "Version"]
-
 logger = logging.getLogger("manylora")
 
 Result = TypeVar("Result")

@@ -18,8 +18,6 @@ from typing import Any
 from manylora.errors import ConfigError
 from manylora.openai.api.errors import ApiError
 
-__all__ = ["AT_ONCE", "Clients", "HttpLimits", "Listener", "error_bytes", "listen", "raise_open_files"]
-
 logger = logging.getLogger("manylora")
 
 OTHER_FILES = 256  # descriptors reserved for adapters' files, gRPC and the interpreter

@@ -9,8 +9,6 @@ from contextlib import asynccontextmanager
 
 from manylora.openai.api.errors import ApiError
 
-__all__ = ["FairQueue"]
-
 Waiter = tuple["asyncio.Future[None]", int]
 
 

@@ -15,8 +15,6 @@ from manylora.openai.serving.event_queue import Signal
 from manylora.request import Event, FinishReason, LoraInput, Request, RequestMetrics
 from manylora.text.tokenizer import Tokenizer
 
-__all__ = ["GenerationState"]
-
 
 @dataclass(eq=False)
 class GenerationState:

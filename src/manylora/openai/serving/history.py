@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from manylora.request import Event
 from manylora.stats import EngineStats
 
-__all__ = ["POINT_S", "History", "Point"]
-
 POINT_S = 2.0
 MAX_POINTS = 150  # five minutes
 SUMMARY_POINTS = 30  # one minute

@@ -13,8 +13,6 @@ from starlette.requests import Request
 from manylora.errors import ConfigError
 from manylora.openai.api.errors import ApiError
 
-__all__ = ["HostCheck"]
-
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
 PATTERN = re.compile(r"\*|(\*\.)?[a-z0-9._-]+|\[?[0-9a-f:.]+\]?")
 # Names of private networks: nobody can register them, so no attacker's name server answers for them.

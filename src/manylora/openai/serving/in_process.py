@@ -12,9 +12,6 @@ from manylora.openai.serving.backend import Wake
 from manylora.request import Request, Sink
 from manylora.stats import CacheMap, EngineStats
 
-__all__ = ["InProcessEngine"]
-
-
 WATCH_S = 0.25
 STALLED_S = 30.0  # without progress, after which the engine is not ready
 

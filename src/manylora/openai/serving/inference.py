@@ -34,8 +34,6 @@ from manylora.openai.serving.transport import EventStream, watch
 from manylora.system.text_threads import LONG, TextThreads
 from manylora.text.tokenizer import Tokenizer
 
-__all__ = ["Inference"]
-
 Result = TypeVar("Result")
 
 

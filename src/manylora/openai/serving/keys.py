@@ -16,8 +16,6 @@ import yaml
 from manylora.errors import ConfigError
 from manylora.openai.api.errors import ApiError
 
-__all__ = ["ApiKey", "Keyring"]
-
 FIELDS = {"name", "sha256", "adapters", "base", "admin", "max_concurrent", "requests_per_minute"}
 
 

@@ -8,8 +8,6 @@ import threading
 import time
 from dataclasses import dataclass
 
-__all__ = ["PlainFormatter", "RateLimit", "log_to_stderr"]
-
 MAX_LINE = 2000
 MAX_TRACE = 20000
 BURST = 100  # lines from one place in the code in WINDOW_S; of more only the number is logged

@@ -9,8 +9,6 @@ from manylora.request import Event, LoraInput
 from manylora.stats import EngineStats
 from manylora.wire.metrics import FAMILIES, LORA_INFO, MetricFamily, RequestMeter, Sample, engine_samples
 
-__all__ = ["CONTENT_TYPE", "Metrics"]
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Labels = tuple[tuple[str, str], ...]
 # Names that inference gateways look for by default.

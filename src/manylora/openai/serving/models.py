@@ -7,8 +7,6 @@ from typing import Any
 from manylora.openai.serving.catalog import AdapterEntry
 from manylora.stats import EngineStats
 
-__all__ = ["adapter_card", "base_card", "state_of", "tiers"]
-
 
 def base_card(name: str, base: str, created: int, max_seq_len: int) -> dict[str, Any]:
     """name: one of the base model's names; base: the first of them."""

@@ -14,8 +14,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from manylora.openai.api.errors import ApiError
 from manylora.openai.serving.connections import Clients, error_bytes
 
-__all__ = ["BoundedHttp"]
-
 logger = logging.getLogger("manylora")
 
 BODY_RATE = 1024  # bytes per second, the least for a body

@@ -14,8 +14,6 @@ from manylora.openai.api.tools import Calls, ToolCallParser, ToolUse
 from manylora.openai.serving.generation import GenerationState
 from manylora.text.tokenizer import Tokenizer
 
-__all__ = ["DONE", "ChatResponse", "CompletionResponse", "ResponseBuilder"]
-
 DONE = b"data: [DONE]\n\n"
 
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode

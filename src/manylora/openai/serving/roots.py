@@ -14,8 +14,6 @@ from manylora.lora.formats.sources import find_source
 from manylora.lora.library.fingerprint import Fingerprint, entry_is, fingerprint, is_passing
 from manylora.openai.api.names import is_name
 
-__all__ = ["Found", "find_adapters"]
-
 logger = logging.getLogger("manylora")
 
 MAX_DEPTH = 5

@@ -14,8 +14,6 @@ from starlette.types import Receive, Scope, Send
 from manylora.openai.api.errors import ApiError
 from manylora.system.allocator import release_free_memory
 
-__all__ = ["BodyMemory", "EventStream", "content_type", "error_response", "read_body", "watch"]
-
 SMALL = 2**16  # bytes of a body that are not counted
 LARGE = 2**20  # bytes of a body whose memory is returned to the system after it was read
 GIVE_BACK_S = 0.5  # how long afterwards, once for all bodies until then

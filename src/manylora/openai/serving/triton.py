@@ -28,20 +28,13 @@ from manylora.errors import (
     DrainingError,
     RequestError,
 )
-from manylora.lora.tensors import (
-    Adapter,
-    is_bfloat16,
-    lora_input,
-    narrow_to_bfloat16,
-    widen_bfloat16,
-)
+from manylora.lora.number_types import is_bfloat16, narrow_to_bfloat16, widen_bfloat16
+from manylora.lora.tensors import Adapter, lora_input
 from manylora.openai.api.errors import ApiError, unsupported_field
 from manylora.openai.serving.backend import Wake
 from manylora.request import Event, FinishReason, LoraInput, Request, SamplingParams, Sink
 from manylora.stats import AdapterStats, CacheMap, EngineStats, Resident
 from manylora.wire.engine_client import AnswerReader, request_tensors
-
-__all__ = ["TritonEngine", "TritonModel"]
 
 logger = logging.getLogger("manylora")
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from manylora.openai.api.errors import ApiError
 
-__all__ = ["Uploads"]
-
 logger = logging.getLogger("manylora")
 
 INCOMING = ".incoming"  # a hidden folder, which scans of the adapter roots skip

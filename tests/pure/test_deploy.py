@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from manylora.launcher import cli
+from manylora.launcher.arguments import argument_parser
 from manylora.openai import options
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -27,7 +27,7 @@ def unit(path: Path) -> configparser.SectionProxy:
 @pytest.mark.parametrize("command", [shlex.split(unit(UNITS[0])["ExecStart"]), COMPOSE["triton"]["command"]])
 def test_the_launcher_takes_its_command(command: list[str]) -> None:
     assert command[1] == "launch_triton_server.py"
-    assert cli._parser().parse_args(command[2:]).foreground
+    assert argument_parser().parse_args(command[2:]).foreground
 
 
 @pytest.mark.parametrize("command", [shlex.split(unit(UNITS[1])["ExecStart"]), COMPOSE["serve"]["command"]])

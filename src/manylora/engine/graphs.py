@@ -20,7 +20,8 @@ from torch import Tensor
 
 from manylora.engine.inputs import StepInputs
 from manylora.kernels.device import Capture
-from manylora.kernels.spec import BatchLimits, Ops
+from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.spec import BatchLimits
 from manylora.kernels.transfer import copy_into, to_device
 from manylora.model.batch import ForwardBatch
 
@@ -41,7 +42,7 @@ class DecodeGraphs:
     def __init__(
         self,
         forward: Callable[[ForwardBatch], Tensor],
-        ops: Ops,
+        ops: ReferenceOps,
         capture: Capture,
         device: torch.device,
         limits: BatchLimits,

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from manylora.kernels.spec import AttentionBatch, LoraBatch, Ops
+from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.spec import AttentionBatch, LoraBatch
 from manylora.kernels.transfer import upload
 from manylora.model.batch import ForwardBatch
 
@@ -68,7 +69,7 @@ class StepInputs:
             logits_rows=self.logits_rows + list(range(len(self.input_ids), rows)),
         )
 
-    def plan(self, ops: Ops, width: int = 0, fixed: bool = False) -> ForwardBatch:
+    def plan(self, ops: ReferenceOps, width: int = 0, fixed: bool = False) -> ForwardBatch:
         """The tensors, on the host. width: of the block table; 0: as the longest sequence needs."""
         attention = AttentionBatch(
             query_starts=self.starts,

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from manylora.engine.inputs import StepInputs
+from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.row_format import RowFormat
-from manylora.kernels.spec import BatchLimits, LoraBatch, LoraRow, LoraSegment, Ops
+from manylora.kernels.spec import BatchLimits, LoraBatch, LoraRow, LoraSegment
 from manylora.kernels.transfer import to_device
 from manylora.lora.modules import LoraModule
 from manylora.model.decoder import Decoder
@@ -29,7 +30,7 @@ ALIGNMENT = 16  # elements; as real pools have it
 def try_variants(
     decoder: Decoder,
     kv: Tensor,
-    ops: Ops,
+    ops: ReferenceOps,
     modules: Collection[LoraModule],
     limits: BatchLimits,
     device: torch.device,

@@ -15,7 +15,6 @@ from manylora.kernels import native
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import Ops
 
 logger = logging.getLogger("manylora")
 
@@ -79,7 +78,7 @@ class Device:
     """
 
     torch: torch.device
-    ops: Ops
+    ops: ReferenceOps
     name: str
     capture: Capture | None = None
     overlaps: bool = False

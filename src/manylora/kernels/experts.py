@@ -27,7 +27,7 @@ class HostPairs(ExpertPairs):
 
 
 def pair_up(choices: Tensor, num_experts: int, lora: LoraBatch | None) -> tuple[HostPairs, Tensor]:
-    """As `Ops.pair_up`. Waits for the device."""
+    """As `ReferenceOps.pair_up`. Waits for the device."""
     flat = choices.flatten()
     order = torch.argsort(flat, stable=True)
     rows = torch.div(order, choices.shape[1], rounding_mode="floor")

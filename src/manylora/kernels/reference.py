@@ -1,6 +1,7 @@
-"""ReferenceOps: every operation in plain PyTorch, as `spec` defines it.
+"""ReferenceOps: the operations a device must provide, in plain PyTorch.
 
-Faster versions are tested against it, and it runs where there is none.
+Each is described by a *Semantics* line and the shapes of its arguments; T: token rows of the batch. Devices
+override what they do faster and are tested against it.
 """
 
 from __future__ import annotations
@@ -38,33 +39,52 @@ FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 
 
 class ReferenceOps:
-    """For any torch device. It reads the host's batch tables, so `plan` adds nothing."""
+    """For any torch device. It reads the host's batch tables, so `plan` adds nothing.
+
+    Plan once for a step, on the host; run once for a layer, on the device. `plan` comes before the layers and
+    may return a subtype of its arguments that carries more tables; only that goes to the other operations.
+    """
+
+    has_bfloat16 = True
+    """Whether the processor multiplies bfloat16 itself."""
 
     def reserve(self, limits: BatchLimits, device: torch.device) -> None:
-        pass
+        """Allocate what lives as long as the engine, and choose between implementations. Once, first."""
 
     def plan(
         self, attention: AttentionBatch, lora: LoraBatch | None, fixed: bool = False
     ) -> tuple[AttentionBatch, LoraBatch | None]:
+        """Complete a batch whose tables are still on the host.
+
+        fixed: every sequence has one query row, and the shapes of all tables depend on the number of rows
+        and the width of the block table alone, so that a recorded graph can run again on other contents.
+        """
         if fixed:
             raise NotImplementedError("the reference reads host tables, which a recorded graph cannot change")
         return attention, lora
 
     def trials(self) -> AbstractContextManager[bool]:
+        """Inside, operations may run variants of themselves and keep the fastest; gives whether any does.
+
+        What they compute there is of no use otherwise. Outside they never do.
+        """
         return nullcontext(False)
 
-    has_bfloat16 = True
-
     def keeps(self, stored: torch.dtype, compute: torch.dtype) -> bool:
+        """Whether `linear` reads a weight as it is stored, though it computes in `compute`."""
         return stored == compute
 
     def pack(self, weight: Tensor | QuantisedWeight | StackedWeight, routed: bool = False) -> Weight:
+        """A weight [N, K] in the form that this device's `linear` likes best, or when routed `expert_linear`;
+        the original may be let go."""
         return weight
 
     def pack_rows(self, rows: WeightRows, routed: bool = False) -> Weight:
+        """As `pack`, of a plain weight that is still in its file."""
         return self.pack(rows.whole(), routed)
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
+        """Semantics: x @ weight.T + bias, of a packed weight; x [T, K] -> [T, N]."""
         if isinstance(packed, StackedWeight):
             return stacked_linear(self.linear, x, packed, bias)
         if not isinstance(packed, Tensor):
@@ -75,6 +95,13 @@ class ReferenceOps:
     def lora_add(
         self, y: Tensor, x: Tensor, batch: LoraBatch, layer: int, targets: Targets, bias: Tensor | None = None
     ) -> None:
+        """Add every adapter's delta to its own rows of y, in place.
+
+        Semantics, for each segment and target with a row (A, B[, m]) and columns c:
+            y[rows, c] += (scale * (x[rows] @ A.T)) @ B.T
+            y[rows, c] = m * (y[rows, c] - bias[c]) + bias[c]        (only with a DoRA magnitude m)
+        y [T, N], x [T, in_dim], bias [N] or None (already part of y).
+        """
         for segment in batch.segments:
             rows = x[segment.start : segment.stop]
             for target in targets:
@@ -100,6 +127,14 @@ class ReferenceOps:
         v_cache: Tensor,
         batch: AttentionBatch,
     ) -> Tensor:
+        """Rotated queries; rotated keys, and values, into their pages.
+
+        Semantics, with rotary = (cos, sin) and R = cos.shape[1], for x of q and k:
+            x[..., :R] = x[..., :R] * cos + cat(-x2, x1) * sin, x1 and x2 the halves of x[..., :R]
+            k_cache.view(-1, H, D)[slots] = k; the same for v
+        q [T, Hq, D], k, v [T, H, D], last dimension contiguous; caches [blocks, tokens_per_block, H, D], one
+        layer's; of k's dtype or float8_e4m3fn, to which values are clamped and rounded -> [T, Hq, D].
+        """
         if rotary is not None:
             q, k = (self._rotate(x, *rotary) for x in (q, k))
         self.store_kv(k, v, k_cache, v_cache, batch)
@@ -122,6 +157,13 @@ class ReferenceOps:
     def attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, params: AttentionParams
     ) -> Tensor:
+        """Causal attention of each row over its own sequence's pages.
+
+        Semantics, for query i (absolute position p) of sequence s, over keys j of s:
+            softmax_j(scale * q_i . k_j) v_j  with  j <= p  and, with a window w,  j > p - w
+            and, with a softcap c, c * tanh(scale * q_i . k_j / c) in place of scale * q_i . k_j
+        q [T, Hq, D], caches [blocks, tokens_per_block, Hkv, D], Hq a multiple of Hkv -> [T, Hq, D].
+        """
         out = torch.empty_like(q)
         for s, kv_len in enumerate(batch.kv_lens):
             rows = slice(batch.query_starts[s], batch.query_starts[s + 1])
@@ -157,19 +199,30 @@ class ReferenceOps:
         return mixed.view(kv_heads, groups, count, dim).permute(2, 0, 1, 3).reshape(count, num_heads, dim)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Semantics: with n = x.float() * rsqrt(mean(x.float() ** 2, -1) + eps),
+            (weight * n.to(weight.dtype)).to(x.dtype)
+
+        weight [N] in the dtype of x, or in float32 where the model needs it exact.
+        """
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return (weight * normed.to(weight.dtype)).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Semantics: x + delta, and rms_norm(x + delta, weight, eps). x, delta [T, N]."""
         total = x + delta
         return total, self.rms_norm(total, weight, eps)
 
     def gated(self, y: Tensor, activation: str) -> Tensor:
+        """Semantics: with up, gate = y.chunk(2, -1):  f(gate) * up, f = ACTIVATIONS[activation]
+
+        y [T, 2N], last dimension contiguous -> [T, N].
+        """
         up, gate = y.chunk(2, dim=-1)
         return ACTIVATIONS[activation](gate) * up
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """Semantics: (x - mean(x, -1)) * rsqrt(var(x, -1) + eps) * weight + bias, in float32, to x.dtype."""
         return F.layer_norm(x, weight.shape, weight, bias, eps)
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -180,9 +233,18 @@ class ReferenceOps:
     def pair_up(
         self, choices: Tensor, num_experts: int, lora: LoraBatch | None
     ) -> tuple[ExpertPairs, Tensor]:
+        """The pairs of one layer, and where each choice [T * k] is among them (int64), to undo the order.
+
+        choices [T, k] int64: the experts of each row.
+        """
         return pair_up(choices, num_experts, lora)
 
     def expert_linear(self, x: Tensor, pairs: ExpertPairs, weights: Sequence[Weight]) -> Tensor:
+        """Each pair's row times its expert's weight.
+
+        Semantics, for each expert e and its pairs p: y[p] = x[p] @ weights[e].T
+        x [P, K], weights: E packed ones of [N, K] -> [P, N].
+        """
         assert isinstance(pairs, HostPairs)
         runs = zip(pairs.starts, pairs.starts[1:], weights, strict=False)
         return torch.cat([self.linear(x[start:stop], w, None) for start, stop, w in runs if start < stop])
@@ -190,6 +252,13 @@ class ReferenceOps:
     def expert_lora_add(
         self, y: Tensor, x: Tensor, batch: LoraBatch, pairs: ExpertPairs, layer: int, targets: Targets
     ) -> None:
+        """Add to each pair the delta of its row's adapter for its expert, in place.
+
+        Semantics, for each expert e and segment, their pairs p, and each target of the segment's adapter with
+        a row (A, B) and columns c:
+            y[p, c] += (scale * (x[p] @ A[e].T)) @ B[e].T
+        y [P, N], x [P, in_dim].
+        """
         assert isinstance(pairs, HostPairs)
         sized = [(target, x.shape[-1] + target.width) for target in targets]
         segments = group_segments(batch, pairs.groups, layer, sized)

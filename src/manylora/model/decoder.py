@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config.engine import ModelConfig, MoeConfig
-from manylora.kernels.spec import AttentionParams, LoraTarget, Ops
+from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.spec import AttentionParams, LoraTarget
 from manylora.lora.modules import LoraModuleId
 from manylora.model.batch import ForwardBatch
 from manylora.model.extras import adapt_head
@@ -29,7 +30,7 @@ class Decoder(Transformer):
         config: ModelConfig,
         weights: dict[str, Any],
         dtype: torch.dtype,
-        ops: Ops,
+        ops: ReferenceOps,
         max_seq_len: int | None = None,
     ) -> None:
         super().__init__(config, weights, dtype, ops)

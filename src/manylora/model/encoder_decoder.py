@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config.engine import ModelConfig
-from manylora.kernels.spec import AttentionParams, LoraBatch, LoraTarget, Ops
+from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.spec import AttentionParams, LoraBatch, LoraTarget
 from manylora.lora.modules import LoraModuleId
 from manylora.model.attend import PagedGroup, attend_groups, attend_spans, paged_groups
 from manylora.model.batch import ForwardBatch
@@ -49,7 +50,7 @@ class _CrossAttention:
     kv: LoraLinear
     out: LoraLinear
 
-    def store_kv(self, encoded: Tensor, batch: ForwardBatch, kv: Tensor, ops: Ops) -> None:
+    def store_kv(self, encoded: Tensor, batch: ForwardBatch, kv: Tensor, ops: ReferenceOps) -> None:
         """Write the keys and values of the encoder's output [T, hidden] into their pages."""
         k, v = self.kv(encoded, batch.lora).unflatten(1, (2, -1, self.config.head_dim)).unbind(1)
         k, v = k.contiguous(), v.contiguous()
@@ -121,7 +122,7 @@ class EncoderDecoder(Transformer):
         config: ModelConfig,
         weights: dict[str, Any],
         dtype: torch.dtype,
-        ops: Ops,
+        ops: ReferenceOps,
         max_seq_len: int | None = None,
     ) -> None:
         super().__init__(config, weights, dtype, ops)

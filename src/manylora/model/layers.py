@@ -9,7 +9,8 @@ from torch import Tensor
 
 from manylora.config.engine import ModelConfig
 from manylora.kernels.activations import ACTIVATIONS
-from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Ops, Rotary, Weight
+from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Rotary, Weight
 from manylora.model.extras import adapt_linear, adapt_norm
 
 
@@ -20,7 +21,7 @@ class Norm:
     name: in the extras of adapters. plus_one: the checkpoint has the weight minus 1.
     """
 
-    ops: Ops
+    ops: ReferenceOps
     weight: Tensor
     bias: Tensor | None
     eps: float
@@ -62,7 +63,7 @@ class LoraLinear:
     weight: [N, K], packed by `ops.pack`. targets: the LoRA modules and the output columns they add to.
     """
 
-    ops: Ops
+    ops: ReferenceOps
     layer: int
     weight: Weight
     bias: Tensor | None
@@ -85,7 +86,7 @@ class Attention:
     """
 
     config: ModelConfig
-    ops: Ops
+    ops: ReferenceOps
     qkv: LoraLinear
     out: LoraLinear
     q_norm: Norm | None

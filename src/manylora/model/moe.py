@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from manylora.config.engine import MoeConfig
-from manylora.kernels.spec import ExpertPairs, LoraBatch, LoraTarget, Ops, Weight
+from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.spec import ExpertPairs, LoraBatch, LoraTarget, Weight
 from manylora.model.layers import LoraLinear, Mlp
 
 
@@ -24,7 +25,7 @@ def route(logits: Tensor, config: MoeConfig) -> tuple[Tensor, Tensor]:
 class Experts:
     """One projection of every expert. weights: E packed weights [N, K]."""
 
-    ops: Ops
+    ops: ReferenceOps
     layer: int
     weights: tuple[Weight, ...]
     targets: tuple[LoraTarget, ...]

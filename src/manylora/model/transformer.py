@@ -10,7 +10,8 @@ from torch import Tensor
 
 from manylora.config.engine import ModelConfig
 from manylora.kernels.panels import Panels
-from manylora.kernels.spec import LoraTarget, Ops, Weight
+from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.spec import LoraTarget, Weight
 from manylora.lora.modules import LoraModuleId
 from manylora.model.batch import ForwardBatch
 from manylora.model.extras import adapt_embedding
@@ -23,7 +24,9 @@ class Transformer:
     dtype: the compute dtype; weights may be narrower.
     """
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Any], dtype: torch.dtype, ops: Ops) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: dict[str, Any], dtype: torch.dtype, ops: ReferenceOps
+    ) -> None:
         self.config, self.dtype = config, dtype
         self._weights, self._ops = weights, ops
         self._device = weights["embed"].device

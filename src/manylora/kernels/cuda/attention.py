@@ -136,7 +136,7 @@ class PagedAttention:
     def __call__(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, params: AttentionParams
     ) -> Tensor:
-        """As `Ops.attention`; the last two dimensions of q are contiguous."""
+        """As `ReferenceOps.attention`; the last two dimensions of q are contiguous."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if batch.single_tiles.shape[0]:
             self._launch(out, q, k_cache, v_cache, batch, params, split=True)

@@ -29,7 +29,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
 class AttentionBackend(Protocol):
-    """An implementation of paged attention; called like `Ops.attention`."""
+    """An implementation of paged attention; called like `ReferenceOps.attention`."""
 
     @property
     def name(self) -> str: ...

@@ -200,7 +200,7 @@ class QuantisedLinears:
         return self._units.takes(weight) and self._passes(self._units, weight)
 
     def __call__(self, x: Tensor, weight: QuantisedWeight | PackedInt4, bias: Tensor | None) -> Tensor:
-        """As `Ops.linear`."""
+        """As `ReferenceOps.linear`."""
         known = self._ready.get(id(weight))
         if known is None or (known[1].most_rows is not None and len(x) > known[1].most_rows):
             assert isinstance(weight, QuantisedWeight), "only what was packed here is in a layout of torch's"

@@ -87,7 +87,7 @@ def _tile(
 
 
 def pair_up(choices: Tensor, num_experts: int, lora: PlannedLora | None) -> tuple[DevicePairs, Tensor]:
-    """As `Ops.pair_up`. choices [T, k] int64, contiguous."""
+    """As `ReferenceOps.pair_up`. choices [T, k] int64, contiguous."""
     flat = choices.flatten()
     num_pairs, device = len(flat), flat.device
     experts, order = torch.sort(flat, stable=True)

@@ -53,7 +53,7 @@ def _warps(block: int) -> int:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `Ops.rms_norm`; any leading dimensions."""
+    """As `ReferenceOps.rms_norm`; any leading dimensions."""
     x = x.contiguous()
     out = torch.empty_like(x)
     width = x.shape[-1]
@@ -66,7 +66,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As `Ops.add_rms_norm`, in one launch."""
+    """As `ReferenceOps.add_rms_norm`, in one launch."""
     x, delta = x.contiguous(), delta.contiguous()
     total, out = torch.empty_like(x), torch.empty_like(x)
     width = x.shape[-1]
@@ -79,7 +79,7 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
 
 
 def gated(y: Tensor, activation: str) -> Tensor:
-    """As `Ops.gated`."""
+    """As `ReferenceOps.gated`."""
     rows, width = y.shape[0], y.shape[1] // 2
     out = torch.empty((rows, width), dtype=y.dtype, device=y.device)
     block = min(1024, triton.next_power_of_2(width))

@@ -23,7 +23,8 @@ from manylora.lora.modules import lora_modules
 from manylora.lora.normalize import normalize_dora
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
-from manylora.testing.parity import Driver, agree, make_kind
+from manylora.testing.driver import Driver, agree
+from manylora.testing.parity import make_kind
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
 WEIGHTS = "adapter_model.safetensors"

@@ -13,10 +13,8 @@ import torch
 from test_cuda_kernels import DEVICE, attention_batch, limits
 from torch import Tensor
 
-from manylora.kernels.cuda import varlen
 from manylora.kernels.cuda.attention import PagedAttention
-from manylora.kernels.cuda.backends import choose
-from manylora.kernels.cuda.flashinfer import FlashInferAttention
+from manylora.kernels.cuda.backends import FlashInferAttention, VarlenAttention, choose
 from manylora.kernels.cuda.tables import plan_attention
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, AttentionParams
@@ -118,8 +116,8 @@ def test_varlen_attention_is_called_as_it_documents(monkeypatch: pytest.MonkeyPa
             query, key, value, batch, AttentionParams(scale, None if left < 0 else left + 1)
         )
 
-    monkeypatch.setattr(varlen, "varlen_attn", documented)
-    made, own = varlen.VarlenAttention(), PagedAttention()
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", documented)
+    made, own = VarlenAttention(), PagedAttention()
     assert choose(limits(windows=frozenset({None, 5})), DEVICE, [made, own]) is made
     assert choose(limits(softcap=30.0), DEVICE, [made, own]) is own
     assert choose(limits(kv_dtype=torch.float8_e4m3fn), DEVICE, [made, own]) is own

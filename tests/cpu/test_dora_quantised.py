@@ -32,7 +32,8 @@ from manylora.model.effective_weights import EffectiveWeights
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request
 from manylora.request import SamplingParams as EngineParams
-from manylora.testing.parity import Driver, agree, linear_names, make_kind
+from manylora.testing.driver import Driver, agree
+from manylora.testing.parity import linear_names, make_kind
 from manylora.testing.tiny_models import (
     make_adapter,
     make_model,

@@ -34,13 +34,8 @@ from manylora.openai.api.params import Limits, plan
 from manylora.openai.api.schema import CompletionRequest
 from manylora.quant.config import QuantAlgo, QuantConfig
 from manylora.request import LoraInput, Request, SamplingParams
-from manylora.testing.tiny_models import (
-    ENCODER_DECODER_FAMILIES,
-    make_adapter,
-    make_model,
-    reference_generate,
-    reference_logits,
-)
+from manylora.testing.tiny_configs import ENCODER_DECODER_FAMILIES
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.decode import decode_requests
 

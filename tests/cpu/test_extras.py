@@ -43,7 +43,8 @@ from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
 from manylora.quant.config import QuantConfig
 from manylora.request import LoraExtra, LoraInput, Request, SamplingParams
-from manylora.testing.parity import Driver, agree, make_kind
+from manylora.testing.driver import Driver, agree
+from manylora.testing.parity import make_kind
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.engine_client import request_tensors

@@ -37,13 +37,8 @@ from manylora.lora.tensors import AdapterRow, adapter_from_tensors, pack_rows
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingParams
-from manylora.testing.tiny_models import (
-    MOE_FAMILIES,
-    make_adapter,
-    make_model,
-    reference_generate,
-    reference_logits,
-)
+from manylora.testing.tiny_configs import MOE_FAMILIES
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -28,19 +28,10 @@ from manylora.model.decoder import Decoder
 from manylora.model.families import FAMILIES as ARCHITECTURES
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingParams
-from manylora.testing.parity import (
-    NEMO_SOURCES,
-    Driver,
-    agree,
-    linear_names,
-    make_kind,
-    read_from,
-    read_nemo_from,
-)
+from manylora.testing.driver import Driver, agree
+from manylora.testing.parity import NEMO_SOURCES, linear_names, make_kind, read_from, read_nemo_from
+from manylora.testing.tiny_configs import ENCODER_DECODER_FAMILIES, FAMILIES, MOE_FAMILIES
 from manylora.testing.tiny_models import (
-    ENCODER_DECODER_FAMILIES,
-    FAMILIES,
-    MOE_FAMILIES,
     make_adapter,
     make_model,
     make_nemo,

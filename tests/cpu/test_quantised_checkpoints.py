@@ -26,7 +26,7 @@ from manylora.model.safetensors_file import SafetensorsFile
 from manylora.model.weights import load_decoder
 from manylora.quant.checkpoint import read_checkpoint_quant
 from manylora.quant.checkpoint_weights import CheckpointWeights
-from manylora.testing.parity import Driver, agree
+from manylora.testing.driver import Driver, agree
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
 

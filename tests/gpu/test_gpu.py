@@ -24,7 +24,8 @@ from manylora.model.checkpoint import read_model_config
 from manylora.quant.config import QuantConfig
 from manylora.request import LoraInput, Request, SamplingParams
 from manylora.testing.parity import make_kind
-from manylora.testing.tiny_models import MOE_FAMILIES, make_adapter, make_model, reference_generate
+from manylora.testing.tiny_configs import MOE_FAMILIES
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

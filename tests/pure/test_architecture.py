@@ -61,7 +61,7 @@ INSIDE = {
         "http_head", "http_proxy", "installation", "repository", "supervisor", "command_service",
         "server_log", "server", "triton_service", "arguments", "cli",
     ],
-    "testing": ["tiny_configs", "reference", "tiny_adapters", "tiny_models", "driver", "parity"],
+    "testing": ["tiny_configs", "tiny_models", "driver", "parity"],
     "llmapi": [
         "lora", "llm_args", "guided", "sampling", "outputs", "result", "decoding", "continuation",
         "adapters", "generation", "options", "engine_config", "service", "llm",

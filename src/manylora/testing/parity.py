@@ -31,15 +31,8 @@ from manylora.model.families import FAMILIES as ARCHITECTURES
 from manylora.model.weights import load_decoder
 from manylora.quant.config import SERVED, QuantConfig
 from manylora.testing.driver import Adapter, Driver, Tensors, agree
-from manylora.testing.reference import reference_logits
-from manylora.testing.tiny_adapters import make_adapter, make_nemo
 from manylora.testing.tiny_configs import ENCODER_DECODER_FAMILIES, FAMILIES
-from manylora.testing.tiny_models import make_model, make_wide
-
-__all__ = [
-    "KINDS", "Driver", "LayerNames", "agree", "linear_names", "main", "make_kind", "read_from",
-    "read_nemo_from",
-]  # fmt: skip
+from manylora.testing.tiny_models import make_adapter, make_model, make_nemo, make_wide, reference_logits
 
 PROMPT, ENCODER_PROMPT = 60, 37  # tokens
 

@@ -1,22 +1,23 @@
-"""Tiny random models, from a seed. Adapters for them and the answers to expect are importable from here too.
+"""Tiny random models and adapters, from a seed, and the answers of transformers + PEFT to compare ours with.
 
-Needs transformers and peft, imported where they are used.
+Both libraries are imported where they are used.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
+import tarfile
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from manylora.quant.config import QuantConfig
-from manylora.testing.reference import auto_class, reference_generate, reference_logits
-from manylora.testing.tiny_adapters import make_adapter, make_nemo
 from manylora.testing.tiny_configs import (
     BEGIN_ID,
     COMMON,
@@ -24,11 +25,6 @@ from manylora.testing.tiny_configs import (
     FAMILIES,
     MOE_FAMILIES,
 )
-
-__all__ = [
-    "ENCODER_DECODER_FAMILIES", "FAMILIES", "MOE_FAMILIES", "make_adapter", "make_model", "make_nemo",
-    "make_wide", "reference_generate", "reference_logits",
-]  # fmt: skip
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -98,6 +94,120 @@ def make_wide(path: Path, model_dir: Path, quant: QuantConfig, linears: Sequence
     return path
 
 
+def make_adapter(
+    path: Path,
+    model_dir: Path,
+    seed: int = 0,
+    rank: int = 8,
+    modules: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
+    alpha: float | None = None,
+    **options: Any,
+) -> Path:
+    """A random adapter, written by PEFT, strong enough to change greedy answers."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    options = {"target_modules": list(modules), "lora_alpha": alpha or 2 * rank, **options}
+    adapted = get_peft_model(load_transformers(Path(model_dir)), LoraConfig(r=rank, **options))
+    strength = 0.1 if adapted.config.is_encoder_decoder else 0.3  # T5's scores are not scaled
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_magnitude" in name:
+                parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
+            elif "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) * (strength / rank**0.25))
+            elif parameter.requires_grad:  # biases, modules_to_save, trained tokens: they start as the base's
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    adapted.save_pretrained(str(path))
+    return Path(path)
+
+
+def make_nemo(path: Path, model_dir: Path, seed: int = 0, rank: int = 6) -> tuple[Path, Path]:
+    """A random NeMo archive for q, k and v together, and the directory of an equal PEFT adapter."""
+    from safetensors.torch import load_file, save_file
+
+    from manylora.model.checkpoint import read_model_config
+    from manylora.model.families import FAMILIES as ARCHITECTURES
+
+    model = read_model_config(Path(model_dir))
+    names = [name.rpartition(".")[2] for name in ARCHITECTURES[model.architecture].names(model).qkv]
+    peft = make_adapter(path / "peft", model_dir, seed, rank, names, alpha=rank)
+    tensors = load_file(peft / "adapter_model.safetensors")
+    parts = (model.q_size, model.kv_size, model.kv_size)
+    state: dict[str, torch.Tensor] = {}
+    for layer in range(model.num_layers):
+        a = torch.randn(rank, model.hidden_size) * 0.2
+        b = torch.randn(sum(parts), rank) * 0.2
+        prefix = f"model.decoder.layers.{layer}.self_attention.adapter_layer.lora_kqv_adapter"
+        state[f"{prefix}.linear_in.weight"], state[f"{prefix}.linear_out.weight"] = a, b
+        stacked = [part.reshape(model.qkv_groups, -1, rank) for part in b.split(parts)]
+        grouped = torch.cat(stacked, dim=1).reshape(-1, rank)
+        rows = b.split(parts) if len(names) == 3 else (grouped,)
+        for name, part in zip(names, rows, strict=True):
+            [key] = [k for k in tensors if re.search(rf"\.(layers|h)\.{layer}\..*\.{name}\.lora_A\.", k)]
+            tensors[key], tensors[key.replace("lora_A", "lora_B")] = a.clone(), part.contiguous()
+    save_file(tensors, peft / "adapter_model.safetensors", metadata={"format": "pt"})
+    archive = path / "adapter.nemo"
+    _write_nemo(archive, state, f"num_layers: {model.num_layers}\nhidden_size: {model.hidden_size}\n")
+    return archive, peft
+
+
+def reference_generate(
+    model_dir: Path,
+    adapter_dir: Path | None,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    encoder_ids: Sequence[int] = (),
+) -> list[int]:
+    """Greedy continuation by transformers (+ PEFT) in float32, never stopping early. encoder_ids: the
+    encoder's prompt, of an encoder-decoder model."""
+    ids = list(prompt_ids)
+    for _ in range(max_new_tokens):
+        ids.append(int(reference_logits(model_dir, adapter_dir, ids, encoder_ids=encoder_ids)[-1].argmax()))
+    return ids[len(prompt_ids) :]
+
+
+def reference_logits(
+    model_dir: Path,
+    adapter_dir: Path | None,
+    ids: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    encoder_ids: Sequence[int] = (),
+) -> torch.Tensor:
+    """Logits [len(ids), vocab] by transformers (+ PEFT) in `dtype`, returned as float32."""
+    model = _reference(Path(model_dir), Path(adapter_dir) if adapter_dir else None, dtype)
+    inputs = {"decoder_input_ids" if encoder_ids else "input_ids": torch.tensor([list(ids)])}
+    if encoder_ids:
+        inputs["input_ids"] = torch.tensor([list(encoder_ids)])
+    with torch.inference_mode():
+        return model(**inputs).logits[0].float()
+
+
+@lru_cache(maxsize=64)
+def _reference(model_dir: Path, adapter_dir: Path | None, dtype: torch.dtype = torch.float32) -> Any:
+    model = load_transformers(model_dir)
+    if adapter_dir is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, str(adapter_dir))
+    return model.to(dtype).eval()
+
+
+def load_transformers(model_dir: Path) -> Any:
+    """The model in float32."""
+    from transformers import AutoConfig
+
+    kind = auto_class(AutoConfig.from_pretrained(model_dir))
+    return kind.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+
+
+def auto_class(config: Any) -> Any:
+    """The AutoModel class for a configuration of transformers."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
 def _save_tokenizer(path: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -118,3 +228,14 @@ def _save_tokenizer(path: Path) -> None:
         "chat_template": TEMPLATE,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+
+
+def _write_nemo(archive: Path, state: dict[str, torch.Tensor], config: str) -> None:
+    weights = io.BytesIO()
+    torch.save(state, weights)
+    with tarfile.open(archive, "w") as tar:
+        members = (("model_config.yaml", config.encode()), ("model_weights.ckpt", weights.getvalue()))
+        for name, data in members:
+            info = tarfile.TarInfo(f"./{name}")
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))

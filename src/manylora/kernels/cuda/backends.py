@@ -6,7 +6,7 @@ Libraries do not document reliably which shapes and GPUs their builds support, s
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from manylora.kernels.cuda.attention import PagedAttention
 from manylora.kernels.cuda.blocks import BlockChooser
-from manylora.kernels.cuda.flashinfer import FlashInferAttention
 from manylora.kernels.cuda.tables import PagedBatch, plan_attention
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, AttentionParams, BatchLimits
@@ -25,6 +24,7 @@ logger = logging.getLogger("manylora")
 
 KEYS = (9, 40, 21)  # lengths of the sequences in the trial
 QUERIES = ((1, 1, 5), (1, 1, 1))  # query rows in its two batches: with a prompt, and decoding only
+WORKSPACE_BYTES = 128 * 2**20  # of FlashInfer
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
@@ -37,6 +37,77 @@ class AttentionBackend(Protocol):
     def __call__(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, params: AttentionParams
     ) -> Tensor: ...
+
+
+class VarlenAttention:
+    """PyTorch's variable-length kernels. Raises ImportError where the installed ones read no block table."""
+
+    name = "torch.nn.attention.varlen"
+
+    def __init__(self) -> None:
+        from torch.nn.attention.varlen import varlen_attn
+
+        self._attend = varlen_attn
+
+    def __call__(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, params: AttentionParams
+    ) -> Tensor:
+        if params.softcap is not None:
+            raise NotImplementedError("it has no soft cap")
+        if k_cache.dtype != q.dtype:
+            raise NotImplementedError(f"it does not read a cache in {k_cache.dtype}")
+        out = self._attend(
+            q,
+            k_cache,
+            v_cache,
+            batch.starts,
+            None,
+            batch.max_queries,
+            batch.max_keys,
+            scale=params.scale,
+            window_size=(-1 if params.window is None else params.window - 1, 0),
+            enable_gqa=q.shape[1] != k_cache.shape[2],
+            seqused_k=batch.lengths,
+            block_table=batch.block_table,
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+
+class FlashInferAttention:
+    """Decodes by the one function that reads block tables on the device and plans nothing on the host, so
+    a step can be recorded. Raises ImportError without FlashInfer."""
+
+    name = "FlashInfer for decoding, our own kernel in the Triton language for prompts"
+
+    def __init__(self, device: torch.device, chooser: BlockChooser | None = None) -> None:
+        from flashinfer.decode import trtllm_batch_decode_with_kv_cache
+
+        self._decode = trtllm_batch_decode_with_kv_cache
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._prompts = PagedAttention(chooser)
+
+    def __call__(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, params: AttentionParams
+    ) -> Tensor:
+        if params.softcap is not None:
+            raise NotImplementedError("its decode attention on block tables has no soft cap")
+        if batch.max_queries > 1:
+            return self._prompts(q, k_cache, v_cache, batch, params)
+        out = self._decode(
+            query=q.contiguous(),
+            kv_cache=(k_cache, v_cache),
+            workspace_buffer=self._workspace,
+            block_tables=batch.block_table,
+            seq_lens=batch.lengths.view(torch.uint32),
+            max_seq_len=batch.max_keys,
+            bmm1_scale=params.scale,
+            bmm2_scale=1.0,
+            window_left=-1 if params.window is None else params.window - 1,
+            kv_layout="NHD",
+        )
+        assert isinstance(out, Tensor)
+        return out
 
 
 def choose(
@@ -64,22 +135,16 @@ def _installed(device: torch.device, chooser: BlockChooser | None) -> Sequence[A
     if device.type != "cuda":
         return (PagedAttention(chooser),)
     found: list[AttentionBackend] = []
-    for name, load in (("torch.nn.attention.varlen", _varlen), ("FlashInfer", _flashinfer)):
+    libraries: dict[str, Callable[[], AttentionBackend]] = {
+        VarlenAttention.name: VarlenAttention,
+        "FlashInfer": lambda: FlashInferAttention(device, chooser),
+    }
+    for name, load in libraries.items():
         try:
-            found.append(load(device, chooser))
+            found.append(load())
         except (ImportError, RuntimeError) as error:  # not installed, or not for this machine
             logger.info("attention: %s is not used: %s", name, error)
     return *found, PagedAttention(chooser)
-
-
-def _varlen(device: torch.device, chooser: BlockChooser | None) -> AttentionBackend:
-    from manylora.kernels.cuda.varlen import VarlenAttention
-
-    return VarlenAttention()
-
-
-def _flashinfer(device: torch.device, chooser: BlockChooser | None) -> AttentionBackend:
-    return FlashInferAttention(device, chooser)
 
 
 def _refusal(backend: AttentionBackend, limits: BatchLimits, device: torch.device) -> str | None:

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 import triton
-from torch import Tensor
 
 logger = logging.getLogger("manylora")
 
@@ -118,17 +117,16 @@ def device_chooser(device: torch.device) -> BlockChooser:
         return BlockChooser()
     name = f"{torch.cuda.get_device_name(device)}-triton-{triton.__version__}"
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return BlockChooser(_DeviceClock(device), base / "manylora" / f"blocks-{_slug(name)}.json")
+    slug = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-").lower()
+    return BlockChooser(_device_clock(device), base / "manylora" / f"blocks-{slug}.json")
 
 
-class _DeviceClock:
+def _device_clock(device: torch.device) -> Clock:
     """The shortest of several calls, each with a cold cache."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __call__(self, call: Callable[[], object]) -> float:
-        flush = self._flush()
+    def clock(call: Callable[[], object]) -> float:
+        # Allocated for each measurement: later the memory is needed by the KV cache and the graphs.
+        flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
         call()  # compiles
         taken = []
         for _ in range(REPEATS):
@@ -141,13 +139,7 @@ class _DeviceClock:
             taken.append(start.elapsed_time(end) / 1e3)
         return min(taken)
 
-    def _flush(self) -> Tensor:
-        """Allocated for each measurement: later the memory is needed by the KV cache and the graphs."""
-        return torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self._device)
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-").lower()
+    return clock
 
 
 def _read(path: Path) -> dict[str, Blocks]:

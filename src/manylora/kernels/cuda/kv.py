@@ -57,7 +57,7 @@ def _rotate_store(
 def rotate_and_store(
     q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None, k_cache: Tensor, v_cache: Tensor, slots: Tensor
 ) -> Tensor:
-    """As `ReferenceOps.rotate_and_store`; caches contiguous; slots [T] int64. Rows with slot -1 are not stored."""
+    """As in `ReferenceOps`; caches contiguous; slots [T] int64. Rows with slot -1 are not stored."""
     rows, heads, dim = q.shape
     kv_heads = k.shape[1]
     if rotary is None:

@@ -168,13 +168,7 @@ class Units(QuantisedKernel):
         return quantised_rows(x, prepared, None)
 
 
-KERNELS: tuple[QuantisedKernel, ...] = (
-    ScaledRows(),
-    ScaledAfterwards(),
-    TorchInt8(),
-    TorchInt4(),
-    Widened(),
-)
+KERNELS: tuple[QuantisedKernel, ...] = (ScaledRows(), ScaledAfterwards(), TorchInt8(), TorchInt4(), Widened())
 
 
 class QuantisedLinears:
@@ -224,19 +218,10 @@ class QuantisedLinears:
 
 def _refusal(kernel: QuantisedKernel, weight: QuantisedWeight) -> str | None:
     """Why a kernel cannot serve, None if it can: it raised, or its answer is not the reference's."""
-    rows = min(len(weight.values), 256)
-    some = QuantisedWeight(
-        weight.values[:rows].contiguous(),
-        weight.scales[:rows].contiguous(),
-        None if weight.offsets is None else weight.offsets[:rows].contiguous(),
-    )
+    some = weight.rows(slice(256))
     made = torch.Generator().manual_seed(0)
     for count in TRIAL_ROWS:
-        x = (
-            torch.randn(count, weight.shape[1], generator=made)
-            .to(weight.scales.dtype)
-            .to(weight.values.device)
-        )
+        x = torch.randn(count, weight.shape[1], generator=made).to(some.scales.dtype).to(some.values.device)
         wide = x.float()
         if kernel.narrows:
             values, scales = quantise_rows(x)

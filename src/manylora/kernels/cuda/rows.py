@@ -54,27 +54,20 @@ def _warps(block: int) -> int:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `ReferenceOps.rms_norm`; any leading dimensions."""
+    return add_rms_norm(x, None, weight, eps)[1]
+
+
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As `ReferenceOps.add_rms_norm`, in one launch. Without a delta the sum is x."""
     x = x.contiguous()
-    out = torch.empty_like(x)
+    total, out = x if delta is None else torch.empty_like(x), torch.empty_like(x)
     width = x.shape[-1]
     block = triton.next_power_of_2(width)
     if x.numel():
         _rms_norm[(x.numel() // width,)](
-            x, x, weight, x, out, eps, ADDED=False, WIDTH=width, BLOCK=block, num_warps=_warps(block)
-        )
-    return out
-
-
-def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As `ReferenceOps.add_rms_norm`, in one launch."""
-    x, delta = x.contiguous(), delta.contiguous()
-    total, out = torch.empty_like(x), torch.empty_like(x)
-    width = x.shape[-1]
-    block = triton.next_power_of_2(width)
-    if x.numel():
-        _rms_norm[(x.numel() // width,)](
-            x, delta, weight, total, out, eps, ADDED=True, WIDTH=width, BLOCK=block, num_warps=_warps(block)
-        )
+            x, x if delta is None else delta.contiguous(), weight, total, out, eps,
+            ADDED=delta is not None, WIDTH=width, BLOCK=block, num_warps=_warps(block),
+        )  # fmt: skip
     return total, out
 
 

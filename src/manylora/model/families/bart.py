@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from manylora.config.engine import EncoderConfig, ModelConfig
@@ -38,10 +39,7 @@ def _bart(raw: Mapping[str, Any]) -> dict[str, Any]:
         "learned_positions": True,
         "activation": read_activation(raw.get("activation_function", "gelu")),
         "gated_mlp": False,
-        "attention_bias": True,
-        "attention_out_bias": True,
-        "mlp_bias": True,
-        "head_bias": True,
+        **dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias", "head_bias"), True),
         "embedding_scale": float(raw["hidden_size"]) ** 0.5 if raw.get("scale_embedding") else 1.0,
         "tie_word_embeddings": True,  # unless the checkpoint has separate tables
         "encoder": encoder,
@@ -58,20 +56,20 @@ def _rename(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _decoder(config: ModelConfig) -> TensorNames:
+    names = _encoder(config)
+    return replace(
+        names,
+        roots=("model.decoder.", "decoder."),
+        block_norms={**names.block_norms, "cross_norm": "encoder_attn_layer_norm"},
+        cross=tuple(f"encoder_attn.{name}" for name in ATTENTION),
+    )
+
+
 def _encoder(_: ModelConfig) -> TensorNames:
-    return _names("encoder.", {}, ())
-
-
-def _decoder(_: ModelConfig) -> TensorNames:
-    cross = tuple(f"encoder_attn.{name}" for name in ATTENTION)
-    return _names("decoder.", {"cross_norm": "encoder_attn_layer_norm"}, cross)
-
-
-def _names(root: str, norms: dict[str, str], cross: tuple[str, ...]) -> TensorNames:
     *qkv, out = (f"self_attn.{name}" for name in ATTENTION)
     return TensorNames(
-        roots=(f"model.{root}", root),
-        embed="embed_tokens",
+        roots=("model.encoder.", "encoder."),
         positions="embed_positions",
         embedding_norm="layernorm_embedding",
         norm="",
@@ -79,8 +77,7 @@ def _names(root: str, norms: dict[str, str], cross: tuple[str, ...]) -> TensorNa
         out=out,
         up_gate=("fc1",),
         down="fc2",
-        block_norms={"attention_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm", **norms},
-        cross=cross,
+        block_norms={"attention_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"},
     )
 
 

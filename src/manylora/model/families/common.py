@@ -82,6 +82,11 @@ def read_activation(name: str) -> str:
     return ACTIVATIONS[name]
 
 
+def read_biases(raw: Mapping[str, Any], default: bool = False) -> dict[str, Any]:
+    """Those of attention."""
+    return dict.fromkeys(("attention_bias", "attention_out_bias"), bool(raw.get("attention_bias", default)))
+
+
 def refuse(raw: Mapping[str, Any], *names: str) -> None:
     """Raises ConfigError naming the first of these settings that is on: they are not implemented."""
     for name in names:

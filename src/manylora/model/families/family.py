@@ -60,12 +60,12 @@ class ModelFamily:
 
     config: from config.json to the fields of ModelConfig, where they differ from what `common.read_common`
         reads. Raises ConfigError, or KeyError for a missing key.
-    names: of the tensors; of an encoder-decoder model, the decoder's.
+    names: of the tensors, if not Llama's; of an encoder-decoder model, the decoder's.
     rename: config.json with its sizes under Llama's names, before anything else reads it.
     encoder: names of the encoder's tensors; None: a decoder-only model.
     """
 
     config: Callable[[Mapping[str, Any]], dict[str, Any]]
-    names: Callable[[ModelConfig], TensorNames]
+    names: Callable[[ModelConfig], TensorNames] = lambda _: TensorNames()
     rename: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     encoder: Callable[[ModelConfig], TensorNames] | None = None

@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from manylora.errors import ConfigError
-from manylora.model.families.common import read_activation, read_rope, read_windows, refuse
+from manylora.model.families.common import read_activation, read_biases, read_rope, read_windows, refuse
 from manylora.model.families.family import ModelFamily, TensorNames
 
-GEMMA = TensorNames()
 GEMMA2 = TensorNames(
     block_norms={
         "attention_norm": "input_layernorm",
@@ -19,8 +18,6 @@ GEMMA2 = TensorNames(
         "mlp_post_norm": "post_feedforward_layernorm",
     }
 )
-
-
 GEMMA3_TEXT = replace(
     GEMMA2,
     roots=("language_model.model.", "model.language_model."),
@@ -44,14 +41,12 @@ def _gemma(raw: Mapping[str, Any]) -> dict[str, Any]:
     activation = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
     # The first releases of Gemma 1 say gelu but were trained with its tanh form.
     activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
-    biased = bool(raw.get("attention_bias", False))
     return {
         "norm": "rms_plus_one",
         "activation": read_activation(activation),
         "embedding_scale": float(raw["hidden_size"]) ** 0.5,
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings", True)),
-        "attention_bias": biased,
-        "attention_out_bias": biased,
+        **read_biases(raw),
     }
 
 
@@ -102,7 +97,7 @@ def _caps(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FAMILIES = {
-    "GemmaForCausalLM": ModelFamily(_gemma, lambda _: GEMMA),
+    "GemmaForCausalLM": ModelFamily(_gemma),
     "Gemma2ForCausalLM": ModelFamily(_gemma2, lambda _: GEMMA2),
     "Gemma3ForCausalLM": ModelFamily(_gemma3, lambda _: GEMMA2),
     "Gemma3ForConditionalGeneration": ModelFamily(_gemma3, lambda _: GEMMA3_TEXT, _text_config),

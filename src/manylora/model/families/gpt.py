@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from manylora.config.engine import ModelConfig
-from manylora.model.families.common import read_activation, read_rope, read_windows, refuse
+from manylora.model.families.common import read_activation, read_biases, read_rope, read_windows, refuse
 from manylora.model.families.family import ModelFamily, TensorNames
 
 GPT2 = TensorNames(
@@ -46,10 +46,7 @@ def _gpt2(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_one_key_per_head(raw),
         "learned_positions": True,
-        "norm": "layer",
-        "norm_eps": raw.get("layer_norm_epsilon", 1e-5),
-        "activation": read_activation(raw.get("activation_function", "gelu_new")),
-        "gated_mlp": False,
+        **_plain_layers(raw, "layer_norm_epsilon", "activation_function", "gelu_new"),
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings", True)),
         "transposed_weights": True,
         "attention_scale": None if raw.get("scale_attn_weights", True) else 1.0,
@@ -70,19 +67,14 @@ def _rename_gpt2(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _neox(raw: Mapping[str, Any]) -> dict[str, Any]:
     parameters = raw.get("rope_parameters") or {}
-    biased = bool(raw.get("attention_bias", True))
     return {
         **_one_key_per_head(raw),
-        "norm": "layer",
-        "norm_eps": raw.get("layer_norm_eps", 1e-5),
-        "activation": read_activation(raw.get("hidden_act", "gelu")),
-        "gated_mlp": False,
+        **_plain_layers(raw, "layer_norm_eps", "hidden_act", "gelu"),
         "parallel_blocks": bool(raw.get("use_parallel_residual", True)),
         "qkv_groups": raw["num_attention_heads"],
         **read_rope({"rope_theta": raw.get("rotary_emb_base"), **raw}),
         "partial_rotary_factor": float(parameters.get("partial_rotary_factor", raw.get("rotary_pct", 0.25))),
-        "attention_bias": biased,
-        "attention_out_bias": biased,
+        **read_biases(raw, default=True),
         "mlp_bias": True,
     }
 
@@ -97,10 +89,7 @@ def _falcon(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_one_key_per_head(raw),
         "num_kv_heads": kv_heads,
-        "norm": "layer",
-        "norm_eps": raw.get("layer_norm_epsilon", 1e-5),
-        "activation": read_activation(raw.get("activation", "gelu")),
-        "gated_mlp": False,
+        **_plain_layers(raw, "layer_norm_epsilon", "activation", "gelu"),
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings", True)),
         "parallel_blocks": parallel,
         "shared_norm": parallel and not (new and norms == 2),
@@ -143,10 +132,7 @@ def _phi(raw: Mapping[str, Any]) -> dict[str, Any]:
     refuse(raw, "qk_layernorm")
     parameters = raw.get("rope_parameters") or {}
     return {
-        "norm": "layer",
-        "norm_eps": raw.get("layer_norm_eps", 1e-5),
-        "activation": read_activation(raw.get("hidden_act", "gelu_new")),
-        "gated_mlp": False,
+        **_plain_layers(raw, "layer_norm_eps", "hidden_act", "gelu_new"),
         "parallel_blocks": True,
         "shared_norm": True,
         "partial_rotary_factor": float(
@@ -159,13 +145,20 @@ def _phi(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _starcoder2(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "norm": "layer",
-        "norm_eps": raw.get("norm_epsilon", 1e-5),
-        "activation": read_activation(raw.get("hidden_act", "gelu_pytorch_tanh")),
-        "gated_mlp": False,
+        **_plain_layers(raw, "norm_epsilon", "hidden_act", "gelu_pytorch_tanh"),
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings", True)),
         "sliding_windows": read_windows(raw),
         **_all_biased(bool(raw.get("use_bias", True))),
+    }
+
+
+def _plain_layers(raw: Mapping[str, Any], eps: str, activation: str, default: str) -> dict[str, Any]:
+    """LayerNorm and an MLP without a gate. eps, activation: their names in config.json."""
+    return {
+        "norm": "layer",
+        "norm_eps": raw.get(eps, 1e-5),
+        "activation": read_activation(raw.get(activation, default)),
+        "gated_mlp": False,
     }
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from manylora.model.families.common import read_windows
+from manylora.model.families.common import read_biases, read_windows
 from manylora.model.families.family import ModelFamily, TensorNames
 
-LLAMA = TensorNames()
 PHI3 = TensorNames(qkv=("self_attn.qkv_proj",), up_gate=("mlp.gate_up_proj",))
 # Olmo 2 normalises the outputs of attention and MLP in place of their inputs.
 OLMO2 = TensorNames(
@@ -20,7 +19,7 @@ OLMO2 = TensorNames(
 
 
 def _llama(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_biases(raw), "mlp_bias": bool(raw.get("mlp_bias", False))}
+    return {**read_biases(raw), "mlp_bias": bool(raw.get("mlp_bias", False))}
 
 
 def _mistral(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,7 +31,7 @@ def _qwen2(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qwen3(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_biases(raw), "qk_norm": "head", "sliding_windows": _qwen_windows(raw)}
+    return {**read_biases(raw), "qk_norm": "head", "sliding_windows": _qwen_windows(raw)}
 
 
 def _granite(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,12 +45,7 @@ def _granite(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _olmo2(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_biases(raw), "qk_norm": "all"}
-
-
-def _biases(raw: Mapping[str, Any]) -> dict[str, Any]:
-    biased = bool(raw.get("attention_bias", False))
-    return {"attention_bias": biased, "attention_out_bias": biased}
+    return {**read_biases(raw), "qk_norm": "all"}
 
 
 def _qwen_windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
@@ -62,11 +56,11 @@ def _qwen_windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 FAMILIES = {
-    "LlamaForCausalLM": ModelFamily(_llama, lambda _: LLAMA),
-    "MistralForCausalLM": ModelFamily(_mistral, lambda _: LLAMA),
-    "Qwen2ForCausalLM": ModelFamily(_qwen2, lambda _: LLAMA),
-    "Qwen3ForCausalLM": ModelFamily(_qwen3, lambda _: LLAMA),
+    "LlamaForCausalLM": ModelFamily(_llama),
+    "MistralForCausalLM": ModelFamily(_mistral),
+    "Qwen2ForCausalLM": ModelFamily(_qwen2),
+    "Qwen3ForCausalLM": ModelFamily(_qwen3),
     "Phi3ForCausalLM": ModelFamily(_mistral, lambda _: PHI3),
-    "GraniteForCausalLM": ModelFamily(_granite, lambda _: LLAMA),
+    "GraniteForCausalLM": ModelFamily(_granite),
     "Olmo2ForCausalLM": ModelFamily(_olmo2, lambda _: OLMO2),
 }

@@ -7,10 +7,9 @@ from typing import Any
 
 from manylora.config.engine import MoeConfig
 from manylora.errors import ConfigError
-from manylora.model.families.common import read_windows
+from manylora.model.families.common import read_biases, read_windows
 from manylora.model.families.family import ModelFamily, TensorNames
 
-QWEN = TensorNames()
 MIXTRAL = TensorNames(sparse="block_sparse_moe", expert_up_gate=("w3", "w1"), expert_down="w2")
 
 
@@ -33,10 +32,8 @@ def _qwen2_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qwen3_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
-    biased = bool(raw.get("attention_bias", False))
     return {
-        "attention_bias": biased,
-        "attention_out_bias": biased,
+        **read_biases(raw),
         "qk_norm": "head",
         "sliding_windows": read_windows(raw) if raw.get("use_sliding_window", False) else (),
         "moe": _qwen_experts(raw),
@@ -69,6 +66,6 @@ def _checked(moe: MoeConfig) -> MoeConfig:
 
 FAMILIES = {
     "MixtralForCausalLM": ModelFamily(_mixtral, lambda _: MIXTRAL),
-    "Qwen2MoeForCausalLM": ModelFamily(_qwen2_moe, lambda _: QWEN),
-    "Qwen3MoeForCausalLM": ModelFamily(_qwen3_moe, lambda _: QWEN),
+    "Qwen2MoeForCausalLM": ModelFamily(_qwen2_moe),
+    "Qwen3MoeForCausalLM": ModelFamily(_qwen3_moe),
 }

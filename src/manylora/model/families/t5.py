@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from manylora.config.engine import EncoderConfig, ModelConfig
@@ -58,36 +59,28 @@ def _rename(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _encoder(config: ModelConfig) -> TensorNames:
-    return _names(config, "encoder.", 1, {})
-
-
-def _decoder(config: ModelConfig) -> TensorNames:
-    return _names(config, "decoder.", 2, {"cross_norm": "layer.1.layer_norm"})
-
-
-def _names(config: ModelConfig, root: str, mlp: int, norms: dict[str, str]) -> TensorNames:
-    """mlp: its index among the sublayers of a layer."""
-    dense = f"layer.{mlp}.DenseReluDense"
-    attention, cross = "layer.0.SelfAttention.", "layer.1.EncDecAttention."
+def _names(config: ModelConfig, decodes: bool) -> TensorNames:
+    """Cross-attention is the second of three sublayers of a decoder's layer."""
+    mlp = "layer.2" if decodes else "layer.1"
+    attention, dense = "layer.0.SelfAttention.", f"{mlp}.DenseReluDense"
+    norms = {"attention_norm": "layer.0.layer_norm", "mlp_norm": f"{mlp}.layer_norm"}
     return TensorNames(
-        roots=(root,),
+        roots=("decoder." if decodes else "encoder.",),
         unused=(OBSOLETE,),
-        embed="embed_tokens",
         norm="final_layer_norm",
         layers="block",
         qkv=(f"{attention}q", f"{attention}k", f"{attention}v"),
         out=f"{attention}o",
         up_gate=(f"{dense}.wi_1", f"{dense}.wi_0") if config.gated_mlp else (f"{dense}.wi",),
         down=f"{dense}.wo",
-        block_norms={
-            "attention_norm": "layer.0.layer_norm",
-            "mlp_norm": f"layer.{mlp}.layer_norm",
-            **norms,
-        },
+        block_norms={**norms, "cross_norm": "layer.1.layer_norm"} if decodes else norms,
         relative=f"block.0.{attention}relative_attention_bias",
-        cross=tuple(cross + name for name in "qkvo") if norms else (),
+        cross=tuple(f"layer.1.EncDecAttention.{name}" for name in "qkvo") if decodes else (),
     )
 
 
-FAMILIES = {"T5ForConditionalGeneration": ModelFamily(_t5, _decoder, _rename, _encoder)}
+FAMILIES = {
+    "T5ForConditionalGeneration": ModelFamily(
+        _t5, partial(_names, decodes=True), _rename, partial(_names, decodes=False)
+    )
+}

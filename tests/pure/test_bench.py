@@ -21,7 +21,7 @@ from manylora.bench.load import Answer, Record, poisson_arrivals, run_load
 from manylora.bench.memory_traffic import Traffic, mean_traffic
 from manylora.bench.popularity import POPULARITIES, spread
 from manylora.bench.prepare import normal_lengths, random_requests, uniform_lengths
-from manylora.bench.report import dataset_details, measure, percentiles, tier_figures
+from manylora.bench.report import dataset_details, issue_rate, measure, percentiles, tier_figures
 from manylora.bench.report_text import render
 from manylora.cli import COMMANDS, main
 from manylora.errors import ConfigError
@@ -164,28 +164,33 @@ RECORDS = [
 ]
 
 
+SECTIONS = ("request_info", "performance", "streaming_metrics")
+
+
 def test_every_figure_is_what_the_timings_say() -> None:
     broken = Record(request(3, 1), 9.0, 20.0, None, "no room")
-    made = measure([*RECORDS, broken], streaming=True, num_gpus=2)
-    assert (made.num_requests, made.num_failed) == (3, 1)
-    assert made.total_latency_ms == pytest.approx(2700)
-    assert made.request_throughput_req_s == pytest.approx(3 / 2.7)
-    assert made.system_output_throughput_tok_s == pytest.approx(24 / 2.7)
-    assert made.system_total_throughput_tok_s == pytest.approx(84 / 2.7)
-    assert made.output_throughput_per_gpu_tok_s == pytest.approx(12 / 2.7)
-    assert made.avg_request_latency_ms == pytest.approx((1100 + 2200 + 1000) / 3)
-    assert made.avg_num_concurrent_requests == pytest.approx(4.3 / 2.7)
-    assert made.output_throughput_per_user_tok_s == pytest.approx((11 / 1.1 + 5 / 2.2 + 8 / 1.0) / 3)
-    assert (made.avg_input_length, made.avg_output_length) == (20, 8)
-    assert made.issue_rate == pytest.approx(2.0)
-    assert made.request_latency_percentiles_ms["p50"] == pytest.approx(1100)
-    streaming = made.streaming
-    assert streaming is not None
-    assert streaming.ttft_ms["average"] == pytest.approx(200)
-    assert streaming.tpot_ms["minimum"] == pytest.approx(100)
-    assert streaming.tpot_ms["maximum"] == pytest.approx(500)
-    assert streaming.output_speed_tok_s["maximum"] == pytest.approx(10)
-    assert measure(RECORDS, streaming=False).streaming is None
+    records = [*RECORDS, broken]
+    made = measure(records, streaming=True)
+    requests, performance, streaming = (made[name] for name in SECTIONS)
+    assert (requests["num_requests"], requests["num_failed"]) == (3, 1)
+    assert requests["avg_num_concurrent_requests"] == pytest.approx(4.3 / 2.7)
+    assert (requests["avg_input_length"], requests["avg_output_length"]) == (20, 8)
+    assert performance["total_latency_ms"] == pytest.approx(2700)
+    assert performance["request_throughput_req_s"] == pytest.approx(3 / 2.7)
+    assert performance["system_output_throughput_tok_s"] == pytest.approx(24 / 2.7)
+    assert performance["system_total_throughput_tok_s"] == pytest.approx(84 / 2.7)
+    assert performance["output_throughput_per_gpu_tok_s"] == pytest.approx(24 / 2.7)
+    assert performance["avg_request_latency_ms"] == pytest.approx((1100 + 2200 + 1000) / 3)
+    per_user = (11 / 1.1 + 5 / 2.2 + 8 / 1.0) / 3
+    assert performance["output_throughput_per_user_tok_s"] == pytest.approx(per_user)
+    assert performance["request_latency_percentiles_ms"]["p50"] == pytest.approx(1100)
+    assert streaming["ttft_ms"]["average"] == pytest.approx(200)
+    assert streaming["tpot_ms"]["minimum"] == pytest.approx(100)
+    assert streaming["tpot_ms"]["maximum"] == pytest.approx(500)
+    assert streaming["output_speed_tok_s"]["maximum"] == pytest.approx(10)
+    assert issue_rate(records) == pytest.approx(2.0)
+    assert issue_rate(RECORDS[:1]) is None
+    assert measure(RECORDS, streaming=False)["streaming_metrics"] is None
     with pytest.raises(ValueError, match="no request was answered: no room"):
         measure([broken], streaming=False)
 
@@ -227,11 +232,9 @@ def test_the_ideal_ratio_is_bytes_over_bytes() -> None:
 
 
 def test_sections_come_in_upstreams_order() -> None:
-    made = measure(RECORDS, streaming=True)
     report = {
         "engine": {"model": "m"}, "machine": {}, "world_info": {"issue_rate": None},
-        "request_info": made.request_info(), "performance": made.performance(),
-        "streaming_metrics": made.streaming_metrics(), "decoding_stats": None,
+        **measure(RECORDS, streaming=True), "decoding_stats": None,
         "dataset": {"path": "d", **dataset_details(RECORDS)},
         "adapters": {
             "num_distinct": 1, "num_requests": 2, "popularity": "zipf", "tiers": tier_figures(RECORDS),

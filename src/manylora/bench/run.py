@@ -16,7 +16,7 @@ from manylora.bench.datasets import BenchRequest, adapters_of, read_dataset, wit
 from manylora.bench.load import Record, Sample, run_load
 from manylora.bench.options import BenchOptions
 from manylora.bench.popularity import spread
-from manylora.bench.report import Performance, dataset_details, measure, tier_figures
+from manylora.bench.report import dataset_details, issue_rate, measure, tier_figures
 from manylora.bench.system import SystemUnderTest, open_system
 from manylora.errors import ConfigError
 from manylora.llmapi.lora import LoRARequest
@@ -25,6 +25,7 @@ from manylora.stats import AdapterStats
 CACHE_COUNTERS = (
     "host_stores", "host_evictions", "device_loads", "device_evictions", "host_adapters", "device_adapters",
 )  # fmt: skip
+THROUGHPUT = "system_output_throughput_tok_s"
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,8 @@ def run_bench(options: BenchOptions) -> BenchResult:
             before = system.cache()
             records, samples = system.run(load, options)
             done = measure(records, streaming=options.streaming)
-            throughput = done.system_output_throughput_tok_s
             sweep.append(
-                {"num_adapters": len(adapters_of(load)), "system_output_throughput_tok_s": throughput}
+                {"num_adapters": len(adapters_of(load)), THROUGHPUT: done["performance"][THROUGHPUT]}
             )
         adapters = {
             "num_distinct": len(adapters_of(loads[-1])),
@@ -64,8 +64,9 @@ def run_bench(options: BenchOptions) -> BenchResult:
         }
         if options.compare_base and adapters["num_distinct"]:
             plain, _ = system.run(bare, options)
-            base = measure(plain, streaming=options.streaming).system_output_throughput_tok_s
-            adapters["ratio"] = {"measured": throughput / base} | system.ideal_ratio(loads[-1], samples)
+            base = measure(plain, streaming=options.streaming)["performance"][THROUGHPUT]
+            ratio = done["performance"][THROUGHPUT] / base
+            adapters["ratio"] = {"measured": ratio} | system.ideal_ratio(loads[-1], samples)
         report = _report(options, system, done, records) | {"adapters": adapters}
     return BenchResult(report, records, samples)
 
@@ -109,9 +110,8 @@ def _difference(before: AdapterStats | None, after: AdapterStats | None) -> dict
 
 
 def _report(
-    options: BenchOptions, system: SystemUnderTest, done: Performance, records: Sequence[Record]
+    options: BenchOptions, system: SystemUnderTest, done: dict[str, Any], records: Sequence[Record]
 ) -> dict[str, Any]:
-    rate = done.issue_rate
     device = {name: value for name, value in system.facts.items() if name == "device"}
     return {
         "engine": {
@@ -124,11 +124,9 @@ def _report(
         "machine": {"name": _cpu_name(), **device, "memory": _memory_gib(), "cores": os.cpu_count()},
         "world_info": {
             "tp_size": 1, "pp_size": 1, "ep_size": 1, "world_size": 1, **system.facts.get("world", {}),
-            "issue_rate": None if rate == float("inf") else rate,
+            "issue_rate": issue_rate(records),
         },
-        "request_info": done.request_info(),
-        "performance": done.performance(),
-        "streaming_metrics": done.streaming_metrics(),
+        **done,
         "decoding_stats": None,
         "dataset": {"path": str(options.dataset), **dataset_details(records)},
     }  # fmt: skip

@@ -121,7 +121,7 @@ def test_the_answers_are_those_of_generate_and_no_time_is_longer_than_the_run(tm
     data = write(tmp_path / "data", 24, 32)
     config = LoraConfig(lora_target_modules=["attn_q", "attn_k", "attn_v"], max_lora_rank=16)
     options = BenchOptions(
-        "demo", DEMO / "base", data, {"device": "cpu", "lora_config": config}, {"end_id": -1}, progress=False
+        "demo", DEMO / "base", data, {"device": "cpu", "lora_config": config}, {"end_id": -1}
     )
     started = time.perf_counter()
     outcome = run_bench(options)

@@ -67,7 +67,7 @@ INSIDE = {
         "adapters", "generation", "options", "engine_config", "service", "llm",
     ],
     "bench": [
-        "datasets", "popularity", "prepare", "load", "options", "report", "memory_traffic",
+        "datasets", "load", "options", "report", "memory_traffic",
         "report_text", "plots", "local", "remote", "triton_endpoint", "openai_endpoint", "system", "run",
     ],
     "openai": ["api", "serving", "page", "app", "options", "server"],

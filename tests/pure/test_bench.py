@@ -16,11 +16,20 @@ from pathlib import Path
 import pytest
 
 from manylora import LoRARequest
-from manylora.bench.datasets import BenchRequest, adapters_of, read_dataset, to_line, with_adapters
+from manylora.bench.datasets import (
+    POPULARITIES,
+    BenchRequest,
+    adapters_of,
+    normal_lengths,
+    random_requests,
+    read_dataset,
+    spread,
+    to_line,
+    uniform_lengths,
+    with_adapters,
+)
 from manylora.bench.load import Answer, Record, poisson_arrivals, run_load
 from manylora.bench.memory_traffic import Traffic, mean_traffic
-from manylora.bench.popularity import POPULARITIES, spread
-from manylora.bench.prepare import normal_lengths, random_requests, uniform_lengths
 from manylora.bench.report import dataset_details, issue_rate, measure, percentiles, tier_figures
 from manylora.bench.report_text import render
 from manylora.cli import COMMANDS, main

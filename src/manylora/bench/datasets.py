@@ -1,17 +1,25 @@
-"""Datasets of requests: JSON Lines, one request per line, with trtllm-bench's fields."""
+"""Datasets of requests: JSON Lines, one request per line, with trtllm-bench's fields; random ones; and which
+adapter each request asks for."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import random
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from manylora.errors import ConfigError
 from manylora.llmapi.lora import LoRARequest
 
+T = TypeVar("T")
+Lengths = Callable[[random.Random], int]
+"""Draws a number of tokens."""
+
 UNSUPPORTED = ("turns", "media_paths")
+POPULARITIES = ("distinct", "uniform", "zipf", "identical")
+ZIPF = 1.5
 
 
 @dataclass(frozen=True)
@@ -27,8 +35,7 @@ class BenchRequest:
 
 
 def read_dataset(path: Path, num_requests: int = 0) -> list[BenchRequest]:
-    """The first num_requests lines; 0: all. Raises ConfigError with the number of a wrong line, also for a
-    lora_path that does not exist."""
+    """The first num_requests lines; 0: all. Raises ConfigError, also for a lora_path that does not exist."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -80,6 +87,62 @@ def with_adapters(
 ) -> list[BenchRequest]:
     """The same requests with other adapters, one for each request."""
     return [replace(r, lora=lora) for r, lora in zip(requests, adapters, strict=True)]
+
+
+def spread(popularity: str, adapters: Sequence[T], count: int, rng: random.Random) -> list[T]:
+    """An adapter for each of `count` requests.
+
+    distinct:  round robin, so that neighbouring requests differ. identical: the first adapter for all.
+    uniform:   all are equally likely. zipf: the k-th has the weight k ** -1.5.
+    """
+    if popularity == "distinct":
+        return [adapters[i % len(adapters)] for i in range(count)]
+    if popularity == "identical":
+        return [adapters[0]] * count
+    if popularity == "uniform":
+        return rng.choices(adapters, k=count)
+    if popularity == "zipf":
+        return rng.choices(adapters, [(k + 1) ** -ZIPF for k in range(len(adapters))], k=count)
+    raise ValueError(f"popularity must be one of {', '.join(POPULARITIES)}, got {popularity!r}")
+
+
+def normal_lengths(mean: float, stdev: float) -> Lengths:
+    """In tokens, at least 1."""
+    return lambda rng: max(1, round(rng.gauss(mean, stdev)))
+
+
+def uniform_lengths(low: int, high: int) -> Lengths:
+    """In tokens, both ends included."""
+    return lambda rng: rng.randint(low, high)
+
+
+def random_requests(
+    count: int,
+    input_len: Lengths,
+    output_len: Lengths,
+    vocab_size: int,
+    rng: random.Random,
+    adapters: Sequence[LoRARequest | None] = (None,),
+    popularity: str = "uniform",
+) -> list[BenchRequest]:
+    chosen = spread(popularity, adapters, count, rng)
+    return [
+        BenchRequest(
+            task_id=number,
+            prompt=None,
+            input_ids=tuple(rng.randrange(vocab_size) for _ in range(input_len(rng))),
+            output_tokens=output_len(rng),
+            lora=lora,
+        )
+        for number, lora in enumerate(chosen)
+    ]
+
+
+def adapter_named(lora_dir: Path, adapter_id: int) -> LoRARequest | None:
+    """The adapter in <lora_dir>/<id>; None, the base model, for -1. Raises ValueError if there is none."""
+    if adapter_id == -1:
+        return None
+    return LoRARequest(f"lora_{adapter_id}", adapter_id, str(lora_dir / str(adapter_id)))
 
 
 def _request(entry: Any) -> BenchRequest:

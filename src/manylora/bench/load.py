@@ -52,8 +52,7 @@ class Target(Protocol):
 
 
 def poisson_arrivals(count: int, rate: float, rng: random.Random) -> list[float]:
-    """Arrival times of a Poisson process, in seconds from the start; the first is 0. rate: requests a
-    second."""
+    """Arrival times of a Poisson process, in seconds from the start; the first is 0. rate: per second."""
     times = [0.0]
     while len(times) < count:
         times.append(times[-1] + rng.expovariate(rate))

@@ -33,4 +33,3 @@ class BenchOptions:
     compare_base: bool = False
     keep_text: bool = False
     seed: int = 420
-    progress: bool = True

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import manylora
-from manylora.bench.datasets import BenchRequest, adapters_of, read_dataset, with_adapters
+from manylora.bench.datasets import BenchRequest, adapters_of, read_dataset, spread, with_adapters
 from manylora.bench.load import Record, Sample, run_load
 from manylora.bench.options import BenchOptions
-from manylora.bench.popularity import spread
 from manylora.bench.report import dataset_details, issue_rate, measure, tier_figures
 from manylora.bench.system import SystemUnderTest, open_system
 from manylora.errors import ConfigError

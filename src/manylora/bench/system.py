@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import random
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from manylora.bench.datasets import BenchRequest, adapters_of
@@ -91,23 +91,19 @@ def _load(target: Target, requests: list[BenchRequest], options: BenchOptions) -
     arrivals = None
     if options.request_rate:
         arrivals = poisson_arrivals(len(requests), options.request_rate, random.Random(options.seed))
-    close, advance = _progress(len(requests), options.progress)
-    try:
+    with _progress(len(requests)) as advance:
         return asyncio.run(
             run_load(target, requests, concurrency=options.concurrency, arrivals=arrivals, on_done=advance)
         )
-    finally:
-        close()
 
 
-def _progress(total: int, wanted: bool) -> tuple[Callable[[], None], Callable[[Record], None]]:
-    """Functions that close and advance the progress bar. It is shown on a terminal, where tqdm is
-    installed."""
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[Record], None]]:
+    """A function that advances the progress bar, which is shown on a terminal, where tqdm is installed."""
     try:
         tqdm = importlib.import_module("tqdm").tqdm
     except ImportError:
-        wanted = False
-    if not wanted:
-        return (lambda: None), (lambda record: None)
-    bar = tqdm(total=total, desc="Requests", dynamic_ncols=True, disable=None)
-    return bar.close, lambda record: bar.update()
+        yield lambda record: None
+        return
+    with tqdm(total=total, desc="Requests", dynamic_ncols=True, disable=None) as bar:
+        yield lambda record: bar.update()

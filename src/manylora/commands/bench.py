@@ -10,14 +10,14 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from manylora.bench.datasets import POPULARITIES
 from manylora.bench.load import Record, Sample
 from manylora.bench.options import BenchOptions
 from manylora.bench.plots import check_plot, write_plot
-from manylora.bench.popularity import POPULARITIES
 from manylora.bench.report_text import render
 from manylora.bench.run import BenchResult, run_bench
 from manylora.commands import prepare_dataset
@@ -165,25 +165,18 @@ def _plan(options: argparse.Namespace) -> BenchOptions:
                 raise ConfigError(
                     f"--{name}: such options belong to an engine in this process, not to --endpoint"
                 )
-    return BenchOptions(
-        model=options.model or str(model_dir or options.endpoint),
-        model_dir=model_dir,
-        dataset=options.dataset,
-        llm={} if options.endpoint else _llm_arguments(options),
-        sampling=_sampling(options),
-        endpoint=options.endpoint,
-        num_requests=options.num_requests,
-        warmup=options.warmup,
-        concurrency=max(0, options.concurrency),
-        streaming=options.streaming,
-        request_rate=options.request_rate,
-        popularity=options.popularity,
-        num_adapters=tuple(options.num_adapters),
-        lora_dir=options.lora_dir,
-        compare_base=options.compare_base,
-        keep_text=options.no_skip_tokenizer_init,
-        seed=options.random_seed,
-    )
+    given: dict[str, Any] = {one.name: getattr(options, one.name, None) for one in fields(BenchOptions)}
+    given |= {
+        "model": options.model or str(model_dir or options.endpoint),
+        "model_dir": model_dir,
+        "llm": {} if options.endpoint else _llm_arguments(options),
+        "sampling": _sampling(options),
+        "concurrency": max(0, options.concurrency),
+        "num_adapters": tuple(options.num_adapters),
+        "keep_text": options.no_skip_tokenizer_init,
+        "seed": options.random_seed,
+    }
+    return BenchOptions(**given)
 
 
 def _llm_arguments(options: argparse.Namespace) -> dict[str, Any]:

@@ -7,9 +7,16 @@ import random
 import sys
 from pathlib import Path
 
-from manylora.bench.datasets import to_line, write_dataset
-from manylora.bench.popularity import POPULARITIES
-from manylora.bench.prepare import Lengths, adapter_named, normal_lengths, random_requests, uniform_lengths
+from manylora.bench.datasets import (
+    POPULARITIES,
+    Lengths,
+    adapter_named,
+    normal_lengths,
+    random_requests,
+    to_line,
+    uniform_lengths,
+    write_dataset,
+)
 from manylora.errors import ConfigError
 from manylora.llmapi.lora import LoRARequest
 from manylora.text.tokenizer import Tokenizer

@@ -17,19 +17,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 import manylora
+from manylora.openai.api import schema
 from manylora.openai.api.errors import ApiError, as_api_error, invalid_value
 from manylora.openai.api.names import check_name
 from manylora.openai.api.openapi import document
-from manylora.openai.api.schema import (
-    BodyT,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    LoadRequest,
-    TokenizeRequest,
-    UnloadRequest,
-    parse,
-)
+from manylora.openai.options import ServeOptions
 from manylora.openai.page.cache_status import CacheStatus
 from manylora.openai.page.page import page_file
 from manylora.openai.serving.backend import Backend
@@ -50,11 +42,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclass(eq=False)
 class AppContext:
-    """What the routes work with.
-
-    uploads: adapters that come as request bodies. drain_s: how long unloading an adapter waits for its
-    running requests. open_metrics: /metrics needs no key. created: Unix time of the start.
-    """
+    """What the routes work with. uploads: adapters that come as request bodies. created: Unix time."""
 
     backend: Backend
     inference: Inference
@@ -62,10 +50,8 @@ class AppContext:
     hosts: HostCheck
     metrics: Metrics
     uploads: Uploads
-    max_body_bytes: int = 2**24
-    drain_s: float = 30.0
-    open_metrics: bool = False
-    created: int = 0
+    options: ServeOptions
+    created: int
 
 
 def make_app(start: Callable[[], Awaitable[AppContext]]) -> Starlette:
@@ -123,17 +109,17 @@ class _Routes:
         self.context, self._status = context, status
         self._inference = context.inference
         self._catalog = context.backend.catalog
-        self._body_memory = BodyMemory(BODIES_AT_ONCE * context.max_body_bytes)
+        self._body_memory = BodyMemory(BODIES_AT_ONCE * context.options.max_request_bytes)
         context.inference.on_disconnect = context.metrics.count_disconnect
 
     async def completions(self, request: Request) -> Response:
         key = self._key(request)
-        body = await self._body(request, CompletionRequest)
+        body = await self._body(request, schema.CompletionRequest)
         return await self._inference.complete(request, body, key)
 
     async def chat(self, request: Request) -> Response:
         key = self._key(request)
-        body = await self._body(request, ChatRequest)
+        body = await self._body(request, schema.ChatRequest)
         return await self._inference.chat(request, body, key)
 
     async def models(self, request: Request) -> Response:
@@ -160,10 +146,10 @@ class _Routes:
         self._admin(request)
         if content_type(request) == "application/octet-stream":
             return await self._load_body(request)
-        body = await self._body(request, LoadRequest)
+        body = await self._body(request, schema.LoadRequest)
         name = check_name(body.lora_name, "lora_name")
         await self._catalog.load(name, body.lora_path, replace=body.load_inplace)
-        return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
+        return _loaded(name)
 
     async def _load_body(self, request: Request) -> Response:
         uploads = self.context.uploads
@@ -178,12 +164,12 @@ class _Routes:
             )
         finally:
             uploads.drop(path)  # no effect after `place`
-        return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
+        return _loaded(name)
 
     async def unload(self, request: Request) -> Response:
         self._admin(request)
-        name = check_name((await self._body(request, UnloadRequest)).lora_name, "lora_name")
-        running = await self._catalog.unload(name, self.context.drain_s)
+        name = check_name((await self._body(request, schema.UnloadRequest)).lora_name, "lora_name")
+        running = await self._catalog.unload(name, self.context.options.drain_seconds)
         self.context.uploads.discard(name)
         if running:
             text = f"LoRA adapter {name!r} takes no more requests; {running} are still under way."
@@ -192,14 +178,14 @@ class _Routes:
 
     async def tokenize(self, request: Request) -> Response:
         self._key(request)
-        body = await self._body(request, TokenizeRequest)
+        body = await self._body(request, schema.TokenizeRequest)
         ids = await self._inference.tokenize(body)
         most = self._inference.limits.max_seq_len
         return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
         self._key(request)
-        body = await self._body(request, DetokenizeRequest)
+        body = await self._body(request, schema.DetokenizeRequest)
         return JSONResponse({"prompt": await self._inference.detokenize(body)})
 
     async def live(self, request: Request) -> Response:
@@ -216,7 +202,7 @@ class _Routes:
         return JSONResponse({"status": "healthy"})
 
     async def show_metrics(self, request: Request) -> Response:
-        if not self.context.open_metrics and not self._key(request).sees_all:
+        if not self.context.options.open_metrics and not self._key(request).sees_all:
             raise ApiError(403, "not_allowed", "Metrics name every adapter: this API key may not see them")
         states = Counter(state_of(entry) for entry in self._catalog.entries())
         stats, failures = self.context.backend.stats(), self._catalog.num_failures
@@ -247,10 +233,10 @@ class _Routes:
         if not self._key(request).admin:
             raise ApiError(403, "not_allowed", "Loading and unloading adapters needs an admin key")
 
-    async def _body(self, request: Request, kind: type[BodyT]) -> BodyT:
+    async def _body(self, request: Request, kind: type[schema.BodyT]) -> schema.BodyT:
         with self._body_memory.reserve() as grow:
-            raw = await read_body(request, self.context.max_body_bytes, grow)
-            return parse(raw, kind)
+            raw = await read_body(request, self.context.options.max_request_bytes, grow)
+            return schema.parse(raw, kind)
 
     def _base_card(self, name: str) -> dict[str, object]:
         bases, limits = self._inference.bases, self._inference.limits
@@ -259,6 +245,10 @@ class _Routes:
     def _adapter_card(self, entry: AdapterEntry, tier_of: dict[str, str]) -> dict[str, object]:
         tier = tier_of.get(entry.name, "disk")
         return adapter_card(entry, self._inference.bases[0], self.context.created, tier)
+
+
+def _loaded(name: str) -> Response:
+    return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
 
 
 def _number(request: Request, name: str) -> int:

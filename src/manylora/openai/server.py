@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,7 +61,20 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
     hosts = HostCheck(options.host, options.allowed_hosts, keys=keyring.closed)
     tokenizer = Tokenizer(options.tokenizer or options.model, options.chat_template)
     served = _in_process(options, ended) if options.triton_url is None else _through_triton(options)
-    return make_app(_starter(options, served, tokenizer, keyring, hosts))
+    created = int(time.time())
+
+    async def start() -> AppContext:
+        uploads = Uploads(options.lora_upload_bytes, options.lora_upload_dir)
+        catalog = await _open_catalog(options, served.reader, uploads.folder)
+        metrics = Metrics(options.bases[0])
+        queue = FairQueue(BATCHES_QUEUED * served.max_batch_size, options.max_queue_size)
+        backend = Backend(served.start(), catalog, queue, metrics.meter)
+        limits = Limits(served.max_seq_len, served.model.vocab_size, max_samples=served.max_batch_size)
+        fingerprint = f"fp_{options.bases[0]}"
+        inference = Inference(backend, tokenizer, served.model, limits, options.bases, fingerprint)
+        return AppContext(backend, inference, keyring, hosts, metrics, uploads, options, created)
+
+    return make_app(start)
 
 
 def run(options: ServeOptions) -> None:
@@ -100,8 +113,8 @@ def http_server(options: ServeOptions, app: Starlette, clients: Clients) -> uvic
         http=partial(BoundedHttp, clients),  # type: ignore[arg-type]
         ws="none",
         backlog=AT_ONCE,
-        ssl_certfile=_text(options.ssl_certfile),
-        ssl_keyfile=_text(options.ssl_keyfile),
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
         timeout_keep_alive=options.keep_alive_timeout,  # type: ignore[arg-type]
         timeout_graceful_shutdown=max(1, int(options.drain_seconds)),
         log_config=None,
@@ -146,9 +159,8 @@ def _in_process(options: ServeOptions, ended: Callable[[str], None]) -> _ServedM
         engine.model,
         engine.max_seq_len,
         engine.config.max_batch_size,
-        engine.adapters.parts.reader(
-            modules, narrow=False
-        ),  # what is copied to disk is checked by its digest
+        # Not narrowed: what is copied to disk is checked by its digest.
+        engine.adapters.parts.reader(modules, narrow=False),
     )
 
 
@@ -166,7 +178,6 @@ def _through_triton(options: ServeOptions) -> _ServedModel:
     )
     modules = lora_modules(model, lora.target_modules)
     read = modules_to_read(modules, options.sections.get("lora_config"))
-
     rules = AdapterRules(modules, model.num_layers, lora.rank_limit, found.half)
     return _ServedModel(
         lambda: TritonEngine(url, found),
@@ -185,8 +196,7 @@ def _through_triton(options: ServeOptions) -> _ServedModel:
 
 
 def _triton_base_weights(model_dir: Path, model: ModelConfig, parameters: Mapping[str, str]) -> BaseWeights:
-    """The base weights as Triton's engine has them, by its model's parameters (they do not give the
-    dtype)."""
+    """The base weights as Triton's engine has them, by its parameters, which do not give the dtype."""
     quant = quant_config(parameters)
     if quant is None:
         return BaseWeights(model_dir)  # does not import torch before a DoRA magnitude is read
@@ -195,48 +205,20 @@ def _triton_base_weights(model_dir: Path, model: ModelConfig, parameters: Mappin
     return BaseWeights(model_dir, EffectiveWeights(model, quant))
 
 
-def _starter(
-    options: ServeOptions, served: _ServedModel, tokenizer: Tokenizer, keyring: Keyring, hosts: HostCheck
-) -> Callable[[], Awaitable[AppContext]]:
+async def _open_catalog(
+    options: ServeOptions, reader: AdapterReader, upload_dir: Path | None
+) -> AdapterCatalog:
     folders = {Path(folder) for folder in getattr(options.sections.get("lora_config"), "lora_dir", ())}
-    created = int(time.time())
-
-    async def start() -> AppContext:
-        uploads = Uploads(options.lora_upload_bytes, options.lora_upload_dir)
-        sent = [] if uploads.folder is None else [uploads.folder]
-        catalog = AdapterCatalog(
-            served.reader,
-            [*options.lora_root, *sent],
-            [*options.lora_allowed_path, *(folder.parent for folder in folders)],
-            refresh_s=options.lora_refresh_seconds,
-            keep_bytes=options.lora_keep_bytes,
-            disk=DiskLevel(options.lora_disk_bytes, options.lora_disk_dir),
-            reserved=options.bases,
-        )
-        await catalog.start()
-        for folder in sorted(folders):
-            await catalog.load(folder.name, str(folder.resolve()), replace=True)
-        metrics = Metrics(options.bases[0])
-        queue = FairQueue(BATCHES_QUEUED * served.max_batch_size, options.max_queue_size)
-        made = Backend(served.start(), catalog, queue, metrics.meter)
-        limits = Limits(served.max_seq_len, served.model.vocab_size, max_samples=served.max_batch_size)
-        base = options.bases[0]
-        inference = Inference(made, tokenizer, served.model, limits, options.bases, f"fp_{base}")
-        return AppContext(
-            made,
-            inference,
-            keyring,
-            hosts,
-            metrics,
-            uploads,
-            max_body_bytes=options.max_request_bytes,
-            drain_s=options.drain_seconds,
-            open_metrics=options.open_metrics,
-            created=created,
-        )
-
-    return start
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
+    catalog = AdapterCatalog(
+        reader,
+        [*options.lora_root, *([upload_dir] if upload_dir else ())],
+        [*options.lora_allowed_path, *(folder.parent for folder in folders)],
+        refresh_s=options.lora_refresh_seconds,
+        keep_bytes=options.lora_keep_bytes,
+        disk=DiskLevel(options.lora_disk_bytes, options.lora_disk_dir),
+        reserved=options.bases,
+    )
+    await catalog.start()
+    for folder in sorted(folders):
+        await catalog.load(folder.name, str(folder.resolve()), replace=True)
+    return catalog

@@ -25,8 +25,7 @@ class TokenLogprob:
 def output_logprobs(
     output: CompletionOutput, alternatives: Sequence[TokenLogprob], start: int = 0
 ) -> list[TokenLogprob]:
-    """For the output's tokens from `start` on. alternatives: one for each token so far, where the request
-    asks for them; else empty."""
+    """For the output's tokens from `start` on. alternatives: for each token so far, or empty."""
     if alternatives:
         return list(alternatives[start : len(output.token_ids)])
     ids, known = output.token_ids[start:], (output.logprobs or [])[start:]
@@ -57,8 +56,7 @@ def chat_logprobs(tokens: Sequence[TokenLogprob], tokenizer: Tokenizer) -> dict[
 def completion_logprobs(
     tokens: Sequence[TokenLogprob], tokenizer: Tokenizer, top: int, offset: int = 0
 ) -> dict[str, Any]:
-    """The `logprobs` object of a completion choice. offset: of the first token in the choice's text, in
-    characters."""
+    """The `logprobs` object of a completion choice. offset: of the first token, in the choice's text."""
     texts = [tokenizer.decode([one.token_id], skip_special_tokens=False) for one in tokens]
     offsets = []
     for text in texts:

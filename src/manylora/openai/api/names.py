@@ -10,8 +10,7 @@ NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 
 
 def is_name(name: str) -> bool:
-    """Whether it is allowed. As a path it is relative and has no empty, "." or ".." part, so it cannot lead
-    out of a root folder."""
+    """Whether it is allowed. As a path it has no empty, "." or ".." part: it cannot lead out of a root."""
     parts = name.split("/")
     return bool(NAME.fullmatch(name)) and ".." not in name and "" not in parts and "." not in parts
 

@@ -9,22 +9,15 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import manylora
-from manylora.openai.api.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    LoadRequest,
-    TokenizeRequest,
-    UnloadRequest,
-)
+from manylora.openai.api import schema
 
 BODIES: dict[str, type[BaseModel]] = {
-    "completions": CompletionRequest,
-    "chat": ChatRequest,
-    "load": LoadRequest,
-    "unload": UnloadRequest,
-    "tokenize": TokenizeRequest,
-    "detokenize": DetokenizeRequest,
+    "completions": schema.CompletionRequest,
+    "chat": schema.ChatRequest,
+    "load": schema.LoadRequest,
+    "unload": schema.UnloadRequest,
+    "tokenize": schema.TokenizeRequest,
+    "detokenize": schema.DetokenizeRequest,
 }
 ERROR = {
     "type": "object",
@@ -73,8 +66,8 @@ def _operation(name: str, path: str) -> dict[str, Any]:
     if "{name}" in path:
         found["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
     if name in BODIES:
-        schema = {"$ref": f"#/components/schemas/{BODIES[name].__name__}"}
-        content: dict[str, Any] = {"application/json": {"schema": schema}}
+        reference = {"$ref": f"#/components/schemas/{BODIES[name].__name__}"}
+        content: dict[str, Any] = {"application/json": {"schema": reference}}
         if name == "load":  # the body may be the adapter's file
             content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
             found["parameters"] = [

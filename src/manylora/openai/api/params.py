@@ -82,8 +82,7 @@ def plan(
     limits: Limits,
     shared: Shared | None = None,
 ) -> Plan:
-    """num_prompt: tokens of the prompt. shared: None computes it. Raises ApiError, and what `decoding_of`
-    raises."""
+    """num_prompt: its tokens. shared: None computes it. Raises ApiError, and what `decoding_of` raises."""
     shared = shared or shared_of(body, limits)
     top = _num_alternatives(body)
     echo = isinstance(body, CompletionRequest) and body.echo

@@ -22,8 +22,7 @@ REST = "rest"
 
 
 class CacheStatus:
-    """Belongs to the event loop it is made on. The engine makes its cache map only when a page asks for
-    it."""
+    """Belongs to the event loop it is made on. The engine makes a cache map only when a page asks for it."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -38,8 +37,7 @@ class CacheStatus:
         self._sampler.cancel()
 
     async def snapshot(self, key: ApiKey, changes_after: int, points_after: int) -> dict[str, Any]:
-        """The JSON body of GET /v1/cache, with what the key may see. Only changes and points with larger
-        numbers than those given."""
+        """The body of GET /v1/cache: what the key may see; changes and points after the given numbers."""
         found = await self._fresh_map()
         history, stats = self._backend.history, self._backend.engine_stats()
         counts = stats.adapters

@@ -91,9 +91,8 @@ class Backend:
         self.catalog, self.queue = catalog, queue
         self._engine, self._meter = engine, meter
         self.history = History()
-        self._carrying: Counter[int] = (
-            Counter()
-        )  # task ids whose tensors are being sent, with the number of requests
+        # Requests that are sending the tensors of a task id.
+        self._carrying: Counter[int] = Counter()
         self._events: EventQueue[tuple[Call, Event]] = EventQueue(asyncio.get_running_loop(), self._take)
         engine.on_events(self._events.wake)
         self._open: set[Call] = set()

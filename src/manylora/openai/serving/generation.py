@@ -81,9 +81,8 @@ class GenerationState:
             output = self._outputs[event.sequence_index]
             output.extend(event.token_ids, event.log_probs, event.finish_reason)
             if event.last:
-                for (
-                    other
-                ) in self._outputs:  # a request cancelled before it began has no event for each output
+                # A request that is cancelled before it began has no event for each output.
+                for other in self._outputs:
                     other.extend((), (), event.finish_reason or FinishReason.CANCELLED)
             if output.finish_reason is not None:
                 self.complete = all(one.finish_reason is not None for one in self._outputs)

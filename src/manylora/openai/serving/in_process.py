@@ -9,8 +9,6 @@ from collections.abc import Callable
 from manylora.engine.engine import Engine
 from manylora.engine.loop import EngineLoop
 from manylora.openai.serving.backend import Wake
-from manylora.request import Request, Sink
-from manylora.stats import CacheMap, EngineStats
 
 WATCH_S = 0.25
 STALLED_S = 30.0  # without progress, after which the engine is not ready
@@ -26,9 +24,11 @@ class InProcessEngine:
     def __init__(
         self, engine: Engine, hang_s: float = 0.0, ended: Callable[[str], None] = lambda reason: None
     ) -> None:
-        self._adapters = engine.adapters
         self._wake: Wake = lambda: None
-        self._loop = EngineLoop(engine, lambda: self._wake())
+        self._loop = loop = EngineLoop(engine, lambda: self._wake())
+        self.resident = engine.adapters.resident
+        self.submit, self.cancel = loop.submit, loop.cancel
+        self.stats, self.cache_map = loop.stats, loop.cache_map
         self._hang_s, self._ended = hang_s, ended
         self._stalled_s = 0.0
         self._closed = threading.Event()
@@ -50,21 +50,6 @@ class InProcessEngine:
     @property
     def alive(self) -> bool:
         return self._loop.alive and self._stalled_s < STALLED_S
-
-    def resident(self, task_id: int) -> bool:
-        return self._adapters.resident(task_id)
-
-    def submit(self, request: Request, sink: Sink) -> int:
-        return self._loop.submit(request, sink)
-
-    def cancel(self, ticket: int) -> None:
-        self._loop.cancel(ticket)
-
-    def stats(self) -> EngineStats:
-        return self._loop.stats()
-
-    def cache_map(self, take: Callable[[CacheMap | None], None]) -> None:
-        self._loop.cache_map(take)
 
     async def close(self) -> None:
         self._closed.set()

@@ -38,8 +38,7 @@ Result = TypeVar("Result")
 
 
 class Inference:
-    """bases: names of the base model, the first is used in responses. fingerprint: identifies the base
-    model."""
+    """bases: names of the base model; responses use the first. fingerprint: identifies the base model."""
 
     def __init__(
         self,
@@ -53,9 +52,8 @@ class Inference:
         self.backend, self.tokenizer, self.limits, self.bases = backend, tokenizer, limits, bases
         self._model, self._fingerprint = model, fingerprint
         self._lanes = TextThreads()
-        self.on_disconnect: Callable[[], None] = lambda: (
-            None
-        )  # called when a client disconnects during a stream
+        # Called when a client disconnects during a stream.
+        self.on_disconnect: Callable[[], None] = lambda: None
 
     async def chat(self, request: Request, body: ChatRequest, key: ApiKey) -> Response:
         text = await self._render(body.messages, tool_use(body))

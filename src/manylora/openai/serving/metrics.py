@@ -32,8 +32,7 @@ HTTP_METRICS = {
 
 
 class Metrics:
-    """Counters and histograms of finished requests; `render` adds gauges. Event loop only. model: its
-    name."""
+    """Counters and histograms of finished requests; `render` adds gauges. Event loop only."""
 
     def __init__(self, model: str) -> None:
         self._model = (("model_name", model),)
@@ -62,8 +61,7 @@ class Metrics:
                 self._counters[sample.family][sample.labels] += sample.value
 
     def render(self, stats: EngineStats, states: Mapping[str, int], failures: Mapping[str, int]) -> str:
-        """states: number of adapters in the catalog by state. failures: to read one, by code, since the
-        start."""
+        """states: number of adapters in the catalog by state. failures: to read one, by code."""
         samples: dict[str, list[tuple[Labels, float]]] = defaultdict(list)
         for one in [*_engine(stats), *self._gateway(stats), *_catalog(states, failures)]:
             samples[one.family].append((one.labels, one.value))

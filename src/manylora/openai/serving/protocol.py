@@ -211,8 +211,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._refuse(ApiError(408, "request_timeout", reason))
 
     def _refuse(self, error: ApiError) -> None:
-        """Close the connection, with an error response unless the client would take it for another
-        request's."""
+        """Close the connection, with an error response unless it would seem to be another request's."""
         logger.debug("a connection is closed %s: %s", self._state, error.message)
         self._ended = True
         self._stop_timer()

@@ -130,8 +130,7 @@ class ResponseBuilder:
 
 
 class ChatResponse(ResponseBuilder):
-    """use: the tools that the model may call. expanded_prompt: the chat template's text, where it is asked
-    for."""
+    """use: the tools that the model may call. expanded_prompt: the chat template's text, if asked for."""
 
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 

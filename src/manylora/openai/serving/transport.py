@@ -61,8 +61,7 @@ class BodyMemory:
 
 
 async def read_body(request: Request, max_bytes: int, grow: Callable[[int], None]) -> bytearray:
-    """grow: of `BodyMemory.reserve`. Raises ApiError: 413 over the limit, 415 for another content type than
-    JSON."""
+    """grow: of `BodyMemory.reserve`. Raises ApiError: 413 over the limit, 415 where it is not JSON."""
     if content_type(request) != "application/json":
         raise ApiError(415, "unsupported_media_type", "The Content-Type must be application/json")
     too_large = ApiError(413, "request_too_large", f"The body must have at most {max_bytes} bytes")
@@ -91,8 +90,7 @@ def watch(receive: Receive, on_disconnect: Callable[[], None]) -> asyncio.Task[N
 
 
 class EventStream(Response):
-    """A response of server-sent events. watcher: of `watch`; cancelled at the end. close: called at the
-    end."""
+    """A response of server-sent events. At its end the watcher is cancelled, and `close` called."""
 
     media_type = "text/event-stream"
 

@@ -31,11 +31,7 @@ def choose_adapter(
 
     Raises ApiError 400, naming both fields when two of them disagree.
     """
-    choices = [
-        *_by_names(body),
-        *_by_path(body, known, name_of_path),
-        *_by_lora_request(body, known, name_of_path),
-    ]
+    choices = list(_by_other_fields(body, known, name_of_path))
     choices = [*_by_model(body.model, bases, known, others=bool(choices)), *choices]
     for other in choices[1:]:
         if other.name != choices[0].name:
@@ -62,31 +58,21 @@ def _by_model(
     yield AdapterChoice("model", check_name(model, "model"))
 
 
-def _by_names(body: GenerationRequest) -> Iterator[AdapterChoice]:
+def _by_other_fields(
+    body: GenerationRequest, known: Callable[[str], bool], name_of_path: Callable[[str], str]
+) -> Iterator[AdapterChoice]:
     for field in ("lora_model", "adapter_id"):
         name = getattr(body, field)
         if name is not None:
             yield AdapterChoice(field, check_name(name, field))
-
-
-def _by_path(
-    body: GenerationRequest, known: Callable[[str], bool], name_of_path: Callable[[str], str]
-) -> Iterator[AdapterChoice]:
-    """SGLang's field: a name or a path."""
-    path = body.lora_path
-    if path is not None:
+    path, lora = body.lora_path, body.lora_request
+    if path is not None:  # SGLang's field: a name or a path
         yield AdapterChoice("lora_path", path if is_name(path) and known(path) else name_of_path(path))
-
-
-def _by_lora_request(
-    body: GenerationRequest, known: Callable[[str], bool], name_of_path: Callable[[str], str]
-) -> Iterator[AdapterChoice]:
-    """With a path, a name that no adapter has is only the client's label."""
-    lora = body.lora_request
     if lora is None:
         return
     if lora.lora_path is None and lora.lora_name is None:
         raise ApiError(400, "missing_field", "lora_request needs a lora_name or a lora_path", "lora_request")
+    # With a path, a name that no adapter has is only the client's label.
     if lora.lora_name is not None and (lora.lora_path is None or known(lora.lora_name)):
         field = "lora_request.lora_name"
         yield AdapterChoice(field, check_name(lora.lora_name, field), lora.lora_ckpt_source)

@@ -13,7 +13,7 @@ from manylora.config.engine import ModelConfig
 from manylora.llmapi.decoding import Decoding, decoding_of
 from manylora.llmapi.sampling import SamplingParams
 from manylora.openai.api.errors import ApiError, invalid_value, unsupported_field
-from manylora.openai.api.schema import ChatRequest, CompletionRequest, GenerationRequest, ResponseFormat
+from manylora.openai.api.schema import ChatRequest, CompletionRequest, GenerationRequest
 from manylora.openai.api.tools import json_guide, tool_use
 from manylora.request import Guide
 from manylora.text.tokenizer import Tokenizer
@@ -131,8 +131,12 @@ def _check_samples(body: GenerationRequest, limits: Limits) -> None:
         raise invalid_value(f"{name} must be at most max_batch_size ({limits.max_samples})", name)
 
 
-def guide_of(wanted: ResponseFormat | None) -> Guide | None:
-    """Raises ApiError when a field that the type needs is missing."""
+def _guide(body: GenerationRequest) -> Guide | None:
+    """Of tools, else of response_format. Raises ApiError when a field that its type needs is missing."""
+    use = tool_use(body) if isinstance(body, ChatRequest) else None
+    if use is not None:
+        return use.guide()
+    wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
@@ -148,11 +152,6 @@ def guide_of(wanted: ResponseFormat | None) -> Guide | None:
     if text is None:
         raise ApiError(400, "missing_field", f"response_format.{field} is required", "response_format")
     return Guide(kind, text if isinstance(text, str) else json.dumps(text))
-
-
-def _guide(body: GenerationRequest) -> Guide | None:
-    use = tool_use(body) if isinstance(body, ChatRequest) else None
-    return guide_of(body.response_format) if use is None else use.guide()
 
 
 def _num_alternatives(body: GenerationRequest) -> int | None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ logger = logging.getLogger("manylora")
 Result = TypeVar("Result")
 
 RETRY_S = 0.05  # before files that change are read again
-MAX_QUIET_S = 1.0  # files that change are left alone for so long after the last change
+MAX_QUIET_S = 1.0  # after the last change of files, before they are read
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class AdapterEntry:
     name: str
     path: Path
     scanned: bool  # found below a root: goes when its files go
-    seen: Fingerprint = ()
-    seen_at: float = 0.0
+    found: Fingerprint = ()  # of its files, at the last scan
+    changed_at: float = field(default_factory=time.monotonic)  # when `found` changed
     tried: Fingerprint = ()  # what the last reading began with
     version: Version | None = None
     problem: ApiError | None = None
@@ -66,7 +67,7 @@ class AdapterCatalog:
     """Belongs to the event loop; files are read on threads of its own, each adapter once at a time.
 
     roots:      scanned for adapters. allowed: more folders that adapters may be named in by path.
-    refresh_s:  between two looks at the roots is half of this, so what changed serves within it.
+    refresh_s:  within which a changed adapter serves; the roots are scanned twice in it.
     keep_bytes: tensors held in memory beside the engine's cache.
     disk:       copies of what was read, so that a version outlives its files.
     reserved:   names that no adapter may have.
@@ -90,15 +91,15 @@ class AdapterCatalog:
         self._quiet_s = min(MAX_QUIET_S, refresh_s / 4)
         self._reserved = reserved
         self._entries: dict[str, AdapterEntry] = {}
-        self._unloaded: dict[str, Fingerprint] = {}  # by hand; stays away until its files change
+        self._unloaded: dict[str, Fingerprint] = {}  # by request; not loaded again until the files change
         self._memory = MemoryLevel(keep_bytes)
         self.disk = disk or DiskLevel(0)
         self._files = ThreadPoolExecutor(2, "manylora-catalog", lower_priority)
         self._watching: asyncio.Task[None] | None = None
-        self.num_failures: dict[str, int] = {}  # by code
+        self.num_failures: Counter[str] = Counter()  # by code
 
     async def start(self) -> None:
-        """Look for the first time, and begin to watch."""
+        """Scan the roots for the first time, and begin to watch them."""
         await self._scan(first=True)
         self._watching = asyncio.create_task(self._watch())
 
@@ -125,7 +126,7 @@ class AdapterCatalog:
         return [e.name for e in self._entries.values() if e.version and e.version.task_id == task_id]
 
     def name_of_path(self, given: str) -> str:
-        """The name of the adapter at a path below the allowed folders; it is entered if it is new there.
+        """The name of the adapter at a path below the allowed folders; a new one is added to the catalog.
 
         Raises ApiError, the same one for a path outside and for one where nothing is.
         """
@@ -136,11 +137,11 @@ class AdapterCatalog:
         name = str(path.relative_to(root).with_suffix("") if path.is_file() else path.relative_to(root))
         if not is_name(name) or name in self._reserved or name in self._entries:
             raise ApiError(400, "invalid_adapter_name", "lora_path leads to no usable name", "lora_path")
-        self._entries[name] = self._new_entry(name, Found(path, fingerprint(path)), scanned=False)
+        self._entries[name] = AdapterEntry(name, path, scanned=False, found=fingerprint(path))
         return name
 
     async def version(self, name: str, *, fresh: bool = False) -> Version:
-        """What the name means now; waits for its first reading. fresh: what its files hold this moment.
+        """The current version of an adapter; waits for its first reading. fresh: checks its files now.
 
         Raises ApiError: 404 for an unknown name, 422 when there never was a good version.
         """
@@ -197,7 +198,7 @@ class AdapterCatalog:
             entry.closed.set()
 
     def check_new(self, name: str, *, replace: bool) -> None:
-        """Whether an adapter of this name may be entered by hand. Raises ApiError."""
+        """Whether a request may load an adapter of this name. Raises ApiError."""
         if name in self._reserved:
             raise ApiError(400, "invalid_adapter_name", f"{name!r} is the base model", "lora_name")
         if name in self._entries and not replace:
@@ -211,19 +212,19 @@ class AdapterCatalog:
     async def load(
         self, name: str, given: str, *, replace: bool, move: Callable[[Path], Path] | None = None
     ) -> None:
-        """Enter an adapter by hand. Raises ApiError; then nothing has changed.
+        """Add an adapter on request. Raises ApiError; then nothing has changed.
 
-        move: called with its path once the adapter was read and is good; gives the path that it has then.
+        move: called with its path once the adapter was read without an error; returns its final path.
         """
         path, _ = self._below_roots(given)
         self.check_new(name, replace=replace)
         old = self._entries.get(name)
-        entry = self._new_entry(name, Found(path, await self._on_thread(fingerprint, path)), scanned=False)
+        entry = AdapterEntry(name, path, scanned=False, found=await self._on_thread(fingerprint, path))
         await self._read(entry)
         if move is not None:
             self.check_new(name, replace=replace)  # another may have come while this was read
             entry.path = move(path)
-            entry.seen = entry.tried = await self._on_thread(fingerprint, entry.path)
+            entry.found = entry.tried = await self._on_thread(fingerprint, entry.path)
         if old is not None and old.scanned and old.path == entry.path:
             entry.scanned = True
         self._unloaded.pop(name, None)
@@ -234,7 +235,7 @@ class AdapterCatalog:
         entry = self._entries.pop(name, None)
         if entry is None:
             raise ApiError(404, "adapter_not_found", f"adapter {name!r} does not exist", "lora_name")
-        self._unloaded[name] = entry.seen
+        self._unloaded[name] = entry.found
         if entry.num_open:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(entry.closed.wait(), timeout_s)
@@ -256,12 +257,9 @@ class AdapterCatalog:
                 return path, root
         raise refused
 
-    def _new_entry(self, name: str, found: Found, *, scanned: bool) -> AdapterEntry:
-        return AdapterEntry(name, found.path, scanned, found.fingerprint, time.monotonic())
-
     def _note_files(self, entry: AdapterEntry, now: Fingerprint) -> None:
-        if now != entry.seen:
-            entry.seen, entry.seen_at = now, time.monotonic()
+        if now != entry.found:
+            entry.found, entry.changed_at = now, time.monotonic()
 
     async def _watch(self) -> None:
         while True:
@@ -269,19 +267,19 @@ class AdapterCatalog:
                 await self._scan(first=False)
                 await self._read_changed()
             except Exception:
-                logger.exception("looking at the lora roots failed")
+                logger.exception("scanning the lora roots failed")
             await asyncio.sleep(self._refresh_s / 2)
 
     async def _scan(self, *, first: bool) -> None:
-        known = {entry.path: entry.seen for entry in self._entries.values()}
+        known = {entry.path: entry.found for entry in self._entries.values()}
         found: dict[str, Found] = {}
-        whole = True
+        complete = True
         for root in self._roots:
             try:
                 below = await self._on_thread(find_adapters, root, known, self._allowed)
-            except Exception as error:  # the other roots are looked at, and nobody is withdrawn for it
-                logger.warning("lora root: it cannot be looked at now: %s", error)
-                whole = False
+            except Exception as error:  # the other roots are scanned, and no adapter is withdrawn
+                logger.warning("lora root: it cannot be scanned now: %s", error)
+                complete = False
                 continue
             for name, one in below.items():
                 if name not in self._reserved:
@@ -291,8 +289,8 @@ class AdapterCatalog:
         for entry in list(self._entries.values()):
             if not entry.scanned:
                 with contextlib.suppress(OSError):
-                    self._note_files(entry, await self._on_thread(fingerprint, entry.path) or entry.seen)
-            elif entry.name not in found and whole:
+                    self._note_files(entry, await self._on_thread(fingerprint, entry.path) or entry.found)
+            elif entry.name not in found and complete:
                 self._note_missing(entry)
         if first:
             logger.info("%d adapters below the lora roots", len(self._entries))
@@ -303,14 +301,14 @@ class AdapterCatalog:
         self._unloaded.pop(name, None)
         entry = self._entries.get(name)
         if entry is None:
-            self._entries[name] = self._new_entry(name, found, scanned=True)
+            self._entries[name] = AdapterEntry(name, found.path, scanned=True, found=found.fingerprint)
         elif entry.scanned:
             entry.missing_since = None
             entry.path = found.path
             self._note_files(entry, found.fingerprint)
 
     def _note_missing(self, entry: AdapterEntry) -> None:
-        """Gone for good, or about to be put in place anew: that is known at a later look."""
+        """Removed, or about to be replaced: a later scan decides."""
         now = time.monotonic()
         if entry.missing_since is None:
             entry.missing_since = now
@@ -319,15 +317,15 @@ class AdapterCatalog:
             del self._entries[entry.name]
 
     async def _read_changed(self) -> None:
-        """One after the other: requests that need an adapter now overtake."""
+        """One after the other, so that requests that need an adapter at once do not wait for all of them."""
         for entry in list(self._entries.values()):
-            still = time.monotonic() - entry.seen_at >= self._quiet_s or not entry.tried
-            if entry.seen and entry.seen != entry.tried and still and entry.missing_since is None:
+            quiet = time.monotonic() - entry.changed_at >= self._quiet_s or not entry.tried
+            if entry.found and entry.found != entry.tried and quiet and entry.missing_since is None:
                 try:
                     await self._read(entry)
                 except ApiError:
                     pass
-                except Exception:  # the next one is not kept waiting by it
+                except Exception:  # the next ones are still read
                     logger.exception("reading adapter %s failed", entry.name)
 
     async def _read(self, entry: AdapterEntry) -> ReadAdapter:
@@ -342,17 +340,10 @@ class AdapterCatalog:
         try:
             try:
                 read = await self._read_quiet(entry)
-            except (AdapterError, OSError) as error:
-                passing = is_passing(error) or is_passing(error.__cause__)
-                reason = str(error) if isinstance(error, AdapterError) else "its files cannot be read"
-                problem = self._unreadable_now(entry) if passing else adapter_problem(entry.name, reason)
-                raise self._report(entry, problem) from error
             except ApiError:
                 raise
             except Exception as error:
-                logger.exception("reading adapter %s failed", entry.name)
-                problem = adapter_problem(entry.name, f"its files cannot be read: {type(error).__name__}")
-                raise self._report(entry, problem) from error
+                raise self._report(entry, self._problem(entry, error)) from error
             self._set_version(entry, read)
             if isinstance(read.adapter, Adapter):
                 self._memory.put(read.adapter, self._orphans())
@@ -362,7 +353,7 @@ class AdapterCatalog:
             entry.reading = None
 
     async def _read_quiet(self, entry: AdapterEntry) -> ReadAdapter:
-        """Files that somebody is writing are read again until they rest. Raises AdapterError, ApiError."""
+        """Files that are being written are read until they stay unchanged. Raises AdapterError, ApiError."""
         give_up = time.monotonic() + 2 * self._quiet_s + 1
         while True:
             entry.tried = before = await self._on_thread(fingerprint, entry.path)
@@ -390,20 +381,25 @@ class AdapterCatalog:
             logger.info("adapter %s: %s, rank %d, %s", entry.name, facts.kind, facts.rank, digest[:12])
         entry.problem = None
 
-    def _unreadable_now(self, entry: AdapterEntry) -> ApiError:
-        """The files may be as good as ever: they are read again at the next look."""
-        entry.tried = ()
-        reason = f"adapter {entry.name!r} cannot be read at the moment, try again"
-        return ApiError(503, "adapter_unreadable", reason, "model", retry_after=1)
+    def _problem(self, entry: AdapterEntry, error: Exception) -> ApiError:
+        """An error while its files were read. After a temporary one the next scan reads them again."""
+        of_files = isinstance(error, AdapterError | OSError)
+        if of_files and (is_passing(error) or is_passing(error.__cause__)):
+            entry.tried = ()
+            reason = f"adapter {entry.name!r} cannot be read at the moment, try again"
+            return ApiError(503, "adapter_unreadable", reason, "model", retry_after=1)
+        reason = str(error) if isinstance(error, AdapterError) else "its files cannot be read"
+        if not of_files:
+            logger.exception("reading adapter %s failed", entry.name)
+            reason += f": {type(error).__name__}"
+        return adapter_problem(entry.name, reason)
 
     def _report(self, entry: AdapterEntry, problem: ApiError) -> ApiError:
-        self.num_failures[problem.code] = self.num_failures.get(problem.code, 0) + 1
-        known = entry.problem is not None and entry.problem.message == problem.message
+        self.num_failures[problem.code] += 1
+        if entry.problem is None or entry.problem.message != problem.message:
+            goes_on = "; its last good version goes on serving" if entry.version else ""
+            logger.warning("%s%s", problem.message, goes_on)
         entry.problem = problem
-        if known:
-            return problem
-        goes_on = "; its last good version goes on serving" if entry.version else ""
-        logger.warning("%s%s", problem.message, goes_on)
         return problem
 
     def _orphans(self) -> set[str]:

@@ -10,37 +10,28 @@ from manylora.stats import EngineStats
 
 def base_card(name: str, base: str, created: int, max_seq_len: int) -> dict[str, Any]:
     """name: one of the base model's names; base: the first of them."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "manylora",
-        "root": base,
-        "parent": None,
-        "max_model_len": max_seq_len,
-    }
+    return _card(name, created, base, None) | {"max_model_len": max_seq_len}
 
 
 def adapter_card(entry: AdapterEntry, base: str, created: int, tier: str) -> dict[str, Any]:
     """rank, digest and sizes are null until the adapter's files have been read."""
-    version = entry.version
-    card: dict[str, Any] = {
-        "id": entry.name,
-        "object": "model",
-        "created": version.created if version else created,
-        "owned_by": "manylora",
-        "root": entry.name,
-        "parent": base,
-        "rank": version.facts.rank if version else None,
-        "dtype": version.facts.dtype if version else None,
-        "format": version.facts.kind if version else None,
-        "digest": version.digest if version else None,
-        "bytes": version.facts.num_bytes if version else None,
+    version, facts = entry.version, entry.version and entry.version.facts
+    card = _card(entry.name, version.created if version else created, entry.name, base) | {
+        "rank": facts and facts.rank,
+        "dtype": facts and facts.dtype,
+        "format": facts and facts.kind,
+        "digest": version and version.digest,
+        "bytes": facts and facts.num_bytes,
         "tier": tier,
     }
     if entry.problem is not None:
         card["problem"] = {"code": entry.problem.code, "message": entry.problem.message}
     return card
+
+
+def _card(name: str, created: int, root: str, parent: str | None) -> dict[str, Any]:
+    common = {"id": name, "object": "model", "created": created, "owned_by": "manylora"}
+    return common | {"root": root, "parent": parent}
 
 
 def tiers(stats: EngineStats) -> dict[str, str]:

@@ -102,11 +102,6 @@ class TritonModel:
     def half(self) -> bool:
         return self.inputs.get("lora_weights") == "FP16"
 
-    @property
-    def ours(self) -> bool:
-        """Whether it is our model, with its additional inputs."""
-        return "finish_reason" in self.outputs
-
     def tensors(self, request: Request) -> dict[str, np.ndarray]:
         """The input tensors of a request. Raises ApiError for inputs that the model does not have: Triton
         would refuse them too, but would leak a reference to the model."""
@@ -138,7 +133,8 @@ class TritonModel:
         """Refuse what NVIDIA's model would silently ignore."""
         if params.num_return_sequences > 1 and not self.decoupled:
             raise unsupported_field("n above 1 needs a decoupled Triton model", "n")
-        if params.guide is not None and params.guide.type in MANYLORA_GUIDES and not self.ours:
+        ours = "finish_reason" in self.outputs
+        if params.guide is not None and params.guide.type in MANYLORA_GUIDES and not ours:
             reason = f"The Triton model behind this server knows no {params.guide.type}"
             raise unsupported_field(reason, "response_format")
 

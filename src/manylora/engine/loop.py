@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from manylora.config.engine import EngineConfig
 from manylora.engine.engine import Engine, Prepared
@@ -23,6 +23,9 @@ from manylora.errors import (
 from manylora.request import Event, FinishReason, Request, Sink
 from manylora.stats import CacheMap, EngineStats
 from manylora.system.thread_priority import lower_priority
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 logger = logging.getLogger("manylora")
 
@@ -159,7 +162,7 @@ class EngineLoop:
         if not self._thread.is_alive():
             self._engine.adapters.close()
 
-    def _dispatch(self, ticket: int, request: Request, matcher: Any = None) -> None:
+    def _dispatch(self, ticket: int, request: Request, matcher: LLMatcher | None = None) -> None:
         """Hand a request to the thread that is next. Under the lock: so no thread ends between."""
         if request.params.guide is not None and matcher is None:
             self._num_preparing += 1
@@ -168,7 +171,7 @@ class EngineLoop:
             self._inbox.put(lambda: self._begin(ticket, request, matcher))
 
     def _compile(self, ticket: int, request: Request) -> None:
-        matcher: Any = None
+        matcher: LLMatcher | None = None
         failure: RequestError | None = None
         if ticket in self._sinks:  # else it was cancelled
             try:
@@ -182,7 +185,7 @@ class EngineLoop:
         if failure is not None:
             self._inbox.put(lambda: self._admit(ticket, failure))
 
-    def _enter_preparation(self, ticket: int, request: Request, matcher: Any) -> bool:
+    def _enter_preparation(self, ticket: int, request: Request, matcher: LLMatcher | None) -> bool:
         """Hand a request to the preparing thread, if that goes first. Requests of a task id keep their order.
         Under the lock."""
         lora = request.lora
@@ -199,7 +202,7 @@ class EngineLoop:
         self._preparing[lora.task_id] = preparing + 1
         return True
 
-    def _prepare(self, ticket: int, request: Request, matcher: Any) -> None:
+    def _prepare(self, ticket: int, request: Request, matcher: LLMatcher | None) -> None:
         assert request.lora is not None and request.lora.task_id is not None
         task_id = request.lora.task_id
         prepared: Prepared | RequestError = Prepared(request, None, matcher)
@@ -261,7 +264,7 @@ class EngineLoop:
     def _take_stats(self) -> None:
         self._stats, self._stats_at = self._engine.stats(), time.monotonic()
 
-    def _begin(self, ticket: int, request: Request, matcher: Any) -> None:
+    def _begin(self, ticket: int, request: Request, matcher: LLMatcher | None) -> None:
         if ticket not in self._sinks:  # cancelled
             return
         with self._lock:
@@ -288,7 +291,7 @@ class EngineLoop:
     def _show_map(self, take: Callable[[CacheMap], None]) -> None:
         try:
             take(self._engine.adapters.view.map())
-        except Exception:  # only somebody who looks on
+        except Exception:  # a failed status page must not stop the engine
             logger.exception("the map of the adapter cache could not be drawn")
 
     def _cancel(self, ticket: int) -> None:
@@ -327,7 +330,7 @@ class EngineLoop:
                 self._death = death
             orphans, self._sinks = self._sinks, {}
         self._engine.adapters.loader.end_waits()
-        self._delivering = True  # all are told before anybody is woken
+        self._delivering = True  # so that `_delivered` is called once, after every sink
         for sink in orphans.values():
             self._call(sink, _failure(death))
         self._delivering = False
@@ -339,8 +342,10 @@ def _failure(error: Exception) -> Event:
 
 
 def _as_refusal(error: BaseException, text: str) -> RequestError:
-    """What is wrong with one request. Anything that no check foresaw is logged; libraries in Rust end in
-    exceptions that are no Exception. Without its traceback, which would keep an adapter in memory."""
+    """The error as a RequestError, without its traceback, which would keep an adapter in memory.
+
+    Any other error is unexpected, and logged. BaseException: a panic of a Rust library is not an Exception.
+    """
     if isinstance(error, RequestError):
         return error.with_traceback(None)
     logger.error("a request failed before it began", exc_info=error)

@@ -69,7 +69,11 @@ def build_parts(config: EngineConfig) -> EngineParts:
     runner = Runner(decoder, kv_tensor, device, adapters, limits)
     runner.try_variants()
     _record_decoding(runner, config, model, device)
-    guides, overlap = _open_guides(config, model), _chooses_overlap(config, model, device)
+    guides = None
+    if config.tokenizer_dir is not None:
+        guides = Guides(config.tokenizer_dir, model.vocab_size, model.eos_token_ids)
+    overlap = device.overlaps if config.enable_overlap is None else config.enable_overlap
+    overlap = overlap and model.encoder is None  # an encoder runs between the steps
     logger.info(
         "engine ready in %.1f s: %s on %s, %s, %d KV blocks of %d tokens",
         time.perf_counter() - started,
@@ -108,15 +112,3 @@ def _record_decoding(runner: Runner, config: EngineConfig, model: ModelConfig, d
         logger.info("steps are not recorded: encoder-decoder models are not")
     elif wanted is None or wanted:
         runner.record_decoding(config.cuda_graph_cache_size or DEFAULT_NUM_GRAPHS)
-
-
-def _open_guides(config: EngineConfig, model: ModelConfig) -> Guides | None:
-    if config.tokenizer_dir is None:
-        return None
-    return Guides(config.tokenizer_dir, model.vocab_size, model.eos_token_ids)
-
-
-def _chooses_overlap(config: EngineConfig, model: ModelConfig, device: Device) -> bool:
-    if model.encoder is not None:  # its encoder runs between the steps
-        return False
-    return device.overlaps if config.enable_overlap is None else config.enable_overlap

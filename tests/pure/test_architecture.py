@@ -54,7 +54,7 @@ INSIDE = {
     "engine": [
         "sequence", "idle_blocks", "kv_cache", "scheduler", "memory", "guide_trial", "guide", "beam",
         "sampler", "launched", "inputs", "encoding", "graphs", "kernel_trials", "runner", "checks", "build",
-        "counters", "results", "engine", "loop",
+        "results", "engine", "loop",
     ],
     "launcher": [
         "roles", "state", "logs", "memory_limit", "processes", "management_access", "http_checks",

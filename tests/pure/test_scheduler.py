@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
+from manylora.config.engine import EngineConfig
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.scheduler import MAX_OVERTAKES, Scheduler
 from manylora.engine.sequence import Sequence
@@ -48,10 +50,10 @@ class Bench:
     """A scheduler whose steps are 'computed' by appending token 7."""
 
     def __init__(self, blocks: int = 64, size: int = 4, adapters: int = 2, **options: object) -> None:
-        settings = {"max_batch_size": 8, "max_num_tokens": 32, "reserve_all": True, "chunked": True} | options
+        settings = {"max_batch_size": 8, "max_num_tokens": 32} | options
         self.kv = KvCache(blocks, size)
         self.adapters = FakeAdapters(adapters)
-        self.scheduler = Scheduler(self.kv, self.adapters, **settings)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(self.kv, self.adapters, EngineConfig(Path(), **settings))  # type: ignore[arg-type]
         self.live: list[Sequence] = []
         self.done: list[Sequence] = []
 
@@ -93,7 +95,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decoding() -> None:
 
 
 def test_without_chunking_a_prompt_waits_until_it_fits_whole() -> None:
-    bench = Bench(max_num_tokens=10, chunked=False)
+    bench = Bench(max_num_tokens=10, enable_chunked_context=False)
     bench.add([1] * 6, 5)
     waits = bench.add([2] * 9, 5)
     assert [n for _, _, n in bench.step()] == [6]
@@ -157,7 +159,7 @@ def test_who_waits_for_adapter_room_is_overtaken_but_not_for_ever() -> None:
 
 
 def test_max_utilization_preempts_the_last_admitted_and_recomputes_it() -> None:
-    bench = Bench(blocks=6, reserve_all=False)
+    bench = Bench(blocks=6, batch_scheduler_policy="max_utilization")
     first, second = bench.add([1] * 8, 12, "a"), bench.add([2] * 8, 12, "b")
     while bench.live:
         bench.step()
@@ -167,11 +169,12 @@ def test_max_utilization_preempts_the_last_admitted_and_recomputes_it() -> None:
     assert bench.adapters.pins == {}
 
 
-@pytest.mark.parametrize("reserve_all", [True, False])
+@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
 @pytest.mark.parametrize("chunked", [True, False])
-def test_random_traffic_ends_and_adds_up(reserve_all: bool, chunked: bool) -> None:
+def test_random_traffic_ends_and_adds_up(policy: str, chunked: bool) -> None:
     random.seed(1)
-    bench = Bench(blocks=24, max_batch_size=6, max_num_tokens=24, reserve_all=reserve_all, chunked=chunked)
+    options = {"batch_scheduler_policy": policy, "enable_chunked_context": chunked}
+    bench = Bench(blocks=24, max_batch_size=6, max_num_tokens=24, **options)
     for _ in range(800):
         if random.random() < 0.3:
             adapter = random.choice([None, "a", "b", "c", "d"])
@@ -264,7 +267,7 @@ def test_who_has_drawn_its_last_token_runs_no_more() -> None:
 def test_no_adapter_gives_way_that_a_step_under_way_reads() -> None:
     """Room for keys and values runs out while the step before still runs: who must wait keeps its adapter
     until that has landed, and is not admitted again before."""
-    bench = Bench(blocks=4, adapters=2, reserve_all=False)
+    bench = Bench(blocks=4, adapters=2, batch_scheduler_policy="max_utilization")
     older, younger = bench.add([1, 2, 3, 4], 9, "a"), bench.add([5, 6, 7, 8], 9, "b")
     third = bench.add([9], 1, "c")
     bench.step()
@@ -290,7 +293,7 @@ def test_no_adapter_gives_way_that_a_step_under_way_reads() -> None:
 
 
 def test_a_guess_up_to_the_end_is_computed() -> None:
-    bench = Bench(max_num_tokens=4)
+    bench = Bench(max_batch_size=4, max_num_tokens=4)
     request = Request((1, 2), SamplingParams(max_tokens=2), draft=(7, 7, 7))
     bench.scheduler.add(Sequence(0, request, 0, 4))
     counts = []

@@ -11,10 +11,9 @@ from manylora.config.engine import EngineConfig
 from manylora.engine.beam import BeamGroup
 from manylora.engine.build import build_parts
 from manylora.engine.checks import LogitsMemory, check_request
-from manylora.engine.counters import Counters, engine_stats
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.launched import FailedStep, LaunchedStep
-from manylora.engine.results import ResultProcessor
+from manylora.engine.results import Counters, ResultProcessor
 from manylora.engine.scheduler import Scheduler, Step
 from manylora.engine.sequence import Sequence
 from manylora.errors import AdapterNotCachedError, QueueFullError, RequestError
@@ -59,14 +58,7 @@ class Engine:
         self.max_seq_len = parts.kv_plan.max_seq_len
         self._runner = parts.runner
         self._kv = KvCache(parts.kv_plan.num_blocks, config.tokens_per_block, config.enable_kv_cache_reuse)
-        self._scheduler = Scheduler(
-            self._kv,
-            self.adapters,
-            max_batch_size=config.max_batch_size,
-            max_num_tokens=config.max_num_tokens,
-            reserve_all=config.batch_scheduler_policy == "guaranteed_no_evict",
-            chunked=config.enable_chunked_context,
-        )
+        self._scheduler = Scheduler(self._kv, self.adapters, config)
         self._requests: dict[int, list[Sequence]] = {}  # handle -> its sequences that have not ended
         self._logits_memory = LogitsMemory(self.model.vocab_size)
         self._next_handle = 0
@@ -176,7 +168,31 @@ class Engine:
         self.adapters.check()
 
     def stats(self) -> EngineStats:
-        return engine_stats(self._parts, self._scheduler, self._kv, self._counters, self._last_step)
+        parts, scheduler, last_step = self._parts, self._scheduler, self._last_step
+        chunks = last_step.chunks if scheduler.has_work else ()
+        num_context = sum(chunk.in_context for chunk in chunks)
+        waiting = [sequence.lease for sequence in scheduler.waiting if sequence.lease is not None]
+        return EngineStats(
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            max_batch_size=self.config.max_batch_size,
+            on_gpu=parts.device.torch.type == "cuda",
+            kv_blocks=self._kv.num_blocks,
+            kv_blocks_free=self._kv.num_available,
+            tokens_per_block=self._kv.tokens_per_block,
+            kv_tokens_reused=scheduler.num_tokens_reused,
+            kv_bytes=parts.kv_plan.num_bytes,
+            weight_bytes=parts.decoder.weight_bytes,
+            preemptions=scheduler.num_preemptions,
+            scheduled=len(chunks),
+            context_requests=num_context,
+            generation_requests=len(chunks) - num_context,
+            context_tokens=last_step.num_context_tokens if chunks else 0,
+            max_adapters_in_step=parts.runner.max_adapters_in_step,
+            waiting_adapters=tuple(dict.fromkeys(self.adapters.name_of(one.task_id) for one in waiting)),
+            adapters=self.adapters.stats(),
+            **vars(self._counters),
+        )
 
     def _check_queue(self, count: int) -> None:
         """Raises QueueFullError. A new sequence waits only when the batch has no free slot for it."""
@@ -251,11 +267,11 @@ class Engine:
         if launched is None:
             return []
         try:
-            results = launched.wait()
+            sampled = launched.wait()
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(launched.step.chunks))
             return self._fail(launched.step, error)
-        events, ended = self._results.apply(launched, results)
+        events, ended = self._results.apply(launched, sampled)
         return events + self._retire(ended)
 
     def _fail(self, step: Step, error: Exception) -> Events:

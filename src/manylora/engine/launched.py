@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
@@ -13,24 +11,16 @@ from manylora.engine.scheduler import Step
 from manylora.engine.sequence import Sequence
 from manylora.kernels.device import Arrival
 
-
-@dataclass
-class StepResults:
-    """What one forward pass decided, on the host.
-
-    tokens:     (token, log probability) of each sequence that was sampled: more than one where draft tokens
-                were accepted; NOT_FINITE in place of a token whose logits are not finite.
-    candidates: of each beam search in the step; empty where the logits are not finite.
-    """
-
-    tokens: dict[Sequence, list[tuple[int, float | None]]] = field(default_factory=dict)
-    candidates: dict[BeamGroup, list[BeamCandidate]] = field(default_factory=dict)
+SampledTokens = dict[Sequence, list[tuple[int, float | None]]]
+"""(token, log probability) of each sequence that was sampled: more than one where draft tokens were accepted;
+NOT_FINITE in place of a token whose logits are not finite."""
 
 
 class LaunchedStep:
     """Created by the runner. tokens, log_probs: [D] on the device, one for each of `rows`; see
     `sampler.sample`. A step without tokens is waited for too, because it reads adapters.
 
+    candidates: of each beam search in the step; empty where the logits are not finite.
     assumed_done: set by the engine when the scheduler has counted the step before its results are known.
     """
 
@@ -44,8 +34,9 @@ class LaunchedStep:
     ) -> None:
         self.step = step
         self.tokens = tokens
+        self.candidates = candidates
         self.assumed_done = False
-        self._rows, self._candidates = rows, candidates
+        self._rows = rows
         self._indices = {sequence: index for index, (sequence, _) in enumerate(rows)}
         self._tokens = Arrival(tokens)
         self._log_probs = Arrival(log_probs) if log_probs is not None else None
@@ -60,20 +51,20 @@ class LaunchedStep:
         """Index into `tokens` of the sequence's next token."""
         return self._indices[sequence]
 
-    def wait(self) -> StepResults:
+    def wait(self) -> SampledTokens:
         """Wait until the tokens are on the host. Raises what the device raised."""
-        results = StepResults(candidates=self._candidates)
+        sampled: SampledTokens = {}
         tokens = self._tokens.wait().tolist()
         log_probs = self._log_probs.wait().tolist() if self._log_probs else [None] * len(tokens)
         for (sequence, length), token, log_prob in zip(self._rows, tokens, log_probs, strict=True):
-            accepted = results.tokens.setdefault(sequence, [])
+            accepted = sampled.setdefault(sequence, [])
             position = length - (len(sequence.tokens) - sequence.num_draft - sequence.is_pending)
             # A later token counts only if the draft tokens before it are those that the model has chosen.
             follows = 0 < position == len(accepted) and accepted[-1][0] == sequence.tokens[length - 1]
             if position == 0 or follows:
                 wanted = sequence.request.params.return_log_probs
                 accepted.append((token, log_prob if wanted else None))
-        return results
+        return sampled
 
 
 class FailedStep(LaunchedStep):
@@ -83,5 +74,5 @@ class FailedStep(LaunchedStep):
         super().__init__(step, [], torch.empty(0, dtype=torch.long), None, {})
         self._error = error
 
-    def wait(self) -> StepResults:
+    def wait(self) -> SampledTokens:
         raise self._error

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from manylora.engine.beam import BeamCandidate, BeamGroup
-from manylora.engine.counters import Counters
 from manylora.engine.kv_cache import KvCache
-from manylora.engine.launched import LaunchedStep, StepResults
+from manylora.engine.launched import LaunchedStep, SampledTokens
 from manylora.engine.runner import Runner
 from manylora.engine.sampler import NOT_FINITE
 from manylora.engine.scheduler import Scheduler
 from manylora.engine.sequence import Sequence
 from manylora.errors import AdapterNotFiniteError, RequestError
 from manylora.request import Event
+
+
+@dataclass
+class Counters:
+    """Since the start; see the fields of the same names in `EngineStats`."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    requests_finished: int = 0
+    requests_failed: int = 0
+    requests_cancelled: int = 0
 
 
 class ResultProcessor:
@@ -21,7 +34,7 @@ class ResultProcessor:
         self._scheduler, self._kv, self._runner, self._counters = scheduler, kv, runner, counters
 
     def apply(
-        self, launched: LaunchedStep, results: StepResults
+        self, launched: LaunchedStep, sampled: SampledTokens
     ) -> tuple[list[tuple[int, Event]], list[Sequence]]:
         """Returns the events of streams, each with its request's handle, and the sequences that ended."""
         step = launched.step
@@ -31,7 +44,7 @@ class ResultProcessor:
             chunk.sequence.remove_pending_token()
         events: list[tuple[int, Event]] = []
         ended: list[Sequence] = []
-        for sequence, tokens in results.tokens.items():
+        for sequence, tokens in sampled.items():
             if sequence.finished:  # cancelled while this step ran, or ended by the step before
                 continue
             self._append(sequence, tokens)
@@ -41,7 +54,7 @@ class ResultProcessor:
                 events.append((sequence.handle, sequence.take_event(last=False)))
         if not launched.assumed_done:
             self._scheduler.advance(step)
-        for group, candidates in results.candidates.items():
+        for group, candidates in launched.candidates.items():
             if not group.leader.finished:
                 self._advance_beams(group, candidates)
                 if group.leader.finished:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from manylora.config.engine import EngineConfig
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.sequence import Sequence
 
@@ -83,31 +84,20 @@ class Scheduler:
     """First come, first served, with one exception: a sequence that waits only for space in the adapter cache
     may be overtaken, by other adapters MAX_OVERTAKES times, by the base model at any time.
 
-    reserve_all: (guaranteed_no_evict) a sequence is admitted when its longest possible length fits, so it is
-    never preempted. Otherwise (max_utilization) it is admitted when its present tokens fit; when blocks run
-    out, the sequence admitted last gives its blocks back and is computed again later.
+    guaranteed_no_evict: a sequence is admitted when its longest possible length fits, so it is never
+    preempted. max_utilization: it is admitted when its present tokens fit; when blocks run out, the sequence
+    admitted last gives its blocks back and is computed again later.
     """
 
-    def __init__(
-        self,
-        kv: KvCache,
-        adapters: AdapterStore,
-        *,
-        max_batch_size: int,
-        max_num_tokens: int,
-        reserve_all: bool,
-        chunked: bool,
-    ) -> None:
+    def __init__(self, kv: KvCache, adapters: AdapterStore, config: EngineConfig) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.num_preemptions = 0
         self.num_tokens_reused = 0
         self._kv = kv
         self._adapters = adapters
-        self.max_batch_size = max_batch_size
-        self._max_num_tokens = max_num_tokens
-        self._reserve_all = reserve_all
-        self._whole = not chunked
+        self._config = config
+        self._reserve_all = config.batch_scheduler_policy == "guaranteed_no_evict"
         self._in_flight: frozenset[Sequence] = frozenset()
         self._still_pinned: dict[Sequence, AdapterLease] = {}  # preempted, but in flight: adapters are in use
 
@@ -133,7 +123,7 @@ class Scheduler:
             self._adapters.suspend(lease)
         self._still_pinned = {}
         self._in_flight = frozenset(c.sequence for c in in_flight.chunks) if in_flight else frozenset()
-        this = _Round(self._max_num_tokens)
+        this = _Round(self._config.max_num_tokens)
         unfinished = [sequence for sequence in self.running if not sequence.is_full]
         for sequence in sorted(unfinished, key=lambda s: s.in_prefill):
             if sequence.is_waiting:
@@ -205,7 +195,7 @@ class Scheduler:
         no_space: set[str] = set()  # digests of adapters
         blocked = False  # whether no other adapter may overtake
         while self.waiting and this.budget > 0:
-            if self.num_slots + self.waiting[0].num_slots > self.max_batch_size:
+            if self.num_slots + self.waiting[0].num_slots > self._config.max_batch_size:
                 break
             if self.waiting[0] in self._still_pinned:
                 break
@@ -258,7 +248,7 @@ class Scheduler:
         return False
 
     def _try_blocks(self, sequence: Sequence, this: _Round) -> bool:
-        least = sequence.num_due if self._whole else 1
+        least = 1 if self._config.enable_chunked_context else sequence.num_due
         if this.chunks and sequence.num_unencoded + least > this.budget:
             return False
         group = sequence.beams

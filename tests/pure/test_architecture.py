@@ -34,9 +34,9 @@ INSIDE = {
     "quant": ["config", "checkpoint", "packing", "layouts", "checkpoint_weights"],
     "config": ["values", "engine", "build_record", "resolve"],
     "wire": [
-        "parameters", "tensor_table", "server_types", "word_lists", "context_length", "client_errors",
-        "client_disconnects", "shape_guard", "text_worker", "metrics", "stop_words", "speculation", "bls",
-        "bls_generator", "bls_worker", "decode", "encode", "open_calls", "engine_worker", "engine_client",
+        "parameters", "tensor_table", "server_types", "word_lists", "client_errors", "client_disconnects",
+        "shape_guard", "text_worker", "metrics", "bls", "bls_generator", "bls_worker", "decode", "encode",
+        "engine_worker", "engine_client",
     ],
     "text": ["chat_template", "stream", "limits", "tokenizer", "preprocessing", "postprocessing"],
     "lora": [

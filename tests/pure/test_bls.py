@@ -13,11 +13,10 @@ import pytest
 
 from manylora.errors import RequestError
 from manylora.system.lifeline import Lifeline
+from manylora.wire.bls import StopWords, speculate
 from manylora.wire.bls_generator import ClientRequest, TextGenerator, Values
 from manylora.wire.bls_worker import BlsWorker
 from manylora.wire.server_types import FINAL
-from manylora.wire.speculation import speculate
-from manylora.wire.stop_words import StopWords
 
 
 class Tensor:

@@ -16,7 +16,7 @@ from manylora.errors import RequestError
 from manylora.system.lifeline import Lifeline
 from manylora.system.text_threads import LONG
 from manylora.wire.client_errors import check_parameters, client_message
-from manylora.wire.context_length import engine_context
+from manylora.wire.parameters import engine_context
 from manylora.wire.text_worker import TextWorker
 
 

@@ -14,8 +14,6 @@ import numpy as np
 from manylora.errors import RequestError
 from manylora.wire import bls
 from manylora.wire.server_types import Arrays, ServerTensor
-from manylora.wire.speculation import speculate
-from manylora.wire.stop_words import StopWords
 
 ENGINE_OUTPUTS = [*bls.TO_POSTPROCESSING, *bls.PASSED_ON]
 
@@ -173,7 +171,7 @@ class TextGenerator:
             return _ids(last), last["finish_reason"].as_numpy().reshape(-1)[0] not in (b"", b"length")
 
         wanted = _number(inputs, "max_tokens"), _number(inputs, "num_draft_tokens")
-        output = speculate(prompt, *wanted, guess, confirm)
+        output = bls.speculate(prompt, *wanted, guess, confirm)
         ids = output if _number(inputs, "exclude_input_in_output") else prompt + output
         outputs = _with_ids(last, np.array([[ids]], np.int32))
         return _response(self._texts(outputs), outputs, index)
@@ -208,10 +206,10 @@ def _interleaved(streams: Sequence[Iterator[T]]) -> Iterator[T]:
         raise failure
 
 
-def _stop_words(inputs: Arrays, streaming: bool, repeated: bool) -> StopWords:
+def _stop_words(inputs: Arrays, streaming: bool, repeated: bool) -> bls.StopWords:
     words = [word.decode() for word in inputs.get("stop_words", np.array([])).reshape(-1)]
     echoed = not streaming and not _number(inputs, "exclude_input_in_output")
-    return StopWords(words, len(inputs["text_input"].reshape(-1)[0].decode()) if echoed else 0, repeated)
+    return bls.StopWords(words, len(inputs["text_input"].reshape(-1)[0].decode()) if echoed else 0, repeated)
 
 
 def _prompt(ids: list[int], count: int) -> dict[str, np.ndarray]:

@@ -10,24 +10,27 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Protocol
+from itertools import count
+from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 import numpy as np
 
 from manylora.errors import DrainingError, RequestError
-from manylora.request import Event, LoraInput, Request, Sink
+from manylora.request import Event, LoraInput
 from manylora.stats import EngineStats
 from manylora.system.lifeline import Lifeline
 from manylora.wire.client_disconnects import listen
 from manylora.wire.client_errors import check_parameters, client_message
 from manylora.wire.decode import decode_requests, is_stop
 from manylora.wire.encode import Item, ResponseEncoder, merge_waiting
-from manylora.wire.open_calls import OpenCalls, TritonCall
 from manylora.wire.parameters import flag, logits_dtype, milliseconds, parameters_of
-from manylora.wire.server_types import FINAL, Arrays, Response, ServerRequest
+from manylora.wire.server_types import FINAL, Arrays, Response, ResponseSender, ServerRequest
 from manylora.wire.shape_guard import read_inputs
+
+if TYPE_CHECKING:
+    from manylora.engine.loop import EngineLoop
 
 NAME = "tensorrt_llm"
 STALLED_S = 5.0  # of the engine's thread, from which it counts as busy without any request
@@ -39,23 +42,6 @@ CHECKS_AT_ONCE = 16
 logger = logging.getLogger("manylora")
 
 Outputs = Sequence[tuple[str, np.ndarray]]
-
-
-class EngineHandle(Protocol):
-    """What is used of an EngineLoop."""
-
-    @property
-    def death(self) -> Exception | None: ...
-    @property
-    def stalled_s(self) -> float: ...
-    @property
-    def has_encoder(self) -> bool: ...
-    @property
-    def max_seq_len(self) -> int: ...
-    def submit(self, request: Request, sink: Sink) -> int: ...
-    def cancel(self, ticket: int) -> None: ...
-    def stats(self) -> EngineStats: ...
-    def close(self) -> None: ...
 
 
 class MetricsExporter(Protocol):
@@ -86,6 +72,72 @@ class EngineModelOptions:
         )
 
 
+@dataclass(eq=False)
+class TritonCall(Generic[Response]):
+    """One request of Triton's, whose items are requests to the engine.
+
+    request_id: the client's own; may be empty or repeated.
+    number: [1, 1] int64, of this call alone; it goes to postprocessing, and comes back when a client left.
+    tickets: of all requests to the engine. open: how many of these have not ended.
+    started: whether a response was sent. done: whether the final one was.
+    """
+
+    request_id: str
+    sender: ResponseSender[Response]
+    number: np.ndarray
+    tickets: list[int] = field(default_factory=list)
+    open: int = 0
+    started: bool = False
+    done: bool = False
+
+
+class OpenCalls(Generic[Response]):
+    """The requests that are not answered yet. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = count(1)
+        self._calls: set[TritonCall[Response]] = set()
+        self._by_id: dict[str, set[TritonCall[Response]]] = {}
+        self._unchecked: list[TritonCall[Response]] = []  # of the present round of `next_to_check`
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def new(self, request_id: str, sender: ResponseSender[Response]) -> TritonCall[Response]:
+        """Not open yet: one that is refused never is."""
+        return TritonCall(request_id, sender, np.array([[next(self._numbers)]], np.int64))
+
+    def add(self, call: TritonCall[Response]) -> None:
+        with self._lock:
+            self._calls.add(call)
+            self._by_id.setdefault(call.request_id, set()).add(call)
+
+    def discard(self, call: TritonCall[Response]) -> None:
+        with self._lock:
+            self._calls.discard(call)
+            same = self._by_id.get(call.request_id, set())
+            same.discard(call)
+            if not same:
+                self._by_id.pop(call.request_id, None)
+
+    def with_id(self, request_id: str) -> Sequence[TritonCall[Response]]:
+        with self._lock:
+            return list(self._by_id.get(request_id, ()))
+
+    def with_number(self, number: int) -> Sequence[TritonCall[Response]]:
+        with self._lock:
+            return [call for call in self._calls if call.number.item() == number]
+
+    def next_to_check(self, most: int) -> Sequence[TritonCall[Response]]:
+        """At most so many, others with the next calls, until each had its turn. For one thread."""
+        if not self._unchecked:
+            with self._lock:
+                self._unchecked = list(self._calls)
+        chosen, self._unchecked = self._unchecked[:most], self._unchecked[most:]
+        return [call for call in chosen if not call.done]
+
+
 class EngineWorker(Generic[Response]):
     """lifeline: told how many requests are open, and how far the engine is.
 
@@ -95,7 +147,7 @@ class EngineWorker(Generic[Response]):
 
     def __init__(
         self,
-        engine: EngineHandle,
+        engine: EngineLoop,
         options: EngineModelOptions,
         lifeline: Lifeline,
         metrics: MetricsExporter,

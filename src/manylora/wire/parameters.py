@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,6 +54,8 @@ OTHERS = (
     "exclude_input_in_output", "cancellation_check_period_ms", "stats_check_period_ms",
     "max_attention_window_size",
 )  # fmt: skip
+ENGINE = "tensorrt_llm"
+PARAMETER = re.compile(r'key:\s*"(\w+)"\s*value:?\s*{\s*string_value:\s*"([^"\n]*)"')  # of config.pbtxt
 POSITIONS = ("max_position_embeddings", "n_positions")  # what config.json calls the longest sequence
 
 
@@ -126,6 +129,26 @@ def quant_config(parameters: Mapping[str, str]) -> QuantConfig | None:
     return resolve.quant_config(_settings(parameters, names))
 
 
+def engine_context(model: Path) -> int | None:
+    """Tokens of the longest sequence that the engine's model takes, by its max_seq_len and the checkpoint's
+    config.json; None: not known, or not limited.
+
+    model: this model's folder in the repository.
+    """
+    try:
+        text = (model.parent / ENGINE / "config.pbtxt").read_text(encoding="utf-8")
+        parameters = dict(PARAMETER.findall(text))
+        folder = value_of(parameters, "gpt_model_path")
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")) if folder else {}
+    except (OSError, ValueError):
+        return None  # the engine's model says what is wrong with them
+    if not isinstance(config, dict) or config.get("is_encoder_decoder"):
+        return None  # positions may be relative, and know no longest
+    longest, text = _positions(config), value_of(parameters, "max_seq_len") or ""
+    limit = int(text) if text.isdecimal() else 0
+    return min(longest, limit) if longest and limit else longest
+
+
 def _settings(parameters: Mapping[str, str], names: Mapping[str, str] = NAMES) -> dict[str, Any]:
     return resolve.rename({name: value_of(parameters, name) for name in names}, names, "parameter ")
 
@@ -145,12 +168,12 @@ def _check_window(parameters: Mapping[str, str], path: Path, max_seq_len: int | 
 
 def _max_positions(path: Path) -> int | None:
     try:
-        return positions(json.loads((path / "config.json").read_text(encoding="utf-8")))
+        return _positions(json.loads((path / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return None  # reading the model reports what is wrong
 
 
-def positions(config: Mapping[str, Any]) -> int | None:
+def _positions(config: Mapping[str, Any]) -> int | None:
     """The longest sequence by a config.json, in tokens. None: it does not say."""
     found = [config[name] for name in POSITIONS if isinstance(config.get(name), int)]
     return found[0] if found else None

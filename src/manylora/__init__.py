@@ -9,7 +9,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from manylora.system.openmp import thread_settings
+from manylora.system.threads import thread_settings
 
 if TYPE_CHECKING:
     from manylora.llmapi import (

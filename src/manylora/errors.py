@@ -1,19 +1,4 @@
-"""The exceptions of manylora.
-
-    ManyloraError
-    ├── ConfigError                 a setting, checkpoint or repository the service cannot start with
-    ├── EngineDeadError             the engine thread ended; nothing more will be answered
-    └── RequestError                this one request cannot be served as asked
-        ├── QueueFullError          too many requests wait already
-        ├── DrainingError           the service is about to stop and takes nothing new
-        ├── TextTooLongError        a text has more tokens than fit the context
-        └── AdapterError            the request's adapter is the reason
-            ├── AdapterInvalidError     its tensors or files are not a usable adapter for this model
-            ├── AdapterChangedError     its files changed between their check and their loading
-            ├── AdapterNotFiniteError   logits under it are no finite numbers
-            ├── AdapterNotFoundError    no adapter of this name is in the catalog
-            ├── AdapterNotCachedError   only an id came, and the adapter is not (or no longer) here
-            └── AdapterCacheFullError   it does not fit the cache
+"""The exceptions of manylora, each under the one that it is a kind of.
 
 The text of a RequestError goes to the client as it is: one sentence, no path of the server, no stack trace.
 """

@@ -26,7 +26,7 @@ ORDER = [
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
 # The same inside a package, one list each.
 INSIDE = {
-    "system": ["lifeline", "thread_priority", "allocator", "openmp", "text_threads", "compiler"],
+    "system": ["lifeline", "threads", "allocator", "text_threads", "compiler"],
     "kernels": [
         "activations", "quantised", "panels", "extras", "row_format", "spec", "experts", "transfer",
         "reference", "native", "loading", "cpu", "compiled", "cuda", "device",
@@ -57,9 +57,9 @@ INSIDE = {
         "results", "engine", "loop",
     ],
     "launcher": [
-        "roles", "state", "logs", "memory_limit", "processes", "management_access", "http_checks",
-        "http_head", "http_proxy", "installation", "repository", "supervisor", "command_service",
-        "server_log", "server", "triton_service", "arguments", "cli",
+        "roles", "state", "logs", "processes", "management_access", "http_checks", "http_proxy",
+        "installation", "repository", "supervisor", "command_service", "server", "triton_service",
+        "arguments", "cli",
     ],
     "testing": ["tiny_configs", "tiny_models", "driver", "parity"],
     "llmapi": [
@@ -82,7 +82,7 @@ INSIDE = {
     "openai.page": ["page", "cache_status"],
 }  # fmt: skip
 NO_TORCH = [
-    "errors", "request", "stats", "system.lifeline", "system.thread_priority", "system.text_threads",
+    "errors", "request", "stats", "system.lifeline", "system.threads", "system.text_threads",
     "system.compiler", "quant.config", "quant.checkpoint", "config", "wire", "text", "launcher",
     "lora.pages", "lora.modules", "lora.geometry", "lora.bounds", "lora.float8", "lora.number_types",
     "lora.tensors", "lora.staging", "lora.extras", "lora.slicing", "lora.cache", "cli", "engine.sequence",

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from manylora.system.openmp import thread_settings
+from manylora.system.threads import thread_settings
 
 SAID = [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}]
 

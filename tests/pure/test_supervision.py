@@ -18,9 +18,9 @@ import pytest
 from manylora.errors import ConfigError
 from manylora.launcher import supervisor as keeper_module
 from manylora.launcher.logs import limit_size, open_log
-from manylora.launcher.memory_limit import MemoryLimit
 from manylora.launcher.processes import end_marked, is_alive
 from manylora.launcher.roles import SUPERVISOR, Roles
+from manylora.launcher.server import MemoryLimit
 from manylora.launcher.state import State
 from manylora.launcher.supervisor import StoppedError, Supervisor
 from manylora.system.lifeline import RUN_DIR, Report, read_reports

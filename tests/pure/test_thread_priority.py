@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from manylora.system.thread_priority import NICE, lower_priority
+from manylora.system.threads import NICE, lower_priority
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
 

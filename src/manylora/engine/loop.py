@@ -22,7 +22,7 @@ from manylora.errors import (
 )
 from manylora.request import Event, FinishReason, Request, Sink
 from manylora.stats import CacheMap, EngineStats
-from manylora.system.thread_priority import lower_priority
+from manylora.system.threads import lower_priority
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -11,6 +11,7 @@ import sys
 import time
 from argparse import Namespace
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -97,21 +98,13 @@ def _empty(run_dir: Path, http_port: int) -> None:
 
 
 def _keeper(options: Namespace, run_dir: Path, roles: Roles) -> tuple[Supervisor, State]:
-    settings = ServerOptions(
-        model_repo=with_defaults(options.model_repo.resolve(), run_dir),
-        http_port=options.http_port,
-        grpc_port=options.grpc_port,
-        metrics_port=options.metrics_port,
-        address=options.address,
-        start_timeout=options.start_timeout,
-        drain_timeout=options.drain_timeout,
-        hang_timeout=options.hang_timeout,
-        server_memory=options.server_memory << 20,
-        verbose_log=str(Path(options.log_file).resolve()) if options.log else None,
-        triton_args=tuple(options.triton_arg),
-        management_secret=options.management_secret,
-        open_management=options.open_management,
-    )
+    given = vars(options) | {
+        "model_repo": with_defaults(options.model_repo.resolve(), run_dir),
+        "server_memory": options.server_memory << 20,
+        "verbose_log": str(Path(options.log_file).resolve()) if options.log else None,
+        "triton_args": tuple(options.triton_arg),
+    }
+    settings = ServerOptions(**{field.name: given[field.name] for field in fields(ServerOptions)})
     installation = find_tritonserver(options.tritonserver, run_dir)
     state = State()
     tries = 0 if options.no_restart else options.restart_tries or None

@@ -19,8 +19,16 @@ from pathlib import Path
 
 import httptools
 
-from manylora.launcher.http_checks import MAX_JSON, RefusedError, check_json, inflate
-from manylora.launcher.http_head import BodyInfo, body_info, forwarded_head, path_of
+from manylora.launcher.http_checks import (
+    MAX_JSON,
+    BodyInfo,
+    RefusedError,
+    body_info,
+    check_json,
+    forwarded_head,
+    inflate,
+    path_of,
+)
 from manylora.system.allocator import release_free_memory
 
 logger = logging.getLogger("manylora.launcher")

@@ -1,8 +1,9 @@
-"""Log files of limited size: a service that runs for years must not fill the disk."""
+"""Log files, of limited size: a service that runs for years must not fill the disk."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -32,3 +33,31 @@ def limit_size(path: Path, limit: int = LOG_BYTES) -> None:
                 kept.truncate(0)
                 shutil.copyfileobj(log, kept)
             log.truncate(0)
+
+
+class ServerLog:
+    """Why tritonserver did not start. To be created before it: what was in the file then is not read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._start = path.stat().st_size if path.exists() else 0
+
+    def refusal(self) -> str | None:
+        """The sentence that says why a model did not load."""
+        found = re.findall(r"(?:UNAVAILABLE|Internal|Invalid argument): ([^|\n]+)", self._read())
+        return found[0].split("\\n")[0].strip(' "') if found else None  # without Python's trace
+
+    def complaint(self) -> str | None:
+        """The first error of any kind."""
+        errors = r"^E\d{4} (?!.*CudaDriverHelper)[^\]]+\] \"?([^\n\"]+)"
+        found = re.findall(errors, self._read(), re.MULTILINE)
+        return found[0].strip(' "') if found else None
+
+    def _read(self) -> str:
+        try:
+            with self.path.open("rb") as log:
+                size = os.fstat(log.fileno()).st_size
+                log.seek(self._start if self._start <= size else 0)
+                return log.read(LOG_BYTES).decode(errors="replace")
+        except OSError:
+            return ""

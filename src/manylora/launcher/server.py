@@ -20,11 +20,9 @@ from pathlib import Path
 
 from manylora.errors import ConfigError
 from manylora.launcher.installation import Installation
-from manylora.launcher.logs import open_log
+from manylora.launcher.logs import ServerLog, open_log
 from manylora.launcher.management_access import http_proxy_command, management_flags
-from manylora.launcher.memory_limit import MemoryLimit
 from manylora.launcher.processes import end_marked, exit_text, free_port, spawn, stat_of
-from manylora.launcher.server_log import ServerLog
 from manylora.launcher.supervisor import StoppedError
 from manylora.system.lifeline import DRAIN_FILE, PERIOD_S, RUN_DIR, STARTING_FILE, read_reports
 
@@ -35,6 +33,7 @@ SILENCE_S = 30.0  # of the HTTP port, before the server counts as hung
 STOPPED_S = 5.0  # that a process is stopped by a signal, before it counts as hung
 UNCLAIMED_S = 1.0  # that the server leaves a model's dead process alone, which it has not seen then
 PROBE_S = 0.5
+QUIET_S = 2.0  # without a request, before a server that has grown is restarted
 # glibc's, for whatever large came in a request to be given back to the system.
 ALLOCATOR = {"MALLOC_ARENA_MAX": 2, "MALLOC_MMAP_THRESHOLD_": 2**17, "MALLOC_TRIM_THRESHOLD_": 2**17}
 RESIDENT = 21  # of `stat_of`, in pages
@@ -61,6 +60,30 @@ class ServerOptions:
     open_management: bool
 
 
+class MemoryLimit:
+    """When tritonserver is restarted because of the memory it has taken. limit: bytes, 0 for none.
+
+    The server never frees what large tensors and refused gRPC requests took."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._quiet_since: float | None = None
+
+    def exceeded(self, resident: int, held: int, now: float) -> str | None:
+        """The reason to restart now: no request for a moment, or twice the limit.
+
+        resident: bytes of the server. held: open requests. now: seconds of a monotonic clock.
+        """
+        if held or not self._limit or resident <= self._limit:
+            self._quiet_since = None
+        elif self._quiet_since is None:
+            self._quiet_since = now
+        is_quiet = self._quiet_since is not None and now - self._quiet_since > QUIET_S
+        if is_quiet or 0 < 2 * self._limit < resident:
+            return f"tritonserver holds {resident >> 20} MiB, of at most {self._limit >> 20}"
+        return None
+
+
 class TritonServer:
     """Started by the constructor; `wait_ready` waits until it serves, `loss` says if a part died or hangs."""
 
@@ -83,9 +106,8 @@ class TritonServer:
         }
         log = open_log(self._log.path)
         try:
-            self._process = spawn(
-                self._command(installation), installation.environment | mark, log, _widen_stacks
-            )
+            environment = installation.environment | mark
+            self._process = spawn(self._command(installation), environment, log, _widen_stacks)
             ports = options.http_port, self._inner_port
             proxy = http_proxy_command(options.address, *ports, run_dir, options.open_management)
             self._proxy = spawn(proxy, os.environ | mark, log)
@@ -188,10 +210,8 @@ class TritonServer:
         limit = self._options.hang_timeout
         if not limit:
             return None
-        for pid, name in (
-            (self.pid, "tritonserver"),
-            *((p, f"{m}'s process") for p, m in self._models.items()),
-        ):
+        names = {self.pid: "tritonserver"} | {pid: f"{m}'s process" for pid, m in self._models.items()}
+        for pid, name in names.items():
             fields = stat_of(pid)
             if self._lasts("stopped", pid, fields is not None and fields[0] == "T") > min(limit, STOPPED_S):
                 return f"{name} was stopped by a signal"

@@ -14,7 +14,7 @@ from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.geometry import Layout
 from manylora.lora.pool import AdapterPool
 from manylora.lora.tensors import Adapter
-from manylora.system.thread_priority import lower_priority
+from manylora.system.threads import lower_priority
 
 logger = logging.getLogger("manylora")
 

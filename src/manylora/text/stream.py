@@ -1,20 +1,11 @@
-"""TextStream: incremental detokenization. The pieces of text add up to the text of all ids."""
+"""Incremental detokenization of one output. The pieces of text add up to the text of all ids."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Container, Sequence
-from typing import Protocol
 
 LONG = 16  # ids from which a window is cut back to its suffix
-
-
-class TextStream(Protocol):
-    """Of one output."""
-
-    def add(self, ids: Sequence[int], final: bool) -> str:
-        """The text that cannot change any more with later ids; with `final`, all that is left."""
-        ...
 
 
 class ByteStream:
@@ -28,6 +19,7 @@ class ByteStream:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def add(self, ids: Sequence[int], final: bool) -> str:
+        """The text that cannot change any more with later ids; with `final`, all that is left."""
         bytes_of, skipped = self._bytes_of, self._skipped
         return self._decode(b"".join([bytes_of(i) for i in ids if i not in skipped]), final)
 
@@ -65,3 +57,6 @@ class WindowStream:
             self._window = list(self._suffix(self._window))
             self._shown = self._stable(self._window)
         return settled
+
+
+TextStream = ByteStream | WindowStream

@@ -53,6 +53,7 @@ class Tokenizer:
             raise ConfigError(f"tokenizer_dir: {path} is not a tokenizer: {error}") from error
         self._settings = self._read_settings(Path(directory) / "tokenizer_config.json")
         self._chat = ChatTemplate(Path(directory), self._settings, chat_template)
+        self.takes_tools = self._chat.takes_tools  # whether it shows the model the tools of a request
         self._byte_level = '"ByteLevel"' in decoder
         self._only_bytes = isinstance(found, dict) and found.get("type") == "ByteLevel"
         added = self._library.get_added_tokens_decoder()
@@ -147,11 +148,6 @@ class Tokenizer:
             skipped,
             lambda i: bool(self._bytes_of(i)),
         )
-
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the chat template shows the model the tools of a request."""
-        return self._chat.takes_tools
 
     def chat(
         self,

@@ -24,7 +24,7 @@ from manylora.lora.formats.tensor_files import NUMPY_TYPES, RawTensor, read_safe
 from manylora.lora.library.fingerprint import is_passing
 from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_rows
 from manylora.request import LoraExtra
-from manylora.system.thread_priority import lower_priority
+from manylora.system.threads import lower_priority
 
 logger = logging.getLogger("manylora")
 

@@ -24,7 +24,7 @@ from manylora.lora.tensors import Adapter
 from manylora.openai.api.errors import ApiError, adapter_problem
 from manylora.openai.api.names import is_name
 from manylora.openai.serving.roots import Found, find_adapters
-from manylora.system.thread_priority import lower_priority
+from manylora.system.threads import lower_priority
 
 logger = logging.getLogger("manylora")
 

@@ -33,7 +33,7 @@ def in_front_of(world: World, path: Path, **layout: bool) -> Iterator[Running]:
     values = {"gpt_model_path": str(world.model), "capacity": "2", "log": str(path / "log")}
     (repo / "tensorrt_llm" / "config.pbtxt").write_text(config(values, **layout), encoding="utf-8")
     server = new_server(repo)
-    started = server.launch()
+    started = server.launch("--drain-timeout", "2")  # NVIDIA's model does not report when it is idle
     assert started.returncode == 0, started.stderr
     root = path / "named"
     root.mkdir()

@@ -27,8 +27,8 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.modules import lora_modules
 from manylora.lora.tensors import adapter_from_tensors
+from manylora.model.attend import RelativeBias
 from manylora.model.checkpoint import read_model_config
-from manylora.model.relative import RelativeBias
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.params import Limits, plan
 from manylora.openai.api.schema import CompletionRequest

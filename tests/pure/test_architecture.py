@@ -31,7 +31,7 @@ INSIDE = {
         "activations", "quantised", "panels", "extras", "row_format", "spec", "experts", "transfer",
         "reference", "native", "loading", "cpu", "compiled", "cuda", "device",
     ],
-    "quant": ["config", "checkpoint", "packing", "layouts", "checkpoint_weights"],
+    "quant": ["config", "checkpoint", "layouts", "checkpoint_weights"],
     "config": ["values", "engine", "build_record", "resolve"],
     "wire": [
         "parameters", "tensor_table", "server_types", "word_lists", "client_errors", "client_disconnects",
@@ -48,7 +48,7 @@ INSIDE = {
     "lora.library": ["fingerprint", "rules", "reader", "memory", "disk", "library"],
     "model": [
         "families", "safetensors_file", "checkpoint", "plan", "batch", "rope", "extras", "layers", "moe",
-        "transformer", "decoder", "relative", "attend", "encoder_decoder", "quant", "effective_weights",
+        "transformer", "decoder", "attend", "encoder_decoder", "quant", "effective_weights",
         "weights", "builder",
     ],
     "engine": [

@@ -6,7 +6,7 @@ These use PyTorch's kernels where they are exact enough; else weights are dequan
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -51,10 +51,13 @@ class QuantisedWeight:
         """Whether it has neither zeros nor another order of inputs."""
         return self.zeros is None and self.order is None
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields that are not None."""
+        return {field.name: part for field in fields(self) if (part := getattr(self, field.name)) is not None}
+
     @property
     def nbytes(self) -> int:
-        parts = (self.values, self.scales, self.offsets, self.zeros, self.order)
-        return sum(part.nbytes for part in parts if part is not None)
+        return sum(part.nbytes for part in self.tensors().values())
 
     def halves(self) -> Tensor:
         """4 bits only: the unpacked halves of bytes, uint8 [N, K] from 0 to 15."""
@@ -62,13 +65,8 @@ class QuantisedWeight:
 
     def rows(self, rows: slice) -> QuantisedWeight:
         """The part of the weight that makes some of the outputs."""
-        return QuantisedWeight(
-            self.values[rows],
-            self.scales[rows],
-            None if self.offsets is None else self.offsets[rows],
-            None if self.zeros is None else self.zeros[rows],
-            self.order,
-        )
+        parts = {name: part[rows] for name, part in self.tensors().items() if name != "order"}
+        return QuantisedWeight(**parts, order=self.order)
 
     def to(self, dtype: torch.dtype) -> QuantisedWeight:
         """The same weight with scales and offsets in another dtype."""

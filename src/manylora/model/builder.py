@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,14 +20,13 @@ from manylora.kernels.quantised import QuantisedWeight
 from manylora.model.checkpoint import read_model_config
 from manylora.model.plan import WeightSpec, checkpoint_plan
 from manylora.model.quant import is_linear, quantise, should_quantise
-from manylora.model.weights import check_names, open_checkpoint, read_quantised
+from manylora.model.weights import DTYPES, check_names, open_checkpoint, read_quantised
 from manylora.quant.checkpoint_weights import PARTS
 from manylora.quant.config import QuantConfig
 
 INDEX = "model.safetensors.index.json"
 DEFAULT_BATCH = EngineConfig.max_batch_size
 SHARD_BYTES = 4 * 2**30
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Not copied, as they are weights in other formats. Other files are copied: they may be the tokenizer's.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 NOT_COPIED = ("config.json", "quantize_config.json", INDEX)
@@ -138,7 +136,9 @@ def _convert(plan: BuildPlan, model: ModelConfig, files: dict[str, Any], writer:
             found = set(stored.parts(piece.source).values())
             if found and not found <= taken:
                 weight = read_quantised(piece.source, piece.total, spec.columns, files, stored, CPU)
-                after += writer.add_all(_fields(piece.source, _with_dtype(weight, plan)))
+                if plan.dtype in DTYPES:
+                    weight = weight.to(DTYPES[plan.dtype])
+                after += writer.add_all(_fields(piece.source, weight))
                 quantised += 1
                 taken |= found
     if plan.quant.any_weights and not wanted:
@@ -164,13 +164,7 @@ def _cast(name: str, tensor: Tensor, spec: WeightSpec | None, plan: BuildPlan) -
 
 def _fields(name: str, weight: QuantisedWeight) -> dict[str, Tensor]:
     stem = name.removesuffix("weight")
-    values = (weight.values, weight.scales, weight.offsets, weight.zeros, weight.order)
-    return {stem + kind: value for kind, value in zip(PARTS, values, strict=True) if value is not None}
-
-
-def _with_dtype(weight: QuantisedWeight, plan: BuildPlan) -> QuantisedWeight:
-    dtype = DTYPES.get(plan.dtype)
-    return weight if dtype is None else weight.to(dtype)
+    return {stem + PARTS[field]: value for field, value in weight.tensors().items()}
 
 
 class _Writer:
@@ -182,16 +176,13 @@ class _Writer:
         self._bytes = 0
         self._shards: list[tuple[Path, list[str]]] = []
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        if self._open and self._bytes + tensor.nbytes > SHARD_BYTES:
-            self._flush()
-        self._open[name] = tensor.contiguous()
-        self._bytes += tensor.nbytes
-
     def add_all(self, tensors: dict[str, Tensor]) -> int:
         """Returns their bytes."""
         for name, tensor in tensors.items():
-            self.add(name, tensor)
+            if self._open and self._bytes + tensor.nbytes > SHARD_BYTES:
+                self._flush()
+            self._open[name] = tensor.contiguous()
+            self._bytes += tensor.nbytes
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def close(self) -> None:
@@ -217,15 +208,10 @@ class _Writer:
 
 
 def _copy_rest(plan: BuildPlan) -> None:
-    for path in _small_files(plan.model_dir):
-        shutil.copyfile(path, plan.output_dir / path.name)
-
-
-def _small_files(model_dir: Path) -> Iterator[Path]:
-    for path in sorted(model_dir.iterdir()):
+    for path in sorted(plan.model_dir.iterdir()):
         other = path.suffix not in WEIGHTS and not path.name.endswith(".index.json")
         if path.is_file() and other and path.name not in NOT_COPIED and path.stat().st_size <= LARGEST_COPIED:
-            yield path
+            shutil.copyfile(path, plan.output_dir / path.name)
 
 
 def _config(plan: BuildPlan, model: ModelConfig) -> dict[str, Any]:

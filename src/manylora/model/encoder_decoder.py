@@ -14,12 +14,11 @@ from manylora.config.engine import ModelConfig
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionParams, LoraBatch, LoraTarget
 from manylora.lora.modules import LoraModuleId
-from manylora.model.attend import PagedGroup, attend_groups, attend_spans, paged_groups
+from manylora.model.attend import PagedGroup, RelativeBias, attend_groups, attend_spans, paged_groups
 from manylora.model.batch import ForwardBatch
 from manylora.model.extras import adapt_head
 from manylora.model.families import FAMILIES
 from manylora.model.layers import LoraLinear, Mlp, Norm
-from manylora.model.relative import RelativeBias
 from manylora.model.transformer import Transformer
 
 IMPOSSIBLE = -1e30  # a logit; finite, because the engine treats infinite logits as a fault

@@ -12,6 +12,7 @@ from manylora.errors import ConfigError
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.quant.checkpoint import CheckpointQuant
 from manylora.quant.config import SERVED, QuantAlgo, QuantConfig
+from manylora.quant.layouts import halves_to_bytes
 
 LINEARS = ("qkv.weight", "out.weight", "up_gate.weight", "down.weight", "cross_q.weight", "cross_kv.weight")
 SMALLEST_GROUP = 32
@@ -48,7 +49,7 @@ def quantise(weight: Tensor, config: QuantConfig) -> QuantisedWeight:
     offsets = (low + 8 * scales.float()).to(dtype)
     steps = (groups - offsets.float().unsqueeze(-1)) / scales.float().unsqueeze(-1)
     halves = (steps.round_() + 8).clamp_(0, 15).to(torch.uint8).view(rows, columns)
-    return QuantisedWeight(halves[:, ::2] | (halves[:, 1::2] << 4), scales, offsets)
+    return QuantisedWeight(halves_to_bytes(halves), scales, offsets)
 
 
 def stack_weights(pieces: Sequence[Tensor | QuantisedWeight]) -> Tensor | QuantisedWeight | StackedWeight:
@@ -88,11 +89,9 @@ def _same_format(one: Tensor | QuantisedWeight, other: Tensor | QuantisedWeight)
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor)
     same = one.values.dtype == other.values.dtype and one.scales.shape[1] == other.scales.shape[1]
-    for a, b in ((one.offsets, other.offsets), (one.zeros, other.zeros), (one.order, other.order)):
-        same = same and (a is None) == (b is None)
-    if same and one.order is not None and other.order is not None:
-        same = torch.equal(one.order, other.order)
-    return same
+    if not same or one.tensors().keys() != other.tensors().keys():
+        return False
+    return one.order is None or other.order is None or torch.equal(one.order, other.order)
 
 
 def _cat(run: Sequence[Any]) -> Tensor | QuantisedWeight:
@@ -101,14 +100,9 @@ def _cat(run: Sequence[Any]) -> Tensor | QuantisedWeight:
         return first
     if isinstance(first, Tensor):
         return torch.cat(list(run))
-
-    def joined(name: str) -> Any:
-        parts = [getattr(piece, name) for piece in run]
-        return None if parts[0] is None else torch.cat(parts)
-
-    return QuantisedWeight(
-        joined("values"), joined("scales"), joined("offsets"), joined("zeros"), first.order
-    )
+    names = first.tensors().keys() - {"order"}
+    joined = {name: torch.cat([getattr(piece, name) for piece in run]) for name in names}
+    return QuantisedWeight(**joined, order=first.order)
 
 
 def _group_size(columns: int, wanted: int) -> int:

@@ -11,12 +11,12 @@ from manylora.kernels.quantised import QuantisedWeight
 from manylora.quant import layouts
 from manylora.quant.checkpoint import CheckpointQuant
 
-PARTS = ("qweight", "scales", "offsets", "zeros", "order")
-"""Suffixes of tensor names in a directory of `manylora build`: the fields of a QuantisedWeight."""
+PARTS = {"values": "qweight", **{name: name for name in ("scales", "offsets", "zeros", "order")}}
+"""The fields of a QuantisedWeight to the suffixes of tensor names in a directory of `manylora build`."""
 
 # For each method: required and optional suffixes of the tensors of a quantised weight.
 TENSORS: dict[str, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {
-    "built": ((("qweight", "scales"), PARTS[2:]),),
+    "built": ((("qweight", "scales"), ("offsets", "zeros", "order")),),
     "awq": ((("qweight", "qzeros", "scales"), ()),),
     "gptq": ((("qweight", "qzeros", "scales"), ("g_idx",)),),
     "compressed-tensors": (

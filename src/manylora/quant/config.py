@@ -12,8 +12,6 @@ from typing import Any
 class QuantAlgo(str, Enum):
     """Equal to its own name as text."""
 
-    __str__ = str.__str__  # StrEnum, for Python 3.10
-
     W8A16 = "W8A16"
     W4A16 = "W4A16"
     W4A16_AWQ = "W4A16_AWQ"
@@ -39,7 +37,7 @@ class QuantAlgo(str, Enum):
     W4A16_MXFP4 = "W4A16_MXFP4"
     NO_QUANT = "NO_QUANT"
 
-    __str__ = str.__str__
+    __str__ = str.__str__  # StrEnum, for Python 3.10
 
 
 SERVED = (QuantAlgo.W8A16, QuantAlgo.W4A16, QuantAlgo.FP8)

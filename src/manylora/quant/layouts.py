@@ -6,6 +6,7 @@ All raise ConfigError naming a tensor that does not fit. Scales keep the checkpo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from manylora.errors import ConfigError
 from manylora.kernels.quantised import QuantisedWeight
-from manylora.quant.packing import AWQ_ORDER, halves_to_bytes, regroup, unpack
 
 FLOAT8 = torch.float8_e4m3fn
 WHOLE = (torch.int8, FLOAT8)  # one value per byte
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Position in an AWQ word of each of its eight values."""
 MIDDLE = {4: 8, 8: 128}  # bits -> the unsigned value that means zero
 
 
@@ -96,6 +98,37 @@ def scaled(tensors: Mapping[str, Tensor], columns: int, block: tuple[int, int] |
     if zeros is not None:
         zeros = _table("weight_zero_point", zeros).to(torch.int8).expand(rows, -1)
     return _grouped(weight, scales, zeros, of_input)
+
+
+def unpack(packed: Tensor, bits: int, places: tuple[int, ...] | None = None) -> Tensor:
+    """int32 [R, C] -> uint8 [R, C * 32 / bits]; the first value lies in a word's lowest bits.
+
+    places: the positions of the values in a word, if others.
+    """
+    count = 32 // bits
+    shifts = torch.tensor(places or range(count), dtype=torch.int32, device=packed.device) * bits
+    values = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
+    return values.to(torch.uint8).flatten(1)
+
+
+def halves_to_bytes(halves: Tensor) -> Tensor:
+    """uint8 [N, K] from 0 to 15 -> [N, K / 2], the even columns in the low half."""
+    return halves[:, ::2] | (halves[:, 1::2] << 4)
+
+
+def regroup(groups: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Order the inputs by group, and cut them into runs of equal length that each lie in one group.
+
+    groups: int [K], the group of each input. Returns the order int64 [K] (None: unchanged), and the group of
+    each run, int64 [K / length], with the largest possible length.
+    """
+    groups = groups.long()
+    order = None
+    if bool((groups.diff() < 0).any()):
+        order = torch.argsort(groups, stable=True)
+        groups = groups[order]
+    lengths = torch.unique_consecutive(groups, return_counts=True)[1].tolist()
+    return order, groups[:: math.gcd(*lengths)]
 
 
 def _from_words(

@@ -151,11 +151,9 @@ def _cgroup_available() -> int:
     ):
         try:
             total = (root / limit).read_text(encoding="utf-8").strip()
-            return (
-                unlimited
-                if total == "max"
-                else max(0, int(total) - int((root / usage).read_text(encoding="utf-8")))
-            )
+            if total == "max":
+                return unlimited
+            return max(0, int(total) - int((root / usage).read_text(encoding="utf-8")))
         except (OSError, ValueError):
             continue
     return unlimited

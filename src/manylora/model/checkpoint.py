@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,11 @@ def read_model_config(model_dir: Path) -> ModelConfig:
             + ", ".join(FAMILIES)
         )
     quant = checkpoint_quant(raw, model_dir)
-    raw = {**raw, **_decoder_start(raw, model_dir)}
+    generation = _read_json(model_dir / "generation_config.json")
+    if raw.get("is_encoder_decoder") and generation:  # its first token ids override those of config.json
+        start = generation.get("decoder_start_token_id", raw.get("decoder_start_token_id"))
+        forced = generation.get("forced_bos_token_id")
+        raw = {**raw, "decoder_start_token_id": start, "forced_bos_token_id": forced}
     try:
         renamed = family.rename(raw)
         fields = {**read_common(renamed), **family.config(renamed)}
@@ -36,30 +39,15 @@ def read_model_config(model_dir: Path) -> ModelConfig:
         raise ConfigError(f"{model_dir}/config.json lacks {error}") from error
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{model_dir}/config.json has a value of the wrong type: {error}") from error
-    eos = _eos_ids(raw, model_dir)
-    config = ModelConfig(architecture=architecture, eos_token_ids=eos, quant=quant, **fields)
+    eos = generation.get("eos_token_id", raw.get("eos_token_id"))
+    eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    config = ModelConfig(architecture=architecture, eos_token_ids=eos_ids, quant=quant, **fields)
     if config.num_heads % config.num_kv_heads:
         raise ConfigError(
             f"{model_dir}/config.json: {config.num_heads} attention heads cannot share "
             f"{config.num_kv_heads} key heads equally"
         )
     return config
-
-
-def _eos_ids(raw: Mapping[str, Any], model_dir: Path) -> tuple[int, ...]:
-    eos = _read_json(model_dir / "generation_config.json").get("eos_token_id", raw.get("eos_token_id"))
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list) else (eos,)
-
-
-def _decoder_start(raw: Mapping[str, Any], model_dir: Path) -> dict[str, Any]:
-    """An encoder-decoder model's first token ids: generation_config.json overrides config.json."""
-    chosen = _read_json(model_dir / "generation_config.json")
-    if not raw.get("is_encoder_decoder") or not chosen:
-        return {}
-    start = chosen.get("decoder_start_token_id", raw.get("decoder_start_token_id"))
-    return {"decoder_start_token_id": start, "forced_bos_token_id": chosen.get("forced_bos_token_id")}
 
 
 def _read_json(path: Path, required: bool = False) -> dict[str, Any]:

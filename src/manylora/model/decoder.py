@@ -120,18 +120,16 @@ class Decoder(Transformer):
 
     def _moe(self, layer: int, moe: MoeConfig) -> Moe:
         inner = moe.intermediate_size
+        up_gate = (
+            LoraTarget(LoraModuleId.MOE_GATE, 0, inner),
+            LoraTarget(LoraModuleId.MOE_H_TO_4H, inner, inner),
+        )
+        down = LoraTarget(LoraModuleId.MOE_4H_TO_H, 0, self.config.hidden_size)
         return Moe(
             moe,
             router=self._linear(layer, "router", LoraTarget(LoraModuleId.MOE_ROUTER, 0, moe.num_experts)),
-            up_gate=self._experts(
-                layer,
-                "up_gate",
-                LoraTarget(LoraModuleId.MOE_GATE, 0, inner),
-                LoraTarget(LoraModuleId.MOE_H_TO_4H, inner, inner),
-            ),
-            down=self._experts(
-                layer, "down", LoraTarget(LoraModuleId.MOE_4H_TO_H, 0, self.config.hidden_size)
-            ),
+            up_gate=self._experts(layer, moe, "up_gate", *up_gate),
+            down=self._experts(layer, moe, "down", down),
             activation=self.config.activation,
             shared=self._shared_expert(layer, moe.shared_intermediate_size),
         )
@@ -154,8 +152,7 @@ class Decoder(Transformer):
             mlp, self._linear(layer, "shared_gate", LoraTarget(LoraModuleId.MLP_ROUTER, 0, 1))
         )
 
-    def _experts(self, layer: int, name: str, *targets: LoraTarget) -> Experts:
-        assert self.config.moe is not None
-        numbers = range(self.config.moe.num_experts)
+    def _experts(self, layer: int, moe: MoeConfig, name: str, *targets: LoraTarget) -> Experts:
+        numbers = range(moe.num_experts)
         weights = tuple(self._weights[f"{layer}.expert.{e}.{name}.weight"] for e in numbers)
         return Experts(self._ops, layer, weights, targets)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -119,10 +119,8 @@ class Attention:
         return self.q_norm(q, lora), self.k_norm(k, lora)
 
 
-class FeedForward(Protocol):
-    """The MLP or mixture of experts of a block; x [T, hidden] -> [T, hidden]."""
-
-    def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor: ...
+FeedForward = Callable[[Tensor, LoraBatch | None], Tensor]
+"""The MLP or mixture of experts of a block; x [T, hidden] -> [T, hidden]."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from manylora.config.engine import ModelConfig
 from manylora.model.families import FAMILIES
@@ -58,7 +58,7 @@ Plan = dict[str, WeightSpec]
 
 def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
     """Our names to specs. stored: the names of the checkpoint's tensors, as some layouts differ in these."""
-    names = _names(config)
+    names = FAMILIES[config.architecture].names(config)
     encoder = FAMILIES[config.architecture].encoder
     if encoder is not None:
         return _encoder_decoder(config, encoder(config), names, stored)
@@ -84,7 +84,7 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
 
 def unused_prefixes(config: ModelConfig) -> tuple[str, ...]:
     """Prefixes of tensors that a checkpoint may have and that are not loaded."""
-    names = _names(config)
+    names = FAMILIES[config.architecture].names(config)
     return (*names.unused, f"{names.head}.") if config.tie_word_embeddings else names.unused
 
 
@@ -151,10 +151,6 @@ def _root(names: TensorNames, stored: Collection[str]) -> str:
     return next(present, names.roots[0])
 
 
-def _names(config: ModelConfig) -> TensorNames:
-    return FAMILIES[config.architecture].names(config)
-
-
 def _layer(config: ModelConfig, names: TensorNames, source: str) -> Plan:
     hidden = config.hidden_size
     out = (_whole(source + names.out, hidden),)
@@ -179,9 +175,8 @@ def _mlp(config: ModelConfig, names: TensorNames, source: str) -> Plan:
     else:
         up = tuple(_whole(source + name, inner) for name in names.up_gate)
     down = (_whole(source + names.down, hidden),)
-    return _linear("up_gate", up, hidden, config.mlp_bias, config) | _linear(
-        "down", down, inner, config.mlp_bias, config
-    )
+    specs = _linear("up_gate", up, hidden, config.mlp_bias, config)
+    return specs | _linear("down", down, inner, config.mlp_bias, config)
 
 
 def _sparse(config: ModelConfig, names: TensorNames, source: str, stored: Collection[str]) -> Plan:
@@ -229,11 +224,12 @@ def _qkv(config: ModelConfig, names: TensorNames, source: str) -> tuple[RowSlice
 
 def _linear(name: str, pieces: Iterable[RowSlice], columns: int, biased: bool, config: ModelConfig) -> Plan:
     """A weight and, if there is one, its bias. pieces: slices whose source is the layer's name."""
-    weight = _suffixed(pieces, ".weight")
+    weight, bias = (
+        tuple(replace(piece, source=piece.source + suffix) for piece in pieces)
+        for suffix in (".weight", ".bias")
+    )
     specs = {f"{name}.weight": WeightSpec(weight, columns, True, config.transposed_weights)}
-    if biased:
-        specs[f"{name}.bias"] = WeightSpec(_suffixed(pieces, ".bias"))
-    return specs
+    return specs | {f"{name}.bias": WeightSpec(bias)} if biased else specs
 
 
 def _norm(name: str, source: str, size: int, config: ModelConfig) -> Plan:
@@ -245,10 +241,6 @@ def _norm(name: str, source: str, size: int, config: ModelConfig) -> Plan:
 
 def _matrix(source: str, rows: int, columns: int) -> WeightSpec:
     return WeightSpec((_whole(source, rows),), columns, is_matrix=True)
-
-
-def _suffixed(pieces: Iterable[RowSlice], suffix: str) -> tuple[RowSlice, ...]:
-    return tuple(RowSlice(piece.source + suffix, piece.start, piece.rows, piece.total) for piece in pieces)
 
 
 def _whole(source: str, rows: int) -> RowSlice:

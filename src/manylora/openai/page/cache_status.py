@@ -46,7 +46,8 @@ class CacheStatus:
             "feed": self._id,  # changes when the server restarts, and numbers begin again
             "mapped": found is not None,
             "page_bytes": counts.page_bytes,
-            "levels": None if found is None else _levels(found),
+            "levels": found
+            and {"device": {"pages": found.device_pages}, "host": {"pages": found.host_pages}},
             "adapters": [] if found is None else self._adapters(found, key),
             "changes": [] if found is None else self._changes(found, key, changes_after),
             "last_change": changes_after if found is None else _last_change(found),
@@ -135,7 +136,3 @@ class CacheStatus:
 
 def _last_change(found: CacheMap) -> int:
     return found.changes[-1].number if found.changes else 0
-
-
-def _levels(found: CacheMap) -> dict[str, Any]:
-    return {"device": {"pages": found.device_pages}, "host": {"pages": found.host_pages}}

@@ -131,9 +131,9 @@ class Backend:
         residents = tuple(
             Resident(name, one.pages, one.on_device)
             for one in stats.adapters.residents
-            for name in self._names(one.name)
+            for name in self.catalog.names_of(int(one.name))
         )
-        waiting = [name for one in stats.waiting_adapters for name in self._names(one)]
+        waiting = [name for one in stats.waiting_adapters for name in self.catalog.names_of(int(one))]
         waiting += [key for key in self.queue.waiting_keys if key]
         return replace(
             stats,
@@ -176,9 +176,6 @@ class Backend:
             adapters=tuple(replace(one, names=named(one.names)) for one in found.adapters),
             changes=tuple(replace(one, names=named(one.names)) for one in found.changes),
         )
-
-    def _names(self, task_id: str) -> list[str]:
-        return self.catalog.names_of(int(task_id))
 
     async def _serve(self, call: Call) -> None:
         generation = call.generation

@@ -180,22 +180,18 @@ class Inference:
             self._call(body, prompt, choice.name, choice.source or "", changed, str(number), shared)
             for number, prompt in enumerate(prompts)
         ]
-        stack = ExitStack()
-        stack.enter_context(key.request())
-        run = _Run(self.backend, calls, changed, stack, request, self.on_disconnect if body.stream else None)
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(key.request())
+            on_disconnect = self.on_disconnect if body.stream else None
+            run = _Run(self.backend, calls, changed, request, on_disconnect)
+            stack.callback(run.close)
             await run.begin()
             builder = self._response_builder(body, calls, choice.name, texts)
             if body.stream:
                 usage = body.stream_options is not None and body.stream_options.include_usage
-                return EventStream(run.stream(builder, usage), run.watcher, run.close)
+                return EventStream(run.stream(builder, usage), run.watcher, stack.pop_all().close)
             await run.finish()
-            response = JSONResponse(builder.body())
-        except BaseException:
-            run.close()
-            raise
-        run.close()
-        return response
+            return JSONResponse(builder.body())
 
     def _choose_adapter(self, body: GenerationRequest, key: ApiKey) -> AdapterChoice:
         """Raises ApiError, also when the key may not use the adapter."""
@@ -249,8 +245,7 @@ class Inference:
 class _Run:
     """The calls of one HTTP request. They are cancelled when its client disconnects.
 
-    stack: closed at the end. on_disconnect: called when the client disconnects during the stream; None where
-    the response's status is counted instead.
+    on_disconnect: called when that happens during a stream; None where the response's status is counted.
     """
 
     def __init__(
@@ -258,13 +253,12 @@ class _Run:
         backend: Backend,
         calls: Sequence[Call],
         changed: Signal,
-        stack: ExitStack,
         request: Request,
         on_disconnect: Callable[[], None] | None,
     ) -> None:
         self._on_disconnect = on_disconnect
         self._streaming = False
-        self._backend, self._calls, self._changed, self._stack = backend, calls, changed, stack
+        self._backend, self._calls, self._changed = backend, calls, changed
         self._disconnected = False
         self.watcher = watch(request.receive, self._set_disconnected)
 
@@ -300,15 +294,12 @@ class _Run:
             yield error.event() + DONE
 
     def close(self) -> None:
-        """Idempotent."""
         if self._streaming and self._on_disconnect is not None:  # the stream is not complete
-            self._streaming = False
             self._on_disconnect()
         self.watcher.cancel()
         for call in self._calls:
             if not call.generation.ended:
                 self._backend.cancel(call)
-        self._stack.close()
 
     async def _wait(self) -> None:
         """Wait for a change. Raises ApiError when a call has failed or the client has disconnected."""

@@ -136,12 +136,6 @@ def _parse(entry: Any, where: str) -> tuple[str, ApiKey]:
         most = entry.get(limit, 0)
         if not isinstance(most, int) or isinstance(most, bool) or most < 0:
             raise ConfigError(f"{where}: {limit} must be a number, 0 for no limit")
-    name = str(entry.get("name", digest[:8]))
-    return digest, ApiKey(
-        name,
-        tuple(adapters),
-        entry.get("base", True),
-        entry.get("admin", False),
-        entry.get("max_concurrent", 0),
-        entry.get("requests_per_minute", 0),
-    )
+    given = {field: value for field, value in entry.items() if field != "sha256"}
+    given |= {"name": str(entry.get("name", digest[:8])), "adapters": tuple(adapters)}
+    return digest, ApiKey(**given)

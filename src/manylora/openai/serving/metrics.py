@@ -63,8 +63,12 @@ class Metrics:
     def render(self, stats: EngineStats, states: Mapping[str, int], failures: Mapping[str, int]) -> str:
         """states: number of adapters in the catalog by state. failures: to read one, by code."""
         samples: dict[str, list[tuple[Labels, float]]] = defaultdict(list)
-        for one in [*_engine(stats), *self._gateway(stats), *_catalog(states, failures)]:
+        for one in [*_engine(stats), *self._gateway(stats)]:
             samples[one.family].append((one.labels, one.value))
+        for state, count in states.items():
+            samples["manylora_catalog_adapters"].append(((("state", state),), count))
+        for code, count in failures.items():
+            samples["manylora_adapter_read_failures_total"].append(((("code", code),), count))
         for name, values in self._counters.items():
             samples[name] += values.items()
         lines: list[str] = []
@@ -112,13 +116,6 @@ def _engine(stats: EngineStats) -> Iterator[Sample]:
     for sample in engine_samples(stats):
         if stats.kv_blocks or sample.family == LORA_INFO:
             yield sample
-
-
-def _catalog(states: Mapping[str, int], failures: Mapping[str, int]) -> Iterator[Sample]:
-    for state, count in states.items():
-        yield Sample("manylora_catalog_adapters", (("state", state),), count)
-    for code, count in failures.items():
-        yield Sample("manylora_adapter_read_failures_total", (("code", code),), count)
 
 
 def _label_text(labels: Iterable[tuple[str, str]]) -> str:

@@ -12,8 +12,7 @@ from manylora.openai.api.schema import GenerationRequest
 
 @dataclass(frozen=True)
 class AdapterChoice:
-    """field: of the body, that named the adapter. name: None is the base model. source: "hf" or "nemo", where
-    the request names the checkpoint's kind."""
+    """field: that named the adapter. name: None is the base model. source: "hf" or "nemo", if given."""
 
     field: str = "model"
     name: str | None = None

@@ -14,8 +14,7 @@ from manylora.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """logprob: None for the first token of a prompt. top: alternatives as (token id, log probability), the
-    most probable first."""
+    """logprob: None for the first token of a prompt. top: (token id, log probability), the best first."""
 
     token_id: int
     logprob: float | None

@@ -31,8 +31,7 @@ def json_guide(schema: dict[str, Any]) -> Guide:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """tools: which the model may call. required: it must call one. named: it must call this one. parallel: an
-    answer may have several calls."""
+    """required: the model must call one. named: it must call this one. parallel: it may call several."""
 
     tools: Sequence[Tool]
     required: bool = False
@@ -92,8 +91,7 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
 
 
 class ToolCallParser:
-    """Splits one growing output into content and tool calls. Text that may turn out to be a call is not
-    returned as content until that is known."""
+    """Splits one growing output into content and tool calls. Holds back text that may become a call."""
 
     def __init__(self, use: ToolUse) -> None:
         self._use = use

@@ -59,8 +59,7 @@ class EngineClient(Protocol):
 
 @dataclass(eq=False)
 class Call:
-    """One generation with its adapter. policy: load_lora_weights. source: "hf" or "nemo", where the request
-    names it."""
+    """One generation with its adapter. policy: load_lora_weights. source: "hf" or "nemo", if given."""
 
     generation: GenerationState
     adapter: str | None = None

@@ -40,9 +40,7 @@ class HostCheck:
         given = request.headers.getlist("host")
         if len(given) != 1 and (given or request.scope["http_version"] != "1.0"):
             raise ApiError(400, "invalid_http", "A request must have one Host header")
-        if self._any:
-            return
-        if not given:  # HTTP/1.0, which no browser uses
+        if self._any or not given:  # without one in HTTP/1.0, which no browser uses
             return
         name = _name(given[0])
         if name is None or not self._is_ours(name):

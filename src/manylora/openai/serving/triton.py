@@ -236,7 +236,15 @@ class TritonEngine:
             self._wake()
 
     def _message(self, request: Request) -> ModelInferRequest:
-        return _message(self.model.name, request.request_id, self.model.tensors(request))
+        """Tensors as bytes, bfloat16 too, for which tritonclient has no array type."""
+        message = ModelInferRequest(model_name=self.model.name, id=request.request_id)
+        message.parameters[FINAL].bool_param = True
+        for name, value in self.model.tensors(request).items():
+            kind = "BF16" if value.dtype.kind == "V" else np_to_triton_dtype(value.dtype)
+            message.inputs.add(name=name, datatype=kind, shape=value.shape)
+            data = serialize_byte_tensor(value).item() if kind == "BYTES" else value.tobytes()
+            message.raw_input_contents.append(data)
+        return message
 
     def _remember(self, lora: LoraInput | None) -> None:
         if lora is None or lora.task_id is None:
@@ -257,12 +265,11 @@ class TritonEngine:
             return AdapterNotCachedError(task_id)
         if "queue size" in text:
             return ApiError(429, "overloaded", "Too many requests wait already, try again", retry_after=1)
-        if "ache is full" in text and "it needs" in text:  # from our model: it is larger than the whole cache
-            return AdapterCacheFullError(text)
         if "ache is full" in text:
-            return ApiError(
-                503, "adapter_cache_busy", "The adapter cache is too busy, try again", retry_after=1
-            )
+            if "it needs" in text:  # from our model: it is larger than the whole cache
+                return AdapterCacheFullError(text)
+            reason = "The adapter cache is too busy, try again"
+            return ApiError(503, "adapter_cache_busy", reason, retry_after=1)
         if "Server is stopping" in text:
             return DrainingError()
         if request.lora is not None and "not finite numbers" in text:
@@ -291,18 +298,6 @@ class TritonEngine:
 
 async def _only(message: ModelInferRequest) -> AsyncIterator[ModelInferRequest]:
     yield message
-
-
-def _message(model: str, request_id: str, tensors: dict[str, np.ndarray]) -> ModelInferRequest:
-    """Tensors as bytes, bfloat16 too, for which tritonclient has no array type."""
-    message = ModelInferRequest(model_name=model, id=request_id)
-    message.parameters[FINAL].bool_param = True
-    for name, value in tensors.items():
-        kind = "BF16" if value.dtype.kind == "V" else np_to_triton_dtype(value.dtype)
-        message.inputs.add(name=name, datatype=kind, shape=value.shape)
-        data = serialize_byte_tensor(value).item() if kind == "BYTES" else value.tobytes()
-        message.raw_input_contents.append(data)
-    return message
 
 
 def _read(response: ModelStreamInferResponse) -> tuple[dict[str, np.ndarray], bool]:

@@ -70,7 +70,7 @@ INSIDE = {
         "datasets", "load", "options", "report", "memory_traffic",
         "report_text", "plots", "local", "remote", "triton_endpoint", "openai_endpoint", "system", "run",
     ],
-    "openai": ["api", "serving", "page", "app", "options", "server"],
+    "openai": ["api", "serving", "page", "options", "app", "server"],
     "openai.api": [
         "errors", "names", "schema", "messages", "adapter_choice", "tools", "params", "logprobs", "openapi",
     ],

@@ -44,19 +44,17 @@ def read_build_record(model_dir: Path) -> BuildRecord:
     path = Path(model_dir) / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-        record = raw.get(KEY) if isinstance(raw, dict) else None
     except (OSError, ValueError):
-        return BuildRecord()
+        raw = None
+    record = raw.get(KEY) if isinstance(raw, dict) else None
     if record is None:
         return BuildRecord()
     try:
         lora = record.get("lora_config") or {}
         quantization = raw["pretrained_config"]["quantization"]
-        limits = {name: None if record.get(name) is None else int(record[name]) for name in LIMITS}
-        rank = lora.get("max_lora_rank")
+        limits = {name: record.get(name) for name in LIMITS} | {"max_lora_rank": lora.get("max_lora_rank")}
         return BuildRecord(
-            **limits,
-            max_lora_rank=None if rank is None else int(rank),
+            **{name: None if limit is None else int(limit) for name, limit in limits.items()},
             lora_target_modules=tuple(lora.get("lora_target_modules", ())),
             quant_algo=quantization["quant_algo"],
             kv_cache_quant_algo=quantization["kv_cache_quant_algo"],

@@ -16,24 +16,17 @@ from manylora.lora.library.reader import AdapterReader
 from manylora.lora.tensors import Adapter
 
 
-@dataclass(frozen=True)
-class AdapterPath:
-    """A directory or file, and what kind of checkpoint it must be: "nemo", or "hf" for every other."""
-
-    path: Path
-    ckpt_source: str
-
-
 @dataclass
 class _Registered:
-    path: AdapterPath
+    path: Path
+    ckpt_source: str
     num_open: int = 0  # requests under way
     accepted: bool = False  # the engine took it, or may have
 
 
 class AdapterRegistry:
-    """Any thread. An id belongs to one path. Only an id whose adapter was refused may be given another one,
-    so that a mistyped path can be mended.
+    """Any thread. An id belongs to one path. An id whose adapter was refused is forgotten, and may be given
+    another path.
 
     library: of the engine, which reads an adapter when it is not in the cache. reader: for `lora_config`.
     """
@@ -49,25 +42,20 @@ class AdapterRegistry:
         Raises AdapterInvalidError when the id means another path, AdapterNotCachedError when the request has
         no path and the id is not known.
         """
-        task_id, path = request.lora_int_id, None
-        if request.lora_path is not None:
-            path = AdapterPath(Path(request.lora_path).resolve(), request.lora_ckpt_source)
+        task_id, source = request.lora_int_id, request.lora_ckpt_source
+        path = None if request.lora_path is None else Path(request.lora_path).resolve()
         with self._lock:
             entry = self._entries.get(task_id)
-            if path is None and entry is None:
-                raise AdapterNotCachedError(task_id)
             if entry is None:
-                assert path is not None
-                entry = self._entries[task_id] = _Registered(path)
-                self._library.register(task_id, path.path, partial(self._read, path))
-            elif path is not None and path != entry.path:
-                if entry.accepted or entry.num_open:
-                    raise AdapterInvalidError(
-                        f"lora_int_id {task_id} of {request.lora_name!r} belongs to an adapter of another "
-                        "path: give each adapter an id of its own"
-                    )
-                entry.path = path
-                self._library.register(task_id, path.path, partial(self._read, path))
+                if path is None:
+                    raise AdapterNotCachedError(task_id)
+                entry = self._entries[task_id] = _Registered(path, source)
+                self._library.register(task_id, path, partial(self._read, path, source))
+            elif path is not None and (path, source) != (entry.path, entry.ckpt_source):
+                raise AdapterInvalidError(
+                    f"lora_int_id {task_id} of {request.lora_name!r} belongs to an adapter of another "
+                    "path: give each adapter an id of its own"
+                )
             entry.num_open += 1
 
     def release(self, task_id: int, accepted: bool) -> None:
@@ -79,14 +67,14 @@ class AdapterRegistry:
             if not (entry.num_open or entry.accepted):
                 del self._entries[task_id]
 
-    def _read(self, path: AdapterPath) -> Adapter | FileAdapter:
-        """Raises AdapterInvalidError."""
+    def _read(self, path: Path, ckpt_source: str) -> Adapter | FileAdapter:
+        """ckpt_source: "nemo", or "hf" for every other kind of checkpoint. Raises AdapterInvalidError."""
         try:
-            source = find_source(path.path)
-            if (source.kind == "nemo") != (path.ckpt_source == "nemo"):
+            source = find_source(path)
+            if (source.kind == "nemo") != (ckpt_source == "nemo"):
                 raise AdapterInvalidError(
-                    f"{path.path.name} is not a checkpoint of kind {path.ckpt_source}, it is {source.kind}"
+                    f"{path.name} is not a checkpoint of kind {ckpt_source}, it is {source.kind}"
                 )
-            return self._reader.read(path.path, source).adapter
+            return self._reader.read(path, source).adapter
         except AdapterError as error:
             raise AdapterInvalidError(f"Failed to load LoRA adapter: {error}") from error

@@ -46,7 +46,8 @@ class Continuation:
             return
         start = len(self.token_ids)
         for i, token in enumerate(token_ids):
-            if len(self.token_ids) >= self._rules.min_tokens and self._is_stop(token):
+            stops = token in self._rules.end_ids or token in self._rules.ids
+            if stops and len(self.token_ids) >= self._rules.min_tokens:
                 if self._rules.include and token in self._rules.ids:
                     self._append(token, log_probs, i)
                 self._end(start, FinishReason.STOP, self._rules.ids.get(token))
@@ -95,9 +96,6 @@ class Continuation:
     def _token_logprobs(self) -> list[dict[int, Logprob]]:
         pairs = zip(self.token_ids, self._log_probs, strict=False)
         return [{token: Logprob(value)} for token, value in pairs]
-
-    def _is_stop(self, token: int) -> bool:
-        return token in self._rules.end_ids or token in self._rules.ids
 
     def _append(self, token: int, log_probs: Sequence[float], i: int) -> None:
         self.token_ids.append(token)

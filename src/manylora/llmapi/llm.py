@@ -41,8 +41,6 @@ Input = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or a mapping with `prompt` or `prompt_token_ids`, and of an encoder-decoder model maybe
 `decoder_input_token_ids`, which its decoder goes on from; the prompt is its encoder's."""
 
-"""Tensors of adapters that may be on their way to the cache, where the host level is smaller than this."""
-
 DECODER_IDS = "decoder_input_token_ids"
 
 
@@ -96,7 +94,11 @@ class LLM:
             self._model = read_model_config(folder)
             self._tokenizer = None if skip_tokenizer_init else _open_tokenizer(tokenizer or folder)
             if arguments.get("guided_decoding_backend") is not None:
-                settings["tokenizer_dir"] = _guide_tokenizer(self._tokenizer)
+                if self._tokenizer is None:
+                    raise ConfigError(
+                        "guided_decoding_backend needs a tokenizer: leave skip_tokenizer_init out"
+                    )
+                settings["tokenizer_dir"] = self._tokenizer.directory
             config = engine_config(folder, arguments, **settings)
             engine = Engine(config)
         except ConfigError as error:
@@ -135,7 +137,7 @@ class LLM:
 
         Raises RequestError or ValueError for the first prompt that cannot be served; the others are ended.
         """
-        single = _is_single(inputs)
+        single = isinstance(inputs, str | Mapping) or (bool(inputs) and isinstance(inputs[0], int))
         prompts: list[Any] = [inputs] if single else list(inputs)
         params = _for_each(prompts, "sampling_params", sampling_params)
         adapters = _for_each(prompts, "lora_request", lora_request)
@@ -147,7 +149,7 @@ class LLM:
             for generation in made:
                 self._service.discard(generation)
             raise
-        results = [self._submit(generation) for generation in made]
+        results = [self._service.submit(generation) for generation in made]
         try:
             outputs = [result.result() for result in _with_progress(results, use_tqdm)]
         except BaseException:
@@ -168,7 +170,7 @@ class LLM:
         Raises RequestError or ValueError for a request that cannot be served; what only the engine can know
         is raised by the result.
         """
-        return self._submit(self._make(inputs, sampling_params, lora_request, streaming))
+        return self._service.submit(self._make(inputs, sampling_params, lora_request, streaming))
 
     def stats(self) -> EngineStats:
         """The engine as of its last step."""
@@ -216,10 +218,6 @@ class LLM:
         return Generation(
             next(self._ids), prompt, decoding, lora_request, streaming, self._tokenizer, self._abort
         )
-
-    def _submit(self, generation: Generation) -> GenerationResult:
-        self._service.submit(generation)
-        return generation.result
 
     def _abort(self, generation: Generation) -> None:
         self._service.abort(generation)
@@ -269,19 +267,6 @@ def _dispose(service: Service) -> None:
 
 def _open_tokenizer(tokenizer: str | Path | Tokenizer) -> Tokenizer:
     return tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(Path(tokenizer))
-
-
-def _guide_tokenizer(tokenizer: Tokenizer | None) -> Path:
-    """Where guided decoding reads the tokenizer from."""
-    if tokenizer is None:
-        raise ConfigError("guided_decoding_backend needs a tokenizer: leave skip_tokenizer_init out")
-    return tokenizer.directory
-
-
-def _is_single(inputs: Any) -> bool:
-    if isinstance(inputs, str | Mapping):
-        return True
-    return bool(inputs) and isinstance(inputs[0], int)
 
 
 def _for_each(prompts: Sequence[Any], name: str, value: Any) -> list[Any]:

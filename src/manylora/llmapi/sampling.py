@@ -125,8 +125,7 @@ class SamplingParams:
         guide = self.guided_decoding
         if not (guide is None or isinstance(guide, GuidedDecodingParams)):
             raise ValueError(f"guided_decoding must be a GuidedDecodingParams, got {guide!r:.80}")
-        for name in ("stop", "bad"):
-            texts = _texts(getattr(self, name))
+        for name, texts in (("stop", self.stop_texts), ("bad", self.bad_texts)):
             if not all(isinstance(text, str) and text for text in texts):
                 raise ValueError(f"{name} must be a text or a list of texts, none of them empty")
         if self.logprobs is not None and self.logprobs > int(self.greedy):

@@ -8,14 +8,10 @@ import threading
 from collections.abc import Callable
 
 from manylora.engine.loop import EngineLoop
-from manylora.errors import (
-    AdapterError,
-    AdapterNotFiniteError,
-    ManyloraError,
-    RequestError,
-)
+from manylora.errors import AdapterError, AdapterNotFiniteError, ManyloraError, RequestError
 from manylora.llmapi.adapters import AdapterRegistry
 from manylora.llmapi.generation import Generation
+from manylora.llmapi.result import GenerationResult
 from manylora.request import Event, FinishReason, LoraInput
 
 SHUT_DOWN = "this LLM has been shut down"
@@ -43,7 +39,7 @@ class Service:
         self._texts = threading.Thread(target=self._run, name="manylora-text", daemon=True)
         self._texts.start()
 
-    def submit(self, generation: Generation) -> None:
+    def submit(self, generation: Generation) -> GenerationResult:
         """Raises RequestError after `close`; whatever else goes wrong comes as the generation's result."""
         task_id = generation.task_id
         generation.from_disk = task_id is not None and not self._resident(task_id)
@@ -58,6 +54,7 @@ class Service:
             except ManyloraError as error:
                 event = Event(finish_reason=FinishReason.ERROR, last=True, error=error)
                 self._news.put((generation, event))
+        return generation.result
 
     def discard(self, generation: Generation) -> None:
         """Let go of one that was made and is not submitted after all."""

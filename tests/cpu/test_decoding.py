@@ -14,7 +14,7 @@ from running import run as run_engine
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
-from manylora.engine.idle_blocks import IdleBlocks
+from manylora.engine.kv_cache import IdleBlocks
 from manylora.engine.sequence import Sequence
 from manylora.errors import RequestError
 from manylora.lora.convert import convert_peft

@@ -52,8 +52,8 @@ INSIDE = {
         "weights", "builder",
     ],
     "engine": [
-        "sequence", "idle_blocks", "kv_cache", "scheduler", "memory", "guide_trial", "guide", "beam",
-        "sampler", "launched", "inputs", "encoding", "graphs", "kernel_trials", "runner", "checks", "build",
+        "sequence", "kv_cache", "scheduler", "memory", "guide_trial", "guide", "beam",
+        "sampler", "launched", "inputs", "graphs", "kernel_trials", "runner", "checks", "build",
         "results", "engine", "loop",
     ],
     "launcher": [
@@ -86,7 +86,7 @@ NO_TORCH = [
     "system.compiler", "quant.config", "quant.checkpoint", "config", "wire", "text", "launcher",
     "lora.pages", "lora.modules", "lora.geometry", "lora.bounds", "lora.float8", "lora.number_types",
     "lora.tensors", "lora.staging", "lora.extras", "lora.slicing", "lora.cache", "cli", "engine.sequence",
-    "engine.idle_blocks", "engine.guide", "engine.guide_trial", "engine.kv_cache", "engine.scheduler",
+    "engine.guide", "engine.guide_trial", "engine.kv_cache", "engine.scheduler",
     "kernels.row_format", "kernels.cuda.plan", "llmapi", "bench", "openai", "lora_helper", "lora_manager",
     "executor", "sampling_params", "models", "quantization",
 ]  # fmt: skip

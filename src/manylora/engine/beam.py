@@ -83,7 +83,11 @@ class BeamGroup:
         for i, candidate in enumerate(chosen):
             best_of.setdefault(candidate.parent, i)
         spare = [beam for index, beam in enumerate(self.beams) if index not in best_of]
-        added = [self._new_beam() for _ in range(self.width - len(self.beams))]
+        one = self.leader
+        added = [
+            Sequence(one.handle, one.request, one.index, one.max_len, one.lease, beams=self)
+            for _ in range(self.width - len(self.beams))
+        ]
         spare += added
         beams: list[Sequence] = []
         for i, candidate in enumerate(chosen):
@@ -100,10 +104,6 @@ class BeamGroup:
         self.beams, self.scores = beams, [candidate.score for candidate in chosen]
         self.forked = True
         return added
-
-    def _new_beam(self) -> Sequence:
-        one = self.leader
-        return Sequence(one.handle, one.request, one.index, one.max_len, one.lease, beams=self)
 
     def _ends(self, candidate: BeamCandidate) -> bool:
         params = self.leader.request.params

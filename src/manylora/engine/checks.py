@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from manylora.config.engine import EngineConfig, ModelConfig
-from manylora.engine.encoding import check_encoder_prompt, for_encoder
+from manylora.config.engine import EncoderConfig, EngineConfig, ModelConfig
 from manylora.errors import QueueFullError, RequestError
 from manylora.request import Request
 
@@ -20,7 +20,7 @@ def check_request(request: Request, config: EngineConfig, model: ModelConfig, ma
 
     Raises RequestError naming the first thing that cannot be served. max_seq_len: prompt and output.
     """
-    request = for_encoder(request, model.encoder)
+    request = _for_encoder(request, model.encoder)
     if config.wrap_input_ids and request.prompt_table is None:
         prompts = (request.prompt, request.encoder_prompt)
         prompt, encoder_prompt = (tuple(token % model.vocab_size for token in ids) for ids in prompts)
@@ -32,25 +32,53 @@ def check_request(request: Request, config: EngineConfig, model: ModelConfig, ma
     return request
 
 
+def _for_encoder(request: Request, encoder: EncoderConfig | None) -> Request:
+    """The request with a prompt for the encoder and one for the decoder. Raises RequestError for what is not
+    supported.
+
+    encoder: None: the model has no encoder, and takes no encoder_prompt.
+    """
+    if encoder is None:
+        if request.encoder_prompt:
+            raise RequestError("this model has no encoder: leave decoder_input_ids out")
+        return request
+    if request.params.beam_width > 1:
+        raise RequestError("beam_width must be 1: beam search is not supported on encoder-decoder models")
+    if request.draft:
+        raise RequestError("draft_input_ids are not supported on encoder-decoder models: leave them out")
+    if request.prompt_table is not None:
+        raise RequestError("prompt_embedding_table is not supported on encoder-decoder models: leave it out")
+    if not request.encoder_prompt:
+        return replace(request, encoder_prompt=request.prompt, prompt=(encoder.decoder_start_id,))
+    return replace(request, prompt=request.prompt or (encoder.decoder_start_id,))
+
+
 def _check_prompt(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> None:
-    length, vocab = len(request.prompt), model.vocab_size
-    if length == 0:
-        raise RequestError("A value is required for input_ids: the prompt has no tokens")
-    limit, encoded = max_seq_len - 1, len(request.encoder_prompt)
-    if model.encoder is not None:
-        check_encoder_prompt(request.encoder_prompt, vocab, max_seq_len, config.max_num_tokens - 1)
+    num_ids, limit = model.vocab_size, max_seq_len - 1
+    if model.encoder is not None:  # it reads its whole prompt in one step
+        encoder_limit = min(max_seq_len, config.max_num_tokens - 1)
+        _check_ids(request.encoder_prompt, num_ids, encoder_limit, encoder=True)
     if not config.enable_chunked_context:
-        limit = min(limit, config.max_num_tokens - encoded)
-    if length > limit:
+        limit = min(limit, config.max_num_tokens - len(request.encoder_prompt))
+    if request.prompt_table is not None:
+        num_ids += len(request.prompt_table)
+    _check_ids(request.prompt, num_ids, limit)
+
+
+def _check_ids(ids: Sequence[int], num_ids: int, limit: int, encoder: bool = False) -> None:
+    """limit: tokens. encoder: whether these are the encoder's prompt."""
+    if not ids:
+        prompt = "the encoder's prompt" if encoder else "the prompt"
+        raise RequestError(f"A value is required for input_ids: {prompt} has no tokens")
+    if len(ids) > limit:
         raise RequestError(
-            f"Prompt length ({length}) exceeds maximum input length ({limit}). Shorten the prompt or "
-            "serve with a larger max_seq_len"
+            f"Prompt length ({len(ids)}) exceeds maximum input length ({limit})"
+            + (" of the encoder" if encoder else "")
+            + ". Shorten the prompt or serve with a larger max_seq_len"
+            + (" and max_num_tokens" if encoder else "")
         )
-    limit = vocab + (0 if request.prompt_table is None else len(request.prompt_table))
-    if not 0 <= min(request.prompt) <= max(request.prompt) < limit:
-        raise RequestError(
-            f"input_ids must be in [0, {limit}), got {min(request.prompt)} to {max(request.prompt)}"
-        )
+    if not 0 <= min(ids) <= max(ids) < num_ids:
+        raise RequestError(f"input_ids must be in [0, {num_ids}), got {min(ids)} to {max(ids)}")
 
 
 def _check_params(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> None:

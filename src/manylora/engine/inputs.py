@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import AttentionBatch, LoraBatch
+from manylora.kernels.spec import AttentionBatch
+from manylora.kernels.spec import LoraBatch
+from manylora.engine.sequence import Sequence
 from manylora.kernels.transfer import upload
 from manylora.model.batch import ForwardBatch
 
@@ -99,6 +103,27 @@ class StepInputs:
         if not self.cross_blocks:
             return None
         return AttentionBatch(self.starts, self.cross_lengths, _table(self.cross_blocks), _int([]))
+
+
+def encoder_inputs(sequences: list[Sequence], tokens_per_block: int) -> StepInputs:
+    """The encoder's whole prompts, and the slots of the keys and values computed from them. No logits."""
+    lengths = [sequence.num_encoder for sequence in sequences]
+    blocks = [sequence.kv.cross_blocks for sequence in sequences]
+    spans = [*zip(map(range, lengths), blocks, strict=True)]
+    return StepInputs(
+        input_ids=[token for sequence in sequences for token in sequence.request.encoder_prompt],
+        positions=[position for span, _ in spans for position in span],
+        starts=[0, *accumulate(lengths)],
+        lengths=lengths,
+        blocks=blocks,
+        slots=slots_of(spans, tokens_per_block),
+        logits_rows=[],
+    )
+
+
+def slots_of(spans: Iterable[tuple[range, list[int]]], size: int) -> list[int]:
+    """Of each row. spans: of each sequence the positions of its rows, and its KV blocks of `size` tokens."""
+    return [blocks[p // size] * size + p % size for positions, blocks in spans for p in positions]
 
 
 def _table(rows: list[list[int]], width: int = 0) -> Tensor:

@@ -2,16 +2,73 @@
 
 from __future__ import annotations
 
+import heapq
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from manylora.engine.idle_blocks import DEFAULT_PRIORITY, IdleBlocks
 from manylora.engine.sequence import KvBlocks, Sequence
 from manylora.lora.pages import PageAllocator
 
 if TYPE_CHECKING:
     from manylora.engine.beam import BeamGroup
 
+DEFAULT_PRIORITY = 35
+
 Key = tuple[object, tuple[int, ...]]  # (parent node, or the sequence's root; the block's tokens)
+
+
+class IdleBlocks:
+    """KV blocks that no sequence uses but that may be reused.
+
+    The lowest priority is evicted first; within one priority, the block that has been idle longest.
+
+    A priority may be given for a limited time; after it the block has the default priority.
+    """
+
+    def __init__(self) -> None:
+        self._levels: dict[int, OrderedDict[int, None]] = {}
+        self._priority: dict[int, int] = {}
+        self._expiries: list[tuple[float, int, int]] = []  # time, block, priority it had
+
+    def __len__(self) -> int:
+        return len(self._priority)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._priority
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._priority)
+
+    def add(self, block: int, priority: int = DEFAULT_PRIORITY, duration_ms: int | None = None) -> None:
+        self._levels.setdefault(priority, OrderedDict())[block] = None
+        self._priority[block] = priority
+        if duration_ms is not None and priority != DEFAULT_PRIORITY:
+            heapq.heappush(self._expiries, (time.monotonic() + duration_ms / 1000, block, priority))
+
+    def discard(self, block: int) -> None:
+        priority = self._priority.pop(block, None)
+        if priority is not None:
+            level = self._levels[priority]
+            del level[block]
+            if not level:
+                del self._levels[priority]
+
+    def pop(self) -> int:
+        """Remove and return the block to evict next."""
+        self._expire()
+        block = next(iter(self._levels[min(self._levels)]))
+        self.discard(block)
+        return block
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        while self._expiries and self._expiries[0][0] <= now:
+            _, block, priority = heapq.heappop(self._expiries)
+            if self._priority.get(block) == priority:
+                self.discard(block)
+                self.add(block)
 
 
 class KvCache:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from manylora.engine.beam import BeamCandidate, BeamGroup, best_candidates
-from manylora.engine.encoding import encoder_inputs
 from manylora.engine.graphs import DecodeGraphs
-from manylora.engine.inputs import Pending, StepInputs
+from manylora.engine.inputs import Pending, StepInputs, encoder_inputs, slots_of
 from manylora.engine.kernel_trials import try_variants
 from manylora.engine.launched import LaunchedStep
 from manylora.engine.sampler import Row, adjust, sample
@@ -185,18 +184,14 @@ class Runner:
         size = self._tokens_per_block
         starts = [0, *accumulate(chunk.count for chunk in chunks)]
         ids = [t for c in chunks for t in c.sequence.tokens[c.start : c.start + c.count]]
-        lengths = [chunk.start + chunk.count for chunk in chunks]
+        spans = [(range(c.start, c.start + c.count), c.sequence.kv.blocks) for c in chunks]
         return StepInputs(
             input_ids=[i if 0 <= i < self._vocab_size else 0 for i in ids],
-            positions=[p for c in chunks for p in range(c.start, c.start + c.count)],
+            positions=[position for span, _ in spans for position in span],
             starts=starts,
-            lengths=lengths,
-            blocks=[c.sequence.kv.blocks[: -(-n // size)] for c, n in zip(chunks, lengths, strict=True)],
-            slots=[
-                c.sequence.kv.blocks[position // size] * size + position % size
-                for c in chunks
-                for position in range(c.start, c.start + c.count)
-            ],
+            lengths=[span.stop for span, _ in spans],
+            blocks=[blocks[: -(-span.stop // size)] for span, blocks in spans],
+            slots=slots_of(spans, size),
             logits_rows=[
                 start + position - chunk.start
                 for chunk, start, range_ in zip(chunks, starts, wanted, strict=False)

@@ -18,9 +18,10 @@ from conftest import Running, World
 from test_server import NEW, PROMPT, ask, generate, inputs, lora, new_ids, tensor
 from tritonclient.utils import InferenceServerException
 
+from manylora.stats import EngineStats
 from manylora.testing.tiny_models import reference_generate, reference_logits
 from manylora.text.tokenizer import Tokenizer
-from manylora.wire.metrics import LOGGED, STAMP
+from manylora.wire.metrics import STAMP, engine_samples
 
 STATISTICS = (
     "kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks", "arrival_time_ns",
@@ -367,7 +368,8 @@ def test_the_verbose_log_says_what_the_gauges_say(server: Running) -> None:
         set_verbosity(0)
     shown = {key: value for key, value in found.items() if key.startswith("nv_trt_llm_")}
     assert len(line) == len(shown) == 20
-    for (family, label), name in LOGGED.items():
+    for sample in filter(lambda one: one.logged, engine_samples(EngineStats())):
+        family, name, [(_, label)] = sample.family, sample.logged, sample.labels
         [value] = [v for key, v in shown.items() if key.startswith(family) and f'="{label}"' in key]
         if name == STAMP:
             logged = datetime.strptime(line[name], "%m-%d-%Y %H:%M:%S.%f").replace(tzinfo=timezone.utc)

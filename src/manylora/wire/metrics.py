@@ -64,58 +64,32 @@ FAMILIES = {
 }
 MAX_ADAPTERS = 100  # label values; the adapters after these are counted together
 STAMP = "Timestamp"
-LOGGED = {
-    (REQUESTS, "active"): "Active Request Count",
-    (REQUESTS, "max"): "Max Request Count",
-    (REQUESTS, "scheduled"): "Scheduled Requests",
-    (REQUESTS, "context"): "Context Requests",
-    (REQUESTS, "waiting"): "Waiting Requests",
-    (MEMORY, "cpu"): "Runtime CPU Memory Usage",
-    (MEMORY, "gpu"): "Runtime GPU Memory Usage",
-    (MEMORY, "pinned"): "Runtime Pinned Memory Usage",
-    (KV_BLOCKS, "max"): "Max KV cache blocks",
-    (KV_BLOCKS, "free"): "Free KV cache blocks",
-    (KV_BLOCKS, "used"): "Used KV cache blocks",
-    (KV_BLOCKS, "tokens_per"): "Tokens per KV cache block",
-    (KV_BLOCKS, "reused"): "Reused KV cache blocks",
-    (KV_BLOCKS, "fraction"): "Fraction used KV cache blocks",
-    (BATCHER, "total_context_tokens"): "Total Context Tokens",
-    (BATCHER, "generation_requests"): "Generation Requests",
-    (BATCHER, "micro_batch_id"): "MicroBatch ID",
-    (BATCHER, "paused_requests"): "Paused Requests",
-    (GENERAL, "timestamp"): STAMP,
-    (GENERAL, "iteration_counter"): "Iteration Counter",
-}  # the gauges of upstream's families, as its log calls them
 BASE, OTHER = "base", "other"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """increment: add to a counter; otherwise the value is the gauge's, the counter's total, or observed."""
+    """increment: add to a counter; otherwise the value is the gauge's, the counter's total, or observed.
+
+    logged: what upstream's log calls it; empty for what is not its own.
+    """
 
     family: str
     labels: tuple[tuple[str, str], ...]
     value: float
     increment: bool = False
+    logged: str = ""
 
 
 def engine_samples(stats: EngineStats) -> Iterator[Sample]:
     """Gauges and totals of one snapshot."""
-    for family, label, values in _upstream(stats):
-        for name, value in values.items():
-            yield Sample(family, ((label, name),), value)
+    for family, label, gauges in _upstream(stats):
+        for name, logged, value in gauges:
+            yield Sample(family, ((label, name),), value, logged=logged)
     a = stats.adapters
-    levels = {
-        "host": (a.host_pages, a.host_pages_free, a.host_adapters, a.host_evictions, a.host_stores),
-        "device": (
-            a.device_pages,
-            a.device_pages_free,
-            a.device_adapters,
-            a.device_evictions,
-            a.device_loads,
-        ),
-    }
-    for level, (pages, free, adapters, evictions, loads) in levels.items():
+    host = a.host_pages, a.host_pages_free, a.host_adapters, a.host_evictions, a.host_stores
+    device = a.device_pages, a.device_pages_free, a.device_adapters, a.device_evictions, a.device_loads
+    for level, (pages, free, adapters, evictions, loads) in (("host", host), ("device", device)):
         where = ("level", level)
         yield Sample("manylora_lora_cache_pages", (where, ("state", "used")), pages - free)
         yield Sample("manylora_lora_cache_pages", (where, ("state", "free")), free)
@@ -134,11 +108,7 @@ def engine_samples(stats: EngineStats) -> Iterator[Sample]:
 
 def iteration_log(samples: Iterable[Sample]) -> dict[str, float | str]:
     """What upstream's verbose log says in a line of JSON: the gauges of its families, under other names."""
-    found: dict[str, float | str] = {}
-    for sample in samples:
-        key = LOGGED.get((sample.family, sample.labels[0][1])) if sample.labels else None
-        if key is not None:
-            found[key] = sample.value
+    found: dict[str, float | str] = {one.logged: one.value for one in samples if one.logged}
     when = datetime.fromtimestamp(float(found[STAMP]) / 1e6, timezone.utc)
     return {**found, STAMP: when.strftime("%m-%d-%Y %H:%M:%S.%f")}
 
@@ -193,41 +163,45 @@ def _first_token(adapter: tuple[str, str], metrics: RequestMetrics, waited_s: fl
         yield Sample("manylora_adapter_cold_loads_total", (adapter, tier), 1, True)
 
 
-def _upstream(stats: EngineStats) -> Iterator[tuple[str, str, dict[str, float]]]:
+def _upstream(stats: EngineStats) -> Iterator[tuple[str, str, list[tuple[str, str, float]]]]:
+    """Family, name of its label, and its gauges: label, name in the log, value."""
     active = stats.running + stats.waiting
-    waiting = active - stats.scheduled if active > stats.scheduled else 0
-    yield REQUESTS, "request_type", {
-        "active": active,
-        "max": stats.max_batch_size,
-        "scheduled": stats.scheduled,
-        "context": stats.context_requests,
-        "waiting": waiting,
-    }  # fmt: skip
+    yield REQUESTS, "request_type", [
+        ("active", "Active Request Count", active),
+        ("max", "Max Request Count", stats.max_batch_size),
+        ("scheduled", "Scheduled Requests", stats.scheduled),
+        ("context", "Context Requests", stats.context_requests),
+        ("waiting", "Waiting Requests", max(0, active - stats.scheduled)),
+    ]  # fmt: skip
     a = stats.adapters
     engine_bytes, host_bytes = stats.weight_bytes + stats.kv_bytes, a.host_pages * a.page_bytes
     if stats.on_gpu:  # a CPU's device level is a number of pages that may be in use, and no memory
         engine_bytes += a.device_pages * a.page_bytes
-    yield MEMORY, "memory_type", {
-        "cpu": 0 if stats.on_gpu else engine_bytes + host_bytes,
-        "gpu": engine_bytes if stats.on_gpu else 0,
-        "pinned": host_bytes if stats.on_gpu else 0,
-    }  # fmt: skip
+    yield MEMORY, "memory_type", [
+        ("cpu", "Runtime CPU Memory Usage", 0 if stats.on_gpu else engine_bytes + host_bytes),
+        ("gpu", "Runtime GPU Memory Usage", engine_bytes if stats.on_gpu else 0),
+        ("pinned", "Runtime Pinned Memory Usage", host_bytes if stats.on_gpu else 0),
+    ]  # fmt: skip
     used = stats.kv_blocks - stats.kv_blocks_free
-    yield KV_BLOCKS, "kv_cache_block_type", {
-        "max": stats.kv_blocks,
-        "free": stats.kv_blocks_free,
-        "used": used,
-        "tokens_per": stats.tokens_per_block,
-        "reused": stats.kv_tokens_reused // max(1, stats.tokens_per_block),
-        "fraction": used / max(1, stats.kv_blocks),
-    }  # fmt: skip
-    yield BATCHER, "inflight_batcher_specific_metric", {
-        "total_context_tokens": stats.context_tokens,
-        "generation_requests": stats.generation_requests,
-        "micro_batch_id": 0,
-        "paused_requests": stats.preemptions,
-    }  # fmt: skip
-    yield GENERAL, "general_type", {"timestamp": int(time.time() * 1e6), "iteration_counter": stats.steps}
+    reused = stats.kv_tokens_reused // max(1, stats.tokens_per_block)
+    yield KV_BLOCKS, "kv_cache_block_type", [
+        ("max", "Max KV cache blocks", stats.kv_blocks),
+        ("free", "Free KV cache blocks", stats.kv_blocks_free),
+        ("used", "Used KV cache blocks", used),
+        ("tokens_per", "Tokens per KV cache block", stats.tokens_per_block),
+        ("reused", "Reused KV cache blocks", reused),
+        ("fraction", "Fraction used KV cache blocks", used / max(1, stats.kv_blocks)),
+    ]  # fmt: skip
+    yield BATCHER, "inflight_batcher_specific_metric", [
+        ("total_context_tokens", "Total Context Tokens", stats.context_tokens),
+        ("generation_requests", "Generation Requests", stats.generation_requests),
+        ("micro_batch_id", "MicroBatch ID", 0),
+        ("paused_requests", "Paused Requests", stats.preemptions),
+    ]  # fmt: skip
+    yield GENERAL, "general_type", [
+        ("timestamp", STAMP, int(time.time() * 1e6)),
+        ("iteration_counter", "Iteration Counter", stats.steps),
+    ]  # fmt: skip
 
 
 def _lora_info(stats: EngineStats) -> Sample:

@@ -183,7 +183,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
     with pytest.raises(RequestError, match=rf"{assumed} at most"):
         opened(words(), tmp_path).encode("a" * (assumed + 1), context=CONTEXT)
     with pytest.raises(RequestError, match=rf"at most {LONGEST_TEXT} are taken"):
-        known.check_length(LONGEST_TEXT + 1, None)
+        known.limits.check(LONGEST_TEXT + 1, None)
 
 
 def test_a_beginning_tells_that_a_text_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

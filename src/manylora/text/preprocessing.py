@@ -36,7 +36,7 @@ class Preprocessor:
                 raise RequestError(f"input {name} is not supported by this server: leave it out")
         prompts = [len(_text(prompt)) for prompt in inputs["QUERY"].reshape(-1)]
         for length in prompts:
-            self._tokenizer.check_length(length, self._context)
+            self._tokenizer.limits.check(length, self._context)
         words = [word for name in WORDS if name in inputs for word in inputs[name].reshape(-1)]
         if len(words) > MAX_WORDS:
             raise RequestError(
@@ -45,7 +45,7 @@ class Preprocessor:
             )
         decoders = list(inputs["DECODER_QUERY"].reshape(-1)) if "DECODER_QUERY" in inputs else []
         others = sum(len(_text(text)) for text in [*words, *decoders])
-        self._tokenizer.check_length(others, self._context, whole=False)
+        self._tokenizer.limits.check(others, self._context, whole=False)
         return sum(prompts) + others + WORD_COST * len(words)
 
     def run(self, inputs: Arrays) -> dict[str, np.ndarray]:

@@ -48,7 +48,7 @@ class Tokenizer:
             spec = json.loads(path.read_text(encoding="utf-8"))
             found = spec.get("decoder")
             decoder = json.dumps(found)
-            self._limits = TextLimits(characters_per_token(spec))
+            self.limits = TextLimits(characters_per_token(spec))
         except Exception as error:
             raise ConfigError(f"tokenizer_dir: {path} is not a tokenizer: {error}") from error
         self._settings = self._read_settings(Path(directory) / "tokenizer_config.json")
@@ -91,14 +91,6 @@ class Tokenizer:
         ]
         return found[-1] if found else self.pad_id
 
-    def check_length(self, length: int, context: int | None, whole: bool = True) -> None:
-        """Raises TextTooLongError for a text of so many characters that is too long for sure.
-
-        context: tokens there is room for; None: it is not known. whole: false where there need not be room
-        for all of it. In both cases a stated number of characters is taken.
-        """
-        self._limits.check(length, context, whole)
-
     def encode(self, text: str, add_special_tokens: bool = True, context: int | None = None) -> list[int]:
         """The text's ids. A long text keeps no other thread of Python waiting.
 
@@ -106,8 +98,8 @@ class Tokenizer:
         given may still have more. Raises RequestError.
         """
         if context is not None:
-            self.check_length(len(text), context)
-            self._limits.probe(text, context, lambda part: self._encode(part, False, 0)[1])
+            self.limits.check(len(text), context)
+            self.limits.probe(text, context, lambda part: self._encode(part, False, 0)[1])
         most = None if context is None else most_listed(context)
         ids, count = self._encode(text, add_special_tokens, most)
         if most is not None and count > most:

@@ -108,7 +108,7 @@ class Inference:
         """Apply the chat template. Raises ApiError."""
         length = num_characters(messages)
         try:
-            self.tokenizer.check_length(length, self.limits.max_seq_len, whole=False)
+            self.tokenizer.limits.check(length, self.limits.max_seq_len, whole=False)
         except TextTooLongError as error:
             raise _too_long(error, "messages") from error
         return await self._run_in_lane(max(length, LONG if use else 0), self._apply_template, messages, use)
@@ -136,7 +136,7 @@ class Inference:
         """whole: all of the text must fit into the model's context. Raises ApiError."""
         context = self.limits.max_seq_len
         try:
-            self.tokenizer.check_length(len(text), context, whole)
+            self.tokenizer.limits.check(len(text), context, whole)
             encode = self.tokenizer.encode
             return tuple(
                 await self._run_in_lane(len(text), encode, text, special, context if whole else None)

@@ -18,7 +18,7 @@ from manylora.request import (
     SamplingParams,
 )
 from manylora.wire.server_types import Arrays
-from manylora.wire.tensor_table import REFUSED_INPUTS
+from manylora.wire.tensor_table import REFUSED_INPUTS, SAMPLING_SCALARS
 from manylora.wire.word_lists import decode_word_list
 
 
@@ -153,38 +153,21 @@ def _prompt(item: _Item, name: str) -> tuple[int, ...] | None:
 
 
 def _params(item: _Item, sequences: int, width: int) -> SamplingParams:
-    end_id = item.scalar("end_id")
-    top_p = item.scalar("runtime_top_p")
+    max_tokens, end_id = item.scalar("request_output_len"), item.scalar("end_id")
     bias = item.row("embedding_bias")
-    if item.scalar("request_output_len") is None:
+    if max_tokens is None:
         raise RequestError("A value is required for request_output_len")
+    found = {field: item.scalar(name) for field, name in SAMPLING_SCALARS.items() if name in item.arrays}
+    if found.get("top_p", 1) <= 0:
+        del found["top_p"]
     return SamplingParams(
-        max_tokens=item.scalar("request_output_len"),
+        **found | {"num_return_sequences": sequences, "beam_width": width},
+        max_tokens=max_tokens,
         end_id=None if end_id is None or end_id < 0 else end_id,
-        temperature=item.scalar("temperature", 1.0),
-        top_k=item.scalar("runtime_top_k"),
-        top_p=None if top_p is None or top_p <= 0 else top_p,
-        seed=item.scalar("random_seed"),
-        repetition_penalty=item.scalar("repetition_penalty", 1.0),
-        presence_penalty=item.scalar("presence_penalty", 0.0),
-        frequency_penalty=item.scalar("frequency_penalty", 0.0),
-        min_tokens=item.scalar("min_length", 0),
         stop_words=decode_word_list(item.row("stop_words_list")),
         bad_words=decode_word_list(item.row("bad_words_list")),
-        num_return_sequences=sequences,
-        beam_width=width,
-        length_penalty=item.scalar("len_penalty", 0.0),
-        early_stopping=bool(item.scalar("early_stopping", True)),
-        beam_search_diversity_rate=item.scalar("beam_search_diversity_rate", 0.0),
-        min_p=item.scalar("min_p", 0.0),
-        top_p_min=item.scalar("runtime_top_p_min", 1e-6),
-        top_p_decay=item.scalar("runtime_top_p_decay", 1.0),
-        top_p_reset_id=item.scalar("runtime_top_p_reset_ids"),
         logit_bias=None if bias is None or not bias.size else bias.reshape(-1),
         guide=_guide(item),
-        return_log_probs=bool(item.scalar("return_log_probs", False)),
-        return_context_logits=bool(item.scalar("return_context_logits", False)),
-        return_generation_logits=bool(item.scalar("return_generation_logits", False)),
     )
 
 

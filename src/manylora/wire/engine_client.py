@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from manylora.errors import RequestError
 from manylora.request import Event, FinishReason, LoraInput, Request, RequestMetrics, SamplingParams
+from manylora.wire.tensor_table import SAMPLING_SCALARS, TENSORRT_LLM
 from manylora.wire.word_lists import encode_word_lists
 
 Tensors = dict[str, np.ndarray]
+DTYPES = {"FP32": np.float32, "INT32": np.int32, "UINT64": np.uint64, "BOOL": np.bool_}
+TYPES = {tensor.name: DTYPES.get(tensor.dtype) for tensor in TENSORRT_LLM.inputs}
+USUAL = SamplingParams()
 
 
 def request_tensors(request: Request) -> Tensors:
     """Inputs by name, each with a leading batch dimension of 1. Parameters with default values are left out.
 
-    Prompt tables, drafts, retention, beams and decoder prompts are not sent: no caller uses them.
+    Prompt tables, drafts, retention and decoder prompts are not sent: no caller uses them.
     """
     params = request.params
     found: Tensors = {
@@ -107,31 +111,20 @@ class AnswerReader:
 
 
 def _sampling(params: SamplingParams) -> Tensors:
-    # With top_k 1 every server takes the most probable token; some divide by the temperature.
-    cold = params.temperature == 0
-    values = {
-        "temperature": (1.0 if cold else params.temperature, 1.0, np.float32),
-        "runtime_top_k": (1 if cold else params.top_k, None, np.int32),
-        "runtime_top_p": (None if cold else params.top_p, None, np.float32),
-        "min_p": (params.min_p, 0.0, np.float32),
-        "random_seed": (params.seed, None, np.uint64),
-        "repetition_penalty": (params.repetition_penalty, 1.0, np.float32),
-        "presence_penalty": (params.presence_penalty, 0.0, np.float32),
-        "frequency_penalty": (params.frequency_penalty, 0.0, np.float32),
-        "num_return_sequences": (params.num_return_sequences, 1, np.int32),
-        "return_log_probs": (params.return_log_probs, False, np.bool_),
-        "return_context_logits": (params.return_context_logits, False, np.bool_),
-        "return_generation_logits": (params.return_generation_logits, False, np.bool_),
+    if params.temperature == 0:
+        # With top_k 1 every server takes the most probable token; some divide by the temperature.
+        params = replace(params, temperature=1.0, top_k=1, top_p=None)
+    return {
+        name: _one(value, TYPES[name])
+        for field, name in SAMPLING_SCALARS.items()
+        if (value := getattr(params, field)) != getattr(USUAL, field)
     }
-    return {n: _one(value, dtype) for n, (value, default, dtype) in values.items() if value != default}
 
 
 def _limits(params: SamplingParams) -> Tensors:
     found: Tensors = {}
     if params.end_id is not None:
         found["end_id"] = found["pad_id"] = _one(params.end_id, np.int32)
-    if params.min_tokens:
-        found["min_length"] = _one(params.min_tokens, np.int32)
     for name, words in (("stop_words_list", params.stop_words), ("bad_words_list", params.bad_words)):
         if words:
             found[name] = encode_word_lists([words])
@@ -155,7 +148,7 @@ def _lora(lora: LoraInput | None) -> Tensors:
     return found
 
 
-def _one(value: object, dtype: type) -> np.ndarray:
+def _one(value: object, dtype: type | None) -> np.ndarray:
     return np.array([[value]], dtype)
 
 

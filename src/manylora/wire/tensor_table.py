@@ -216,3 +216,22 @@ REFUSED_INPUTS = (
     "lookahead_verification_set_size",
 )  # fmt: skip
 """Inputs of `tensorrt_llm` that ask for what the engine does not do; sending one is an error by name."""
+
+SAMPLING_SCALARS = {
+    "top_k": "runtime_top_k",
+    "top_p": "runtime_top_p",
+    "top_p_min": "runtime_top_p_min",
+    "top_p_decay": "runtime_top_p_decay",
+    "top_p_reset_id": "runtime_top_p_reset_ids",
+    "seed": "random_seed",
+    "min_tokens": "min_length",
+    "length_penalty": "len_penalty",
+} | {
+    name: name
+    for name in (
+        "temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+        "early_stopping", "num_return_sequences", "beam_width", "beam_search_diversity_rate",
+        "return_log_probs", "return_context_logits", "return_generation_logits",
+    )
+}  # fmt: skip
+"""Fields of SamplingParams that are one value, and the inputs of `tensorrt_llm` that carry them."""

@@ -11,6 +11,7 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.convert import STORAGE_TYPES, convert_source
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.llgtrt import write_llgtrt
+from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.modules import MODULE_NAMES
 
 
@@ -25,9 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     base = BaseWeights(options.base_model) if options.base_model else None
     try:
-        weights, config = convert_source(
-            options.in_file, options.dtype, base=base, allow_bin=options.allow_bin
-        )
+        read = ReadOptions(base=base, allow_bin=options.allow_bin)
+        weights, config = convert_source(options.in_file, options.dtype, read)
         write_llgtrt(options.out_file, weights, config)
     except AdapterInvalidError as error:
         print(f"{options.in_file}: {error}", file=sys.stderr)

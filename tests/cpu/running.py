@@ -7,6 +7,7 @@ from pathlib import Path
 
 from manylora.engine.engine import Engine
 from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
@@ -20,7 +21,7 @@ def tokens(count: int, seed: int = 2) -> list[int]:
 
 def read(adapter: Path, model: Path, task_id: int = 0) -> LoraInput:
     modules = lora_modules(read_model_config(model))
-    return read_lora(find_source(adapter), task_id, modules=modules, base=BaseWeights(model))
+    return read_lora(find_source(adapter), task_id, ReadOptions(modules=modules, base=BaseWeights(model)))
 
 
 def run(engine: Engine, *requests: Request) -> list[list[Event]]:

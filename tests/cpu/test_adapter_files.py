@@ -17,6 +17,7 @@ from manylora.errors import AdapterInvalidError
 from manylora.kernels.device import open_device
 from manylora.llmapi.engine_config import modules_to_read
 from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.formats.tensor_files import RawTensor, decode
 from manylora.lora.modules import lora_modules
@@ -57,7 +58,7 @@ def test_adapters_in_float8(kind: str, tmp_path: Path) -> None:
     adapter = rewritten(made, tmp_path / "float8", lambda k, t: t.to(FLOAT8) if ".lora_" in k else t)
     config, base = read_model_config(model), BaseWeights(model)
     modules = lora_modules(config)
-    lora = read_lora(find_source(adapter), 0, modules=modules, base=base, float8=False)
+    lora = read_lora(find_source(adapter), 0, ReadOptions(modules=modules, base=base, float8=False))
     ids = [i % 250 for i in range(3, 300, 7)]
     decoder = load_decoder(model, config, torch.float32, open_device("cpu"))
     [found] = Driver(decoder, [ids], [lora]).run()
@@ -65,7 +66,9 @@ def test_adapters_in_float8(kind: str, tmp_path: Path) -> None:
     assert not agree(found, reference_logits(model, made, ids))
     if kind == "DoRA":  # normal magnitudes would be rounded hard, so they are written wider
         normalize_dora(adapter, model, tmp_path / "normal")
-        again = read_lora(find_source(tmp_path / "normal"), 0, modules=modules, base=base, float8=False)
+        again = read_lora(
+            find_source(tmp_path / "normal"), 0, ReadOptions(modules=modules, base=base, float8=False)
+        )
         np.testing.assert_allclose(again.weights, lora.weights, rtol=1e-6)
 
 
@@ -84,9 +87,9 @@ def test_halves_that_were_swapped_beforehand(options: dict, tmp_path: Path) -> N
     swapped = rewritten(adapter, tmp_path / "swapped", up_first)
     known, base = lora_modules(read_model_config(model)), BaseWeights(model)
     as_is = modules_to_read(known, LoraConfig(swap_gate_up_proj_lora_b_weight=False))
-    one = read_lora(find_source(adapter), 0, modules=known, base=base)
-    other = read_lora(find_source(swapped), 0, modules=as_is, base=base)
-    wrong = read_lora(find_source(swapped), 0, modules=known, base=base)
+    one = read_lora(find_source(adapter), 0, ReadOptions(modules=known, base=base))
+    other = read_lora(find_source(swapped), 0, ReadOptions(modules=as_is, base=base))
+    wrong = read_lora(find_source(swapped), 0, ReadOptions(modules=known, base=base))
     np.testing.assert_allclose(one.weights, other.weights, rtol=1e-6)
     assert not np.allclose(one.weights, wrong.weights)
     for ours, theirs in zip(one.extras, other.extras, strict=True):

@@ -24,6 +24,7 @@ from manylora.errors import AdapterInvalidError, RequestError
 from manylora.kernels.device import open_device
 from manylora.lora.formats.base_matrix import BaseMatrix
 from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
 from manylora.lora.normalize import normalize_dora
@@ -52,7 +53,7 @@ DENSE = [name for name in KINDS if "experts" not in name]
 def read(adapter: Path, model: Path, quant: QuantConfig | None = None) -> LoraInput:
     config = read_model_config(model)
     base = BaseWeights(model, EffectiveWeights(config, quant))
-    return read_lora(find_source(adapter), 0, modules=lora_modules(config), base=base)
+    return read_lora(find_source(adapter), 0, ReadOptions(modules=lora_modules(config), base=base))
 
 
 def check(model: Path, wide: Path, adapters: list[Path], quant: QuantConfig | None = None) -> None:
@@ -233,11 +234,11 @@ def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
     other = make_model(tmp_path / "other", "llama", hidden_size=128)
     adapter = make_kind(tmp_path / "adapter", other, "DoRA", 1)
     with pytest.raises(AdapterInvalidError, match=r"quantised .* cannot be read as a weight of 128 inputs"):
-        read_lora(find_source(adapter), 0, base=BaseWeights(quantised))
+        read_lora(find_source(adapter), 0, ReadOptions(base=BaseWeights(quantised)))
     narrow = make_model(tmp_path / "narrow", "llama", intermediate_size=80)
     adapter = make_adapter(tmp_path / "less", narrow, 1, 4, ("up_proj",), use_dora=True)
     with pytest.raises(AdapterInvalidError, match=r"is quantised \[96, 64\] in the base model"):
-        read_lora(find_source(adapter), 0, base=BaseWeights(quantised))
+        read_lora(find_source(adapter), 0, ReadOptions(base=BaseWeights(quantised)))
 
 
 def test_adapters_on_experts_that_are_held_in_fp8(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from manylora.llmapi import SamplingParams as Sampling
 from manylora.lora.extras import with_extras
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft import read_peft_whole
+from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.geometry import CacheGeometry, Layout
 from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.reader import AdapterReader, read_adapter_folder
@@ -264,7 +265,7 @@ def test_copies_on_disk_keep_them_and_requests_of_the_wire_refuse_them(model: Pa
     config = read_model_config(model)
     modules = lora_modules(config)
     rules = AdapterRules(modules, config.num_layers, 8)
-    read = AdapterReader(rules, modules, BaseWeights(model)).read(adapter).adapter
+    read = AdapterReader(rules, ReadOptions(modules, BaseWeights(model))).read(adapter).adapter
     assert isinstance(read, Adapter)
     bits = narrow_to_bfloat16(read.extras[0].values)
     one = adapter_from_rows(read.rows, extras=(*read.extras, LoraExtra("head.weight", bits)))
@@ -316,7 +317,7 @@ def test_the_pool_gives_back_what_it_took_in_pieces() -> None:
 def test_the_digest_covers_them(model: Path, workshop: Path) -> None:
     adapter = make_kind(workshop / "digest", model, "token indices", 1)
     config = read_model_config(model)
-    rows, extras = read_peft_whole(adapter, lora_modules(config), base=BaseWeights(model))
+    rows, extras = read_peft_whole(adapter, ReadOptions(lora_modules(config), BaseWeights(model)))
     [extra] = extras
     changed = extra.values.copy()
     changed[0, 0] += 1

@@ -19,6 +19,7 @@ from manylora.kernels import loading, native
 from manylora.lora import pool
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.formats.peft import read_peft_whole, stored_rows
+from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.tensor_files import RawTensor, write_safetensors
 from manylora.lora.library import fingerprint
 from manylora.lora.modules import lora_modules
@@ -217,11 +218,11 @@ def test_what_is_not_in_the_file_as_it_is_served_is_not_read_from_there(
     model = make_model(tmp_path / "model", family)
     folder = make_adapter(tmp_path / "made", model, **options)
     modules = lora_modules(read_model_config(model), ())
-    found = stored_rows(folder, modules)
+    found = stored_rows(folder, ReadOptions(modules))
     assert (found is not None) == stored
     if found is None:
         return
-    rows, _ = read_peft_whole(folder, modules)
+    rows, _ = read_peft_whole(folder, ReadOptions(modules))
     table = found.table
     assert [(row.module_id, row.layer, row.format.rank) for row in rows] == table[
         ["module_id", "layer", "rank"]

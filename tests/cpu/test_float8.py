@@ -25,6 +25,7 @@ from manylora.llmapi import SamplingParams as LlmParams
 from manylora.lora.convert import convert_source
 from manylora.lora.float8 import FLOAT8, widen_float8
 from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.reader import AdapterReader, read_adapter_folder
@@ -64,7 +65,7 @@ def narrow(adapter: Path, *, only: str = "", dtype: torch.dtype = torch.float8_e
 
 def read(model: Path, adapter: Path, task_id: int = 0) -> LoraInput:
     modules = lora_modules(read_model_config(model))
-    return read_lora(find_source(adapter), task_id, modules=modules, base=BaseWeights(model))
+    return read_lora(find_source(adapter), task_id, ReadOptions(modules=modules, base=BaseWeights(model)))
 
 
 def check(model: Path, lora: LoraInput) -> Adapter:
@@ -367,7 +368,7 @@ def test_inspect_and_copies_on_disk(model: Path, pair: tuple[Path, Path], worksh
     assert reports[0].digest == check(model, read(model, small)).digest
     modules = lora_modules(base.config)
     rules = AdapterRules(modules, base.config.num_layers, 64)
-    first = AdapterReader(rules, modules, BaseWeights(model)).read(small)
+    first = AdapterReader(rules, ReadOptions(modules, BaseWeights(model))).read(small)
     found = first.adapter
     assert isinstance(found, Adapter)
     assert (first.facts.dtype, found.digest) == ("float8_e4m3fn", reports[0].digest)
@@ -377,7 +378,7 @@ def test_inspect_and_copies_on_disk(model: Path, pair: tuple[Path, Path], worksh
     assert copy is not None
     given = lora_input(1, copy.rows, copy.extras)
     assert check(model, given).digest == found.digest
-    widened = AdapterReader(rules, modules, BaseWeights(model), float8=False).read(small)
+    widened = AdapterReader(rules, ReadOptions(modules, BaseWeights(model), float8=False)).read(small)
     assert widened.facts.dtype == "float32" and isinstance(widened.adapter, Adapter)
     sent = lora_input(1, widened.adapter.rows)
     assert sent.scales is None

@@ -27,6 +27,7 @@ from manylora.errors import AdapterError, AdapterInvalidError
 from manylora.lora.formats import opened
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft_patterns import Patterns
+from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.library.reader import AdapterReader
 from manylora.lora.store import AdapterStore
 from manylora.model.checkpoint import read_model_config
@@ -63,9 +64,8 @@ def attack(model_dir: Path, folder: Path, count: int) -> None:
     """In a process of its own: as engines here and servers before Triton read them, with little memory."""
     store = open_store(model_dir)
     reader = store.parts.reader(store.modules)
-    plain = AdapterReader(
-        store.rules, store.modules, BaseWeights(model_dir), store.parts.bounds, float8=False
-    )
+    options = ReadOptions(store.modules, BaseWeights(model_dir), store.parts.bounds, float8=False)
+    plain = AdapterReader(store.rules, options)
     for read in (reader.read, plain.read):
         read(good(folder / "good"))
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")

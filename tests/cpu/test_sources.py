@@ -22,6 +22,7 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.llgtrt import write_llgtrt
 from manylora.lora.formats.nemo import find_nemo, nemo_num_layers
 from manylora.lora.formats.npy import write_npy
+from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_source, source_dtype
 from manylora.lora.library.reader import read_adapter_folder
 
@@ -211,7 +212,7 @@ WEIGHTS = {
 def refused_at_once(path: Path, reason: str) -> None:
     started = time.process_time()
     with pytest.raises(AdapterInvalidError, match=reason) as raised:
-        read_source(find_source(path), allow_bin=True)
+        read_source(find_source(path), ReadOptions(allow_bin=True))
     assert time.process_time() - started < 1
     assert str(path.parent) not in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -236,7 +237,7 @@ def test_a_bin_is_read_only_when_asked_for(tmp_path: Path) -> None:
     source = find_source(write_peft(tmp_path / "peft", saved(parameters)))
     with pytest.raises(AdapterInvalidError, match="is a pickle and is not read"):
         read_source(source)
-    assert read_source(source, allow_bin=True)[0].tolist() == [[[1.0] * 16]]
+    assert read_source(source, ReadOptions(allow_bin=True))[0].tolist() == [[[1.0] * 16]]
 
 
 GOOD = saved(nemo_state())

@@ -22,6 +22,7 @@ from manylora.lora import staging, tensors
 from manylora.lora.formats import peft
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.peft import read_peft, read_peft_whole
+from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.tensor_files import decode, read_safetensors
 from manylora.lora.library import fingerprint, reader
 from manylora.lora.library.rules import AdapterRules
@@ -392,7 +393,7 @@ def test_a_folder_that_changes_while_it_is_read_is_known_by_what_was_read(
 def test_a_digest_is_the_same_whoever_takes_it(tmp_path: Path) -> None:
     """The reader, of each row as it comes, or who has all rows; in bfloat16 it is another."""
     write_peft(tmp_path, 1)
-    taken, _ = read_peft_whole(tmp_path, digest=True)
+    taken, _ = read_peft_whole(tmp_path, ReadOptions(digest=True))
     rows, _ = read_peft_whole(tmp_path)
     assert all(row.content for row in taken) and not any(row.content for row in rows)
     digest = tensors.adapter_from_rows(rows).digest

@@ -18,6 +18,7 @@ from manylora.kernels.spec import AttentionBatch
 from manylora.kernels.transfer import copy_into, to_device
 from manylora.lora.convert import convert_peft
 from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
@@ -100,7 +101,7 @@ def test_a_mixed_batch_with_biases_embeddings_and_heads(
     kinds = ("lora_bias", "both + DoRA", "modules_to_save", "norms saved", "token indices")
     paths = {i: make_kind(tmp_path / str(i), model, kind, i) for i, kind in enumerate(kinds, 10)}
     modules, base = lora_modules(read_model_config(model)), BaseWeights(model)
-    inputs = {i: read_lora(find_source(path), i, modules=modules, base=base) for i, path in paths.items()}
+    inputs = {i: read_lora(find_source(path), i, ReadOptions(modules, base)) for i, path in paths.items()}
     inputs[1] = LoraInput(1, *convert_peft(adapters[1], "float32"))
     paths[1] = adapters[1]
     picks = np.random.default_rng(0)

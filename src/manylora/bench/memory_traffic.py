@@ -10,6 +10,7 @@ from manylora.bench.load import Sample
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.llmapi.lora import LoRARequest
 from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
 from manylora.lora.number_types import BY_DTYPE
@@ -57,7 +58,7 @@ def adapter_bytes(adapters: Sequence[LoRARequest], model_dir: Path, element_byte
     for adapter in adapters:
         assert adapter.lora_path is not None
         source = find_source(Path(adapter.lora_path))
-        lora = read_lora(source, 0, modules=modules, base=BaseWeights(model_dir))
+        lora = read_lora(source, 0, ReadOptions(modules=modules, base=BaseWeights(model_dir)))
         assert lora.config is not None and lora.weights is not None
         encoding = BY_DTYPE[lora.weights.dtype].encoding
         size = element_bytes if encoding is Encoding.PLAIN else lora.weights.dtype.itemsize

@@ -14,6 +14,7 @@ from manylora.lora.convert import STORAGE_TYPES, convert_source
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.llgtrt import write_llgtrt
 from manylora.lora.formats.npy import write_npy
+from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 
@@ -51,14 +52,9 @@ def _read(options: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
     if options.base:
         base, model = BaseWeights(options.base), read_model_config(options.base)
         modules = lora_modules(model)
-    return convert_source(
-        options.input,
-        options.storage_type,
-        modules=modules,
-        base=base,
-        allow_bin=options.allow_bin,
-        bounds=Bounds.of_any_rank(modules, model.num_layers) if model and modules else ANY_MODEL,
-    )
+    bounds = Bounds.of_any_rank(modules, model.num_layers) if model and modules else ANY_MODEL
+    read = ReadOptions(modules, base, bounds, options.allow_bin)
+    return convert_source(options.input, options.storage_type, read)
 
 
 def _fail(message: str) -> int:

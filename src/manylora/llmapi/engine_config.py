@@ -17,6 +17,7 @@ from manylora.lora.expert_rules import check_moe_backend
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft_experts import EXPERT_PATHS
 from manylora.lora.formats.peft_names import ATTENTION_IDS, MLP_IDS
+from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import MODULE_NAMES, LoraModule, lora_modules
 from manylora.model.checkpoint import read_model_config
@@ -100,7 +101,7 @@ def _modules_of(
         if not any(folder.glob("adapter_model.*")):
             raise ValueError(f"adapter_model file does not exist in {folder}")
     try:
-        rows = read_lora(find_source(folder), 0, base=base, modules=modules).config
+        rows = read_lora(find_source(folder), 0, ReadOptions(modules, base)).config
     except AdapterError as error:
         raise ConfigError(f"lora_dir {folder}: {error}") from error
     assert rows is not None

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
-from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.fused_rows import find_model_config, read_fused_rows
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.peft import read_peft
+from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.sources import find_source, read_source, source_dtype
-from manylora.lora.modules import MODULE_NAMES, LoraModule, module_name
+from manylora.lora.modules import MODULE_NAMES, module_name
 from manylora.lora.number_types import is_bfloat16, narrow_to_bfloat16, widen_bfloat16
 from manylora.lora.tensors import check_shapes, pack_rows
 from manylora.request import LoraInput
@@ -25,23 +25,17 @@ STORAGE_TYPES = ("float32", "float16", "bfloat16")
 
 
 def convert_source(
-    path: Path,
-    storage_type: str | None = None,
-    *,
-    modules: Mapping[int, LoraModule] | None = None,
-    base: BaseWeights | None = None,
-    allow_bin: bool = False,
-    bounds: Bounds = ANY_MODEL,
+    path: Path, storage_type: str | None = None, options: ReadOptions = DEFAULT
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] and config [1, rows, 3 or 4] int32 of an adapter from any source.
 
     storage_type: None keeps the source's, or bfloat16 for numbers of 8 bits; bfloat16 comes as 2-byte void.
-    modules, base, allow_bin, bounds: as for `read_source`. Raises AdapterInvalidError.
+    Raises AdapterInvalidError.
     """
     source = find_source(Path(path))
-    weights, config = read_source(source, modules=modules, base=base, allow_bin=allow_bin, bounds=bounds)
+    weights, config = read_source(source, replace(options, float8=False))
     _check_config(check_shapes(LoraInput(0, weights, config))[1])
-    kind = source_dtype(source, allow_bin=allow_bin, bounds=bounds)
+    kind = source_dtype(source, options)
     # B has the scaling in it here, for which an encoding has too few bits.
     storage_type = storage_type or (kind if kind in STORAGE_TYPES else "bfloat16")
     return store_as(weights, config, storage_type), config
@@ -63,9 +57,8 @@ def convert_peft(
     """
     file = find_model_config(Path(folder), base.model_dir if base else None)
     modules = read_fused_rows(file) if file else {}
-    weights, config = pack_rows(
-        read_peft(Path(folder), partial, modules or None, base=base, allow_bin=allow_bin)
-    )
+    options = ReadOptions(modules or None, base, allow_bin=allow_bin)
+    weights, config = pack_rows(read_peft(Path(folder), partial, options))
     return store_as(weights, config, storage_type), config
 
 

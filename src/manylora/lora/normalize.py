@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from manylora.lora.formats.peft_config import CONFIG, NORMALIZED, PeftConfig, re
 from manylora.lora.formats.peft_extras import is_extra
 from manylora.lora.formats.peft_names import PEFT_KEY
 from manylora.lora.formats.peft_stacks import STACK_KEY
+from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.tensor_files import RawTensor, decode, encode, write_safetensors, write_torch
 from manylora.lora.number_types import BY_SAFETENSORS
 from manylora.lora.tensors import check_dims
@@ -37,8 +37,8 @@ def normalize_dora(
     config = read_peft_config(in_dir)
     if config.dora_normalized:
         raise AdapterInvalidError(f"{CONFIG} sets {NORMALIZED}: the magnitudes are normalised already")
-    tensors = peft_tensors(in_dir, allow_bin)
-    magnitudes = {key: _path(key) for key in tensors if _is_magnitude(key)}
+    tensors = peft_tensors(in_dir, ReadOptions(allow_bin=allow_bin))
+    magnitudes = {key: path for key in tensors if (path := _magnitude_path(key)) is not None}
     if strip:
         changed = {key: tensor for key, tensor in tensors.items() if key not in magnitudes}
     else:
@@ -74,22 +74,13 @@ def _suffix(folder: Path, stem: str) -> str:
     raise AdapterInvalidError(f"{folder} does not contain .safetensors or .bin weights")
 
 
-def _is_magnitude(key: str) -> bool:
-    """Of a linear layer. Biases, norms, embedding and head go through as they are; their magnitudes don't."""
-    found = _matched(key)
+def _magnitude_path(key: str) -> str | None:
+    """Of the linear layer whose magnitude this is; None: it is another tensor, which goes through as it is.
+    Magnitudes of embedding and head do not."""
+    found = PEFT_KEY.fullmatch(key) or STACK_KEY.fullmatch(key)
     if found is None and (not is_extra(key) or "magnitude" in key):
         raise AdapterInvalidError(f"Encountered unknown weight: {key}")
-    return found is not None and found["side"] is None
-
-
-def _path(key: str) -> str:
-    found = _matched(key)
-    assert found is not None
-    return found["path"]
-
-
-def _matched(key: str) -> re.Match[str] | None:
-    return PEFT_KEY.fullmatch(key) or STACK_KEY.fullmatch(key)
+    return found["path"] if found is not None and found["side"] is None else None
 
 
 def _matrices(

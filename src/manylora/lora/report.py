@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +11,10 @@ from manylora.errors import AdapterError, ConfigError
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.extras import check_extras, with_extras
 from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import Source, find_source, read_source, read_whole, source_dtype
 from manylora.lora.geometry import Layout, cache_geometry
-from manylora.lora.modules import LoraModule, lora_modules, module_name
+from manylora.lora.modules import lora_modules, module_name
 from manylora.lora.number_types import BY_NAME
 from manylora.lora.tensors import Adapter, adapter_from_rows, adapter_from_tensors, check_shapes, lora_input
 from manylora.request import LoraExtra, LoraInput
@@ -54,8 +54,10 @@ def inspect_adapter(path: Path, base: BaseModel | None = None, *, allow_bin: boo
         report.kind, report.source = source.kind, source.path
         modules = lora_modules(base.config, base.cache.target_modules) if base else None
         bounds = Bounds.of_any_rank(modules, base.config.num_layers) if base and modules else ANY_MODEL
-        report.dtype = source_dtype(source, allow_bin=allow_bin, bounds=bounds)
-        _read(report, source, base, modules, allow_bin, bounds)
+        weights_of_base = BaseWeights(base.model_dir) if base else None
+        options = ReadOptions(modules, weights_of_base, bounds, allow_bin)
+        report.dtype = source_dtype(source, options)
+        _read(report, source, base, options)
     except (AdapterError, ConfigError) as error:
         report.problem = str(error)
     except OSError as error:
@@ -63,24 +65,14 @@ def inspect_adapter(path: Path, base: BaseModel | None = None, *, allow_bin: boo
     return report
 
 
-def _read(
-    report: AdapterReport,
-    source: Source,
-    base: BaseModel | None,
-    modules: Mapping[int, LoraModule] | None,
-    allow_bin: bool,
-    bounds: Bounds,
-) -> None:
+def _read(report: AdapterReport, source: Source, base: BaseModel | None, options: ReadOptions) -> None:
     adapter: Adapter | None = None
     if source.kind in ("peft", "nemo"):
-        weights_of_base = BaseWeights(base.model_dir) if base else None
-        rows, extras = read_whole(
-            source, modules=modules, base=weights_of_base, allow_bin=allow_bin, bounds=bounds
-        )
+        rows, extras = read_whole(source, options)
         adapter = adapter_from_rows(rows, extras=extras)
         lora = lora_input(0, adapter.rows, adapter.extras)
     else:
-        lora = LoraInput(0, *read_source(source, float8=True, bounds=bounds))
+        lora = LoraInput(0, *read_source(source, options))
     _describe(report, lora)
     assert report.dtype is not None
     if base is not None:

@@ -15,6 +15,7 @@ from manylora.kernels import native
 from manylora.lora.bounds import Bounds
 from manylora.lora.expert_rules import beside_experts
 from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.geometry import CachePlan, plan_cache
 from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.library import AdapterLibrary
@@ -44,8 +45,8 @@ class StoreParts:
         may lose what the type of the pages does not hold."""
         pages = self.pool.dtype_name
         narrow = narrow and pages == "bfloat16"
-        bounds = self.bounds.within(roots)
-        return AdapterReader(self.rules, modules, self.base, bounds, pages=pages, narrow=narrow)
+        options = ReadOptions(modules, self.base, self.bounds.within(roots), bfloat16=narrow)
+        return AdapterReader(self.rules, options, pages)
 
     def library(self, config: LoraCacheConfig) -> AdapterLibrary:
         """Of the folders that the settings name. Raises ConfigError."""

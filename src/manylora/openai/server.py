@@ -21,6 +21,7 @@ from manylora.errors import ConfigError
 from manylora.llmapi.engine_config import modules_to_read
 from manylora.lora.bounds import Bounds
 from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.reader import AdapterReader
 from manylora.lora.library.rules import AdapterRules
@@ -179,19 +180,15 @@ def _through_triton(options: ServeOptions) -> _ServedModel:
     modules = lora_modules(model, lora.target_modules)
     read = modules_to_read(modules, options.sections.get("lora_config"))
     rules = AdapterRules(modules, model.num_layers, lora.rank_limit, found.half)
+    base = _triton_base_weights(options.model, model, found.parameters)
+    bounds = Bounds.of(modules, model.num_layers, lora.rank_limit)
     return _ServedModel(
         lambda: TritonEngine(url, found),
         model,
         options.max_seq_len or found.number("max_seq_len") or model.max_position_embeddings,
         found.number("max_num_sequences") or options.max_batch_size or EngineConfig.max_batch_size,
         # Tensors of a Triton request cannot be 8-bit floats.
-        AdapterReader(
-            rules,
-            read,
-            _triton_base_weights(options.model, model, found.parameters),
-            Bounds.of(modules, model.num_layers, lora.rank_limit),
-            float8=False,
-        ),
+        AdapterReader(rules, ReadOptions(read, base, bounds, float8=False)),
     )
 
 

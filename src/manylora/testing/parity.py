@@ -22,6 +22,7 @@ from manylora.lora.convert_nemo import write_runtime_tensors
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.llgtrt import write_llgtrt
 from manylora.lora.formats.npy import write_npy
+from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.modules import lora_modules
@@ -183,7 +184,7 @@ class _Comparison:
                 self._path.with_name(f"{self._path.name}-{seed}"), self._reference_dir, kind, seed
             )
             self._folders[kind] = adapter
-            whole = read_lora(find_source(adapter), 0, modules=modules, base=base)
+            whole = read_lora(find_source(adapter), 0, ReadOptions(modules, base))
             if whole.extras:
                 self._adapters.append((kind, "peft", whole))
                 return

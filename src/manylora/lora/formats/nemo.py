@@ -22,9 +22,10 @@ from manylora.kernels.row_format import RowFormat
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.formats import one_line
 from manylora.lora.formats.opened import OpenFile, list_files
+from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.tensor_files import RawTensor, check_type, decode, read_torch
-from manylora.lora.modules import LoraModule, LoraModuleId
-from manylora.lora.tensors import AdapterRow, check_dims, check_place
+from manylora.lora.modules import LoraModuleId
+from manylora.lora.tensors import AdapterRow, check_dims
 
 WEIGHTS = "model_weights.ckpt"
 CONFIG = "model_config.yaml"
@@ -63,13 +64,10 @@ def find_nemo(path: Path) -> Path:
     return found[0]
 
 
-def read_nemo(
-    path: Path, modules: Mapping[int, LoraModule] | None = None, bounds: Bounds = ANY_MODEL
-) -> list[AdapterRow]:
-    """Rows of attn_qkv in float32, by layer; path: the archive; modules: the model's, whose dimensions the
-    matrices must then have. Raises AdapterInvalidError."""
+def read_nemo(path: Path, options: ReadOptions = DEFAULT) -> list[AdapterRow]:
+    """Rows of attn_qkv in float32, by layer; path: the archive. Raises AdapterInvalidError."""
     pairs: dict[int, dict[str, tuple[str, RawTensor]]] = {}
-    for key, tensor in nemo_tensors(path, bounds).items():
+    for key, tensor in nemo_tensors(path, options.bounds).items():
         layer, side = nemo_key(key)
         pair = pairs.setdefault(layer, {})
         if side in pair:
@@ -77,9 +75,9 @@ def read_nemo(
         pair[side] = key, tensor
     if not pairs:
         raise AdapterInvalidError(f"{path.name} holds no LoRA matrices")
-    bounds.check_rows(len(pairs))
-    bounds.check_elements(
-        sum(_check_shapes(layer, pair, path.name, modules, bounds) for layer, pair in pairs.items())
+    options.bounds.check_rows(len(pairs))
+    options.bounds.check_elements(
+        sum(_check_shapes(layer, pair, path.name, options) for layer, pair in pairs.items())
     )
     return [_row(layer, pair) for layer, pair in sorted(pairs.items())]
 
@@ -176,11 +174,7 @@ def _check_member(member: tarfile.TarInfo, archive_size: int) -> None:
 
 
 def _check_shapes(
-    layer: int,
-    pair: Mapping[str, tuple[str, RawTensor]],
-    file: str,
-    modules: Mapping[int, LoraModule] | None,
-    bounds: Bounds,
+    layer: int, pair: Mapping[str, tuple[str, RawTensor]], file: str, options: ReadOptions
 ) -> int:
     """The numbers of a row. Raises AdapterInvalidError for one that is not to be read."""
     if len(pair) < 2:
@@ -193,12 +187,10 @@ def _check_shapes(
     for key, tensor in pair.values():
         check_type(key, tensor)
     a, b = pair["A"][1].shape, pair["B"][1].shape
-    check_dims(f"attn_qkv of layer {layer}", a, b, modules.get(LoraModuleId.ATTN_QKV) if modules else None)
-    bounds.check_rank(a[0])
+    check_dims(f"attn_qkv of layer {layer}", a, b, options.module(LoraModuleId.ATTN_QKV))
+    options.bounds.check_rank(a[0])
     elements = math.prod(a) + math.prod(b)
-    if modules is not None and bounds.num_layers is not None:
-        place = LoraModuleId.ATTN_QKV, layer, RowFormat(a[0])
-        check_place(*place, elements, modules, bounds.num_layers, bounds.rank)
+    options.check_row(LoraModuleId.ATTN_QKV, layer, RowFormat(a[0]), elements)
     return elements
 
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import Encoding
-from manylora.lora.bounds import ANY_MODEL, Bounds
-from manylora.lora.file_adapter import FileRows
 from manylora.lora.formats import one_line
-from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.llgtrt import is_llgtrt, read_llgtrt
 from manylora.lora.formats.nemo import find_nemo, is_tar, nemo_tensors, read_nemo
 from manylora.lora.formats.npy import has_npy, read_npy
 from manylora.lora.formats.opened import list_files
-from manylora.lora.formats.peft import has_peft, peft_tensors, read_peft, read_peft_whole, stored_rows
+from manylora.lora.formats.peft import has_peft, peft_tensors, read_peft, read_peft_whole
+from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.tensor_files import common_dtype
-from manylora.lora.modules import LoraModule
 from manylora.lora.number_types import BY_DTYPE, to_bfloat16
 from manylora.lora.tensors import AdapterRow, lora_input, pack_rows
 from manylora.request import LoraExtra, LoraInput
@@ -74,94 +70,41 @@ def _find(path: Path) -> Source:
     )
 
 
-def read_source(
-    source: Source,
-    *,
-    modules: Mapping[int, LoraModule] | None = None,
-    base: BaseWeights | None = None,
-    allow_bin: bool = False,
-    float8: bool = False,
-    bounds: Bounds = ANY_MODEL,
-) -> tuple[np.ndarray, np.ndarray]:
+def read_source(source: Source, options: ReadOptions = DEFAULT) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] and config [1, rows, 3 or 4] int32; of PEFT and NeMo in float32, else as stored.
 
-    modules: the model's, whose dimensions the matrices of PEFT and NeMo must then have; the other sources do
-    not say theirs. base: what the DoRA magnitudes of PEFT are normalised with. allow_bin: read PEFT's
-    adapter_model.bin. float8: leave weights that are stored in 8 bits so; else they are widened to bfloat16.
-    bounds: judged by headers, before a value is read. Raises AdapterInvalidError, for an adapter with extras
-    too: `read_lora` reads those.
+    Raises AdapterInvalidError, for an adapter with extras too: `read_lora` reads those.
     """
     if source.kind == "npy":
-        return read_npy(source.path, bounds)
+        return read_npy(source.path, options.bounds)
     if source.kind == "llgtrt":
-        weights, config = read_llgtrt(source.path, bounds)
-        if not float8 and BY_DTYPE[weights.dtype].encoding is not Encoding.PLAIN:
+        weights, config = read_llgtrt(source.path, options.bounds)
+        if not options.float8 and BY_DTYPE[weights.dtype].encoding is not Encoding.PLAIN:
             weights = to_bfloat16(f"{source.path.name}: weights", weights)
         return weights, config
-    return pack_rows(read_rows(source, modules=modules, base=base, allow_bin=allow_bin, bounds=bounds))
+    read = read_nemo(source.path, options) if source.kind == "nemo" else read_peft(source.path, None, options)
+    return pack_rows(read)
 
 
-def read_rows(
-    source: Source,
-    *,
-    modules: Mapping[int, LoraModule] | None = None,
-    base: BaseWeights | None = None,
-    allow_bin: bool = False,
-    bounds: Bounds = ANY_MODEL,
-) -> list[AdapterRow]:
-    """As `read_source`, for PEFT and NeMo, whose files say how large each row is."""
-    if source.kind == "nemo":
-        return read_nemo(source.path, modules, bounds)
-    return read_peft(source.path, modules=modules, base=base, allow_bin=allow_bin, bounds=bounds)
-
-
-def read_lora(
-    source: Source,
-    task_id: int,
-    *,
-    modules: Mapping[int, LoraModule] | None = None,
-    base: BaseWeights | None = None,
-    float8: bool = True,
-    bounds: Bounds = ANY_MODEL,
-) -> LoraInput:
+def read_lora(source: Source, task_id: int, options: ReadOptions = DEFAULT) -> LoraInput:
     """An adapter whole, extras included, as a request in this process carries it; else as `read_source`."""
     if source.kind != "peft":
-        tensors = read_source(source, modules=modules, base=base, float8=float8, bounds=bounds)
-        return LoraInput(task_id, *tensors)
-    return lora_input(task_id, *read_whole(source, modules=modules, base=base, float8=float8, bounds=bounds))
+        return LoraInput(task_id, *read_source(source, options))
+    return lora_input(task_id, *read_peft_whole(source.path, options))
 
 
-def read_whole(
-    source: Source,
-    *,
-    modules: Mapping[int, LoraModule] | None = None,
-    base: BaseWeights | None = None,
-    allow_bin: bool = False,
-    digest: bool = False,
-    bfloat16: bool = False,
-    float8: bool = True,
-    bounds: Bounds = ANY_MODEL,
-) -> tuple[list[AdapterRow], list[LoraExtra]]:
-    """Rows as `read_rows`, and extras, which only PEFT has. digest, bfloat16, float8: `read_peft_whole`'s."""
+def read_whole(source: Source, options: ReadOptions = DEFAULT) -> tuple[list[AdapterRow], list[LoraExtra]]:
+    """Of PEFT and NeMo, whose files say how large each row is: rows, and extras, which only PEFT has."""
     if source.kind == "peft":
-        how = {"digest": digest, "bfloat16": bfloat16, "float8": float8}
-        return read_peft_whole(source.path, modules, base=base, allow_bin=allow_bin, bounds=bounds, **how)
-    return read_rows(source, modules=modules, base=base, allow_bin=allow_bin, bounds=bounds), []
+        return read_peft_whole(source.path, options)
+    return read_nemo(source.path, options), []
 
 
-def find_rows(
-    source: Source, modules: Mapping[int, LoraModule] | None = None, bounds: Bounds = ANY_MODEL
-) -> FileRows | None:
-    """Where in a file the rows lie that `read_whole` gave before; None: they are not there as they are.
-    Raises AdapterInvalidError."""
-    return stored_rows(source.path, modules, bounds) if source.kind == "peft" else None
-
-
-def source_dtype(source: Source, *, allow_bin: bool = False, bounds: Bounds = ANY_MODEL) -> str:
+def source_dtype(source: Source, options: ReadOptions = DEFAULT) -> str:
     """What the source stores: float16, bfloat16 or float8_e4m3fn if every tensor is; else float32."""
     if source.kind in ("npy", "llgtrt"):
-        kind = BY_DTYPE.get(read_source(source, float8=True, bounds=bounds)[0].dtype)
+        kind = BY_DTYPE.get(read_source(source, replace(options, float8=True))[0].dtype)
         return kind.name if kind is not None else "float32"
     nemo = source.kind == "nemo"
-    tensors = nemo_tensors(source.path, bounds) if nemo else peft_tensors(source.path, allow_bin, bounds)
+    tensors = nemo_tensors(source.path, options.bounds) if nemo else peft_tensors(source.path, options)
     return common_dtype(list(tensors.values()))

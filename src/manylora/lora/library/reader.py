@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,11 +15,13 @@ import numpy as np
 
 from manylora.errors import AdapterChangedError, AdapterInvalidError
 from manylora.kernels.loading import can_read
-from manylora.lora.bounds import ANY_MODEL, Bounds
+from manylora.lora.bounds import Bounds
 from manylora.lora.file_adapter import FileAdapter, FileRows
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.opened import open_plain
-from manylora.lora.formats.sources import Source, find_rows, find_source, read_source, read_whole
+from manylora.lora.formats.peft import stored_rows
+from manylora.lora.formats.read_options import DEFAULT, ReadOptions
+from manylora.lora.formats.sources import Source, find_source, read_source, read_whole
 from manylora.lora.library.fingerprint import Fingerprint, fingerprint, is_settled
 from manylora.lora.library.rules import AdapterRules
 from manylora.lora.modules import LoraModule
@@ -70,34 +71,19 @@ class _Known:
 class AdapterReader:
     """Reads the adapters of one model. Any thread.
 
-    rules: what an adapter must be. modules: the model's as they are in the files; base: what the DoRA
-    magnitudes of PEFT are normalised with. bounds: judged before a value is read.
-    pages: type of the cache's pages, by torch's name, that unchanged files may be read straight into; "" for
-    none. narrow: rows may be narrowed to bfloat16 as they are read. float8: weights in 8 bits stay so;
-    else they are widened.
+    rules: what an adapter must be. options: with the modules as they are in the files. pages: type of the
+    cache's pages, by torch's name, that unchanged files may be read straight into; "" for none.
     """
 
-    def __init__(
-        self,
-        rules: AdapterRules,
-        modules: Mapping[int, LoraModule] | None = None,
-        base: BaseWeights | None = None,
-        bounds: Bounds = ANY_MODEL,
-        *,
-        pages: str = "",
-        narrow: bool = False,
-        float8: bool = True,
-    ) -> None:
-        self._rules, self._modules, self._base, self._bounds = rules, modules, base, bounds
-        self._pages, self._narrow, self._float8 = pages, narrow, float8
+    def __init__(self, rules: AdapterRules, options: ReadOptions = DEFAULT, pages: str = "") -> None:
+        self._rules, self._options, self._pages = rules, options, pages
         self._lock = threading.Lock()
         self._known: dict[Path, _Known] = {}
 
     def within(self, roots: Sequence[Path]) -> AdapterReader:
         """One that reads only files in these folders, also where links lead elsewhere."""
-        made = copy.copy(self)
-        made._bounds, made._known = self._bounds.within(roots), {}
-        return made
+        options = replace(self._options, bounds=self._options.bounds.within(roots))
+        return AdapterReader(self._rules, options, self._pages)
 
     def read(self, path: Path, source: Source | None = None) -> ReadAdapter:
         """source: what `find_source` found there, if it was asked. Unchanged files are not digested again,
@@ -114,12 +100,12 @@ class AdapterReader:
         if known is None or not self._pages or known.facts.kind != "peft":
             return None
         if not known.searched:  # by two threads at once it is found twice, and the same
-            rows = find_rows(Source("peft", path), self._modules, self._bounds)
+            rows = stored_rows(path, self._options)
             known.rows = rows if rows is not None and can_read(self._pages, rows.dtype) else None
             known.searched = True
         if known.rows is None:
             return None
-        open_file = partial(_open, path / known.rows.file, known.files, self._bounds)
+        open_file = partial(_open, path / known.rows.file, known.files, self._options.bounds)
         return ReadAdapter(FileAdapter(known.digest, known.rows, open_file), known.facts)
 
     def _unchanged(self, path: Path) -> _Known | None:
@@ -145,19 +131,9 @@ class AdapterReader:
         return ReadAdapter(adapter, facts)
 
     def _read_values(self, source: Source, digest: str | None) -> Adapter:
-        modules, base, bounds, float8 = self._modules, self._base, self._bounds, self._float8
         if source.kind not in SOURCES_WITH_ROWS:
-            tensors = read_source(source, modules=modules, base=base, float8=float8, bounds=bounds)
-            return self._rules.check(LoraInput(0, *tensors))
-        rows, extras = read_whole(
-            source,
-            modules=modules,
-            base=base,
-            digest=digest is None,
-            bfloat16=self._narrow,
-            float8=float8,
-            bounds=bounds,
-        )
+            return self._rules.check(LoraInput(0, *read_source(source, self._options)))
+        rows, extras = read_whole(source, replace(self._options, digest=digest is None))
         return self._rules.check_rows(rows, extras, digest)
 
 
@@ -165,7 +141,7 @@ def read_adapter_folder(
     folder: Path, base: BaseWeights | None = None, modules: Mapping[int, LoraModule] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] and config [1, rows, 3 or 4] of a folder, told apart by its content."""
-    return read_source(find_source(folder), modules=modules, base=base)
+    return read_source(find_source(folder), ReadOptions(modules, base, float8=False))
 
 
 @contextmanager

@@ -1,0 +1,47 @@
+"""ReadOptions: how the files of an adapter are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from manylora.kernels.row_format import RowFormat
+from manylora.lora.bounds import ANY_MODEL, Bounds
+from manylora.lora.formats.base_weights import BaseReader, BaseWeights
+from manylora.lora.modules import LoraModule
+from manylora.lora.tensors import check_place
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """modules: the model's, whose dimensions the matrices of PEFT and NeMo must then have; None: not known.
+    base: what PEFT's DoRA magnitudes are normalised with, and its extras are relative to; None refuses them.
+    bounds: judged by headers, before a value is read. allow_bin: read PEFT's adapter_model.bin. float8:
+    numbers of 8 bits stay so; else they are widened to bfloat16. digest: take that of each row of PEFT as it
+    is read, where the adapter's will be wanted. bfloat16: narrow such rows then, for pages of that type,
+    where they are large; those of routed experts stay as they are.
+    """
+
+    modules: Mapping[int, LoraModule] | None = None
+    base: BaseWeights | None = None
+    bounds: Bounds = ANY_MODEL
+    allow_bin: bool = False
+    float8: bool = True
+    digest: bool = False
+    bfloat16: bool = False
+
+    def module(self, module_id: int) -> LoraModule | None:
+        return self.modules.get(module_id) if self.modules else None
+
+    def open_base(self) -> AbstractContextManager[BaseReader | None]:
+        return self.base.open() if self.base is not None else nullcontext()
+
+    def check_row(self, module_id: int, layer: int, row: RowFormat, elements: int) -> None:
+        """As `check_place`, with what is known. Raises AdapterInvalidError."""
+        num_layers, rank = self.bounds.num_layers, self.bounds.rank
+        if self.modules is not None and num_layers is not None:
+            check_place(module_id, layer, row, elements, self.modules, num_layers, rank)
+
+
+DEFAULT = ReadOptions()

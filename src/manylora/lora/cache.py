@@ -19,6 +19,7 @@ from typing import Any
 
 from manylora.errors import AdapterCacheFullError
 from manylora.lora.pages import PageAllocator
+from manylora.stats import CacheChange
 
 MAX_CHANGES = 256
 
@@ -33,27 +34,15 @@ class CachedAdapter:
     hits: int = 0
 
 
-@dataclass(frozen=True)
-class Change:
-    """An adapter that came to a level or left it. number: counts from 1. at: of time.monotonic."""
-
-    number: int
-    at: float
-    level: str
-    loaded: bool
-    digest: str
-    pages: int
-
-
 @dataclass
 class _Journal:
     """The last changes of both levels, for observers."""
 
-    changes: deque[Change] = field(default_factory=lambda: deque(maxlen=MAX_CHANGES))
+    changes: deque[CacheChange] = field(default_factory=lambda: deque(maxlen=MAX_CHANGES))
     numbers: count[int] = field(default_factory=lambda: count(1))
 
     def note(self, level: str, loaded: bool, digest: str, pages: int) -> None:
-        change = Change(next(self.numbers), time.monotonic(), level, loaded, digest, pages)
+        change = CacheChange(next(self.numbers), time.monotonic(), level, loaded, digest, (), pages)
         self.changes.append(change)
 
 
@@ -121,8 +110,8 @@ class AdapterCache:
         self.device = _Level("device", device_pages, self._journal)
 
     @property
-    def changes(self) -> tuple[Change, ...]:
-        """The last ones, oldest first."""
+    def changes(self) -> tuple[CacheChange, ...]:
+        """The last ones, oldest first; without names."""
         return tuple(self._journal.changes)
 
     def can_ever_hold(self, num_pages: int) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from manylora.lora.arrivals import Arrivals
 from manylora.lora.cache import AdapterCache
 from manylora.lora.library.library import AdapterLibrary
-from manylora.stats import AdapterStats, CacheChange, CacheMap, MappedAdapter, Resident, Runs
+from manylora.stats import AdapterStats, CacheMap, MappedAdapter, Resident, Runs
 
 
 class CacheView:
@@ -66,10 +67,7 @@ class CacheView:
                     copy.hits if copy else 0,
                 )
             )
-        changes = tuple(
-            CacheChange(c.number, c.at, c.level, c.loaded, c.digest, tuple(names.get(c.digest, ())), c.pages)
-            for c in self._cache.changes
-        )
+        changes = tuple(replace(c, names=tuple(names.get(c.digest, ()))) for c in self._cache.changes)
         return CacheMap(host.pages.num_pages, device.pages.num_pages, tuple(adapters), changes)
 
     def _list_residents(self) -> tuple[Resident, ...]:

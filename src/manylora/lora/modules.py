@@ -132,7 +132,9 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
     A name of the plain MLP means the shared expert too, where there is one. Raises ConfigError for a name the
     model has no module for.
     """
-    dims = {**_dense_dims(model), **_moe_dims(model), **_cross_dims(model)}
+    dims = {**_dense_dims(model), **_moe_dims(model)}
+    if model.encoder is not None:
+        dims |= {f"cross_{name}": sizes for name, sizes in _attention_dims(model).items()}
     wanted = {name for given in names for name in _find_targets(given, dims)} or set(dims)
     if wanted & QKV:
         wanted |= QKV
@@ -162,14 +164,7 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
 
 def _dense_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
     hidden, inner = model.hidden_size, model.intermediate_size
-    q, kv = model.q_size, model.kv_size
-    attention = {
-        "attn_qkv": (hidden, q + 2 * kv, Split.B_ROWS),
-        "attn_q": (hidden, q, Split.B_ROWS),
-        "attn_k": (hidden, kv, Split.B_ROWS),
-        "attn_v": (hidden, kv, Split.B_ROWS),
-        "attn_dense": (q, hidden, Split.A_COLS),
-    }
+    attention = _attention_dims(model)
     mlp = {
         "mlp_h_to_4h": (hidden, inner, Split.B_ROWS),
         "mlp_4h_to_h": (inner, hidden, Split.A_COLS),
@@ -183,16 +178,14 @@ def _dense_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
     return {**attention, **mlp, **(gated if model.gated_mlp else {})}
 
 
-def _cross_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
-    if model.encoder is None:
-        return {}
+def _attention_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
     hidden, q, kv = model.hidden_size, model.q_size, model.kv_size
     return {
-        "cross_attn_qkv": (hidden, q + 2 * kv, Split.B_ROWS),
-        "cross_attn_q": (hidden, q, Split.B_ROWS),
-        "cross_attn_k": (hidden, kv, Split.B_ROWS),
-        "cross_attn_v": (hidden, kv, Split.B_ROWS),
-        "cross_attn_dense": (q, hidden, Split.A_COLS),
+        "attn_qkv": (hidden, q + 2 * kv, Split.B_ROWS),
+        "attn_q": (hidden, q, Split.B_ROWS),
+        "attn_k": (hidden, kv, Split.B_ROWS),
+        "attn_v": (hidden, kv, Split.B_ROWS),
+        "attn_dense": (q, hidden, Split.A_COLS),
     }
 
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.lora.formats import one_line
-from manylora.lora.formats.tensor_files import RawTensor
+from manylora.lora.formats.tensor_files import TORCH_NAMES, RawTensor
 from manylora.quant.checkpoint import checkpoint_quant
 
 if TYPE_CHECKING:  # torch only when something is read
@@ -135,10 +135,9 @@ class BaseReader:
         """Whether a tensor that `find` found has the same values as this copy, in the copy's type."""
         import torch
 
-        kinds = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-        kind = {**kinds, "F8_E4M3": torch.float8_e4m3fn}.get(copy.dtype)
-        if kind is None or len(copy.shape) != 2 or self.shape(name) != copy.shape:
+        if copy.dtype not in TORCH_NAMES or len(copy.shape) != 2 or self.shape(name) != copy.shape:
             return False
+        kind: torch.dtype = getattr(torch, TORCH_NAMES[copy.dtype])
         stored = self._matrix(name, copy.shape[1])
         rows, columns = copy.shape
         width, step = columns * kind.itemsize, max(1, CHUNK // columns)

@@ -17,6 +17,7 @@ from manylora.lora.formats.opened import OpenFile, is_plain
 WEIGHTS = "model.lora_weights.npy"
 CONFIG = "model.lora_config.npy"
 OLD_CONFIG = "model.lora_keys.npy"
+READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 MAX_DIMS = 8
 MAX_HEADER = 2**14  # bytes; NumPy itself refuses texts of more than 10 000
 
@@ -59,14 +60,9 @@ class _Array:
             file = OpenFile(path, bounds)
             head = io.BytesIO(file.read(0, min(MAX_HEADER, file.size)))
             version = np.lib.format.read_magic(head)
-            if version not in ((1, 0), (2, 0)):
+            if version not in READERS:
                 raise ValueError(f"its format is of version {version[0]}.{version[1]}, known are 1.0 and 2.0")
-            read = (
-                np.lib.format.read_array_header_1_0
-                if version == (1, 0)
-                else np.lib.format.read_array_header_2_0
-            )
-            shape, by_columns, dtype = read(head)
+            shape, by_columns, dtype = READERS[version](head)
             if dtype.hasobject or dtype.names or dtype.shape:
                 raise ValueError("it holds objects or records, not numbers")
             if min(shape, default=0) < 0 or len(shape) > MAX_DIMS:

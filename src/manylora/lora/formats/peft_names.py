@@ -23,8 +23,6 @@ MLP_IDS = {
     "shared_expert.gate_proj": Id.SHARED_EXPERT_H_TO_4H, "shared_expert.up_proj": Id.SHARED_EXPERT_GATE,
     "shared_expert.down_proj": Id.SHARED_EXPERT_4H_TO_H,
 }  # fmt: skip
-MODULE_IDS = {**ATTENTION_IDS, **MLP_IDS}
-"""Module id of each name in PEFT; c_proj is that of the MLP."""
 # Names under which some families stack [q; k; v] once for each group of heads, others once.
 GROUPED = "query_key_value"
 ROOT = r"(?P<root>(?:(?:base_model|model|language_model|transformer|gpt_neox)\.)*)"

@@ -28,6 +28,7 @@ from manylora.lora.formats.opened import OpenFile
 from manylora.lora.number_types import BY_SAFETENSORS, TYPES_READ, narrow_to_bfloat16
 
 NUMPY_TYPES = {"F64": np.dtype("<f8"), **{name: one.dtype for name, one in BY_SAFETENSORS.items()}}
+TORCH_NAMES = {"F64": "float64", **{name: one.name for name, one in BY_SAFETENSORS.items()}}
 # All that the pickle of a state dict needs.
 ALLOWED_GLOBALS = re.compile(
     r"torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)|collections OrderedDict"
@@ -134,12 +135,11 @@ def write_torch(path: Path, tensors: Mapping[str, RawTensor]) -> None:
     """A state dict by torch.save. Raises OSError."""
     import torch
 
-    kinds = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     path.parent.mkdir(parents=True, exist_ok=True)
-    state = {
-        key: torch.frombuffer(bytearray(tensor.data), dtype=kinds[tensor.dtype]).reshape(tensor.shape)
-        for key, tensor in tensors.items()
-    }
+    state = {}
+    for key, tensor in tensors.items():
+        kind = getattr(torch, TORCH_NAMES[tensor.dtype])
+        state[key] = torch.frombuffer(bytearray(tensor.data), dtype=kind).reshape(tensor.shape)
     with path.open("wb") as file:
         torch.save(state, file)
 
@@ -259,8 +259,9 @@ def _check_pickle(data: bytes, most: int) -> None:
 def _raw(tensor: Any) -> RawTensor:
     import torch
 
-    kinds = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.dtype not in kinds:
-        return RawTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), b"")
+    name = str(tensor.dtype).removeprefix("torch.")
+    kinds = {TORCH_NAMES[kind]: kind for kind in ("F64", "F32", "F16", "BF16")}
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or name not in kinds:
+        return RawTensor(name, tuple(tensor.shape), b"")
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return RawTensor(kinds[tensor.dtype], tuple(tensor.shape), data)
+    return RawTensor(kinds[name], tuple(tensor.shape), data)

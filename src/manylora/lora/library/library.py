@@ -63,7 +63,7 @@ class AdapterLibrary:
         self._owners: dict[str, int] = {}  # digest -> the task id whose files have it
         self._names: dict[str, int] = {}  # name -> its id: -1 for the first, and so on
         self._prune_at = PRUNE
-        self._num_binds = self._num_loads = 0
+        self.num_binds = self.num_loads = 0  # loads: adapters that `find` gave
         self._folder: Path | None = None
 
     def open(self, folder: Path) -> None:
@@ -111,7 +111,7 @@ class AdapterLibrary:
         with self._lock:
             self._digests.pop(task_id, None)
             self._digests[task_id] = digest
-            self._num_binds += 1
+            self.num_binds += 1
             source = self._sources.get(task_id)
             if source is not None and source.may_be_sent:
                 source.replaced = digest != source.digest
@@ -132,17 +132,6 @@ class AdapterLibrary:
         for task_id in sent[: max(0, len(sent) - MAX_IDS // 2)] if len(sent) >= MAX_IDS else []:
             del self._digests[task_id]
         self._prune_at = len(self._digests) + PRUNE
-
-    @property
-    def num_binds(self) -> int:
-        with self._lock:
-            return self._num_binds
-
-    @property
-    def num_loads(self) -> int:
-        """Adapters that `find` gave."""
-        with self._lock:
-            return self._num_loads
 
     def bound(self) -> list[tuple[int, str]]:
         """Every known id with its digest."""
@@ -196,7 +185,7 @@ class AdapterLibrary:
 
     def _count(self, adapter: Adapter | FileAdapter) -> Adapter | FileAdapter:
         with self._lock:
-            self._num_loads += 1
+            self.num_loads += 1
         return adapter
 
     def _source_of(self, task_id: int, digest: str | None) -> _Source | None:

@@ -90,32 +90,10 @@ def adapter_from_tensors(
         _check_row(values, columns, encoding, scale, modules, num_layers, rank_limit)
         for values, columns, scale in zip(weights, config.tolist(), scales, strict=True)
     ]
-    parts = (part for row in rows for part in _separate(row, modules))
+    parts = (part for row in rows for part in separate_fused(row, modules))
     adapter = adapter_from_rows(parts, half, lora.extras)
     _check_surplus(weights, max((row.payload.size for row in rows), default=0))
     return adapter
-
-
-def adapter_from_read(
-    rows: Iterable[AdapterRow],
-    modules: Mapping[int, LoraModule],
-    num_layers: int,
-    rank_limit: int,
-    half: bool = False,
-    extras: Iterable[LoraExtra] = (),
-    digest: str | None = None,
-) -> Adapter:
-    """As `adapter_from_tensors`, of rows that a reader made, whose payloads are of their size and finite.
-
-    digest: of these rows and extras, where it is known. Raises AdapterInvalidError.
-    """
-    rows, extras = list(rows), list(extras)
-    _require(bool(rows or extras), "the adapter has no rows: it needs at least one")
-    for row in rows:
-        place = row.module_id, row.layer, row.format
-        check_place(*place, row.payload.size, modules, num_layers, rank_limit)
-    parts = (part for row in rows for part in _separate(row, modules))
-    return adapter_from_rows(parts, half, extras, finite=True, digest=digest)
 
 
 def adapter_from_rows(
@@ -274,7 +252,7 @@ def check_place(
     return size
 
 
-def _separate(row: AdapterRow, modules: Mapping[int, LoraModule]) -> Iterable[AdapterRow]:
+def separate_fused(row: AdapterRow, modules: Mapping[int, LoraModule]) -> Iterable[AdapterRow]:
     """Cross-attention's fused module as the three it fuses: they share A, but not what it is applied to."""
     if row.module_id != LoraModuleId.CROSS_ATTN_QKV:
         return [row]

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from manylora.errors import AdapterInvalidError
 from manylora.lora.extras import check_extras
 from manylora.lora.modules import LoraModule
-from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_read, adapter_from_tensors
+from manylora.lora.tensors import (
+    Adapter,
+    AdapterRow,
+    adapter_from_rows,
+    adapter_from_tensors,
+    check_place,
+    separate_fused,
+)
 from manylora.request import LoraExtra, LoraInput
 
 
@@ -31,7 +39,12 @@ class AdapterRules:
     ) -> Adapter:
         """Rows that a reader made, which are finite and of their size. digest: of all, where it is known.
         Raises AdapterInvalidError."""
-        extras = tuple(extras)
+        rows, extras = list(rows), list(extras)
         check_extras(extras, self.num_layers)
+        if not (rows or extras):
+            raise AdapterInvalidError("the adapter has no rows: it needs at least one")
         limits = self.modules, self.num_layers, self.rank_limit
-        return adapter_from_read(rows, *limits, self.half, extras, digest)
+        for row in rows:
+            check_place(row.module_id, row.layer, row.format, row.payload.size, *limits)
+        parts = (part for row in rows for part in separate_fused(row, self.modules))
+        return adapter_from_rows(parts, self.half, extras, finite=True, digest=digest)

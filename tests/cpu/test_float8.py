@@ -23,7 +23,6 @@ from manylora.kernels.row_format import RowFormat
 from manylora.llmapi import LLM, LoRARequest
 from manylora.llmapi import SamplingParams as LlmParams
 from manylora.lora.convert import convert_source
-from manylora.lora.float8 import FLOAT8, widen_float8
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
@@ -31,7 +30,7 @@ from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.reader import AdapterReader, read_adapter_folder
 from manylora.lora.library.rules import AdapterRules
 from manylora.lora.modules import lora_modules
-from manylora.lora.number_types import widen_bfloat16
+from manylora.lora.number_types import FLOAT8, widen_bfloat16, widen_float8
 from manylora.lora.report import BaseModel, inspect_adapter
 from manylora.lora.store import AdapterStore
 from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_tensors, lora_input

@@ -40,7 +40,7 @@ INSIDE = {
     ],
     "text": ["chat_template", "stream", "limits", "tokenizer", "preprocessing", "postprocessing"],
     "lora": [
-        "pages", "modules", "expert_rules", "geometry", "bounds", "float8", "number_types", "tensors",
+        "pages", "modules", "expert_rules", "geometry", "bounds", "number_types", "tensors",
         "file_adapter", "staging", "extras", "slicing", "formats", "cache", "pool", "library", "arrivals",
         "loader", "cache_view", "store_parts", "store", "convert", "convert_nemo", "normalize",
         "report", "moe_layout",
@@ -84,7 +84,7 @@ INSIDE = {
 NO_TORCH = [
     "errors", "request", "stats", "system.lifeline", "system.threads", "system.text_threads",
     "system.compiler", "quant.config", "quant.checkpoint", "config", "wire", "text", "launcher",
-    "lora.pages", "lora.modules", "lora.geometry", "lora.bounds", "lora.float8", "lora.number_types",
+    "lora.pages", "lora.modules", "lora.geometry", "lora.bounds", "lora.number_types",
     "lora.tensors", "lora.staging", "lora.extras", "lora.slicing", "lora.cache", "cli", "engine.sequence",
     "engine.guide", "engine.guide_trial", "engine.kv_cache", "engine.scheduler",
     "kernels.row_format", "kernels.cuda.plan", "llmapi", "bench", "openai", "lora_helper", "lora_manager",

@@ -10,10 +10,12 @@ import numpy as np
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.loading import narrow
 from manylora.kernels.row_format import Encoding
-from manylora.lora.float8 import FLOAT8, FLOAT8_NAME, has_float8_nan, widen_float8
 
 BFLOAT16 = np.dtype("V2")
 """How NumPy arrays hold bfloat16: two bytes without a meaning, the bits of the number."""
+FLOAT8 = np.dtype("V1")
+"""How NumPy arrays hold 8-bit floats (e4m3, no infinities): a byte without a meaning, the bits."""
+FLOAT8_NAN = 0x7F  # with either sign; the only one of its codes that is no number
 
 
 def is_bfloat16(dtype: np.dtype) -> bool:
@@ -31,6 +33,28 @@ def narrow_to_bfloat16(values: np.ndarray) -> np.ndarray:
     bits = np.empty(values.shape, np.uint16)
     narrow(bits.reshape(-1), np.ascontiguousarray(values, np.float32).reshape(-1))
     return bits.view(BFLOAT16)
+
+
+def _float8_values() -> np.ndarray:
+    """float32 [256], of each byte."""
+    size = np.arange(128)
+    exponent, mantissa = size >> 3, size & 7
+    numbers = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    numbers[FLOAT8_NAN] = np.nan
+    return np.concatenate((numbers, -numbers)).astype(np.float32)
+
+
+FLOAT8_VALUES = _float8_values()
+
+
+def widen_float8(values: np.ndarray) -> np.ndarray:
+    """Bytes of 8-bit floats to float32, exactly; same shape."""
+    return FLOAT8_VALUES[np.ascontiguousarray(values).view(np.uint8)]
+
+
+def has_float8_nan(values: np.ndarray) -> bool:
+    """values: bytes of 8-bit floats, any shape."""
+    return bool(((np.ascontiguousarray(values).view(np.uint8) & FLOAT8_NAN) == FLOAT8_NAN).any())
 
 
 @dataclass(frozen=True)
@@ -53,7 +77,7 @@ NUMBER_TYPES = (
     NumberType("float32", np.dtype("<f4"), "F32"),
     NumberType("float16", np.dtype("<f2"), "F16"),
     NumberType("bfloat16", BFLOAT16, "BF16", widen_bfloat16),
-    NumberType(FLOAT8_NAME, FLOAT8, "F8_E4M3", widen_float8, Encoding.FLOAT8, has_float8_nan),
+    NumberType("float8_e4m3fn", FLOAT8, "F8_E4M3", widen_float8, Encoding.FLOAT8, has_float8_nan),
 )
 TYPES_READ = "float32, float16, bfloat16 or float8 (F8_E4M3)"  # for error texts
 BY_NAME = {one.name: one for one in NUMBER_TYPES}

@@ -9,10 +9,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import AttentionBatch
-from manylora.kernels.spec import LoraBatch
 from manylora.engine.sequence import Sequence
+from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.spec import AttentionBatch, LoraBatch
 from manylora.kernels.transfer import upload
 from manylora.model.batch import ForwardBatch
 

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from manylora.config.engine import EngineConfig
-from manylora.engine.beam import BeamGroup
 from manylora.engine.build import build_parts
 from manylora.engine.checks import LogitsMemory, check_request
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.launched import FailedStep, LaunchedStep
 from manylora.engine.results import Counters, ResultProcessor
 from manylora.engine.scheduler import Scheduler, Step
-from manylora.engine.sequence import Sequence
+from manylora.engine.sequence import BeamGroup, Sequence
 from manylora.errors import AdapterNotCachedError, QueueFullError, RequestError
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.store import AdapterLease

@@ -12,7 +12,7 @@ from manylora.engine.sequence import KvBlocks, Sequence
 from manylora.lora.pages import PageAllocator
 
 if TYPE_CHECKING:
-    from manylora.engine.beam import BeamGroup
+    from manylora.engine.sequence import BeamGroup
 
 DEFAULT_PRIORITY = 35
 

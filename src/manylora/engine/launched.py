@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from manylora.engine.beam import BeamCandidate, BeamGroup
+from manylora.engine.beam import BeamCandidate
 from manylora.engine.sampler import Row
 from manylora.engine.scheduler import Step
-from manylora.engine.sequence import Sequence
+from manylora.engine.sequence import BeamGroup, Sequence
 from manylora.kernels.device import Arrival
 
 SampledTokens = dict[Sequence, list[tuple[int, float | None]]]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manylora.engine.beam import BeamCandidate, BeamGroup
+from manylora.engine.beam import BeamCandidate, extend_beams, select_beams
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.launched import LaunchedStep, SampledTokens
 from manylora.engine.runner import Runner
 from manylora.engine.sampler import NOT_FINITE
 from manylora.engine.scheduler import Scheduler
-from manylora.engine.sequence import Sequence
+from manylora.engine.sequence import BeamGroup, Sequence
 from manylora.errors import AdapterNotFiniteError, RequestError
 from manylora.request import Event
 
@@ -92,10 +92,10 @@ class ResultProcessor:
             leader.fail(_not_finite(leader))
             return
         self._counters.generated_tokens += group.width
-        chosen = group.select(candidates)
+        chosen = select_beams(group, candidates)
         if not chosen:
             return
-        self._scheduler.fork(leader, group.extend(chosen, self._kv.fork))
+        self._scheduler.fork(leader, extend_beams(group, chosen, self._kv.fork))
         copies = [self._kv.make_writable(beam, group.reserve) for beam in group.beams]
         self._runner.copy_blocks([pair for pair in copies if pair is not None])
 

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.engine.beam import BeamCandidate, BeamGroup, best_candidates
+from manylora.engine.beam import BeamCandidate, best_candidates
 from manylora.engine.graphs import DecodeGraphs
 from manylora.engine.inputs import Pending, StepInputs, encoder_inputs, slots_of
 from manylora.engine.kernel_trials import try_variants
 from manylora.engine.launched import LaunchedStep
 from manylora.engine.sampler import Row, adjust, sample
 from manylora.engine.scheduler import Chunk, Step
-from manylora.engine.sequence import PENDING, Sequence
+from manylora.engine.sequence import PENDING, BeamGroup, Sequence
 from manylora.kernels.device import Device
 from manylora.kernels.spec import BatchLimits, LoraBatch
 from manylora.kernels.transfer import to_device, upload

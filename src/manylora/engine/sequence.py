@@ -13,7 +13,6 @@ from manylora.errors import RequestError
 from manylora.request import Beam, Event, FinishReason, Request, RequestMetrics
 
 if TYPE_CHECKING:
-    from manylora.engine.beam import BeamGroup
     from manylora.engine.guide import GuideState
     from manylora.lora.store import AdapterLease
 
@@ -264,3 +263,27 @@ class Sequence:
             and self.num_output >= len(word)
             and tuple(self.tokens[-len(word) :]) == word
         )
+
+
+@dataclass(eq=False)
+class BeamGroup:
+    """A beam search: the sequences of one request that share a prompt. `engine.beam` moves it on.
+
+    leader:  computes the prompt and stands for the request.
+    beams:   the running ones, the leader among them.
+    scores:  cumulative log probability of each beam.
+    reserve: KV blocks of the group that no beam uses now.
+    results: (score with the length penalty, result), the best first.
+    forked:  whether the beams after the first exist, which is after the first step.
+    """
+
+    width: int
+    leader: Sequence
+    beams: list[Sequence] = field(default_factory=list)
+    scores: list[float] = field(default_factory=lambda: [0.0])
+    reserve: list[int] = field(default_factory=list)
+    results: list[tuple[float, Beam]] = field(default_factory=list)
+    forked: bool = False
+
+    def __post_init__(self) -> None:
+        self.beams = [self.leader]

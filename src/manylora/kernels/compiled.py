@@ -59,10 +59,6 @@ class _LoraCall:
     most_rows: int
     others: tuple[LoraSegment, ...]
 
-    @property
-    def count(self) -> int:
-        return len(self.segments)
-
 
 class CompiledOps(CpuOps):
     """library: `native.load()`."""
@@ -111,7 +107,7 @@ class CompiledOps(CpuOps):
             super().lora_add(y, x, batch, layer, targets, bias)
             return
         call = self._find_call(batch, layer, tuple(targets))
-        if call.count:
+        if len(call.segments):
             self._add(y, x, batch.pool, call.segments, call.most_parts, call.most_rows)
         if call.others:
             super().lora_add(y, x, LoraBatch(batch.pool, call.others), layer, targets, bias)

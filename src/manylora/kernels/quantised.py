@@ -101,8 +101,7 @@ class StackedWeight:
 
     @property
     def nbytes(self) -> int:
-        sizes = [p.numel() * p.element_size() if isinstance(p, Tensor) else p.nbytes for p in self.parts]
-        return sum(sizes)
+        return sum(map(weight_bytes, self.parts))
 
     def map(self, pack: Callable[[Any], Any]) -> StackedWeight:
         return StackedWeight(tuple(pack(part) for part in self.parts), self.rows)
@@ -123,6 +122,11 @@ class PackedInt4:
     @property
     def nbytes(self) -> int:
         return self.packed.nbytes + self.table.nbytes + (0 if self.order is None else self.order.nbytes)
+
+
+def weight_bytes(weight: Any) -> int:
+    """Of a weight in any layout. oneDNN's tensors have no nbytes of their own."""
+    return weight.numel() * weight.element_size() if isinstance(weight, Tensor) else weight.nbytes
 
 
 def pack_for_cpu(weight: QuantisedWeight) -> QuantisedWeight | PackedInt4:

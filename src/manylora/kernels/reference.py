@@ -141,10 +141,10 @@ class ReferenceOps:
         return q
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        size = cos.shape[1]
-        if size == x.shape[2]:
-            return self.rotary(x, cos, sin)
-        return torch.cat((self.rotary(x[..., :size].contiguous(), cos, sin), x[..., size:]), dim=-1)
+        turned, rest = x[..., : cos.shape[1]], x[..., cos.shape[1] :]
+        x1, x2 = turned.chunk(2, dim=-1)
+        turned = turned * cos.unsqueeze(1) + torch.cat((-x2, x1), dim=-1) * sin.unsqueeze(1)
+        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
         """k_cache.view(-1, H, D)[slots] = k; the same for v."""
@@ -224,11 +224,6 @@ class ReferenceOps:
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """Semantics: (x - mean(x, -1)) * rsqrt(var(x, -1) + eps) * weight + bias, in float32, to x.dtype."""
         return F.layer_norm(x, weight.shape, weight, bias, eps)
-
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x * cos + cat(-x2, x1) * sin, halves of the last dimension; x [T, H, D]; cos, sin [T, D]."""
-        x1, x2 = x.chunk(2, dim=-1)
-        return x * cos.unsqueeze(1) + torch.cat((-x2, x1), dim=-1) * sin.unsqueeze(1)
 
     def pair_up(
         self, choices: Tensor, num_experts: int, lora: LoraBatch | None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from manylora.config.engine import ModelConfig
 from manylora.kernels.panels import Panels
+from manylora.kernels.quantised import weight_bytes
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import LoraTarget, Weight
 from manylora.lora.modules import LoraModuleId
@@ -39,7 +40,7 @@ class Transformer:
     @property
     def weight_bytes(self) -> int:
         weights = {id(weight): weight for weight in self._weights.values()}
-        return sum(_nbytes(weight) for weight in weights.values())
+        return sum(map(weight_bytes, weights.values()))
 
     @property
     def has_quantised_experts(self) -> bool:
@@ -94,11 +95,6 @@ class Transformer:
             return None
         config = self.config
         return Norm(self._ops, weight, bias, config.norm_eps, extra, config.norm == "rms_plus_one")
-
-
-def _nbytes(weight: Weight) -> int:
-    """Bytes of a weight in any layout. oneDNN's tensors have no nbytes of their own."""
-    return weight.numel() * weight.element_size() if isinstance(weight, Tensor) else weight.nbytes
 
 
 def _is_quantised(weight: Weight) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from manylora.kernels.cuda import kv, lora, routing, rows
 from manylora.kernels.cuda.backends import AttentionBackend, choose
 from manylora.kernels.cuda.blocks import BlockChooser
-from manylora.kernels.cuda.grouped import WeightTable, grouped_linear, weight_table
+from manylora.kernels.cuda.grouped import ALIGNMENTS, WeightTable, grouped_linear, weight_table
 from manylora.kernels.cuda.plan import MODULES, PLACE, Places, plan_lora
 from manylora.kernels.cuda.quantised import KERNELS, QuantisedLinears, Widened
 from manylora.kernels.cuda.tables import MIN_SPLIT_KEYS, PagedBatch, PlannedLora, plan_attention
@@ -32,7 +32,6 @@ from manylora.kernels.spec import (
 from manylora.kernels.transfer import upload
 
 SPARE_SLOTS = 64  # places of adapters that no running sequence has, kept for when they come back
-ALIGNMENTS = (16, 8, 4, 2, 1)
 
 
 class CudaOps(ReferenceOps):

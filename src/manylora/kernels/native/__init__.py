@@ -14,8 +14,6 @@ from pathlib import Path
 
 from manylora.system.compiler import build_library, find_compiler
 
-__all__ = ["load", "loaded"]
-
 logger = logging.getLogger("manylora")
 
 FOLDER = Path(__file__).parent

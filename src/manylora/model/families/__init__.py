@@ -5,8 +5,6 @@ from __future__ import annotations
 from manylora.model.families import bart, gemma, gpt, llama, moe, t5
 from manylora.model.families.family import ModelFamily
 
-__all__ = ["FAMILIES"]
-
 MODULES = (llama, gemma, gpt, moe, t5, bart)
 FAMILIES: dict[str, ModelFamily] = {
     name: family for module in MODULES for name, family in module.FAMILIES.items()

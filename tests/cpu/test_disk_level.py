@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -107,3 +108,21 @@ def test_without_bytes_or_with_too_many_nothing_is_written(tmp_path: Path) -> No
         disk.close()
         assert disk.get(adapter(0).digest) is None
         assert not (tmp_path / "none").exists()
+
+
+def test_a_disk_that_hangs_costs_copies_and_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    write = DiskLevel._write
+    monkeypatch.setattr("manylora.lora.library.disk.PENDING_S", 0.05)
+    monkeypatch.setattr(DiskLevel, "_write", lambda *given: answers.wait() and write(*given))
+    level = DiskLevel(20 * SIZE, tmp_path)
+    adapters = [adapter(seed) for seed in range(8)]
+    putting = threading.Thread(target=lambda: [level.put_soon(one) for one in adapters], daemon=True)
+    putting.start()
+    putting.join(20)
+    assert not putting.is_alive()
+    answers.set()
+    level.close()
+    assert [level.get(one.digest) is not None for one in adapters] == [True] * 4 + [False] * 4

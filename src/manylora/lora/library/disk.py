@@ -30,6 +30,7 @@ logger = logging.getLogger("manylora")
 
 RETRY_S = 30.0  # before a disk that failed is written to again
 MAX_PENDING = 4  # adapters that wait to be written
+PENDING_S = 2.0  # that the next one waits, and with it others that are to be loaded
 OURS = re.compile(r"[0-9a-f]{40}\.safetensors(\.part-\d+-\d+)?")  # what may be deleted in the folder
 
 
@@ -51,9 +52,12 @@ class DiskLevel:
         self._pending = threading.BoundedSemaphore(MAX_PENDING)
 
     def put_soon(self, adapter: Adapter) -> None:
-        """Write it on a thread of low priority, if it is not there. Waits while many are to be written."""
-        if self._max_bytes and not self._touch(adapter.digest):
-            self._pending.acquire()
+        """Write it on a thread of low priority, if it is not there. Waits a little while many are to be
+        written; a disk that is slower still gets no copy."""
+        if self._max_bytes and time.monotonic() >= self._retry_at and not self._touch(adapter.digest):
+            if not self._pending.acquire(timeout=PENDING_S):
+                self._fail("the disk is too slow")
+                return
             try:
                 self._writer.submit(self._put_pending, adapter)
             except RuntimeError:  # closed
@@ -71,7 +75,7 @@ class DiskLevel:
             self._make_space(adapter.nbytes)
             self._write(adapter)
         except OSError as error:
-            self._fail(error)
+            self._fail(error.strerror)
         else:
             if self._failing:
                 logger.warning("lora disk level: copies can be written again")
@@ -107,13 +111,11 @@ class DiskLevel:
         finally:
             self._pending.release()
 
-    def _fail(self, error: OSError) -> None:
-        """Told once until it works again. Nothing is written for a while: half a copy fills a disk too."""
+    def _fail(self, reason: str | None) -> None:
+        """Logged once until it works again. Nothing is written for a while: half a copy fills a disk too."""
         self._retry_at = time.monotonic() + RETRY_S
         if not self._failing:
-            logger.warning(
-                "lora disk level: copies cannot be written, serving goes on without: %s", error.strerror
-            )
+            logger.warning("lora disk level: copies cannot be written, serving goes on without: %s", reason)
         self._failing = True
 
     def _touch(self, digest: str) -> bool:

@@ -26,7 +26,7 @@ from manylora.lora.convert import convert_peft
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.modules import lora_modules
-from manylora.lora.tensors import adapter_from_tensors
+from manylora.lora.rules import AdapterRules
 from manylora.model.attend import RelativeBias
 from manylora.model.checkpoint import read_model_config
 from manylora.openai.api.errors import ApiError
@@ -239,7 +239,7 @@ def test_the_fused_module_of_cross_attention_is_its_three_parts(t5: World, dora:
         target[: len(row)] = row
     one = LoraInput(1, whole, np.array([[[8, layer, rank, dora]]], np.int32))
     three = LoraInput(2, apart, np.array([[[i, layer, rank, dora] for i in (9, 10, 11)]], np.int32))
-    digests = [adapter_from_tensors(x, t5.modules, t5.config.num_layers, 64).digest for x in (one, three)]
+    digests = [AdapterRules(t5.modules, t5.config.num_layers, 64).check(x).digest for x in (one, three)]
     assert digests[0] == digests[1]
     ids = texts(1, seed=2)[0]
     made = run(t5.engine(), [replace(t5.request(None, ids), lora=lora) for lora in (None, one, three)])
@@ -258,7 +258,7 @@ def test_modules_lie_in_both_stacks_and_cross_attention_in_the_decoders(t5: Worl
     weights = np.zeros((1, 1, 4 * (64 + 96)), np.float32)
     in_encoder = LoraInput(1, weights, np.array([[[9, 1, 4, 0]]], np.int32))
     with pytest.raises(AdapterInvalidError, match="cross_attn_q does not exist in layer 1"):
-        adapter_from_tensors(in_encoder, t5.modules, config.num_layers, 64)
+        AdapterRules(t5.modules, config.num_layers, 64).check(in_encoder)
 
 
 def test_adapters_that_do_not_suit_are_refused(t5: World, bart: World, tmp_path: Path) -> None:

@@ -33,11 +33,11 @@ from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.geometry import CacheGeometry, Layout
 from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.reader import AdapterReader, read_adapter_folder
-from manylora.lora.library.rules import AdapterRules
 from manylora.lora.modules import lora_modules
 from manylora.lora.normalize import normalize_dora
 from manylora.lora.number_types import BFLOAT16, narrow_to_bfloat16
 from manylora.lora.pool import AdapterPool
+from manylora.lora.rules import AdapterRules
 from manylora.lora.tensors import Adapter, adapter_from_rows, lora_input
 from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import quantise

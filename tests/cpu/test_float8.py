@@ -28,12 +28,12 @@ from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.reader import AdapterReader, read_adapter_folder
-from manylora.lora.library.rules import AdapterRules
 from manylora.lora.modules import lora_modules
 from manylora.lora.number_types import FLOAT8, widen_bfloat16, widen_float8
 from manylora.lora.report import BaseModel, inspect_adapter
+from manylora.lora.rules import AdapterRules
 from manylora.lora.store import AdapterStore
-from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_tensors, lora_input
+from manylora.lora.tensors import Adapter, AdapterRow, lora_input
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, Request, SamplingParams
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
@@ -69,7 +69,7 @@ def read(model: Path, adapter: Path, task_id: int = 0) -> LoraInput:
 
 def check(model: Path, lora: LoraInput) -> Adapter:
     config = read_model_config(model)
-    return adapter_from_tensors(lora, lora_modules(config), config.num_layers, 64)
+    return AdapterRules(lora_modules(config), config.num_layers, 64).check(lora)
 
 
 def described(row: AdapterRow) -> tuple[object, ...]:
@@ -304,7 +304,7 @@ def test_encoder_decoder_models_take_them(workshop: Path) -> None:
     config = np.array([[[8, t5.num_layers - 1, 2]]], np.int32)
     given = LoraInput(0, bits.view(FLOAT8), config, scales=np.array([0.3], np.float32))
     made, wide = (
-        adapter_from_tensors(lora, lora_modules(t5), t5.num_layers, 64).rows
+        AdapterRules(lora_modules(t5), t5.num_layers, 64).check(lora).rows
         for lora in (given, LoraInput(0, widen_float8(bits), config))
     )
     assert [(row.module_id, row.format.scale) for row in made] == [(m, np.float32(0.3)) for m in (9, 10, 11)]

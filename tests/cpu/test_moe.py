@@ -31,9 +31,10 @@ from manylora.lora.library.reader import read_adapter_folder
 from manylora.lora.modules import MODULE_NAMES, lora_modules
 from manylora.lora.moe_layout import make_per_expert_lora
 from manylora.lora.pool import AdapterPool
+from manylora.lora.rules import AdapterRules
 from manylora.lora.slicing import slice_row
 from manylora.lora.store import AdapterStore
-from manylora.lora.tensors import AdapterRow, adapter_from_tensors, pack_rows
+from manylora.lora.tensors import AdapterRow, pack_rows
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingParams
@@ -336,7 +337,7 @@ def test_rows_come_back_from_the_host_as_they_went(workshop: Path) -> None:
     model = make_model(workshop / "pool", "mixtral", seed=1)
     modules = lora_modules(read_model_config(model))
     weights, config = random_rows(model, range(2), 5)
-    adapter = adapter_from_tensors(LoraInput(0, weights, config), modules, 2, 64)
+    adapter = AdapterRules(modules, 2, 64).check(LoraInput(0, weights, config))
     rows = adapter.shapes(modules)
     geometry = cache_geometry(modules.values(), 2, 8, 64)
     layout = Layout.of(rows, geometry)

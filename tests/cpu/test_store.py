@@ -25,8 +25,8 @@ from manylora.lora.formats.peft import read_peft, read_peft_whole
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.tensor_files import decode, read_safetensors
 from manylora.lora.library import fingerprint, reader
-from manylora.lora.library.rules import AdapterRules
 from manylora.lora.number_types import BFLOAT16, narrow_to_bfloat16
+from manylora.lora.rules import AdapterRules
 from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput

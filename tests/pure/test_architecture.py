@@ -41,11 +41,11 @@ INSIDE = {
     "text": ["chat_template", "stream", "limits", "tokenizer", "preprocessing", "postprocessing"],
     "lora": [
         "pages", "modules", "expert_rules", "geometry", "bounds", "number_types", "tensors",
-        "file_adapter", "staging", "extras", "slicing", "formats", "cache", "pool", "library", "arrivals",
-        "loader", "cache_view", "store_parts", "store", "convert", "convert_nemo", "normalize",
+        "file_adapter", "staging", "extras", "rules", "slicing", "formats", "cache", "pool", "library",
+        "arrivals", "loader", "cache_view", "store_parts", "store", "convert", "convert_nemo", "normalize",
         "report", "moe_layout",
     ],
-    "lora.library": ["fingerprint", "rules", "reader", "memory", "disk", "library"],
+    "lora.library": ["fingerprint", "reader", "memory", "disk", "library"],
     "model": [
         "families", "safetensors_file", "checkpoint", "plan", "batch", "rope", "extras", "layers", "moe",
         "transformer", "decoder", "attend", "encoder_decoder", "quant", "effective_weights",
@@ -85,8 +85,8 @@ NO_TORCH = [
     "errors", "request", "stats", "system.lifeline", "system.threads", "system.text_threads",
     "system.compiler", "quant.config", "quant.checkpoint", "config", "wire", "text", "launcher",
     "lora.pages", "lora.modules", "lora.geometry", "lora.bounds", "lora.number_types",
-    "lora.tensors", "lora.staging", "lora.extras", "lora.slicing", "lora.cache", "cli", "engine.sequence",
-    "engine.guide", "engine.guide_trial", "engine.kv_cache", "engine.scheduler",
+    "lora.tensors", "lora.staging", "lora.extras", "lora.rules", "lora.slicing", "lora.cache", "cli",
+    "engine.sequence", "engine.guide", "engine.guide_trial", "engine.kv_cache", "engine.scheduler",
     "kernels.row_format", "kernels.cuda.plan", "llmapi", "bench", "openai", "lora_helper", "lora_manager",
     "executor", "sampling_params", "models", "quantization",
 ]  # fmt: skip

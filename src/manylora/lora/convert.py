@@ -18,7 +18,8 @@ from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.sources import find_source, read_source, source_dtype
 from manylora.lora.modules import MODULE_NAMES, module_name
 from manylora.lora.number_types import is_bfloat16, narrow_to_bfloat16, widen_bfloat16
-from manylora.lora.tensors import check_shapes, pack_rows
+from manylora.lora.rules import check_shapes
+from manylora.lora.tensors import pack_rows
 from manylora.request import LoraInput
 
 STORAGE_TYPES = ("float32", "float16", "bfloat16")

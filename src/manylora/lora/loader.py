@@ -9,7 +9,7 @@ from weakref import WeakSet, WeakValueDictionary
 from manylora.errors import AdapterInvalidError
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.library.library import AdapterLibrary
-from manylora.lora.library.rules import AdapterRules
+from manylora.lora.rules import AdapterRules
 from manylora.lora.tensors import Adapter
 from manylora.request import LoraInput
 

@@ -9,14 +9,15 @@ from pathlib import Path
 from manylora.config.engine import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterError, ConfigError
 from manylora.lora.bounds import ANY_MODEL, Bounds
-from manylora.lora.extras import check_extras, with_extras
+from manylora.lora.extras import with_extras
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import Source, find_source, read_source, read_whole, source_dtype
 from manylora.lora.geometry import Layout, cache_geometry
 from manylora.lora.modules import lora_modules, module_name
 from manylora.lora.number_types import BY_NAME
-from manylora.lora.tensors import Adapter, adapter_from_rows, adapter_from_tensors, check_shapes, lora_input
+from manylora.lora.rules import AdapterRules, check_shapes
+from manylora.lora.tensors import Adapter, adapter_from_rows, lora_input
 from manylora.request import LoraExtra, LoraInput
 
 
@@ -97,8 +98,7 @@ def _judge(report: AdapterReport, base: BaseModel, lora: LoraInput) -> Adapter:
     """As the engine does at a request, with the geometry of the cache settings on one device."""
     model, cache, limit = base.config, base.cache, base.cache.rank_limit
     modules = lora_modules(model, cache.target_modules)
-    check_extras(lora.extras, model.num_layers)
-    adapter = adapter_from_tensors(lora, modules, model.num_layers, limit, model.dtype == "float16")
+    adapter = AdapterRules(modules, model.num_layers, limit, model.dtype == "float16").check(lora)
     optimal, largest = min(cache.optimal_adapter_size, limit), min(cache.max_adapter_size, limit)
     geometry = cache_geometry(modules.values(), model.num_layers, optimal, largest)
     item_bytes = BY_NAME[model.dtype].dtype.itemsize

@@ -20,9 +20,9 @@ from manylora.lora.geometry import CachePlan, plan_cache
 from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.library import AdapterLibrary
 from manylora.lora.library.reader import AdapterReader
-from manylora.lora.library.rules import AdapterRules
 from manylora.lora.modules import LoraModule, lora_modules
 from manylora.lora.pool import AdapterPool
+from manylora.lora.rules import AdapterRules
 
 logger = logging.getLogger("manylora")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,15 +13,12 @@ from blake3 import blake3
 
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.loading import all_finite
-from manylora.kernels.row_format import Encoding, RowFormat
-from manylora.lora.bounds import Bounds
+from manylora.kernels.row_format import RowFormat
 from manylora.lora.geometry import RowShape
-from manylora.lora.modules import EXPERT_IDS, LoraModule, LoraModuleId, module_name
+from manylora.lora.modules import LoraModule, module_name
 from manylora.lora.number_types import (
     BY_DTYPE,
-    NUMBER_TYPES,
     is_bfloat16,
-    to_bfloat16,
     widen_bfloat16,
 )
 from manylora.request import LoraExtra, LoraInput
@@ -67,33 +64,6 @@ class Adapter:
     def shapes(self, modules: Mapping[int, LoraModule]) -> list[RowShape]:
         """Its rows as pages take them. modules: the model's."""
         return [RowShape(modules[row.module_id], row.layer, row.format) for row in self.rows]
-
-
-def adapter_from_tensors(
-    lora: LoraInput, modules: Mapping[int, LoraModule], num_layers: int, rank_limit: int, half: bool = False
-) -> Adapter:
-    """Check tensors as they came, and make them canonical. Payloads are views of the tensors, not copies.
-
-    half: the compute dtype is float16, so values beyond its range are refused. Padding is not read, except
-    where it is wider than any row needs: values there mean a larger model. 8-bit floats stay what they are,
-    but for an adapter with DoRA, whose magnitudes they are too coarse for. Raises AdapterInvalidError, with
-    TensorRT-LLM's texts where it has one.
-    """
-    weights, config = check_shapes(lora)
-    Bounds.of(modules, num_layers, rank_limit).check_rows(len(config))
-    scales = _check_scales(lora, weights, len(config))
-    encoding = BY_DTYPE[weights.dtype].encoding
-    if encoding is not Encoding.PLAIN and config.shape[1] == 4 and config[:, 3].any():
-        _require(all(scale == 1 for scale in scales), "scales do not go with DoRA: fold them into B")
-        weights, encoding = to_bfloat16("lora_weights", weights), Encoding.PLAIN
-    rows = [
-        _check_row(values, columns, encoding, scale, modules, num_layers, rank_limit)
-        for values, columns, scale in zip(weights, config.tolist(), scales, strict=True)
-    ]
-    parts = (part for row in rows for part in separate_fused(row, modules))
-    adapter = adapter_from_rows(parts, half, lora.extras)
-    _check_surplus(weights, max((row.payload.size for row in rows), default=0))
-    return adapter
 
 
 def adapter_from_rows(
@@ -152,140 +122,17 @@ def check_dims(where: str, a: tuple[int, ...], b: tuple[int, ...], module: LoraM
         )
 
 
-def check_shapes(lora: LoraInput) -> tuple[np.ndarray, np.ndarray]:
-    """Weights [rows, W] and config [rows, 3 or 4] of a request's tensors. Raises AdapterInvalidError."""
-    weights, config = lora.weights, lora.config
-    _require(lora.task_id is not None, "lora_task_id must be set for LoRA inference")
-    if weights is None or config is None:
-        raise AdapterInvalidError("Request for LoRA inference must have both lora_weights and lora_keys")
-    _require(weights.ndim == 3, "Invalid shape for lora_weights tensor: expected [1, rows, width]")
-    _require(config.ndim == 3, "Invalid shape for lora_keys tensor: expected [1, rows, 3 or 4]")
-    _require(
-        weights.shape[0] == config.shape[0] == 1, "Expected batch dimension to be 1 for each lora request"
-    )
-    _require(config.dtype == np.int32, f"Expected  lora keys to have TYPE_INT32 but was {config.dtype}")
-    _require(
-        weights.shape[1] == config.shape[1],
-        "Expected dim1 lora_weights and lora_keys to have the same size, "
-        f"got {weights.shape[1]} and {config.shape[1]}",
-    )
-    _require(
-        config.shape[2] in (3, 4),
-        f"Expected dim2 of lora_keys to have a size in [3, 4], got {config.shape[2]}",
-    )
-    _require(
-        config.shape[1] > 0 or bool(lora.extras), "lora_config has no rows: an adapter needs at least one"
-    )
-    *others, last = (one.name for one in NUMBER_TYPES)
-    _require(
-        weights.dtype in BY_DTYPE,
-        f"Expected lora weights to be the same data type as base model, or {', '.join(others)} or {last}, "
-        f"but was {weights.dtype}",
-    )
-    return np.ascontiguousarray(weights[0]), config[0]
-
-
-def _check_scales(lora: LoraInput, weights: np.ndarray, count: int) -> list[float]:
-    """One for each of `count` rows."""
-    if lora.scales is None:
-        return [1.0] * count
-    scales = np.asarray(lora.scales)
-    right = scales.shape == (count,) and scales.dtype == np.float32 and bool(np.isfinite(scales).all())
-    _require(right, f"scales must be {count} finite float32 numbers, one for each row of lora_weights")
-    kinds = [one.name for one in NUMBER_TYPES if one.encoding is not Encoding.PLAIN]
-    encoded = BY_DTYPE[weights.dtype].name in kinds
-    _require(encoded, f"scales go with {' or '.join(kinds)} weights only: fold them into B")
-    return [float(scale) for scale in scales]
-
-
-def _check_row(
-    weights: np.ndarray,
-    config: Sequence[int],
-    encoding: Encoding,
-    scale: float,
-    modules: Mapping[int, LoraModule],
-    num_layers: int,
-    limit: int,
-) -> AdapterRow:
-    """weights [W], config [3 or 4]: one row of a request's tensors."""
-    module_id, layer, rank, dora = (*config, 0)[:4]
-    _require(dora in (0, 1), f"lora_config's is_dora column must be 0 or 1, got {dora}")
-    row = RowFormat(rank, bool(dora), encoding, scale)
-    size = check_place(module_id, layer, row, len(weights), modules, num_layers, limit)
-    return AdapterRow(module_id, layer, row, weights[:size])
-
-
-def check_place(
-    module_id: int,
-    layer: int,
-    row: RowFormat,
-    elements: int,
-    modules: Mapping[int, LoraModule],
-    num_layers: int,
-    limit: int,
-) -> int:
-    """The elements that a row needs; it has `elements`. Raises AdapterInvalidError."""
-    _require(
-        0 <= layer < num_layers,
-        f"Expected layerId to be in the range [0, numModelLayers): got {layer}, the model has {num_layers}",
-    )
-    rank = row.rank
-    _require(rank > 0, f"Expected adapterSize to be > 0, got {rank}")
-    name = module_name(module_id)
-    _require(module_id in modules, f"lora module {name} not enabled for this model")
-    module = modules[module_id]
-    _require(
-        module.layers is None or layer in module.layers,
-        f"lora module {name} does not exist in layer {layer} of this model",
-    )
-    experts = module_id in EXPERT_IDS
-    _require(not (experts and row.dora), f"DoRA with MoE is not supported: {name} has is_dora 1")
-    size = module.row_elements(row)
-    _require(
-        size <= elements,
-        f"lora_weights has to few values for {name}: rank {rank} needs {size}, the row has {elements}",
-    )
-    _require(
-        rank <= limit,
-        f"Invalid low_rank ({rank}). low_rank must be smaller than mMaxLowRank ({limit})",
-    )
-    return size
-
-
-def separate_fused(row: AdapterRow, modules: Mapping[int, LoraModule]) -> Iterable[AdapterRow]:
-    """Cross-attention's fused module as the three it fuses: they share A, but not what it is applied to."""
-    if row.module_id != LoraModuleId.CROSS_ATTN_QKV:
-        return [row]
-    module = modules[LoraModuleId.CROSS_ATTN_QKV]
-    a, b, magnitude = np.split(row.payload, np.cumsum(module.row_sizes(row.format)[:2]))
-    ends = np.cumsum(module.parts)[:-1]
-    parts = zip(np.split(b, ends * row.format.rank), np.split(magnitude, ends * row.format.dora), strict=True)
-    return [
-        AdapterRow(module_id, row.layer, row.format, np.concatenate((a, part, share)))
-        for module_id, (part, share) in enumerate(parts, LoraModuleId.CROSS_ATTN_Q)
-    ]
-
-
 def _check_values(where: str, values: np.ndarray, half: bool) -> None:
     kind = BY_DTYPE.get(values.dtype)
     if kind is not None and kind.has_nan is not None:
-        _require(not kind.has_nan(values), f"lora_weights holds a NaN in {where}")
+        if kind.has_nan(values):
+            raise AdapterInvalidError(f"lora_weights holds a NaN in {where}")
         return
     values = widen_bfloat16(values) if is_bfloat16(values.dtype) else values
-    _require(all_finite(values), f"lora_weights holds a NaN or an infinity in {where}")
-    if half and values.dtype != np.float16:
-        too_large = bool((np.abs(values) > FLOAT16_MAX).any())
-        _require(not too_large, f"lora_weights holds a value beyond float16's range in {where}")
-
-
-def _check_surplus(weights: np.ndarray, needed: int) -> None:
-    if weights.dtype.kind == "V":
-        weights = weights.view(f"u{weights.itemsize}")
-    _require(
-        not any(row[needed:].any() for row in weights),
-        f"lora_weights has too many values: this model's rows need at most {needed}, and there are values "
-        f"up to {weights.shape[1]}; the adapter was made for another model",
-    )
+    if not all_finite(values):
+        raise AdapterInvalidError(f"lora_weights holds a NaN or an infinity in {where}")
+    if half and values.dtype != np.float16 and (np.abs(values) > FLOAT16_MAX).any():
+        raise AdapterInvalidError(f"lora_weights holds a value beyond float16's range in {where}")
 
 
 def digest_values(values: np.ndarray) -> bytes:
@@ -317,8 +164,3 @@ def type_name(values: np.ndarray) -> str:
     """What an adapter's values are, whatever NumPy calls it."""
     kind = BY_DTYPE.get(values.dtype)
     return kind.name if kind is not None else values.dtype.name
-
-
-def _require(ok: bool, text: str) -> None:
-    if not ok:
-        raise AdapterInvalidError(text)

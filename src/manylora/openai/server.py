@@ -24,8 +24,8 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.reader import AdapterReader
-from manylora.lora.library.rules import AdapterRules
 from manylora.lora.modules import lora_modules
+from manylora.lora.rules import AdapterRules
 from manylora.model.checkpoint import read_model_config
 from manylora.openai.api.names import is_name
 from manylora.openai.api.params import Limits

@@ -10,7 +10,7 @@ from manylora.kernels.row_format import RowFormat
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.formats.base_weights import BaseReader, BaseWeights
 from manylora.lora.modules import LoraModule
-from manylora.lora.tensors import check_place
+from manylora.lora.rules import AdapterRules
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class ReadOptions:
         return self.base.open() if self.base is not None else nullcontext()
 
     def check_row(self, module_id: int, layer: int, row: RowFormat, elements: int) -> None:
-        """As `check_place`, with what is known. Raises AdapterInvalidError."""
+        """As of `AdapterRules`, with what is known. Raises AdapterInvalidError."""
         num_layers, rank = self.bounds.num_layers, self.bounds.rank
         if self.modules is not None and num_layers is not None:
-            check_place(module_id, layer, row, elements, self.modules, num_layers, rank)
+            AdapterRules(self.modules, num_layers, rank).check_row(module_id, layer, row, elements)
 
 
 DEFAULT = ReadOptions()

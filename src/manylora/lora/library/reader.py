@@ -23,8 +23,8 @@ from manylora.lora.formats.peft import stored_rows
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.sources import Source, find_source, read_source, read_whole
 from manylora.lora.library.fingerprint import Fingerprint, fingerprint, is_settled
-from manylora.lora.library.rules import AdapterRules
 from manylora.lora.modules import LoraModule
+from manylora.lora.rules import AdapterRules
 from manylora.lora.tensors import Adapter, type_name
 from manylora.request import LoraInput
 

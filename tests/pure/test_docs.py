@@ -21,7 +21,7 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 LINK = re.compile(r'\]\(([^()\s]+)\)|<img src="([^"]+)"')
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 FLAG = re.compile(r"--[a-z][a-z0-9_-]*")
-MAKE = re.compile(r"(?:`|^ {4})make ([a-z][a-z-]*)", re.MULTILINE)
+MAKE = re.compile(r"(?:`|^)make ([a-z][a-z-]*)", re.MULTILINE)
 VARIABLE = re.compile(r"`(\w+)`")
 LAUNCHER = "launch_triton_server.py"
 DATASET = ["prepare-dataset --help", "prepare-dataset --tokenizer x token-norm-dist --help"]
@@ -29,7 +29,7 @@ PAGE_OF_COMMAND = {"docs/openai_server.md": "serve", "docs/build.md": "build", "
 ELSEWHERE = ("docs/migration.md",)  # names files of upstream
 FOREIGN = {
     "--data-binary", "--lora-modules", "--max_input_len", "--to", "--lora_dir", "--rounds", "--world_size",
-    "--model_repo",
+    "--model_repo", "--lora-root",
 }  # fmt: skip
 """Flags of other programs that the pages of PAGE_OF_COMMAND name."""
 
@@ -117,8 +117,9 @@ def headings(page: Path) -> set[str]:
 
 def commands(text: str) -> list[tuple[str, set[str]]]:
     """Lines of code and code spans that call one of our commands, with the flags that they give it."""
-    lines = re.sub(r"\\\n\s*", " ", text).splitlines()
-    code = [line for line in lines if line.startswith("    ")] + re.findall(r"`([^`\n]+)`", text)
+    blocks = FENCE.findall(text)
+    lines = re.sub(r"\\\n\s*", " ", "\n".join(blocks)).splitlines()
+    code = lines + re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
     found = []
     for line in code:
         calls = re.split(r"(?:^|[\s/])(manylora [a-z-]+|" + re.escape(LAUNCHER) + r")(?=\s|$)", line)

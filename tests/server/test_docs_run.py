@@ -1,4 +1,4 @@
-"""Protects the documents: what they show as commands and programs runs as it stands, in its order, in a clone.
+"""Protects the documents: what they show as commands and programs runs as it stands, in its order.
 
 Blocks of Markdown say what they are: `bash` and `python` are run, `text` below one is what it prints (numbers
 may differ, `…` stands for any text). Others are not run.

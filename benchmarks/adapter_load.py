@@ -164,7 +164,8 @@ def main() -> None:
         settings["lora_alpha"] = 16  # the same numbers, another adapter
         (catalog / "two" / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
         nbytes = numbers * dtype.itemsize
-        room = nbytes * 11 // 10  # one page, with what rounding rows up to slots adds: bringing one evicts the other
+        # One page, with what rounding rows up to slots adds: bringing one adapter evicts the other.
+        room = nbytes * 11 // 10
         config = LoraCacheConfig(
             optimal_adapter_size=RANK,
             max_adapter_size=RANK,

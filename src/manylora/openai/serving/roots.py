@@ -28,16 +28,15 @@ class Found:
 def find_adapters(root: Path, known: Mapping[Path, Fingerprint], allowed: Sequence[Path]) -> dict[str, Found]:
     """Adapters by name: the path below the root, without the ending where it is a file.
 
-    known: what was an adapter at the last look, and is one still, however broken it may be by now. allowed:
-    folders, resolved. A folder that a link leads to beyond these is entered, so that its reading says what is
-    wrong, but not looked into; nor is one that leads back to a folder above it.
-    Raises OSError where a look now would miss what is there.
+    known: what was an adapter at the last scan; it remains one, however broken it is by now. allowed: folders,
+    resolved. A link to a folder outside of these is listed, so that reading it says what is wrong, but not
+    scanned; nor is one that leads back to a folder above it. Raises OSError where a scan now would miss files.
     """
-    return dict(_Look(known, allowed).below(root, "", MAX_DEPTH))
+    return dict(_Scan(known, allowed).below(root, "", MAX_DEPTH))
 
 
 @dataclass(frozen=True)
-class _Look:
+class _Scan:
     known: Mapping[Path, Fingerprint]
     allowed: Sequence[Path]
 

@@ -28,9 +28,10 @@ class Found:
 def find_adapters(root: Path, known: Mapping[Path, Fingerprint], allowed: Sequence[Path]) -> dict[str, Found]:
     """Adapters by name: the path below the root, without the ending where it is a file.
 
-    known: what was an adapter at the last scan; it remains one, however broken it is by now. allowed: folders,
-    resolved. A link to a folder outside of these is listed, so that reading it says what is wrong, but not
-    scanned; nor is one that leads back to a folder above it. Raises OSError where a scan now would miss files.
+    known: what was an adapter at the last scan; it remains one, however broken it is by now. allowed:
+    folders, resolved. A link to a folder outside of these is listed, so that reading it says what is wrong,
+    but not scanned; nor is one that leads back to a folder above it. Raises OSError where a scan now would
+    miss files.
     """
     return dict(_Scan(known, allowed).below(root, "", MAX_DEPTH))
 

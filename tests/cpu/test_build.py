@@ -62,7 +62,7 @@ def test_it_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert config["pretrained_config"]["mapping"] == {"world_size": 1, "tp_size": 1, "pp_size": 1}
     assert config["pretrained_config"]["quantization"]["quant_algo"] == "W4A16"
     assert config["build_config"] == {
-        "max_batch_size": 4, "max_seq_len": 64, "max_num_tokens": None,
+        "max_batch_size": 4, "max_seq_len": 64, "max_num_tokens": None, "max_beam_width": None,
         "lora_config": {
             "lora_dir": [chinese], "lora_target_modules": ["attn_q", "attn_k", "attn_v"],
             "lora_ckpt_source": "hf", "max_lora_rank": 8,
@@ -193,16 +193,28 @@ def test_dora_is_the_same_on_a_built_directory(tmp_path: Path) -> None:
     [
         (["--tp_size", "2"], "--tp_size must be 1, got 2"),
         (["--pp_size", "4"], "--pp_size must be 1, got 4"),
-        (["--quant_algo", "NVFP4"], "quant_algo NVFP4 is not supported"),
+        (["--quant_algo", "NVFP4"], "build: --quant_algo NVFP4 is not supported"),
         (["--kv_cache_quant_algo", "INT8"], "no attention kernel here"),
         (["--max_seq_len", "513"], "more than the model's 512 positions"),
         (["--max_batch_size", "0"], "--max_batch_size must be at least 1"),
         (["--max_num_tokens", "8"], "--max_num_tokens must be at least --max_batch_size (64)"),
-        (["--quant_algo", "W8A16", "--exclude_modules", "*"], "there is nothing to quantise"),
+        (["--quant_algo", "W8A16", "--exclude_modules", "*"], "nothing to quantise: --exclude_modules names"),
+        (["--max_beam_width", "65"], "--max_beam_width must be at most --max_batch_size (64), got 65"),
+        (["--gemm_plugin", "auto", "--strip_plan", "--max_input_len=9"],
+         "leave out --gemm_plugin, --strip_plan, --max_input_len, which trtllm-build takes for its engines, "
+         "or add --trtllm-flags"),
+        (["--trtllm-flags", "--max_input_len", "9", "--max_seq_len", "8"],
+         "--max_input_len must be at most --max_seq_len (8), got 9"),
+        (["--trtllm-flags", "--max_input_len", "many"], "--max_input_len must be a whole number, got many"),
+        (["--trtllm-flags", "--streamingllm", "enable"], "--streamingllm enable cannot be had: tokens"),
+        (["--trtllm-flags", "--dry_run"], "--dry_run cannot be had: nothing is built without being written"),
+        (["--trtllm-flags", "--speculative_decoding_mode=medusa"], "_decoding_mode medusa cannot be had"),
+        (["--trtllm-flags", "--lora_plugin", "disable", "--max_lora_rank", "8"],
+         "--lora_plugin disable and --max_lora_rank contradict each other"),
         (["--lora_target_modules", "attn_x"], "Invalid LoRA module attn_x"),
         (["--model_dir", "/nowhere"], "the model directory /nowhere does not exist"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_built_is_said(
     tmp_path: Path, flags: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,6 +222,49 @@ def test_what_cannot_be_built_is_said(
     assert main(["build", "--model_dir", str(BASE), "--output_dir", str(out), *flags]) == 1
     assert text in capsys.readouterr().err
     assert not (out / "config.json").exists()
+
+
+# As in TensorRT-LLM's and tensorrtllm_backend's pages on LoRA, and in llgtrt's.
+TRTLLM_LINES = (
+    "--remove_input_padding enable --gpt_attention_plugin float16 --context_fmha enable --paged_kv_cache "
+    "enable --gemm_plugin float16 --lora_plugin float16 --max_batch_size 128 --max_input_len 512 "
+    "--max_seq_len 512 --lora_dir {adapter} --max_lora_rank 16 --lora_target_modules attn_q attn_k attn_v",
+    "--gemm_plugin float16 --max_batch_size 8 --max_seq_len 256 --gpt_attention_plugin float16 "
+    "--kv_cache_type paged --remove_input_padding enable --use_paged_context_fmha enable --lora_plugin "
+    "float16 --lora_target_modules attn_q attn_k attn_v --max_lora_rank 16",
+    "--gemm_plugin bfloat16 --use_paged_context_fmha enable --lora_plugin bfloat16 --lora_dir {adapter} "
+    "--lora_ckpt_source hf --lora_target_modules attn_q attn_k attn_v",
+    "--lora_plugin auto --gemm_plugin auto --max_input_len 100 --workers 1 --gather_all_token_logits",
+)
+
+
+@pytest.mark.parametrize("line", TRTLLM_LINES, ids=["trtllm", "triton", "llgtrt", "plugin alone"])
+def test_lines_for_trtllm_build_are_taken_as_they_stand(
+    tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = line.format(adapter=JAPANESE.path).split()
+    arguments = ["build", "--checkpoint_dir", str(BASE), "--output_dir", str(tmp_path / "out"), *flags]
+    assert main(arguments) == 1
+    assert "add --trtllm-flags" in capsys.readouterr().err
+    assert main([*arguments, "--trtllm-flags"]) == 0
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told.startswith("without effect here: --") and "--gemm_plugin" in told
+    assert "lora" not in told and "--max_batch_size" not in told
+    record = read_build_record(tmp_path / "out")
+    assert record.lora["max_lora_rank"] == (16 if "--max_lora_rank" in flags else 64)
+    assert answers(tmp_path / "out", JAPANESE) == answers(BASE, JAPANESE, lora_config=LoraConfig())
+
+
+def test_what_tensorrt_llm_made_is_told_from_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = {"architecture": "LlamaForCausalLM", "mapping": {}}
+    made = {"checkpoint": checkpoint, "engine": {"pretrained_config": checkpoint}}
+    for kind, config in made.items():
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert main(["build", "--checkpoint_dir", str(tmp_path), "--output_dir", str(tmp_path / "out")]) == 1
+        words = f"is a TensorRT-LLM {kind}: name the Hugging Face directory that it was made from"
+        assert words in capsys.readouterr().err
 
 
 def test_other_directories_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

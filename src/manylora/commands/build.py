@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from manylora.commands.trtllm_flags import (
+    check_flags,
+    enables_lora,
+    help_text,
+    max_input_len,
+    take_flags,
+    without_effect,
+)
+from manylora.config.build_record import LIMITS
 from manylora.errors import ConfigError
 from manylora.quant.config import SERVED, QuantConfig
 
-LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens")
 LORA = ("lora_dir", "lora_target_modules", "lora_ckpt_source", "max_lora_rank")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    theirs, ours = take_flags(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(ours)
     try:
+        check_flags(theirs, options.trtllm_flags)
+        options.lora_plugin, options.max_input_len = enables_lora(theirs), max_input_len(theirs)
         _check_world(options)
         quant = QuantConfig(
             quant_algo=options.quant_algo,
@@ -25,22 +38,32 @@ def main(arguments: list[str] | None = None) -> int:
             exclude_modules=options.exclude_modules,
         )
         print(_build(options, quant))
+        if line := without_effect(theirs):
+            print(line)
     except (ConfigError, ValueError) as error:
-        print(f"manylora build: {error}", file=sys.stderr)
+        print(f"manylora build: {_with_flags(str(error), vars(options))}", file=sys.stderr)
         return 1
     return 0
+
+
+def _with_flags(text: str, names: Iterable[str]) -> str:
+    """Settings are named as those who gave them wrote them."""
+    return re.sub(rf"(?<![\w/-])({'|'.join(names)})\b(?![/.])", r"--\1", text)
 
 
 def _build(options: argparse.Namespace, quant: QuantConfig) -> str:
     from manylora.model.builder import BuildPlan, build
 
+    limits = {name: getattr(options, name) for name in LIMITS}
+    if options.max_input_len is not None:
+        limits["max_input_len"] = options.max_input_len
     built = build(
         BuildPlan(
             options.model_dir,
             options.output_dir,
             dtype=options.dtype,
             quant=quant,
-            limits={name: getattr(options, name) for name in LIMITS},
+            limits=limits,
             lora=_lora(options),
         )
     )
@@ -52,7 +75,7 @@ def _build(options: argparse.Namespace, quant: QuantConfig) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="manylora build", description=__doc__)
+    parser = argparse.ArgumentParser(prog="manylora build", description=__doc__, epilog=help_text())
     add = parser.add_argument
     add(
         "--model_dir", "--checkpoint_dir", type=Path, required=True, help="a Hugging Face directory",
@@ -60,7 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--output_dir", type=Path, required=True, help="empty, or an earlier build")
     add("--dtype", choices=("auto", "float32", "float16", "bfloat16"), default="auto")
     add("--max_batch_size", type=int, help="sequences in one step")
-    add("--max_seq_len", type=int, help="prompt and output, tokens")
+    add("--max_seq_len", "--max_decoder_seq_len", type=int, help="prompt and output, tokens")
+    add("--max_beam_width", type=int, help="beams of one request")
     add("--max_num_tokens", type=int, help="token rows in one step")
     add("--lora_target_modules", nargs="+", default=[], metavar="MODULE", help="such as attn_q attn_k attn_v")
     add("--max_lora_rank", type=int, help="default: 64 when adapters are served")
@@ -72,6 +96,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--exclude_modules", nargs="+", metavar="PATTERN", help="linear layers to leave as they are")
     add("--tp_size", type=int, default=1, help="only 1")
     add("--pp_size", type=int, default=1, help="only 1")
+    add(
+        "--trtllm-flags",
+        action="store_true",
+        help="take the other flags of trtllm-build too, as far as they have a meaning here",
+    )
     return parser
 
 
@@ -89,7 +118,10 @@ def _lora(options: argparse.Namespace) -> dict[str, Any] | None:
     from manylora.lora.formats.base_weights import BaseWeights
     from manylora.model.checkpoint import read_model_config
 
-    if not (options.lora_dir or options.lora_target_modules or options.max_lora_rank is not None):
+    given = [name for name in LORA if getattr(options, name) not in ([], None, "hf")]
+    if options.lora_plugin is False and given:
+        raise ConfigError(f"--lora_plugin disable and --{given[0]} contradict each other: leave one out")
+    if not (given or options.lora_plugin):
         return None
     rank = LoraConfig.max_lora_rank if options.max_lora_rank is None else options.max_lora_rank
     config = LoraConfig(

@@ -11,7 +11,7 @@ from typing import Any
 from manylora.errors import ConfigError
 
 KEY = "build_config"
-LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens")
+LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens", "max_beam_width")
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class BuildRecord:
     max_batch_size: int | None = None
     max_seq_len: int | None = None
     max_num_tokens: int | None = None
+    max_beam_width: int | None = None
     max_lora_rank: int | None = None
     lora_target_modules: tuple[str, ...] = ()
     quant_algo: str | None = None

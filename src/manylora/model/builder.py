@@ -38,7 +38,8 @@ LARGEST_COPIED = 2**28
 class BuildPlan:
     """model_dir: a Hugging Face directory. dtype: of the weights; auto: the checkpoint's.
 
-    limits: max_batch_size, max_seq_len, max_num_tokens; None: not recorded. lora: fields of LoraConfig.
+    limits: by name, as in the build record; None: not recorded. max_input_len may be among them, which is
+    recorded only. lora: fields of LoraConfig.
     """
 
     model_dir: Path
@@ -89,11 +90,16 @@ def _check_limits(plan: BuildPlan, model: ModelConfig) -> None:
     rows, batch = plan.limits.get("max_num_tokens"), plan.limits.get("max_batch_size") or DEFAULT_BATCH
     if rows is not None and rows < batch:
         raise ConfigError(f"--max_num_tokens must be at least --max_batch_size ({batch}), got {rows}")
-    longest = plan.limits.get("max_seq_len")
+    beams, longest = plan.limits.get("max_beam_width"), plan.limits.get("max_seq_len")
+    if beams is not None and beams > batch:
+        raise ConfigError(f"--max_beam_width must be at most --max_batch_size ({batch}), got {beams}")
     if longest is not None and longest > model.max_position_embeddings:
         raise ConfigError(
             f"--max_seq_len {longest} is more than the model's {model.max_position_embeddings} positions"
         )
+    prompt, most = plan.limits.get("max_input_len"), longest or model.max_position_embeddings
+    if prompt is not None and prompt > most:
+        raise ConfigError(f"--max_input_len must be at most --max_seq_len ({most}), got {prompt}")
     raw = json.loads((plan.model_dir / "config.json").read_text(encoding="utf-8"))
     if "build_config" in raw:
         raise ConfigError(f"{plan.model_dir} was built already; build from the original directory")

@@ -19,6 +19,11 @@ def read_model_config(model_dir: Path) -> ModelConfig:
     if not model_dir.is_dir():
         raise ConfigError(f"the model directory {model_dir} does not exist")
     raw = _read_json(model_dir / "config.json", required=True)
+    if "architectures" not in raw and ("pretrained_config" in raw or "mapping" in raw):
+        kind = "engine" if "pretrained_config" in raw else "checkpoint"
+        raise ConfigError(
+            f"{model_dir} is a TensorRT-LLM {kind}: name the Hugging Face directory that it was made from"
+        )
     architecture = (raw.get("architectures") or ["none"])[0]
     family = FAMILIES.get(architecture)
     if family is None:

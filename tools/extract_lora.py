@@ -7,8 +7,8 @@ import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
-from manylora.errors import AdapterInvalidError
-from manylora.lora.convert import STORAGE_TYPES, convert_source
+from manylora.errors import AdapterInvalidError, ConfigError
+from manylora.lora.convert import ALLOW_BIN, STORAGE_TYPES, convert_source
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.llgtrt import write_llgtrt
 from manylora.lora.formats.read_options import ReadOptions
@@ -21,15 +21,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out-file", "-o", type=Path, required=True, help="a .safetensors path")
     parser.add_argument("--dtype", "-t", choices=STORAGE_TYPES, help="default: the checkpoint's")
     parser.add_argument("--verbose", action="store_true", help="print every row")
-    parser.add_argument("--base-model", "-b", type=Path, help="normalise DoRA magnitudes with this model")
-    parser.add_argument("--allow-bin", action="store_true", help="read adapter_model.bin, but no code in it")
+    parser.add_argument("--base-model", "--base", "-b", type=Path, help="normalises DoRA magnitudes")
+    parser.add_argument("--allow-bin", action="store_true", help=ALLOW_BIN)
     options = parser.parse_args(arguments)
     base = BaseWeights(options.base_model) if options.base_model else None
     try:
-        read = ReadOptions(base=base, allow_bin=options.allow_bin)
+        read = ReadOptions(base=base)
         weights, config = convert_source(options.in_file, options.dtype, read)
         write_llgtrt(options.out_file, weights, config)
-    except AdapterInvalidError as error:
+    except (AdapterInvalidError, ConfigError) as error:
         print(f"{options.in_file}: {error}", file=sys.stderr)
         return 1
     except OSError as error:

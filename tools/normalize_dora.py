@@ -7,7 +7,8 @@ import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
-from manylora.errors import AdapterInvalidError
+from manylora.errors import AdapterInvalidError, ConfigError
+from manylora.lora.convert import ALLOW_BIN
 from manylora.lora.normalize import normalize_dora
 
 
@@ -17,12 +18,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--base-model", "-b", type=Path, required=True, help="model directory")
     parser.add_argument("--out-dir", "-o", type=Path, required=True)
     parser.add_argument("--strip", action="store_true", help="remove the magnitudes instead")
-    parser.add_argument("--allow-bin", action="store_true", help="read adapter_model.bin, but no code in it")
+    parser.add_argument("--allow-bin", action="store_true", help=ALLOW_BIN)
     options = parser.parse_args(arguments)
     folders = options.in_dir, options.base_model, options.out_dir
     try:
-        count = normalize_dora(*folders, strip=options.strip, allow_bin=options.allow_bin)
-    except AdapterInvalidError as error:
+        count = normalize_dora(*folders, strip=options.strip)
+    except (AdapterInvalidError, ConfigError) as error:
         print(error, file=sys.stderr)
         return 1
     except OSError as error:

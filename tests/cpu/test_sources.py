@@ -231,11 +231,11 @@ def test_a_hostile_bin_is_refused(tmp_path: Path, name: str) -> None:
     refused_at_once(write_peft(tmp_path / "peft", weights), reason)
 
 
-def test_a_bin_is_read_only_when_asked_for(tmp_path: Path) -> None:
+def test_a_bin_is_read_by_tools_alone(tmp_path: Path) -> None:
     tensors = {f"{PEFT}A.weight": torch.ones(2, 4), f"{PEFT}B.weight": torch.ones(4, 2)}
     parameters = {key: torch.nn.Parameter(value) for key, value in tensors.items()}
     source = find_source(write_peft(tmp_path / "peft", saved(parameters)))
-    with pytest.raises(AdapterInvalidError, match="is a pickle and is not read"):
+    with pytest.raises(AdapterInvalidError, match="which servers never read: convert the adapter"):
         read_source(source)
     assert read_source(source, ReadOptions(allow_bin=True))[0].tolist() == [[[1.0] * 16]]
 

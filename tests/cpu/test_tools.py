@@ -203,12 +203,53 @@ def test_a_bin_is_normalised_into_a_bin_and_nvlabs_names_are_known(
     path.mkdir()
     shutil.copy(dora / "adapter_config.json", path)
     torch.save(renamed, path / "adapter_model.bin")
-    assert normalize_dora(["-i", path, "-b", model, "-o", tmp_path / "out"]) == 1
-    assert normalize_dora(["-i", path, "-b", model, "-o", tmp_path / "out", "--allow-bin"]) == 0
-    assert manylora("convert", "-i", tmp_path / "out", "-o", tmp_path / "npy", "--allow-bin") == 0
+    assert normalize_dora(["-i", path, "-b", model, "-o", tmp_path / "out"]) == 0
+    assert manylora("convert", "-i", tmp_path / "out", "-o", tmp_path / "npy") == 0
     np.testing.assert_array_equal(
         read_npy(tmp_path / "npy")[0], read_adapter_folder(dora, BaseWeights(model))[0]
     )
+
+
+def test_a_bin_is_converted_as_it_is_by_every_converter(lora: Path, tmp_path: Path) -> None:
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    shutil.copy(lora / "adapter_config.json", pickled)
+    torch.save(load_file(lora / "adapter_model.safetensors"), pickled / "adapter_model.bin")
+    for source, name in ((lora, "a"), (pickled, "b")):
+        seed = ["-i", str(source), "-o", str(tmp_path / name), "--storage-type", "float16"]
+        assert hf_lora_convert(seed) == 0
+        assert extract_lora(["-i", source, "-o", tmp_path / f"{name}.safetensors"]) == 0
+        assert manylora("convert", "-i", source, "-o", tmp_path / f"{name}-whole") == 0
+    for name in ("a", "a-whole"):
+        other = name.replace("a", "b", 1)
+        for expected, found in zip(read_npy(tmp_path / name), read_npy(tmp_path / other), strict=True):
+            assert expected.dtype == found.dtype
+            np.testing.assert_array_equal(expected, found)
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+def test_the_process_that_reads_a_bin_is_bounded() -> None:
+    code = (
+        "import resource; from manylora.lora.formats import pickled\n"
+        "pickled.limit_resources(2**20)\n"
+        "most = [resource.getrlimit(one)[1] for one in (resource.RLIMIT_CPU, resource.RLIMIT_FSIZE)]\n"
+        "print(most[0] < 60, most[1] < 2**30)\n"
+        "try: bytearray(2**29)\n"
+        "except MemoryError: print('no memory')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True True\nno memory\n"
+
+
+def test_tools_name_their_flags_and_no_line_of_their_code(
+    model: Path, dora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = ["-i", str(dora), "-o", str(tmp_path / "out")]
+    for run in (hf_lora_convert, extract_lora):
+        for more, text in (([], "name it with --base"), (["--base", "/nowhere"], "/nowhere")):
+            assert run([*here, *more]) == 1
+            told = capsys.readouterr().err
+            assert text in told and told.count("\n") == 1
 
 
 def test_what_the_normaliser_refuses(

@@ -10,7 +10,7 @@ import numpy as np
 
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.lora.bounds import ANY_MODEL, Bounds
-from manylora.lora.convert import STORAGE_TYPES, convert_source
+from manylora.lora.convert import ALLOW_BIN, STORAGE_TYPES, convert_source
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.llgtrt import write_llgtrt
 from manylora.lora.formats.npy import write_npy
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--base", type=Path, metavar="MODEL", help="base model: normalises DoRA of PEFT, orders fused rows"
     )
-    parser.add_argument("--allow-bin", action="store_true", help="read PEFT's .bin, tensors only, no code")
+    parser.add_argument("--allow-bin", action="store_true", help=ALLOW_BIN)
     options = parser.parse_args(arguments)
     try:
         weights, config = _read(options)
@@ -53,7 +53,7 @@ def _read(options: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
         base, model = BaseWeights(options.base), read_model_config(options.base)
         modules = lora_modules(model)
     bounds = Bounds.of_any_rank(modules, model.num_layers) if model and modules else ANY_MODEL
-    read = ReadOptions(modules, base, bounds, options.allow_bin)
+    read = ReadOptions(modules, base, bounds)
     return convert_source(options.input, options.storage_type, read)
 
 

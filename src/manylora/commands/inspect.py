@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("adapter", type=Path, help="folder or file")
     parser.add_argument("--base", type=Path, metavar="MODEL", help="check it against this model directory")
     parser.add_argument("--max-adapter-size", type=int, default=64, help="lora_cache_max_adapter_size")
-    parser.add_argument("--allow-bin", action="store_true", help="read PEFT's .bin, tensors only, no code")
+    parser.add_argument("--allow-bin", action="store_true", help="read adapter_model.bin, as converters do")
     options = parser.parse_args(arguments)
     base = None
     try:

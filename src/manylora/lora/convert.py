@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from manylora.errors import AdapterInvalidError
+from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.fused_rows import find_model_config, read_fused_rows
 from manylora.lora.formats.npy import write_npy
@@ -23,6 +23,7 @@ from manylora.lora.tensors import pack_rows
 from manylora.request import LoraInput
 
 STORAGE_TYPES = ("float32", "float16", "bfloat16")
+ALLOW_BIN = "without effect: adapter_model.bin is read too, in a process of its own"
 
 
 def convert_source(
@@ -34,9 +35,9 @@ def convert_source(
     Raises AdapterInvalidError.
     """
     source = find_source(Path(path))
-    weights, config = read_source(source, replace(options, float8=False))
+    weights, config = read_source(source, replace(options, float8=False, allow_bin=True))
     _check_config(check_shapes(LoraInput(0, weights, config))[1])
-    kind = source_dtype(source, options)
+    kind = source_dtype(source, replace(options, allow_bin=True))
     # B has the scaling in it here, for which an encoding has too few bits.
     storage_type = storage_type or (kind if kind in STORAGE_TYPES else "bfloat16")
     return store_as(weights, config, storage_type), config
@@ -48,17 +49,16 @@ def convert_peft(
     partial: list[str] | None = None,
     *,
     base: BaseWeights | None = None,
-    allow_bin: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] in the storage type (bfloat16 as 2-byte void) and config [1, rows, 4] int32.
 
-    partial, base, allow_bin: as for `read_peft`. The rows of a fused query_key_value are ordered by the
+    partial, base: as for `read_peft`. The rows of a fused query_key_value are ordered by the
     config.json of base, or of the adapter's own directory, or of the base that its settings name, where that
     is a directory. Raises AdapterInvalidError.
     """
     file = find_model_config(Path(folder), base.model_dir if base else None)
     modules = read_fused_rows(file) if file else {}
-    options = ReadOptions(modules or None, base, allow_bin=allow_bin)
+    options = ReadOptions(modules or None, base, allow_bin=True)
     weights, config = pack_rows(read_peft(Path(folder), partial, options))
     return store_as(weights, config, storage_type), config
 
@@ -93,15 +93,13 @@ def main(arguments: list[str] | None = None) -> int:
         "--base-model", "--base", "-b", type=Path,
         help="model directory: normalises DoRA, orders the rows of query_key_value",
     )  # fmt: skip
-    parser.add_argument("--allow-bin", action="store_true", help="read adapter_model.bin, but no code in it")
+    parser.add_argument("--allow-bin", action="store_true", help=ALLOW_BIN)
     options = parser.parse_args(arguments)
     partial: list[str] | None = [] if options.allow_partial else None
     base = BaseWeights(options.base_model) if options.base_model else None
     try:
-        weights, config = convert_peft(
-            options.in_file, options.storage_type, partial, base=base, allow_bin=options.allow_bin
-        )
-    except AdapterInvalidError as error:
+        weights, config = convert_peft(options.in_file, options.storage_type, partial, base=base)
+    except (AdapterInvalidError, ConfigError) as error:
         print(f"{options.in_file}: {error}", file=sys.stderr)
         return 1
     for line in partial or ():

@@ -24,9 +24,7 @@ from manylora.lora.tensors import check_dims
 STEM = "adapter_model"
 
 
-def normalize_dora(
-    in_dir: Path, base_model: Path, out_dir: Path, *, strip: bool = False, allow_bin: bool = False
-) -> int:
+def normalize_dora(in_dir: Path, base_model: Path, out_dir: Path, *, strip: bool = False) -> int:
     """Write a PEFT directory whose magnitudes are normalised, or, with `strip`, that has none.
 
     The weights keep their file format and types, but for magnitudes in 8 bits, which become float32. Returns
@@ -37,7 +35,7 @@ def normalize_dora(
     config = read_peft_config(in_dir)
     if config.dora_normalized:
         raise AdapterInvalidError(f"{CONFIG} sets {NORMALIZED}: the magnitudes are normalised already")
-    tensors = peft_tensors(in_dir, ReadOptions(allow_bin=allow_bin))
+    tensors = peft_tensors(in_dir, ReadOptions(allow_bin=True))
     magnitudes = {key: path for key in tensors if (path := _magnitude_path(key)) is not None}
     if strip:
         changed = {key: tensor for key, tensor in tensors.items() if key not in magnitudes}

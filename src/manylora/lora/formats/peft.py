@@ -1,4 +1,4 @@
-"""PEFT directories: adapter_config.json and adapter_model.safetensors (or, if asked for, .bin).
+"""PEFT directories: adapter_config.json and adapter_model.safetensors (or, for tools, .bin).
 
 Strict: an adapter of which a part would be lost, or that means more than B A x, is refused with the reason.
 """
@@ -22,7 +22,7 @@ from manylora.lora import staging
 from manylora.lora.file_adapter import FileRows
 from manylora.lora.formats import one_line
 from manylora.lora.formats.base_weights import BaseReader
-from manylora.lora.formats.opened import is_plain, read_small
+from manylora.lora.formats.opened import is_plain
 from manylora.lora.formats.peft_config import CONFIG, PeftConfig, read_peft_config
 from manylora.lora.formats.peft_experts import (
     EXPERT_KEY,
@@ -33,6 +33,7 @@ from manylora.lora.formats.peft_experts import (
 from manylora.lora.formats.peft_extras import check_extra_shapes, is_extra, read_extras
 from manylora.lora.formats.peft_names import ATTENTION_IDS, MLP_IDS, PEFT_KEY, in_our_order, in_peft_order
 from manylora.lora.formats.peft_stacks import STACK_KEY, Parts, check_stacks, stack_parts
+from manylora.lora.formats.pickled import read_pickled
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.tensor_files import (
     RawTensor,
@@ -40,7 +41,6 @@ from manylora.lora.formats.tensor_files import (
     decode,
     read_encoded,
     read_safetensors,
-    read_torch,
 )
 from manylora.lora.modules import EXPERT_IDS, LoraModuleId
 from manylora.lora.number_types import BFLOAT16, BY_SAFETENSORS, NumberType
@@ -56,10 +56,7 @@ THREADS = 4
 SPECIAL_MODULES = (*EXPERT_IDS, LoraModuleId.CROSS_ATTN_QKV)  # modules whose rows are not one pair each
 IN_PLACE = {"F32": "float32", "BF16": "bfloat16"}  # types that `stored_rows` is for
 DORA = re.compile(r"lora_magnitude_vector|weight_m_wdecomp")
-DORA_REASON = (
-    "DoRA magnitudes must be divided by the base's row norms before they are served; normalise the adapter "
-    "and send its tensors with is_dora 1"
-)
+DORA_REASON = "DoRA magnitudes are divided by the row norms of the base model: name it with --base"
 NO_ROW = (
     "biases, norms, embedding and head have no place in the tensors of an adapter; serve its PEFT directory "
     "itself, or train without them"
@@ -143,14 +140,17 @@ def peft_tensors(folder: Path, options: ReadOptions = DEFAULT) -> dict[str, RawT
     path, pickled, bounds = folder / WEIGHTS, folder / PICKLED, options.bounds
     if is_plain(path):
         return read_safetensors(path, bounds)
-    if is_plain(pickled) and options.allow_bin:
-        try:
-            data = read_small(pickled, bounds, bounds.checkpoint_bytes)
-            return read_torch(data, pickled.name, bounds)
-        except OSError as error:
-            raise AdapterInvalidError(f"{PICKLED} is not readable: {one_line(error)}") from error
-    hint = f": {PICKLED} is a pickle and is not read, save as safetensors" if is_plain(pickled) else ""
-    raise AdapterInvalidError(f"{WEIGHTS} is missing{hint}")
+    if not is_plain(pickled):
+        raise AdapterInvalidError(f"{WEIGHTS} is missing")
+    if not options.allow_bin:
+        raise AdapterInvalidError(
+            f"{WEIGHTS} is missing, and {PICKLED} is a pickle, which servers never read: convert the adapter "
+            "with manylora convert -i ADAPTER -o CONVERTED"
+        )
+    try:
+        return read_pickled(pickled, bounds)
+    except OSError as error:
+        raise AdapterInvalidError(f"{PICKLED} is not readable: {one_line(error)}") from error
 
 
 def _open(

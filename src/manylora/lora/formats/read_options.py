@@ -17,10 +17,10 @@ from manylora.lora.rules import AdapterRules
 class ReadOptions:
     """modules: the model's, whose dimensions the matrices of PEFT and NeMo must then have; None: not known.
     base: what PEFT's DoRA magnitudes are normalised with, and its extras are relative to; None refuses them.
-    bounds: judged by headers, before a value is read. allow_bin: read PEFT's adapter_model.bin. float8:
-    numbers of 8 bits stay so; else they are widened to bfloat16. digest: take that of each row of PEFT as it
-    is read, where the adapter's will be wanted. bfloat16: narrow such rows then, for pages of that type,
-    where they are large; those of routed experts stay as they are.
+    bounds: judged by headers, before a value is read. allow_bin: read PEFT's adapter_model.bin, in a process
+    of its own; for tools. float8: numbers of 8 bits stay so; else they are widened to bfloat16. digest: take
+    that of each row of PEFT as it is read, where the adapter's will be wanted. bfloat16: narrow such rows
+    then, for pages of that type, where they are large; those of routed experts stay as they are.
     """
 
     modules: Mapping[int, LoraModule] | None = None

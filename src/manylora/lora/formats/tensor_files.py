@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -144,16 +144,23 @@ def write_torch(path: Path, tensors: Mapping[str, RawTensor]) -> None:
         torch.save(state, file)
 
 
-def read_torch(data: bytes, name: str, bounds: Bounds = ANY_MODEL) -> dict[str, RawTensor]:
-    """The tensors of a state dict that torch.save wrote. name: of the file, for errors.
+def read_torch(source: bytes | Path, name: str, bounds: Bounds = ANY_MODEL) -> dict[str, RawTensor]:
+    """The tensors of a state dict that torch.save wrote. name: of the file, for errors. source: its bytes, or
+    its path, and then it is mapped.
 
     Raises AdapterInvalidError; nothing that the pickle names is run.
     """
     try:
-        _check_archive(data, bounds)
         import torch
 
-        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True, mmap=False)
+        with io.BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
+            size = file.seek(0, io.SEEK_END)
+            _check_archive(file, size, bounds)
+            file.seek(0)
+            mapped = isinstance(source, Path)
+            found = torch.load(
+                str(source) if mapped else file, map_location="cpu", weights_only=True, mmap=mapped
+            )
         if not isinstance(found, dict):
             raise ValueError("it holds something else than named tensors")
         # Megatron writes None for the extra state that a layer does not have.
@@ -161,7 +168,7 @@ def read_torch(data: bytes, name: str, bounds: Bounds = ANY_MODEL) -> dict[str, 
         if not all(isinstance(value, torch.Tensor) for value in tensors.values()):
             raise ValueError("it holds something else than named tensors")
         # Two tensors may share a storage, and one may repeat it: neither may grow what is read.
-        if sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) > len(data):
+        if sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) > size:
             raise ValueError("its tensors are larger than the file")
         return {key: _raw(tensor) for key, tensor in tensors.items()}
     except Exception as error:  # zipfile, pickletools and torch raise whatever the bytes make them raise
@@ -226,17 +233,17 @@ def _tensor(file: OpenFile, entry: HeaderEntry) -> RawTensor:
     return RawTensor(entry.dtype, entry.shape, _Span(file, entry.start, entry.size))
 
 
-def _check_archive(data: bytes, bounds: Bounds) -> None:
-    if not zipfile.is_zipfile(io.BytesIO(data)):
+def _check_archive(file: IO[bytes], size: int, bounds: Bounds) -> None:
+    if not zipfile.is_zipfile(file):
         raise ValueError("it is not the zip archive that torch.save writes")
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+    with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
         most = min(MAX_ENTRIES, 2 * bounds.tensors)
         if len(entries) > most:
             raise ValueError(f"it has more than {most} entries")
         if any(e.compress_type != zipfile.ZIP_STORED for e in entries):
             raise ValueError("its entries are compressed")
-        if sum(entry.file_size for entry in entries) > len(data):
+        if sum(entry.file_size for entry in entries) > size:
             raise ValueError("its entries are larger than the file")
         pickles = [entry for entry in entries if entry.filename.rpartition("/")[2] == "data.pkl"]
         if len(pickles) != 1:

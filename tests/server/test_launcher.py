@@ -12,12 +12,15 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, Running, World, fill_repo, new_server
 from launched import children, is_gone, models, processes, streams, wait_for
 from test_server import ask, inputs
+
+WHEEL = Path(find_spec("pytriton").origin).parent / "tritonserver"  # type: ignore[union-attr, arg-type]
 
 
 def test_stopping_finishes_what_is_in_flight_refuses_what_is_new_and_leaves_nothing(
@@ -165,6 +168,13 @@ def test_a_start_that_cannot_work_says_why(world: World, tmp_path: Path) -> None
     [
         (("--world_size=2",), "--world_size must be 1"),
         (("--multi-model",), "--multi-model"),
+        (("--multi-model", "--disable-spawn-processes"), "--multi-model"),
+        (("--disable-spawn-processes",), "--disable-spawn-processes belongs to --multi-model"),
+        (("--trtllm_llmapi_launch",), "--trtllm_llmapi_launch starts a process for each GPU"),
+        (("--oversubscribe",), "--oversubscribe is an option of mpirun"),
+        (("--exit_timeout=0",), "--exit_timeout must be at least 1, got 0"),
+        (("--metrics_port=8009", "--grpc_port=8009"), "--grpc_port and --metrics_port are both 8009"),
+        (("--grpc_port=70000",), "--grpc_port must be in 1 to 65535, got 70000"),
         (("--model_repo=/nowhere",), "holds no"),
     ],
 )
@@ -172,6 +182,39 @@ def test_flags_without_meaning_are_refused_by_name(tmp_path: Path, flags: tuple,
     refused = new_server(tmp_path).launch(*flags)
     assert refused.returncode == 1
     assert words in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/nowhere/tritonserver", "does not exist"),
+        (__file__, "is not executable"),
+        (str(WHEEL), f"is a folder: name the executable, {WHEEL}/bin/tritonserver"),
+    ],
+)
+def test_an_executable_that_cannot_be_started_is_named(
+    world: World, tmp_path: Path, path: str, words: str
+) -> None:
+    repo = fill_repo(tmp_path / "repo", world.model)
+    refused = new_server(repo).launch(f"--tritonserver={path}")
+    assert refused.returncode == 1
+    assert refused.stderr == f"--tritonserver {path} {words}\n"
+
+
+def test_the_executable_of_the_wheel_is_started_with_its_parts_by_any_name(
+    world: World, tmp_path: Path
+) -> None:
+    link = tmp_path / "tritonserver"
+    link.symlink_to(WHEEL / "bin" / "tritonserver")
+    served = new_server(fill_repo(tmp_path / "repo", world.model))
+    started = served.launch(f"--tritonserver={link}", "--exit_timeout=7")
+    assert started.returncode == 0, started.stderr
+    try:
+        command = Path(f"/proc/{served.state()['server']}/cmdline").read_bytes().split(b"\0")
+        assert b"--exit-timeout-secs=7" in command
+        assert len(ask(served, inputs())) == 1
+    finally:
+        assert served.launch("--stop").returncode == 0
 
 
 def test_an_unfilled_repository_and_ports_in_use(server: Running) -> None:

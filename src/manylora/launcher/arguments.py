@@ -11,10 +11,13 @@ from manylora.errors import ConfigError
 from manylora.launcher.processes import port_is_free
 from manylora.launcher.repository import check_filled
 
+PORTS = ("http_port", "grpc_port", "metrics_port")
 REFUSED = {
     "multi_model": "--multi-model: one server serves one base model; start another on other ports",
     "disable_spawn_processes": "--disable-spawn-processes belongs to --multi-model, which is not available",
     "oversubscribe": "--oversubscribe is an option of mpirun, which is not used",
+    "trtllm_llmapi_launch": "--trtllm_llmapi_launch starts a process for each GPU, and one GPU serves here: "
+    "leave it out",
     "multimodal_gpu0_cuda_mem_pool_bytes": "--multimodal_gpu0_cuda_mem_pool_bytes: no multimodal models",
 }
 
@@ -37,11 +40,15 @@ def argument_parser() -> ArgumentParser:
     parser.add_argument("--disable-spawn-processes", action="store_true", help="refused")
     parser.add_argument("--multimodal_gpu0_cuda_mem_pool_bytes", type=int, default=0, help="refused unless 0")
     parser.add_argument("--oversubscribe", action="store_true", help="refused")
+    parser.add_argument("--trtllm_llmapi_launch", action="store_true", help="refused")
     parser.add_argument("--foreground", action="store_true", help="stay, and pass signals on")
     parser.add_argument("--stop", action="store_true", help="drain and end the server on --http_port")
     parser.add_argument("--status", action="store_true", help="print the state of the server on --http_port")
     parser.add_argument("--start-timeout", type=float, default=300.0, metavar="SECONDS")
     parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS")
+    parser.add_argument(
+        "--exit_timeout", type=int, default=5, metavar="SECONDS", help="for an idle tritonserver to end"
+    )
     parser.add_argument(
         "--hang-timeout",
         type=float,
@@ -86,9 +93,10 @@ def check_arguments(options: Namespace) -> None:
     for name, text in REFUSED.items():
         if getattr(options, name):
             raise ConfigError(text)
-    for name in ("restart_tries", "server_memory"):
-        if getattr(options, name) < 0:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(options, name)}")
+    for name, flag in (("restart_tries", "restart-tries"), ("server_memory", "server-memory")):
+        _check_least(options, name, flag, 0)
+    _check_least(options, "exit_timeout", "exit_timeout", 1)
+    _check_ports(options)
     if options.world_size != 1:
         raise ConfigError(f"--world_size must be 1, got {options.world_size}: one process serves one model")
     if options.tensorrt_llm_model_name != "tensorrt_llm":
@@ -104,10 +112,10 @@ def check_arguments(options: Namespace) -> None:
             )
     for config in configs:
         check_filled(config)
-    for kind in ("http", "grpc", "metrics"):
-        port = getattr(options, f"{kind}_port")
+    for name in PORTS:
+        port = getattr(options, name)
         if not port_is_free(port, options.address):
-            raise ConfigError(f"--{kind}_port {port} is in use: stop what listens there or choose another")
+            raise ConfigError(f"--{name} {port} is in use: stop what listens there or choose another")
     if pids := _busy_servers():
         text = (
             f"tritonserver process(es) already found with PID(s): {', '.join(pids)}.\n"
@@ -116,6 +124,23 @@ def check_arguments(options: Namespace) -> None:
         if not options.force:
             raise ConfigError(text + " Or use --force.")
         print(text, file=sys.stderr)
+
+
+def _check_least(options: Namespace, name: str, flag: str, least: int) -> None:
+    if getattr(options, name) < least:
+        raise ConfigError(f"--{flag} must be at least {least}, got {getattr(options, name)}")
+
+
+def _check_ports(options: Namespace) -> None:
+    """Each its own: a second service on a port would fail with words of Triton's, or not be reached."""
+    flags: dict[int, str] = {}
+    for name in PORTS:
+        port = getattr(options, name)
+        if not 0 < port < 2**16:
+            raise ConfigError(f"--{name} must be in 1 to 65535, got {port}")
+        if port in flags:
+            raise ConfigError(f"--{flags[port]} and --{name} are both {port}: each needs its own")
+        flags[port] = name
 
 
 def _busy_servers() -> list[str]:

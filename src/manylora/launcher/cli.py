@@ -184,7 +184,7 @@ def _report_failure(state: State, run_dir: Path) -> None:
 def _end_supervision(options: Namespace, roles: Roles, child: int = 0) -> None:
     """Have the supervisor end the service in order. child: the process that is about to supervise."""
     signalled = 0
-    deadline = time.monotonic() + options.drain_timeout + 30
+    deadline = time.monotonic() + options.drain_timeout + options.exit_timeout + 25
     while is_child(child) or roles.holders():
         pid = roles.holder(SUPERVISOR) or child
         if pid > 0 and pid != signalled:

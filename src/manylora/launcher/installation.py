@@ -14,6 +14,8 @@ from pathlib import Path
 from manylora.errors import ConfigError
 
 CONTAINER = Path("/opt/tritonserver/bin/tritonserver")
+BINARY = Path("bin/tritonserver")
+STUBS = "python_backend_stubs"  # of the nvidia-pytriton wheel alone
 
 
 @dataclass(frozen=True)
@@ -26,25 +28,40 @@ class Installation:
 
 
 def find_tritonserver(wanted: str | None, run_dir: Path) -> Installation:
-    """run_dir takes the wheel's backend directory. Raises ConfigError saying what to install."""
-    if wanted is not None:
-        if not Path(wanted).is_file():
-            raise ConfigError(f"--tritonserver {wanted} does not exist")
-        return Installation(Path(wanted), environment=dict(os.environ))
+    """wanted: the executable, or None. run_dir takes the wheel's backend directory. Raises ConfigError saying
+    what to install."""
+    found = _given(wanted) if wanted is not None else _found()
+    server = found.resolve().parent.parent
+    if (server / STUBS).is_dir():
+        return _from_wheel(server, run_dir)
+    return Installation(found, environment=dict(os.environ))
+
+
+def _given(wanted: str) -> Path:
+    if found := shutil.which(wanted):
+        return Path(found).absolute()
+    path = Path(wanted)
+    if path.is_dir():
+        raise ConfigError(f"--tritonserver {wanted} is a folder: name the executable, {path / BINARY}")
+    raise ConfigError(f"--tritonserver {wanted} {'is not executable' if path.exists() else 'does not exist'}")
+
+
+def _found() -> Path:
     found = CONTAINER if CONTAINER.is_file() else shutil.which("tritonserver")
-    if found:
-        return Installation(Path(found), environment=dict(os.environ))
-    return _from_wheel(run_dir)
-
-
-def _from_wheel(run_dir: Path) -> Installation:
     spec = importlib.util.find_spec("pytriton")
+    if found:
+        return Path(found)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
             "tritonserver was not found: pip install nvidia-pytriton==0.7.0, or use its container"
         )
-    package = Path(spec.submodule_search_locations[0])
-    server, libraries = package / "tritonserver", package.parent / "nvidia_pytriton.libs"
+    return Path(spec.submodule_search_locations[0]) / "tritonserver" / BINARY
+
+
+def _from_wheel(server: Path, run_dir: Path) -> Installation:
+    """server: the folder of the nvidia-pytriton wheel that holds bin/tritonserver. Its Python backend is in
+    parts, one for each Python, and its libraries are in a folder of their own."""
+    libraries = server.parent.parent / "nvidia_pytriton.libs"
     backend = run_dir / "backends" / "python"
     backend.mkdir(parents=True, exist_ok=True)
     for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
@@ -53,7 +70,7 @@ def _from_wheel(run_dir: Path) -> Installation:
             link.symlink_to(server / "backends" / "python" / name)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = backend / "triton_python_backend_stub"
-    source = server / "python_backend_stubs" / version / stub.name
+    source = server / STUBS / version / stub.name
     if not source.is_file():
         raise ConfigError(f"the tritonserver wheel has no stub for Python {version}: use 3.10, 3.11 or 3.12")
     stub.unlink(missing_ok=True)
@@ -63,9 +80,7 @@ def _from_wheel(run_dir: Path) -> Installation:
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', '')}"
     environment["LD_LIBRARY_PATH"] = ":".join(path for path in paths if path)
     _check_stub(stub, environment)
-    return Installation(
-        server / "bin" / "tritonserver", ("--backend-directory", str(backend.parent)), environment
-    )
+    return Installation(server / BINARY, ("--backend-directory", str(backend.parent)), environment)
 
 
 def _check_stub(stub: Path, environment: dict[str, str]) -> None:

@@ -28,7 +28,6 @@ from manylora.system.lifeline import DRAIN_FILE, PERIOD_S, RUN_DIR, STARTING_FIL
 
 logger = logging.getLogger("manylora.launcher")
 
-EXIT_TIMEOUT_S = 5
 SILENCE_S = 30.0  # of the HTTP port, before the server counts as hung
 STOPPED_S = 5.0  # that a process is stopped by a signal, before it counts as hung
 UNCLAIMED_S = 1.0  # that the server leaves a model's dead process alone, which it has not seen then
@@ -52,6 +51,7 @@ class ServerOptions:
     address: str
     start_timeout: float
     drain_timeout: float
+    exit_timeout: int  # seconds, for tritonserver itself
     hang_timeout: float
     server_memory: int  # bytes
     verbose_log: str | None
@@ -264,7 +264,7 @@ class TritonServer:
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(EXIT_TIMEOUT_S + 3)
+                self._process.wait(self._options.exit_timeout + 3)
         self.kill()
 
     def kill(self) -> None:
@@ -283,7 +283,7 @@ class TritonServer:
         command += [
             "--disable-auto-complete-config",
             f"--backend-config=python,shm-region-prefix-name={_prefix(o.http_port)}{secrets.token_hex(8)}_",
-            f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
+            f"--exit-timeout-secs={o.exit_timeout}",
         ]
         if not Path("/dev/nvidiactl").exists():
             command += ["--pinned-memory-pool-byte-size=0", "--allow-gpu-metrics=false"]

@@ -38,6 +38,7 @@ from tritonclient.grpc import service_pb2
 
 from manylora.config.engine import EngineConfig
 from manylora.engine.loop import EngineLoop
+from manylora.launcher.new_repository import RepositoryPlan, write_repository
 from manylora.request import Request, SamplingParams
 from manylora.text.tokenizer import Tokenizer
 
@@ -74,7 +75,9 @@ def in_process(model: Path, streams: int, tokens: int) -> float:
 def through_the_server(model: Path, work: Path, streams: int, tokens: int) -> float:
     repo = work / "repo"
     if not repo.exists():
-        fill(repo, model, streams)
+        values = {"device": "cpu", "max_num_sequences": str(streams)}
+        models = ("ensemble", "preprocessing", "tensorrt_llm", "postprocessing")
+        write_repository(RepositoryPlan(model, models=models, values=values), repo)
     launch = [sys.executable, ROOT / "launch_triton_server.py"]
     subprocess.run([*launch, f"--model_repo={repo}", "--force"], check=True, capture_output=True)
     try:
@@ -191,25 +194,6 @@ async def _ask_openai(streams: int, tokens: int) -> float:
     began = time.perf_counter()
     await asyncio.gather(*(one(TEXT.format(i)) for i in range(streams)))
     return streams * tokens / (time.perf_counter() - began)
-
-
-def fill(repo: Path, model: Path, streams: int) -> None:
-    import shutil
-
-    shutil.copytree(ROOT / "model_repo", repo)
-    shutil.rmtree(repo / "tensorrt_llm_bls")
-    common = "triton_max_batch_size:64"
-    fills = {
-        "ensemble": f"{common},logits_datatype:TYPE_FP32",
-        "preprocessing": f"{common},tokenizer_dir:{model},preprocessing_instance_count:1",
-        "postprocessing": f"{common},tokenizer_dir:{model},postprocessing_instance_count:1",
-        "tensorrt_llm": f"{common},triton_backend:python,decoupled_mode:True,engine_dir:{model},"
-        "batching_strategy:inflight_fused_batching,logits_datatype:TYPE_FP32,device:cpu,"
-        f"encoder_input_features_data_type:TYPE_FP16,max_num_sequences:{streams}",
-    }
-    for name, values in fills.items():
-        config = repo / name / "config.pbtxt"
-        subprocess.run([sys.executable, ROOT / "tools/fill_template.py", "-i", config, values], check=True)
 
 
 def main() -> None:

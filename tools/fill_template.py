@@ -10,14 +10,8 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser
 from pathlib import Path
-from string import Template
 
-# Placeholders where Triton needs a value even if nobody names one.
-DEFAULTS = {
-    "max_queue_size": "0",
-    "max_queue_delay_microseconds": "0",
-    "lora_weights_data_type": "TYPE_FP16",
-}
+from manylora.launcher import templates
 
 
 def split(string: str, delimiter: str) -> list[str]:
@@ -37,7 +31,7 @@ def split(string: str, delimiter: str) -> list[str]:
 
 def fill(text: str, substitutions: str, file: str) -> str:
     """Raises ValueError naming the pair or key that is wrong."""
-    values = dict(DEFAULTS)
+    values = dict(templates.DEFAULTS)
     for pair in split(substitutions, ","):
         fields = split(pair, ":")
         if len(fields) != 2:
@@ -46,7 +40,7 @@ def fill(text: str, substitutions: str, file: str) -> str:
         if key not in text:
             raise ValueError(f"key '{key}' does not exist in the file {file}.")
         values[key] = value
-    return Template(text).safe_substitute(values)
+    return templates.fill(text, values)
 
 
 def main() -> int:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The main job from end to end: convert, fill, launch, send each adapter once, then ask with ids alone.
+"""The main job from end to end: convert, write, launch, send each adapter once, then ask with ids alone.
 
 run.py demo    asks one question three ways from one server, and stops it
 run.py serve   leaves the server up, and prints what to try
@@ -30,6 +30,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BASE = HERE / "base"
 WORK = ROOT / "build" / "demo"
+MANYLORA = Path(sys.executable).with_name("manylora")
 ADAPTERS = {1: "chinese", 2: "japanese"}
 CHINESE = "美国的首都在哪里? \\n答案:"
 JAPANESE = "アメリカ合衆国の首都はどこですか? \\n答え:"
@@ -74,7 +75,7 @@ def main() -> int:
 
 
 def prepare() -> None:
-    """Convert both adapters, and fill a copy of model_repo/."""
+    """Convert both adapters, and write the model repository."""
     heading("Convert the PEFT adapters")
     for name in ADAPTERS.values():
         target = WORK / f"{name}-weights"
@@ -87,30 +88,10 @@ def prepare() -> None:
             "--storage-type",
             "float16",
         )
-    heading("Fill a copy of model_repo/")
+    heading("Write the model repository")
     repo = WORK / "model_repo"
     shutil.rmtree(repo, ignore_errors=True)
-    shutil.copytree(ROOT / "model_repo", repo, ignore=shutil.ignore_patterns("__pycache__"))
-    common = {"triton_max_batch_size": 8}
-    fills = {
-        "ensemble": common | {"logits_datatype": "TYPE_FP32"},
-        "preprocessing": common | {"tokenizer_dir": BASE, "preprocessing_instance_count": 1},
-        "tensorrt_llm": common
-        | {
-            "triton_backend": "python",
-            "decoupled_mode": "True",
-            "engine_dir": BASE,
-            "batching_strategy": "inflight_fused_batching",
-            "logits_datatype": "TYPE_FP32",
-            "encoder_input_features_data_type": "TYPE_FP16",
-        },
-        "postprocessing": common | {"tokenizer_dir": BASE, "postprocessing_instance_count": 1},
-        "tensorrt_llm_bls": common
-        | {"decoupled_mode": "True", "bls_instance_count": 1, "logits_datatype": "TYPE_FP32"},
-    }
-    for model, values in fills.items():
-        text = ",".join(f"{name}:{value}" for name, value in values.items())
-        run("tools/fill_template.py", "-i", repo / model / "config.pbtxt", text)
+    run("manylora", "repo", BASE, "-o", repo, "--set", "triton_max_batch_size=8")
 
 
 class Server:
@@ -255,15 +236,12 @@ def url(server: Server) -> list[str]:
 
 
 def run(script: str, *arguments: object, wide: bool = False) -> None:
-    """Print a command of this repository and run it; its output is shown when it fails, or when `wide`."""
-    words = [str(argument) for argument in arguments]
-    print(
-        f"$ {shown(sys.executable)} {script} {' '.join(shlex.quote(shown(word)) for word in words)}",
-        flush=True,
-    )
-    done = subprocess.run(
-        [sys.executable, ROOT / script, *words], capture_output=not wide, text=True, check=False, cwd=ROOT
-    )
+    """Print a command of this repository and run it; its output is shown when it fails, or when `wide`.
+    script: a path, or `manylora`."""
+    command = [str(MANYLORA)] if script == "manylora" else [sys.executable, script]
+    command += [str(argument) for argument in arguments]
+    print(f"$ {' '.join(shlex.quote(shown(word)) for word in command)}", flush=True)
+    done = subprocess.run(command, capture_output=not wide, text=True, check=False, cwd=ROOT)
     if done.returncode:
         raise DemoError(
             f"{script} failed with status {done.returncode}\n{done.stdout or ''}{done.stderr or ''}"

@@ -13,7 +13,13 @@ COMMANDS = {
     "convert": ("manylora.commands.convert", "an adapter from any source to the tensors of requests"),
     "inspect": ("manylora.commands.inspect", "what an adapter is, and whether a base model would serve it"),
     "prepare-dataset": ("manylora.commands.prepare_dataset", "random requests for bench"),
+    "repo": ("manylora.commands.repo", "a filled Triton model repository for a model and its adapters"),
     "serve": ("manylora.commands.serve", "the OpenAI server: a model and its adapters over HTTP"),
+    "tool": ("manylora.commands.tool", "scripts and clients by the names they have in tensorrtllm_backend"),
+    "triton": (
+        "manylora.commands.triton",
+        "a Triton server with a model and its adapters; stops it, shows it",
+    ),
 }
 """Name -> module with `main(arguments) -> exit status`, description."""
 

@@ -58,8 +58,8 @@ INSIDE = {
     ],
     "launcher": [
         "roles", "state", "logs", "processes", "management_access", "http_checks", "http_proxy",
-        "installation", "repository", "supervisor", "command_service", "server", "triton_service",
-        "arguments", "cli",
+        "installation", "templates", "repository", "new_repository", "supervisor", "command_service",
+        "server", "triton_service", "arguments", "cli",
     ],
     "testing": ["tiny_configs", "tiny_models", "driver", "parity"],
     "llmapi": [

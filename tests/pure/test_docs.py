@@ -135,6 +135,7 @@ def flags_of(command: str) -> set[str]:
         LAUNCHER: ["--help"],
         "bench": ["bench --model x throughput --help", "bench --help", *DATASET],
         "prepare-dataset": DATASET,
+        "tool": [f"tool {name} --help" for name in ("fill_template", "hf_lora_convert")],
     }.get(command, [f"{command} --help"])
     main = launch if command == LAUNCHER else cli.main
     found: set[str] = set()

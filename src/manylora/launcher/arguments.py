@@ -10,6 +10,7 @@ from pathlib import Path
 from manylora.errors import ConfigError
 from manylora.launcher.processes import port_is_free
 from manylora.launcher.repository import check_filled
+from manylora.launcher.templates import FOLDER
 
 PORTS = ("http_port", "grpc_port", "metrics_port")
 REFUSED = {
@@ -34,7 +35,7 @@ def argument_parser() -> ArgumentParser:
     parser.add_argument("--log", action="store_true", help="verbose server log into --log-file")
     parser.add_argument("--log-file", default="triton_log.txt")
     parser.add_argument("--no-mpi", action="store_true", help="always the case")
-    parser.add_argument("--model_repo", type=Path, default=Path(__file__).parents[3] / "model_repo")
+    parser.add_argument("--model_repo", type=Path, default=FOLDER)
     parser.add_argument("--tensorrt_llm_model_name", default="tensorrt_llm", help="only tensorrt_llm")
     parser.add_argument("--multi-model", action="store_true", help="refused")
     parser.add_argument("--disable-spawn-processes", action="store_true", help="refused")

@@ -1,4 +1,4 @@
-"""launch_triton_server.py: starts a supervisor, stops it, or shows its state."""
+"""launch_triton_server.py, `manylora triton`: starts a supervisor, stops it, or shows its state."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -32,14 +33,22 @@ LOCK = "lock"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = argument_parser().parse_args(arguments)
+    return run(argument_parser().parse_args(arguments))
+
+
+def run(options: Namespace, write: Callable[[Path], Path] | None = None) -> int:
+    """The exit status. options: of argument_parser.
+
+    write: makes the repository that is served in place of options.model_repo, in the run directory that it is
+    given or elsewhere, and returns where; before the start and after it is sure that no server runs there.
+    """
     run_dir = _temporary() / f"manylora-{os.getuid()}-{options.http_port}"
     try:
         if options.stop or options.status:
             check_own_directory(run_dir)
             return _stop(options, run_dir) if options.stop else _status(options, run_dir)
         os.umask(0o077)  # logs and traces may hold what clients send
-        return _start(options, run_dir)
+        return _start(options, run_dir, write)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1
@@ -51,11 +60,13 @@ def _temporary() -> Path:
     return next((Path(path) for path in given if path and Path(path).is_dir()), Path("/tmp")).absolute()
 
 
-def _start(options: Namespace, run_dir: Path) -> int:
+def _start(options: Namespace, run_dir: Path, write: Callable[[Path], Path] | None) -> int:
     roles = _claim(run_dir)
     try:
         try:
             _empty(run_dir, options.http_port)
+            if write is not None:
+                options.model_repo = write(run_dir)
             check_arguments(options)
             options.management_secret = management_secret(run_dir, options.management_secret_file)
             keeper, state = _keeper(options, run_dir, roles)

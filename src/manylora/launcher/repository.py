@@ -5,16 +5,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from string import Template
 
 from manylora.errors import ConfigError
+from manylora.launcher.templates import DEFAULTS, bare_variables, fill
 
-# TensorRT-LLM's fill_template.py knows nothing of what its own repository does not have.
-DEFAULTS = {
-    "lora_weights_data_type": "TYPE_FP16",
-    "max_queue_delay_microseconds": "0",
-    "max_queue_size": "0",
-}
 CPP_BACKEND = "tensorrtllm"  # runs engines; what fills the template with it gets the model that is there
 MANDATORY = {  # template variables that may not stay open although they stand in quotes, by model
     "tensorrt_llm": ("engine_dir", "triton_backend"),
@@ -27,11 +21,11 @@ def check_filled(config: Path) -> None:
     """Raises ConfigError naming the first template variable of a config.pbtxt that needs a value."""
     text = config.read_text(encoding="utf-8")
     quoted = [name for name in MANDATORY.get(config.parent.name, ()) if f"${{{name}}}" in text]
-    missing = [name for name in (*_open(text), *quoted) if name not in DEFAULTS]
+    missing = [name for name in (*bare_variables(text), *quoted) if name not in DEFAULTS]
     if missing:
         raise ConfigError(
-            f"{config} is not filled: run tools/fill_template.py with {missing[0]}:<value>, "
-            "or remove the model's directory if it is not wanted"
+            f"{config} is not filled: `manylora repo MODEL -o DIR` writes a filled repository; or run "
+            f"fill_template.py with {missing[0]}:<value>, or remove the model's directory if it is not wanted"
         )
 
 
@@ -53,12 +47,6 @@ def with_defaults(repo: Path, run_dir: Path) -> Path:
 
 
 def _filled(text: str) -> str:
-    values = {name: DEFAULTS[name] for name in _open(text)}
-    text = Template(text).safe_substitute(values) if values else text
+    values = {name: DEFAULTS[name] for name in bare_variables(text)}
+    text = fill(text, values) if values else text
     return re.sub(rf'^backend: "{CPP_BACKEND}"', 'backend: "python"', text, flags=re.MULTILINE)
-
-
-def _open(text: str) -> list[str]:
-    """Template variables outside quotes and comments: Triton cannot read a file with one of them."""
-    bare = re.sub(r'"[^"\n]*"|#[^\n]*', "", text)
-    return re.findall(r"\$\{(\w+)\}", bare)

@@ -1,0 +1,78 @@
+"""manylora repo: a Triton model repository for a model and its adapters, filled and ready to launch."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from manylora.errors import ConfigError
+from manylora.launcher.new_repository import RepositoryPlan, write_repository
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="manylora repo", description=__doc__)
+    parser.add_argument("model", type=Path, metavar="MODEL", help="Hugging Face directory")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="new, or an earlier one of this command",
+    )
+    add_arguments(parser)
+    options = parser.parse_args(arguments)
+    try:
+        models = write_repository(plan_of(options), options.output)
+    except ConfigError as error:
+        print(f"manylora repo: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"manylora repo: {error.filename or options.output}: {error.strerror}", file=sys.stderr)
+        return 1
+    print(f"{options.output}: {', '.join(models)}")
+    print(f"start it with: manylora triton --model_repo={shlex.quote(str(options.output))}")
+    return 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """How a repository is filled, beside MODEL."""
+    parser.add_argument(
+        "--lora-root",
+        "--lora_root",
+        type=Path,
+        metavar="DIR",
+        help="its subfolders are adapters: requests choose one by lora_name, or by lora_task_id where that "
+        "is a number",
+    )
+    parser.add_argument("--models", type=_names, default=(), metavar="A,B,…", help="default: all templates")
+    parser.add_argument(
+        "--set",
+        dest="values",
+        type=_pair,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a template variable, in every model that has it; may be repeated",
+    )
+
+
+def plan_of(options: argparse.Namespace) -> RepositoryPlan:
+    return RepositoryPlan(options.model, options.lora_root, options.models, dict(options.values))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign or not name.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name.strip(), value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

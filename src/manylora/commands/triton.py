@@ -1,0 +1,68 @@
+"""manylora triton: tritonserver with a model and its adapters, or with a filled repository; the launcher."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from importlib.util import find_spec
+from pathlib import Path
+
+from manylora.commands import repo
+from manylora.errors import ConfigError
+from manylora.launcher import arguments as launcher
+from manylora.launcher.cli import run
+from manylora.launcher.new_repository import write_repository
+
+OWN = "repository"  # below the run directory, and gone with it
+WRITING = {"repo": "--repo", "lora_root": "--lora-root", "models": "--models", "values": "--set"}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = argument_parser().parse_args(arguments)
+    if options.stop or options.status:
+        return run(options)
+    try:
+        _check(options)
+    except ConfigError as error:
+        print(f"manylora triton: {error}", file=sys.stderr)
+        return 1
+    if options.model is None:
+        return run(options)
+
+    def write(run_dir: Path) -> Path:
+        folder = options.repo or run_dir / OWN
+        write_repository(repo.plan_of(options), folder)
+        return folder
+
+    return run(options, write)
+
+
+def argument_parser() -> ArgumentParser:
+    """The launcher's, and how a repository is filled."""
+    parser = launcher.argument_parser()
+    parser.prog, parser.description = "manylora triton", __doc__
+    parser.add_argument("model", type=Path, nargs="?", metavar="MODEL", help="Hugging Face directory")
+    parser.add_argument("--repo", type=Path, metavar="DIR", help="write the repository there, to keep it")
+    repo.add_arguments(parser)
+    parser.set_defaults(model_repo=None)
+    return parser
+
+
+def _check(options: Namespace) -> None:
+    """Raises ConfigError for flags that contradict each other, and for what is not installed."""
+    if options.model is None:
+        given = [flag for name, flag in WRITING.items() if getattr(options, name)]
+        if given:
+            raise ConfigError(f"{given[0]} is for a repository that is written: give MODEL too")
+        if options.model_repo is None:
+            raise ConfigError("give MODEL, or --model_repo=DIR for a repository that is filled already")
+    elif options.model_repo is not None:
+        raise ConfigError(
+            "--model_repo is a repository that is filled already: leave out MODEL, or use --repo to write one"
+        )
+    if find_spec("httptools") is None:  # in front of tritonserver, in a process of its own
+        raise ConfigError("httptools is not installed: pip install 'manylora[server]'")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Writes a model repository: the templates of `model_repo`, filled for one model and its adapters."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from manylora.config.values import boolean, whole_number
+from manylora.errors import ConfigError, printable
+from manylora.launcher import templates
+from manylora.text.tokenizer import Tokenizer
+from manylora.wire.parameters import ENGINE, PARAMETER, engine_config
+
+MARK = "manylora-repo.json"  # in a repository that was written here: its models may be written again
+CONFIG = "config.pbtxt"
+# Values of bare variables, and those without which no model starts. The rest stays open, which means the
+# default. Those that are not numbers are checked by their form here.
+BASICS = {
+    **templates.DEFAULTS,
+    "triton_backend": "python",
+    "triton_max_batch_size": "64",  # rows of one request; how many run at once is max_num_sequences
+    "decoupled_mode": "True",
+    "batching_strategy": "inflight_fused_batching",
+    "encoder_input_features_data_type": "TYPE_FP16",
+    "logits_datatype": "TYPE_FP32",
+}
+INSTANCES = "_instance_count"  # variables that end so have the value 1
+TYPES = ("TYPE_FP16", "TYPE_BF16", "TYPE_FP32")
+
+
+@dataclass(frozen=True)
+class RepositoryPlan:
+    """model: a Hugging Face directory. lora_root: its subfolders are adapters, asked for by their names, and
+    by task id where the name is a number. models: of the templates; empty: all. values: template variables,
+    before everything else."""
+
+    model: Path
+    lora_root: Path | None = None
+    models: Sequence[str] = ()
+    values: Mapping[str, str] = field(default_factory=dict)
+
+
+def write_repository(plan: RepositoryPlan, folder: Path) -> list[str]:
+    """The models' names. folder: new, empty, or written here before. Raises ConfigError before anything is
+    written, OSError."""
+    texts = _templates(plan.models)
+    values = _values(plan, texts)
+    filled = {name: templates.fill(text, values) for name, text in texts.items()}
+    _check(plan, filled)
+    old = _written_before(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    mark = {"models": sorted({*old, *filled}), "values": values}
+    (folder / MARK).write_text(json.dumps(mark, indent=1) + "\n", encoding="utf-8")
+    for name in old:
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name, text in filled.items():
+        ignored = shutil.ignore_patterns("__pycache__", CONFIG)
+        shutil.copytree(templates.FOLDER / name, folder / name, ignore=ignored)
+        (folder / name / CONFIG).write_text(text, encoding="utf-8")
+    return list(filled)
+
+
+def _templates(names: Sequence[str]) -> dict[str, str]:
+    """Model -> text of its config.pbtxt."""
+    known = sorted(path.parent.name for path in templates.FOLDER.glob(f"*/{CONFIG}"))
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"there is no model {printable(name)!r}: choose from {', '.join(known)}")
+    return {name: (templates.FOLDER / name / CONFIG).read_text(encoding="utf-8") for name in names or known}
+
+
+def _values(plan: RepositoryPlan, texts: Mapping[str, str]) -> dict[str, str]:
+    variables = set().union(*map(templates.variables, texts.values()))
+    bare = set().union(*map(templates.bare_variables, texts.values()))
+    for name in plan.values:
+        if name not in variables:
+            near = difflib.get_close_matches(name, variables, n=4) or sorted(variables)
+            raise ConfigError(
+                f"there is no template variable {printable(name)!r} in {', '.join(texts)}: "
+                f"did you mean {', '.join(near)}?"
+            )
+    model = str(plan.model.absolute())
+    given = (
+        BASICS | {"engine_dir": model, "tokenizer_dir": model} | _adapters(plan.lora_root) | dict(plan.values)
+    )
+    given |= {name: given.get(name, "1") for name in variables if name.endswith(INSTANCES)}
+    if open_ones := sorted(name for name in bare if not given.get(name)):
+        raise ConfigError(f"the variable {open_ones[0]} needs a value: --set {open_ones[0]}=VALUE")
+    return {
+        name: _bare(name, value) if name in bare else _quoted(name, value)
+        for name, value in given.items()
+        if name in variables
+    }
+
+
+def _adapters(root: Path | None) -> dict[str, str]:
+    if root is None:
+        return {}
+    if not root.is_dir():
+        raise ConfigError(f"--lora-root {root} is not a directory: name the folder that holds the adapters")
+    if (root / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"--lora-root {root} is an adapter: name the folder that holds it, {root.absolute().parent}"
+        )
+    found = {"lora_catalog_dir": str(root.absolute())}
+    if any(re.fullmatch(r"[0-9]+", path.name) for path in root.iterdir()):
+        found["lora_prefetch_dir"] = found["lora_catalog_dir"]
+    return found
+
+
+def _quoted(name: str, value: str) -> str:
+    """Raises ConfigError for what cannot stand between quotes."""
+    if not value.isprintable() or set(value) & set('"\\'):
+        raise ConfigError(f"{name} must not contain quotes, backslashes or control characters: {value!r}")
+    return value
+
+
+def _bare(name: str, value: str) -> str:
+    """Raises ConfigError for what Triton could not read: its own message would not name the variable."""
+    usual = BASICS.get(name, "1")
+    try:
+        if usual.startswith("TYPE_"):
+            if value not in TYPES:
+                raise ValueError(f"must be one of {', '.join(TYPES)}, got {value!r}")
+        elif usual in ("True", "False"):
+            return str(boolean(value))
+        elif whole_number(value) < 0 or (value == "0" and usual != "0"):
+            raise ValueError(f"must be at least {0 if usual == '0' else 1}, got {value!r}")
+    except ValueError as error:
+        raise ConfigError(f"{name} {error}") from None
+    return value
+
+
+def _check(plan: RepositoryPlan, filled: Mapping[str, str]) -> None:
+    """What the models would refuse when they start. Raises ConfigError."""
+    if not (plan.model / "config.json").is_file():
+        raise ConfigError(f"{plan.model} is not the folder of a Hugging Face model: it has no config.json")
+    folders = {dict(PARAMETER.findall(text)).get("tokenizer_dir", "") for text in filled.values()}
+    for folder in folders - {""}:
+        Tokenizer(Path(folder))
+    if ENGINE in filled:
+        engine_config(dict(PARAMETER.findall(filled[ENGINE])))
+
+
+def _written_before(folder: Path) -> list[str]:
+    """Models that were written into the folder here. Raises ConfigError if there is anything else in it."""
+    if not folder.exists():
+        return []
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is a file: name a new folder")
+    try:
+        models = json.loads((folder / MARK).read_text(encoding="utf-8"))["models"]
+        models = [name for name in models if re.fullmatch(r"\w+", name)]
+    except (OSError, ValueError, KeyError, TypeError):
+        models = []
+    others = sorted({path.name for path in folder.iterdir()} - {MARK, *models})
+    if others:
+        raise ConfigError(
+            f"{folder} holds {printable(others[0])}, which manylora repo did not write: name a new folder, "
+            "or move that away"
+        )
+    return models

@@ -1,0 +1,188 @@
+"""Protects `manylora repo`: what it writes is complete, and what is wrong is one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from manylora.cli import main
+from manylora.launcher import templates
+from manylora.launcher.new_repository import MARK
+from manylora.launcher.repository import check_filled, with_defaults
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "examples" / "demo" / "base"
+ADAPTERS = ROOT / "examples" / "demo" / "adapters"
+TEMPLATES = sorted(path.parent.name for path in (ROOT / "model_repo").glob("*/config.pbtxt"))
+
+
+def written(folder: Path, *arguments: object) -> Path:
+    assert main(["repo", str(MODEL), "-o", str(folder), *map(str, arguments)]) == 0
+    return folder
+
+
+def config(repo: Path, model: str) -> Any:
+    text = (repo / model / "config.pbtxt").read_text(encoding="utf-8")
+    return text_format.Parse(text, model_config_pb2.ModelConfig())
+
+
+def parameters(repo: Path, model: str = "tensorrt_llm") -> dict[str, str]:
+    found = {key: value.string_value for key, value in config(repo, model).parameters.items()}
+    return {key: value for key, value in found.items() if not value.startswith("${")}
+
+
+def test_every_template_is_filled_and_whole(tmp_path: Path) -> None:
+    repo = written(tmp_path / "new" / "repo", "--lora-root", ADAPTERS)
+    assert sorted(path.name for path in repo.iterdir()) == sorted([*TEMPLATES, MARK])
+    for model in TEMPLATES:
+        check_filled(repo / model / "config.pbtxt")
+        assert config(repo, model).max_batch_size == 64
+        theirs = sorted(
+            path.relative_to(templates.FOLDER / model)
+            for path in (templates.FOLDER / model).rglob("*")
+            if "__pycache__" not in path.parts
+        )
+        assert sorted(path.relative_to(repo / model) for path in (repo / model).rglob("*")) == theirs
+    assert with_defaults(repo, tmp_path / "run") == repo
+    assert parameters(repo)["gpt_model_path"] == str(MODEL)
+    assert parameters(repo)["lora_catalog_dir"] == str(ADAPTERS)
+    assert "lora_prefetch_dir" not in parameters(repo)
+    assert "max_num_sequences" not in parameters(repo)
+
+
+def test_it_is_what_the_five_lines_of_upstream_write(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "triton_server.md").read_text(encoding="utf-8")
+    lines = re.findall(r"\$F -i repo/(\w+)/config\.pbtxt (\S+)", text)
+    assert len(lines) == 5
+    shutil.copytree(ROOT / "model_repo", tmp_path / "theirs")
+    for model, values in lines:
+        command = [sys.executable, ROOT / "tools/fill_template.py", "-i"]
+        values = values.replace("$M", str(MODEL))
+        subprocess.run([*command, tmp_path / "theirs" / model / "config.pbtxt", values], check=True)
+    names = [model for model, _ in lines]
+    more = ["--set", "triton_max_batch_size=8", "--set", "lora_prefetch_dir=converted"]
+    ours = written(tmp_path / "ours", "--models", ",".join(names), *more)
+    for model in names:
+        assert parameters(ours, model).items() >= parameters(tmp_path / "theirs", model).items()
+        found, expected = config(ours, model), config(tmp_path / "theirs", model)
+        for one in (found, expected):
+            one.parameters.clear()
+        assert found == expected
+
+
+def test_adapters_in_folders_that_are_numbers_have_task_ids(tmp_path: Path) -> None:
+    shutil.copytree(ADAPTERS / "chinese", tmp_path / "loras" / "17")
+    repo = written(tmp_path / "repo", "--lora-root", tmp_path / "loras")
+    assert parameters(repo)["lora_prefetch_dir"] == str(tmp_path / "loras")
+
+
+def test_values_reach_every_model_that_has_them(tmp_path: Path) -> None:
+    given = {
+        "max_queue_size": "5",
+        "lora_weights_data_type": "TYPE_FP32",
+        "max_loras": "3",
+        "decoupled_mode": "false",
+    }
+    repo = written(tmp_path / "repo", *[word for pair in given.items() for word in ("--set", "=".join(pair))])
+    assert parameters(repo)["max_loras"] == "3"
+    assert parameters(repo)["max_queue_size"] == "5"
+    for model in ("preprocessing", "tensorrt_llm"):
+        assert config(repo, model).dynamic_batching.default_queue_policy.max_queue_size == 5
+    for model in ("ensemble", "tensorrt_llm", "tensorrt_llm_bls"):
+        types = {one.name: one.data_type for one in config(repo, model).input}
+        assert types["lora_weights"] == model_config_pb2.TYPE_FP32
+    assert not config(repo, "tensorrt_llm_bls").model_transaction_policy.decoupled
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            "--set lora_prefetch=x",
+            "no template variable 'lora_prefetch' in .*did you mean .*lora_prefetch_dir",
+        ),
+        ("--set max_num_sequences=many", "parameter max_num_sequences must be a whole number, got 'many'"),
+        ("--set triton_max_batch_size=0", "triton_max_batch_size must be at least 1, got '0'"),
+        ("--set triton_max_batch_size=", "the variable triton_max_batch_size needs a value: --set"),
+        ("--set logits_datatype=FP32", "logits_datatype must be one of TYPE_FP16, TYPE_BF16, TYPE_FP32"),
+        ("--set decoupled_mode=maybe", "decoupled_mode must be true or false, got 'maybe'"),
+        ("""--set 'dtype=a"b'""", "dtype must not contain quotes"),
+        ("--models tensorrt_llm,vision", "no model 'vision': choose from .*tensorrt_llm_bls"),
+        ("--lora-root /nowhere", "--lora-root /nowhere is not a directory"),
+        (f"--lora-root {ADAPTERS}/chinese", f"is an adapter: name the folder that holds it, {ADAPTERS}"),
+        ("--set engine_dir=", "engine_dir. must name the model directory"),
+        ("--set tokenizer_dir=/nowhere", "/nowhere"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture, arguments: str, words: str
+) -> None:
+    assert main(["repo", str(MODEL), "-o", str(tmp_path / "repo"), *shlex.split(arguments)]) == 1
+    said = capsys.readouterr().err
+    assert re.search(words, said)
+    assert said.count("\n") == 1
+    assert not (tmp_path / "repo").exists()
+
+
+def test_a_model_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["repo", str(tmp_path), "-o", str(tmp_path / "repo")]) == 1
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_only_what_it_wrote_is_written_again(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    repo = written(tmp_path / "repo")
+    written(repo, "--models", "tensorrt_llm", "--set", "max_seq_len=64")
+    assert sorted(path.name for path in repo.iterdir()) == [MARK, "tensorrt_llm"]
+    assert json.loads((repo / MARK).read_text(encoding="utf-8"))["values"]["max_seq_len"] == "64"
+    (repo / "mine").mkdir()
+    assert main(["repo", str(MODEL), "-o", str(repo)]) == 1
+    assert "holds mine, which manylora repo did not write" in capsys.readouterr().err
+    theirs = tmp_path / "theirs"
+    shutil.copytree(templates.FOLDER, theirs)
+    assert main(["repo", str(MODEL), "-o", str(theirs)]) == 1
+    assert "did not write" in capsys.readouterr().err
+    (theirs / MARK).write_text('{"models": ["../repo"]}', encoding="utf-8")
+    assert main(["repo", str(MODEL), "-o", str(theirs)]) == 1
+    assert (repo / "tensorrt_llm").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("", "give MODEL, or --model_repo=DIR"),
+        ("--lora-root x", "--lora-root is for a repository that is written: give MODEL too"),
+        ("base --model_repo=x", "--model_repo is a repository that is filled already"),
+    ],
+)
+def test_triton_says_which_flags_go_together(
+    capsys: pytest.CaptureFixture, arguments: str, words: str
+) -> None:
+    assert main(["triton", *shlex.split(arguments)]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_scripts_run_by_the_names_they_have_upstream(tmp_path: Path) -> None:
+    file = tmp_path / "config.pbtxt"
+    file.write_text("x: ${one}", encoding="utf-8")
+    command = [Path(sys.executable).parent / "manylora", "tool", "fill_template.py", "-i", file, "one:1"]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    assert file.read_text(encoding="utf-8") == "x: 1"
+
+
+def test_every_script_is_listed_and_an_unknown_one_named(capsys: pytest.CaptureFixture) -> None:
+    assert main(["tool", "--help"]) == 0
+    listed = capsys.readouterr().out
+    for path in (*(ROOT / "tools").glob("*.py"), *(ROOT / "client").glob("*.py")):
+        assert path.stem in listed
+    assert main(["tool", "nothing"]) == 2
+    assert "there is no script 'nothing'" in capsys.readouterr().err

@@ -30,8 +30,8 @@ NOT_RUN = {
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/*/*.md"))]
-SERVER = re.compile(r"(\S*/)?manylora (serve|triton) |make serve")
-MAKE = re.compile(r"make (?!serve)")  # the other tests run what is behind these
+SERVER = re.compile(r"(\S*/)?manylora serve |make serve")
+SKIPPED = re.compile(r"make (?!serve)|pip install")  # other tests run what is behind these
 PORTS = (8000, 8001, 8002)
 READY = ("/v2/health/ready", "/health")
 START_S, COMMAND_S = 60, 120
@@ -64,7 +64,7 @@ class Shell:
         for line in re.sub(r"\\\n\s*", " ", text).splitlines():
             if SERVER.match(line):
                 self._serve(line)
-            elif line.strip() and not MAKE.match(line):
+            elif line.strip() and not SKIPPED.match(line):
                 output += self._run(["bash", "-euo", "pipefail", "-c", f"{self._assigned}\n{line}"])
             if re.match(r"\w+=", line):
                 self._assigned += f"{line}\n"
@@ -133,7 +133,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     shell = Shell(clone)
     yield shell
     shell.close()
-    subprocess.run(["python3", clone / "launch_triton_server.py", "--stop"], cwd=clone, check=False)
+    subprocess.run([ROOT / ".venv/bin/python", clone / "launch_triton_server.py", "--stop"], check=False)
 
 
 def as_pattern(line: str) -> str:

@@ -33,6 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--repetition-penalty", type=float)
     add("--presence-penalty", type=float)
     add("--frequency-penalty", type=float)
+    add("--prompt-ignore-length", type=int, help="tokens of the prompt that the last two do not count")
     add("-o", "--output-len", type=int, default=100)
     add("--request-id", default="")
     add("--stop-words", nargs="+", default=[])
@@ -86,7 +87,7 @@ def build_inputs(flags: argparse.Namespace, prompts: list[str]) -> list[grpc.Inf
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         if getattr(flags, name) is not None:
             made.append(column(name, getattr(flags, name), np.float32))
-    for name in ("num_return_sequences", "end_id", "pad_id"):
+    for name in ("prompt_ignore_length", "num_return_sequences", "end_id", "pad_id"):
         if getattr(flags, name) is not None:
             made.append(column(name, getattr(flags, name), np.int32))
     for name in (

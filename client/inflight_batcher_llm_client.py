@@ -60,6 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--repetition-penalty", type=float)
     add("--presence-penalty", type=float)
     add("--frequency-penalty", type=float)
+    add("--prompt-ignore-length", type=int, help="tokens of the prompt that the last two do not count")
     add("--request-output-len", type=int, default=16)
     add("--stop-after-ms", type=int, default=0)
     add("--stop-via-request-cancel", **on)
@@ -154,8 +155,9 @@ def build_inputs(
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         if getattr(flags, name) is not None:
             made.append(scalar(name, getattr(flags, name), np.float32))
-    if flags.num_return_sequences is not None:
-        made.append(scalar("num_return_sequences", flags.num_return_sequences, np.int32))
+    for name in ("prompt_ignore_length", "num_return_sequences"):
+        if getattr(flags, name) is not None:
+            made.append(scalar(name, getattr(flags, name), np.int32))
     for name in (
         "exclude_input_in_output", "return_log_probs", "return_context_logits", "return_generation_logits",
         "return_perf_metrics",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from hashlib import blake2b
@@ -14,6 +14,8 @@ import numpy as np
 from manylora.errors import RequestError
 
 MAX_SEED = 2**64 - 1
+WHOLE_PROMPT = 2**31 - 1  # as prompt_ignore_length: a longer one than any prompt
+LEAST_DIVISOR = 1e-6  # lower temperatures are as this one: logits divided by them could overflow
 # What one request may bring. Bounds that depend on the engine are in `engine.checks`.
 MAX_WORDS = 1024  # stop words, and bad words: every new token is compared with each
 MAX_WORD_TOKENS = 2**14  # of either, all together
@@ -68,8 +70,9 @@ class SamplingParams:
     top_p_reset_id: int | None = None  # and returns to its first value after this token
     seed: int | None = None  # None: 0, so that a repeated request repeats its answer
     repetition_penalty: float = 1.0  # > 1: logits of tokens seen in prompt or output are made lower by it
-    presence_penalty: float = 0.0  # subtracted once from tokens of the output
-    frequency_penalty: float = 0.0  # subtracted per occurrence in the output
+    presence_penalty: float = 0.0  # subtracted once from tokens of prompt and output,
+    frequency_penalty: float = 0.0  # and this per occurrence; both after the division by the temperature
+    prompt_ignore_length: int = 0  # so many tokens of the prompt, from its beginning, count for neither
     min_tokens: int = 0  # end_id is not taken before this many new tokens
     stop_words: tuple[tuple[int, ...], ...] = ()  # stops after any of these; the word stays in the output
     bad_words: tuple[tuple[int, ...], ...] = ()  # never completed
@@ -109,6 +112,8 @@ class SamplingParams:
         yield isfinite(repetition) and repetition > 0, "repetition_penalty", "must be > 0", repetition
         for name in ("presence_penalty", "frequency_penalty"):
             yield isfinite(getattr(self, name)), name, "must be finite", getattr(self, name)
+        ignored = self.prompt_ignore_length
+        yield ignored >= 0, "prompt_ignore_length", "must be >= 0", ignored
         yield self.min_tokens >= 0, "min_length", "must be >= 0", self.min_tokens
         sequences, width = self.num_return_sequences, self.beam_width
         yield sequences > 0, "num_return_sequences", "must be > 0", sequences
@@ -126,6 +131,28 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True when the most probable token is always taken."""
         return self.temperature == 0 or self.top_k == 1 or (not self.top_k and not self.top_p)
+
+    @cached_property
+    def has_penalties(self) -> bool:
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+    @cached_property
+    def divisor(self) -> float:
+        """Of the logits: the temperature; 1 where it is 0, or where it could change nothing."""
+        matters = not self.greedy or self.has_penalties or self.return_log_probs or self.beam_width > 1
+        return max(self.temperature, LEAST_DIVISOR) if self.temperature and matters else 1.0
+
+    def with_output_penalties(self) -> SamplingParams:
+        """The same with the penalties of OpenAI and vLLM: presence and frequency are counted over the output
+        alone, and subtracted before the division by the temperature."""
+        if not (self.presence_penalty or self.frequency_penalty):
+            return self
+        return replace(
+            self,
+            presence_penalty=self.presence_penalty / self.divisor,
+            frequency_penalty=self.frequency_penalty / self.divisor,
+            prompt_ignore_length=WHOLE_PROMPT,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,7 +300,7 @@ class Event:
 
     token_ids: new since the last event of this sequence (all of them when not streaming); the prompt never.
     log_probs: natural-log probabilities of `token_ids`, same length; empty unless asked for. Taken after
-               penalties and, when sampling, temperature; before the top-k and top-p cuts.
+               temperature and penalties, before the top-k and top-p cuts.
     finish_reason: None while the sequence goes on.
     last: True on exactly one event, the final one of the request.
     error: set exactly when finish_reason is ERROR.

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from penalties import most_probable, tensorrt_llm
 from running import run as run_engine
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -129,6 +130,44 @@ def test_beams_score_what_the_model_says_and_survive_a_full_cache(model: Path, e
     assert scores == sorted(scores, reverse=True)
 
 
+PENALTIES = [  # below 0 they prefer what is there already, so that it shows what was counted
+    {"presence_penalty": -6.0},
+    {"frequency_penalty": -3.0, "temperature": 0.5},
+    {"frequency_penalty": -4.0, "prompt_ignore_length": 4},
+    {"presence_penalty": 1.0, "frequency_penalty": -4.0, "repetition_penalty": 1.4, "temperature": 3.0},
+]
+
+
+def test_penalties_in_company_and_after_preemptions(model: Path, engine: Engine, adapter: Path) -> None:
+    """Counts are each sequence's own, and survive when it is evicted and comes back."""
+    tight = open_engine(model, max_tokens_in_paged_kv_cache=64, batch_scheduler_policy="max_utilization")
+    prompt = [0, 1, 0, 2, 0, *PROMPT]
+    lora = LoraInput(1, *convert_peft(adapter, "float32"))
+    requests, expected = list[Request](), list[list[int]]()
+    for number, case in enumerate(PENALTIES):
+        used = adapter if number % 2 else None
+        params = SamplingParams(max_tokens=NEW, top_k=1, **case)
+        requests.append(Request(tuple(prompt), params, lora if used else None))
+        expected.append(most_probable(tensorrt_llm, model, used, prompt, NEW, **case))
+    assert len({tuple(one) for one in expected}) == len(expected)
+    mates = [Request((*PROMPT, i), SamplingParams(max_tokens=30)) for i in range(4)]
+    for one in (engine, tight):
+        found = run(one, *requests, *mates)
+        assert [tokens(events) for events in found[: len(requests)]] == expected
+
+
+def test_beams_are_scored_with_penalties_and_temperature(engine: Engine, model: Path) -> None:
+    case = {"frequency_penalty": 0.7, "presence_penalty": 0.2, "temperature": 0.6, "prompt_ignore_length": 3}
+    params = SamplingParams(max_tokens=NEW, beam_width=4, return_log_probs=True, **case)
+    [[event]] = run(engine, Request(PROMPT, params))
+    for beam in event.beams:
+        for i, token in enumerate(beam.token_ids):
+            before = list(beam.token_ids[:i])
+            logits = reference_logits(model, None, [*PROMPT, *before])[-1].numpy()
+            adjusted = torch.from_numpy(tensorrt_llm(logits, list(PROMPT), before, **case))
+            assert beam.log_probs[i] == pytest.approx(adjusted.log_softmax(-1)[token].item(), abs=1e-4)
+
+
 def test_diversity_spreads_the_beams(engine: Engine) -> None:
     def first_tokens(rate: float) -> int:
         params = SamplingParams(max_tokens=2, beam_width=6, beam_search_diversity_rate=rate)
@@ -153,7 +192,8 @@ def test_cancelled_beams_give_everything_back(engine: Engine) -> None:
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_draft_changes_the_steps_and_not_the_tokens(engine: Engine, right: int, sampled: bool) -> None:
     options = {"top_p": 0.9, "seed": 3, "temperature": 2.0} if sampled else {}
-    params = SamplingParams(max_tokens=NEW, return_log_probs=True, repetition_penalty=1.2, **options)
+    penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.4}
+    params = SamplingParams(max_tokens=NEW, return_log_probs=True, **penalties, **options)
     [plain] = run(engine, Request(PROMPT, params))
     truth = tokens(plain)
     draft = (*truth[:right], *((token + 1) % 250 for token in truth[right:6]))

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from penalties import most_probable, tensorrt_llm
 from safetensors.torch import load_file
 
 from manylora import LLM, GuidedDecodingParams, LoraConfig, LoRARequest, SamplingParams
@@ -151,6 +152,16 @@ def test_a_bias_decides_and_top_p_decays_to_greedy(llm: LLM) -> None:
     reset = ask(llm, **hot, top_p_decay=1e-9, top_p_min=1e-9, top_p_reset_ids=free[0]).outputs[0].token_ids
     assert reset[:2] == free[:2]
     assert free != greedy
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"temperature": 0.5, "top_k": 1}, {"prompt_ignore_length": 8}, {"prompt_ignore_length": 99}]
+)
+def test_penalties_count_the_prompt_as_far_as_they_are_told(llm: LLM, tiny: Path, given: dict) -> None:
+    case = {"presence_penalty": -2.0, "frequency_penalty": -1.0, **given}
+    truth = ask(llm, ignore_eos=True, **case).outputs[0].token_ids
+    case.pop("top_k", None)
+    assert truth == most_probable(tensorrt_llm, tiny / "model", None, PROMPT, NEW, **case)
 
 
 @pytest.mark.parametrize("with_adapter", [False, True])

@@ -18,12 +18,14 @@ import httpx2
 import numpy as np
 import openai
 import pytest
+from penalties import most_probable, vllm
 from safetensors.numpy import load_file, save_file
 from serving import DEMO, Running, wait_for
 
 from manylora.errors import RequestError
 from manylora.openai.serving.backend import Backend
 from manylora.request import Event
+from manylora.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(DEMO))
 
@@ -152,6 +154,12 @@ def test_sampling_fields_have_their_effect(server: Running) -> None:
     ids = server.post("/tokenize", model="demo", prompt=" Rome", add_special_tokens=False).json()["tokens"]
     biased = client.completions.create(**ask_base, temperature=0, max_tokens=1, logit_bias={str(ids[0]): 100})
     assert server.post("/detokenize", tokens=ids[:1]).json()["prompt"] == biased.choices[0].text
+    ids = server.post("/tokenize", model="demo", prompt=LINE).json()["tokens"]
+    for heat in (0.0, 0.5):  # with a temperature, top_k 1 takes the most probable token
+        case = {"presence_penalty": -2.0, "frequency_penalty": -2.0, "temperature": heat}
+        found = server.post(model="demo", prompt=LINE, max_tokens=8, top_k=1, ignore_eos=True, **case).json()
+        truth = most_probable(vllm, DEMO / "base", None, ids, 8, **case)
+        assert found["choices"][0]["text"] == Tokenizer(DEMO / "base").decode(truth)
     pairs = client.completions.create(
         model="demo", prompt=[LINE, LINE.replace("France", "Italy")], temperature=0
     )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
+from penalties import Formula, tensorrt_llm, vllm
 
-from manylora.engine.sampler import NOT_FINITE, sample, uniform
+from manylora.engine.sampler import NOT_FINITE, adjust, sample, uniform
 from manylora.engine.sequence import Sequence
+from manylora.engine.token_counts import TokenCounts
 from manylora.request import Request, SamplingParams
 
 
@@ -44,12 +47,63 @@ def test_penalties() -> None:
     assert one([0.0, 2.0, 1.5], sequence(penalised, (1,)))[0] == 2
     assert one([-1.0, -2.0, -1.5], sequence(penalised, (0,)))[0] == 2
     frequent = SamplingParams(frequency_penalty=0.5)
-    assert one([1.0, 1.9], sequence(frequent, (0,), (1,)))[0] == 1
-    assert one([1.0, 1.9], sequence(frequent, (0,), (1, 1)))[0] == 0
-    assert one([1.0, 1.9], sequence(SamplingParams(presence_penalty=1.0), (1,)))[0] == 1, (
-        "prompt is not output"
-    )
-    assert one([1.0, 1.9], sequence(SamplingParams(presence_penalty=1.0), (0,), (1,)))[0] == 0
+    assert one([1.0, 1.9, 0.0], sequence(frequent, (2,), (1,)))[0] == 1
+    assert one([1.0, 1.9, 0.0], sequence(frequent, (2,), (1, 1)))[0] == 0
+    assert one([1.0, 1.9], sequence(SamplingParams(presence_penalty=1.0), (1,)))[0] == 0, "the prompt counts"
+    ignoring = SamplingParams(presence_penalty=1.0, prompt_ignore_length=1)
+    assert one([1.0, 1.9], sequence(ignoring, (1,)))[0] == 1
+    assert one([1.0, 1.9], sequence(ignoring, (0,), (1,)))[0] == 0, "the output counts always"
+
+
+VOCAB = 40
+CASES = [
+    {"presence_penalty": 1.3},
+    {"presence_penalty": 1.3, "temperature": 0.5},
+    {"presence_penalty": -0.7, "frequency_penalty": 0.4, "temperature": 2.5, "prompt_ignore_length": 3},
+    {"frequency_penalty": 0.9, "temperature": 0.8, "prompt_ignore_length": 99},
+    {"repetition_penalty": 1.7, "temperature": 1.6, "prompt_ignore_length": 99},
+    {"repetition_penalty": 0.6, "presence_penalty": 0.5, "frequency_penalty": -0.3, "temperature": 0.0},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "temperature": 0.7},
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("meaning", [tensorrt_llm, vllm])
+def test_penalties_follow_their_formulas_step_by_step(case: dict, drawn: bool, meaning: Formula) -> None:
+    """One sequence over many steps, beside one without penalties: only its temperature changes its logits."""
+    choice = np.random.default_rng(5)
+    bias = choice.normal(0, 1, VOCAB).astype(np.float32) if drawn else None
+    params = SamplingParams(logit_bias=bias, top_p=0.9 if drawn else None, **case)
+    if meaning is vllm:
+        params = params.with_output_penalties()
+    prompt = choice.integers(0, VOCAB // 2, 9).tolist()
+    made = sequence(params, (*prompt, VOCAB + 3))  # the last one is a row of a prompt embedding
+    mate = sequence(SamplingParams(top_p=0.9, temperature=0.5), (1, 2))
+    for step in range(20):
+        rows = torch.from_numpy(choice.normal(0, 3, (2, VOCAB)).astype(np.float32))
+        logits = rows[0].numpy() if bias is None else rows[0].numpy() + bias
+        expected = meaning(logits, prompt, made.tokens[len(prompt) + 1 :], **case)
+        expected_mate = rows[1] / 0.5
+        assert adjust(rows, [(made, len(made.tokens)), (mate, 2)]).all()
+        np.testing.assert_allclose(rows[0].numpy(), expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(rows[1], expected_mate)
+        made.tokens.append(int(choice.integers(0, VOCAB // (1 + step % 3))))
+
+
+def test_counting_a_token_more_does_not_count_the_others_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = sequence(SamplingParams(frequency_penalty=0.1), tuple(range(30)))
+    added: list[int] = []
+    add = TokenCounts.add
+    monkeypatch.setattr(TokenCounts, "add", lambda self, token: (added.append(token), add(self, token)))
+    for token in (31, 3, 31, 32):
+        one([0.0] * VOCAB, made)
+        made.tokens.append(token)
+    one([0.0] * VOCAB, made)
+    assert added == [31, 3, 31, 32]
+    assert made.counts is not None
+    found = dict(zip(made.counts.ids.tolist(), made.counts.counts.tolist(), strict=True))
+    assert found == dict(Counter(made.tokens))
 
 
 def test_bad_words_and_min_tokens() -> None:

@@ -52,7 +52,7 @@ INSIDE = {
         "weights", "builder",
     ],
     "engine": [
-        "sequence", "kv_cache", "scheduler", "memory", "guide_trial", "guide", "beam",
+        "token_counts", "sequence", "kv_cache", "scheduler", "memory", "guide_trial", "guide", "beam",
         "sampler", "launched", "inputs", "graphs", "kernel_trials", "runner", "checks", "build",
         "results", "engine", "loop",
     ],

@@ -133,6 +133,7 @@ def test_defaults_are_upstreams() -> None:
         ),
         (lambda: SamplingParams(truncate_prompt_tokens=0), "truncate_prompt_tokens must be >= 1, got 0"),
         (lambda: SamplingParams(max_tokens=0), "max_tokens must be >= 1, got 0"),
+        (lambda: SamplingParams(prompt_ignore_length=-1), "prompt_ignore_length must be >= 0, got -1"),
         (lambda: SamplingParams(stop=["a", ""]), "stop must be a text or a list of texts"),
         (lambda: SamplingParams(logprobs=2), "logprobs must be None or 0, or 1 with greedy decoding, got 2"),
         (lambda: SamplingParams(logprobs=1, top_p=0.9), "logprobs must be None or 0"),

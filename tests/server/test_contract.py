@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 import urllib.request
 from datetime import datetime, timezone
@@ -22,6 +23,9 @@ from manylora.stats import EngineStats
 from manylora.testing.tiny_models import reference_generate, reference_logits
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.metrics import STAMP, engine_samples
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
+from penalties import most_probable, tensorrt_llm
 
 STATISTICS = (
     "kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks", "arrival_time_ns",
@@ -122,6 +126,34 @@ def test_statistics_under_both_names(server: Running, switch: str) -> None:
     assert times[0] > 0
     [plain] = ask(server, inputs(prompt, 4))
     assert plain.as_numpy("arrival_time_ns") is None
+
+
+def test_penalties_count_the_prompt_through_every_model(server: Running, world: World) -> None:
+    """prompt_ignore_length says how much of it not; temperature is applied before them."""
+    case = {"presence_penalty": -4.0, "frequency_penalty": -1.0, "temperature": 0.5}
+    sent = {name: scalar(value, np.float32) for name, value in case.items()}
+    sent |= {"runtime_top_k": scalar(1, np.int32), "exclude_input_in_output": scalar(True, bool)}
+    found = []
+    for ignored in (None, 3, 2**31 - 1):
+        given = {} if ignored is None else {"prompt_ignore_length": ignored}
+        wire = {name: scalar(value, np.int32) for name, value in given.items()}
+        found.append(new_ids(ask(server, inputs(**sent, **wire))))
+        assert found[-1] == most_probable(tensorrt_llm, world.model, None, PROMPT, NEW, **case, **given)
+    assert found[0] != found[2]
+    tokenizer = Tokenizer(world.model)
+    body = {
+        "text_input": "Hello",
+        "max_tokens": NEW,
+        "end_id": -1,
+        "exclude_input_in_output": True,
+        "top_k": 1,
+    }
+    for given in ({}, {"prompt_ignore_length": 2}):
+        ids = tokenizer.encode("Hello")
+        truth = tokenizer.decode(most_probable(tensorrt_llm, world.model, None, ids, NEW, **case, **given))
+        assert json.loads(generate(server, **body, **case, **given))["text_output"] == truth
+        assert bls(server, **body, **case, **given)["text_output"] == truth
+        assert bls(server, **body, **case, **given, num_draft_tokens=3)["text_output"] == truth
 
 
 def test_a_draft_is_counted(server: Running) -> None:

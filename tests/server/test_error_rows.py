@@ -70,6 +70,7 @@ REQUEST_ROWS = {
     "top_p": ({"runtime_top_p": scalar(1.5, np.float32)}, "top_p must be in (0, 1]"),
     "temperature": ({"temperature": scalar(np.nan, np.float32)}, "temperature must be >= 0"),
     "repetition": ({"repetition_penalty": scalar(0, np.float32)}, "repetition_penalty must be > 0"),
+    "ignored": ({"prompt_ignore_length": scalar(-1, np.int32)}, "prompt_ignore_length must be >= 0"),
     "sequences": ({"num_return_sequences": scalar(0, np.int32)}, "num_return_sequences must be > 0"),
     "words": ({"bad_words_list": np.array([[[1, 2], [2, 1]]], np.int32)}, "Invalid format for word list."),
     "words end": ({"bad_words_list": np.array([[[1], [3]]], np.int32)}, "Invalid format for word list."),

@@ -175,6 +175,7 @@ def random_sampling(picks: random.Random) -> dict[str, np.ndarray]:
         "repetition_penalty": (np.float32, lambda: picks.uniform(0.5, 2)),
         "presence_penalty": (np.float32, lambda: picks.uniform(-1, 1)),
         "frequency_penalty": (np.float32, lambda: picks.uniform(-1, 1)),
+        "prompt_ignore_length": (np.int32, lambda: picks.randint(0, 20)),
         "min_length": (np.int32, lambda: picks.randint(0, 4)),
         "end_id": (np.int32, lambda: picks.randrange(272)),
         "return_log_probs": (bool, lambda: True),

@@ -19,6 +19,7 @@ from manylora.testing.tiny_models import reference_generate
 from manylora.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
+from penalties import most_probable, tensorrt_llm, vllm
 from serving import Running
 
 NEW = 8
@@ -116,8 +117,13 @@ def test_streams_ends_and_samples(gateway: tuple[Running, Path], world: World) -
     assert ended.usage is not None and ended.usage.completion_tokens == 0
 
 
-def test_what_it_does_not_have_is_refused_by_name(gateway: tuple[Running, Path]) -> None:
+def test_what_it_does_not_have_is_refused_by_name(gateway: tuple[Running, Path], world: World) -> None:
     running, _ = gateway
+    # An older model has no prompt_ignore_length: there the penalties count the prompt too.
+    case = {"presence_penalty": -2.0, "frequency_penalty": -2.0}
+    ids = Tokenizer(world.model).encode("Hello")
+    truth = most_probable(tensorrt_llm, world.model, None, ids, NEW, **case)
+    assert ask(running, None, **case) == Tokenizer(world.model).decode(truth)
     refused = running.post(model="base", prompt="a", min_p=0.2)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_field")
     assert "min_p" in refused.json()["error"]["message"]
@@ -136,5 +142,9 @@ def test_without_decoupling_and_with_later_names(world: World, tmp_path: Path) -
             extra_body={"ignore_eos": True},
         )  # fmt: skip
         assert "".join(chunk.choices[0].text for chunk in stream) == expected(world, 3)
+        case = {"presence_penalty": -2.0, "frequency_penalty": -2.0}
+        ids = Tokenizer(world.model).encode("Hello")
+        truth = most_probable(vllm, world.model, None, ids, NEW, **case)
+        assert ask(running, None, **case) == Tokenizer(world.model).decode(truth)
         refused = running.post(model="base", prompt="a", n=2)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")

@@ -20,6 +20,7 @@ from manylora.testing.tiny_models import reference_generate
 from manylora.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
+from penalties import most_probable, tensorrt_llm, vllm
 from serving import Running, wait_for
 
 NEW = 10
@@ -83,7 +84,7 @@ def test_an_adapter_that_triton_forgot_is_sent_again(gateway: Running, world: Wo
     object.__setattr__(entry.version, "task_id", task_id)
 
 
-def test_fields_reach_the_engine_and_come_back(gateway: Running) -> None:
+def test_fields_reach_the_engine_and_come_back(gateway: Running, world: World) -> None:
     client = gateway.client()
     body: dict[str, Any] = {"model": "adapter-2", "prompt": "abc", "max_tokens": 6}
     several = client.completions.create(**body, n=3, seed=4, temperature=2.0, logprobs=0, echo=True)
@@ -96,6 +97,13 @@ def test_fields_reach_the_engine_and_come_back(gateway: Running) -> None:
     assert all(
         max(one.values()) == value for one, value in zip(top.top_logprobs, top.token_logprobs, strict=True)
     )
+    ids = gateway.post("/tokenize", model="base", prompt="abc").json()["tokens"]
+    for heat in (0.0, 0.5):  # with a temperature, top_k 1 takes the most probable token
+        case = {"presence_penalty": -2.0, "frequency_penalty": -2.0, "temperature": heat}
+        penalised = gateway.post(**body, **case, top_k=1, ignore_eos=True).json()["choices"][0]["text"]
+        truth = most_probable(vllm, world.model, world.adapters[2], ids, 6, **case)
+        assert penalised == Tokenizer(world.model).decode(truth), heat
+        assert truth != most_probable(tensorrt_llm, world.model, world.adapters[2], ids, 6, **case)
     [letter] = gateway.post("/tokenize", prompt="z", add_special_tokens=False).json()["tokens"]
     biased = client.completions.create(**body, temperature=0, logit_bias={str(letter): 100})
     assert biased.choices[0].text == "z" * 6

@@ -73,6 +73,7 @@ def extend_beams(
         target = source if best_of[candidate.parent] == i else spare.pop()
         if target is not source:
             target.tokens = list(source.tokens)
+            target.counts = source.counts and source.counts.copy()
             target.output.log_probs = list(source.output.log_probs)
             fork(source, target, group.reserve)
         beams.append(target)

@@ -139,8 +139,7 @@ class Runner:
         members.sort(key=lambda member: order[member[1][0]])
         picked = logits[[index for index, _ in members]]
         finite = adjust(picked, [row for _, row in members])
-        temperature = group.leader.request.params.temperature or 1.0
-        log_probs = torch.log_softmax(picked / temperature, dim=-1)
+        log_probs = torch.log_softmax(picked, dim=-1)
         return best_candidates(log_probs, group) if bool(finite.all()) else []
 
     @staticmethod

@@ -4,7 +4,6 @@ sequence and seed, never on the rest of the batch."""
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor
 
 from manylora.engine.sequence import Sequence
+from manylora.engine.token_counts import TokenCounts
 from manylora.kernels.transfer import upload
-from manylora.request import SamplingParams
 
 NOT_FINITE = -1  # in place of a token: the row's logits hold a NaN or an infinity
 MASK64 = 2**64 - 1
@@ -35,7 +34,6 @@ def sample(logits: Tensor, rows: Rows[Row]) -> tuple[Tensor, Tensor | None]:
     tokens = _best(logits)
     random = [i for i, (sequence, _) in enumerate(rows) if not sequence.request.params.greedy]
     if random:
-        _scale(logits, random, rows)
         picked, where = _select(logits, random)
         tokens = tokens.index_copy(0, where, _draw(picked, [rows[i] for i in random]))
     wanted = [i for i, (sequence, _) in enumerate(rows) if sequence.request.params.return_log_probs]
@@ -49,13 +47,17 @@ def sample(logits: Tensor, rows: Rows[Row]) -> tuple[Tensor, Tensor | None]:
 
 
 def adjust(logits: Tensor, rows: Rows[Row]) -> Tensor:
-    """Apply biases, penalties, bans and guides in place. Returns which rows can be sampled, [L] bool: their
-    logits were finite, and their guide was ready."""
+    """Apply in place, in this order: biases, temperatures, penalties, bans, guides. Returns which rows can be
+    sampled, [L] bool: their logits were finite, and their guide was ready."""
     finite = _are_finite(logits)
     deadline = time.monotonic() + GUIDES_S
+    _scale(logits, rows)
     for row, (sequence, length) in enumerate(rows):
-        if _has_rules(sequence.request.params):
-            _apply_rules(logits[row], sequence, length)
+        params = sequence.request.params
+        if params.has_penalties:
+            _penalise(logits[row], sequence, length)
+        if params.bad_words or params.min_tokens:
+            _ban(logits[row], sequence, length)
         if sequence.guide is not None:
             allowed = sequence.guide.mask(deadline)
             if allowed is None:
@@ -94,35 +96,47 @@ def uniform(seed: int, index: int, position: int) -> float:
     return (state >> 11) / 2**53
 
 
-def _has_rules(params: SamplingParams) -> bool:
-    return bool(
-        params.bad_words
-        or params.min_tokens
-        or params.repetition_penalty != 1
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.logit_bias is not None
-    )
+def _scale(logits: Tensor, rows: Rows[Row]) -> None:
+    """Add biases, and divide by temperatures."""
+    all_params = [sequence.request.params for sequence, _ in rows]
+    for row, params in enumerate(all_params):
+        if params.logit_bias is not None:
+            bias = params.logit_bias[: logits.shape[-1]]
+            logits[row, : len(bias)] += upload(bias, torch.float32, logits.device)
+    divisors = [params.divisor for params in all_params]
+    if any(divisor != 1 for divisor in divisors):
+        logits /= upload(divisors, logits.dtype, logits.device).unsqueeze(1)
 
 
-def _apply_rules(row: Tensor, sequence: Sequence, length: int) -> None:
-    params, vocab = sequence.request.params, row.shape[-1]
-    tokens = sequence.tokens[:length]
-    output = tokens[sequence.num_prompt :]
-    if params.logit_bias is not None:
-        row[: len(params.logit_bias)] += upload(params.logit_bias[:vocab], torch.float32, row.device)
+def _penalise(row: Tensor, sequence: Sequence, length: int) -> None:
+    """Repetition over all tokens; presence and frequency over those that are counted."""
+    params, seen = sequence.request.params, _counts(sequence, length, row.shape[-1])
+    ids = upload(seen.ids, torch.long, row.device)
+    scores = row[ids]
     if params.repetition_penalty != 1:
-        seen = _index({token for token in tokens if token < vocab}, row)
-        scores = row[seen]
-        row[seen] = torch.where(
-            scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty
-        )
-    if output and (params.presence_penalty or params.frequency_penalty):
-        counts = Counter(output)
-        weights = [params.presence_penalty + params.frequency_penalty * n for n in counts.values()]
-        row[_index(counts, row)] -= upload(weights, row.dtype, row.device)
-    banned = {word[-1] for word in params.bad_words if _is_next(word, tokens)}
-    if params.end_id is not None and len(output) < params.min_tokens:
+        rate = params.repetition_penalty
+        scores = torch.where(scores < 0, scores * rate, scores / rate)
+    if params.presence_penalty or params.frequency_penalty:
+        weights = params.presence_penalty * (seen.counts > 0) + params.frequency_penalty * seen.counts
+        scores -= upload(weights, row.dtype, row.device)
+    row[ids] = scores
+
+
+def _counts(sequence: Sequence, length: int, vocab: int) -> TokenCounts:
+    """Of the first `length` tokens of the sequence."""
+    counts = sequence.counts
+    if counts is None or counts.length > length:
+        ignored = min(sequence.request.params.prompt_ignore_length, sequence.num_prompt)
+        counts = sequence.counts = TokenCounts(sequence.tokens[:length], ignored, vocab)
+    for token in sequence.tokens[counts.length : length]:
+        counts.add(token)
+    return counts
+
+
+def _ban(row: Tensor, sequence: Sequence, length: int) -> None:
+    params, vocab = sequence.request.params, row.shape[-1]
+    banned = {word[-1] for word in params.bad_words if _is_next(word, sequence.tokens, length)}
+    if params.end_id is not None and length - sequence.num_prompt < params.min_tokens:
         banned.add(params.end_id)
     banned = {token for token in banned if 0 <= token < vocab}
     if banned and len(banned) < vocab:
@@ -139,21 +153,14 @@ def _apply_guide(row: Tensor, mask: np.ndarray) -> None:
     row.masked_fill_(allowed & none_left, 0.0)
 
 
-def _is_next(word: tuple[int, ...], tokens: list[int]) -> bool:
+def _is_next(word: tuple[int, ...], tokens: list[int], length: int) -> bool:
+    """Whether the first `length` tokens end with all of a word but its last token."""
     head = word[:-1]
-    return not head or tuple(tokens[-len(head) :]) == head
+    return tuple(tokens[max(0, length - len(head)) : length]) == head
 
 
 def _index(tokens: Iterable[int], row: Tensor) -> Tensor:
     return upload(list(tokens), torch.long, row.device)
-
-
-def _scale(logits: Tensor, random: list[int], rows: Rows[Row]) -> None:
-    temperatures = [1.0] * len(rows)
-    for row in random:
-        temperatures[row] = rows[row][0].request.params.temperature
-    if any(temperature != 1 for temperature in temperatures):
-        logits /= upload(temperatures, logits.dtype, logits.device).unsqueeze(1)
 
 
 def _draw(logits: Tensor, rows: Rows[Row]) -> Tensor:

@@ -14,6 +14,7 @@ from manylora.request import Beam, Event, FinishReason, Request, RequestMetrics
 
 if TYPE_CHECKING:
     from manylora.engine.guide import GuideState
+    from manylora.engine.token_counts import TokenCounts
     from manylora.lora.store import AdapterLease
 
 PENDING = -1  # in place of a token that the device has sampled and the host does not know yet
@@ -79,6 +80,7 @@ class Sequence:
     num_accepted: draft tokens that it has confirmed.
     is_pending:   whether the last of `tokens` is PENDING; see `append_pending_token`.
     top_p:        for the next token; it decays where the request asks for that.
+    counts:       of its tokens, kept by the sampler where the request has penalties.
     """
 
     handle: int
@@ -94,6 +96,7 @@ class Sequence:
     num_accepted: int = 0
     is_pending: bool = False
     top_p: float | None = None
+    counts: TokenCounts | None = None
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     kv: KvBlocks = field(default_factory=KvBlocks)
@@ -165,9 +168,7 @@ class Sequence:
         params = self.request.params
         reads_tokens = (
             params.bad_words
-            or params.repetition_penalty != 1
-            or params.presence_penalty
-            or params.frequency_penalty
+            or params.has_penalties
             or self.guide is not None
             or (self.top_p and params.top_p_decay != 1)
         )
@@ -191,6 +192,7 @@ class Sequence:
         """The draft was verified: the tokens that were accepted are appended again, as output."""
         if self.num_draft:
             del self.tokens[-self.num_draft :]
+            self.counts = None  # draft tokens were counted
             self.num_draft, self.num_accepted = 0, num_accepted
 
     def append(self, token: int, log_prob: float | None) -> None:

@@ -30,6 +30,9 @@ class SamplingParams:
     stop:         texts that end the output wherever they appear in it.
     stop_token_ids: tokens that end it. Neither is part of the output, unless include_stop_str_in_output.
     bad, bad_token_ids: texts and tokens that are never generated; texts as the tokenizer splits them.
+    repetition_penalty: > 1 lowers tokens of prompt and output. presence_penalty, frequency_penalty:
+                  subtracted from them, once and for each occurrence, after the division by the temperature.
+                  prompt_ignore_length: so many tokens at the prompt's beginning do not count for these two.
     min_p:        when sampling, tokens less probable than this times the most probable one are not drawn.
     min_tokens:   nothing ends the output before this many tokens.
     n, best_of:   of best_of samples the n with the highest cumulative log probability, best first.
@@ -73,6 +76,7 @@ class SamplingParams:
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    prompt_ignore_length: int | None = None
     length_penalty: float | None = None
     early_stopping: int | None = None
     no_repeat_ngram_size: int | None = None
@@ -145,7 +149,10 @@ class SamplingParams:
                 raise ValueError(f"use_beam_search cannot be combined with {name}")
 
     def _check_counts(self) -> None:
-        for name, least in (("max_tokens", 1), ("n", 1), ("best_of", 1), ("min_tokens", 0), ("logprobs", 0)):
+        at_least = {"max_tokens": 1, "n": 1, "best_of": 1} | dict.fromkeys(
+            ("min_tokens", "logprobs", "prompt_ignore_length"), 0
+        )
+        for name, least in at_least.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be >= {least}, got {value}")

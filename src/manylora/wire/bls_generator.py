@@ -157,17 +157,26 @@ class TextGenerator:
         plain = {name: value for name, value in common.items() if not name.startswith("lora_")}
         last: Mapping[str, ServerTensor] = {}
 
-        def first_response(model: str, step: Values) -> Mapping[str, ServerTensor]:
+        def first_response(model: str, sent: Values) -> Mapping[str, ServerTensor]:
             with client.engine_request(model) as request_id:
-                return next(iter(self._call(model, step, ENGINE_OUTPUTS, request_id)))
+                return next(iter(self._call(model, sent, ENGINE_OUTPUTS, request_id)))
+
+        def step(ids: list[int], count: int) -> dict[str, np.ndarray]:
+            """Each step's prompt has the output so far: what counts from the prompt's end moves on."""
+            moved = _prompt(ids, count)
+            if "prompt_ignore_length" in inputs:
+                moved["prompt_ignore_length"] = np.minimum(inputs["prompt_ignore_length"], len(prompt))
+            if "min_length" in inputs:
+                moved["min_length"] = np.maximum(inputs["min_length"] - (len(ids) - len(prompt)), 0)
+            return moved
 
         def guess(ids: list[int], count: int) -> list[int]:
-            return _ids(first_response(str(self._draft), plain | _prompt(ids, count)))
+            return _ids(first_response(str(self._draft), plain | step(ids, count)))
 
         def confirm(ids: list[int], draft: list[int]) -> tuple[list[int], bool]:
             nonlocal last
             more = {"draft_input_ids": np.array([draft], np.int32)} if draft else {}
-            last = first_response(self._engine, common | _prompt(ids, len(draft) + 1) | more)
+            last = first_response(self._engine, common | step(ids, len(draft) + 1) | more)
             return _ids(last), last["finish_reason"].as_numpy().reshape(-1)[0] not in (b"", b"length")
 
         wanted = _number(inputs, "max_tokens"), _number(inputs, "num_draft_tokens")

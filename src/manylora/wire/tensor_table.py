@@ -101,6 +101,7 @@ TENSORRT_LLM = Model(
         Tensor("repetition_penalty", "FP32", scalar=True),
         Tensor("min_length", "INT32", scalar=True),
         *_many("FP32", "beam_search_diversity_rate presence_penalty frequency_penalty", scalar=True),
+        Tensor("prompt_ignore_length", "INT32", scalar=True),  # upstream since May 2026
         Tensor("random_seed", "UINT64", scalar=True),
         *_many("BOOL", "return_log_probs return_context_logits return_generation_logits", scalar=True),
         *_many("BOOL", "return_perf_metrics return_kv_cache_reuse_stats", scalar=True),
@@ -165,6 +166,7 @@ ENSEMBLE = Model(
         *_many("FP32", "top_p temperature length_penalty repetition_penalty"),
         Tensor("min_length", "INT32"),
         *_many("FP32", "presence_penalty frequency_penalty"),
+        Tensor("prompt_ignore_length", "INT32"),
         Tensor("random_seed", "UINT64"),
         *_many("BOOL", "return_log_probs return_context_logits return_generation_logits"),
         *_many("BOOL", "return_perf_metrics return_kv_cache_reuse_stats"),
@@ -230,8 +232,8 @@ SAMPLING_SCALARS = {
     name: name
     for name in (
         "temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-        "early_stopping", "num_return_sequences", "beam_width", "beam_search_diversity_rate",
-        "return_log_probs", "return_context_logits", "return_generation_logits",
+        "prompt_ignore_length", "early_stopping", "num_return_sequences", "beam_width",
+        "beam_search_diversity_rate", "return_log_probs", "return_context_logits", "return_generation_logits",
     )
 }  # fmt: skip
 """Fields of SamplingParams that are one value, and the inputs of `tensorrt_llm` that carry them."""

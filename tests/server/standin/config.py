@@ -46,12 +46,13 @@ OUTPUTS = [
     ("FP32", "1", "acceptance_rate"),
     ("INT32", "1", "total_accepted_draft_tokens total_draft_tokens"),
 ]
+LATER = [("INT32", "1", SCALAR, "prompt_ignore_length")]
 REQUIRED = ("input_lengths", "request_output_len")
 RENAMED = {"random_seed": "seed", "min_length": "min_tokens"}  # from v0.20 on
 
 
 def config(parameters: dict[str, str], *, decoupled: bool = True, renamed: bool = False) -> str:
-    """renamed: with the names of the releases after v0.19."""
+    """renamed: with the names of the releases after v0.19, and the input that came in May 2026."""
     lines = [
         'name: "tensorrt_llm"',
         'backend: "python"',
@@ -60,7 +61,7 @@ def config(parameters: dict[str, str], *, decoupled: bool = True, renamed: bool 
         "dynamic_batching { }",
         "instance_group [ { count: 1 kind: KIND_CPU } ]",
     ]
-    for kind, dims, layout, names in INPUTS:
+    for kind, dims, layout, names in [*INPUTS, *(LATER if renamed else [])]:
         for name in names.split():
             name = RENAMED.get(name, name) if renamed else name
             optional = "" if name in REQUIRED else "optional: true"

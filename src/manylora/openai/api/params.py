@@ -98,7 +98,7 @@ def plan(
         raise invalid_value("min_tokens must be at most max_tokens", "min_tokens")
     decoding = decoding_of(_sampling_params(body, max_tokens, top), tokenizer, model.eos_token_ids)
     params = replace(
-        decoding.params,
+        decoding.params.with_output_penalties(),
         logit_bias=shared.logit_bias,
         guide=shared.guide,
         return_generation_logits=bool(top),

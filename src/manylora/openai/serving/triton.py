@@ -46,6 +46,7 @@ FINAL = "triton_enable_empty_final_response"
 UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 WEIGHT_TYPES = {"FP32": "float32", "FP16": "float16", "BF16": "V2"}
 NEEDED = ("input_ids", "input_lengths", "request_output_len")
+IGNORED_PROMPT = "prompt_ignore_length"  # NVIDIA's model has it since May 2026
 RENAMED = {"random_seed": "seed", "min_length": "min_tokens"}  # in NVIDIA's releases after 0.19
 MANYLORA_GUIDES = ("lark_grammar", "llguidance")
 ADAPTER_FAULT = re.compile(r"\blora[ _]|low_rank|adapterSize|layerId")
@@ -94,6 +95,9 @@ class TritonModel:
             raise ConfigError(f"triton_url {url}: model {name} has no {what}: it is no tensorrt_llm model")
         if "lora_task_id" not in found.inputs:
             logger.warning("triton: model %s takes no adapters: it has no input lora_task_id", name)
+        if IGNORED_PROMPT not in found.inputs:
+            penalties = "presence_penalty and frequency_penalty count the prompt's tokens too"
+            logger.warning("triton: model %s has no input %s: %s", name, IGNORED_PROMPT, penalties)
         if not found.decoupled:
             logger.warning("triton: model %s is not decoupled: streams come in one piece, and n is 1", name)
         return found
@@ -120,8 +124,9 @@ class TritonModel:
             weights = _as_type(lora.weights, self.inputs.get("lora_weights", "FP32"))
             lora = replace(lora, weights=weights, config=_columns(lora.config, self.lora_columns))
         found = request_tensors(replace(request, lora=lora))
-        if "pad_id" not in self.inputs:
-            found.pop("pad_id", None)  # no effect: it is the value of padding, which is not read
+        for name in ("pad_id", IGNORED_PROMPT):  # no effect: padding is not read; `read` has warned of this
+            if name not in self.inputs:
+                found.pop(name, None)
         named = {name if name in self.inputs else RENAMED.get(name, name): one for name, one in found.items()}
         unknown = sorted(set(named) - set(self.inputs))
         if unknown:

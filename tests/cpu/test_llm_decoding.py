@@ -164,6 +164,15 @@ def test_penalties_count_the_prompt_as_far_as_they_are_told(llm: LLM, tiny: Path
     assert truth == most_probable(tensorrt_llm, tiny / "model", None, PROMPT, NEW, **case)
 
 
+def test_a_temperature_asks_for_sampling(llm: LLM) -> None:
+    hot = {"temperature": 5.0, "ignore_eos": True}
+    texts = {tuple(ask(llm, seed=seed, **hot).outputs[0].token_ids) for seed in range(3)}
+    assert len(texts) == 3
+    greedy = ask(llm, ignore_eos=True).outputs[0].token_ids
+    assert ask(llm, temperature=0.0, ignore_eos=True).outputs[0].token_ids == greedy
+    assert len(ask(llm, n=2, **hot).outputs) == 2
+
+
 @pytest.mark.parametrize("with_adapter", [False, True])
 def test_logits_are_those_of_transformers(llm: LLM, tiny: Path, with_adapter: bool) -> None:
     options = {"return_context_logits": True, "return_generation_logits": True, "ignore_eos": True}

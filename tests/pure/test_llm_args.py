@@ -185,7 +185,9 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
     ("given", "greedy"),
     [
         ({}, True),
-        ({"temperature": 0.7}, True),
+        ({"temperature": 0.7}, False),
+        ({"temperature": 0.0}, True),
+        ({"top_k": 5, "top_p": 0.0}, True),
         ({"top_k": 1}, True),
         ({"top_p": 0.0}, True),
         ({"top_k": 0}, False),

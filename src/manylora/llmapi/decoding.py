@@ -97,13 +97,14 @@ def _engine_params(
     # The engine's stop words do not wait for min_tokens. With it the text thread stops the output instead.
     words = () if rules.min_tokens else tuple((i,) for i in (*end_ids[1:], *rules.ids))
     samples, beams = params.num_samples, params.use_beam_search
+    # The engine draws where top_k or top_p ask for it; here a temperature asks for it too.
+    unlimited = not (params.greedy or params.top_k or params.top_p)
     bias = params.embedding_bias
     return engine.SamplingParams(
         **{name: value for name, value in given.items() if value is not None},
         end_id=end_ids[0] if end_ids else None,
-        top_k=None if beams else params.top_k,
-        # top_k 0 means sampling without a limit; without a top_p the engine would take it for greedy.
-        top_p=None if beams else 1.0 if params.top_k == 0 and not params.top_p else params.top_p,
+        top_k=None if beams else 1 if params.top_p == 0 else params.top_k,
+        top_p=None if beams else 1.0 if unlimited else params.top_p,
         top_p_reset_id=params.top_p_reset_ids,
         stop_words=words,
         bad_words=bad_words,

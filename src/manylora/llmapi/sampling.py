@@ -22,8 +22,8 @@ IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
 class SamplingParams:
     """How a prompt is continued. Lengths in tokens. None is the engine's default.
 
-    Greedy unless `top_k` or `top_p` asks for sampling. Checked when created and again when used. Raises
-    ValueError, also for fields of TensorRT-LLM that this engine does not implement.
+    Greedy unless `temperature`, `top_k` or `top_p` asks for sampling. Checked when created and again when
+    used. Raises ValueError, also for fields of TensorRT-LLM that this engine does not implement.
 
     end_id:       generation stops at this token, which is not part of the output. None: the model's end
                   tokens; -1: none.
@@ -100,7 +100,9 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """Whether the most probable token is always chosen."""
-        return not self.use_beam_search and self.top_k in (None, 1) and self.top_p in (None, 0)
+        silent = self.temperature is None and self.top_k is None and self.top_p is None
+        chosen = silent or self.temperature == 0 or self.top_k == 1 or self.top_p == 0
+        return not self.use_beam_search and chosen
 
     @property
     def num_samples(self) -> int:
@@ -158,10 +160,10 @@ class SamplingParams:
                 raise ValueError(f"{name} must be >= {least}, got {value}")
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of ({self.best_of}) cannot be less than n ({self.n})")
-        if self.num_samples > 1 and self.greedy:
+        if self.num_samples > 1 and self.greedy and not self.top_p:  # beside a top_p equal outputs are wanted
             raise ValueError(
-                "Greedy decoding in the LLM API does not allow multiple returns. Ask for sampling with top_k "
-                f"or top_p, got best_of={self.num_samples}"
+                "Greedy decoding in the LLM API does not allow multiple returns. Ask for sampling with "
+                f"temperature, top_k or top_p, got best_of={self.num_samples}"
             )
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens < 1:
             raise ValueError(f"truncate_prompt_tokens must be >= 1, got {self.truncate_prompt_tokens}")

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from manylora import cli
+from manylora.commands.inspect import GATES
 from manylora.lora.convert import main as hf_lora_convert
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.npy import read_npy
@@ -304,6 +305,35 @@ def test_inspect_tells_what_the_engine_would_do(
     assert facts["verdict"].startswith("refused: Invalid low_rank (4)")
     status, facts = inspected(capsys, tmp_path / "none")
     assert (status, facts["verdict"]) == (1, "refused: none does not exist")
+
+
+def test_inspect_says_which_matrix_each_module_id_is(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """5 is the gate. Swapped with 7 an adapter still fits, and no check can see it: it must be told."""
+    gated = make_adapter(tmp_path / "gated", model, 3, rank=4, modules=("gate_proj", "up_proj", "down_proj"))
+    assert manylora("inspect", gated, "--tensors", "--base", model) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tensors")]
+    assert told == [
+        "tensors  5 mlp_h_to_4h: gate_proj, the one behind the activation; A [rank, 64], B [96, rank]",
+        "tensors  6 mlp_4h_to_h: down_proj; A [rank, 96], B [64, rank]",
+        "tensors  7 mlp_gate: up_proj, the one the activation is multiplied with; A [rank, 64], B [96, rank]",
+        f"tensors  {GATES}",
+    ]
+    assert hf_lora_convert(["-i", str(gated), "-o", str(tmp_path / "npy"), "--storage-type", "float32"]) == 0
+    weights, config = read_npy(tmp_path / "npy")
+    scale = 2.0  # alpha / r
+    for row, (module_id, layer, *_) in zip(weights[0], config[0].tolist(), strict=True):
+        name = {5: "gate_proj", 6: "down_proj", 7: "up_proj"}[module_id]
+        [b] = [
+            value.numpy()
+            for key, value in load_file(gated / "adapter_model.safetensors").items()
+            if f"layers.{layer}.mlp.{name}.lora_B" in key
+        ]
+        start = 4 * (96 if module_id == 6 else 64)
+        np.testing.assert_allclose(row[start : start + b.size].reshape(b.shape), b * scale, rtol=1e-6)
+    assert manylora("inspect", tmp_path / "npy", "--tensors") == 0
+    assert "A [rank, in], B [out, rank]" in capsys.readouterr().out
 
 
 def test_the_command_line_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,12 @@ from pathlib import Path
 
 from manylora.config.engine import LoraCacheConfig
 from manylora.errors import ConfigError
+from manylora.lora.modules import MEANINGS, LoraModule, LoraModuleId, lora_modules
 from manylora.lora.report import AdapterReport, BaseModel, inspect_adapter
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraExtra
+
+GATES = "5 is the gate and 7 is not; swapped, both still fit and nothing can tell: only the answers are wrong"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,6 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--base", type=Path, metavar="MODEL", help="check it against this model directory")
     parser.add_argument("--max-adapter-size", type=int, default=64, help="lora_cache_max_adapter_size")
     parser.add_argument("--allow-bin", action="store_true", help="read adapter_model.bin, as converters do")
+    parser.add_argument("--tensors", action="store_true", help="say what each module id's A and B are")
     options = parser.parse_args(arguments)
     base = None
     try:
@@ -33,6 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
     report = inspect_adapter(options.adapter, base, allow_bin=options.allow_bin)
     for name, value in _lines(report, base is not None):
         print(f"{name:<9}{value}")
+    if options.tensors:
+        for value in _tensors(report, lora_modules(base.config) if base else {}):
+            print(f"{'tensors':<9}{value}")
     return 0 if report.problem is None else 1
 
 
@@ -58,6 +65,22 @@ def _lines(report: AdapterReport, judged: bool) -> Iterator[tuple[str, object]]:
         yield "verdict", f"refused: {report.problem}"
     else:
         yield "verdict", "ok" if judged else "readable; name a model with --base to know if it serves it"
+
+
+def _tensors(report: AdapterReport, modules: Mapping[int, LoraModule]) -> Iterator[str]:
+    """A line for each module id of the adapter: its matrices in the tensor form. modules: of the base."""
+    ids = [one for one in LoraModuleId if one.name.lower() in (report.modules or {})]
+    for one in ids:
+        experts, inputs, outputs = "", "in", "out"
+        if one in modules:
+            module = modules[one]
+            experts = f"{module.experts}, " if module.experts > 1 else ""
+            inputs, outputs = str(module.in_dim // module.experts), str(module.out_dim // module.experts)
+        shapes = f"A [{experts}rank, {inputs}], B [{experts}{outputs}, rank]"
+        yield f"{one:d} {one.name.lower()}: {MEANINGS[one]}; {shapes}"
+    may_be_gated = not modules or LoraModuleId.MLP_GATE in modules
+    if may_be_gated and {LoraModuleId.MLP_H_TO_4H, LoraModuleId.MLP_GATE} & set(ids):
+        yield GATES
 
 
 def _ranks(ranks: Mapping[int, int]) -> str:

@@ -42,6 +42,20 @@ class LoraModuleId(IntEnum):
     MOE_LATENT_FC2 = 25
 
 
+MEANINGS = (
+    "q_proj, k_proj and v_proj: B is [q; k; v]", "q_proj", "k_proj", "v_proj", "o_proj",
+    "gate_proj, the one behind the activation", "down_proj",
+    "up_proj, the one the activation is multiplied with",
+    "cross attention: B is [q; k; v]", "cross attention: q_proj", "cross attention: k_proj",
+    "cross attention: v_proj", "cross attention: o_proj",
+    "experts: gate_proj (w1)", "experts: down_proj (w2)", "experts: up_proj (w3)",
+    "experts: the router", "shared expert: what it is weighed by",
+    "up_proj and gate_proj: B is [up; gate]",
+    "shared expert: gate_proj", "shared expert: down_proj", "shared expert: up_proj",
+    "not served", "not served", "not served", "not served",
+)  # fmt: skip
+"""What Hugging Face models call the matrix of each module id, 0 to 25. TensorRT-LLM's converters write 5 for
+the gate and 7 for the other one."""
 MODULE_NAMES = tuple(one.name.lower() for one in LoraModuleId)
 """Name of each module id, 0 to 25."""
 EXPERT_IDS = (LoraModuleId.MOE_H_TO_4H, LoraModuleId.MOE_4H_TO_H, LoraModuleId.MOE_GATE)

@@ -47,6 +47,10 @@ class DrainingError(RequestError):
         super().__init__("Server is stopping: no new requests are taken, please send this one elsewhere")
 
 
+class RequestCancelledError(RequestError):
+    """What is told to who asked for a stop, under Triton's status for it."""
+
+
 class TextTooLongError(RequestError):
     """A text has more tokens than fit the context, or too many characters."""
 

@@ -182,7 +182,9 @@ class Client:
 
 def worker(models: Models, decoupled: bool = True) -> BlsWorker[Any]:
     generator = TextGenerator(models, "engine", None, False)
-    return BlsWorker(Lifeline("bls"), generator, decoupled, lambda outputs: outputs["text_output"][0], str)
+    return BlsWorker(
+        "tensorrt_llm_bls", Lifeline("bls"), generator, decoupled, lambda one: one["text_output"][0], str
+    )
 
 
 def test_a_response_that_cannot_be_sent_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -209,7 +211,9 @@ def test_a_client_that_has_left_ends_its_generation() -> None:
     made.close()
 
 
-def test_without_decoupling_the_one_response_is_returned() -> None:
-    made = worker(Models(1), decoupled=False)
-    assert made.execute([Client(text_request("a")), Client({})]) == [b"b", "text_input is required"]
+def test_without_decoupling_the_one_response_is_the_final_one() -> None:
+    made, clients = worker(Models(1), decoupled=False), [Client(text_request("a")), Client({})]
+    made.execute(clients)
+    assert all(client.done.wait(20) for client in clients)
+    assert [client.sent for client in clients] == [[b"b"], ["text_input is required"]]
     made.close()

@@ -7,13 +7,14 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from manylora.errors import RequestError
 from manylora.wire import bls
-from manylora.wire.server_types import Arrays, ServerTensor
+from manylora.wire.server_types import Arrays, ServerRequest, ServerTensor
+from manylora.wire.shape_guard import read_inputs
 
 ENGINE_OUTPUTS = [*bls.TO_POSTPROCESSING, *bls.PASSED_ON]
 
@@ -81,6 +82,12 @@ class TextGenerator:
     def __init__(self, call: CallModel, engine: str, draft: str | None, accumulate: bool) -> None:
         self._call, self._engine, self._draft, self._accumulate = call, engine, draft, accumulate
 
+    def answer(self, client: ClientRequest, request: ServerRequest[Any]) -> Iterator[Values]:
+        """`responses` to one of the server's requests."""
+        tensors = {tensor.name(): tensor for tensor in request.inputs()}
+        lora_weights = tensors.pop("lora_weights", None)
+        return self.responses(client, read_inputs(tensors.values()), lora_weights)
+
     def responses(
         self, client: ClientRequest, inputs: Arrays, lora_weights: ServerTensor | None
     ) -> Iterator[Values]:
@@ -98,8 +105,7 @@ class TextGenerator:
 
     def stop(self, model: str, request_id: str) -> None:
         """End a request to an engine's model."""
-        inputs = {**_prompt([0], 0), "stop": np.array([[True]])}
-        list(self._call(model, inputs, ENGINE_OUTPUTS, request_id))
+        stop_request(self._call, model, request_id)
 
     def _item(
         self,
@@ -184,6 +190,11 @@ class TextGenerator:
         ids = output if _number(inputs, "exclude_input_in_output") else prompt + output
         outputs = _with_ids(last, np.array([[ids]], np.int32))
         return _response(self._texts(outputs), outputs, index)
+
+
+def stop_request(call: CallModel, model: str, request_id: str) -> None:
+    """End a request to an engine's model."""
+    list(call(model, {**_prompt([0], 0), "stop": np.array([[True]])}, ENGINE_OUTPUTS, request_id))
 
 
 def _interleaved(streams: Sequence[Iterator[T]]) -> Iterator[T]:

@@ -1,4 +1,5 @@
-"""BlsWorker: answers the requests of `tensorrt_llm_bls` on threads, and ends what nobody waits for."""
+"""BlsWorker: answers the requests of models that call the engine's model, such as `tensorrt_llm_bls`, on
+threads, and ends what nobody waits for."""
 
 from __future__ import annotations
 
@@ -6,21 +7,33 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic
+from typing import Any, Generic, Protocol
 
+from manylora.errors import RequestCancelledError
 from manylora.system.lifeline import Lifeline
-from manylora.wire.bls_generator import ClientRequest, TextGenerator, Values
+from manylora.wire.bls_generator import ClientRequest, Values
 from manylora.wire.client_errors import check_parameters, client_message
 from manylora.wire.server_types import FINAL, Response, ResponseSender, ServerRequest
-from manylora.wire.shape_guard import read_inputs
 
-NAME = "tensorrt_llm_bls"
 THREADS = 64
 PERIOD_S = 0.1  # between two times of asking who has disconnected
 
 
+class Generator(Protocol):
+    """Answers requests by calling the engine's model."""
+
+    def answer(self, client: ClientRequest, request: ServerRequest[Any]) -> Iterator[Values]:
+        """Outputs of each response, as they come. Raises RequestError."""
+
+    def stop(self, model: str, request_id: str) -> None:
+        """End a request to an engine's model."""
+
+
 class BlsWorker(Generic[Response]):
-    """lifeline: told how many requests are open. respond: outputs to a response. fail: an error's text to it.
+    """name: the model's, for the log. lifeline: told how many requests are open.
+
+    decoupled: any number of responses to a request; otherwise the first is the only one.
+    respond: outputs to a response. fail: an error's text to it; with cancelled=True under that status.
 
     Every thread here goes on when a request fails; a response that cannot be sent ends its request, and the
     engine stops generating for it.
@@ -28,13 +41,15 @@ class BlsWorker(Generic[Response]):
 
     def __init__(
         self,
+        name: str,
         lifeline: Lifeline,
-        generator: TextGenerator,
+        generator: Generator,
         decoupled: bool,
         respond: Callable[[Values], Response],
-        fail: Callable[[str], Response],
+        fail: Callable[..., Response],
     ) -> None:
-        self._lifeline, self._generator, self._decoupled = lifeline, generator, decoupled
+        self._name, self._lifeline = name, lifeline
+        self._generator, self._decoupled = generator, decoupled
         self._respond, self._fail = respond, fail
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="manylora-bls")
         # (client, sender, response, flags)
@@ -48,14 +63,10 @@ class BlsWorker(Generic[Response]):
         # One thread sends: many at once are more than the server bears.
         threading.Thread(target=self._send_all, name="manylora-send", daemon=True).start()
 
-    def execute(self, requests: Sequence[ServerRequest[Response]]) -> list[Response] | None:
-        """What the model's `execute` returns."""
-        if not self._decoupled:
-            return list(self._pool.map(self._answer_once, requests))
+    def execute(self, requests: Sequence[ServerRequest[Response]]) -> None:
         for request in requests:
             sender = request.get_response_sender()
             self._pool.submit(self._answer, request, sender, self._begin(sender.is_cancelled))
-        return None
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
@@ -79,29 +90,26 @@ class BlsWorker(Generic[Response]):
         with self._lifeline.busy():
             last: Response | None = None
             try:
-                for response in self._responses(request, client):
-                    self._outbox.put((client, sender, response, 0))
+                responses = self._responses(request, client)
+                if self._decoupled:
+                    for response in responses:
+                        self._outbox.put((client, sender, response, 0))
+                else:
+                    [last, *_] = list(responses)
             except Exception as error:
-                last = self._fail(client_message(error, NAME))
+                last = self._failure(error)
             self._end(client)
             self._outbox.put((client, sender, last, FINAL))
 
-    def _answer_once(self, request: ServerRequest[Response]) -> Response:
-        client = self._begin(request.is_cancelled)
-        with self._lifeline.busy():
-            try:
-                return next(iter(list(self._responses(request, client))))
-            except Exception as error:
-                return self._fail(client_message(error, NAME))
-            finally:
-                self._end(client)
+    def _failure(self, error: Exception) -> Response:
+        text = client_message(error, self._name)
+        return (
+            self._fail(text, cancelled=True) if isinstance(error, RequestCancelledError) else self._fail(text)
+        )
 
     def _responses(self, request: ServerRequest[Response], client: ClientRequest) -> Iterator[Response]:
         check_parameters(request.parameters())
-        tensors = {tensor.name(): tensor for tensor in request.inputs()}
-        lora_weights = tensors.pop("lora_weights", None)
-        inputs = read_inputs(tensors.values())
-        return map(self._respond, self._generator.responses(client, inputs, lora_weights))
+        return map(self._respond, self._generator.answer(client, request))
 
     def _send_all(self) -> None:
         failures: dict[ClientRequest, str] = {}
@@ -114,7 +122,7 @@ class BlsWorker(Generic[Response]):
             try:
                 sender.send(flags=flags) if response is None else sender.send(response, flags)
             except Exception as error:
-                message = client_message(error, NAME)
+                message = client_message(error, self._name)
                 if flags != FINAL:
                     failures[client] = message
                     client.abandoned = True
@@ -130,4 +138,4 @@ class BlsWorker(Generic[Response]):
                     for model, request_id in client.to_stop():
                         self._generator.stop(model, request_id)
                 except Exception as error:
-                    client_message(error, NAME)  # for the log
+                    client_message(error, self._name)  # for the log

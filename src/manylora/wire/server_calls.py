@@ -1,0 +1,52 @@
+"""ServerCalls: requests to other models and responses, for models that call the engine's model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from manylora.errors import RequestError
+from manylora.wire.bls_generator import Values
+
+
+class ServerCalls:
+    """pb_utils: triton_python_backend_utils, which only models can import.
+
+    streams: whether the model itself may give several responses; then so may what it calls.
+    """
+
+    def __init__(self, pb_utils: Any, streams: bool = True) -> None:
+        self._pb_utils, self._streams = pb_utils, streams
+
+    def call(
+        self, model: str, inputs: Values, outputs: Sequence[str], request_id: str = ""
+    ) -> Iterator[Mapping[str, Any]]:
+        """As `CallModel`."""
+        request = self._pb_utils.InferenceRequest(
+            model_name=model,
+            inputs=self._tensors(inputs),
+            requested_output_names=outputs,
+            request_id=request_id,
+        )
+        streams = self._streams and request_id
+        for response in request.exec(decoupled=True) if streams else [request.exec()]:
+            if response.has_error():
+                raise RequestError(response.error().message())
+            tensors = {tensor.name(): tensor for tensor in response.output_tensors()}
+            if tensors:
+                yield tensors
+
+    def respond(self, outputs: Values) -> Any:
+        return self._pb_utils.InferenceResponse(self._tensors(outputs))
+
+    def fail(self, text: str, *, cancelled: bool = False) -> Any:
+        error = self._pb_utils.TritonError
+        made = error(text, error.CANCELLED) if cancelled else error(text)
+        return self._pb_utils.InferenceResponse(error=made)
+
+    def _tensors(self, values: Values) -> list[Any]:
+        """An array becomes a tensor; a tensor of the server's passes through."""
+        make = self._pb_utils.Tensor
+        return [make(name, one) if isinstance(one, np.ndarray) else one for name, one in values.items()]

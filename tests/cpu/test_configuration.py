@@ -38,14 +38,15 @@ VALUES: dict[str, Any] = {
     "gpu_memory_bytes": 2**24, "host_memory_bytes": 2**25, "num_device_module_layer": 300,
     "num_host_module_layer": 400, "max_loras": 2, "max_cpu_loras": 3, "max_lora_rank": 2,
     "target_modules": ("attn_q", "attn_k", "attn_v"), "prefetch_dir": Path("/prefetch"),
-    "catalog_dir": Path("/catalog"), "allowed_paths": (Path("/a"), Path("/b")),
+    "catalog_dir": Path("/catalog"), "names_file": Path("/names.json"),
+    "allowed_paths": (Path("/a"), Path("/b")),
     "disk_cache_dir": Path("/disk"), "disk_cache_bytes": 2**20, "quant_algo": "W4A16",
     "kv_cache_quant_algo": "FP8", "group_size": 64, "exclude_modules": ["*k_proj"],
 }  # fmt: skip
 # Keys that a front end has no name for, and why.
 FILES = {
     "prefetch_dir": "TensorRT-LLM's LLM API refuses it", "catalog_dir": "a request names its adapter's path",
-    "allowed_paths": "for the links in these two",
+    "names_file": "likewise", "allowed_paths": "for the links in these two",
 }  # fmt: skip
 MISSING: dict[str, dict[str, str]] = {
     "triton": {}, "llm": FILES, "bench": FILES,

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -36,7 +37,8 @@ class TritonPythonModel:
         decoupled = pb_utils.using_decoupled_model_transaction_policy(json.loads(model_config))
         try:
             options = EngineModelOptions.of(model_config, decoupled)
-            engine = EngineLoop.start(engine_config(parameters_of(model_config)))
+            folder = Path(args["model_repository"])
+            engine = EngineLoop.start(engine_config(parameters_of(model_config), folder))
             sys.setswitchinterval(TURN_S)
         except (ConfigError, ValueError) as error:
             raise pb_utils.TritonModelException(str(error)) from None

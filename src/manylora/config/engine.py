@@ -34,6 +34,7 @@ class LoraCacheConfig:
     target_modules: tuple[str, ...] = ()  # names as attn_q; empty: every module the model has
     prefetch_dir: Path | None = None
     catalog_dir: Path | None = None  # adapters by name, <dir>/<name>/
+    names_file: Path | None = None  # JSON: more names, and the folder of each
     allowed_paths: tuple[Path, ...] = ()  # folders beside these two that links in them may lead to
     disk_cache_dir: Path | None = None  # copies of adapters on disk, by digest; None: no disk level
     disk_cache_bytes: int = 4 * GIB

@@ -19,6 +19,7 @@ from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.geometry import CachePlan, plan_cache
 from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.library import AdapterLibrary
+from manylora.lora.library.names import read_names
 from manylora.lora.library.reader import AdapterReader
 from manylora.lora.modules import LoraModule, lora_modules
 from manylora.lora.pool import AdapterPool
@@ -52,7 +53,9 @@ class StoreParts:
         """Of the folders that the settings name. Raises ConfigError."""
         on_disk = config.disk_cache_dir is not None
         disk = DiskLevel(config.disk_cache_bytes if on_disk else 0, config.disk_cache_dir)
-        library = AdapterLibrary(self.reader(self.rules.modules, config.roots), disk)
+        names = read_names(config.names_file) if config.names_file is not None else {}
+        library = AdapterLibrary(self.reader(self.rules.modules, (*config.roots, *names.values())), disk)
+        library.open_names(names)
         if config.catalog_dir is not None:
             library.open(config.catalog_dir)
         return library

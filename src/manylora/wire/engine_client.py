@@ -140,6 +140,9 @@ def _limits(params: SamplingParams) -> Tensors:
 def _lora(lora: LoraInput | None) -> Tensors:
     if lora is None:
         return {}
+    if lora.name is not None and lora.task_id is None:
+        source = {} if lora.source is None else {"lora_ckpt_source": _bytes(lora.source)}
+        return {"lora_name": _bytes(lora.name), **source}
     if lora.extras:
         raise RequestError(f"the adapter has {lora.extras[0].name}, which tensors of a request cannot carry")
     found: Tensors = {"lora_task_id": _one(lora.task_id, np.uint64)}

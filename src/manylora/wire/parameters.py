@@ -35,6 +35,7 @@ RENAMED = {
     "lora_target_modules": "target_modules",
     "lora_prefetch_dir": "prefetch_dir",
     "lora_catalog_dir": "catalog_dir",
+    "lora_names_file": "names_file",
     "lora_allowed_path": "allowed_paths",
     "quant_group_size": "group_size",
     "quant_exclude_modules": "exclude_modules",
@@ -91,8 +92,21 @@ def logits_dtype(model_config: Mapping[str, Any]) -> str:
     return names[found]
 
 
-def engine_config(parameters: Mapping[str, str]) -> EngineConfig:
-    """Raises ConfigError naming the parameter that is missing, unparsable or asks for what is not there."""
+def names_file(parameters: Mapping[str, str], folder: Path) -> Path | None:
+    """The parameter lora_names_file, else multi_lora.json where vllm_backend has it, if it is there.
+
+    folder: of any model, in the repository.
+    """
+    named = value_of(parameters, "lora_names_file")
+    usual = folder.parent / "vllm_model" / "1" / "multi_lora.json"
+    return Path(named) if named is not None else usual if usual.is_file() else None
+
+
+def engine_config(parameters: Mapping[str, str], folder: Path | None = None) -> EngineConfig:
+    """Raises ConfigError naming the parameter that is missing, unparsable or asks for what is not there.
+
+    folder: of the model, in the repository.
+    """
     kind = value_of(parameters, "gpt_model_type")
     if kind not in TYPES:
         raise ConfigError(
@@ -115,6 +129,8 @@ def engine_config(parameters: Mapping[str, str]) -> EngineConfig:
         if value_of(parameters, name) is not None:
             logger.warning("parameter %s has no effect here", name)
     settings = _settings(parameters)
+    if folder is not None:
+        settings["names_file"] = names_file(parameters, folder)
     settings.pop("tokenizer_dir", None)  # is for guided decoding alone
     if value_of(parameters, "guided_decoding_backend") is not None:
         settings["tokenizer_dir"] = Path(value_of(parameters, "tokenizer_dir") or path)
@@ -129,19 +145,30 @@ def quant_config(parameters: Mapping[str, str]) -> QuantConfig | None:
     return resolve.quant_config(_settings(parameters, names))
 
 
-def engine_context(model: Path) -> int | None:
+def parameters_beside(model: Path, name: str = ENGINE) -> dict[str, str]:
+    """Those of another model of the repository, as its config.pbtxt has them; none where it cannot be read.
+
+    model: the folder of the model that asks.
+    """
+    try:
+        text = (model.parent / name / "config.pbtxt").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return {}
+    return dict(PARAMETER.findall(text))
+
+
+def engine_context(model: Path, name: str = ENGINE) -> int | None:
     """Tokens of the longest sequence that the engine's model takes, by its max_seq_len and the checkpoint's
     config.json; None: not known, or not limited.
 
-    model: this model's folder in the repository.
+    model: this model's folder in the repository. name: the engine's model.
     """
+    parameters = parameters_beside(model, name)
     try:
-        text = (model.parent / ENGINE / "config.pbtxt").read_text(encoding="utf-8")
-        parameters = dict(PARAMETER.findall(text))
         folder = value_of(parameters, "gpt_model_path")
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")) if folder else {}
     except (OSError, ValueError):
-        return None  # the engine's model says what is wrong with them
+        return None  # the engine's model says what is wrong with it
     if not isinstance(config, dict) or config.get("is_encoder_decoder"):
         return None  # positions may be relative, and know no longest
     longest, text = _positions(config), value_of(parameters, "max_seq_len") or ""

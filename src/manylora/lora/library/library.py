@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -65,6 +65,11 @@ class AdapterLibrary:
         self._prune_at = PRUNE
         self.num_binds = self.num_loads = 0  # loads: adapters that `find` gave
         self._folder: Path | None = None
+        self._folders: Mapping[str, Path] = {}
+
+    def open_names(self, folders: Mapping[str, Path]) -> None:
+        """Serve these adapters by name, as those of `open`."""
+        self._folders = folders
 
     def open(self, folder: Path) -> None:
         """Serve the adapters of <folder>/<name>/ by name; each is read when it is first asked for."""
@@ -87,8 +92,9 @@ class AdapterLibrary:
             raise AdapterInvalidError(f"lora_ckpt_source must be hf or nemo, got {kind[:40]!r}")
         with self._lock:
             number = self._names.get(name)
-        # Not a path of any kind: a name of one folder.
-        folder = self._folder / name if self._folder and NAME.fullmatch(name) else None
+        folder = self._folders.get(name)
+        if folder is None and self._folder and NAME.fullmatch(name):  # no path of any kind: one folder
+            folder = self._folder / name
         if folder is None or (number is None and not is_folder(folder)):
             raise AdapterNotFoundError(name)
         if number is None:

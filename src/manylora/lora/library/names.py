@@ -1,0 +1,33 @@
+"""Names of adapters and their folders, from a JSON file: vllm_backend's multi_lora.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from manylora.errors import ConfigError
+
+MAX_BYTES = 2**24
+MAX_LENGTH = 128  # of a name
+
+
+def read_names(file: Path) -> dict[str, Path]:
+    """A path that is not absolute is looked for beside the file, then in the working directory. Raises
+    ConfigError."""
+    try:
+        if file.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"{file} has more than {MAX_BYTES} bytes")
+        given = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"{file} must be an object of names and folders")
+    found = {}
+    for name, folder in given.items():
+        if not (0 < len(name) <= MAX_LENGTH and name.isprintable() and isinstance(folder, str) and folder):
+            raise ConfigError(f"{file}: {name!r:.140} must be a name of an adapter, with its folder as text")
+        beside = file.resolve().parent / folder
+        found[name] = beside if beside.is_dir() else Path(folder).absolute()
+    return found

@@ -20,7 +20,7 @@ ORDER = [
     ["lora"],
     ["model"],
     ["engine"],
-    ["launcher", "testing", "llmapi", "bench", "openai", "commands", "cli"],
+    ["launcher", "testing", "llmapi", "bench", "openai", "contracts", "commands", "cli"],
     ["lora_helper", "lora_manager", "executor", "sampling_params", "models", "quantization", "_torch"],
 ]
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
@@ -35,8 +35,8 @@ INSIDE = {
     "config": ["values", "engine", "build_record", "resolve"],
     "wire": [
         "parameters", "tensor_table", "server_types", "word_lists", "client_errors", "client_disconnects",
-        "shape_guard", "text_worker", "metrics", "bls", "bls_generator", "bls_worker", "decode", "encode",
-        "engine_worker", "engine_client",
+        "shape_guard", "text_worker", "metrics", "bls", "bls_generator", "bls_worker", "server_calls",
+        "decode", "encode", "engine_worker", "engine_client",
     ],
     "text": ["chat_template", "stream", "limits", "tokenizer", "preprocessing", "postprocessing"],
     "lora": [
@@ -45,7 +45,7 @@ INSIDE = {
         "arrivals", "loader", "cache_view", "store_parts", "store", "convert", "convert_nemo", "normalize",
         "report", "moe_layout",
     ],
-    "lora.library": ["fingerprint", "reader", "memory", "disk", "library"],
+    "lora.library": ["names", "fingerprint", "reader", "memory", "disk", "library"],
     "model": [
         "families", "safetensors_file", "checkpoint", "plan", "batch", "rope", "extras", "layers", "moe",
         "transformer", "decoder", "attend", "encoder_decoder", "quant", "effective_weights",
@@ -80,6 +80,9 @@ INSIDE = {
         "transport", "inference", "metrics", "models", "uploads", "in_process", "triton",
     ],
     "openai.page": ["page", "cache_status"],
+    "contracts": [
+        "tensors", "prompts", "vllm_sampling", "vllm_metrics", "vllm_model", "llmapi_model",
+    ],
 }  # fmt: skip
 NO_TORCH = [
     "errors", "request", "stats", "system.lifeline", "system.threads", "system.text_threads",
@@ -87,8 +90,8 @@ NO_TORCH = [
     "lora.pages", "lora.modules", "lora.geometry", "lora.bounds", "lora.number_types",
     "lora.tensors", "lora.staging", "lora.extras", "lora.rules", "lora.slicing", "lora.cache", "cli",
     "engine.sequence", "engine.guide", "engine.guide_trial", "engine.kv_cache", "engine.scheduler",
-    "kernels.row_format", "kernels.cuda.plan", "llmapi", "bench", "openai", "lora_helper", "lora_manager",
-    "executor", "sampling_params", "models", "quantization",
+    "kernels.row_format", "kernels.cuda.plan", "llmapi", "bench", "openai", "contracts", "lora_helper",
+    "lora_manager", "executor", "sampling_params", "models", "quantization",
 ]  # fmt: skip
 CUDA_ROOMS = ("kernels.device", "kernels.cuda")
 

@@ -22,7 +22,7 @@ VALUES = {
     "triton_max_batch_size": "8", "logits_datatype": "TYPE_FP32", "lora_weights_data_type": "TYPE_FP16",
     "encoder_input_features_data_type": "TYPE_FP16", "triton_backend": "python", "decoupled_mode": "True",
     "max_queue_size": "0", "max_queue_delay_microseconds": "0", "preprocessing_instance_count": "1",
-    "postprocessing_instance_count": "1", "bls_instance_count": "1",
+    "postprocessing_instance_count": "1", "bls_instance_count": "1", "llmapi_decoupled": "False",
 }  # fmt: skip
 
 

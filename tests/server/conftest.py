@@ -33,9 +33,11 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def fill_repo(path: Path, model: Path, **values: str) -> Path:
-    """A filled copy of model_repo/."""
+def fill_repo(path: Path, model: Path, *, contracts: bool = False, **values: str) -> Path:
+    """A filled copy of model_repo/. contracts: with the models of other projects, which need no filling."""
     shutil.copytree(ROOT / "model_repo", path)
+    for name in () if contracts else ("vllm_model", "llmapi"):
+        shutil.rmtree(path / name)
     common = "triton_max_batch_size:8"
     weights = values.setdefault("lora_weights_data_type", "TYPE_FP16")
     tokenizer = values.pop("tokenizer_dir", model)

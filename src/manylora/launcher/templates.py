@@ -12,6 +12,7 @@ FOLDER = Path(__file__).parents[1] / "model_repo"
 DEFAULTS = {
     "lora_weights_data_type": "TYPE_FP16",
     "max_queue_delay_microseconds": "0",
+    "llmapi_decoupled": "False",
     "max_queue_size": "0",
 }
 

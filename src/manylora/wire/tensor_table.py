@@ -1,4 +1,4 @@
-"""Every tensor of the four models as one table: tensorrtllm_backend v0.19, and ours."""
+"""Every tensor of the models as one table: tensorrtllm_backend v0.19, and ours."""
 
 from __future__ import annotations
 
@@ -203,12 +203,65 @@ TENSORRT_LLM_BLS = Model(
     outputs=ENSEMBLE.outputs,
 )
 
+VLLM_MODEL = Model(
+    inputs=(
+        Tensor("text_input", "STRING", optional=False),
+        Tensor("image", "STRING", (-1,)),
+        Tensor("stream", "BOOL"),
+        Tensor("sampling_parameters", "STRING"),
+        Tensor("exclude_input_in_output", "BOOL"),
+        *_many("BOOL", "return_finish_reason return_cumulative_logprob return_logprobs"),
+        *_many("BOOL", "return_num_input_tokens return_num_output_tokens"),
+        Tensor("embedding_request", "STRING"),
+    ),
+    outputs=(
+        *_many("STRING", "text_output finish_reason", (-1,)),
+        Tensor("cumulative_logprob", "FP32", (-1,)),
+        Tensor("logprobs", "STRING", (-1,)),
+        Tensor("num_input_tokens", "UINT32"),
+        Tensor("num_output_tokens", "UINT32", (-1,)),
+    ),
+)
+"""vllm_backend's model."""
+
+LLMAPI = Model(
+    inputs=(
+        Tensor("text_input", "STRING", (-1,), optional=False),
+        Tensor("image_url", "STRING", (-1,)),
+        Tensor("streaming", "BOOL"),
+        Tensor("sampling_param_best_of", "INT32"),
+        Tensor("sampling_param_temperature", "FP32"),
+        Tensor("sampling_param_top_k", "INT32"),
+        *_many("FP32", "sampling_param_top_p sampling_param_frequency_penalty"),
+        Tensor("sampling_param_presence_penalty", "FP32"),
+        Tensor("sampling_param_max_tokens", "INT32"),
+        Tensor("sampling_param_stop", "STRING", (-1,)),
+        Tensor("sampling_param_seed", "UINT64"),
+        *_many("BOOL", "sampling_param_exclude_input_from_output sampling_param_return_perf_metrics"),
+        Tensor("sampling_param_logits_post_processor_name", "STRING"),
+        *_many("BOOL", "return_finish_reason return_stop_reason return_cumulative_logprob stop"),
+        Tensor("lora_id", "UINT64"),
+        *_many("STRING", "lora_name lora_path lora_ckpt_source"),
+    ),
+    outputs=(
+        *_many("STRING", "text_output finish_reason stop_reason", (-1,)),
+        Tensor("cumulative_logprob", "FP32", (-1,)),
+        *_many("INT32", "kv_cache_reused_block kv_cache_missed_block kv_cache_alloc_new_blocks", (-1,)),
+        Tensor("kv_cache_alloc_total_blocks", "INT32", (-1,)),
+        Tensor("kv_cache_hit_rate", "FP32", (-1,)),
+        *STATISTICS[3:],
+    ),
+)
+"""TensorRT-LLM's `llmapi` model."""
+
 MODELS = {
     "preprocessing": PREPROCESSING,
     "tensorrt_llm": TENSORRT_LLM,
     "postprocessing": POSTPROCESSING,
     "ensemble": ENSEMBLE,
     "tensorrt_llm_bls": TENSORRT_LLM_BLS,
+    "vllm_model": VLLM_MODEL,
+    "llmapi": LLMAPI,
 }
 
 REFUSED_INPUTS = (

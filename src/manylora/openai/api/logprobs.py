@@ -14,11 +14,13 @@ from manylora.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """logprob: None for the first token of a prompt. top: (token id, log probability), the best first."""
+    """logprob: None for the first token of a prompt. top: (token id, log probability), the best first. rank:
+    1 for the most probable token; None: not known."""
 
     token_id: int
     logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 def output_logprobs(
@@ -87,5 +89,6 @@ def from_logits(ids: Sequence[int], logits: np.ndarray, top: int) -> list[TokenL
         best = np.argpartition(-log_probs, min(top, len(row) - 1))[:top] if top else np.empty(0, int)
         best = best[np.argsort(-log_probs[best], kind="stable")]
         alternatives = tuple((int(i), float(log_probs[i])) for i in best)
-        tokens.append(TokenLogprob(token_id, float(log_probs[token_id]), alternatives))
+        rank = 1 + int((log_probs > log_probs[token_id]).sum())
+        tokens.append(TokenLogprob(token_id, float(log_probs[token_id]), alternatives, rank))
     return tokens

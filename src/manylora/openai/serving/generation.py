@@ -111,7 +111,9 @@ class GenerationState:
             ranked = sorted(self._order, key=lambda i: -self._outputs[i].cumulative_logprob)
             self._order = ranked[: decoding.n]
         wanted = self._order[: decoding.n]
-        return [self._outputs[i].report(at, decoding.logprobs, False) for at, i in enumerate(wanted)]
+        return [
+            self._outputs[i].report(at, decoding.logprobs, decoding.logprobs) for at, i in enumerate(wanted)
+        ]
 
     @property
     def streamed_outputs(self) -> list[Continuation]:

@@ -1,0 +1,43 @@
+"""TensorRT-LLM's `llmapi` model: a prompt and sampling parameters, answered by the model `tensorrt_llm`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import triton_python_backend_utils as pb_utils
+
+from manylora.contracts.llmapi_model import AdapterFolders, LlmapiModel
+from manylora.contracts.prompts import EngineSetup, PromptRunner
+from manylora.errors import ConfigError
+from manylora.lora.library.names import read_names
+from manylora.system.lifeline import Lifeline
+from manylora.wire.bls_worker import BlsWorker
+from manylora.wire.parameters import names_file, parameters_beside, parameters_of, value_of
+from manylora.wire.server_calls import ServerCalls
+from manylora.wire.shape_guard import check_shapes
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict[str, str]) -> None:
+        lifeline = Lifeline(args["model_instance_name"])
+        check_shapes(pb_utils)
+        name, folder = args["model_name"], Path(args["model_repository"])
+        server = ServerCalls(pb_utils)
+        decoupled = pb_utils.using_decoupled_model_transaction_policy(json.loads(args["model_config"]))
+        try:
+            engine = EngineSetup.open(folder, parameters_of(args["model_config"]))
+            beside = parameters_beside(folder, engine.name)
+            catalog, file = value_of(beside, "lora_catalog_dir"), names_file(beside, folder)
+            folders = AdapterFolders(Path(catalog) if catalog else None, read_names(file) if file else {})
+        except ConfigError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+        model = LlmapiModel(PromptRunner(server.call, engine), folders, decoupled)
+        self._worker = BlsWorker(name, lifeline, model, decoupled, server.respond, server.fail)
+
+    def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> None:
+        self._worker.execute(requests)
+
+    def finalize(self) -> None:
+        self._worker.close()

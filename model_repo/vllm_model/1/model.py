@@ -1,0 +1,51 @@
+"""vllm_backend's model: a prompt and sampling parameters as JSON, answered by the model `tensorrt_llm`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import triton_python_backend_utils as pb_utils
+
+from manylora.contracts.prompts import EngineSetup, PromptRunner
+from manylora.contracts.vllm_metrics import VllmMetrics
+from manylora.contracts.vllm_model import VllmModel, takes_adapters
+from manylora.errors import ConfigError
+from manylora.lora.library.names import read_names
+from manylora.system.lifeline import Lifeline
+from manylora.wire.bls_worker import BlsWorker
+from manylora.wire.parameters import flag, names_file, parameters_beside, parameters_of
+from manylora.wire.server_calls import ServerCalls
+from manylora.wire.shape_guard import check_shapes
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict[str, str]) -> None:
+        lifeline = Lifeline(args["model_instance_name"])
+        check_shapes(pb_utils)
+        name, folder = args["model_name"], Path(args["model_repository"])
+        parameters, server = parameters_of(args["model_config"]), ServerCalls(pb_utils)
+        try:
+            engine = EngineSetup.open(folder, parameters)
+            file = names_file(parameters_beside(folder, engine.name), folder)
+            names = list(read_names(file)) if file is not None else []
+            metrics = None
+            if flag(parameters, "REPORT_CUSTOM_METRICS", False):
+                labels = {"model": name, "version": args["model_version"]}
+                metrics = VllmMetrics(pb_utils, labels, engine.model.max_position_embeddings)
+            runner = PromptRunner(server.call, engine)
+            observe = metrics.observe if metrics is not None else None
+            enabled = takes_adapters(folder / args["model_version"] / "model.json")
+            model = VllmModel(runner, engine.tokenizer, names, enabled, observe)
+        except ConfigError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+        if not pb_utils.using_decoupled_model_transaction_policy(json.loads(args["model_config"])):
+            raise pb_utils.TritonModelException(f"{name} must have decoupled: True in its config.pbtxt")
+        self._worker = BlsWorker(name, lifeline, model, True, server.respond, server.fail)
+
+    def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> None:
+        self._worker.execute(requests)
+
+    def finalize(self) -> None:
+        self._worker.close()

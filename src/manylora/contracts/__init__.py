@@ -1,0 +1,1 @@
+"""Text models of other projects' Triton repositories, over the model `tensorrt_llm`."""

@@ -1,0 +1,169 @@
+"""LlmapiModel: requests and responses of TensorRT-LLM's `llmapi` model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from manylora.contracts.prompts import Answer, Asked, PromptRunner
+from manylora.contracts.tensors import refuse, scalar, text_tensor, texts
+from manylora.errors import RequestCancelledError, RequestError
+from manylora.llmapi.sampling import SamplingParams
+from manylora.request import LoraInput
+from manylora.wire.bls_generator import ClientRequest, Values
+from manylora.wire.server_types import Arrays, ServerRequest
+from manylora.wire.shape_guard import read_inputs
+
+PREFIX = "sampling_param_"
+FIELDS = (
+    "best_of", "temperature", "top_k", "top_p", "frequency_penalty", "presence_penalty", "max_tokens", "seed",
+)  # fmt: skip
+MAX_SAMPLES = 128
+EXTRAS = ("return_finish_reason", "return_stop_reason", "return_cumulative_logprob")
+STATISTICS = {  # output -> the engine's
+    "kv_cache_reused_block": "kv_cache_reused_blocks",
+    "kv_cache_missed_block": "kv_cache_alloc_total_blocks",
+    **{
+        name: name
+        for name in (
+            "kv_cache_alloc_new_blocks", "kv_cache_alloc_total_blocks", "arrival_time_ns",
+            "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns", "acceptance_rate",
+            "total_accepted_draft_tokens", "total_draft_tokens",
+        )
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AdapterFolders:
+    """Folders that a client may name: those the operator has named. catalog: <catalog>/<name>/."""
+
+    catalog: Path | None = None
+    named: Mapping[str, Path] = field(default_factory=dict)
+
+    def name_of(self, path: str) -> str:
+        """The name under which the engine knows a folder. Raises RequestError."""
+        wanted = _plain(path)
+        if self.catalog is not None and wanted.parent == _plain(self.catalog):
+            return wanted.name
+        for name, folder in self.named.items():
+            if wanted == _plain(folder):
+                return name
+        raise RequestError(
+            f"lora_path {path[:200]!r} is no folder of this server's adapters: leave it out and send "
+            "lora_name, or have the folder put into lora_catalog_dir or multi_lora.json"
+        )
+
+
+class LlmapiModel:
+    """decoupled: whether answers may be streamed."""
+
+    def __init__(self, runner: PromptRunner, folders: AdapterFolders, decoupled: bool) -> None:
+        self._runner, self._folders, self._decoupled = runner, folders, decoupled
+        self._lock = Lock()
+        self._open: dict[str, set[ClientRequest]] = {}  # by the client's own id
+
+    def answer(self, client: ClientRequest, request: ServerRequest[Any]) -> Iterator[Values]:
+        arrays, name = read_inputs(request.inputs()), request.request_id()
+        if scalar(arrays, "stop", False):
+            self._stop_all(name)
+        asked, prompt = self._asked(arrays)
+        extras = {extra for extra in EXTRAS if scalar(arrays, extra, False)}
+        with self._named(name, client):
+            for answer in self._runner.answers(client, asked):
+                yield _response(answer, asked, extras, prompt)
+
+    def stop(self, model: str, request_id: str) -> None:
+        self._runner.stop(model, request_id)
+
+    def _stop_all(self, name: str) -> None:
+        if not name:
+            raise RequestError("A request id must be provided for request cancellation")
+        with self._lock:
+            for client in self._open.get(name, ()):
+                client.abandoned = True  # its generation is stopped, and what there is is the answer
+        raise RequestCancelledError("Request cancelled by client")
+
+    @contextmanager
+    def _named(self, name: str, client: ClientRequest) -> Iterator[None]:
+        """Around a request that can be stopped by its id."""
+        with self._lock:
+            self._open.setdefault(name, set()).add(client)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open[name].discard(client)
+                if not self._open[name]:
+                    del self._open[name]
+
+    def _asked(self, arrays: Arrays) -> tuple[Asked, str]:
+        """And the text to put before the output."""
+        refuse(arrays, "image_url", f"{PREFIX}logits_post_processor_name")
+        text, streaming = scalar(arrays, "text_input"), bool(scalar(arrays, "streaming", False))
+        if streaming and not self._decoupled:
+            raise RequestError("Streaming is only supported in decoupled mode.")
+        given = {name: scalar(arrays, PREFIX + name) for name in FIELDS if PREFIX + name in arrays}
+        samples = given.get("best_of", 1)
+        if samples > MAX_SAMPLES:
+            raise RequestError(f"{PREFIX}best_of must be at most {MAX_SAMPLES}, got {samples}")
+        cumulative = bool(scalar(arrays, "return_cumulative_logprob", False))
+        try:
+            params = SamplingParams(
+                **given, stop=texts(arrays, f"{PREFIX}stop") or None, logprobs=0 if cumulative else None
+            )
+        except (ValueError, TypeError) as error:
+            raise RequestError(str(error)) from None
+        statistics = bool(scalar(arrays, f"{PREFIX}return_perf_metrics", False))
+        made = Asked(text, params, self._lora(arrays), streaming, statistics=statistics)
+        exclude = streaming or scalar(arrays, f"{PREFIX}exclude_input_from_output", False)
+        return made, "" if exclude else text
+
+    def _lora(self, arrays: Arrays) -> LoraInput | None:
+        """By its path, else its name, else the id under which the engine has it."""
+        task_id, name, path = (scalar(arrays, f"lora_{part}") for part in ("id", "name", "path"))
+        source = scalar(arrays, "lora_ckpt_source")
+        if source not in (None, "hf", "nemo"):
+            raise RequestError(f"lora_ckpt_source must be one of ('hf', 'nemo'), got {source[:40]!r}")
+        if path is not None:
+            name = self._folders.name_of(path)
+        if name is not None:
+            return LoraInput(None, name=name, source=source)
+        return None if task_id is None else LoraInput(task_id)
+
+
+def _response(answer: Answer, asked: Asked, extras: set[str], prompt: str) -> Values:
+    """Every response has the whole text so far."""
+    outputs = answer.outputs
+    found = {"text_output": text_tensor(prompt + one.text for one in outputs)}
+    if "return_finish_reason" in extras:
+        found["finish_reason"] = text_tensor(str(one.finish_reason) for one in outputs)
+    if "return_stop_reason" in extras:
+        found["stop_reason"] = text_tensor(str(one.stop_reason) for one in outputs)
+    if "return_cumulative_logprob" in extras:
+        found["cumulative_logprob"] = np.array([one.cumulative_logprob for one in outputs], np.float32)
+    if asked.statistics and answer.finished and answer.statistics:
+        found |= _statistics(answer.statistics)
+    return found
+
+
+def _statistics(engine: Mapping[str, float]) -> dict[str, np.ndarray]:
+    found = {}
+    for name, source in STATISTICS.items():
+        kind = np.int64 if name.endswith("_ns") else np.float32 if name.endswith("_rate") else np.int32
+        found[name] = np.array([engine[source]], kind)
+    reused, missed = engine["kv_cache_reused_blocks"], engine["kv_cache_alloc_total_blocks"]
+    found["kv_cache_hit_rate"] = np.array([reused / max(1, reused + missed)], np.float32)
+    return found
+
+
+def _plain(path: str | Path) -> Path:
+    """Without `..`, by the text alone: a client learns nothing of links, nor of what is there."""
+    return Path(os.path.normpath(Path(path).absolute()))

@@ -1,0 +1,176 @@
+"""PromptRunner: one prompt through the engine's model, from text to outputs as they grow."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from manylora.config.engine import ModelConfig
+from manylora.errors import ConfigError, RequestError
+from manylora.llmapi.decoding import decoding_of
+from manylora.llmapi.outputs import CompletionOutput
+from manylora.llmapi.sampling import SamplingParams
+from manylora.model.checkpoint import read_model_config
+from manylora.openai.api.logprobs import TokenLogprob
+from manylora.openai.api.params import Plan
+from manylora.openai.serving.generation import GenerationState
+from manylora.request import LoraInput
+from manylora.text.tokenizer import Tokenizer
+from manylora.wire.bls_generator import CallModel, ClientRequest, stop_request
+from manylora.wire.engine_client import AnswerReader, request_tensors
+from manylora.wire.parameters import ENGINE, engine_context, parameters_beside, value_of
+from manylora.wire.tensor_table import STATISTICS
+
+STATISTICS_NAMES = tuple(tensor.name for tensor in STATISTICS)
+OUTPUTS = [
+    "output_ids", "sequence_length", "output_log_probs", "generation_logits", "sequence_index",
+    "finish_reason", "lora_cache_tier", *STATISTICS_NAMES,
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one request asks for, whatever its inputs are called.
+
+    top: alternatives to show for each token; None: no log probabilities of single tokens.
+    allowed: the only tokens that may be generated; empty: all.
+    bias: token -> what is added to its logit. statistics: whether `Answer.statistics` is wanted.
+    """
+
+    text: str
+    params: SamplingParams
+    lora: LoraInput | None = None
+    streaming: bool = False
+    top: int | None = None
+    allowed: tuple[int, ...] = ()
+    bias: Mapping[int, float] = field(default_factory=dict)
+    statistics: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The outputs so far. alternatives: of each output, for its tokens that are new. prompt: its ids.
+    statistics: of the engine, by the names of its outputs; empty unless asked for."""
+
+    outputs: list[CompletionOutput]
+    alternatives: list[list[TokenLogprob]]
+    prompt: tuple[int, ...]
+    finished: bool
+    statistics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """The engine's model as its folder in the repository describes it.
+
+    context: tokens of prompt and output; None: not known. streams: whether it may give several responses.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    model: ModelConfig
+    context: int | None
+    streams: bool
+
+    @classmethod
+    def open(cls, folder: Path, parameters: Mapping[str, str]) -> EngineSetup:
+        """folder: of the model that asks, in the repository. parameters: its own. Raises ConfigError."""
+        name = value_of(parameters, "tensorrt_llm_model_name") or ENGINE
+        engine = parameters_beside(folder, name)
+        model_dir = value_of(engine, "gpt_model_path")
+        if model_dir is None:
+            raise ConfigError(
+                f"{folder.name} needs the model {name} beside it, with its engine_dir filled in"
+            )
+        beside = value_of(parameters_beside(folder, "preprocessing"), "tokenizer_dir")
+        tokenizer = value_of(parameters, "tokenizer_dir") or beside or model_dir
+        text = (folder.parent / name / "config.pbtxt").read_text(encoding="utf-8")
+        streams = re.search(r"decoupled:\s*true", text, re.IGNORECASE) is not None
+        config = read_model_config(Path(model_dir))
+        return cls(name, Tokenizer(Path(tokenizer)), config, engine_context(folder, name), streams)
+
+
+class PromptRunner:
+    def __init__(self, call: CallModel, engine: EngineSetup) -> None:
+        self._call, self._engine = call, engine
+
+    def answers(self, client: ClientRequest, asked: Asked) -> Iterator[Answer]:
+        """One for each piece of a stream, else the finished one alone. Raises RequestError."""
+        ids, plan = self._plan(asked)
+        state = GenerationState(ids, plan, asked.streaming, self._engine.tokenizer, "")
+        request = state.request(asked.lora)
+        request = request if self._engine.streams else replace(request, streaming=False)
+        reader, statistics = AnswerReader(request), dict[str, float]()
+        tensors = request_tensors(request)
+        if asked.statistics:
+            tensors["return_perf_metrics"] = np.array([[True]])
+        with client.engine_request(self._engine.name) as request_id:
+            for response in self._call(self._engine.name, tensors, OUTPUTS, request_id):
+                arrays = {name: tensor.as_numpy() for name, tensor in response.items()}
+                statistics |= {n: a.item() for n, a in arrays.items() if n in STATISTICS_NAMES}
+                if state.finished:
+                    continue
+                for event in reader.read(arrays, final=False):
+                    state.take(event)
+                if state.finished or asked.streaming:
+                    yield from self._answer(state, asked, statistics)
+                if state.finished and not reader.done:  # at a stop text
+                    stop_request(self._call, self._engine.name, request_id)
+        if not state.finished:
+            for event in reader.read({}, final=True):
+                state.take(event)
+            yield from self._answer(state, asked, statistics)
+
+    def stop(self, model: str, request_id: str) -> None:
+        stop_request(self._call, model, request_id)
+
+    def _plan(self, asked: Asked) -> tuple[tuple[int, ...], Plan]:
+        engine, params = self._engine, asked.params
+        ids = engine.tokenizer.encode(asked.text, params.add_special_tokens, engine.context)
+        ids = ids[-params.truncate_prompt_tokens :] if params.truncate_prompt_tokens else ids
+        try:
+            decoding = decoding_of(params, engine.tokenizer, engine.model.eos_token_ids)
+        except ValueError as error:
+            raise RequestError(str(error)) from None
+        prompt = 1 if engine.model.encoder else len(ids)  # the encoder reads the prompt
+        decoding = decoding.within(engine.context - prompt) if engine.context is not None else decoding
+        bias = self._bias(asked)
+        made = replace(decoding.params, return_generation_logits=asked.top is not None)
+        made = made if bias is None else replace(made, logit_bias=bias)
+        # At least one alternative: then the log probabilities come with ranks.
+        top = None if asked.top is None else max(1, asked.top)
+        return tuple(ids), Plan(replace(decoding, params=made), top)
+
+    def _bias(self, asked: Asked) -> np.ndarray | None:
+        """[vocabulary] float32."""
+        if not (asked.bias or asked.allowed):
+            return None
+        size = self._engine.model.vocab_size
+        unknown = next((i for i in (*asked.allowed, *asked.bias) if not 0 <= i < size), None)
+        if unknown is not None:
+            name = "allowed_token_ids" if unknown in asked.allowed else "logit_bias"
+            raise RequestError(f"{name}: {unknown} is no token of this model, which has {size}")
+        made = np.full(size, NEVER if asked.allowed else 0, np.float32)
+        made[list(asked.allowed)] = 0
+        for token, value in asked.bias.items():
+            made[token] += value
+        return made
+
+    def _answer(self, state: GenerationState, asked: Asked, statistics: dict[str, float]) -> Iterator[Answer]:
+        if state.error is not None:
+            raise state.error
+        outputs = state.report()
+        if not state.finished and not any(one.token_ids_diff or one.text_diff for one in outputs):
+            return
+        found = []
+        for index, one in enumerate(outputs):
+            known = state.alternatives(index) if asked.top is not None else []
+            found.append(known[len(one.token_ids) - len(one.token_ids_diff) : len(one.token_ids)])
+        yield Answer(outputs, found, state.prompt, state.finished, statistics)
+
+
+NEVER = -1e30  # added to a logit

@@ -1,0 +1,45 @@
+"""Inputs of one prompt, whatever its shape, and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from manylora.errors import RequestError
+from manylora.wire.server_types import Arrays
+
+
+def scalar(arrays: Arrays, name: str, default: Any = None) -> Any:
+    """The one value of an input; bytes as text. Raises RequestError."""
+    if name not in arrays:
+        return default
+    array = arrays[name]
+    if array.size != 1:
+        raise RequestError(f"Expected a scalar tensor for tensor {name}, got {array.size} values")
+    value = array.reshape(-1)[0]
+    return _text(value, name) if isinstance(value, bytes | str) else value.item()
+
+
+def texts(arrays: Arrays, name: str) -> list[str]:
+    """All values of an input. Raises RequestError."""
+    return [_text(value, name) for value in arrays[name].reshape(-1)] if name in arrays else []
+
+
+def text_tensor(values: Iterable[str]) -> np.ndarray:
+    return np.array([value.encode() for value in values], np.object_)
+
+
+def refuse(arrays: Mapping[str, Any], *names: str) -> None:
+    """Raises RequestError for an input that is not taken."""
+    for name in names:
+        if name in arrays:
+            raise RequestError(f"input {name} is not supported by this server: leave it out")
+
+
+def _text(value: bytes | str, name: str) -> str:
+    try:
+        return value.decode() if isinstance(value, bytes) else value
+    except UnicodeDecodeError:
+        raise RequestError(f"{name} must be valid UTF-8") from None

@@ -1,0 +1,88 @@
+"""VllmMetrics: the metrics that vllm_backend reports, under vLLM's names."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from manylora.contracts.prompts import Answer, Asked
+from manylora.wire.metrics import MetricFamily
+
+FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+NEXT_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+WHOLE = (1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
+SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0)
+
+
+def families(longest: int) -> dict[str, MetricFamily]:
+    """By name. longest: tokens of a prompt and its output."""
+    counts = _buckets(longest)
+    return {
+        "vllm:prompt_tokens_total": MetricFamily("Tokens of prompts", "counter"),
+        "vllm:generation_tokens_total": MetricFamily("Generated tokens", "counter"),
+        "vllm:time_to_first_token_seconds": MetricFamily("Time to first token", "histogram", FIRST_TOKEN),
+        "vllm:time_per_output_token_seconds": MetricFamily(
+            "Time per token after the first", "histogram", NEXT_TOKEN
+        ),
+        "vllm:e2e_request_latency_seconds": MetricFamily("Time of a whole request", "histogram", WHOLE),
+        "vllm:request_prompt_tokens": MetricFamily("Tokens of a prompt", "histogram", counts),
+        "vllm:request_generation_tokens": MetricFamily("Generated tokens of a request", "histogram", counts),
+        "vllm:request_params_n": MetricFamily("Outputs that a request asks for", "histogram", SAMPLES),
+    }
+
+
+class VllmMetrics:
+    """pb_utils: triton_python_backend_utils. labels: of every metric."""
+
+    def __init__(self, pb_utils: Any, labels: Mapping[str, str], longest: int) -> None:
+        self._lock = threading.Lock()  # two calls at once on one metric end the server
+        self._metrics, self._families = {}, []
+        for name, one in families(longest).items():
+            kind = getattr(pb_utils.MetricFamily, one.kind.upper())
+            family = pb_utils.MetricFamily(name=name, description=one.help, kind=kind)
+            self._families.append(family)  # a metric ends with its family
+            buckets = {"buckets": list(one.buckets)} if one.buckets else {}
+            self._metrics[name] = family.Metric(labels=dict(labels), **buckets)
+
+    def observe(self, asked: Asked, answer: Answer) -> None:
+        """A finished answer, with its statistics."""
+        with self._lock:
+            for name, value in samples(asked, answer):
+                metric = self._metrics[name]
+                if name.endswith("_total"):
+                    metric.increment(value)
+                else:
+                    metric.observe(value)
+
+
+def samples(asked: Asked, answer: Answer) -> list[tuple[str, float]]:
+    """Names and values. Times are those of the sequence that ended last."""
+    prompt, output = len(answer.prompt), sum(len(one.token_ids) for one in answer.outputs)
+    found: list[tuple[str, float]] = [
+        ("vllm:prompt_tokens_total", prompt),
+        ("vllm:generation_tokens_total", output),
+        ("vllm:request_prompt_tokens", prompt),
+        ("vllm:request_generation_tokens", output),
+        ("vllm:request_params_n", asked.params.n),
+    ]
+    arrival, first, last = (
+        answer.statistics.get(f"{n}_time_ns", 0) for n in ("arrival", "first_token", "last_token")
+    )
+    if not first:
+        return found
+    last = max(first, last)
+    found.append(("vllm:time_to_first_token_seconds", (first - arrival) * 1e-9))
+    found.append(("vllm:e2e_request_latency_seconds", (last - arrival) * 1e-9))
+    later = max(0, max((len(one.token_ids) for one in answer.outputs), default=0) - 1)
+    gap = ("vllm:time_per_output_token_seconds", (last - first) * 1e-9 / max(1, later))
+    return found + [gap] * later
+
+
+def _buckets(longest: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50, … up to `longest`."""
+    found, power = list[float](), 1
+    while power <= longest:
+        found += [float(step * power) for step in (1, 2, 5) if step * power <= longest]
+        power *= 10
+    return tuple(found)

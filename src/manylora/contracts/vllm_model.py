@@ -1,0 +1,152 @@
+"""VllmModel: requests and responses of vllm_backend's model."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from manylora.contracts.prompts import Answer, Asked, PromptRunner
+from manylora.contracts.tensors import refuse, scalar, text_tensor
+from manylora.contracts.vllm_sampling import asked, read_parameters
+from manylora.errors import AdapterNotFoundError, ConfigError, RequestError
+from manylora.llmapi.outputs import CompletionOutput
+from manylora.openai.api.logprobs import TokenLogprob
+from manylora.text.tokenizer import Tokenizer
+from manylora.wire.bls_generator import ClientRequest, Values
+from manylora.wire.encode import WINDOW
+from manylora.wire.server_types import Arrays, ServerRequest
+from manylora.wire.shape_guard import read_inputs
+
+EXTRAS = (
+    "return_finish_reason", "return_cumulative_logprob", "return_logprobs", "return_num_input_tokens",
+    "return_num_output_tokens",
+)  # fmt: skip
+
+logger = logging.getLogger("manylora")
+
+Observe = Callable[[Asked, Answer], None]
+
+
+class VllmModel:
+    """names: of the adapters in multi_lora.json, which an error lists. enabled: whether adapters are taken.
+    observe: told of every finished answer; None: nobody counts."""
+
+    def __init__(
+        self,
+        runner: PromptRunner,
+        tokenizer: Tokenizer,
+        names: Sequence[str],
+        enabled: bool = True,
+        observe: Observe | None = None,
+    ) -> None:
+        self._runner, self._tokenizer = runner, tokenizer
+        self._names, self._enabled, self._observe = list(names), enabled, observe
+
+    def answer(self, client: ClientRequest, request: ServerRequest[Any]) -> Iterator[Values]:
+        arrays = read_inputs(request.inputs())
+        extras = {name for name in EXTRAS if scalar(arrays, name, False)}
+        what, prompt = self._asked(arrays, request.parameters(), extras)
+        try:
+            for answer in self._runner.answers(client, what):
+                if answer.finished and self._observe is not None:
+                    self._observe(what, answer)
+                yield self._response(answer, what, extras, prompt)
+                prompt = ""  # once
+        except RequestError as error:
+            raise self._explained(error, what) from None
+
+    def stop(self, model: str, request_id: str) -> None:
+        self._runner.stop(model, request_id)
+
+    def _asked(self, arrays: Arrays, own: str, extras: set[str]) -> tuple[Asked, str]:
+        """And the text to put before the output. own: the request's parameters, where there is no input."""
+        refuse(arrays, "image", "embedding_request")
+        text, streaming = scalar(arrays, "text_input"), bool(scalar(arrays, "stream", False))
+        exclude = scalar(arrays, "exclude_input_in_output", streaming)
+        if streaming and not exclude:
+            raise RequestError("When streaming, `exclude_input_in_output` = False is not allowed.")
+        sent = scalar(arrays, "sampling_parameters")
+        given = read_parameters(own if sent is None else sent, own=sent is None)
+        if "lora_name" in given and not self._enabled:
+            raise RequestError("LoRA feature is not enabled.")
+        made = asked(text, given, streaming, "return_cumulative_logprob" in extras)
+        made = replace(made, statistics=self._observe is not None)
+        return made, "" if exclude else text
+
+    def _explained(self, error: RequestError, what: Asked) -> RequestError:
+        name = what.lora.name if what.lora else None
+        if name is None or not self._names or str(error) != str(AdapterNotFoundError(name)):
+            return error
+        return RequestError(f"LoRA {name} is not supported, we currently support {self._names}")
+
+    def _response(self, answer: Answer, what: Asked, extras: set[str], prompt: str) -> Values:
+        outputs = answer.outputs
+        found = {"text_output": text_tensor(prompt + one.text_diff for one in outputs)}
+        if "return_finish_reason" in extras:
+            found["finish_reason"] = text_tensor(str(_reason(one)) for one in outputs)
+        if "return_cumulative_logprob" in extras:
+            found["cumulative_logprob"] = np.array([one.cumulative_logprob for one in outputs], np.float32)
+        if "return_logprobs" in extras:
+            rows = [self._logprobs(answer, one, what.top) for one in outputs]
+            found["logprobs"] = text_tensor(json.dumps(row) for row in rows)
+        if "return_num_input_tokens" in extras:
+            found["num_input_tokens"] = np.array([len(answer.prompt)], np.uint32)
+        if "return_num_output_tokens" in extras:
+            found["num_output_tokens"] = np.array([len(one.token_ids_diff) for one in outputs], np.uint32)
+        return found
+
+    def _logprobs(
+        self, answer: Answer, output: CompletionOutput, top: int | None
+    ) -> list[dict[str, Any]] | None:
+        """For each new token: the token itself and the `top` most probable ones, by their ids."""
+        if top is None:
+            return None
+        ids = [*answer.prompt[-WINDOW:], *output.token_ids]
+        first = len(ids) - len(output.token_ids_diff)
+        delta = self._tokenizer.delta
+        return [
+            {
+                str(token): {
+                    "logprob": value,
+                    "rank": rank,
+                    "decoded_token": delta(ids[max(0, at - WINDOW) : at], [token], True, False),
+                }
+                for token, value, rank in _ranked(one, top)
+            }
+            for at, one in enumerate(answer.alternatives[output.index], first)
+        ]
+
+
+def takes_adapters(file: Path) -> bool:
+    """Whether model.json, if it is there, leaves adapters on. Its other keys set up an engine, which is that
+    of `tensorrt_llm` here. Raises ConfigError."""
+    try:
+        given = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"{file} must be an object")
+    others = ", ".join(sorted(given.keys() - {"enable_lora"}))
+    if others:
+        logger.warning("model.json: %s have no effect here: the engine is that of tensorrt_llm", others)
+    return str(given.get("enable_lora", True)).lower() == "true"
+
+
+def _ranked(one: TokenLogprob, top: int) -> Iterator[tuple[int, float, int | None]]:
+    """(token id, log probability, rank), the token of the output first."""
+    yield one.token_id, one.logprob or 0.0, one.rank
+    for rank, (token, value) in enumerate(one.top[:top], 1):
+        if token != one.token_id:
+            yield token, value, rank
+
+
+def _reason(output: CompletionOutput) -> str | None:
+    return "abort" if output.finish_reason == "cancelled" else output.finish_reason

@@ -1,0 +1,208 @@
+"""vLLM's SamplingParams as JSON, as vllm_backend takes them, to the LLM API's."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from manylora.contracts.prompts import Asked
+from manylora.errors import RequestError
+from manylora.llmapi.guided import GuidedDecodingParams
+from manylora.llmapi.sampling import SamplingParams
+from manylora.request import LoraInput
+
+NAME = "sampling_parameters"
+MAX_BYTES = 2**20  # of the JSON
+MAX_ALTERNATIVES = 20
+MAX_SEQUENCES = 128  # outputs of one prompt
+MOST = 2**31 - 1  # of a count
+SPECIAL = re.compile(r"[\\.^$*+?{}\[\]|()]")  # in a regular expression
+GREEDY_BELOW = 1e-5  # temperatures
+DEFAULTS: dict[str, Any] = {"max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "n": 1}
+# What only says how something is done or shown, and cannot change an answer.
+NO_EFFECT = ("skip_reading_prefix_cache", "stream_interval", "output_text_buffer_length", "skip_clone")
+# Keys that ask for what is not done here, unless they have one of these values.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "output_kind": (0,), "flat_logprobs": (False,), "prompt_logprobs": (), "logits_processors": (),
+    "spaces_between_special_tokens": (True,), "extra_args": ({},), "logprob_token_ids": (),
+    "prompt_logprob_token_ids": (), "prompt_logprob_start": (), "thinking_token_budget": (),
+    "repetition_detection": (), "trace_decode_token_ids": (), "routed_experts_prompt_start": (0,),
+    "use_beam_search": (False,), "early_stopping": (False,), "length_penalty": (1.0, 0.0),
+}  # fmt: skip
+# What Triton and its doors put among a request's own parameters.
+SERVERS_OWN = re.compile(r"triton_\w+|sequence_\w+|binary_data_output|priority|timeout|request_type|stream")
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError
+    return float(value)
+
+
+def _flag(value: Any) -> bool:
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+def _texts(value: Any) -> list[str]:
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise ValueError
+    return found
+
+
+def _ids(value: Any) -> list[int]:
+    if not isinstance(value, list):
+        raise ValueError
+    found = [_whole(one) for one in value]
+    if not all(0 <= one <= MOST for one in found):
+        raise ValueError
+    return found
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError
+    return value
+
+
+def _bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise ValueError
+    return {_whole(token): _number(bias) for token, bias in value.items()}
+
+
+def _object(value: Any) -> dict[str, Any]:
+    found = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(found, dict):
+        raise ValueError
+    return found
+
+
+WHOLE, NUMBER, FLAG = (_whole, "a whole number"), (_number, "a number"), (_flag, "true or false")
+TEXTS, IDS = (_texts, "a text or a list of texts"), (_ids, "a list of token ids")
+OBJECT = (_object, "an object, or its JSON as text")
+TAKEN: dict[str, tuple[Callable[[Any], Any], str]] = {
+    **dict.fromkeys(("n", "best_of", "top_k", "seed", "max_tokens", "min_tokens", "logprobs"), WHOLE),
+    "truncate_prompt_tokens": WHOLE,
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), NUMBER),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), NUMBER),
+    **dict.fromkeys(("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"), FLAG),
+    **dict.fromkeys(("stop", "bad_words"), TEXTS),
+    **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), IDS),
+    "logit_bias": (_bias, "an object of token ids and numbers"),
+    **dict.fromkeys(("structured_outputs", "guided_decoding"), OBJECT),
+    "lora_name": (_text, "a text"),
+}
+"""Keys that act: what reads a value, and what it must be."""
+
+
+def read_parameters(text: str, own: bool) -> dict[str, Any]:
+    """Values by key, each of its type; null is no value. Numbers may come as text. Raises RequestError.
+
+    own: the request's own parameters, among which the server has some, not the input.
+    """
+    if len(text) > MAX_BYTES:
+        raise RequestError(f"{NAME} must have at most {MAX_BYTES} bytes, got {len(text)}")
+    try:
+        given = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        raise RequestError(f"{NAME} must be valid JSON, got {text!r:.80}") from None
+    if not isinstance(given, dict):
+        raise RequestError(f"{NAME} must be a JSON object, got {text!r:.80}")
+    found = {}
+    for key, value in given.items():
+        if value is None or key in NO_EFFECT or (own and SERVERS_OWN.fullmatch(key)):
+            continue
+        if key in REFUSED:
+            if value not in REFUSED[key]:
+                raise RequestError(f"{NAME}: {key} is not supported by this server: leave it out")
+            continue
+        if key not in TAKEN:
+            raise RequestError(f"{NAME} has the unknown key {key!r:.80}: leave it out")
+        read, wanted = TAKEN[key]
+        try:
+            found[key] = read(value)
+        except (ValueError, TypeError, OverflowError, RecursionError):
+            raise RequestError(f"{NAME}: {key} must be {wanted}, got {value!r:.80}") from None
+    return found
+
+
+def asked(text: str, given: Mapping[str, Any], streaming: bool, cumulative: bool) -> Asked:
+    """text: the prompt. given: of `read_parameters`. cumulative: whether the sum of log probabilities is
+    shown. Raises RequestError."""
+    found = {**DEFAULTS, **given}
+    name, top = found.pop("lora_name", None), found.pop("logprobs", None)
+    if top is not None and not 0 <= top <= MAX_ALTERNATIVES:
+        raise RequestError(f"{NAME}: logprobs must be from 0 to {MAX_ALTERNATIVES}, got {top}")
+    bias, allowed = found.pop("logit_bias", {}), tuple(found.pop("allowed_token_ids", ()))
+    older = found.pop("guided_decoding", None)
+    guide = found.pop("structured_outputs", older)
+    found["bad"] = found.pop("bad_words", None)
+    _check(found)
+    greedy = found["temperature"] < GREEDY_BELOW
+    found |= {
+        "temperature": 0.0 if greedy else found["temperature"],
+        "top_k": max(0, min(found["top_k"], MOST)),
+        "seed": found["seed"] % 2**64 if "seed" in found else secrets.randbits(63),
+        "max_tokens": min(found["max_tokens"], MOST),
+        "logprobs": 0 if top is not None or cumulative else None,
+        "guided_decoding": _guide(guide) if guide is not None else None,
+    }
+    try:
+        params = SamplingParams(**found)
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"{NAME}: {error}") from None
+    lora = None if name is None else LoraInput(None, name=name)
+    return Asked(text, params, lora, streaming, top, allowed, bias)
+
+
+def _check(found: Mapping[str, Any]) -> None:
+    for key, right, rule in (
+        ("temperature", found["temperature"] >= 0, "must be at least 0"),
+        ("top_p", 0 < found["top_p"] <= 1, "must be in (0, 1]"),
+        ("top_k", found["top_k"] >= -1, "must be -1 or 0 (all tokens), or more"),
+        ("n", found["n"] <= MAX_SEQUENCES, f"must be at most {MAX_SEQUENCES}"),
+        ("best_of", found.get("best_of", 1) <= MAX_SEQUENCES, f"must be at most {MAX_SEQUENCES}"),
+        ("min_tokens", found.get("min_tokens", 0) <= found["max_tokens"], "must be at most max_tokens"),
+    ):
+        if not right:
+            raise RequestError(f"{NAME}: {key} {rule}, got {found[key]}")
+    if found["n"] > 1 and found["temperature"] < GREEDY_BELOW:
+        raise RequestError(f"{NAME}: n must be 1 when using greedy sampling, got {found['n']}.")
+
+
+def _guide(given: Mapping[str, Any]) -> GuidedDecodingParams:
+    """vLLM's StructuredOutputsParams."""
+    kinds = {key: one for key, one in given.items() if one not in (None, False)}
+    kinds.pop("backend", None)
+    unknown = kinds.keys() - {"json", "regex", "choice", "grammar", "json_object"}
+    if unknown:
+        raise RequestError(f"{NAME}: structured_outputs.{min(unknown)} is not supported: leave it out")
+    choice = kinds.pop("choice", None)
+    if choice is not None:
+        if not (isinstance(choice, list) and choice and all(isinstance(one, str) for one in choice)):
+            raise RequestError(f"{NAME}: structured_outputs.choice must be a list of texts")
+        if "regex" in kinds:
+            raise RequestError(f"{NAME}: structured_outputs takes one guide: choice or regex")
+        kinds["regex"] = "|".join(f"({SPECIAL.sub(_escaped, text)})" for text in choice)
+    try:
+        return GuidedDecodingParams(**kinds)
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"{NAME}: structured_outputs: {error}") from None
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return f"\\{found.group()}"

@@ -1,0 +1,367 @@
+"""Protects what clients of vllm_backend and of TensorRT-LLM's llmapi model may ask for: every key acts or is
+refused by its name, and answers have their shapes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from manylora.contracts.llmapi_model import AdapterFolders, LlmapiModel
+from manylora.contracts.prompts import EngineSetup, PromptRunner
+from manylora.contracts.vllm_metrics import families, samples
+from manylora.contracts.vllm_model import VllmModel, takes_adapters
+from manylora.contracts.vllm_sampling import NO_EFFECT, REFUSED, TAKEN, asked, read_parameters
+from manylora.errors import AdapterNotFoundError, ConfigError, RequestCancelledError, RequestError
+from manylora.lora.library.names import read_names
+from manylora.model.checkpoint import read_model_config
+from manylora.text.tokenizer import Tokenizer
+from manylora.wire.bls_generator import ClientRequest, Values
+
+BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
+TOKENIZER = Tokenizer(BASE)
+SPOKEN = TOKENIZER.encode("Tokyo is the capital of Japan.", add_special_tokens=False)
+VALUES: dict[str, Any] = {
+    "n": 2, "best_of": 3, "top_k": 4, "seed": 5, "max_tokens": 6, "min_tokens": 1, "logprobs": 2,
+    "truncate_prompt_tokens": 9, "presence_penalty": 0.1, "frequency_penalty": 0.2,
+    "repetition_penalty": 1.1, "temperature": 0.7, "top_p": 0.8, "min_p": 0.1, "ignore_eos": True,
+    "detokenize": True, "skip_special_tokens": False, "include_stop_str_in_output": True,
+    "stop": ["x"], "bad_words": "y", "stop_token_ids": [7], "allowed_token_ids": [8, 9],
+    "logit_bias": {"3": 1.5}, "structured_outputs": '{"choice": ["a.b", "c"]}',
+    "guided_decoding": {"regex": "a"}, "lora_name": "chinese",
+}  # fmt: skip
+
+
+class Tensor:
+    def __init__(self, name: str, array: np.ndarray) -> None:
+        self.name, self.as_numpy, self.shape = (lambda: name), (lambda: array), (lambda: list(array.shape))
+
+
+class Engine:
+    """In place of `tensorrt_llm`: says SPOKEN, a token in each response, or what it is told to raise."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+        self.asked: list[dict[str, np.ndarray]] = []
+        self.stopped = False
+
+    def __call__(
+        self, model: str, inputs: Values, outputs: Sequence[str], request_id: str = ""
+    ) -> Iterator[Mapping[str, Tensor]]:
+        arrays: dict[str, np.ndarray] = dict(inputs)  # type: ignore[arg-type]
+        if "stop" in arrays:
+            self.stopped = True
+            return
+        self.asked.append(arrays)
+        if self._error:
+            raise self._error
+        streaming, most = bool(arrays["streaming"].item()), int(arrays["request_output_len"].item())
+        for at in range(min(most, len(SPOKEN)) if streaming else 1):
+            yield self._response(SPOKEN[at : at + 1] if streaming else SPOKEN[:most], at, most, streaming)
+            if self.stopped:
+                return
+
+    def _response(self, ids: list[int], at: int, most: int, streaming: bool) -> dict[str, Tensor]:
+        logits = np.zeros((1, 1, len(ids), 2048), np.float32)
+        for row, token in zip(logits[0, 0], ids, strict=True):
+            row[token], row[0] = 3, 1
+        found = {
+            "output_ids": np.array([[ids]], np.int32),
+            "sequence_length": np.array([[len(ids)]], np.int32),
+            "output_log_probs": np.full((1, 1, at + len(ids)), -0.5, np.float32),
+            "generation_logits": logits,
+            "first_token_time_ns": np.array([[10**9]]),
+            "arrival_time_ns": np.array([[0]]),
+            "last_token_time_ns": np.array([[3 * 10**9]]),
+        }
+        if not streaming or at + 1 == min(most, len(SPOKEN)):
+            found["finish_reason"] = np.array([[b"length"]], np.object_)
+        return {name: Tensor(name, array) for name, array in found.items()}
+
+
+class Request:
+    def __init__(self, parameters: str = "{}", request_id: str = "", **inputs: Any) -> None:
+        self.parameters, self.request_id = (lambda: parameters), (lambda: request_id)
+        self._inputs = inputs
+
+    def inputs(self) -> list[Tensor]:
+        return [Tensor(name, _array(value)) for name, value in self._inputs.items()]
+
+
+def _array(value: Any) -> np.ndarray:
+    made = np.array(value if isinstance(value, list) else [value])
+    return np.array([str(one).encode() for one in made], np.object_) if made.dtype.kind == "U" else made
+
+
+def runner(engine: Engine) -> PromptRunner:
+    return PromptRunner(engine, EngineSetup("tensorrt_llm", TOKENIZER, read_model_config(BASE), 512, True))
+
+
+def vllm(engine: Engine, *, own: str = "{}", **inputs: Any) -> list[Values]:
+    model = VllmModel(runner(engine), TOKENIZER, ["doll", "sheep"])
+    given = {"sampling_parameters": json.dumps(inputs.pop("sampling"))} if "sampling" in inputs else {}
+    return list(model.answer(ClientRequest(lambda: False), Request(own, **inputs, **given)))  # type: ignore[arg-type]
+
+
+def llmapi(engine: Engine, folders: AdapterFolders | None = None, **inputs: Any) -> list[Values]:
+    decoupled = inputs.pop("decoupled", True)
+    model = LlmapiModel(runner(engine), folders or AdapterFolders(), decoupled)
+    request = Request(request_id=inputs.pop("request_id", ""), **inputs)
+    return list(model.answer(ClientRequest(lambda: False), request))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("key", sorted(TAKEN))
+def test_every_key_that_is_taken_acts(key: str) -> None:
+    usual = {"max_tokens": 20, "temperature": 0.5, "seed": 1}
+    changed = usual | {key: VALUES[key]}
+    before, after = (
+        asked("a", read_parameters(json.dumps(one), False), False, False) for one in (usual, changed)
+    )
+    if key == "detokenize":
+        after = asked("a", read_parameters('{"detokenize": "false", "seed": 1}', False), False, False)
+    assert before != after
+
+
+@pytest.mark.parametrize("key", sorted(REFUSED))
+def test_every_key_that_cannot_act_is_refused_by_name(key: str) -> None:
+    with pytest.raises(RequestError, match=f"{key} is not supported by this server: leave it out"):
+        read_parameters(json.dumps({key: [1, 2]}), False)
+    assert read_parameters(json.dumps(dict.fromkeys(REFUSED)), False) == {}  # null is no value
+
+
+def test_what_has_no_effect_is_taken() -> None:
+    assert read_parameters(json.dumps(dict.fromkeys(NO_EFFECT, 1)), False) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "sampling_parameters must be valid JSON, got '{'"),
+        ("[1]", "sampling_parameters must be a JSON object, got '[1]'"),
+        ("[" * 100_000, "must be valid JSON"),
+        ('{"tempratur": 1}', "sampling_parameters has the unknown key 'tempratur': leave it out"),
+        ('{"max_tokens": "many"}', "max_tokens must be a whole number, got 'many'"),
+        ('{"max_tokens": 1.5}', "max_tokens must be a whole number, got 1.5"),
+        ('{"temperature": true}', "temperature must be a number, got True"),
+        ('{"ignore_eos": 1}', "ignore_eos must be true or false, got 1"),
+        ('{"stop": [1]}', "stop must be a text or a list of texts, got [1]"),
+        ('{"stop_token_ids": [-1]}', "stop_token_ids must be a list of token ids"),
+        ('{"logit_bias": [1]}', "logit_bias must be an object of token ids and numbers"),
+        ('{"lora_name": 7}', "lora_name must be a text, got 7"),
+        ('{"n": 1000000000, "temperature": 1}', "n must be at most 128, got 1000000000"),
+        ('{"n": 2, "temperature": 0}', "n must be 1 when using greedy sampling, got 2"),
+        ('{"max_tokens": 0}', "max_tokens must be >= 1, got 0"),
+        ('{"temperature": NaN}', "temperature must be at least 0, got nan"),
+        ('{"top_p": 0}', "top_p must be in (0, 1], got 0.0"),
+        ('{"top_k": -2}', "top_k must be -1 or 0 (all tokens), or more, got -2"),
+        ('{"min_tokens": 17}', "min_tokens must be at most max_tokens, got 17"),
+        ('{"logprobs": 21}', "logprobs must be from 0 to 20, got 21"),
+        ('{"stop": ""}', "stop must be a text or a list of texts, none of them empty"),
+        ('{"structured_outputs": "{"}', "structured_outputs must be an object, or its JSON as text"),
+        ('{"structured_outputs": {"structural_tag": "x"}}', "structured_outputs.structural_tag is not"),
+        ('{"structured_outputs": {}}', "takes exactly one guide, got 0"),
+        ('{"structured_outputs": {"choice": []}}', "structured_outputs.choice must be a list of texts"),
+    ],
+)  # fmt: skip
+def test_bad_parameters_are_told_in_one_line(text: str, words: str) -> None:
+    with pytest.raises(RequestError) as error:
+        asked("a", read_parameters(text, False), False, False)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_values_may_come_as_text_and_choices_become_a_guide() -> None:
+    given = read_parameters('{"temperature": "0", "top_p": "1", "max_tokens": "1500"}', False)
+    made = asked("a", given, False, False).params
+    assert (made.temperature, made.top_p, made.max_tokens) == (0.0, 1.0, 1500)
+    made = asked("a", read_parameters(json.dumps(VALUES | {"max_tokens": 9}), False), False, True).params
+    assert made.guided_decoding is not None and made.guided_decoding.regex == "(a\\.b)|(c)"
+    assert asked("a", {}, False, False).params.max_tokens == 16
+
+
+def test_of_the_requests_own_parameters_the_servers_are_left_alone() -> None:
+    text = '{"temperature": 0, "triton_enable_empty_final_response": true, "priority": 1}'
+    assert read_parameters(text, own=True) == {"temperature": 0.0}
+    with pytest.raises(RequestError, match="unknown key 'priority'"):
+        read_parameters('{"priority": 1}', own=False)
+
+
+def test_a_whole_answer_of_vllms_model() -> None:
+    everything = dict.fromkeys(
+        ("return_finish_reason", "return_cumulative_logprob", "return_logprobs", "return_num_input_tokens",
+         "return_num_output_tokens"), True)  # fmt: skip
+    [one] = vllm(
+        Engine(), text_input="Hi", sampling={"logprobs": 2, "temperature": 0, "max_tokens": 99}, **everything
+    )
+    assert one["text_output"].tolist() == [b"HiTokyo is the capital of Japan."]  # type: ignore[union-attr]
+    assert one["finish_reason"].tolist() == [b"length"]  # type: ignore[union-attr]
+    assert one["num_input_tokens"].tolist() == [len(TOKENIZER.encode("Hi"))]  # type: ignore[union-attr]
+    assert one["num_output_tokens"].tolist() == [len(SPOKEN)]  # type: ignore[union-attr]
+    np.testing.assert_allclose(one["cumulative_logprob"], [-0.5 * len(SPOKEN)])  # type: ignore[arg-type]
+    rows = json.loads(one["logprobs"][0])  # type: ignore[index]
+    assert [next(iter(row)) for row in rows] == list(map(str, SPOKEN))
+    assert "".join(row[str(i)]["decoded_token"] for row, i in zip(rows, SPOKEN, strict=True)) == (
+        "Tokyo is the capital of Japan."
+    )
+    assert all(row[str(i)]["rank"] == 1 and len(row) == 2 for row, i in zip(rows, SPOKEN, strict=True))
+    [plain] = vllm(Engine(), text_input="Hi", exclude_input_in_output=True, own='{"max_tokens": 99}')
+    assert plain["text_output"].tolist() == [b"Tokyo is the capital of Japan."]  # type: ignore[union-attr]
+    assert list(plain) == ["text_output"]
+    [null] = vllm(Engine(), text_input="Hi", return_logprobs=True)
+    assert null["logprobs"].tolist() == [b"null"]  # type: ignore[union-attr]
+
+
+def test_a_stream_of_vllms_model_and_a_stop_text_that_ends_it() -> None:
+    pieces = vllm(
+        Engine(), text_input="Hi", stream=True, return_finish_reason=True, sampling={"max_tokens": 99}
+    )
+    assert b"".join(one["text_output"][0] for one in pieces) == b"Tokyo is the capital of Japan."  # type: ignore[index]
+    assert [one["finish_reason"][0] for one in pieces][-2:] == [b"None", b"length"]  # type: ignore[index]
+    engine = Engine()
+    stopped = vllm(
+        engine,
+        text_input="Hi",
+        stream=True,
+        own='{"stop": "capital", "max_tokens": 99}',
+        return_finish_reason=True,
+    )
+    assert b"".join(one["text_output"][0] for one in stopped) == b"Tokyo is the "  # type: ignore[index]
+    assert stopped[-1]["finish_reason"][0] == b"stop" and engine.stopped  # type: ignore[index]
+
+
+def test_errors_of_vllms_model() -> None:
+    for inputs, words in (
+        (
+            {"stream": True, "exclude_input_in_output": False},
+            "When streaming, `exclude_input_in_output` = False",
+        ),
+        ({"image": "aGk="}, "input image is not supported by this server: leave it out"),
+        ({"embedding_request": "{}"}, "input embedding_request is not supported"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            vllm(Engine(), text_input="Hi", **inputs)
+    unknown = Engine(RequestError(str(AdapterNotFoundError("bactrian"))))
+    with pytest.raises(RequestError) as error:
+        vllm(unknown, text_input="Hi", sampling={"lora_name": "bactrian"})
+    assert str(error.value) == "LoRA bactrian is not supported, we currently support ['doll', 'sheep']"
+    model = VllmModel(runner(Engine()), TOKENIZER, [], enabled=False)
+    named = Request(text_input="Hi", sampling_parameters='{"lora_name": "doll"}')
+    with pytest.raises(RequestError, match=r"LoRA feature is not enabled\."):
+        list(model.answer(ClientRequest(lambda: False), named))  # type: ignore[arg-type]
+
+
+def test_an_adapter_goes_to_the_engine_by_its_name() -> None:
+    engine = Engine()
+    vllm(engine, text_input="Hi", sampling={"lora_name": "doll"})
+    llmapi(engine, text_input="Hi", lora_name="doll", lora_ckpt_source="hf")
+    llmapi(engine, text_input="Hi", lora_id=np.uint64(7))
+    assert [one["lora_name"].item() for one in engine.asked[:2]] == [b"doll", b"doll"]
+    assert engine.asked[1]["lora_ckpt_source"].item() == b"hf"
+    assert engine.asked[2]["lora_task_id"].item() == 7
+
+
+def test_a_folder_must_be_one_that_the_operator_named(tmp_path: Path) -> None:
+    folders = AdapterFolders(tmp_path / "catalog", {"doll": tmp_path / "x" / "doll-lora"})
+    assert folders.name_of(f"{tmp_path}/catalog/sheep") == "sheep"
+    assert folders.name_of(f"{tmp_path}/x/../x/doll-lora/") == "doll"
+    for path in ("/etc", f"{tmp_path}/catalog/../x", f"{tmp_path}/catalog/a/b", "sheep"):
+        with pytest.raises(RequestError, match="is no folder of this server's adapters"):
+            folders.name_of(path)
+    engine = Engine()
+    whole = {"lora_id": np.uint64(1), "lora_name": "any", "lora_path": f"{tmp_path}/catalog/sheep"}
+    llmapi(engine, folders, text_input="Hi", **whole)
+    assert engine.asked[0]["lora_name"].item() == b"sheep"
+
+
+def test_answers_of_the_llmapi_model() -> None:
+    flags = {"return_finish_reason": True, "return_stop_reason": True, "return_cumulative_logprob": True}
+    [one] = llmapi(
+        Engine(), text_input="Hi", sampling_param_max_tokens=np.int32(99), decoupled=False, **flags
+    )
+    assert one["text_output"].tolist() == [b"HiTokyo is the capital of Japan."]  # type: ignore[union-attr]
+    assert one["finish_reason"].tolist() == [b"length"] and one["stop_reason"].tolist() == [b"None"]  # type: ignore[union-attr]
+    np.testing.assert_allclose(one["cumulative_logprob"], [-0.5 * len(SPOKEN)])  # type: ignore[arg-type]
+    pieces = llmapi(
+        Engine(),
+        text_input="Hi",
+        streaming=True,
+        sampling_param_stop=["capital", "x"],
+        return_stop_reason=True,
+    )
+    texts = [one["text_output"][0] for one in pieces]  # type: ignore[index]
+    assert texts[-1] == b"Tokyo is the " and texts == sorted(texts)
+    assert pieces[-1]["stop_reason"][0] == b"capital"  # type: ignore[index]
+
+
+def test_errors_of_the_llmapi_model() -> None:
+    for inputs, words in (
+        ({"streaming": True, "decoupled": False}, r"Streaming is only supported in decoupled mode\."),
+        ({"image_url": ["http://x"]}, "input image_url is not supported"),
+        ({"sampling_param_logits_post_processor_name": "x"}, "post_processor_name is not supported"),
+        ({"sampling_param_best_of": np.int32(2)}, "Greedy decoding"),
+        ({"sampling_param_best_of": np.int32(2**30)}, "best_of must be at most 128"),
+        ({"sampling_param_max_tokens": np.int32(0)}, "max_tokens must be >= 1, got 0"),
+        ({"lora_ckpt_source": "zip", "lora_name": "a"}, r"must be one of \('hf', 'nemo'\), got 'zip'"),
+        ({"stop": True}, "A request id must be provided for request cancellation"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            llmapi(Engine(), **{"text_input": "Hi"} | inputs)
+    with pytest.raises(RequestError, match="Expected a scalar tensor for tensor text_input, got 2 values"):
+        llmapi(Engine(), text_input=["a", "b"])
+    with pytest.raises(RequestCancelledError, match="Request cancelled by client"):
+        llmapi(Engine(), text_input="", stop=True, request_id="1")
+
+
+def test_a_stop_reaches_the_open_request_of_that_id_alone() -> None:
+    model = LlmapiModel(runner(Engine()), AdapterFolders(), True)
+    clients = [ClientRequest(lambda: False) for _ in range(3)]
+    streams = [
+        model.answer(client, Request(text_input="Hi", streaming=True, request_id=str(i)))  # type: ignore[arg-type]
+        for i, client in enumerate(clients[:2])
+    ]
+    for stream in streams:
+        next(stream)
+    with pytest.raises(RequestCancelledError):
+        next(model.answer(clients[2], Request(text_input="", stop=True, request_id="1")))  # type: ignore[arg-type]
+    assert [client.abandoned for client in clients] == [False, True, False]
+    assert len(clients[1].to_stop()) == 1
+
+
+def test_metrics_of_a_finished_answer() -> None:
+    told: list[tuple[Any, Any]] = []
+    model = VllmModel(runner(Engine()), TOKENIZER, [], observe=lambda *one: told.append(one))
+    list(model.answer(ClientRequest(lambda: False), Request('{"max_tokens": 99}', text_input="Hi")))  # type: ignore[arg-type]
+    [one] = told
+    found = samples(*one)
+    assert {name for name, _ in found} == set(families(512))
+    counts = dict(found)
+    assert counts["vllm:generation_tokens_total"] == len(SPOKEN)
+    assert (
+        counts["vllm:time_to_first_token_seconds"] == 1.0
+        and counts["vllm:e2e_request_latency_seconds"] == 3.0
+    )
+    assert [name for name, _ in found].count("vllm:time_per_output_token_seconds") == len(SPOKEN) - 1
+    assert families(7)["vllm:request_prompt_tokens"].buckets == (1.0, 2.0, 5.0)
+
+
+def test_files_of_the_operator(tmp_path: Path) -> None:
+    (tmp_path / "sheep").mkdir()
+    file = tmp_path / "multi_lora.json"
+    file.write_text('{"doll": "/adapters/doll", "sheep": "sheep"}', encoding="utf-8")
+    assert read_names(file) == {"doll": Path("/adapters/doll"), "sheep": tmp_path / "sheep"}
+    for text, words in (
+        ("[", "not valid JSON"),
+        ("[]", "object of names"),
+        ('{"a": 1}', "'a' must be a name"),
+    ):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=words):
+            read_names(file)
+    model = tmp_path / "model.json"
+    assert takes_adapters(model)
+    for text, takes in (('{"enable_lora": "true"}', True), ('{"enable_lora": false}', False)):
+        model.write_text(text, encoding="utf-8")
+        assert takes_adapters(model) is takes

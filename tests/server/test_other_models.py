@@ -1,0 +1,323 @@
+"""Protects the doors for clients of vllm_backend and of TensorRT-LLM's llmapi model: over a real tritonserver
+that was filled without a word about them, with adapters by name, in a cache that holds two of them."""
+
+from __future__ import annotations
+
+import json
+import queue
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpc
+from conftest import Running, World, fill_repo, new_server
+from launched import wait_for
+from test_client_disconnects import generated
+from test_server import tensor
+from tritonclient.utils import InferenceServerException
+
+from manylora.testing.tiny_models import make_adapter, reference_generate
+from manylora.text.tokenizer import Tokenizer
+
+TEXT, NEW = "Hello", 6
+NAMES = ("one", "two", "three", "four")
+GREEDY = {"temperature": 0, "max_tokens": NEW, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folders(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Adapters of one size: two in the catalog, two elsewhere, in multi_lora.json."""
+    path = tmp_path_factory.mktemp("named")
+    places = [path / "catalog" / name if i < 2 else path / "elsewhere" / name for i, name in enumerate(NAMES)]
+    for seed, place in enumerate(places, 21):
+        make_adapter(place, world.model, seed, 8, ("q_proj", "v_proj", "up_proj"))
+    return dict(zip(NAMES, places, strict=True))
+
+
+@pytest.fixture(scope="module")
+def server(
+    world: World, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    repo = fill_repo(
+        tmp_path_factory.mktemp("others") / "models",
+        world.model,
+        contracts=True,
+        lora_catalog_dir=str(folders["one"].parent),
+        max_loras="2",
+        max_cpu_loras="2",
+        lora_cache_max_adapter_size="8",
+        guided_decoding_backend="xgrammar",
+    )
+    names = {name: str(folders[name]) for name in NAMES[2:]}
+    (repo / "vllm_model/1/multi_lora.json").write_text(json.dumps(names), encoding="utf-8")
+    config = repo / "vllm_model" / "config.pbtxt"
+    text = config.read_text(encoding="utf-8").replace("${report_custom_metrics}", "true")
+    config.write_text(text, encoding="utf-8")
+    running = new_server(repo)
+    started = running.launch()
+    assert started.returncode == 0, started.stderr
+    yield running
+    assert running.launch("--stop").returncode == 0
+
+
+def expected(world: World, folder: Path | None, new: int = NEW) -> str:
+    tokenizer = Tokenizer(world.model)
+    return tokenizer.decode(reference_generate(world.model, folder, tokenizer.encode(TEXT), new))
+
+
+def post(server: Running, path: str, **body: Any) -> tuple[int, str]:
+    """Status and text of a `generate` request. path: model/generate or model/generate_stream."""
+    url = f"http://127.0.0.1:{server.http}/v2/models/{path}"
+    try:
+        with urllib.request.urlopen(url, json.dumps(body).encode(), 60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def vllm(server: Running, *, name: str | None = None, **body: Any) -> dict[str, Any]:
+    sampling = GREEDY | ({"lora_name": name} if name else {})
+    given = {"text_input": TEXT, "sampling_parameters": json.dumps(sampling), "exclude_input_in_output": True}
+    status, text = post(server, "vllm_model/generate", **given | body)
+    assert status == 200, text
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+def stream(
+    server: Running, model: str, inputs: dict[str, np.ndarray], parameters: dict[str, Any] | None = None
+) -> list[grpc.InferResult]:
+    """Every response of one request over a gRPC stream."""
+    answers: queue.Queue = queue.Queue()
+    with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        made = [tensor(name, value) for name, value in inputs.items()]
+        client.async_stream_infer(model, made, parameters=parameters, enable_empty_final_response=True)
+        results = []
+        while True:
+            result, error = answers.get(timeout=60)
+            if error is not None:
+                raise error
+            if result.get_response().outputs:
+                results.append(result)
+            if result.get_response().parameters["triton_final_response"].bool_param:
+                return results
+
+
+def words(text: str) -> np.ndarray:
+    return np.array([text.encode()], np.object_)
+
+
+def test_adapters_by_name_take_turns_in_a_cache_of_two(
+    server: Running, world: World, folders: dict[str, Path]
+) -> None:
+    cases = [(None, *NAMES)[i % 5] for i in range(20)]
+
+    def one(name: str | None) -> str:
+        return str(vllm(server, name=name)["text_output"])
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(one, cases))
+    answers = {name: expected(world, folders[name] if name else None) for name in (None, *NAMES)}
+    assert len(set(answers.values())) == 5
+    assert found == [answers[name] for name in cases]
+    inputs = {"text_input": words(TEXT), "sampling_param_max_tokens": np.array([NEW], np.int32)}
+    with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+        for name in (*NAMES, *NAMES):
+            more = {
+                "lora_id": np.array([9], np.uint64),
+                "lora_name": words(name),
+                "lora_path": words(str(folders[name])),
+                "sampling_param_exclude_input_from_output": np.array([True]),
+            }
+            result = client.infer("llmapi", [tensor(n, v) for n, v in (inputs | more).items()])
+            assert result.as_numpy("text_output")[0].decode().startswith(answers[name][:1])
+    assert evictions(server) > 4
+
+
+def evictions(server: Running) -> float:
+    found = [
+        value for name, value in scrape(server).items() if name.startswith("manylora_lora_cache_evictions")
+    ]
+    return max(found)
+
+
+def scrape(server: Running) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    return {name: float(value) for line in lines if line[:1] != "#" for name, value in [line.rsplit(" ", 1)]}
+
+
+def test_a_stream_over_grpc_and_over_http_is_the_whole_answer(
+    server: Running, world: World, folders: dict[str, Path]
+) -> None:
+    whole = expected(world, folders["three"])
+    given = json.dumps(GREEDY | {"lora_name": "three", "logprobs": 1})
+    flags = ("return_finish_reason", "return_logprobs", "return_num_input_tokens", "return_num_output_tokens")
+    inputs = {"text_input": words(TEXT), "stream": np.array([True]), "sampling_parameters": words(given)}
+    results = stream(server, "vllm_model", inputs | {name: np.array([True]) for name in flags})
+    assert b"".join(one.as_numpy("text_output")[0] for one in results).decode() == whole
+    assert [one.as_numpy("finish_reason")[0] for one in results][-1] == b"length"
+    assert {one.as_numpy("num_input_tokens")[0] for one in results} == {
+        len(Tokenizer(world.model).encode(TEXT))
+    }
+    assert sum(one.as_numpy("num_output_tokens")[0] for one in results) == NEW
+    rows = [row for one in results for row in json.loads(one.as_numpy("logprobs")[0])]
+    assert len(rows) == NEW
+    assert all(entry["rank"] == 1 for row in rows for entry in row.values())
+    body = {"text_input": TEXT, "stream": True, "sampling_parameters": given}
+    status, text = post(server, "vllm_model/generate_stream", **body)
+    assert status == 200
+    lines = [json.loads(line[6:]) for line in text.split("\n\n") if line.strip()]
+    assert "".join(line["text_output"] for line in lines) == whole
+
+
+def test_parameters_of_the_request_stand_in_for_the_input(server: Running, world: World) -> None:
+    """As vllm_backend's README asks."""
+    status, text = post(server, "vllm_model/generate", text_input=TEXT, parameters={"stream": False} | GREEDY)
+    assert status == 200, text
+    assert json.loads(text)["text_output"] == TEXT + expected(world, None)
+    results = stream(
+        server, "vllm_model", {"text_input": words(TEXT)}, {"temperature": "0", "max_tokens": "6"}
+    )
+    assert results[0].as_numpy("text_output")[0].decode().startswith(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"sampling_parameters": "{"}, "sampling_parameters must be valid JSON"),
+        ({"sampling_parameters": '{"x": 1}'}, "sampling_parameters has the unknown key 'x'"),
+        (
+            {"sampling_parameters": '{"lora_name": "bactrian"}'},
+            "LoRA bactrian is not supported, we currently support ['three', 'four']",
+        ),
+        ({"sampling_parameters": '{"lora_name": "../elsewhere/three"}'}, "is not supported, we currently"),
+        ({"image": "aGk="}, "input image is not supported by this server: leave it out"),
+        (
+            {"stream": True, "exclude_input_in_output": False},
+            "`exclude_input_in_output` = False is not allowed",
+        ),
+        ({"sampling_parameters": '{"allowed_token_ids": [99999]}'}, "allowed_token_ids: 99999 is no token"),
+    ],
+)
+def test_bad_requests_are_told_what_is_wrong(server: Running, body: dict[str, Any], told: str) -> None:
+    status, text = post(server, "vllm_model/generate", **{"text_input": TEXT} | body)
+    assert status in (400, 500)
+    message = json.loads(text)["error"]
+    assert told in message and "\n" not in message and str(server.repo) not in message
+
+
+def test_bad_requests_of_llmapi_clients_too(server: Running) -> None:
+    for body, told in (
+        (
+            {"lora_id": 1, "lora_name": "x", "lora_path": "/etc"},
+            "lora_path '/etc' is no folder of this server's",
+        ),
+        ({"lora_name": "x"}, "'x' is not in this server's catalog"),
+        ({"streaming": True}, "Streaming is only supported in decoupled mode."),
+        ({"sampling_param_max_tokens": 0}, "max_tokens must be >= 1, got 0"),
+    ):
+        status, text = post(server, "llmapi/generate", text_input=TEXT, **body)
+        assert status >= 400 and told in json.loads(text)["error"], text
+
+
+def test_samples_guides_and_biases(server: Running) -> None:
+    def text(**sampling: Any) -> Any:
+        given = json.dumps({"max_tokens": 12} | sampling)
+        return vllm(server, sampling_parameters=given)["text_output"]
+
+    assert text(temperature=0, structured_outputs={"choice": ["red.", "blue."]}) in ("red.", "blue.")
+    several = text(n=3, temperature=1.5, seed=3, ignore_eos=True)
+    assert len(several) == 3 and len(set(several)) > 1
+    assert several == text(n=3, temperature=1.5, seed=3, ignore_eos=True)
+    [x] = Tokenizer(server_model(server)).encode("x", add_special_tokens=False)
+    assert text(temperature=0, allowed_token_ids=[x], max_tokens=3) == "xxx"
+    assert text(temperature=0, logit_bias={str(x): 100}, max_tokens=3) == "xxx"
+
+
+def server_model(server: Running) -> Path:
+    config = (server.repo / "preprocessing/config.pbtxt").read_text(encoding="utf-8")
+    return Path(config.split('"tokenizer_dir"')[1].split('string_value: "')[1].split('"')[0])
+
+
+def test_the_llmapi_model_answers_with_its_outputs(server: Running, world: World) -> None:
+    body = {"text_input": TEXT, "sampling_param_max_tokens": NEW, "sampling_param_return_perf_metrics": True}
+    flags = dict.fromkeys(("return_finish_reason", "return_stop_reason", "return_cumulative_logprob"), True)
+    status, text = post(server, "llmapi/generate", **body, **flags)
+    found = json.loads(text)
+    assert status == 200 and found["text_output"].startswith(TEXT)
+    assert found["finish_reason"] in ("length", "stop") and found["stop_reason"] == "None"
+    assert found["cumulative_logprob"] < 0
+    assert found["arrival_time_ns"] <= found["first_token_time_ns"] <= found["last_token_time_ns"]
+    assert 0 <= found["kv_cache_hit_rate"] <= 1
+
+
+def test_a_stop_request_ends_the_request_of_its_id(server: Running) -> None:
+    """As TensorRT-LLM's client asks: over unary calls, the second while the first runs."""
+    long = {
+        "text_input": words(TEXT),
+        "sampling_param_max_tokens": np.array([400], np.int32),
+        "sampling_param_temperature": np.array([1.0], np.float32),
+        "sampling_param_top_k": np.array([0], np.int32),
+        "return_finish_reason": np.array([True]),
+    }
+    stop = {"text_input": np.empty([1], np.bytes_), "stop": np.array([True])}
+    answers: queue.Queue = queue.Queue()
+    with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+        made = [tensor(name, value) for name, value in long.items()]
+        client.async_infer(
+            "llmapi", made, lambda result, error: answers.put((result, error)), request_id="long"
+        )
+        wait_for("the request", lambda: active(server) > 0)
+        with pytest.raises(InferenceServerException, match="Request cancelled by client") as error:
+            client.infer("llmapi", [_raw(name, value) for name, value in stop.items()], request_id="long")
+        assert error.value.status() == "StatusCode.CANCELLED"
+        result, failure = answers.get(timeout=60)
+    assert failure is None and result.as_numpy("finish_reason")[0] == b"cancelled"
+
+
+def _raw(name: str, value: np.ndarray) -> grpc.InferInput:
+    made = grpc.InferInput(name, value.shape, "BYTES" if value.dtype.kind == "S" else "BOOL")
+    made.set_data_from_numpy(value)
+    return made
+
+
+def active(server: Running) -> float:
+    found = scrape(server)
+    return next(value for name, value in found.items() if 'request_type="scheduled"' in name)
+
+
+def test_a_client_that_leaves_ends_its_generation(server: Running) -> None:
+    before = generated(server)
+    given = json.dumps({"temperature": 1.0, "max_tokens": 400, "ignore_eos": True})
+    inputs = {"text_input": words(TEXT), "stream": np.array([False]), "sampling_parameters": words(given)}
+    with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+        client.start_stream(lambda result, error: None)
+        client.async_stream_infer("vllm_model", [tensor(name, value) for name, value in inputs.items()])
+        wait_for("the request", lambda: active(server) > 0)
+        client.stop_stream(cancel_requests=True)
+    wait_for("its end", lambda: active(server) == 0)
+    wait_for("its tokens", lambda: generated(server) > before)
+    assert generated(server) - before < 400
+
+
+def test_vllms_metrics_count_what_was_asked(server: Running) -> None:
+    label = '{model="vllm_model",version="1"}'
+    before = scrape(server)
+    for _ in range(3):
+        vllm(server)
+    after = scrape(server)
+
+    def grown(name: str) -> float:
+        return after[f"vllm:{name}{label}"] - before.get(f"vllm:{name}{label}", 0)
+
+    assert grown("generation_tokens_total") == 3 * NEW
+    assert grown("request_generation_tokens_sum") == 3 * NEW
+    assert grown("time_per_output_token_seconds_count") == 3 * (NEW - 1)
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_params_n"):
+        assert grown(f"{name}_count") == 3

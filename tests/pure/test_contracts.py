@@ -298,7 +298,10 @@ def test_answers_of_the_llmapi_model() -> None:
 
 def test_errors_of_the_llmapi_model() -> None:
     for inputs, words in (
-        ({"streaming": True, "decoupled": False}, r"Streaming is only supported in decoupled mode\."),
+        (
+            {"streaming": True, "decoupled": False},
+            r"^Error generating request: Streaming is only supported in decoupled mode\.",
+        ),
         ({"image_url": ["http://x"]}, "input image_url is not supported"),
         ({"sampling_param_logits_post_processor_name": "x"}, "post_processor_name is not supported"),
         ({"sampling_param_best_of": np.int32(2)}, "Greedy decoding"),

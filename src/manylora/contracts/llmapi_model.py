@@ -74,11 +74,14 @@ class LlmapiModel:
         arrays, name = read_inputs(request.inputs()), request.request_id()
         if scalar(arrays, "stop", False):
             self._stop_all(name)
-        asked, prompt = self._asked(arrays)
-        extras = {extra for extra in EXTRAS if scalar(arrays, extra, False)}
-        with self._named(name, client):
-            for answer in self._runner.answers(client, asked):
-                yield _response(answer, asked, extras, prompt)
+        try:
+            asked, prompt = self._asked(arrays)
+            extras = {extra for extra in EXTRAS if scalar(arrays, extra, False)}
+            with self._named(name, client):
+                for answer in self._runner.answers(client, asked):
+                    yield _response(answer, asked, extras, prompt)
+        except RequestError as error:
+            raise RequestError(f"Error generating request: {error}") from None
 
     def stop(self, model: str, request_id: str) -> None:
         self._runner.stop(model, request_id)

@@ -28,6 +28,8 @@ EXTRAS = (
     "return_num_output_tokens",
 )  # fmt: skip
 
+NOT_ENABLED = "LoRA feature is not enabled."
+
 logger = logging.getLogger("manylora")
 
 Observe = Callable[[Asked, Answer], None]
@@ -49,17 +51,19 @@ class VllmModel:
         self._names, self._enabled, self._observe = list(names), enabled, observe
 
     def answer(self, client: ClientRequest, request: ServerRequest[Any]) -> Iterator[Values]:
-        arrays = read_inputs(request.inputs())
-        extras = {name for name in EXTRAS if scalar(arrays, name, False)}
-        what, prompt = self._asked(arrays, request.parameters(), extras)
+        name = ""
         try:
+            arrays = read_inputs(request.inputs())
+            extras = {name for name in EXTRAS if scalar(arrays, name, False)}
+            what, prompt = self._asked(arrays, request.parameters(), extras)
+            name = what.lora.name or "" if what.lora else ""
             for answer in self._runner.answers(client, what):
                 if answer.finished and self._observe is not None:
                     self._observe(what, answer)
                 yield self._response(answer, what, extras, prompt)
                 prompt = ""  # once
         except RequestError as error:
-            raise self._explained(error, what) from None
+            raise RequestError(self._explained(str(error), name)) from None
 
     def stop(self, model: str, request_id: str) -> None:
         self._runner.stop(model, request_id)
@@ -74,16 +78,16 @@ class VllmModel:
         sent = scalar(arrays, "sampling_parameters")
         given = read_parameters(own if sent is None else sent, own=sent is None)
         if "lora_name" in given and not self._enabled:
-            raise RequestError("LoRA feature is not enabled.")
+            raise RequestError(NOT_ENABLED)
         made = asked(text, given, streaming, "return_cumulative_logprob" in extras)
         made = replace(made, statistics=self._observe is not None)
         return made, "" if exclude else text
 
-    def _explained(self, error: RequestError, what: Asked) -> RequestError:
-        name = what.lora.name if what.lora else None
-        if name is None or not self._names or str(error) != str(AdapterNotFoundError(name)):
-            return error
-        return RequestError(f"LoRA {name} is not supported, we currently support {self._names}")
+    def _explained(self, error: str, name: str) -> str:
+        """In vllm_backend's words. name: of the adapter that was asked for."""
+        if self._names and error == str(AdapterNotFoundError(name)):
+            return f"LoRA {name} is not supported, we currently support {self._names}"
+        return error if error == NOT_ENABLED else f"Error generating stream: {error}"
 
     def _response(self, answer: Answer, what: Asked, extras: set[str], prompt: str) -> Values:
         outputs = answer.outputs

@@ -164,7 +164,7 @@ def main() -> None:
             num_hidden_layers=4,
             num_attention_heads=6,
             num_key_value_heads=2,
-            max_position_embeddings=512,
+            max_position_embeddings=2048,
             tie_word_embeddings=True,
             pad_token_id=PAD,
             bos_token_id=BOS,

@@ -195,7 +195,7 @@ def test_dora_is_the_same_on_a_built_directory(tmp_path: Path) -> None:
         (["--pp_size", "4"], "--pp_size must be 1, got 4"),
         (["--quant_algo", "NVFP4"], "build: --quant_algo NVFP4 is not supported"),
         (["--kv_cache_quant_algo", "INT8"], "no attention kernel here"),
-        (["--max_seq_len", "513"], "more than the model's 512 positions"),
+        (["--max_seq_len", "2049"], "more than the model's 2048 positions"),
         (["--max_batch_size", "0"], "--max_batch_size must be at least 1"),
         (["--max_num_tokens", "8"], "--max_num_tokens must be at least --max_batch_size (64)"),
         (["--quant_algo", "W8A16", "--exclude_modules", "*"], "nothing to quantise: --exclude_modules names"),

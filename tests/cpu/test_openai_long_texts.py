@@ -36,11 +36,11 @@ def server() -> Iterator[Running]:
 
 
 TOO_LONG = {
-    "completion": ("/v1/completions", {"prompt": BOOK}, "prompt", "characters: in the context of 512"),
+    "completion": ("/v1/completions", {"prompt": BOOK}, "prompt", "characters: in the context of 2048"),
     "one of many": ("/v1/completions", {"prompt": ["a", BOOK]}, "prompt", "has 15728640 characters"),
     "chat": ("/v1/chat/completions", {"messages": user(BOOK)}, "messages", "at most 524288 are taken"),
     "sum": ("/v1/chat/completions", {"messages": user("a" * 2**16) * 9}, "messages", "has 589824 char"),
-    "rendered": ("/v1/chat/completions", {"messages": user("a" * 2**17)}, "messages", "room for 29184"),
+    "rendered": ("/v1/chat/completions", {"messages": user("a" * 2**17)}, "messages", "room for 116736"),
     "many empty messages": ("/v1/chat/completions", {"messages": user("") * 4096}, "messages", "characters"),
     "cut": ("/v1/completions", {"prompt": BOOK, "truncate_prompt_tokens": 8}, "prompt", "at most 524288"),
     "tokenize": ("/tokenize", {"prompt": BOOK}, "prompt", "at most 524288 are taken"),

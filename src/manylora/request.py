@@ -258,6 +258,7 @@ class Request:
     streaming:  True: an Event for every step with new tokens; False: one Event for each finished sequence.
     draft:      a guess at the next tokens; those that the model confirms are taken in one step.
     prompt_table: [n, hidden_size] float16 or float32, embeddings for the ids beyond the vocabulary.
+    cache_salt: requests share KV blocks of equal beginnings only where this is equal too.
     """
 
     prompt: tuple[int, ...]
@@ -269,6 +270,7 @@ class Request:
     prompt_table: np.ndarray | None = None
     retention: Retention | None = None
     encoder_prompt: tuple[int, ...] = ()
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         if self.params.beam_width > 1:

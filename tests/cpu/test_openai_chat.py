@@ -79,6 +79,71 @@ def test_calls_are_found_in_the_text_whole_and_in_pieces(text: str, content: str
         assert [call["function"] for call in late] == [call["function"] for call in calls]
 
 
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ('{"name": "weather", "arguments": {"ci', "", [("weather", '{"ci')]),
+        ('{"name":"weather","arguments":{"city":"Rome"}', "", [("weather", '{"city":"Rome"}')]),
+        ('{"name": "weather"', "", [("weather", "")]),
+        ('{"name": "wea', "", []),
+        ('{"name": "unknown", "arguments": {"a', '{"name": "unknown", "arguments": {"a', []),
+        ('{"capital": "Par', '{"capital": "Par', []),
+        (f'[TOOL_CALLS] [{CALL}, {{"name": "clock", "arg', "", [("weather", '{"city": "Rome"}')]),
+        (
+            f'[{CALL}, {{"name": "clock", "arguments": {{',
+            "",
+            [("weather", '{"city": "Rome"}'), ("clock", "{")],
+        ),
+        ('Well. <tool_call>{"name": "weather", "arguments": {"c', "Well.", [("weather", '{"c')]),
+        ("Well. <tool_call>{", "Well.", []),
+        ("Paris is", "Paris is", []),
+    ],
+)
+def test_a_call_that_is_cut_off_is_no_content(text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    for size in (1, 1000):
+        parser, shown = ToolCallParser(use()), ""
+        for start in range(0, len(text), size):
+            shown += parser.add(text[start : start + size], final=False)[0]
+        rest, found = parser.add("", final=True, cut=True)
+        assert (shown + rest).rstrip() == content
+        assert [(one["function"]["name"], one["function"]["arguments"]) for one in found] == calls
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_that_is_cut_off_comes_as_far_as_it_is(server: Running, choice: Any) -> None:
+    body: dict[str, Any] = {"model": "demo", "messages": QUESTION, "temperature": 0}
+    body |= {"tools": [WEATHER], "tool_choice": choice}
+    client = server.client()
+    full = client.chat.completions.create(**body)
+    [call] = full.choices[0].message.tool_calls
+    partial = False
+    for count in (1, full.usage.completion_tokens // 2, full.usage.completion_tokens - 2):
+        [whole] = client.chat.completions.create(**body, max_tokens=count).choices
+        assert (whole.finish_reason, whole.message.content) == ("length", None)
+        told = whole.message.tool_calls or []
+        whole_call = call.function.arguments.replace(" ", "")
+        assert all(whole_call.startswith(one.function.arguments.replace(" ", "")) for one in told)
+        partial = partial or bool(told)
+        chunks = [c.choices[0] for c in client.chat.completions.create(**body, max_tokens=count, stream=True)]
+        assert chunks[-1].finish_reason == "length" and not any(chunk.delta.content for chunk in chunks)
+        streamed = [one for chunk in chunks for one in chunk.delta.tool_calls or []]
+        assert [one.function.arguments for one in streamed] == [one.function.arguments for one in told]
+    assert partial
+
+
+def test_only_allowed_tools_are_called(server: Running) -> None:
+    named = [{"type": "function", "function": {"name": "clock"}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named}}
+    body: dict[str, Any] = {"model": "demo", "messages": QUESTION, "tools": [WEATHER, TIME]}
+    for seed in range(3):
+        [found] = server.client().chat.completions.create(**body, seed=seed, tool_choice=choice).choices
+        assert [call.function.name for call in found.message.tool_calls] == ["clock"]
+    assert use(tool_choice={**choice, "allowed_tools": {"mode": "auto", "tools": named}}).names == {"clock"}
+    named[0]["function"]["name"] = "fly"
+    refused = server.post("/v1/chat/completions", **body, tool_choice=choice)
+    assert refused.status_code == 400 and "no tool 'fly'" in refused.json()["error"]["message"]
+
+
 def test_one_call_where_only_one_is_wanted() -> None:
     text = f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>"
     assert len(ToolCallParser(use(parallel_tool_calls=False)).add(text, final=True)[1]) == 1

@@ -38,7 +38,9 @@ INSIDE = {
         "shape_guard", "text_worker", "metrics", "bls", "bls_generator", "bls_worker", "server_calls",
         "decode", "encode", "engine_worker", "engine_client",
     ],
-    "text": ["chat_template", "stream", "limits", "tokenizer", "preprocessing", "postprocessing"],
+    "text": [
+        "json_schema", "chat_template", "stream", "limits", "tokenizer", "preprocessing", "postprocessing",
+    ],
     "lora": [
         "pages", "modules", "expert_rules", "geometry", "bounds", "number_types", "tensors",
         "file_adapter", "staging", "extras", "rules", "slicing", "formats", "cache", "pool", "library",
@@ -72,14 +74,15 @@ INSIDE = {
     ],
     "openai": ["api", "serving", "page", "options", "app", "server"],
     "openai.api": [
-        "errors", "names", "schema", "messages", "adapter_choice", "tools", "params", "logprobs", "openapi",
+        "errors", "names", "fields", "schema", "messages", "adapter_choice", "tools", "guides", "params",
+        "logprobs", "openapi",
     ],
     "openai.serving": [
         "logs", "connections", "host_check", "protocol", "event_queue", "generation", "roots", "catalog",
         "fairness", "history", "backend", "keys", "responses",
-        "transport", "inference", "metrics", "models", "uploads", "in_process", "triton",
+        "transport", "prompts", "inference", "metrics", "models", "uploads", "in_process", "triton",
     ],
-    "openai.page": ["page", "cache_status"],
+    "openai.page": ["page", "docs", "cache_status"],
     "contracts": [
         "tensors", "prompts", "vllm_sampling", "vllm_metrics", "vllm_model", "llmapi_model",
     ],

@@ -17,7 +17,9 @@ import resource
 import select
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from manylora.text.json_schema import closed
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -29,6 +31,9 @@ MAX_PARALLEL = 8
 BUSY = "it could not be tried in time, please send the request again"
 NUM_TOKENS = 8  # that a trial takes
 MAX_LEXER_STATES = 50_000  # of about 2 KB each
+# JSON allows any white space between its parts, and small models then write nothing else. A schema's own
+# x-guidance goes first.
+COMPACT: Any = {"whitespace_flexible": False}
 
 
 def open_tokenizer(path: str, vocab_size: int, eos_ids: list[int]) -> LLTokenizer:
@@ -57,10 +62,9 @@ def reason_of(text: str) -> str:
 def _grammar(make: type[LLMatcher], kind: str, text: str) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    if kind == "json":
-        return make.grammar_from_json_schema("{}")
-    if kind == "json_schema":
-        return make.grammar_from_json_schema(text)
+    if kind in ("json", "json_schema"):
+        schema = closed(json.loads(text)) if kind == "json_schema" else {}
+        return make.grammar_from_json_schema(json.dumps(schema), COMPACT)
     if kind == "regex":
         return make.grammar_from_regex(text)
     if kind == "llguidance":

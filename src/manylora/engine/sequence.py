@@ -114,6 +114,8 @@ class Sequence:
         if self.num_encoder:  # and so has another text for the encoder
             ids = np.array(self.request.encoder_prompt, np.int64)
             digest += ":" + blake2b(ids.data, digest_size=20).hexdigest()
+        if self.request.cache_salt:
+            digest += ":salt:" + self.request.cache_salt
         self.root = digest
         """Where prefix reuse starts: the same tokens have other keys and values under another adapter."""
 

@@ -23,6 +23,7 @@ from manylora.openai.api.names import check_name
 from manylora.openai.api.openapi import document
 from manylora.openai.options import ServeOptions
 from manylora.openai.page.cache_status import CacheStatus
+from manylora.openai.page.docs import docs_page
 from manylora.openai.page.page import page_file
 from manylora.openai.serving.backend import Backend
 from manylora.openai.serving.catalog import AdapterEntry
@@ -31,7 +32,7 @@ from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey, Keyring
 from manylora.openai.serving.metrics import CONTENT_TYPE, Metrics
 from manylora.openai.serving.models import adapter_card, base_card, state_of, tiers
-from manylora.openai.serving.transport import BodyMemory, content_type, error_response, read_body
+from manylora.openai.serving.transport import BodyMemory, content_type, error_response, read_body, request_id
 from manylora.openai.serving.uploads import Uploads
 
 logger = logging.getLogger("manylora")
@@ -94,8 +95,11 @@ ROUTES = [
     ("GET", "/v1/health/ready", "ready"),
     ("GET", "/v1/health/model", "probe"),
     ("GET", "/metrics", "show_metrics"),
+    ("GET", "/ping", "ready"),
+    ("GET", "/tokenizer_info", "tokenizer_info"),
     ("GET", "/version", "version"),
     ("GET", "/openapi.json", "describe"),
+    ("GET", "/docs", "docs"),
     ("GET", "/v1/cache", "cache"),
     ("GET", "/", "page"),
     ("GET", "/page/{name}", "page"),
@@ -179,14 +183,14 @@ class _Routes:
     async def tokenize(self, request: Request) -> Response:
         self._key(request)
         body = await self._body(request, schema.TokenizeRequest)
-        ids = await self._inference.tokenize(body)
+        ids = await self._inference.prompts.tokenize(body)
         most = self._inference.limits.max_seq_len
         return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
         self._key(request)
         body = await self._body(request, schema.DetokenizeRequest)
-        return JSONResponse({"prompt": await self._inference.detokenize(body)})
+        return JSONResponse({"prompt": await self._inference.prompts.detokenize(body)})
 
     async def live(self, request: Request) -> Response:
         return JSONResponse({"status": "live"})
@@ -212,6 +216,13 @@ class _Routes:
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": manylora.__version__})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        self._key(request)
+        return JSONResponse(self._inference.prompts.tokenizer_info())
+
+    async def docs(self, request: Request) -> Response:
+        return docs_page(document(ROUTES))
 
     async def describe(self, request: Request) -> Response:
         return JSONResponse(document(ROUTES))
@@ -282,10 +293,12 @@ def _endpoint(name: str, path: str) -> Handler:
         except Exception as error:
             api_error = as_api_error(error)
             if api_error.code == "internal_error":
-                logger.exception("%s failed", path)
+                logger.exception("%s failed, request %s", path, request_id(request))
             response = error_response(api_error)
         routes.context.metrics.count_response(path, response.status_code)
-        logger.debug("%s %d in %.3f s", path, response.status_code, time.monotonic() - started)
+        seconds, number = time.monotonic() - started, request_id(request)
+        response.headers["x-request-id"] = number
+        logger.debug("%s %d in %.3f s, request %s", path, response.status_code, seconds, number)
         return response
 
     handle.__name__ = name
@@ -294,7 +307,9 @@ def _endpoint(name: str, path: str) -> Handler:
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     code = HTTPStatus(error.status_code).name.lower()
-    return error_response(ApiError(error.status_code, code, HTTPStatus(error.status_code).phrase))
+    response = error_response(ApiError(error.status_code, code, HTTPStatus(error.status_code).phrase))
+    response.headers["x-request-id"] = request_id(request)
+    return response
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

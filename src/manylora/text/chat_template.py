@@ -6,6 +6,7 @@ import datetime
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -18,6 +19,7 @@ Messages = Sequence[Mapping[str, Any]]
 FILE = "chat_template.jinja"
 # Characters of a prompt, and of one JSON text in it: nested lists with indents grow with their square.
 MOST = 2**22
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 
 class ChatTemplate:
@@ -41,7 +43,9 @@ class ChatTemplate:
         }
         self._templates: dict[str, Any] = {}
         self.takes_tools = False
-        for name, text in _sources(directory, settings, path).items():
+        sources = _sources(directory, settings, path)
+        self.source = sources.get("default")
+        for name, text in sources.items():
             try:
                 self._templates[name] = environment.from_string(text)
                 names = find_undeclared_variables(environment.parse(text))
@@ -49,16 +53,22 @@ class ChatTemplate:
                 raise ConfigError(f"the chat template is not valid: {error}") from error
             self.takes_tools = self.takes_tools or "tools" in names
 
-    def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), most: int = MOST) -> str:
-        """The prompt, ready for the assistant's answer. most: its characters. Raises RequestError."""
+    def render(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] = (),
+        most: int = MOST,
+        variables: Mapping[str, Any] = NO_VARIABLES,
+    ) -> str:
+        """The prompt, ready for the assistant's answer. most: its characters. variables: that the template
+        sees besides, or add_generation_prompt. Raises RequestError."""
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template = self._templates.get(name)
         if template is None:
             raise RequestError("this model has no chat template: send a plain prompt")
         try:
-            pieces = template.generate(
-                messages=messages, tools=list(tools) or None, add_generation_prompt=True, **self._tokens
-            )
+            given = {"add_generation_prompt": True, **self._tokens, **variables}
+            pieces = template.generate({**given, "messages": messages, "tools": list(tools) or None})
             return "".join(_within(most, pieces))
         except TemplateError as error:
             raise RequestError(f"the chat template cannot render these messages: {error}") from error
@@ -67,6 +77,17 @@ class ChatTemplate:
             raise RequestError(
                 f"the chat template cannot render these messages: {type(error).__name__}"
             ) from error
+
+
+def up_to_last_message(text: str, messages: Messages) -> str:
+    """The beginning of a rendered chat that ends with the content of its last message, so that the answer
+    continues it. Raises RequestError where the template does not show that content."""
+    content = str(messages[-1].get("content") or "")
+    at = text.rfind(content.strip()) if content.strip() else -1
+    if at < 0:
+        raise RequestError("continue_final_message needs a last message with a text that the template shows")
+    whole = content.lstrip()  # templates may strip what they show
+    return text[: at + len(whole if text.startswith(whole, at) else whole.rstrip())]
 
 
 def _sources(directory: Path, settings: Mapping[str, Any], path: Path | None) -> dict[str, str]:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Library
 from manylora.errors import ConfigError, RequestError, TextTooLongError
 from manylora.system.allocator import release_free_memory
 from manylora.system.text_threads import LONG
-from manylora.text.chat_template import ChatTemplate
+from manylora.text.chat_template import NO_VARIABLES, ChatTemplate, up_to_last_message
 from manylora.text.limits import TextLimits, characters_per_token, longest_text, most_listed
 from manylora.text.stream import ByteStream, TextStream, WindowStream
 from manylora.wire.parameters import value_of
@@ -76,6 +76,16 @@ class Tokenizer:
         """The padding token, or the end token where there is none."""
         pad = self._named_id("pad_token")
         return self.eos_id if pad is None else pad
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What tokenizer_config.json says."""
+        return self._settings
+
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the template, the usual one."""
+        return self._chat.source
 
     @property
     def decoder_start_id(self) -> int | None:
@@ -146,12 +156,18 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         context: int | None = None,
+        variables: Mapping[str, Any] = NO_VARIABLES,
+        continues: bool = False,
     ) -> str:
         """Messages through the chat template, ready for the assistant's answer. Raises RequestError.
 
-        context: tokens there is room for; None: it is not known.
+        context: tokens there is room for; None: it is not known. variables: that the template sees besides.
+        continues: the answer continues the last message.
         """
-        return self._chat.render(messages, tools, longest_text(context))
+        if continues:
+            variables = {**variables, "add_generation_prompt": False, "continue_final_message": True}
+        text = self._chat.render(messages, tools, longest_text(context), variables)
+        return up_to_last_message(text, messages) if continues else text
 
     def _encode(self, text: str, special: bool, most: int | None) -> tuple[list[int], int]:
         """Ids, where there are no more than `most`, and how many there are."""

@@ -74,6 +74,11 @@ def unsupported_field(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, "unsupported_field", message, param)
 
 
+def context_length(num_tokens: int) -> str:
+    """How a message about too long a prompt begins: clients know the error by OpenAI's first words."""
+    return f"This model's maximum context length is {num_tokens} tokens"
+
+
 def adapter_problem(name: str, reason: str) -> ApiError:
     """An adapter that exists but cannot be used."""
     code = next((code for code, pattern in ADAPTER_CODES if re.search(pattern, reason)), "adapter_broken")

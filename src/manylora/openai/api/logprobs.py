@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from manylora.llmapi.outputs import CompletionOutput
+from manylora.text.stream import TextStream
 from manylora.text.tokenizer import Tokenizer
 
 
@@ -54,22 +55,63 @@ def chat_logprobs(tokens: Sequence[TokenLogprob], tokenizer: Tokenizer) -> dict[
     return {"content": content, "refusal": None}
 
 
+class TextOffsets:
+    """Where the tokens of a choice begin in its text. stream: makes that text. start: where the first begins.
+    num_unseen: tokens before it that have no text."""
+
+    def __init__(self, stream: TextStream, start: int, num_unseen: int = 0) -> None:
+        self._stream, self._at, self._num_unseen = stream, start, num_unseen
+
+    def take(self, ids: Sequence[int]) -> list[int]:
+        """Of the next tokens. The parts of a character all begin where it begins."""
+        offsets = []
+        for token_id in ids:
+            offsets.append(self._at)
+            if self._num_unseen > 0:
+                self._num_unseen -= 1
+            else:
+                self._at += len(self._stream.add([token_id], False))
+        return offsets
+
+
 def completion_logprobs(
-    tokens: Sequence[TokenLogprob], tokenizer: Tokenizer, top: int, offset: int = 0
+    tokens: Sequence[TokenLogprob], tokenizer: Tokenizer, top: int, offsets: TextOffsets
 ) -> dict[str, Any]:
-    """The `logprobs` object of a completion choice. offset: of the first token, in the choice's text."""
-    texts = [tokenizer.decode([one.token_id], skip_special_tokens=False) for one in tokens]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
+    """The `logprobs` object of a completion choice."""
     alternatives = [_by_text(one, tokenizer) if one.logprob is not None else None for one in tokens]
     return {
-        "tokens": texts,
+        "tokens": [tokenizer.decode([one.token_id], skip_special_tokens=False) for one in tokens],
         "token_logprobs": [one.logprob for one in tokens],
         "top_logprobs": alternatives if top else None,
-        "text_offset": offsets,
+        "text_offset": offsets.take([one.token_id for one in tokens]),
     }
+
+
+def joined(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Two such objects as one."""
+    if first is None or second is None:
+        return first or second
+    return {name: None if one is None else one + second[name] for name, one in first.items()}
+
+
+def ranked_logprobs(
+    ids: Sequence[int], logits: np.ndarray, top: int, tokenizer: Tokenizer
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's `prompt_logprobs`: for each token of a prompt its own entry and those of the most probable ones,
+    by their ids; None for the first. logits: as in `prompt_logprobs`."""
+
+    def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        text = tokenizer.decode([token_id], skip_special_tokens=False)
+        return {"logprob": logprob, "rank": rank, "decoded_token": text}
+
+    found: list[dict[str, dict[str, Any]] | None] = [None]
+    for one, row in zip(prompt_logprobs(ids, logits, top)[1:], logits, strict=False):
+        rank = 1 + int((row > row[one.token_id]).sum())
+        entries = {str(one.token_id): entry(one.token_id, one.logprob or 0.0, rank)}
+        for number, (token_id, logprob) in enumerate(one.top, 1):
+            entries.setdefault(str(token_id), entry(token_id, logprob, number))
+        found.append(entries)
+    return found
 
 
 def _by_text(one: TokenLogprob, tokenizer: Tokenizer) -> dict[str, float]:

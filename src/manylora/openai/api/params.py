@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 
 from manylora.config.engine import ModelConfig
 from manylora.llmapi.decoding import Decoding, decoding_of
 from manylora.llmapi.sampling import SamplingParams
-from manylora.openai.api.errors import ApiError, invalid_value, unsupported_field
+from manylora.openai.api.errors import ApiError, context_length, invalid_value, unsupported_field
+from manylora.openai.api.guides import guide_of
 from manylora.openai.api.schema import ChatRequest, CompletionRequest, GenerationRequest
-from manylora.openai.api.tools import json_guide, tool_use
 from manylora.request import Guide
 from manylora.text.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # of the API; a chat has the rest of the model's context
 GREEDY_BELOW = 1e-5  # temperatures below are greedy: dividing by them would overflow the logits
 # Fields with one name and meaning in a body and in the LLM API's SamplingParams are copied.
-CONVERTED_FIELDS = {"max_tokens", "temperature", "top_p", "top_k", "seed", "logprobs"}
+CONVERTED_FIELDS = {"max_tokens", "temperature", "top_p", "top_k", "seed", "logprobs", "prompt_logprobs"}
 COPIED_FIELDS = {f.name for f in fields(SamplingParams)} & set(CompletionRequest.model_fields)
 COPIED_FIELDS -= CONVERTED_FIELDS
-GUIDES = {  # type of response_format -> the engine's guide type, the field with the text
-    "regex": ("regex", "regex"),
-    "ebnf": ("ebnf_grammar", "ebnf"),
-    "lark_grammar": ("lark_grammar", "lark_grammar"),
-    "llguidance": ("llguidance", "grammar"),
-}
+FORBIDDEN = -1e9  # added to the logits of tokens that are not allowed; an infinity is no bias
 
 
 @dataclass(frozen=True)
@@ -53,12 +46,15 @@ class Plan:
     """How one prompt is continued.
 
     top: number of alternatives shown for each token; None: no log probabilities at all. prompt_only:
-    max_tokens is 0; the engine generates one token, which is not shown.
+    max_tokens is 0; the engine generates one token, which is not shown. prompt_top: as top, for the tokens of
+    the prompt in an answer's prompt_logprobs. cache_salt: of `Request`.
     """
 
     decoding: Decoding
     top: int | None
     prompt_only: bool = False
+    prompt_top: int | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ class Shared:
 
 def shared_of(body: GenerationRequest, limits: Limits) -> Shared:
     """Raises ApiError."""
-    return Shared(_logit_bias(body, limits.vocab_size), _guide(body))
+    return Shared(_logit_bias(body, limits.vocab_size), guide_of(body))
 
 
 def plan(
@@ -84,16 +80,19 @@ def plan(
 ) -> Plan:
     """num_prompt: its tokens. shared: None computes it. Raises ApiError, and what `decoding_of` raises."""
     shared = shared or shared_of(body, limits)
-    top = _num_alternatives(body)
+    top, prompt_top = _num_alternatives(body), body.prompt_logprobs
     echo = isinstance(body, CompletionRequest) and body.echo
+    shows_prompt = (echo and top is not None) or prompt_top is not None
     if model.encoder is not None:
-        if echo:
-            raise unsupported_field("echo is not supported on encoder-decoder models", "echo")
+        if echo or shows_prompt:
+            name = "echo" if echo else "prompt_logprobs"
+            raise unsupported_field(f"{name} is not supported on encoder-decoder models", name)
         num_prompt = 1  # the encoder reads the prompt; the decoder begins with its start token
     max_tokens, prompt_only = _max_tokens(body, num_prompt, limits)
     _check_samples(body, limits)
-    if echo and top is not None:
-        _check_logits(num_prompt, limits)
+    _check_order(body)
+    if shows_prompt:
+        _check_logits(num_prompt, limits, "logprobs" if prompt_top is None else "prompt_logprobs")
     if body.min_tokens > max_tokens:
         raise invalid_value("min_tokens must be at most max_tokens", "min_tokens")
     decoding = decoding_of(_sampling_params(body, max_tokens, top), tokenizer, model.eos_token_ids)
@@ -102,9 +101,9 @@ def plan(
         logit_bias=shared.logit_bias,
         guide=shared.guide,
         return_generation_logits=bool(top),
-        return_context_logits=echo and top is not None,
+        return_context_logits=shows_prompt,
     )
-    return Plan(replace(decoding, params=params), top, prompt_only)
+    return Plan(replace(decoding, params=params), top, prompt_only, prompt_top, body.cache_salt or "")
 
 
 def _sampling_params(body: GenerationRequest, max_tokens: int, top: int | None) -> SamplingParams:
@@ -116,7 +115,17 @@ def _sampling_params(body: GenerationRequest, max_tokens: int, top: int | None) 
         top_k=1 if body.top_p == 0 else max(0, body.top_k),
         seed=secrets.randbits(63) if body.seed is None else body.seed % 2**64,
         logprobs=None if top is None else 0,
+        bad=body.bad_words or None,
     )
+
+
+def _check_order(body: GenerationRequest) -> None:
+    """Fields of vLLM that need a server of another kind, or another kind of answer."""
+    if body.priority != 0:
+        reason = "priority: adapters take turns, and no request goes first: leave it out, or give 0"
+        raise unsupported_field(reason, "priority")
+    if body.prompt_logprobs is not None and body.stream:
+        raise unsupported_field("prompt_logprobs needs stream false", "prompt_logprobs")
 
 
 def _check_samples(body: GenerationRequest, limits: Limits) -> None:
@@ -129,29 +138,6 @@ def _check_samples(body: GenerationRequest, limits: Limits) -> None:
     if max(body.n, best_of or 0) > limits.max_samples:
         name = "n" if body.n > limits.max_samples else "best_of"
         raise invalid_value(f"{name} must be at most max_batch_size ({limits.max_samples})", name)
-
-
-def _guide(body: GenerationRequest) -> Guide | None:
-    """Of tools, else of response_format. Raises ApiError when a field that its type needs is missing."""
-    use = tool_use(body) if isinstance(body, ChatRequest) else None
-    if use is not None:
-        return use.guide()
-    wanted = body.response_format
-    if wanted is None or wanted.type == "text":
-        return None
-    if wanted.type == "json_object":
-        return json_guide({"type": "object"})
-    if wanted.type == "json_schema":
-        schema: Any = (wanted.json_schema or {}).get("schema")
-        if not isinstance(schema, dict):
-            reason = "response_format.json_schema.schema is required"
-            raise ApiError(400, "missing_field", reason, "response_format")
-        return json_guide(schema)
-    kind, field = GUIDES[wanted.type]
-    text = getattr(wanted, field)
-    if text is None:
-        raise ApiError(400, "missing_field", f"response_format.{field} is required", "response_format")
-    return Guide(kind, text if isinstance(text, str) else json.dumps(text))
 
 
 def _num_alternatives(body: GenerationRequest) -> int | None:
@@ -181,26 +167,34 @@ def _max_tokens(body: GenerationRequest, num_prompt: int, limits: Limits) -> tup
         raise ApiError(
             400,
             "context_length_exceeded",
-            f"The prompt has {num_prompt} tokens and {wanted} more are asked for; the model's "
-            f"context has {limits.max_seq_len}",
+            f"{context_length(limits.max_seq_len)}. The prompt has {num_prompt}, and {wanted} more are "
+            "asked for",
             "messages" if isinstance(body, ChatRequest) else "prompt",
         )
     return wanted, prompt_only
 
 
-def _check_logits(num_prompt: int, limits: Limits) -> None:
+def _check_logits(num_prompt: int, limits: Limits, field: str) -> None:
     """Log probabilities of a prompt need a row of logits for each of its tokens, all at once."""
     if num_prompt * limits.vocab_size * 4 > limits.logits_bytes:
         most = limits.logits_bytes // (4 * limits.vocab_size)
-        raise invalid_value(f"logprobs: at most {most} tokens in a prompt with echo", "logprobs")
+        of = "with echo" if field == "logprobs" else "with it"
+        raise invalid_value(f"{field}: at most {most} tokens in a prompt {of}", field)
 
 
 def _logit_bias(body: GenerationRequest, vocab_size: int) -> np.ndarray | None:
-    if not body.logit_bias:
+    """[vocabulary] float32, also of allowed_token_ids."""
+    allowed = body.allowed_token_ids
+    if not body.logit_bias and allowed is None:
         return None
     bias = np.zeros(vocab_size, np.float32)
+    if allowed is not None:
+        if max(allowed) >= vocab_size:
+            raise invalid_value("allowed_token_ids: one is no token of this model", "allowed_token_ids")
+        bias[:] = FORBIDDEN
+        bias[allowed] = 0
     for key, value in body.logit_bias.items():
         if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < vocab_size):
             raise invalid_value(f"logit_bias: {key[:20]!r} is no token of this model", "logit_bias")
-        bias[int(key)] = value
+        bias[int(key)] += value
     return bias

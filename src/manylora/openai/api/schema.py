@@ -5,10 +5,22 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic_core import from_json
 
 from manylora.openai.api.errors import ApiError, invalid_value, unsupported_field
+from manylora.openai.api.fields import (
+    Body,
+    Grammar,
+    GuideFields,
+    Items,
+    NeutralFields,
+    RequestId,
+    TemplateFields,
+    Text,
+    WordText,
+    at_most,
+)
 
 # Fields of other servers that do nothing here, and the values that are accepted because they ask for nothing.
 IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
@@ -18,44 +30,23 @@ IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
     "frequency_penalty_decay": (),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_decoding_backend": (),
     "length_penalty": (1.0,),
-    "metadata": ({},),
     "modalities": (["text"],),
     "n_best": (),
-    "prompt_logprobs": (),
     "return_context_logits": (False,),
-    "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
-    "store": (False,),
     "suffix": ("",),
     "top_p_min": (0,),
     "use_beam_search": (False,),
 }
-UNION_BRANCHES = ("str", "constrained-str", "TextPart", "NamedToolChoice")
+UNION_BRANCHES = ("str", "constrained-str", "TextPart", "NamedToolChoice", "AllowedToolChoice")
 MAX_TOKENS = 2**31 - 1
 MAX_COMMAS, MAX_BRACKETS = 2**20, 2**17  # of a body, outside of its strings; brackets: opening ones
 MAX_BIAS = 2**16
-Item = TypeVar("Item")
-# fail_fast: a union collects the errors of all its branches, 2 KiB for every wrong item.
-Items = Annotated[list[Item], Field(fail_fast=True)]
-Text = Annotated[str, Field(max_length=512)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
-StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-def _check_bias(given: Any) -> Any:
-    """Before anything else: pydantic collects an error for every wrong value of a dict."""
-    if isinstance(given, dict) and len(given) > MAX_BIAS:
-        raise ValueError(f"at most {MAX_BIAS} tokens may have a bias")
-    return given
-
-
-class LoraRequest(_Body):
+class LoraRequest(Body):
     """As in TensorRT-LLM's servers. lora_int_id is checked but not used: content identifies an adapter."""
 
     lora_name: Text | None = None
@@ -64,24 +55,27 @@ class LoraRequest(_Body):
     lora_ckpt_source: Literal["hf", "nemo"] | None = None
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     """type json_schema needs json_schema.schema; regex, ebnf and lark_grammar need a field of their own name;
     llguidance needs grammar, in llguidance's JSON form."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "ebnf", "lark_grammar", "llguidance"]
     json_schema: dict[str, Any] | None = None
-    regex: str | None = Field(None, min_length=1, max_length=65536)
-    ebnf: str | None = Field(None, min_length=1, max_length=65536)
-    lark_grammar: str | None = Field(None, min_length=1, max_length=65536)
+    regex: Grammar | None = None
+    ebnf: Grammar | None = None
+    lark_grammar: Grammar | None = None
     grammar: str | dict[str, Any] | None = None
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
+    """continuous_usage_stats, of vLLM: every chunk has the usage so far."""
+
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class GenerationRequest(_Body):
+class GenerationRequest(GuideFields, NeutralFields):
     """Fields of completions and of chats. max_tokens: None is the API's default."""
 
     model: str = Field("", max_length=512)
@@ -91,15 +85,17 @@ class GenerationRequest(_Body):
     top_k: int = Field(-1, ge=-1, le=MAX_TOKENS)
     min_p: float = Field(0.0, ge=0, le=1)
     n: int = Field(1, ge=1, le=128)
-    stop: StopText | Annotated[Items[StopText], Field(max_length=16)] = []
+    stop: WordText | Annotated[Items[WordText], Field(max_length=16)] = Field([])
     stop_token_ids: Items[TokenId] = Field([], max_length=64)
     seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, ge=0.001, le=100)
     logit_bias: Annotated[
-        dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_check_bias)
-    ] = {}
+        dict[str, Annotated[float, Field(ge=-100, le=100)]], at_most(MAX_BIAS, "tokens may have a bias")
+    ] = Field({})
+    allowed_token_ids: Annotated[Items[TokenId], Field(min_length=1, max_length=2**18)] | None = None
+    bad_words: Items[WordText] = Field([], max_length=256)
     min_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
@@ -108,7 +104,11 @@ class GenerationRequest(_Body):
     response_format: ResponseFormat | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: Text | None = None  # for the caller's own records; nothing depends on it
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    return_token_ids: bool = False
+    request_id: RequestId | None = None  # the answer's id is made of it
+    cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    priority: int = Field(0, ge=-(2**31), le=2**31 - 1)  # 0 only
     lora_model: Text | None = None
     load_lora_weights: Literal["auto", "always", "never"] = "auto"
     lora_request: LoraRequest | None = None
@@ -126,39 +126,32 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
-class TextPart(_Body):
+class TextPart(Body):
     type: Literal["text"]
     text: str
 
 
-class _CalledFunction(_Body):
+class _CalledFunction(Body):
     """arguments: a JSON object, as text."""
 
     name: str = Field(min_length=1, max_length=64)
     arguments: str
 
 
-class ToolCall(_Body):
+class ToolCall(Body):
     id: Text
     type: Literal["function"] = "function"
     function: _CalledFunction
 
 
-class Message(_Body):
-    """content is optional in an assistant's message with tool_calls. A null counts as a field left out."""
+class Message(Body):
+    """content is optional in an assistant's message with tool_calls."""
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
     content: str | Items[TextPart] | None = None
     name: Text | None = None
     tool_calls: Items[ToolCall] = Field([], max_length=128)
     tool_call_id: Text | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return {name: value for name, value in given.items() if value is not None}
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
@@ -175,7 +168,7 @@ class Message(_Body):
         return self.content or ""
 
 
-class _Function(_Body):
+class _Function(Body):
     """parameters: a JSON schema of an object. strict: arguments must match it."""
 
     name: str = Field(pattern="^[A-Za-z0-9_.-]{1,64}$")
@@ -184,32 +177,59 @@ class _Function(_Body):
     strict: bool | None = None
 
 
-class Tool(_Body):
+class Tool(Body):
     type: Literal["function"]
     function: _Function
 
 
-class _ToolName(_Body):
+class _ToolName(Body):
     name: str = Field(max_length=64)
 
 
-class NamedToolChoice(_Body):
+class NamedToolChoice(Body):
     type: Literal["function"]
     function: _ToolName
 
 
-class ChatRequest(GenerationRequest):
+class AllowedTool(Body):
+    type: Literal["function"]
+    function: _ToolName
+
+
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: Items[AllowedTool] = Field(min_length=1, max_length=128)
+
+
+class AllowedToolChoice(Body):
+    """Some of the tools: the others are not shown to the model."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+class Prediction(Body):
+    type: Literal["content"]
+    content: str | Items[TextPart]
+
+
+class ChatRequest(TemplateFields, GenerationRequest):
+    """reasoning_effort: a variable of the chat template. verbosity and prediction have no effect."""
+
     messages: Items[Message] = Field(min_length=1, max_length=4096)
     tools: Items[Tool] = Field([], max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolChoice = "auto"
     parallel_tool_calls: bool = True  # false: at most one call in an output
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     return_expanded_prompt: bool = False  # of llgtrt: the answer has the chat template's text
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    prediction: Prediction | None = None
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(TemplateFields):
     """Exactly one of prompt and messages."""
 
     model: str = Field("", max_length=512)
@@ -218,23 +238,23 @@ class TokenizeRequest(_Body):
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Body):
     model: str = Field("", max_length=512)
     tokens: Items[TokenId]
 
 
-class LoadRequest(_Body):
+class LoadRequest(Body):
     lora_name: Text
     lora_path: str = Field(min_length=1, max_length=4096)
     load_inplace: bool = False
 
 
-class UnloadRequest(_Body):
+class UnloadRequest(Body):
     lora_name: Text
     lora_int_id: int | None = None
 
 
-BodyT = TypeVar("BodyT", bound=_Body)
+BodyT = TypeVar("BodyT", bound=Body)
 
 
 def parse(raw: bytes | bytearray, kind: type[BodyT]) -> BodyT:

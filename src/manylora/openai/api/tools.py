@@ -11,13 +11,23 @@ from typing import Any
 
 from manylora.llmapi.continuation import overlap
 from manylora.openai.api.errors import ApiError, invalid_value
-from manylora.openai.api.schema import ChatRequest, NamedToolChoice, Tool
+from manylora.openai.api.schema import (
+    AllowedToolChoice,
+    AllowedTools,
+    ChatRequest,
+    NamedToolChoice,
+    Tool,
+)
 from manylora.request import Guide
+from manylora.text.json_schema import closed
 
-# JSON allows any amount of white space between its parts, and small models then write nothing else.
-WHITESPACE = {"x-guidance": {"whitespace_pattern": r"[ \n\t]{0,20}"}}
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}  # as the engine compiles a schema by itself
 TAG, END_TAG = "<tool_call>", "</tool_call>"
 CALL_STARTS = ("{", "[", TAG, "<|python_tag|>")  # an output that is a call begins with one of these
+# A call that was cut off: its name, and what there is of its arguments.
+UNFINISHED = re.compile(
+    r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*(?:,\s*"(?:arguments|parameters)"\s*:\s*(.*))?', re.DOTALL
+)
 PREFIXES = re.compile(r"\s*(<\|python_tag\|>|\[TOOL_CALLS\])?\s*")
 BLOCK = re.compile(f"{TAG}(.*?)(?:{END_TAG}|$)", re.DOTALL)
 
@@ -26,7 +36,7 @@ Calls = list[dict[str, Any]]
 
 
 def json_guide(schema: dict[str, Any]) -> Guide:
-    return Guide("json_schema", json.dumps(WHITESPACE | schema))
+    return Guide("json_schema", json.dumps(schema))
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class ToolUse:
         if self.required:
             return json_guide(_any_call(self.tools))
         if any(tool.function.strict for tool in self.tools):
-            call = json.dumps(WHITESPACE | _any_call(self.tools))
+            call = json.dumps(COMPACT | closed(_any_call(self.tools)))
             return Guide(
                 "lark_grammar",
                 f"start: text | call\ntext: /\\s*([^\\s{{\\[<](.|\\n)*)?/\ncall: %json {call}\n",
@@ -71,14 +81,16 @@ class ToolUse:
 
 def tool_use(body: ChatRequest) -> ToolUse | None:
     """None: the answer has no tool calls. Raises ApiError."""
-    choice = body.tool_choice
+    choice, tools = body.tool_choice, body.tools
+    if isinstance(choice, AllowedToolChoice):
+        tools, choice = _allowed(body.tools, choice.allowed_tools), choice.allowed_tools.mode
     named = choice.function.name if isinstance(choice, NamedToolChoice) else None
-    if not body.tools:
+    if not tools:
         if named is not None or choice == "required":
             raise ApiError(400, "missing_field", "tool_choice needs tools", "tools")
         return None
-    use = ToolUse(body.tools, choice == "required", named, body.parallel_tool_calls)
-    if len(use.names) < len(body.tools):
+    use = ToolUse(tools, choice == "required", named, body.parallel_tool_calls)
+    if len(use.names) < len(tools):
         raise invalid_value("tools: two have the same name", "tools")
     if named is not None and named not in use.names:
         raise invalid_value(f"tool_choice: there is no tool {named!r}", "tool_choice")
@@ -88,6 +100,15 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
         reason = "tools and response_format cannot be combined: leave one out, or set tool_choice to none"
         raise invalid_value(reason, "response_format")
     return use
+
+
+def _allowed(tools: Sequence[Tool], allowed: AllowedTools) -> list[Tool]:
+    """Those of the tools that tool_choice names. Raises ApiError."""
+    names = {one.function.name for one in allowed.tools}
+    unknown = sorted(names - {tool.function.name for tool in tools})
+    if unknown:
+        raise invalid_value(f"tool_choice: there is no tool {unknown[0]!r}", "tool_choice")
+    return [tool for tool in tools if tool.function.name in names]
 
 
 class ToolCallParser:
@@ -100,11 +121,15 @@ class ToolCallParser:
         self._undecided = not self._in_call
         self.num_calls = 0
 
-    def add(self, text: str, final: bool) -> tuple[str, Calls]:
-        """New content, and the calls, which are complete with the final text only."""
+    def add(self, text: str, final: bool, cut: bool = False) -> tuple[str, Calls]:
+        """New content, and the calls, which are complete with the final text only.
+
+        cut: the output has reached its limit of tokens, so the last call may be incomplete: it is returned
+        with the beginning of its arguments, or left out where its name is incomplete.
+        """
         self._pending += text
         if final:
-            content, calls = self._parse()
+            content, calls = self._parse(cut)
             calls = calls if self._use.parallel else calls[:1]
             self.num_calls = len(calls)
             self._pending = ""
@@ -129,15 +154,46 @@ class ToolCallParser:
         shown, self._pending = self._pending[:at], self._pending[at:]
         return shown
 
-    def _parse(self) -> tuple[str, Calls]:
+    def _parse(self, cut: bool) -> tuple[str, Calls]:
         text = self._pending
         if self._use.named is not None:
             return "", [_call(self._use.named, text.strip())]
         if TAG in text:
-            found = [one for block in BLOCK.findall(text) for one in self._read(block)]
-            return (text[: text.index(TAG)].rstrip(), found) if found else (text, [])
-        found = list(self._read(PREFIXES.sub("", text, count=1)))
-        return ("", found) if found else (text, [])
+            *whole, last = BLOCK.findall(text)
+            found = [one for block in whole for one in self._read(block)]
+            found += list(self._read(last)) or (self._unfinished(last) if cut else [])
+            is_call = found or (cut and END_TAG not in text)
+            return (text[: text.index(TAG)].rstrip(), found) if is_call else (text, [])
+        inner = PREFIXES.sub("", text, count=1)
+        found = list(self._read(inner))
+        if not found and (cut or self._use.required):
+            found = self._unfinished(inner)
+        is_call = found or self._use.required or (cut and self._begins_call(inner))
+        return ("", found) if is_call else (text, [])
+
+    def _begins_call(self, text: str) -> bool:
+        """Whether it may be a call of which not even the name is complete."""
+        bare = "".join(text.split()).removeprefix("[")
+        return any(f'{{"name":"{name}"'.startswith(bare) for name in self._use.names)
+
+    def _unfinished(self, text: str) -> Calls:
+        """The calls of a text that ends inside of one."""
+        found: Calls = []
+        text = text.strip().removeprefix("[").lstrip()
+        while text:
+            try:
+                call, end = json.JSONDecoder().raw_decode(text)
+            except (ValueError, RecursionError):
+                match = UNFINISHED.fullmatch(text)
+                if match is not None and match[1] in self._use.names:
+                    found.append(_call(match[1], (match[2] or "").rstrip()))
+                return found
+            name, arguments = _name_and_arguments(call)
+            if name not in self._use.names or arguments is None:
+                return found
+            found.append(_call(name, json.dumps(arguments, ensure_ascii=False)))
+            text = text[end:].lstrip(" \n\t,]")
+        return found
 
     def _read(self, text: str) -> Iterator[dict[str, Any]]:
         try:

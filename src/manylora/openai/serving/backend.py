@@ -190,7 +190,7 @@ class Backend:
         except Exception as error:
             known = as_api_error(error, call.adapter or "")
             if known.code == "internal_error":
-                logger.exception("a request failed")
+                logger.exception("request %s failed", generation.request_id)
             generation.fail(known)
         finally:
             self._open.discard(call)
@@ -254,7 +254,7 @@ class Backend:
             try:
                 self._take_one(call, event)
             except Exception as error:
-                logger.exception("making text failed")
+                logger.exception("making the text of request %s failed", call.generation.request_id)
                 call.generation.fail(as_api_error(error))
                 self._engine.cancel(call.ticket or 0)
 

@@ -62,6 +62,7 @@ class GenerationState:
             # A stream returns logits step by step; else the engine would keep all of them until the end.
             streaming=self.streaming or decoding.stepwise or decoding.params.return_generation_logits,
             request_id=self.request_id,
+            cache_salt=self.plan.cache_salt,
         )
 
     def take(self, event: Event) -> None:
@@ -69,13 +70,16 @@ class GenerationState:
         self.ended = self.ended or event.last
         if self.finished:
             return
-        self.started = self.started or event.error is None
+        is_first = not self.started and event.error is None
+        self.started = self.started or is_first
         self.metrics = event.metrics or self.metrics
         if event.context_logits is not None:
             self.context_logits = event.context_logits
         if self.plan.top and event.token_ids:
             self._take_alternatives(event)
-        if event.error is not None:
+        if is_first and self.plan.prompt_top is not None and event.context_logits is None:
+            self.error = RequestError("The engine gives no logits of prompts: leave prompt_logprobs out")
+        elif event.error is not None:
             self.error = event.error
         else:
             output = self._outputs[event.sequence_index]

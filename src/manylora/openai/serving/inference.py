@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from manylora.config.engine import ModelConfig
-from manylora.errors import RequestError, TextTooLongError
+from manylora.errors import RequestError
 from manylora.openai.api.adapter_choice import AdapterChoice, choose_adapter
 from manylora.openai.api.errors import ApiError, as_api_error, invalid_value, unsupported_field
-from manylora.openai.api.messages import num_characters, template_messages
 from manylora.openai.api.params import Limits, Shared, plan, shared_of
-from manylora.openai.api.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationRequest,
-    Message,
-    TokenizeRequest,
-)
-from manylora.openai.api.tools import ToolUse, tool_use
+from manylora.openai.api.schema import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
+from manylora.openai.api.tools import tool_use
 from manylora.openai.serving.backend import Backend, Call
 from manylora.openai.serving.event_queue import Signal
 from manylora.openai.serving.generation import GenerationState
 from manylora.openai.serving.keys import ApiKey
-from manylora.openai.serving.responses import DONE, ChatResponse, CompletionResponse, ResponseBuilder
-from manylora.openai.serving.transport import EventStream, watch
-from manylora.system.text_threads import LONG, TextThreads
+from manylora.openai.serving.prompts import Prompts
+from manylora.openai.serving.responses import (
+    DONE,
+    ChatResponse,
+    CompletionResponse,
+    Echo,
+    ResponseBuilder,
+    Shown,
+)
+from manylora.openai.serving.transport import EventStream, name_of, watch
 from manylora.text.tokenizer import Tokenizer
-
-Result = TypeVar("Result")
 
 
 class Inference:
@@ -51,13 +46,13 @@ class Inference:
     ) -> None:
         self.backend, self.tokenizer, self.limits, self.bases = backend, tokenizer, limits, bases
         self._model, self._fingerprint = model, fingerprint
-        self._lanes = TextThreads()
+        self.prompts = Prompts(tokenizer, limits)
         # Called when a client disconnects during a stream.
         self.on_disconnect: Callable[[], None] = lambda: None
 
     async def chat(self, request: Request, body: ChatRequest, key: ApiKey) -> Response:
-        text = await self._render(body.messages, tool_use(body))
-        prompt = await self._encode(text, False, "messages", whole=body.truncate_prompt_tokens is None)
+        text = await self.prompts.render(body.messages, body)
+        prompt = await self.prompts.encode(text, False, "messages", body.truncate_prompt_tokens is None)
         if body.return_expanded_prompt and body.stream:
             name = "return_expanded_prompt"
             raise unsupported_field(f"{name} needs stream false", name)
@@ -67,29 +62,14 @@ class Inference:
         given, special = _prompts(body.prompt), body.add_special_tokens
         self._check_count(len(given) * (body.best_of or body.n))
         whole = body.truncate_prompt_tokens is None
+        encode = self.prompts.encode
         prompts = [
-            await self._encode(prompt, special, "prompt", whole) if isinstance(prompt, str) else tuple(prompt)
-            for prompt in given
+            await encode(one, special, "prompt", whole) if isinstance(one, str) else tuple(one)
+            for one in given
         ]
         for prompt in prompts:
             self._check_ids(prompt)
         return await self._respond(request, body, key, prompts)
-
-    async def tokenize(self, body: TokenizeRequest) -> list[int]:
-        """Raises ApiError."""
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "missing_field", "prompt or messages is required, one of them", "prompt")
-        if body.messages is not None:
-            text = await self._render(body.messages)
-            return list(await self._encode(text, False, "messages", whole=False))
-        text = body.prompt or ""
-        return list(await self._encode(text, body.add_special_tokens, "prompt", whole=False))
-
-    async def detokenize(self, body: DetokenizeRequest) -> str:
-        """Raises ApiError."""
-        if max(body.tokens, default=0) >= self.limits.vocab_size:
-            raise invalid_value("tokens: one of them is no token of this model", "tokens")
-        return await self._run_in_lane(len(body.tokens), self.tokenizer.decode, body.tokens, False)
 
     async def probe(self) -> None:
         """Generate two tokens with the base model, for health checks. Raises ApiError when that fails."""
@@ -103,46 +83,6 @@ class Inference:
             self.backend.cancel(call)
         if call.generation.error is not None:
             raise as_api_error(call.generation.error)
-
-    async def _render(self, messages: Sequence[Message], use: ToolUse | None = None) -> str:
-        """Apply the chat template. Raises ApiError."""
-        length = num_characters(messages)
-        try:
-            self.tokenizer.limits.check(length, self.limits.max_seq_len, whole=False)
-        except TextTooLongError as error:
-            raise _too_long(error, "messages") from error
-        return await self._run_in_lane(max(length, LONG if use else 0), self._apply_template, messages, use)
-
-    async def _run_in_lane(self, length: int, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Run a function on a text of this many characters or tokens: in a thread where the text is long."""
-        lane = self._lanes.executor(length)
-        if lane is None:
-            return function(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(lane, function, *arguments)
-
-    def _apply_template(self, messages: Sequence[Message], use: ToolUse | None) -> str:
-        shown = template_messages(messages)
-        specs = use.specs if use else []
-        if use and not self.tokenizer.takes_tools:
-            shown, specs = [{"role": "system", "content": use.instructions()}, *shown], []
-        try:
-            return self.tokenizer.chat(shown, specs, self.limits.max_seq_len)
-        except TextTooLongError as error:
-            raise _too_long(error, "messages") from error
-        except RequestError as error:
-            raise invalid_value(str(error), "messages") from error
-
-    async def _encode(self, text: str, special: bool, field: str, whole: bool = True) -> tuple[int, ...]:
-        """whole: all of the text must fit into the model's context. Raises ApiError."""
-        context = self.limits.max_seq_len
-        try:
-            self.tokenizer.limits.check(len(text), context, whole)
-            encode = self.tokenizer.encode
-            return tuple(
-                await self._run_in_lane(len(text), encode, text, special, context if whole else None)
-            )
-        except TextTooLongError as error:
-            raise _too_long(error, field) from error
 
     def _check_count(self, count: int) -> None:
         if count > self.limits.max_sequences:
@@ -174,10 +114,10 @@ class Inference:
             raise invalid_value("stream_options needs stream true", "stream_options")
         if body.truncate_prompt_tokens is not None:
             prompts = [prompt[-body.truncate_prompt_tokens :] for prompt in prompts]
-        changed = Signal()
+        changed, name = Signal(), name_of(request, body.request_id)
         shared = shared_of(body, self.limits)
         calls = [
-            self._call(body, prompt, choice.name, choice.source or "", changed, str(number), shared)
+            self._call(body, prompt, choice.name, choice.source or "", changed, f"{name}-{number}", shared)
             for number, prompt in enumerate(prompts)
         ]
         with ExitStack() as stack:
@@ -186,9 +126,9 @@ class Inference:
             run = _Run(self.backend, calls, changed, request, on_disconnect)
             stack.callback(run.close)
             await run.begin()
-            builder = self._response_builder(body, calls, choice.name, texts)
+            builder = self._response_builder(body, calls, choice.name, texts, name)
             if body.stream:
-                usage = body.stream_options is not None and body.stream_options.include_usage
+                usage = (body.stream_options or StreamOptions()).include_usage
                 return EventStream(run.stream(builder, usage), run.watcher, stack.pop_all().close)
             await run.finish()
             return JSONResponse(builder.body())
@@ -223,7 +163,12 @@ class Inference:
         return Call(generation, adapter, body.load_lora_weights, source or None)
 
     def _response_builder(
-        self, body: GenerationRequest, calls: Sequence[Call], adapter: str | None, texts: Sequence[str]
+        self,
+        body: GenerationRequest,
+        calls: Sequence[Call],
+        adapter: str | None,
+        texts: Sequence[str],
+        name: str,
     ) -> ResponseBuilder:
         model = body.model or adapter or self.bases[0]
         version = calls[0].version
@@ -232,14 +177,28 @@ class Inference:
             fingerprint += f"-{version.digest[:12]}"
         generations = [call.generation for call in calls]
         arguments = (generations, body.n, model, fingerprint, self.tokenizer)
+        running_usage = (body.stream_options or StreamOptions()).continuous_usage_stats
+        shown = Shown(name, body.return_token_ids, running_usage)
         if isinstance(body, ChatRequest):
             expanded = texts[0] if body.return_expanded_prompt else None
-            return ChatResponse(*arguments, use=tool_use(body), expanded_prompt=expanded)
+            return ChatResponse(*arguments, shown, use=tool_use(body), expanded_prompt=expanded)
         if isinstance(body, CompletionRequest) and body.echo:
-            prompts = _prompts(body.prompt)
-            texts = [p if isinstance(p, str) else self.tokenizer.decode(p, False) for p in prompts]
-            return CompletionResponse(*arguments, echoes=texts)
-        return CompletionResponse(*arguments)
+            return CompletionResponse(*arguments, shown, echoes=self._echoes(body, generations))
+        return CompletionResponse(*arguments, shown)
+
+    def _echoes(self, body: CompletionRequest, generations: Sequence[GenerationState]) -> list[Echo]:
+        """Of each prompt, the text that is returned before the output."""
+        found = []
+        for given, generation in zip(_prompts(body.prompt), generations, strict=True):
+            ids, cut = generation.prompt, body.truncate_prompt_tokens
+            if isinstance(given, str) and (cut is None or len(ids) < cut):
+                added = self.tokenizer.encode("") if body.add_special_tokens else []
+                found.append(
+                    Echo(given, next((i for i, one in enumerate(added) if one != ids[i]), len(added)))
+                )
+            else:
+                found.append(Echo(self.tokenizer.decode(ids, False)))
+        return found
 
 
 class _Run:
@@ -334,7 +293,3 @@ def _prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str |
     if not given:
         raise invalid_value("prompt: there is none", "prompt")
     return list(given)  # type: ignore[arg-type]
-
-
-def _too_long(error: TextTooLongError, field: str) -> ApiError:
-    return ApiError(400, "context_length_exceeded", str(error), field)

@@ -6,10 +6,19 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from manylora.llmapi.outputs import CompletionOutput
-from manylora.openai.api.logprobs import chat_logprobs, completion_logprobs, output_logprobs, prompt_logprobs
+from manylora.openai.api.logprobs import (
+    TextOffsets,
+    chat_logprobs,
+    completion_logprobs,
+    joined,
+    output_logprobs,
+    prompt_logprobs,
+    ranked_logprobs,
+)
 from manylora.openai.api.tools import Calls, ToolCallParser, ToolUse
 from manylora.openai.serving.generation import GenerationState
 from manylora.text.tokenizer import Tokenizer
@@ -17,6 +26,24 @@ from manylora.text.tokenizer import Tokenizer
 DONE = b"data: [DONE]\n\n"
 
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a response has besides. name: its id ends with it. token_ids: of prompts and outputs.
+    running_usage: every chunk of a stream has the usage so far."""
+
+    name: str = ""
+    token_ids: bool = False
+    running_usage: bool = False
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt as it is returned before its output. num_added: tokens before it that are not in its text."""
+
+    text: str
+    num_added: int = 0
 
 
 class ResponseBuilder:
@@ -34,9 +61,10 @@ class ResponseBuilder:
         model: str,
         fingerprint: str,
         tokenizer: Tokenizer,
+        shown: Shown = Shown(),
     ) -> None:
-        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
-        self.generations = generations
+        self.id = f"{self.prefix}-{shown.name or secrets.token_hex(12)}"
+        self.generations, self._shown = generations, shown
         self._n, self._tokenizer = n, tokenizer
         self._common = {"created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
         self._tokens_sent: dict[int, int] = {}
@@ -51,6 +79,8 @@ class ResponseBuilder:
             for output in generation.report():
                 num_output += 0 if generation.plan.prompt_only else output.length
                 choice = self._choice(generation, output)
+                if self._shown.token_ids:
+                    choice["token_ids"] = [] if generation.plan.prompt_only else output.token_ids
                 choices.append({"index": number * self._n + output.index, **_ending(output), **choice})
         return self._envelope(self.object, choices) | {"usage": self._usage(num_output)}
 
@@ -85,7 +115,8 @@ class ResponseBuilder:
 
     def _is_text_only(self, generation: GenerationState) -> bool:
         """Whether all chunks of a choice but the last have only text."""
-        return generation.plan.top is None and not generation.plan.prompt_only
+        plain = generation.plan.top is None and not self._shown.token_ids
+        return plain and not generation.plan.prompt_only
 
     def _text_delta(self, index: int, text: str) -> str:
         """A choice with only text, as JSON. text: encoded as JSON."""
@@ -94,7 +125,8 @@ class ResponseBuilder:
     def _has_output(self, generation: GenerationState, output: CompletionOutput) -> bool:
         if output.finish_reason is not None or output.text_diff:
             return True
-        return bool(generation.plan.top is not None and output.token_ids_diff)
+        counted = generation.plan.top is not None or self._shown.token_ids
+        return bool(counted and output.token_ids_diff)
 
     def _chunk(self, index: int, generation: GenerationState, output: CompletionOutput) -> list[str]:
         start = self._tokens_sent.get(index, 0)
@@ -102,14 +134,28 @@ class ResponseBuilder:
         if output.finish_reason is not None:
             self._ended.add(index)
         deltas = self._deltas(index, generation, output, start)
+        if self._shown.token_ids:
+            deltas[-1]["token_ids"] = [] if generation.plan.prompt_only else output.token_ids[start:]
         return [self._event(encode({"index": index, **delta})) for delta in deltas]
 
-    def _event(self, choice: str) -> str:
-        """choice: as JSON."""
-        return f"{self._chunk_start}{choice}]}}\n\n"
+    def _event(self, choice: str, more: str = "") -> str:
+        """choice: as JSON. more: fields of the chunk, as JSON after a comma."""
+        if self._shown.running_usage:
+            more += f',"usage":{encode(self._usage(sum(self._tokens_sent.values())))}'
+        return f"{self._chunk_start}{choice}]{more}}}\n\n"
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, **self._common, "choices": choices}
+
+    def _of_prompt(self, generation: GenerationState) -> dict[str, Any]:
+        """What a whole response tells of a prompt."""
+        found: dict[str, Any] = {}
+        if self._shown.token_ids:
+            found["prompt_token_ids"] = generation.prompt
+        top, logits = generation.plan.prompt_top, generation.context_logits
+        if top is not None and logits is not None:
+            found["prompt_logprobs"] = ranked_logprobs(generation.prompt, logits, top, self._tokenizer)
+        return found
 
     def _usage(self, num_output: int) -> dict[str, Any]:
         num_prompt = sum(len(generation.prompt) for generation in self.generations)
@@ -143,12 +189,17 @@ class ChatResponse(ResponseBuilder):
 
     def body(self) -> dict[str, Any]:
         expanded = self._expanded_prompt
-        return super().body() | ({} if expanded is None else {"expanded_prompt": expanded})
+        more = {} if expanded is None else {"expanded_prompt": expanded}
+        return super().body() | more | self._of_prompt(self.generations[0])
 
     def first_events(self) -> bytes:
         role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         count = len(self.generations) * self._n
-        return "".join(self._event(encode({"index": index, **role})) for index in range(count)).encode()
+        more = f',"prompt_token_ids":{encode(self.generations[0].prompt)}' if self._shown.token_ids else ""
+        return "".join(
+            self._event(encode({"index": index, **role}), more if index == 0 else "")
+            for index in range(count)
+        ).encode()
 
     def _is_text_only(self, generation: GenerationState) -> bool:
         return self._use is None and super()._is_text_only(generation)
@@ -160,9 +211,11 @@ class ChatResponse(ResponseBuilder):
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
         choice: dict[str, Any] = {"message": message, "logprobs": self._logprobs(generation, output, 0)}
         if self._use is not None:
-            content, calls = ToolCallParser(self._use).add(output.text, final=True)
+            parser = ToolCallParser(self._use)
+            content, calls = parser.add(output.text, final=True, cut=output.finish_reason == "length")
+            message["content"] = content or (None if calls or self._use.required else "")
             if calls:
-                message |= {"content": content or None, "tool_calls": calls}
+                message["tool_calls"] = calls
                 choice["finish_reason"] = _finish_reason(output)
         return choice
 
@@ -174,7 +227,8 @@ class ChatResponse(ResponseBuilder):
         content, calls = output.text_diff, no_calls
         if self._use is not None:
             parser = self._parsers.setdefault(index, ToolCallParser(self._use))
-            content, calls = parser.add(content, output.finish_reason is not None)
+            reason = output.finish_reason
+            content, calls = parser.add(content, reason is not None, cut=reason == "length")
         ending = _ending(output)
         if calls:
             ending["finish_reason"] = _finish_reason(output)
@@ -182,7 +236,8 @@ class ChatResponse(ResponseBuilder):
             first = {"delta": {"content": content} if content else {}, **log_probs}
             content_chunk = [{**first, "finish_reason": None}] if content else []
             return [*content_chunk, {"delta": delta, **({} if content else log_probs), **ending}]
-        if not content and output.finish_reason is None and log_probs["logprobs"] is None:
+        is_empty = not content and output.finish_reason is None and log_probs["logprobs"] is None
+        if is_empty and not self._shown.token_ids:
             return []
         return [{"delta": {"content": content} if content else {}, **log_probs, **ending}]
 
@@ -197,14 +252,15 @@ class ChatResponse(ResponseBuilder):
 
 
 class CompletionResponse(ResponseBuilder):
-    """echoes: the texts of the prompts, where they are returned before the output."""
+    """echoes: the prompts, where they are returned before the output."""
 
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, *arguments: Any, echoes: Sequence[str] | None = None) -> None:
+    def __init__(self, *arguments: Any, echoes: Sequence[Echo] = ()) -> None:
         super().__init__(*arguments)
-        self._echoes = echoes
-        self._to_echo = set(range(len(echoes or ())))  # prompts that a stream has not sent yet
+        self._echoes = dict(zip(self.generations, echoes, strict=False))
+        self._to_echo = set(range(len(echoes)))  # prompts that a stream has not sent yet
+        self._offsets: dict[int, TextOffsets] = {}  # of the outputs of a stream
 
     def new_events(self) -> bytes:
         """A prompt is sent with its first output: only then its log probabilities are known."""
@@ -214,7 +270,7 @@ class CompletionResponse(ResponseBuilder):
             if generation.started:
                 self._to_echo.discard(number)
                 log_probs = self._prompt_logprobs(generation)
-                choice = {"text": self._echo(generation), "logprobs": log_probs, "finish_reason": None}
+                choice = {"text": self._echo(generation).text, "logprobs": log_probs, "finish_reason": None}
                 chunks += [
                     self._event(encode({"index": number * self._n + i, **choice})) for i in range(self._n)
                 ]
@@ -223,45 +279,52 @@ class CompletionResponse(ResponseBuilder):
     def _text_delta(self, index: int, text: str) -> str:
         return f'{{"index":{index},"text":{text},"logprobs":null,"finish_reason":null}}'
 
-    def _echo(self, generation: GenerationState) -> str:
-        if self._echoes is None:
-            return ""
-        return self._echoes[list(self.generations).index(generation)]
+    def _echo(self, generation: GenerationState) -> Echo:
+        return self._echoes.get(generation, Echo(""))
 
     def _choice(self, generation: GenerationState, output: CompletionOutput) -> dict[str, Any]:
-        prompt_only = generation.plan.prompt_only
-        text = self._echo(generation) + ("" if prompt_only else output.text)
-        return {"text": text, "logprobs": self._logprobs(generation, output, 0, whole=True)}
+        text = self._echo(generation).text + ("" if generation.plan.prompt_only else output.text)
+        log_probs = self._prompt_logprobs(generation)
+        if generation.plan.top is not None and not generation.plan.prompt_only:
+            offsets = self._offsets_of(generation)
+            log_probs = joined(log_probs, self._logprobs(generation, output, 0, offsets))
+        return {"text": text, "logprobs": log_probs, **self._of_prompt(generation)}
 
     def _deltas(
         self, index: int, generation: GenerationState, output: CompletionOutput, start: int
     ) -> list[dict[str, Any]]:
-        text = "" if generation.plan.prompt_only else output.text_diff
-        log_probs = None
+        delta: dict[str, Any] = {"text": "", "logprobs": None, **_ending(output)}
+        if self._shown.token_ids and start == 0:
+            delta["prompt_token_ids"] = generation.prompt
         if not generation.plan.prompt_only:
-            log_probs = self._logprobs(generation, output, start, whole=False)
-        return [{"text": text, "logprobs": log_probs, **_ending(output)}]
+            offsets = self._offsets.setdefault(index, self._offsets_of(generation))
+            log_probs = self._logprobs(generation, output, start, offsets)
+            delta |= {"text": output.text_diff, "logprobs": log_probs}
+        return [delta]
 
     def _logprobs(
-        self, generation: GenerationState, output: CompletionOutput, start: int, *, whole: bool
+        self, generation: GenerationState, output: CompletionOutput, start: int, offsets: TextOffsets
     ) -> dict[str, Any] | None:
+        """Of the output's tokens from `start` on."""
         top = generation.plan.top
         if top is None:
             return None
-        found = []
-        if whole and generation.context_logits is not None:
-            found = prompt_logprobs(generation.prompt, generation.context_logits, top)
-        if not generation.plan.prompt_only:
-            found += output_logprobs(output, generation.alternatives(output.index), start)
-        before = 0 if whole else len(self._echo(generation)) + len(output.text) - len(output.text_diff)
-        return completion_logprobs(found, self._tokenizer, top, before)
+        found = output_logprobs(output, generation.alternatives(output.index), start)
+        return completion_logprobs(found, self._tokenizer, top, offsets)
+
+    def _offsets_of(self, generation: GenerationState) -> TextOffsets:
+        """For the tokens of an output, which may not show special tokens."""
+        skips = generation.plan.decoding.rules.skip_special_tokens
+        return TextOffsets(self._tokenizer.stream(skips), len(self._echo(generation).text))
 
     def _prompt_logprobs(self, generation: GenerationState) -> dict[str, Any] | None:
-        top = generation.plan.top
-        if top is None or generation.context_logits is None:
+        """Of the prompt's tokens, where it is echoed."""
+        top, logits = generation.plan.top, generation.context_logits
+        if top is None or logits is None or generation not in self._echoes:
             return None
-        found = prompt_logprobs(generation.prompt, generation.context_logits, top)
-        return completion_logprobs(found, self._tokenizer, top)
+        found = prompt_logprobs(generation.prompt, logits, top)
+        offsets = TextOffsets(self._tokenizer.stream(False), 0, self._echo(generation).num_added)
+        return completion_logprobs(found, self._tokenizer, top, offsets)
 
 
 def _finish_reason(output: CompletionOutput) -> str | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,12 +19,29 @@ from manylora.system.allocator import release_free_memory
 SMALL = 2**16  # bytes of a body that are not counted
 LARGE = 2**20  # bytes of a body whose memory is returned to the system after it was read
 GIVE_BACK_S = 0.5  # how long afterwards, once for all bodies until then
+SAFE_ID = re.compile("[!-~]{1,128}")
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # proxies must not buffer events
 
 
 def content_type(request: Request) -> str:
     """The Content-Type without parameters; empty if there is none."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def request_id(request: Request) -> str:
+    """The client's x-request-id where it is safe in a header and in a log; else a new one, which is kept."""
+    given = request.headers.get("x-request-id", "")
+    if SAFE_ID.fullmatch(given):
+        return given
+    made: str = getattr(request.state, "request_id", "") or secrets.token_hex(16)
+    request.state.request_id = made
+    return made
+
+
+def name_of(request: Request, chosen: str | None) -> str:
+    """What an answer's id ends with: the client's x-request-id, or the body's request_id, or a new one."""
+    given = request.headers.get("x-request-id", "")
+    return given if SAFE_ID.fullmatch(given) else chosen or secrets.token_hex(12)
 
 
 class BodyMemory:

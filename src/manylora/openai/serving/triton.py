@@ -110,6 +110,8 @@ class TritonModel:
         """The input tensors of a request. Raises ApiError for inputs that the model does not have: Triton
         would refuse them too, but would leak a reference to the model."""
         self._check(request.params)
+        if request.cache_salt:
+            raise unsupported_field("cache_salt needs an engine of this process: leave it out", "cache_salt")
         request = request if self.decoupled else replace(request, streaming=False)
         lora = request.lora
         if lora is not None and lora.task_id is not None and isinstance(lora.checked, Adapter):

@@ -1,0 +1,109 @@
+"""Parts of request bodies: types and groups of fields that several bodies share."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Item = TypeVar("Item")
+# fail_fast: a union collects the errors of all its branches, 2 KiB for every wrong item.
+Items = Annotated[list[Item], Field(fail_fast=True)]
+Text = Annotated[str, Field(max_length=512)]
+Grammar = Annotated[str, Field(min_length=1, max_length=65536)]
+WordText = Annotated[str, Field(min_length=1, max_length=1024)]
+RequestId = Annotated[str, Field(pattern="^[!-~]{1,128}$")]  # printable ASCII: safe in a header and a log
+MAX_VARIABLES = 2**16  # characters of chat_template_kwargs, as JSON
+TEMPLATE_OWN = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
+
+
+def at_most(count: int, what: str) -> BeforeValidator:
+    """Before anything else: pydantic collects an error for every wrong value of a dict."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > count:
+            raise ValueError(f"at most {count} {what}")
+        return given
+
+    return BeforeValidator(check)
+
+
+def _check_variables(given: Any) -> Any:
+    if not isinstance(given, dict):
+        return given
+    own = next((name for name in TEMPLATE_OWN if name in given), None)
+    if own is not None:
+        raise ValueError(f"{own} is no variable of its own: leave it out")
+    if len(json.dumps(given)) > MAX_VARIABLES:
+        raise ValueError(f"it may have {MAX_VARIABLES} characters as JSON")
+    return given
+
+
+class Body(BaseModel):
+    """An unknown field is an error; a null counts as a field left out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class StructuredOutputs(Body):
+    """As in vLLM: exactly one of the first five. grammar: EBNF where it has `::=`, else Lark."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: Grammar | None = None
+    choice: Annotated[Items[WordText], Field(min_length=1, max_length=1024)] | None = None
+    grammar: Grammar | None = None
+    json_object: bool | None = None
+    whitespace_pattern: Text | None = None  # between the parts of JSON
+    disable_any_whitespace: bool = True
+    disable_fallback: bool = True  # without effect: there is one backend
+
+
+class GuideFields(Body):
+    """What binds the answer, under the names of vLLM and of SGLang (the last three)."""
+
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: Grammar | None = None
+    guided_choice: Annotated[Items[WordText], Field(min_length=1, max_length=1024)] | None = None
+    guided_grammar: Grammar | None = None
+    guided_whitespace_pattern: Text | None = None
+    guided_decoding_backend: Text | None = None  # without effect: there is one
+    regex: Grammar | None = None
+    ebnf: Grammar | None = None
+    json_schema: str | dict[str, Any] | None = None
+
+
+class NeutralFields(Body):
+    """Fields of OpenAI that cannot change an answer here. They are checked, and have no effect."""
+
+    metadata: Annotated[
+        dict[Annotated[str, Field(max_length=64)], Text],
+        Field(max_length=16),
+        at_most(16, "pairs are taken"),
+    ] = {}
+    store: bool = False
+    prompt_cache_key: Text | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    safety_identifier: Text | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    user: Text | None = None
+
+
+class TemplateFields(Body):
+    """How messages become a prompt. chat_template_kwargs: variables that the chat template sees.
+    continue_final_message: the prompt ends inside the last message, which the answer continues.
+    add_generation_prompt: false: nothing begins the assistant's turn."""
+
+    chat_template_kwargs: Annotated[
+        dict[str, Any], Field(max_length=64), at_most(64, "are taken"), BeforeValidator(_check_variables)
+    ] = {}
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None

@@ -1,0 +1,120 @@
+"""What binds the answer of a body: tools, response_format, and the fields of vLLM and SGLang."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from manylora.openai.api.errors import ApiError, invalid_value
+from manylora.openai.api.fields import StructuredOutputs
+from manylora.openai.api.schema import ChatRequest, GenerationRequest, ResponseFormat
+from manylora.openai.api.tools import json_guide, tool_use
+from manylora.request import Guide
+
+FORMATS = {  # type of response_format -> the engine's guide type, the field with the text
+    "regex": ("regex", "regex"),
+    "ebnf": ("ebnf_grammar", "ebnf"),
+    "lark_grammar": ("lark_grammar", "lark_grammar"),
+    "llguidance": ("llguidance", "grammar"),
+}
+SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$]")
+SOME_SPACE = r"[ \n\t]{0,20}"  # more, and small models write nothing else
+ANY_OBJECT = {"type": "object"}
+OF_STRUCTURED = ("json_", "regex", "choice", "grammar", "json_object")
+
+
+def guide_of(body: GenerationRequest) -> Guide | None:
+    """None: free text. Raises ApiError, also where two fields bind the answer."""
+    use = tool_use(body) if isinstance(body, ChatRequest) else None
+    found = [(field, guide) for field, guide in _wanted(body) if guide is not None]
+    if use is not None:
+        if found:
+            reason = f"tools and {found[0][0]} cannot be combined: leave one out"
+            raise invalid_value(reason, found[0][0])
+        return use.guide()
+    if len(found) > 1:
+        reason = f"{found[0][0]} and {found[1][0]} both bind the answer: give one"
+        raise invalid_value(reason, found[1][0])
+    return found[0][1] if found else None
+
+
+def _wanted(body: GenerationRequest) -> Iterator[tuple[str, Guide | None]]:
+    """Field, and its guide."""
+    if body.response_format is not None:
+        yield "response_format", _of_format(body.response_format)
+    if body.structured_outputs is not None:
+        yield "structured_outputs", _of_structured(body.structured_outputs)
+    space = body.guided_whitespace_pattern
+    for field, schema in (("guided_json", body.guided_json), ("json_schema", body.json_schema)):
+        if schema is not None:
+            yield field, _of_schema(schema, field, space)
+    for field, pattern in (("guided_regex", body.guided_regex), ("regex", body.regex)):
+        if pattern is not None:
+            yield field, Guide("regex", pattern)
+    if body.guided_choice is not None:
+        yield "guided_choice", _of_choice(body.guided_choice)
+    if body.guided_grammar is not None:
+        yield "guided_grammar", _of_grammar(body.guided_grammar)
+    if body.ebnf is not None:
+        yield "ebnf", Guide("ebnf_grammar", body.ebnf)
+
+
+def _of_format(wanted: ResponseFormat) -> Guide | None:
+    """Raises ApiError when a field that its type needs is missing."""
+    if wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return json_guide(ANY_OBJECT)
+    if wanted.type == "json_schema":
+        schema: Any = (wanted.json_schema or {}).get("schema")
+        if not isinstance(schema, dict):
+            reason = "response_format.json_schema.schema is required"
+            raise ApiError(400, "missing_field", reason, "response_format")
+        return json_guide(schema)
+    kind, field = FORMATS[wanted.type]
+    text = getattr(wanted, field)
+    if text is None:
+        raise ApiError(400, "missing_field", f"response_format.{field} is required", "response_format")
+    return Guide(kind, text if isinstance(text, str) else json.dumps(text))
+
+
+def _of_structured(wanted: StructuredOutputs) -> Guide | None:
+    given = [name for name in OF_STRUCTURED if getattr(wanted, name) not in (None, False)]
+    if len(given) > 1:
+        names = " and ".join(name.strip("_") for name in given)
+        raise invalid_value(f"structured_outputs: {names} exclude each other: give one", "structured_outputs")
+    space = wanted.whitespace_pattern or (None if wanted.disable_any_whitespace else SOME_SPACE)
+    if wanted.json_ is not None:
+        return _of_schema(wanted.json_, "structured_outputs.json", space)
+    if wanted.regex is not None:
+        return Guide("regex", wanted.regex)
+    if wanted.choice is not None:
+        return _of_choice(wanted.choice)
+    if wanted.grammar is not None:
+        return _of_grammar(wanted.grammar)
+    return _of_schema(dict(ANY_OBJECT), "", space) if wanted.json_object else None
+
+
+def _of_schema(schema: str | dict[str, Any], field: str, space: str | None) -> Guide:
+    """space: a regular expression of the white space between the parts; None: there is none."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise invalid_value(f"{field}: it is no JSON text", field) from error
+        if not isinstance(schema, dict):
+            raise invalid_value(f"{field}: it must be a JSON schema", field)
+    if space is not None:
+        schema = {"x-guidance": {"whitespace_pattern": space}, **schema}
+    return json_guide(schema)
+
+
+def _of_choice(texts: Sequence[str]) -> Guide:
+    return Guide("regex", "|".join(SPECIAL.sub(r"\\\g<0>", text) for text in texts))
+
+
+def _of_grammar(text: str) -> Guide:
+    """EBNF is known by its sign for "is", which Lark does not have."""
+    return Guide("ebnf_grammar" if "::=" in text else "lark_grammar", text)

@@ -1,0 +1,109 @@
+"""Prompts: texts and messages to token ids and back, each on the right thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from manylora.errors import RequestError, TextTooLongError
+from manylora.openai.api.errors import ApiError, context_length, invalid_value
+from manylora.openai.api.fields import TemplateFields
+from manylora.openai.api.messages import num_characters, template_messages
+from manylora.openai.api.params import Limits
+from manylora.openai.api.schema import ChatRequest, DetokenizeRequest, Message, TokenizeRequest
+from manylora.openai.api.tools import ToolUse, tool_use
+from manylora.system.text_threads import LONG, TextThreads
+from manylora.text.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
+# Settings of a tokenizer that are about files where it was made.
+ABOUT_FILES = ("name_or_path", "_name_or_path", "auto_map", "tokenizer_file", "special_tokens_map_file")
+
+
+class Prompts:
+    """Its functions raise ApiError."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
+        self._tokenizer, self._limits = tokenizer, limits
+        self._lanes = TextThreads()
+
+    async def tokenize(self, body: TokenizeRequest) -> list[int]:
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "missing_field", "prompt or messages is required, one of them", "prompt")
+        if body.messages is not None:
+            text = await self.render(body.messages, body)
+            return list(await self.encode(text, False, "messages", whole=False))
+        text = body.prompt or ""
+        return list(await self.encode(text, body.add_special_tokens, "prompt", whole=False))
+
+    async def detokenize(self, body: DetokenizeRequest) -> str:
+        if max(body.tokens, default=0) >= self._limits.vocab_size:
+            raise invalid_value("tokens: one of them is no token of this model", "tokens")
+        return await self._run_in_lane(len(body.tokens), self._tokenizer.decode, body.tokens, False)
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """As vLLM shows it: tokenizer_config.json, with the chat template that is in use."""
+        found: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        for name, value in self._tokenizer.settings.items():
+            is_token = name.endswith("_token") and isinstance(value, dict)
+            if name not in ABOUT_FILES:
+                found[name] = value.get("content") if is_token else value
+        return found | {"chat_template": self._tokenizer.chat_template}
+
+    async def render(self, messages: Sequence[Message], body: TemplateFields) -> str:
+        """Apply the chat template."""
+        if body.continue_final_message and body.add_generation_prompt:
+            reason = "continue_final_message and add_generation_prompt exclude each other: give one"
+            raise invalid_value(reason, "continue_final_message")
+        use = tool_use(body) if isinstance(body, ChatRequest) else None
+        length = num_characters(messages)
+        try:
+            self._tokenizer.limits.check(length, self._limits.max_seq_len, whole=False)
+        except TextTooLongError as error:
+            raise self._too_long(error, "messages") from error
+        lane = max(length, LONG if use or body.chat_template_kwargs else 0)
+        return await self._run_in_lane(lane, self._apply_template, messages, use, body)
+
+    async def encode(self, text: str, special: bool, field: str, whole: bool = True) -> tuple[int, ...]:
+        """whole: all of the text must fit into the model's context."""
+        context = self._limits.max_seq_len
+        try:
+            self._tokenizer.limits.check(len(text), context, whole)
+            encode = self._tokenizer.encode
+            return tuple(
+                await self._run_in_lane(len(text), encode, text, special, context if whole else None)
+            )
+        except TextTooLongError as error:
+            raise self._too_long(error, field) from error
+
+    async def _run_in_lane(self, length: int, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Run a function on a text of this many characters or tokens: in a thread where the text is long."""
+        lane = self._lanes.executor(length)
+        if lane is None:
+            return function(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(lane, function, *arguments)
+
+    def _apply_template(self, messages: Sequence[Message], use: ToolUse | None, body: TemplateFields) -> str:
+        shown = template_messages(messages)
+        specs = use.specs if use else []
+        if use and not self._tokenizer.takes_tools:
+            shown, specs = [{"role": "system", "content": use.instructions()}, *shown], []
+        context, continues = self._limits.max_seq_len, body.continue_final_message
+        try:
+            return self._tokenizer.chat(shown, specs, context, _variables(body), continues)
+        except TextTooLongError as error:
+            raise self._too_long(error, "messages") from error
+        except RequestError as error:
+            raise invalid_value(str(error), "messages") from error
+
+    def _too_long(self, error: TextTooLongError, field: str) -> ApiError:
+        reason = f"{context_length(self._limits.max_seq_len)}. {error}"
+        return ApiError(400, "context_length_exceeded", reason, field)
+
+
+def _variables(body: TemplateFields) -> dict[str, Any]:
+    """What the chat template sees besides messages and tools."""
+    effort = body.reasoning_effort if isinstance(body, ChatRequest) else None
+    given = {"reasoning_effort": effort, "add_generation_prompt": body.add_generation_prompt}
+    return {name: one for name, one in given.items() if one is not None} | body.chat_template_kwargs

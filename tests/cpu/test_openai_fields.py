@@ -1,0 +1,378 @@
+"""Protects the fields that tools send: of OpenAI, vLLM and SGLang. What is taken acts, or cannot change an
+answer; the rest is refused by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from serving import DEMO, Running
+
+from manylora.text.json_schema import closed
+from manylora.text.tokenizer import Tokenizer
+
+QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
+LINE = "What is the capital of France?\nAnswer:"
+CHAT = "/v1/chat/completions"
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+WORDS = ("yes", "no (really)")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    running = Running(lora_root=(DEMO / "adapters",), log_level="debug")
+    yield running
+    running.close()
+
+
+def chat(server: Running, **body: Any) -> dict[str, Any]:
+    answer = server.post(CHAT, **{"model": "demo", "messages": QUESTION, "temperature": 0, **body})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def complete(server: Running, **body: Any) -> dict[str, Any]:
+    answer = server.post(**{"model": "demo", "prompt": LINE, "temperature": 0, **body})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def refused(server: Running, path: str, **body: Any) -> dict[str, Any]:
+    given = {"prompt": LINE} if path == "/v1/completions" else {"messages": QUESTION}
+    answer = server.post(path, **{"model": "demo", **given, **body})
+    assert answer.status_code == 400, answer.text
+    found: dict[str, Any] = answer.json()["error"]
+    return found
+
+
+def events(answer: httpx2.Response) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+NEUTRAL = {
+    "metadata": {"run": "7"},
+    "store": True,
+    "prompt_cache_key": "a",
+    "prompt_cache_retention": "24h",
+    "safety_identifier": "a",
+    "service_tier": "flex",
+    "user": "me",
+    "guided_decoding_backend": "xgrammar",
+    "priority": 0,
+}
+NEUTRAL_IN_CHATS = {"verbosity": "low", "prediction": {"type": "content", "content": "Paris"}}
+
+
+def test_fields_that_cannot_change_an_answer_do_not(server: Running) -> None:
+    plain = chat(server)["choices"]
+    assert chat(server, **NEUTRAL, **NEUTRAL_IN_CHATS, reasoning_effort="low")["choices"] == plain
+    assert complete(server, **NEUTRAL)["choices"] == complete(server)["choices"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("metadata", {str(i): "a" for i in range(17)}),
+        ("metadata", {"a": "b" * 513}),
+        ("metadata", {"a": 1}),
+        ("service_tier", "best"),
+        ("request_id", "a b"),
+        ("request_id", "a" * 129),
+        ("priority", 1),
+        ("prompt_logprobs", 21),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [1536]),
+        ("bad_words", [""]),
+        ("bad_words", ["a"] * 257),
+        ("cache_salt", ""),
+        ("structural_tag", "{}"),
+        ("structured_outputs", {"structural_tag": "{}"}),
+        ("structured_outputs", {"regex": "a", "choice": ["b"]}),
+        ("guided_json", "{"),
+        ("guided_choice", []),
+        ("no_such_field", 1),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(server: Running, field: str, value: Any) -> None:
+    for path in ("/v1/completions", CHAT):
+        error = refused(server, path, **{field: value})
+        assert field in error["message"] and error["param"].startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
+        ("regex", {"regex": "a", "response_format": {"type": "json_object"}}),
+        ("guided_json", {"guided_json": {}, "structured_outputs": {"regex": "a"}}),
+    ],
+)
+def test_fields_that_exclude_each_other_are_named(server: Running, field: str, body: Any) -> None:
+    assert field in refused(server, "/v1/completions", **body)["message"]
+
+
+def test_usage_comes_with_every_chunk_where_it_is_asked_for(server: Running) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for path, prompt in (("/v1/completions", {"prompt": LINE}), (CHAT, {"messages": QUESTION})):
+        body = {"model": "demo", "temperature": 0, "stream": True, **prompt}
+        chunks = events(server.post(path, **body, stream_options=options))
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts) and counts[-1] == counts[-2] > 0
+        assert all(chunk["usage"]["prompt_tokens"] > 5 for chunk in chunks)
+        plain = events(server.post(path, **body, stream_options={"continuous_usage_stats": False}))
+        assert not any("usage" in chunk for chunk in plain)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"structured_outputs": {"regex": "yes|no"}},
+        {"structured_outputs": {"choice": list(WORDS)}},
+        {"structured_outputs": {"grammar": 'root ::= "yes" | "no"', "json": None}},
+        {"structured_outputs": {"grammar": 'start: "yes" | "no"'}},
+        {"guided_regex": "yes|no"},
+        {"guided_choice": list(WORDS)},
+        {"guided_grammar": 'root ::= "yes" | "no"'},
+        {"regex": "yes|no"},
+        {"ebnf": 'root ::= "yes" | "no"'},
+    ],
+)
+def test_a_guide_of_vllm_or_sglang_binds_the_answer(server: Running, body: Any) -> None:
+    assert complete(server, **body)["choices"][0]["text"] in ("yes", "no", "no (really)")
+    assert chat(server, **body)["choices"][0]["message"]["content"] in ("yes", "no", "no (really)")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"structured_outputs": {"json": CITY}},
+        {"structured_outputs": {"json": json.dumps(CITY)}},
+        {"guided_json": CITY},
+        {"json_schema": json.dumps(CITY)},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "c", "schema": CITY}}},
+    ],
+)
+def test_json_is_compact_and_closed(server: Running, body: Any) -> None:
+    for seed in range(3):
+        text = complete(server, **body, temperature=1.5, seed=seed, max_tokens=40)["choices"][0]["text"]
+        assert text in ('{"city":"Rome"}', '{"city":"Oslo"}')
+
+
+def test_a_schema_chooses_its_own_white_space(server: Running) -> None:
+    spaced = {**CITY, "x-guidance": {"whitespace_flexible": False, "key_separator": ": "}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "c", "schema": spaced}}
+    text = complete(server, response_format=wanted, max_tokens=40)["choices"][0]["text"]
+    assert text in ('{"city": "Rome"}', '{"city": "Oslo"}')
+    for body in (
+        {"guided_json": CITY, "guided_whitespace_pattern": "_"},
+        {"structured_outputs": {"json": CITY, "whitespace_pattern": "_"}},
+    ):
+        text = complete(server, **body, max_tokens=40)["choices"][0]["text"]
+        assert json.loads(text.replace("_", "")) in ({"city": "Rome"}, {"city": "Oslo"})
+    loose = {"structured_outputs": {"json": CITY, "disable_any_whitespace": False}}
+    assert json.loads(complete(server, **loose, max_tokens=200)["choices"][0]["text"])["city"]
+
+
+ITEM = {"type": "object", "properties": {"a": {"type": "integer"}}}
+CLOSED_ITEM = {**ITEM, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "wanted"),
+    [
+        (ITEM, CLOSED_ITEM),
+        ({"type": "object"}, {"type": "object"}),
+        ({**ITEM, "additionalProperties": True}, {**ITEM, "additionalProperties": True}),
+        ({"anyOf": [ITEM, {"type": "null"}]}, {"anyOf": [CLOSED_ITEM, {"type": "null"}]}),
+        ({"items": ITEM, "$defs": {"x": ITEM}}, {"items": CLOSED_ITEM, "$defs": {"x": CLOSED_ITEM}}),
+        (
+            {"properties": {"items": ITEM}},
+            {"properties": {"items": CLOSED_ITEM}, "additionalProperties": False},
+        ),
+        ({"enum": [ITEM]}, {"enum": [ITEM]}),
+        ({"allOf": [ITEM, {"properties": {"b": {}}}]}, {"allOf": [ITEM, {"properties": {"b": {}}}]}),
+        ({**ITEM, "anyOf": [ITEM]}, {**ITEM, "anyOf": [ITEM]}),
+        (True, True),
+    ],
+)  # fmt: skip
+def test_objects_that_list_their_keys_have_no_others(schema: Any, wanted: Any) -> None:
+    assert closed(schema) == wanted
+
+
+def test_only_allowed_tokens_come_and_bad_words_do_not(server: Running) -> None:
+    tokenizer = Tokenizer(DEMO / "base")
+    allowed = tokenizer.encode(" Rome Oslo", add_special_tokens=False)
+    found = complete(server, allowed_token_ids=allowed, return_token_ids=True, max_tokens=6, ignore_eos=True)
+    assert set(found["choices"][0]["token_ids"]) <= set(allowed)
+    assert complete(server)["choices"][0]["text"].strip() == "Paris"
+    assert "Paris" not in complete(server, bad_words=["Paris"], max_tokens=6)["choices"][0]["text"]
+    biased = complete(server, allowed_token_ids=allowed, logit_bias={str(allowed[0]): 100}, max_tokens=1)
+    assert biased["choices"][0]["text"] == tokenizer.decode(allowed[:1])
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_its_echo(server: Running) -> None:
+    body = {"max_tokens": 1, "prompt_logprobs": 2}
+    [choice] = complete(server, **body, logprobs=2, echo=True)["choices"]
+    entries, echoed = choice["prompt_logprobs"], choice["logprobs"]
+    assert entries[0] is None and len(entries) == len(echoed["tokens"]) - 1
+    for entry, token, value in zip(
+        entries[1:], echoed["tokens"][1:], echoed["token_logprobs"][1:], strict=False
+    ):
+        own = next(iter(entry.values()))
+        assert own["decoded_token"] == token and math.isclose(own["logprob"], value, abs_tol=1e-5)
+        ranks = [one["rank"] for one in entry.values()]
+        assert {1, 2} <= set(ranks) and len(entry) in (2, 3)
+        assert all(
+            one["logprob"] <= max(o["logprob"] for o in entry.values() if o["rank"] == 1)
+            for one in entry.values()
+        )
+    assert len(chat(server, **body)["prompt_logprobs"]) == chat(server)["usage"]["prompt_tokens"]
+    assert "prompt_logprobs" not in complete(server)["choices"][0]
+
+
+@pytest.mark.parametrize("prompt", [LINE, "日本 é <s> a", "华"])
+def test_an_echo_tells_where_its_tokens_begin(server: Running, prompt: str) -> None:
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 4, "ignore_eos": True}
+    [choice] = complete(server, **body)["choices"]
+    text, found = choice["text"], choice["logprobs"]
+    assert text.startswith(prompt) and found["text_offset"][:2] == [0, 0]  # the first is the <s> before it
+    shown = zip(found["tokens"][1:], found["text_offset"][1:], strict=True)
+    whole = [(token, at) for token, at in shown if "\ufffd" not in token and token != "</s>"]
+    assert len(whole) > 3 and all(text.startswith(token, at) for token, at in whole)
+    chunks = events(server.post(model="demo", temperature=0, **body, stream=True))
+    streamed = [
+        at for c in chunks for at in (c["choices"][0]["logprobs"] or {"text_offset": []})["text_offset"]
+    ]
+    assert streamed == found["text_offset"]
+
+
+def test_token_ids_are_returned_whole_and_in_streams(server: Running) -> None:
+    tokenizer = Tokenizer(DEMO / "base")
+    [choice] = complete(server, return_token_ids=True)["choices"]
+    assert choice["prompt_token_ids"] == tokenizer.encode(LINE)
+    assert tokenizer.decode(choice["token_ids"]) == choice["text"]
+    chunks = events(server.post(model="demo", prompt=LINE, temperature=0, return_token_ids=True, stream=True))
+    assert chunks[0]["choices"][0]["prompt_token_ids"] == choice["prompt_token_ids"]
+    assert [i for c in chunks for i in c["choices"][0]["token_ids"]] == choice["token_ids"]
+    whole = chat(server, return_token_ids=True)
+    body = {"model": "demo", "messages": QUESTION, "temperature": 0}
+    chunks = events(server.post(CHAT, **body, return_token_ids=True, stream=True))
+    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    streamed = [i for c in chunks for i in c["choices"][0].get("token_ids", [])]
+    assert streamed == whole["choices"][0]["token_ids"]
+
+
+def test_an_answer_has_the_id_that_was_asked_for(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    assert complete(server, request_id="mine")["id"] == "cmpl-mine"
+    assert chat(server, request_id="mine")["id"] == "chatcmpl-mine"
+    body = {"model": "demo", "prompt": LINE, "max_tokens": 1}
+    with caplog.at_level(logging.DEBUG, "manylora"):
+        answer = server.http.post("/v1/completions", json=body, headers={"x-request-id": "trace:7"})
+    assert answer.headers["x-request-id"] == "trace:7" and answer.json()["id"] == "cmpl-trace:7"
+    assert any("request trace:7" in record.getMessage() for record in caplog.records)
+    stream = server.http.post("/v1/completions", json={**body, "stream": True}, headers={"x-request-id": "s"})
+    assert stream.headers["x-request-id"] == "s"
+    for path, unsafe in (
+        ("/v1/models", "a b"),
+        ("/v1/models", "x" * 129),
+        ("/nowhere", ""),
+        ("/health", "é"),
+    ):
+        made = server.http.get(path, headers={"x-request-id": unsafe.encode()}).headers["x-request-id"]
+        assert len(made) == 32 and made != unsafe
+
+
+def test_prompts_are_reused_among_equal_salts_only(server: Running) -> None:
+    def reused(salt: str | None) -> float:
+        name = 'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="reused"'
+        before = server.metric(name)
+        complete(server, prompt="a b c d e f g h " * 12, cache_salt=salt, max_tokens=1)
+        return server.metric(name) - before
+
+    salts = (None, None, "a", "a", "b", "a")
+    assert [reused(salt) > 0 for salt in salts] == [False, True, False, True, False, True]
+
+
+def test_a_template_sees_its_variables(server: Running, tmp_path: Any) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}"
+        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if thinking is defined %}[{{ thinking }}]{% endif %}"
+        "{% if reasoning_effort is defined %}({{ reasoning_effort }}){% endif %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        encoding="utf-8",
+    )
+    own = Running(chat_template=template)
+    try:
+
+        def shown(**body: Any) -> str:
+            return chat(own, max_tokens=1, return_expanded_prompt=True, **body)["expanded_prompt"]
+
+        user = "<s><|user|>What is the capital of France?"
+        assert shown() == f"{user}<|assistant|>"
+        assert shown(add_generation_prompt=False) == user
+        assert shown(chat_template_kwargs={"thinking": 3}) == f"{user}[3]<|assistant|>"
+        assert shown(reasoning_effort="high") == f"{user}(high)<|assistant|>"
+        messages = [*QUESTION, {"role": "assistant", "content": " Par "}]
+        assert shown(messages=messages, continue_final_message=True) == f"{user}<|assistant|>Par"
+        for body in (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            {"continue_final_message": True, "messages": [{"role": "user", "content": " "}]},
+            {"chat_template_kwargs": {"messages": []}},
+            {"chat_template_kwargs": {"a": "x" * 70000}},
+            {"chat_template_kwargs": {str(i): 1 for i in range(65)}},
+        ):
+            assert refused(own, CHAT, **body)["code"] == "invalid_value"
+        tokens = own.post("/tokenize", messages=messages, continue_final_message=True).json()["tokens"]
+        assert Tokenizer(DEMO / "base").decode(tokens, False) == f"{user}<|assistant|>Par"
+    finally:
+        own.close()
+
+
+def test_an_answer_continues_the_final_message(server: Running) -> None:
+    messages = [*QUESTION, {"role": "assistant", "content": "Par"}]
+    found = chat(server, messages=messages, continue_final_message=True)
+    assert found["choices"][0]["message"]["content"].strip() == "is"
+
+
+def test_what_is_too_long_is_told_in_the_words_that_clients_know(server: Running) -> None:
+    long = "a b " * 3000
+    for path, prompt in (
+        ("/v1/completions", {"prompt": long}),
+        (CHAT, {"messages": [{"role": "user", "content": long}]}),
+    ):
+        error = refused(server, path, **prompt)
+        assert error["code"] == "context_length_exceeded"
+        assert error["message"].startswith("This model's maximum context length is 2048 tokens.")
+    asked = refused(server, "/v1/completions", max_tokens=5000)
+    assert asked["message"].startswith("This model's maximum context length is 2048 tokens.")
+
+
+def test_endpoints_that_tools_ask(server: Running) -> None:
+    assert server.http.get("/ping").json() == {"status": "ready"}
+    assert server.http.get("/version").json()["version"]
+    info = server.http.get("/tokenizer_info").json()
+    assert info["eos_token"] == "</s>" and "add_generation_prompt" in info["chat_template"]
+    assert not any("/" in str(value) for name, value in info.items() if "path" in name or "file" in name)
+    page = server.http.get("/docs")
+    assert page.headers["content-type"].startswith("text/html") and "http" not in page.text.replace(
+        "httpx", ""
+    )
+    for word in ("/v1/chat/completions", "ChatRequest", "continuous_usage_stats", "cache_salt"):
+        assert word in page.text
+    assert server.http.get("/page/docs.css").status_code == 200
+
+
+def test_the_long_context_of_the_demo_is_served(server: Running) -> None:
+    found = complete(server, prompt="a b " * 600, max_tokens=8, ignore_eos=True)
+    assert found["usage"]["prompt_tokens"] > 1500 and found["usage"]["completion_tokens"] == 8

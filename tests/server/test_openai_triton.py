@@ -118,6 +118,31 @@ def test_fields_reach_the_engine_and_come_back(gateway: Running, world: World) -
     assert gateway.http.get("/health/model").status_code == 200
 
 
+def test_fields_of_other_servers_reach_the_engine_too(gateway: Running, world: World) -> None:
+    body: dict[str, Any] = {"model": "adapter-2", "prompt": "abc", "max_tokens": 6, "temperature": 0}
+    tokenizer = Tokenizer(world.model)
+    allowed = tokenizer.encode("xyz", add_special_tokens=False)
+    fields = {
+        "allowed_token_ids": allowed,
+        "return_token_ids": True,
+        "request_id": "mine",
+        "bad_words": ["x"],
+    }
+    found = gateway.post(**body, **fields, prompt_logprobs=1).json()
+    [choice] = found["choices"]
+    assert found["id"] == "cmpl-mine" and len(choice["token_ids"]) == 6
+    assert set(choice["token_ids"]) <= set(allowed) and "x" not in choice["text"]
+    entries = choice["prompt_logprobs"]
+    assert entries[0] is None and all(entries[1:]) and len(entries) == len(choice["prompt_token_ids"])
+    for guide in ({"guided_choice": ["yes", "no"]}, {"structured_outputs": {"regex": "yes|no"}}):
+        assert gateway.post(**body, **guide).json()["choices"][0]["text"] in ("yes", "no")
+    schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"]}
+    told = gateway.post(**{**body, "max_tokens": 30}, json_schema=json.dumps(schema)).json()
+    assert told["choices"][0]["text"] == '{"a":"b"}'
+    refused = gateway.post(**body, cache_salt="mine")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_stops_the_engine(gateway: Running, server: Triton, stream: bool) -> None:
     def metric(name: str, label: str) -> float:

@@ -394,7 +394,7 @@ def test_a_cache_too_small_for_experts_serves_the_other_modules(
     [
         ({"num_experts_per_tok": 9}, "num_experts_per_tok must be 1 to the number of experts"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step must be at least 1"),
-        ({"moe_intermediate_size": None}, "lacks 'moe_intermediate_size'"),
+        ({"moe_intermediate_size": None}, r"must be \(768, 64\) by config.json, got \(40, 64\)"),
         ({"moe_intermediate_size": 41}, r"must be \(41, 64\) by config.json, got \(40, 64\)"),
     ],
 )

@@ -30,6 +30,7 @@ from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingParams
 from manylora.testing.driver import Driver, agree
 from manylora.testing.parity import NEMO_SOURCES, linear_names, make_kind, read_from, read_nemo_from
+from manylora.testing.parity import main as compare
 from manylora.testing.tiny_configs import ENCODER_DECODER_FAMILIES, FAMILIES, MOE_FAMILIES
 from manylora.testing.tiny_models import (
     make_adapter,
@@ -136,19 +137,6 @@ def test_each_setting_changes_the_logits(family: str, workshop: Path) -> None:
         assert not agree(found, expected), setting
 
 
-def test_longrope_takes_the_long_factors_when_sequences_may_be_long(workshop: Path) -> None:
-    """All of a sequence is rotated one way: transformers does so for a prompt, and so do cached keys."""
-    model = make_model(workshop / "long", "phi3-longrope", seed=4, original_max_position_embeddings=16)
-    sequences = [tokens(length, length) for length in (17, 60)]
-    found = Driver(decoder_of(model), sequences, [None, None]).run()
-    for ids, logits in zip(sequences, found, strict=True):
-        assert agree(logits, reference_logits(model, None, ids))
-    [short] = Driver(decoder_of(model, max_seq_len=16), [tokens(16)], [None]).run()
-    assert agree(short, reference_logits(model, None, tokens(16)))
-    [long] = Driver(decoder_of(model), [tokens(16)], [None]).run()
-    assert not torch.allclose(long, short, rtol=1e-3)
-
-
 def change_config(model: Path, **settings: object) -> None:
     path = model / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
@@ -223,6 +211,21 @@ def test_a_config_that_cannot_be_served_is_named(
     change_config(model, **settings)
     with pytest.raises(ConfigError, match=reason):
         read_model_config(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--help"], 0, "variants: llama, llama-mha-tied"),
+        (["llama", "lama"], 2, "'lama' is no variant; there are llama"),
+    ],
+)
+def test_the_command_names_the_variants(arguments: list[str], code: int, text: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        compare(arguments)
+    assert ended.value.code == code
+    shown = capsys.readouterr()
+    assert text in shown.out + shown.err
 
 
 def test_grouped_rows_need_the_base(workshop: Path) -> None:

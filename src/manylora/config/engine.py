@@ -149,6 +149,7 @@ class ModelConfig:
     learned_positions: bool = False  # a table added to the embedding, in place of rotary ones
     rope_scaling: Mapping[str, Any] | None = None
     rope_local_theta: float | None = None  # of layers with a window, unscaled; None: as the other layers
+    rope_restarts: bool = False  # when a sequence outgrows rope_limit, all of it is computed again
     partial_rotary_factor: float = 1.0  # the share of head_dim that is rotated, from its start
     # norms
     norm: str = "rms"  # rms, rms_plus_one (its weight is 1 + the stored one), layer
@@ -193,3 +194,33 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def rope_limit(self) -> int | None:
+        """Tokens beyond which the length of a sequence decides how its tokens are rotated; None: it never
+        does."""
+        scaling = self.rope_scaling or {}
+        if scaling.get("rope_type") == "longrope":
+            return int(scaling["original_max_position_embeddings"])
+        return self.max_position_embeddings if scaling.get("rope_type") == "dynamic" else None
+
+    def rope_length(self, num_prompt: int) -> int:
+        """The length that rotates all tokens of such a prompt; 0: each token's own position does."""
+        limit = self.rope_limit
+        if limit is None or num_prompt <= limit:
+            return 0
+        return num_prompt if (self.rope_scaling or {})["rope_type"] == "dynamic" else limit + 1
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of the longest sequence: positions, stretched by the rotary scalings that say so."""
+        return stretched(self.max_position_embeddings, self.rope_scaling or {})
+
+
+def stretched(positions: int, scaling: Mapping[str, Any]) -> int:
+    """Tokens of the longest sequence under a rotary scaling of config.json."""
+    kind, factor = scaling.get("rope_type") or scaling.get("type"), float(scaling.get("factor") or 1.0)
+    if kind in ("linear", "dynamic"):
+        return int(positions * factor)
+    original = scaling.get("original_max_position_embeddings") or positions
+    return max(positions, int(original * factor)) if kind == "yarn" else positions

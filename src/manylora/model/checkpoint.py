@@ -9,8 +9,11 @@ from typing import Any
 from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
 from manylora.model.families import FAMILIES
-from manylora.model.families.common import read_common
+from manylora.model.families.common import read_common, read_dtype
+from manylora.model.safetensors_file import FLOATS, SafetensorsFile, checkpoint_files
 from manylora.quant.checkpoint import checkpoint_quant
+
+START = "decoder_start_token_id"
 
 
 def read_model_config(model_dir: Path) -> ModelConfig:
@@ -33,26 +36,37 @@ def read_model_config(model_dir: Path) -> ModelConfig:
         )
     quant = checkpoint_quant(raw, model_dir)
     generation = _read_json(model_dir / "generation_config.json")
-    if raw.get("is_encoder_decoder") and generation:  # its first token ids override those of config.json
-        start = generation.get("decoder_start_token_id", raw.get("decoder_start_token_id"))
-        forced = generation.get("forced_bos_token_id")
-        raw = {**raw, "decoder_start_token_id": start, "forced_bos_token_id": forced}
+    if family.encoder is not None and generation:  # its first token ids override those of config.json
+        start = {name: generation[name] for name in (START,) if name in generation}
+        raw = {**raw, **start, "forced_bos_token_id": generation.get("forced_bos_token_id")}
     try:
-        renamed = family.rename(raw)
-        fields = {**read_common(renamed), **family.config(renamed)}
+        settings = family.settings(raw)
+        fields = {**read_common(settings, family.rope), **family.config(settings)}
+        dtype = read_dtype(settings) or _stored_dtype(model_dir)
     except KeyError as error:
         raise ConfigError(f"{model_dir}/config.json lacks {error}") from error
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{model_dir}/config.json has a value of the wrong type: {error}") from error
-    eos = generation.get("eos_token_id", raw.get("eos_token_id"))
+    inner = (raw.get("text_config") or {}).get("eos_token_id")
+    eos = generation.get("eos_token_id", inner if raw.get("eos_token_id") is None else raw["eos_token_id"])
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-    config = ModelConfig(architecture=architecture, eos_token_ids=eos_ids, quant=quant, **fields)
+    config = ModelConfig(architecture=architecture, dtype=dtype, eos_token_ids=eos_ids, quant=quant, **fields)
     if config.num_heads % config.num_kv_heads:
         raise ConfigError(
             f"{model_dir}/config.json: {config.num_heads} attention heads cannot share "
             f"{config.num_kv_heads} key heads equally"
         )
     return config
+
+
+def _stored_dtype(model_dir: Path) -> str:
+    """That of the checkpoint's first weight, where config.json says none. float32 without a checkpoint."""
+    for path in filter(Path.is_file, checkpoint_files(model_dir)):
+        with SafetensorsFile(path) as file:
+            found = next((FLOATS[kind] for kind in file.types() if kind in FLOATS), None)
+        if found is not None:
+            return found
+    return "float32"
 
 
 def _read_json(path: Path, required: bool = False) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,20 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Types of plain weights, and their names in config.json."""
+
+
+def checkpoint_files(model_dir: Path) -> list[Path]:
+    """The safetensors files of a model, whether they exist or not. Raises ConfigError."""
+    index = model_dir / "model.safetensors.index.json"
+    if not index.is_file():
+        return [model_dir / "model.safetensors"]
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return [model_dir / Path(name).name for name in sorted(names)]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{index} is not a safetensors index: {error}") from error
 
 
 class SafetensorsFile:
@@ -49,6 +63,10 @@ class SafetensorsFile:
 
     def keys(self) -> Iterable[str]:
         return self._entries.keys()
+
+    def types(self) -> Iterator[str]:
+        """Of the tensors, in the order of `keys`; by their names in the file."""
+        return (entry["dtype"] for entry in self._entries.values())
 
     def get_slice(self, name: str) -> FileTensor:
         """Reads nothing yet."""

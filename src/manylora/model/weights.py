@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from manylora.kernels.device import Device
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder
+from manylora.model.families import FAMILIES
 from manylora.model.plan import Plan, RowSlice, WeightSpec, checkpoint_plan, unused_prefixes
 from manylora.model.quant import check_quant_request, quantise, should_quantise, stack_weights
-from manylora.model.safetensors_file import FileTensor, SafetensorsFile
+from manylora.model.safetensors_file import FileTensor, SafetensorsFile, checkpoint_files
 from manylora.quant.checkpoint_weights import CheckpointWeights
 from manylora.quant.config import QuantConfig
+
+logger = logging.getLogger("manylora")
 
 # Buffers in some checkpoints that follow from the configuration; these biases are causal masks.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bias")
@@ -60,12 +64,13 @@ def load_decoder(
 ) -> Decoder | EncoderDecoder:
     """Load the model in `model_dir` onto `device`.
 
-    dtype: the compute dtype. max_seq_len: of the longest sequence; None: what the model allows. quant: for
-    linear layers; None: as the checkpoint has them. Raises ConfigError naming a missing, unknown or wrongly
-    shaped tensor, or a broken file.
+    dtype: the compute dtype. max_seq_len: of the longest sequence, for an encoder-decoder model; None: what
+    the model allows. quant: for linear layers; None: as the checkpoint has them. Raises ConfigError naming a
+    missing, unknown or wrongly shaped tensor, or a broken file.
     """
     with ExitStack() as stack:
         files = open_checkpoint(Path(model_dir), stack)
+        config = _with_own_head(config, files)
         plan = checkpoint_plan(config, files)
         stored = check_names(files, plan, config, quant)
         weights: dict[str, Any] = {}
@@ -82,8 +87,24 @@ def load_decoder(
                 weights[name] = device.ops.pack_rows(rows, routed) if spec.is_matrix else rows.whole()
     if "head.weight" not in weights:  # tied to the embedding
         weights["head.weight"] = device.ops.pack(weights["embed"])
-    model = Decoder if config.encoder is None else EncoderDecoder
-    return model(config, weights, dtype, device.ops, max_seq_len)
+    if config.encoder is None:
+        return Decoder(config, weights, dtype, device.ops)
+    return EncoderDecoder(config, weights, dtype, device.ops, max_seq_len)
+
+
+def _with_own_head(config: ModelConfig, files: Files) -> ModelConfig:
+    """The config of a checkpoint that has a head beside a different embedding: then they are not tied, as in
+    transformers 5, whatever config.json says."""
+    if not config.tie_word_embeddings or config.encoder is not None:
+        return config
+    head = f"{FAMILIES[config.architecture].names(config).head}.weight"
+    embed = checkpoint_plan(config, files)["embed"].slices[0].source
+    if head not in files or embed not in files:
+        return config
+    if torch.equal(files[head].get_tensor(head), files[embed].get_tensor(embed)):
+        return config
+    logger.warning("tie_word_embeddings is true, but %s differs from %s: both are used", head, embed)
+    return replace(config, tie_word_embeddings=False)
 
 
 def _loaded_dtype(
@@ -102,17 +123,8 @@ def _loaded_dtype(
 
 def open_checkpoint(model_dir: Path, stack: ExitStack) -> Files:
     """Reads headers only. Raises ConfigError."""
-    index = model_dir / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{index} is not a safetensors index: {error}") from error
-    else:
-        names = ["model.safetensors"]
     found: Files = {}
-    for name in names:
-        path = model_dir / Path(name).name
+    for path in checkpoint_files(model_dir):
         if not path.is_file():
             raise ConfigError(f"{path} does not exist: weights are read from safetensors files")
         file = stack.enter_context(SafetensorsFile(path))
@@ -131,7 +143,12 @@ def check_names(
     check_quant_request(quant, config.quant, wanted != sources)
     missing = sorted(wanted - files.keys())
     if missing:
-        raise ConfigError(f"the checkpoint lacks {missing[0]} ({len(missing)} tensors missing)")
+        head = f"{FAMILIES[config.architecture].names(config).head}.weight"
+        hint = "; where the head is the embedding, config.json must have tie_word_embeddings true"
+        raise ConfigError(
+            f"the checkpoint lacks {missing[0]} ({len(missing)} tensors missing)"
+            + (hint if missing == [head] else "")
+        )
     unused = unused_prefixes(config)
     rest = files.keys() - wanted
     unknown = {n for n in rest if not n.endswith(IGNORED_SUFFIXES) and not n.startswith(unused)}

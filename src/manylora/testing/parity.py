@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 import tempfile
@@ -216,6 +217,22 @@ class _Comparison:
         return found
 
 
+def _parse(arguments: Sequence[str]) -> Sequence[str]:
+    """The variants that the command line names, or all."""
+    known = (*FAMILIES, *ENCODER_DECODER_FAMILIES, *QUANTISED)
+    parser = argparse.ArgumentParser(
+        "python -m manylora.testing.parity",
+        description="Compare tiny models of each variant with transformers and PEFT, and print a table.",
+        epilog=f"variants: {', '.join(known)}",
+    )
+    parser.add_argument("variants", nargs="*", metavar="VARIANT", help="one of those below; none: all")
+    named: list[str] = parser.parse_args(arguments).variants
+    unknown = [name for name in named if name not in known]
+    if unknown:
+        parser.error(f"{unknown[0]!r} is no variant; there are {', '.join(known)}")
+    return named or known
+
+
 def _cell(verdict: str, reasons: list[str]) -> str:
     """A verdict as the table shows it: reasons for refusal are footnotes, numbered from 1."""
     if not verdict.startswith(REFUSED):
@@ -226,8 +243,9 @@ def _cell(verdict: str, reasons: list[str]) -> str:
     return f"refused ({reasons.index(reason) + 1})"
 
 
-def main(families: Sequence[str] = ()) -> int:
+def main(arguments: Sequence[str] = ()) -> int:
     """Print the tables, of all variants of models or of those named. Returns 1 when something differs."""
+    variants = _parse(arguments)
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -239,7 +257,7 @@ def main(families: Sequence[str] = ()) -> int:
     print("| model | " + " | ".join(kinds) + " |\n|" + "---|" * (len(kinds) + 1))
     good = True
     with tempfile.TemporaryDirectory() as folder:
-        for variant in families or (*FAMILIES, *ENCODER_DECODER_FAMILIES, *QUANTISED):
+        for variant in variants:
             verdicts = _Comparison(Path(folder), variant).run()
             good = good and not any("differs" in verdict for verdict in verdicts.values())
             cells = [_cell(verdicts[kind], reasons) for kind in kinds]

@@ -12,6 +12,16 @@ from manylora.model.families.common import read_activation, refuse
 from manylora.model.families.family import ModelFamily, TensorNames
 
 POSITION_OFFSET = 2  # rows of the position table before position 0
+BART = {
+    "vocab_size": 50265, "max_position_embeddings": 1024, "d_model": 1024, "encoder_layers": 12,
+    "encoder_ffn_dim": 4096, "encoder_attention_heads": 16, "decoder_layers": 12, "decoder_ffn_dim": 4096,
+    "decoder_attention_heads": 16, "activation_function": "gelu", "scale_embedding": False,
+    "decoder_start_token_id": 2, "tie_word_embeddings": True,
+}  # fmt: skip
+ALIASES = {
+    "hidden_size": "d_model", "num_attention_heads": "encoder_attention_heads",
+    "num_hidden_layers": "encoder_layers",
+}  # fmt: skip
 ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
@@ -37,10 +47,10 @@ def _bart(raw: Mapping[str, Any]) -> dict[str, Any]:
         "norm": "layer",
         "norm_eps": 1e-5,
         "learned_positions": True,
-        "activation": read_activation(raw.get("activation_function", "gelu")),
+        "activation": read_activation(raw["activation_function"]),
         "gated_mlp": False,
         **dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias", "head_bias"), True),
-        "embedding_scale": float(raw["hidden_size"]) ** 0.5 if raw.get("scale_embedding") else 1.0,
+        "embedding_scale": float(raw["hidden_size"]) ** 0.5 if raw["scale_embedding"] else 1.0,
         "tie_word_embeddings": True,  # unless the checkpoint has separate tables
         "encoder": encoder,
     }
@@ -81,4 +91,4 @@ def _encoder(_: ModelConfig) -> TensorNames:
     )
 
 
-FAMILIES = {"BartForConditionalGeneration": ModelFamily(_bart, _decoder, _rename, _encoder)}
+FAMILIES = {"BartForConditionalGeneration": ModelFamily(BART, _bart, _decoder, _rename, _encoder, ALIASES)}

@@ -9,14 +9,16 @@ from manylora.errors import ConfigError
 
 ROPE_NAMES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 DTYPES = ("float32", "float16", "bfloat16")
+SU = {"su": "longrope"}
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu",
     "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
 }  # fmt: skip
 
 
-def read_common(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ModelConfig under their usual names. Raises ConfigError, or KeyError for a missing size."""
+def read_common(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ModelConfig under their usual names. raw: `ModelFamily.settings`. rope: how `read_rope` is
+    called. Raises ConfigError."""
     heads, hidden = _size(raw, "num_attention_heads"), _size(raw, "hidden_size")
     return {
         "vocab_size": _size(raw, "vocab_size"),
@@ -27,45 +29,72 @@ def read_common(raw: Mapping[str, Any]) -> dict[str, Any]:
         "num_kv_heads": raw.get("num_key_value_heads") or heads,
         "head_dim": raw.get("head_dim") or hidden // heads,
         "max_position_embeddings": _size(raw, "max_position_embeddings"),
-        "norm_eps": raw.get("rms_norm_eps", 1e-6),
-        "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
+        "norm_eps": raw.get("rms_norm_eps"),
+        "tie_word_embeddings": bool(raw["tie_word_embeddings"]),
         "activation": read_activation(raw.get("hidden_act", "silu")),
-        "dtype": _dtype(raw),
-        **read_rope(raw),
+        **read_rope(raw, **rope),
     }
 
 
-def read_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters`."""
-    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    kind = str(scaling.get("rope_type", scaling.get("type", "default")))
-    kind = "longrope" if kind == "su" else kind
+def read_rope(
+    raw: Mapping[str, Any], theta: str = "rope_theta", partial: str = "", renamed: Mapping[str, str] = SU
+) -> dict[str, Any]:
+    """Both spellings: `rope_theta` with `rope_scaling`, which counts where both are there, and
+    `rope_parameters`.
+
+    theta, partial: the keys of the base and of the rotated share beside these; without a name for the share,
+    the architecture rotates whole heads, whatever config.json says. renamed: old names of scalings.
+    """
+    scaling = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    nested = [name for name, value in scaling.items() if isinstance(value, Mapping)]
+    if nested:
+        raise ConfigError(f"config.json: rope_parameters of {nested[0]} alone is not supported here")
+    kind, share = _rope_kind(scaling, renamed), scaling.pop("partial_rotary_factor", None)
+    base = scaling.pop("rope_theta", None) or raw.get(theta)
+    if partial:
+        share = raw[partial] if share is None else share
+    else:
+        share = raw.get("partial_rotary_factor") if share is None else share
+        if kind != "default" and share not in (None, 1.0):
+            raise ConfigError(
+                f"config.json: partial_rotary_factor {share} with rope scaling {kind!r} is not supported here"
+            )
+    if kind in ("llama3", "yarn", "longrope"):
+        outer = raw.get("original_max_position_embeddings")
+        scaling.setdefault("original_max_position_embeddings", raw["max_position_embeddings"])
+        scaling["original_max_position_embeddings"] = outer or scaling["original_max_position_embeddings"]
+    return {
+        "rope_theta": float(base or 10000.0),
+        "rope_scaling": None if kind == "default" else {**scaling, "rope_type": kind},
+        "partial_rotary_factor": float(share) if partial else 1.0,
+    }
+
+
+def _rope_kind(scaling: dict[str, Any], renamed: Mapping[str, str]) -> str:
+    """Takes the scaling's name out of it. Raises ConfigError."""
+    old = scaling.pop("type", None)
+    kind = str(scaling.pop("rope_type", None) or old or "default")
+    kind = renamed.get(kind, kind)
     if kind not in ROPE_NAMES:
         raise ConfigError(
             f"config.json: rope scaling {kind!r} is not supported; supported are {', '.join(ROPE_NAMES)}"
         )
-    if scaling:
-        scaling["rope_type"] = kind
-    if kind == "longrope" and raw.get("original_max_position_embeddings"):
-        scaling.setdefault("original_max_position_embeddings", raw["original_max_position_embeddings"])
-    share = scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor")
-    return {
-        "rope_theta": float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-        "rope_scaling": scaling or None,
-        "partial_rotary_factor": float(share or 1.0),
-    }
+    return kind
 
 
 def read_windows(raw: Mapping[str, Any], sliding: list[bool] | None = None) -> tuple[int | None, ...]:
-    """Each layer's window, or () without `sliding_window`. `layer_types` says which layers have one; without
-    it, `sliding` does (None: all)."""
-    window, num_layers = raw.get("sliding_window"), raw["num_hidden_layers"]
+    """Each layer's window, or () without `sliding_window`.
+
+    sliding: the layers that have one unless `layer_types` says which; None: all have, and the architecture
+    does not read `layer_types`.
+    """
+    window, num_layers = raw["sliding_window"], raw["num_hidden_layers"]
     if window is None:
         return ()
+    if sliding is None:
+        return (window,) * num_layers
     if raw.get("layer_types"):
         sliding = [kind == "sliding_attention" for kind in raw["layer_types"]]
-    if sliding is None:
-        sliding = [True] * num_layers
     if len(sliding) != num_layers:
         raise ConfigError(
             f"config.json: layer_types has {len(sliding)} entries for num_hidden_layers {num_layers}"
@@ -82,9 +111,9 @@ def read_activation(name: str) -> str:
     return ACTIVATIONS[name]
 
 
-def read_biases(raw: Mapping[str, Any], default: bool = False) -> dict[str, Any]:
+def read_biases(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Those of attention."""
-    return dict.fromkeys(("attention_bias", "attention_out_bias"), bool(raw.get("attention_bias", default)))
+    return dict.fromkeys(("attention_bias", "attention_out_bias"), bool(raw["attention_bias"]))
 
 
 def refuse(raw: Mapping[str, Any], *names: str) -> None:
@@ -101,8 +130,12 @@ def _size(raw: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _dtype(raw: Mapping[str, Any]) -> str:
-    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+def read_dtype(raw: Mapping[str, Any]) -> str | None:
+    """None: config.json does not say it."""
+    found = raw.get("dtype") or raw.get("torch_dtype")
+    if not found:
+        return None
+    name = str(found).removeprefix("torch.")
     if name not in DTYPES:
         raise ConfigError(f"config.json: dtype {name!r} is not supported; supported are {', '.join(DTYPES)}")
     return name

@@ -58,14 +58,26 @@ class TensorNames:
 class ModelFamily:
     """One architecture.
 
-    config: from config.json to the fields of ModelConfig, where they differ from what `common.read_common`
-        reads. Raises ConfigError, or KeyError for a missing key.
+    defaults: what transformers takes for a key that config.json lacks, for each key that is read;
+        `rope_theta` is the default_theta of its class. Where it takes nothing (head_dim of most), None.
+    config: from config.json, defaults filled in, to the fields of ModelConfig, where they differ from what
+        `common.read_common` reads. Raises ConfigError.
     names: of the tensors, if not Llama's; of an encoder-decoder model, the decoder's.
     rename: config.json with its sizes under Llama's names, before anything else reads it.
     encoder: names of the encoder's tensors; None: a decoder-only model.
+    aliases: other names that a key may have in config.json.
+    rope: how `common.read_rope` is called: the names of keys, and what is rotated.
     """
 
+    defaults: Mapping[str, Any]
     config: Callable[[Mapping[str, Any]], dict[str, Any]]
     names: Callable[[ModelConfig], TensorNames] = lambda _: TensorNames()
     rename: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     encoder: Callable[[ModelConfig], TensorNames] | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    rope: Mapping[str, Any] = field(default_factory=dict)
+
+    def settings(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """config.json with the defaults filled in, and sizes under Llama's names."""
+        named = {name: raw[alias] for alias, name in self.aliases.items() if alias in raw}
+        return self.rename({**self.defaults, **raw, **named})

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from manylora.errors import ConfigError
-from manylora.model.families.common import read_activation, read_biases, read_rope, read_windows, refuse
+from manylora.model.families.common import read_activation, read_biases, read_windows, refuse
 from manylora.model.families.family import ModelFamily, TensorNames
 
 GEMMA2 = TensorNames(
@@ -24,81 +24,93 @@ GEMMA3_TEXT = replace(
     head="language_model.lm_head",
     unused=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
 )
-# Defaults of transformers, which the released multimodal checkpoints leave out of text_config.
-GEMMA3_DEFAULTS = {
-    "vocab_size": 262208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131072,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-}
+GEMMA = {
+    "vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 8192, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True, "rope_theta": 10000.0, "attention_bias": False,
+}  # fmt: skip
+GEMMA2_DEFAULTS = {
+    **GEMMA, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None,
+    "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
+}  # fmt: skip
+GEMMA3 = {
+    **GEMMA2_DEFAULTS, "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6, "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+}  # fmt: skip
+MULTIMODAL = {"text_config": None, "tie_word_embeddings": True}
 
 
 def _gemma(raw: Mapping[str, Any]) -> dict[str, Any]:
+    # The first releases say gelu but were trained with its tanh form.
+    name = "gelu_pytorch_tanh" if raw["hidden_act"] == "gelu" else raw["hidden_act"]
+    return {**_shared(raw), "activation": read_activation(name)}
+
+
+def _shared(raw: Mapping[str, Any]) -> dict[str, Any]:
     refuse(raw, "use_bidirectional_attention")
-    activation = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
-    # The first releases of Gemma 1 say gelu but were trained with its tanh form.
-    activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
     return {
         "norm": "rms_plus_one",
-        "activation": read_activation(activation),
         "embedding_scale": float(raw["hidden_size"]) ** 0.5,
-        "tie_word_embeddings": bool(raw.get("tie_word_embeddings", True)),
         **read_biases(raw),
     }
 
 
 def _gemma2(raw: Mapping[str, Any]) -> dict[str, Any]:
     every_second = [layer % 2 == 0 for layer in range(raw["num_hidden_layers"])]
-    return {**_gemma(raw), **_caps(raw), "sliding_windows": read_windows(raw, every_second)}
+    return {**_capped(raw), "sliding_windows": read_windows(raw, every_second)}
 
 
 def _gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers with a window have a separate rotary base."""
-    pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
+    """Layers with a window have a separate rotary base, and no scaling."""
+    pattern = raw["sliding_window_pattern"]
     sliding = [(layer + 1) % pattern != 0 for layer in range(raw["num_hidden_layers"])]
-    local = float(raw.get("rope_local_base_freq", 10000.0))
-    parameters = raw.get("rope_parameters") or {}
-    flat = dict(raw)
-    if "full_attention" in parameters:
-        own = parameters.get("sliding_attention") or {}
-        if own.get("rope_type", "default") != "default":
-            raise ConfigError(
-                f"config.json: rope scaling {own['rope_type']!r} of sliding_attention is not supported"
-            )
-        local = float(own.get("rope_theta", local))
-        flat["rope_parameters"] = parameters["full_attention"]
-    elif not raw.get("rope_theta"):
-        flat["rope_theta"] = 1_000_000.0
     return {
-        **_gemma(raw),
-        **_caps(raw),
-        **read_rope(flat),
-        "rope_local_theta": local,
+        **_capped(raw),
+        "rope_local_theta": float(raw["rope_local_base_freq"]),
         "qk_norm": "head",
         "sliding_windows": read_windows(raw, sliding),
     }
 
 
-def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The text part of a multimodal config.json, with the dtype of the whole model."""
-    outer = {name: raw[name] for name in ("dtype", "torch_dtype") if name in raw}
-    return {**GEMMA3_DEFAULTS, **raw["text_config"], **outer}
-
-
-def _caps(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _flat_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys from before each kind of layer had rotary parameters of its own."""
+    parameters = raw.get("rope_parameters") or {}
+    own = parameters.get("sliding_attention") or {}
+    if own.get("rope_type", "default") != "default":
+        raise ConfigError(
+            f"config.json: rope scaling {own['rope_type']!r} of sliding_attention is not supported"
+        )
     return {
+        **raw,
+        "rope_local_base_freq": own.get("rope_theta", raw["rope_local_base_freq"]),
+        "rope_parameters": {**(parameters.get("full_attention") or {}), **(raw.get("rope_scaling") or {})},
+        "rope_scaling": None,
+    }
+
+
+def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The text part of a multimodal config.json, with the dtype and the head of the whole model."""
+    outer = {name: raw.get(name) for name in ("dtype", "torch_dtype", "tie_word_embeddings")}
+    return _flat_rope({**GEMMA3, **(raw["text_config"] or {}), **outer})
+
+
+def _capped(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **_shared(raw),
+        "activation": read_activation(raw["hidden_activation"]),
         "attention_scale": float(raw["query_pre_attn_scalar"]) ** -0.5,
-        "attention_softcap": raw.get("attn_logit_softcapping"),
-        "logits_softcap": raw.get("final_logit_softcapping"),
+        "attention_softcap": raw["attn_logit_softcapping"],
+        "logits_softcap": raw["final_logit_softcapping"],
     }
 
 
 FAMILIES = {
-    "GemmaForCausalLM": ModelFamily(_gemma),
-    "Gemma2ForCausalLM": ModelFamily(_gemma2, lambda _: GEMMA2),
-    "Gemma3ForCausalLM": ModelFamily(_gemma3, lambda _: GEMMA2),
-    "Gemma3ForConditionalGeneration": ModelFamily(_gemma3, lambda _: GEMMA3_TEXT, _text_config),
+    "GemmaForCausalLM": ModelFamily(GEMMA, _gemma),
+    "Gemma2ForCausalLM": ModelFamily(GEMMA2_DEFAULTS, _gemma2, lambda _: GEMMA2),
+    "Gemma3ForCausalLM": ModelFamily(GEMMA3, _gemma3, lambda _: GEMMA2, _flat_rope),
+    "Gemma3ForConditionalGeneration": ModelFamily(MULTIMODAL, _gemma3, lambda _: GEMMA3_TEXT, _text_config),
 }

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from manylora.config.engine import ModelConfig
-from manylora.model.families.common import read_activation, read_biases, read_rope, read_windows, refuse
+from manylora.model.families.common import read_activation, read_biases, read_windows, refuse
 from manylora.model.families.family import ModelFamily, TensorNames
 
 GPT2 = TensorNames(
@@ -40,16 +40,53 @@ PHI = TensorNames(
 )
 STARCODER2 = TensorNames(up_gate=("mlp.c_fc",), down="mlp.c_proj")
 
+GPT2_DEFAULTS = {
+    "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
+    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+GPT2_ALIASES = {
+    "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}  # fmt: skip
+NEOX_DEFAULTS = {
+    "vocab_size": 50432, "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64,
+    "intermediate_size": 24576, "hidden_act": "gelu", "max_position_embeddings": 2048,
+    "layer_norm_eps": 1e-5, "tie_word_embeddings": False, "use_parallel_residual": True,
+    "rotary_emb_base": 10000.0, "rotary_pct": 0.25, "attention_bias": True,
+}  # fmt: skip
+NEOX_ROPE = {"theta": "rotary_emb_base", "partial": "rotary_pct"}
+FALCON = {
+    "vocab_size": 65024, "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71,
+    "num_ln_in_parallel_attn": None, "layer_norm_epsilon": 1e-5, "num_kv_heads": None,
+    "new_decoder_architecture": False, "multi_query": True, "parallel_attn": True, "bias": False,
+    "max_position_embeddings": 2048, "ffn_hidden_size": None, "activation": "gelu",
+    "tie_word_embeddings": True, "rope_theta": 10000.0,
+}  # fmt: skip
+FALCON_ALIASES = {"n_embed": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+PHI_DEFAULTS = {
+    "vocab_size": 51200, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
+    "num_attention_heads": 32, "num_key_value_heads": None, "hidden_act": "gelu_new",
+    "max_position_embeddings": 2048, "layer_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+PHI_ROPE = {"partial": "partial_rotary_factor"}
+STARCODER2_DEFAULTS = {
+    "vocab_size": 49152, "hidden_size": 3072, "intermediate_size": 12288, "num_hidden_layers": 30,
+    "num_attention_heads": 24, "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 4096, "norm_epsilon": 1e-5, "tie_word_embeddings": True,
+    "rope_theta": 10000.0, "sliding_window": None, "use_bias": True,
+}  # fmt: skip
+
 
 def _gpt2(raw: Mapping[str, Any]) -> dict[str, Any]:
     refuse(raw, "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention")
     return {
         **_one_key_per_head(raw),
         "learned_positions": True,
-        **_plain_layers(raw, "layer_norm_epsilon", "activation_function", "gelu_new"),
-        "tie_word_embeddings": bool(raw.get("tie_word_embeddings", True)),
+        **_plain_layers(raw, "layer_norm_epsilon", "activation_function"),
         "transposed_weights": True,
-        "attention_scale": None if raw.get("scale_attn_weights", True) else 1.0,
+        "attention_scale": None if raw["scale_attn_weights"] else 1.0,
         **_all_biased(True),
     }
 
@@ -58,7 +95,7 @@ def _rename_gpt2(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **raw,
         "hidden_size": raw["n_embd"],
-        "intermediate_size": raw.get("n_inner") or 4 * raw["n_embd"],
+        "intermediate_size": raw["n_inner"] or 4 * raw["n_embd"],
         "num_hidden_layers": raw["n_layer"],
         "num_attention_heads": raw["n_head"],
         "max_position_embeddings": raw["n_positions"],
@@ -66,15 +103,12 @@ def _rename_gpt2(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _neox(raw: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = raw.get("rope_parameters") or {}
     return {
         **_one_key_per_head(raw),
-        **_plain_layers(raw, "layer_norm_eps", "hidden_act", "gelu"),
-        "parallel_blocks": bool(raw.get("use_parallel_residual", True)),
+        **_plain_layers(raw, "layer_norm_eps", "hidden_act"),
+        "parallel_blocks": bool(raw["use_parallel_residual"]),
         "qkv_groups": raw["num_attention_heads"],
-        **read_rope({"rope_theta": raw.get("rotary_emb_base"), **raw}),
-        "partial_rotary_factor": float(parameters.get("partial_rotary_factor", raw.get("rotary_pct", 0.25))),
-        **read_biases(raw, default=True),
+        **read_biases(raw),
         "mlp_bias": True,
     }
 
@@ -82,31 +116,23 @@ def _neox(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _falcon(raw: Mapping[str, Any]) -> dict[str, Any]:
     refuse(raw, "alibi")
     heads = raw["num_attention_heads"]
-    new = bool(raw.get("new_decoder_architecture", False))
-    kv_heads = (raw.get("num_kv_heads") or heads) if new else 1 if raw.get("multi_query", True) else heads
-    parallel = new or bool(raw.get("parallel_attn", True))
-    norms = raw.get("num_ln_in_parallel_attn") or (2 if new else 1)
+    new = bool(raw["new_decoder_architecture"])
+    kv_heads = (raw["num_kv_heads"] or heads) if new else 1 if raw["multi_query"] else heads
+    parallel = new or bool(raw["parallel_attn"])
+    norms = raw["num_ln_in_parallel_attn"] or (2 if new else 1)
     return {
         **_one_key_per_head(raw),
         "num_kv_heads": kv_heads,
-        **_plain_layers(raw, "layer_norm_epsilon", "activation", "gelu"),
-        "tie_word_embeddings": bool(raw.get("tie_word_embeddings", True)),
+        **_plain_layers(raw, "layer_norm_epsilon", "activation"),
         "parallel_blocks": parallel,
         "shared_norm": parallel and not (new and norms == 2),
         "qkv_groups": kv_heads,
-        **_all_biased(bool(raw.get("bias", False))),
+        **_all_biased(bool(raw["bias"])),
     }
 
 
 def _rename_falcon(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The first releases have n_layer and n_head, and leave out defaults."""
-    return {
-        **raw,
-        "num_hidden_layers": raw.get("num_hidden_layers") or raw["n_layer"],
-        "num_attention_heads": raw.get("num_attention_heads") or raw["n_head"],
-        "intermediate_size": raw.get("ffn_hidden_size") or 4 * raw["hidden_size"],
-        "max_position_embeddings": raw.get("max_position_embeddings") or 2048,
-    }
+    return {**raw, "intermediate_size": raw["ffn_hidden_size"] or 4 * raw["hidden_size"]}
 
 
 def _falcon_names(config: ModelConfig) -> TensorNames:
@@ -130,14 +156,10 @@ def _falcon_names(config: ModelConfig) -> TensorNames:
 
 def _phi(raw: Mapping[str, Any]) -> dict[str, Any]:
     refuse(raw, "qk_layernorm")
-    parameters = raw.get("rope_parameters") or {}
     return {
-        **_plain_layers(raw, "layer_norm_eps", "hidden_act", "gelu_new"),
+        **_plain_layers(raw, "layer_norm_eps", "hidden_act"),
         "parallel_blocks": True,
         "shared_norm": True,
-        "partial_rotary_factor": float(
-            parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 0.5))
-        ),
         "head_bias": True,
         **_all_biased(True),
     }
@@ -145,19 +167,18 @@ def _phi(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _starcoder2(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **_plain_layers(raw, "norm_epsilon", "hidden_act", "gelu_pytorch_tanh"),
-        "tie_word_embeddings": bool(raw.get("tie_word_embeddings", True)),
+        **_plain_layers(raw, "norm_epsilon", "hidden_act"),
         "sliding_windows": read_windows(raw),
-        **_all_biased(bool(raw.get("use_bias", True))),
+        **_all_biased(bool(raw["use_bias"])),
     }
 
 
-def _plain_layers(raw: Mapping[str, Any], eps: str, activation: str, default: str) -> dict[str, Any]:
+def _plain_layers(raw: Mapping[str, Any], eps: str, activation: str) -> dict[str, Any]:
     """LayerNorm and an MLP without a gate. eps, activation: their names in config.json."""
     return {
         "norm": "layer",
-        "norm_eps": raw.get(eps, 1e-5),
-        "activation": read_activation(raw.get(activation, default)),
+        "norm_eps": raw[eps],
+        "activation": read_activation(raw[activation]),
         "gated_mlp": False,
     }
 
@@ -173,9 +194,9 @@ def _all_biased(biased: bool) -> dict[str, Any]:
 
 
 FAMILIES = {
-    "GPT2LMHeadModel": ModelFamily(_gpt2, lambda _: GPT2, _rename_gpt2),
-    "GPTNeoXForCausalLM": ModelFamily(_neox, lambda _: NEOX),
-    "FalconForCausalLM": ModelFamily(_falcon, _falcon_names, _rename_falcon),
-    "PhiForCausalLM": ModelFamily(_phi, lambda _: PHI),
-    "Starcoder2ForCausalLM": ModelFamily(_starcoder2, lambda _: STARCODER2),
+    "GPT2LMHeadModel": ModelFamily(GPT2_DEFAULTS, _gpt2, lambda _: GPT2, _rename_gpt2, aliases=GPT2_ALIASES),
+    "GPTNeoXForCausalLM": ModelFamily(NEOX_DEFAULTS, _neox, lambda _: NEOX, rope=NEOX_ROPE),
+    "FalconForCausalLM": ModelFamily(FALCON, _falcon, _falcon_names, _rename_falcon, aliases=FALCON_ALIASES),
+    "PhiForCausalLM": ModelFamily(PHI_DEFAULTS, _phi, lambda _: PHI, rope=PHI_ROPE),
+    "Starcoder2ForCausalLM": ModelFamily(STARCODER2_DEFAULTS, _starcoder2, lambda _: STARCODER2),
 }

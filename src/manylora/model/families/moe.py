@@ -10,6 +10,28 @@ from manylora.errors import ConfigError
 from manylora.model.families.common import read_biases, read_windows
 from manylora.model.families.family import ModelFamily, TensorNames
 
+MIXTRAL_DEFAULTS = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": None, "hidden_act": "silu",
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "rope_theta": 1000000.0, "sliding_window": None, "num_experts_per_tok": 2, "num_local_experts": 8,
+}  # fmt: skip
+QWEN_MOE = {
+    "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 24, "hidden_act": "silu",
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "rope_theta": 10000.0, "use_sliding_window": False, "sliding_window": 4096, "decoder_sparse_step": 1,
+    "norm_topk_prob": False, "mlp_only_layers": None,
+}  # fmt: skip
+QWEN2_MOE = {
+    **QWEN_MOE, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "max_window_layers": 28, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+    "num_experts_per_tok": 4, "num_experts": 60, "qkv_bias": True, "layer_types": None,
+}  # fmt: skip
+QWEN3_MOE = {
+    **QWEN_MOE, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128, "attention_bias": False,
+}  # fmt: skip
+
 MIXTRAL = TensorNames(sparse="block_sparse_moe", expert_up_gate=("w3", "w1"), expert_down="w2")
 
 
@@ -23,34 +45,33 @@ def _mixtral(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _qwen2_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
     windows: tuple[int | None, ...] = ()
-    if raw.get("use_sliding_window", False):
-        first = raw.get("max_window_layers", 28)
+    if raw["use_sliding_window"]:
+        first = raw["max_window_layers"]
         marked = [layer % 2 == 0 and layer < first for layer in range(raw["num_hidden_layers"])]
         windows = read_windows(raw, marked)
     moe = _qwen_experts(raw, raw["shared_expert_intermediate_size"])
-    return {"attention_bias": bool(raw.get("qkv_bias", True)), "sliding_windows": windows, "moe": moe}
+    return {"attention_bias": bool(raw["qkv_bias"]), "sliding_windows": windows, "moe": moe}
 
 
 def _qwen3_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **read_biases(raw),
         "qk_norm": "head",
-        "sliding_windows": read_windows(raw) if raw.get("use_sliding_window", False) else (),
+        "sliding_windows": read_windows(raw) if raw["use_sliding_window"] else (),
         "moe": _qwen_experts(raw),
     }
 
 
 def _qwen_experts(raw: Mapping[str, Any], shared: int = 0) -> MoeConfig | None:
     """Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`."""
-    count = raw["num_experts"] if "num_experts" in raw else raw["num_local_experts"]
-    step, plain = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or ()
+    count, step, plain = raw["num_experts"], raw["decoder_sparse_step"], raw["mlp_only_layers"] or ()
     if step < 1:
         raise ConfigError(f"config.json: decoder_sparse_step must be at least 1, got {step}")
     numbers = range(raw["num_hidden_layers"])
     layers = frozenset(i for i in numbers if count > 0 and i not in plain and (i + 1) % step == 0)
     if not layers:
         return None
-    normalised = bool(raw.get("norm_topk_prob", False))
+    normalised = bool(raw["norm_topk_prob"])
     top_k, inner = raw["num_experts_per_tok"], raw["moe_intermediate_size"]
     return _checked(MoeConfig(count, top_k, inner, normalised, layers, shared))
 
@@ -65,7 +86,9 @@ def _checked(moe: MoeConfig) -> MoeConfig:
 
 
 FAMILIES = {
-    "MixtralForCausalLM": ModelFamily(_mixtral, lambda _: MIXTRAL),
-    "Qwen2MoeForCausalLM": ModelFamily(_qwen2_moe),
-    "Qwen3MoeForCausalLM": ModelFamily(_qwen3_moe),
+    "MixtralForCausalLM": ModelFamily(
+        MIXTRAL_DEFAULTS, _mixtral, lambda _: MIXTRAL, aliases={"num_experts": "num_local_experts"}
+    ),
+    "Qwen2MoeForCausalLM": ModelFamily(QWEN2_MOE, _qwen2_moe),
+    "Qwen3MoeForCausalLM": ModelFamily(QWEN3_MOE, _qwen3_moe, aliases={"num_local_experts": "num_experts"}),
 }

@@ -11,30 +11,40 @@ from manylora.errors import ConfigError
 from manylora.model.families.common import read_activation
 from manylora.model.families.family import ModelFamily, TensorNames
 
+T5 = {
+    "vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6,
+    "num_decoder_layers": None, "num_heads": 8, "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 128, "layer_norm_epsilon": 1e-6, "feed_forward_proj": "relu",
+    "tie_word_embeddings": True,
+}  # fmt: skip
+ALIASES = {
+    "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers",
+    "head_dim": "d_kv",
+}  # fmt: skip
 # Released files have this table in addition to self-attention's; no model uses it.
 OBSOLETE = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias."
 
 
 def _t5(raw: Mapping[str, Any]) -> dict[str, Any]:
-    gate, _, activation = str(raw.get("feed_forward_proj", "relu")).rpartition("-")
+    gate, _, activation = str(raw["feed_forward_proj"]).rpartition("-")
     if gate not in ("", "gated"):
         raise ConfigError(
             f"config.json: feed_forward_proj {raw['feed_forward_proj']!r} is not supported; it must be an "
             "activation, or gated- and an activation"
         )
     # The first version scales the logits, as its head is the embedding; its config.json does not say so.
-    scaled = raw.get("scale_decoder_outputs", raw.get("tie_word_embeddings") is not False)
+    scaled = raw.get("scale_decoder_outputs", raw["tie_word_embeddings"] is not False)
     encoder = EncoderConfig(
         num_layers=raw["num_encoder_layers"],
         decoder_start_id=raw.get("decoder_start_token_id") or 0,
         forced_bos_id=raw.get("forced_bos_token_id"),
-        relative_buckets=raw.get("relative_attention_num_buckets", 32),
-        relative_max_distance=raw.get("relative_attention_max_distance", 128),
+        relative_buckets=raw["relative_attention_num_buckets"],
+        relative_max_distance=raw["relative_attention_max_distance"],
     )
     return {
         "head_dim": raw["d_kv"],
         "num_kv_heads": raw["num_attention_heads"],
-        "norm_eps": raw.get("layer_norm_epsilon", 1e-6),
+        "norm_eps": raw["layer_norm_epsilon"],
         "activation": read_activation("gelu_new" if gate and activation == "gelu" else activation),
         "gated_mlp": bool(gate),
         "attention_scale": 1.0,
@@ -53,7 +63,7 @@ def _rename(raw: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_size": raw["d_model"],
         "intermediate_size": raw["d_ff"],
         "num_encoder_layers": layers,
-        "num_hidden_layers": layers + (raw.get("num_decoder_layers") or layers),
+        "num_hidden_layers": layers + (raw["num_decoder_layers"] or layers),
         "num_attention_heads": raw["num_heads"],
         "max_position_embeddings": raw.get("n_positions") or 512,
     }
@@ -81,6 +91,6 @@ def _names(config: ModelConfig, decodes: bool) -> TensorNames:
 
 FAMILIES = {
     "T5ForConditionalGeneration": ModelFamily(
-        _t5, partial(_names, decodes=True), _rename, partial(_names, decodes=False)
+        T5, _t5, partial(_names, decodes=True), _rename, partial(_names, decodes=False), ALIASES
     )
 }

@@ -63,7 +63,9 @@ def extend_beams(
     spare = [beam for index, beam in enumerate(group.beams) if index not in best_of]
     one = group.leader
     added = [
-        Sequence(one.handle, one.request, one.index, one.max_len, one.lease, beams=group)
+        Sequence(
+            one.handle, one.request, one.index, one.max_len, one.lease, group, rope_length=one.rope_length
+        )
         for _ in range(group.width - len(group.beams))
     ]
     spare += added

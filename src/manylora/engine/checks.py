@@ -93,6 +93,12 @@ def _check_params(request: Request, config: EngineConfig, model: ModelConfig, ma
             f"beam_width must be at most max_beam_width ({config.max_beam_width}) of this server, "
             f"got {params.beam_width}"
         )
+    limit, longest = model.rope_limit, min(max_seq_len, len(request.prompt) + params.max_tokens)
+    if params.beam_width > 1 and limit and model.rope_restarts and len(request.prompt) <= limit < longest:
+        raise RequestError(
+            f"beam search cannot cross {limit} tokens, where this model rotates all positions anew: ask "
+            f"for at most {limit - len(request.prompt)} tokens"
+        )
     if params.beam_width > 1 and 2 * params.beam_width > model.vocab_size:
         raise RequestError(f"beam_width must be at most half the vocabulary, got {params.beam_width}")
     if params.logit_bias is not None and params.logit_bias.size > model.vocab_size:

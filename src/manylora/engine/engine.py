@@ -230,7 +230,10 @@ class Engine:
 
     def _new_sequence(self, prepared: Prepared, handle: int, index: int, max_len: int) -> Sequence:
         lease = self._acquire(prepared)
-        sequence = Sequence(handle, _without_tensors(prepared.request), index, max_len, lease)
+        request, model = _without_tensors(prepared.request), self.model
+        limit = model.rope_limit if model.rope_restarts else None
+        length = model.rope_length(len(request.prompt))
+        sequence = Sequence(handle, request, index, max_len, lease, rope_length=length, rope_limit=limit)
         if prepared.matcher is not None and self._parts.guides is not None:
             sequence.guide = self._parts.guides.begin(prepared.matcher)
         if prepared.request.params.beam_width > 1:

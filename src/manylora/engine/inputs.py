@@ -33,6 +33,7 @@ class StepInputs:
     blocks: [S], the KV blocks each sequence uses. logits_rows: rows whose logits are wanted.
     cross_lengths, cross_blocks: [S], of the encoder's output; empty without an encoder.
     pending: tokens that `fill` writes over zeros in input_ids.
+    rope_lengths: [T], see `ForwardBatch`; None: positions + 1.
     """
 
     input_ids: list[int]
@@ -47,6 +48,7 @@ class StepInputs:
     cross_lengths: list[int] = field(default_factory=list)
     cross_blocks: list[list[int]] = field(default_factory=list)
     pending: Pending | None = None
+    rope_lengths: list[int] | None = None
 
     @property
     def decodes(self) -> bool:
@@ -55,7 +57,8 @@ class StepInputs:
         Not with extras of adapters: a graph would have to know their shapes and addresses.
         """
         rows = len(self.input_ids)
-        plain = self.embeddings is None and not (self.lora and self.lora.extras)
+        plain = self.embeddings is None and self.rope_lengths is None
+        plain = plain and not (self.lora and self.lora.extras)
         return plain and rows == len(self.lengths) == len(self.logits_rows)
 
     def pad(self, rows: int) -> StepInputs:
@@ -88,6 +91,7 @@ class StepInputs:
             lora=lora,
             logits_rows=_int(self.logits_rows),
             cross=self._cross(),
+            rope_lengths=None if self.rope_lengths is None else _int(self.rope_lengths),
         )
 
     def fill(self, input_ids: Tensor) -> None:

@@ -47,9 +47,9 @@ def plan_kv(
     """
     size = config.tokens_per_block
     block_bytes = model.kv_layers * 2 * size * model.kv_size * dtype.itemsize
-    max_seq_len = config.max_seq_len or model.max_position_embeddings
+    max_seq_len = config.max_seq_len or model.max_seq_len
     if not (model.encoder and model.encoder.relative_buckets):  # relative positions have no limit
-        max_seq_len = min(max_seq_len, model.max_position_embeddings)
+        max_seq_len = min(max_seq_len, model.max_seq_len)
     prompts = 2 if model.encoder else 1  # the encoder's prompt takes blocks beside the decoder's tokens
     num_blocks = int(config.kv_cache_free_gpu_mem_fraction * free_bytes) // block_bytes
     if config.max_tokens_in_paged_kv_cache is not None:

@@ -201,6 +201,7 @@ class Runner:
             cross_lengths=[c.sequence.num_encoder for c in chunks],
             cross_blocks=[c.sequence.kv.cross_blocks for c in chunks if c.sequence.num_encoder],
             pending=_pending(chunks, ids, starts, previous),
+            rope_lengths=_rope_lengths(chunks),
         )
 
     def _embeddings(
@@ -242,9 +243,20 @@ class Runner:
 def _wanted(chunk: Chunk) -> range:
     """The positions of a chunk whose logits are needed."""
     sequence, stop = chunk.sequence, chunk.start + chunk.count
-    if sequence.request.params.return_context_logits and chunk.start < sequence.num_prompt:
+    in_prompt = chunk.start < sequence.num_prompt and not sequence.num_output
+    if sequence.request.params.return_context_logits and in_prompt:
         return range(chunk.start, stop)
     return range(stop - 1 - sequence.num_draft, stop) if chunk.samples else range(stop, stop)
+
+
+def _rope_lengths(chunks: list[Chunk]) -> list[int] | None:
+    if all(chunk.sequence.rope_length <= chunk.start + 1 for chunk in chunks):
+        return None
+    return [
+        max(chunk.sequence.rope_length, position + 1)
+        for chunk in chunks
+        for position in range(chunk.start, chunk.start + chunk.count)
+    ]
 
 
 def _pending(

@@ -86,7 +86,8 @@ class Scheduler:
 
     guaranteed_no_evict: a sequence is admitted when its longest possible length fits, so it is never
     preempted. max_utilization: it is admitted when its present tokens fit; when blocks run out, the sequence
-    admitted last gives its blocks back and is computed again later.
+    admitted last gives its blocks back and is computed again later. Under both, one that outgrows its rotary
+    scaling is computed again.
     """
 
     def __init__(self, kv: KvCache, adapters: AdapterStore, config: EngineConfig) -> None:
@@ -124,6 +125,9 @@ class Scheduler:
         self._still_pinned = {}
         self._in_flight = frozenset(c.sequence for c in in_flight.chunks) if in_flight else frozenset()
         this = _Round(self._config.max_num_tokens)
+        for sequence in [s for s in self.running if s.outgrows_rope]:
+            self._preempt(sequence, this)
+            sequence.rotate_long()
         unfinished = [sequence for sequence in self.running if not sequence.is_full]
         for sequence in sorted(unfinished, key=lambda s: s.in_prefill):
             if sequence.is_waiting:

@@ -81,6 +81,8 @@ class Sequence:
     is_pending:   whether the last of `tokens` is PENDING; see `append_pending_token`.
     top_p:        for the next token; it decays where the request asks for that.
     counts:       of its tokens, kept by the sampler where the request has penalties.
+    rope_length:  the least length by which its tokens are rotated, see `ModelConfig.rope_length`.
+    rope_limit:   tokens beyond which all of it is rotated in another way, and computed again; None: never.
     """
 
     handle: int
@@ -97,6 +99,8 @@ class Sequence:
     is_pending: bool = False
     top_p: float | None = None
     counts: TokenCounts | None = None
+    rope_length: int = 0
+    rope_limit: int | None = None
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     kv: KvBlocks = field(default_factory=KvBlocks)
@@ -105,8 +109,11 @@ class Sequence:
     output: Output = field(default_factory=Output)
 
     def __post_init__(self) -> None:
-        self.tokens = [*self.request.prompt, *self.request.draft]
-        self.num_draft = len(self.request.draft)
+        draft = self.request.draft
+        if self.rope_limit is not None and self.num_prompt <= self.rope_limit:
+            draft = draft[: self.rope_limit - self.num_prompt]  # the rest could not be verified in one step
+        self.tokens = [*self.request.prompt, *draft]
+        self.num_draft = len(draft)
         self.top_p = self.request.params.top_p
         digest = self.lease.digest if self.lease else ""
         if self.request.prompt_table is not None:  # other embeddings have other keys and values
@@ -115,9 +122,27 @@ class Sequence:
             ids = np.array(self.request.encoder_prompt, np.int64)
             digest += ":" + blake2b(ids.data, digest_size=20).hexdigest()
         if self.request.cache_salt:
-            digest += ":salt:" + self.request.cache_salt
-        self.root = digest
+            digest += ":salt:" + blake2b(self.request.cache_salt.encode(), digest_size=20).hexdigest()
+        self.root = digest + self._rope_root
         """Where prefix reuse starts: the same tokens have other keys and values under another adapter."""
+
+    @property
+    def _rope_root(self) -> str:
+        """Tokens that are rotated in another way have other keys."""
+        return f":rope {self.rope_length}" if self.rope_length else ""
+
+    @property
+    def outgrows_rope(self) -> bool:
+        """Whether the keys in the cache are rotated for a shorter sequence than it is now."""
+        limit = self.rope_limit
+        grown = limit is not None and self.rope_length <= limit < len(self.tokens) - self.num_draft
+        return grown and not self.is_full
+
+    def rotate_long(self) -> None:
+        """From now on all its tokens are rotated for a length beyond `rope_limit`; none may be computed."""
+        assert self.rope_limit is not None and not self.num_computed
+        self.rope_length = self.rope_limit + 1
+        self.root += self._rope_root
 
     @property
     def num_prompt(self) -> int:

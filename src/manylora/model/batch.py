@@ -15,6 +15,7 @@ class ForwardBatch:
 
     input_ids, positions: [T] int64.
     logits_rows: [L] int64, the rows whose logits are computed.
+    rope_lengths: [T] int64, the length by which `dynamic` and `longrope` rotate a row; None: positions + 1.
     embeddings: rows [E] int64 and vectors [E, hidden] that replace the embeddings of their tokens.
     cross: encoder-decoder models only: the pages and numbers of each sequence's cross-attention keys; its
            slots are empty.
@@ -28,3 +29,4 @@ class ForwardBatch:
     logits_rows: Tensor
     embeddings: tuple[Tensor, Tensor] | None = None
     cross: AttentionBatch | None = None
+    rope_lengths: Tensor | None = None

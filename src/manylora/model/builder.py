@@ -93,11 +93,9 @@ def _check_limits(plan: BuildPlan, model: ModelConfig) -> None:
     beams, longest = plan.limits.get("max_beam_width"), plan.limits.get("max_seq_len")
     if beams is not None and beams > batch:
         raise ConfigError(f"--max_beam_width must be at most --max_batch_size ({batch}), got {beams}")
-    if longest is not None and longest > model.max_position_embeddings:
-        raise ConfigError(
-            f"--max_seq_len {longest} is more than the model's {model.max_position_embeddings} positions"
-        )
-    prompt, most = plan.limits.get("max_input_len"), longest or model.max_position_embeddings
+    if longest is not None and longest > model.max_seq_len:
+        raise ConfigError(f"--max_seq_len {longest} is more than the model's {model.max_seq_len} positions")
+    prompt, most = plan.limits.get("max_input_len"), longest or model.max_seq_len
     if prompt is not None and prompt > most:
         raise ConfigError(f"--max_input_len must be at most --max_seq_len ({most}), got {prompt}")
     raw = json.loads((plan.model_dir / "config.json").read_text(encoding="utf-8"))

@@ -17,21 +17,15 @@ from manylora.model.extras import adapt_head
 from manylora.model.families import FAMILIES
 from manylora.model.layers import Attention, Block, FeedForward, Mlp
 from manylora.model.moe import Experts, Moe, SharedExpert
-from manylora.model.rope import rope_frequencies
+from manylora.model.rope import Rope, make_rope
 from manylora.model.transformer import Transformer
 
 
 class Decoder(Transformer):
-    """max_seq_len: the longest sequence that will be run; None: what the model allows. The rest is
-    Transformer's."""
+    """The arguments are Transformer's."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        weights: dict[str, Any],
-        dtype: torch.dtype,
-        ops: ReferenceOps,
-        max_seq_len: int | None = None,
+        self, config: ModelConfig, weights: dict[str, Any], dtype: torch.dtype, ops: ReferenceOps
     ) -> None:
         super().__init__(config, weights, dtype, ops)
         self._names = FAMILIES[config.architecture].names(config)
@@ -39,12 +33,11 @@ class Decoder(Transformer):
         assert norm is not None
         self._final_norm = norm
         self._blocks = [self._block(layer) for layer in range(config.num_layers)]
-        ropes: list[tuple[Tensor, float]] = []
+        self._ropes: list[Rope] = []
         if not config.learned_positions:
-            ropes.append(rope_frequencies(config, max_seq_len))
+            self._ropes.append(make_rope(config, self._device))
             if config.rope_local_theta is not None:
-                ropes.append(rope_frequencies(config, max_seq_len, local=True))
-        self._ropes = [(frequencies.to(self._device), factor) for frequencies, factor in ropes]
+                self._ropes.append(make_rope(config, self._device, local=True))
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
@@ -54,7 +47,7 @@ class Decoder(Transformer):
         """
         config = self.config
         x = self._embed(batch)
-        rotary = [self._rotary(batch.positions, rope) for rope in self._ropes]
+        rotary = [self._rotary(batch, rope) for rope in self._ropes]
         delta: Tensor | None = None  # the last block's output, not added to x yet
         for layer, block in enumerate(self._blocks):
             # With two rotary bases, the second is for layers with a window.
@@ -87,12 +80,10 @@ class Decoder(Transformer):
         positions = self._weights.get("positions")
         return x if positions is None else x + F.embedding(batch.positions, positions)
 
-    def _rotary(self, positions: Tensor, rope: tuple[Tensor, float]) -> tuple[Tensor, Tensor]:
+    def _rotary(self, batch: ForwardBatch, rope: Rope) -> tuple[Tensor, Tensor]:
         """cos and sin [T, rotary_dim] in the compute dtype; angles in float32."""
-        frequencies, factor = rope
-        angles = positions.float().unsqueeze(1) * frequencies
-        angles = torch.cat((angles, angles), dim=-1)
-        return (angles.cos() * factor).to(self.dtype), (angles.sin() * factor).to(self.dtype)
+        angles = rope.angles(batch.positions, batch.rope_lengths)
+        return (angles.cos() * rope.factor).to(self.dtype), (angles.sin() * rope.factor).to(self.dtype)
 
     def _block(self, layer: int) -> Block:
         norms = {

@@ -1,9 +1,14 @@
-"""Rotary frequencies of the released checkpoints: default, linear, dynamic, llama3, yarn, longrope."""
+"""Rotary positions of the released checkpoints: default, linear, dynamic, llama3, yarn, longrope.
+
+`dynamic` and `longrope` rotate a token by the length that its sequence has when the token is computed, as
+transformers does: tokens of a prompt by the prompt's length, each later one by its own position + 1.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,24 +16,37 @@ from torch import Tensor
 from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
 
-Rope = tuple[Tensor, float]  # inverse frequencies [rotary_dim / 2], and the factor on cos and sin
 
+@dataclass(frozen=True)
+class Rope:
+    """One way to rotate. frequencies: inverse, [rotary_dim / 2] float32. factor: on cos and sin.
 
-def rope_frequencies(config: ModelConfig, max_seq_len: int | None = None, local: bool = False) -> Rope:
-    """Inverse frequencies [rotary_dim / 2] float32 and the attention factor that scales cos and sin.
-
-    max_seq_len: the longest sequence served (None: what the model allows). It selects longrope's factors once
-    for all sequences, since cached keys must not depend on how long a sequence will get. local: for layers
-    with a window, where these have a separate base.
+    by_length: from lengths [T] int64 to the frequencies [T, rotary_dim / 2] of each row; None: all have the
+    same.
     """
+
+    frequencies: Tensor
+    factor: float = 1.0
+    by_length: Callable[[Tensor], Tensor] | None = None
+
+    def angles(self, positions: Tensor, lengths: Tensor | None) -> Tensor:
+        """[T, rotary_dim] float32. positions [T]. lengths [T]; None: positions + 1."""
+        frequencies = self.frequencies
+        if self.by_length is not None:
+            frequencies = self.by_length(positions + 1 if lengths is None else lengths)
+        angles = positions.float().unsqueeze(1) * frequencies
+        return torch.cat((angles, angles), dim=-1)
+
+
+def make_rope(config: ModelConfig, device: torch.device, local: bool = False) -> Rope:
+    """local: of layers with a window, where these have a separate base. Raises ConfigError."""
     if local:
         assert config.rope_local_theta is not None
-        return _plain(config, config.rope_local_theta), 1.0
+        return Rope(_plain(config, config.rope_local_theta).to(device))
     scaling = dict(config.rope_scaling or {})
-    scaling["max_seq_len"] = max_seq_len or config.max_position_embeddings
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = scaling.get("rope_type", "default")
     try:
-        return ROPE_TYPES[kind](config, scaling)
+        return ROPE_TYPES[kind](config, scaling, device)
     except KeyError as error:
         raise ConfigError(f"config.json: rope scaling {kind!r} lacks {error}") from error
 
@@ -38,20 +56,35 @@ def _plain(config: ModelConfig, theta: float | None = None) -> Tensor:
 
 
 def _periods(config: ModelConfig, theta: float | None = None) -> Tensor:
-    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.int64).float() / config.rotary_dim
-    return (theta or config.rope_theta) ** exponents
+    return (theta or config.rope_theta) ** _exponents(config)
 
 
-def _default(config: ModelConfig, scaling: dict) -> Rope:
-    """Also `dynamic`: it differs only beyond max_position_embeddings, which the engine does not reach."""
-    return _plain(config), 1.0
+def _exponents(config: ModelConfig) -> Tensor:
+    return torch.arange(0, config.rotary_dim, 2, dtype=torch.int64).float() / config.rotary_dim
 
 
-def _linear(config: ModelConfig, scaling: dict) -> Rope:
-    return _plain(config) / scaling["factor"], 1.0
+def _default(config: ModelConfig, scaling: dict, device: torch.device) -> Rope:
+    return Rope(_plain(config).to(device))
 
 
-def _llama3(config: ModelConfig, scaling: dict) -> Rope:
+def _linear(config: ModelConfig, scaling: dict, device: torch.device) -> Rope:
+    return Rope((_plain(config) / scaling["factor"]).to(device))
+
+
+def _dynamic(config: ModelConfig, scaling: dict, device: torch.device) -> Rope:
+    """The base grows with each token beyond the original length."""
+    dim, factor, limit = config.rotary_dim, scaling["factor"], config.max_position_embeddings
+    exponents = _exponents(config).to(device)
+
+    def by_length(lengths: Tensor) -> Tensor:
+        grown = factor * lengths.clamp(min=limit) / limit - (factor - 1)
+        base = config.rope_theta * grown ** (dim / (dim - 2))
+        return 1.0 / base.unsqueeze(1) ** exponents
+
+    return Rope(_plain(config).to(device), by_length=by_length)
+
+
+def _llama3(config: ModelConfig, scaling: dict, device: torch.device) -> Rope:
     """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
     plain, factor = _plain(config), scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -60,12 +93,12 @@ def _llama3(config: ModelConfig, scaling: dict) -> Rope:
     smooth = (context / wavelength - low) / (high - low)
     blended = (1 - smooth) * plain / factor + smooth * plain
     stretched = torch.where(wavelength > context / low, plain / factor, blended)
-    return torch.where(wavelength < context / high, plain, stretched), 1.0
+    return Rope(torch.where(wavelength < context / high, plain, stretched).to(device))
 
 
-def _yarn(config: ModelConfig, scaling: dict) -> Rope:
+def _yarn(config: ModelConfig, scaling: dict, device: torch.device) -> Rope:
     dim, base = config.rotary_dim, config.rope_theta
-    context = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
+    context = scaling["original_max_position_embeddings"]
     factor = scaling.get("factor") or config.max_position_embeddings / context
 
     def correction(rotations: float) -> float:
@@ -78,7 +111,8 @@ def _yarn(config: ModelConfig, scaling: dict) -> Rope:
     ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
     keep = 1 - ramp.clamp(0, 1)
     plain = _plain(config)
-    return plain / factor * (1 - keep) + plain * keep, _yarn_attention(scaling, factor)
+    frequencies = plain / factor * (1 - keep) + plain * keep
+    return Rope(frequencies.to(device), _yarn_attention(scaling, factor))
 
 
 def _yarn_attention(scaling: dict, factor: float) -> float:
@@ -92,27 +126,35 @@ def _yarn_attention(scaling: dict, factor: float) -> float:
     return magnitude(1.0)
 
 
-def _longrope(config: ModelConfig, scaling: dict) -> Rope:
-    """One factor for each frequency: the long ones when sequences may outgrow the original context."""
+def _longrope(config: ModelConfig, scaling: dict, device: torch.device) -> Rope:
+    """One factor for each frequency: the long ones for what is longer than the original context."""
     context = scaling["original_max_position_embeddings"]
-    chosen = scaling["long_factor" if scaling["max_seq_len"] > context else "short_factor"]
     periods = _periods(config)
-    if len(chosen) != len(periods):
-        raise ConfigError(
-            f"config.json: longrope needs {len(periods)} factors, one for each frequency, got {len(chosen)}"
-        )
+
+    def frequencies(name: str) -> Tensor:
+        factors = scaling[name]
+        if len(factors) != len(periods):
+            raise ConfigError(
+                f"config.json: longrope needs {len(periods)} factors, one for each frequency, "
+                f"got {len(factors)}"
+            )
+        # Rounded once after the product, as the models were trained.
+        return (1.0 / (torch.tensor(factors, dtype=torch.float32) * periods)).to(device)
+
+    short, long = frequencies("short_factor"), frequencies("long_factor")
     stretch = scaling.get("factor") or config.max_position_embeddings / context
     attention = scaling.get("attention_factor")
     if attention is None:
         attention = math.sqrt(1 + math.log(stretch) / math.log(context)) if stretch > 1 else 1.0
-    # Rounded once after the product, as the models were trained.
-    return 1.0 / (torch.tensor(chosen, dtype=torch.float32) * periods), float(attention)
+    return Rope(
+        short, float(attention), lambda lengths: torch.where((lengths > context).unsqueeze(1), long, short)
+    )
 
 
-ROPE_TYPES: dict[str, Callable[[ModelConfig, dict], Rope]] = {
+ROPE_TYPES: dict[str, Callable[[ModelConfig, dict, torch.device], Rope]] = {
     "default": _default,
     "linear": _linear,
-    "dynamic": _default,
+    "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

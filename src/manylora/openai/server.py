@@ -185,7 +185,7 @@ def _through_triton(options: ServeOptions) -> _ServedModel:
     return _ServedModel(
         lambda: TritonEngine(url, found),
         model,
-        options.max_seq_len or found.number("max_seq_len") or model.max_position_embeddings,
+        options.max_seq_len or found.number("max_seq_len") or model.max_seq_len,
         found.number("max_num_sequences") or options.max_batch_size or EngineConfig.max_batch_size,
         # Tensors of a Triton request cannot be 8-bit floats.
         AdapterReader(rules, ReadOptions(read, base, bounds, float8=False)),

@@ -104,6 +104,9 @@ class Driver:
             self._lora(members, attention.query_starts),
             torch.arange(len(ids)),
             cross=self._cross(members, attention.query_starts),
+            rope_lengths=torch.tensor(
+                [len(self._sequences[s]) for s, n in zip(members, counts, strict=True) for _ in range(n)]
+            ),
         )
         parts = self._decoder.forward(batch, self._kv).split(counts)
         for s, count, logits in zip(members, counts, parts, strict=True):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from manylora.config import resolve
-from manylora.config.engine import EngineConfig
+from manylora.config.engine import EngineConfig, stretched
 from manylora.config.values import boolean, whole_number
 from manylora.errors import ConfigError
 from manylora.quant.config import QuantConfig
@@ -203,7 +203,11 @@ def _max_positions(path: Path) -> int | None:
 def _positions(config: Mapping[str, Any]) -> int | None:
     """The longest sequence by a config.json, in tokens. None: it does not say."""
     found = [config[name] for name in POSITIONS if isinstance(config.get(name), int)]
-    return found[0] if found else None
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    try:
+        return stretched(found[0], scaling) if found else None
+    except (AttributeError, TypeError, ValueError):
+        return None  # reading the model reports what is wrong
 
 
 def _value(parameters: Mapping[str, str], name: str, convert: Callable[[str], Value]) -> Value | None:

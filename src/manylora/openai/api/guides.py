@@ -68,8 +68,8 @@ def _of_format(wanted: ResponseFormat) -> Guide | None:
     if wanted.type == "json_object":
         return json_guide(ANY_OBJECT)
     if wanted.type == "json_schema":
-        schema: Any = (wanted.json_schema or {}).get("schema")
-        if not isinstance(schema, dict):
+        schema = wanted.schema_given
+        if schema is None:
             reason = "response_format.json_schema.schema is required"
             raise ApiError(400, "missing_field", reason, "response_format")
         return json_guide(schema)

@@ -66,6 +66,12 @@ class ResponseFormat(Body):
     lark_grammar: Grammar | None = None
     grammar: str | dict[str, Any] | None = None
 
+    @property
+    def schema_given(self) -> dict[str, Any] | None:
+        """The schema of type json_schema."""
+        schema = (self.json_schema or {}).get("schema") if self.type == "json_schema" else None
+        return schema if isinstance(schema, dict) else None
+
 
 class StreamOptions(Body):
     """continuous_usage_stats, of vLLM: every chunk has the usage so far."""
@@ -227,6 +233,8 @@ class ChatRequest(TemplateFields, GenerationRequest):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     prediction: Prediction | None = None
+    # of llgtrt: whether the chat template is shown tools, and the schema of response_format as json_schema
+    include_json_schema_in_prompt: bool = True
 
 
 class TokenizeRequest(TemplateFields):
@@ -259,6 +267,11 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 def parse(raw: bytes | bytearray, kind: type[BodyT]) -> BodyT:
     """Parse and validate a body. Raises ApiError with the name of the wrong field."""
+    return validate(read_object(raw), kind)
+
+
+def read_object(raw: bytes | bytearray) -> dict[str, Any]:
+    """Raises ApiError."""
     _check_size(raw)
     try:
         value = from_json(raw, allow_inf_nan=False)
@@ -267,6 +280,11 @@ def parse(raw: bytes | bytearray, kind: type[BodyT]) -> BodyT:
         raise ApiError(400, "invalid_json", f"The body is not valid JSON: {reason}") from error
     if not isinstance(value, dict):
         raise ApiError(400, "invalid_json", "The body must be a JSON object")
+    return value
+
+
+def validate(value: dict[str, Any], kind: type[BodyT]) -> BodyT:
+    """Raises ApiError with the name of the wrong field."""
     given = {name: item for name, item in value.items() if item is not None}
     unknown = next(
         (name for name in given if name not in kind.model_fields and name not in IGNORED_FIELDS), None
@@ -280,7 +298,7 @@ def parse(raw: bytes | bytearray, kind: type[BodyT]) -> BodyT:
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        raise _api_error(error) from error
+        raise api_error(error) from error
 
 
 def _check_size(raw: bytes | bytearray) -> None:
@@ -308,13 +326,16 @@ def _not_supported(name: str) -> ApiError:
     return unsupported_field(f"{name[:200]} is not supported: leave it out", name[:200])
 
 
-def _api_error(error: ValidationError) -> ApiError:
-    """The first error. An unknown field comes before all others, since a union reports every branch."""
+def api_error(error: ValidationError, where: str = "") -> ApiError:
+    """The first error. An unknown field comes before all others, since a union reports every branch.
+
+    where: the path in the body of what was validated.
+    """
     found = error.errors(include_url=False, include_context=False, include_input=False)
     first = next((one for one in found if one["type"] == "extra_forbidden"), found[0])
     # Names of union branches are not part of the path in the body.
     path = [str(part) for part in first["loc"] if not (isinstance(part, str) and _is_branch(part))]
-    name = ".".join(path)[:200]
+    name = ".".join([where, *path] if where else path)[:200]
     if first["type"] == "extra_forbidden":
         return _not_supported(name)
     if first["type"] == "missing":

@@ -19,9 +19,8 @@ from manylora.openai.serving.backend import Backend, Call
 from manylora.openai.serving.event_queue import Signal
 from manylora.openai.serving.generation import GenerationState
 from manylora.openai.serving.keys import ApiKey
-from manylora.openai.serving.prompts import Prompts
+from manylora.openai.serving.prompts import ChatPrompt, Prompts
 from manylora.openai.serving.responses import (
-    DONE,
     ChatResponse,
     CompletionResponse,
     Echo,
@@ -30,6 +29,9 @@ from manylora.openai.serving.responses import (
 )
 from manylora.openai.serving.transport import EventStream, name_of, watch
 from manylora.text.tokenizer import Tokenizer
+
+BuildResponse = Callable[..., ResponseBuilder]
+"""Called with what `ResponseBuilder` takes; for chats also with what `ChatResponse` takes."""
 
 
 class Inference:
@@ -45,20 +47,34 @@ class Inference:
         fingerprint: str,
     ) -> None:
         self.backend, self.tokenizer, self.limits, self.bases = backend, tokenizer, limits, bases
-        self._model, self._fingerprint = model, fingerprint
+        self.model, self._fingerprint = model, fingerprint
         self.prompts = Prompts(tokenizer, limits)
         # Called when a client disconnects during a stream.
         self.on_disconnect: Callable[[], None] = lambda: None
 
-    async def chat(self, request: Request, body: ChatRequest, key: ApiKey) -> Response:
-        text = await self.prompts.render(body.messages, body)
-        prompt = await self.prompts.encode(text, False, "messages", body.truncate_prompt_tokens is None)
+    async def chat(
+        self, request: Request, body: ChatRequest, key: ApiKey, build: BuildResponse | None = None
+    ) -> Response:
+        """build: makes the builder of the response; None: the OpenAI API's own for chats."""
+        return await self.chat_from(request, body, key, await self.prompts.chat(body), build)
+
+    async def chat_from(
+        self,
+        request: Request,
+        body: ChatRequest,
+        key: ApiKey,
+        prompt: ChatPrompt,
+        build: BuildResponse | None = None,
+    ) -> Response:
+        """prompt: of this body."""
         if body.return_expanded_prompt and body.stream:
             name = "return_expanded_prompt"
             raise unsupported_field(f"{name} needs stream false", name)
-        return await self._respond(request, body, key, [prompt], [text])
+        return await self._respond(request, body, key, [prompt.ids], [prompt.text], build)
 
-    async def complete(self, request: Request, body: CompletionRequest, key: ApiKey) -> Response:
+    async def complete(
+        self, request: Request, body: CompletionRequest, key: ApiKey, build: BuildResponse | None = None
+    ) -> Response:
         given, special = _prompts(body.prompt), body.add_special_tokens
         self._check_count(len(given) * (body.best_of or body.n))
         whole = body.truncate_prompt_tokens is None
@@ -69,7 +85,7 @@ class Inference:
         ]
         for prompt in prompts:
             self._check_ids(prompt)
-        return await self._respond(request, body, key, prompts)
+        return await self._respond(request, body, key, prompts, build=build)
 
     async def probe(self) -> None:
         """Generate two tokens with the base model, for health checks. Raises ApiError when that fails."""
@@ -104,12 +120,11 @@ class Inference:
         key: ApiKey,
         prompts: Sequence[tuple[int, ...]],
         texts: Sequence[str] = (),
+        build: BuildResponse | None = None,
     ) -> Response:
         """texts: the chat template's text of each prompt; empty for completions."""
-        choice = self._choose_adapter(body, key)
+        choice = self.choose_adapter(body, key)
         self._check_count(len(prompts) * (getattr(body, "best_of", None) or body.n))
-        if choice.name is not None and not self.backend.catalog.has(choice.name):
-            raise ApiError(404, "adapter_not_found", f"model {choice.name!r} does not exist", choice.field)
         if body.stream_options is not None and not body.stream:
             raise invalid_value("stream_options needs stream true", "stream_options")
         if body.truncate_prompt_tokens is not None:
@@ -126,15 +141,16 @@ class Inference:
             run = _Run(self.backend, calls, changed, request, on_disconnect)
             stack.callback(run.close)
             await run.begin()
-            builder = self._response_builder(body, calls, choice.name, texts, name)
+            builder = self._response_builder(body, calls, choice.name, texts, name, build)
             if body.stream:
                 usage = (body.stream_options or StreamOptions()).include_usage
-                return EventStream(run.stream(builder, usage), run.watcher, stack.pop_all().close)
+                events = run.stream(builder, usage)
+                return EventStream(events, run.watcher, stack.pop_all().close, builder.media_type)
             await run.finish()
             return JSONResponse(builder.body())
 
-    def _choose_adapter(self, body: GenerationRequest, key: ApiKey) -> AdapterChoice:
-        """Raises ApiError, also when the key may not use the adapter."""
+    def choose_adapter(self, body: GenerationRequest, key: ApiKey) -> AdapterChoice:
+        """Raises ApiError, also when the key may not use the adapter, or there is none of that name."""
         catalog = self.backend.catalog
         choice = choose_adapter(
             body,
@@ -143,6 +159,8 @@ class Inference:
             lambda path: _name_of_path(key, path, catalog.name_of_path),
         )
         key.check(choice.name)
+        if choice.name is not None and not catalog.has(choice.name):
+            raise ApiError(404, "adapter_not_found", f"model {choice.name!r} does not exist", choice.field)
         return choice
 
     def _call(
@@ -156,7 +174,7 @@ class Inference:
         shared: Shared | None = None,
     ) -> Call:
         try:
-            planned = plan(body, len(prompt), self.tokenizer, self._model, self.limits, shared)
+            planned = plan(body, len(prompt), self.tokenizer, self.model, self.limits, shared)
         except (ValueError, RequestError) as error:
             raise as_api_error(error) from error
         generation = GenerationState(prompt, planned, body.stream, self.tokenizer, request_id, changed)
@@ -169,6 +187,7 @@ class Inference:
         adapter: str | None,
         texts: Sequence[str],
         name: str,
+        build: BuildResponse | None,
     ) -> ResponseBuilder:
         model = body.model or adapter or self.bases[0]
         version = calls[0].version
@@ -181,7 +200,10 @@ class Inference:
         shown = Shown(name, body.return_token_ids, running_usage)
         if isinstance(body, ChatRequest):
             expanded = texts[0] if body.return_expanded_prompt else None
-            return ChatResponse(*arguments, shown, use=tool_use(body), expanded_prompt=expanded)
+            make = build or ChatResponse
+            return make(*arguments, shown, use=tool_use(body), expanded_prompt=expanded)
+        if build is not None:
+            return build(*arguments, shown)
         if isinstance(body, CompletionRequest) and body.echo:
             return CompletionResponse(*arguments, shown, echoes=self._echoes(body, generations))
         return CompletionResponse(*arguments, shown)
@@ -245,12 +267,12 @@ class _Run:
                 if events:
                     yield events
                 await self._wait()
-            yield events + (builder.usage_event() if usage else b"") + DONE
+            yield events + builder.last_events(usage)
             self._streaming = False
         except ApiError as error:
             if error.status != 499:
                 self._streaming = False
-            yield error.event() + DONE
+            yield builder.error_events(error)
 
     def close(self) -> None:
         if self._streaming and self._on_disconnect is not None:  # the stream is not complete

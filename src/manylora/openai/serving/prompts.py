@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from manylora.errors import RequestError, TextTooLongError
@@ -17,8 +18,17 @@ from manylora.system.text_threads import LONG, TextThreads
 from manylora.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
+OWN = {"add_generation_prompt", "reasoning_effort"}  # short variables, beside those of a client
 # Settings of a tokenizer that are about files where it was made.
 ABOUT_FILES = ("name_or_path", "_name_or_path", "auto_map", "tokenizer_file", "special_tokens_map_file")
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """text: of the chat template. ids: its tokens."""
+
+    text: str
+    ids: tuple[int, ...]
 
 
 class Prompts:
@@ -36,6 +46,12 @@ class Prompts:
             return list(await self.encode(text, False, "messages", whole=False))
         text = body.prompt or ""
         return list(await self.encode(text, body.add_special_tokens, "prompt", whole=False))
+
+    async def chat(self, body: ChatRequest) -> ChatPrompt:
+        text = await self.render(body.messages, body)
+        return ChatPrompt(
+            text, await self.encode(text, False, "messages", body.truncate_prompt_tokens is None)
+        )
 
     async def detokenize(self, body: DetokenizeRequest) -> str:
         if max(body.tokens, default=0) >= self._limits.vocab_size:
@@ -56,14 +72,15 @@ class Prompts:
         if body.continue_final_message and body.add_generation_prompt:
             reason = "continue_final_message and add_generation_prompt exclude each other: give one"
             raise invalid_value(reason, "continue_final_message")
-        use = tool_use(body) if isinstance(body, ChatRequest) else None
+        use = tool_use(body) if isinstance(body, ChatRequest) and body.include_json_schema_in_prompt else None
         length = num_characters(messages)
         try:
             self._tokenizer.limits.check(length, self._limits.max_seq_len, whole=False)
         except TextTooLongError as error:
             raise self._too_long(error, "messages") from error
-        lane = max(length, LONG if use or body.chat_template_kwargs else 0)
-        return await self._run_in_lane(lane, self._apply_template, messages, use, body)
+        variables = _variables(body)
+        lane = max(length, LONG if use or variables.keys() - OWN else 0)
+        return await self._run_in_lane(lane, self._apply_template, messages, use, body, variables)
 
     async def encode(self, text: str, special: bool, field: str, whole: bool = True) -> tuple[int, ...]:
         """whole: all of the text must fit into the model's context."""
@@ -84,14 +101,20 @@ class Prompts:
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(lane, function, *arguments)
 
-    def _apply_template(self, messages: Sequence[Message], use: ToolUse | None, body: TemplateFields) -> str:
+    def _apply_template(
+        self,
+        messages: Sequence[Message],
+        use: ToolUse | None,
+        body: TemplateFields,
+        variables: dict[str, Any],
+    ) -> str:
         shown = template_messages(messages)
         specs = use.specs if use else []
         if use and not self._tokenizer.takes_tools:
             shown, specs = [{"role": "system", "content": use.instructions()}, *shown], []
         context, continues = self._limits.max_seq_len, body.continue_final_message
         try:
-            return self._tokenizer.chat(shown, specs, context, _variables(body), continues)
+            return self._tokenizer.chat(shown, specs, context, variables, continues)
         except TextTooLongError as error:
             raise self._too_long(error, "messages") from error
         except RequestError as error:
@@ -104,6 +127,9 @@ class Prompts:
 
 def _variables(body: TemplateFields) -> dict[str, Any]:
     """What the chat template sees besides messages and tools."""
-    effort = body.reasoning_effort if isinstance(body, ChatRequest) else None
-    given = {"reasoning_effort": effort, "add_generation_prompt": body.add_generation_prompt}
+    given: dict[str, Any] = {"add_generation_prompt": body.add_generation_prompt}
+    if isinstance(body, ChatRequest):
+        given["reasoning_effort"] = body.reasoning_effort
+        if body.response_format is not None and body.include_json_schema_in_prompt:
+            given["json_schema"] = body.response_format.schema_given
     return {name: one for name, one in given.items() if one is not None} | body.chat_template_kwargs

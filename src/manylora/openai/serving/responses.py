@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from manylora.llmapi.outputs import CompletionOutput
+from manylora.openai.api.errors import ApiError
 from manylora.openai.api.logprobs import (
     TextOffsets,
     chat_logprobs,
@@ -53,6 +54,7 @@ class ResponseBuilder:
     """
 
     prefix = object = chunk_object = ""
+    media_type = "text/event-stream"  # of a stream
 
     def __init__(
         self,
@@ -113,6 +115,14 @@ class ResponseBuilder:
         usage = {"usage": self._usage(sum(self._tokens_sent.values()))}
         return f"data: {encode(self._envelope(self.chunk_object, []) | usage)}\n\n".encode()
 
+    def last_events(self, usage: bool) -> bytes:
+        """What ends a complete stream. usage: it was asked for."""
+        return (self.usage_event() if usage else b"") + DONE
+
+    def error_events(self, error: ApiError) -> bytes:
+        """What ends a stream that fails."""
+        return error.event() + DONE
+
     def _is_text_only(self, generation: GenerationState) -> bool:
         """Whether all chunks of a choice but the last have only text."""
         plain = generation.plan.top is None and not self._shown.token_ids
@@ -136,7 +146,10 @@ class ResponseBuilder:
         deltas = self._deltas(index, generation, output, start)
         if self._shown.token_ids:
             deltas[-1]["token_ids"] = [] if generation.plan.prompt_only else output.token_ids[start:]
-        return [self._event(encode({"index": index, **delta})) for delta in deltas]
+        return [self._choice_event({"index": index, **delta}) for delta in deltas]
+
+    def _choice_event(self, choice: dict[str, Any]) -> str:
+        return self._event(encode(choice))
 
     def _event(self, choice: str, more: str = "") -> str:
         """choice: as JSON. more: fields of the chunk, as JSON after a comma."""

@@ -79,9 +79,14 @@ class BodyMemory:
         release_free_memory()
 
 
-async def read_body(request: Request, max_bytes: int, grow: Callable[[int], None]) -> bytearray:
-    """grow: of `BodyMemory.reserve`. Raises ApiError: 413 over the limit, 415 where it is not JSON."""
-    if content_type(request) != "application/json":
+async def read_body(
+    request: Request, max_bytes: int, grow: Callable[[int], None], *, any_type: bool = False
+) -> bytearray:
+    """grow: of `BodyMemory.reserve`. any_type: whatever the Content-Type says, it is taken for JSON.
+
+    Raises ApiError: 413 over the limit, 415 where it is not JSON.
+    """
+    if not any_type and content_type(request) != "application/json":
         raise ApiError(415, "unsupported_media_type", "The Content-Type must be application/json")
     too_large = ApiError(413, "request_too_large", f"The body must have at most {max_bytes} bytes")
     length = request.headers.get("content-length", "")
@@ -109,14 +114,17 @@ def watch(receive: Receive, on_disconnect: Callable[[], None]) -> asyncio.Task[N
 
 
 class EventStream(Response):
-    """A response of server-sent events. At its end the watcher is cancelled, and `close` called."""
-
-    media_type = "text/event-stream"
+    """A response of server-sent events, or of lines of JSON. At its end the watcher is cancelled, and `close`
+    called."""
 
     def __init__(
-        self, events: AsyncIterator[bytes], watcher: asyncio.Task[None], close: Callable[[], None]
+        self,
+        events: AsyncIterator[bytes],
+        watcher: asyncio.Task[None],
+        close: Callable[[], None],
+        media_type: str = "text/event-stream",
     ) -> None:
-        super().__init__(headers=HEADERS)
+        super().__init__(headers=HEADERS, media_type=media_type)
         del self.headers["content-length"]
         self._events, self._watcher, self._close = events, watcher, close
 

@@ -113,10 +113,12 @@ def complaint(server: Running, request: dict[str, Any]) -> str | None:
         answer = server.http.request(**request, timeout=60)
     except httpx2.HTTPError as error:
         return f"{type(error).__name__}: no answer"
-    return complaint_about(answer.status_code, answer.text, request["method"])
+    of_ollama = request["url"].startswith("/api/")
+    return complaint_about(answer.status_code, answer.text, request["method"], of_ollama=of_ollama)
 
 
-def complaint_about(status: int, text: str, method: str) -> str | None:
+def complaint_about(status: int, text: str, method: str, *, of_ollama: bool = False) -> str | None:
+    """of_ollama: an error is only a text in that API."""
     if status >= 500 or '"internal_error"' in text:
         return f"{status} {text[:300]}"
     if status >= 400 and method != "HEAD":
@@ -124,6 +126,8 @@ def complaint_about(status: int, text: str, method: str) -> str | None:
             error = json.loads(text)["error"]
         except (ValueError, LookupError, TypeError):
             return f"{status} has no error object: {text[:300]}"
+        if of_ollama:
+            return None if isinstance(error, str) and "\n" not in error else f"no text: {text[:300]}"
         if set(error) != {"message", "type", "param", "code"} or not isinstance(error["code"], str):
             return f"not the error object: {text[:300]}"
     told = [one for one in (*SECRETS, str(DEMO), str(Path.home()) + "/") if one in text]

@@ -55,7 +55,8 @@ def send(server: Running, case: Case) -> tuple[requests.Response | None, str | N
         answer = case.call(base_url=server.url, timeout=60)
     except requests.RequestException as error:
         return None, f"{type(error).__name__}: no answer"
-    return answer, complaint_about(answer.status_code, answer.text, case.method)
+    of_ollama = case.path.startswith("/api/")
+    return answer, complaint_about(answer.status_code, answer.text, case.method, of_ollama=of_ollama)
 
 
 @pytest.mark.timeout(1500)

@@ -72,15 +72,16 @@ INSIDE = {
         "datasets", "load", "options", "report", "memory_traffic",
         "report_text", "plots", "local", "remote", "triton_endpoint", "openai_endpoint", "system", "run",
     ],
-    "openai": ["api", "serving", "page", "options", "app", "server"],
+    "openai": ["api", "serving", "page", "options", "other_routes", "app", "server"],
     "openai.api": [
         "errors", "names", "fields", "schema", "messages", "adapter_choice", "tools", "guides", "params",
-        "logprobs", "openapi",
+        "logprobs", "responses_request", "ollama_request", "run_request", "openapi",
     ],
     "openai.serving": [
         "logs", "connections", "host_check", "protocol", "event_queue", "generation", "roots", "catalog",
         "fairness", "history", "backend", "keys", "responses",
-        "transport", "prompts", "inference", "metrics", "models", "uploads", "in_process", "triton",
+        "transport", "prompts", "inference", "fitting", "responses_api", "run_api", "metrics", "models",
+        "ollama_api", "uploads", "in_process", "triton",
     ],
     "openai.page": ["page", "docs", "cache_status"],
     "contracts": [

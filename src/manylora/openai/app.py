@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
+from operator import attrgetter
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,7 +22,9 @@ from manylora.openai.api import schema
 from manylora.openai.api.errors import ApiError, as_api_error, invalid_value
 from manylora.openai.api.names import check_name
 from manylora.openai.api.openapi import document
+from manylora.openai.api.responses_request import ResponsesRequest
 from manylora.openai.options import ServeOptions
+from manylora.openai.other_routes import OTHER_ROUTES, OtherRoutes, error_at
 from manylora.openai.page.cache_status import CacheStatus
 from manylora.openai.page.docs import docs_page
 from manylora.openai.page.page import page_file
@@ -32,6 +35,7 @@ from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey, Keyring
 from manylora.openai.serving.metrics import CONTENT_TYPE, Metrics
 from manylora.openai.serving.models import adapter_card, base_card, state_of, tiers
+from manylora.openai.serving.responses_api import respond
 from manylora.openai.serving.transport import BodyMemory, content_type, error_response, read_body, request_id
 from manylora.openai.serving.uploads import Uploads
 
@@ -79,6 +83,7 @@ def make_app(start: Callable[[], Awaitable[AppContext]]) -> Starlette:
 ROUTES = [
     ("POST", "/v1/completions", "completions"),
     ("POST", "/v1/chat/completions", "chat"),
+    ("POST", "/v1/responses", "responses"),
     ("GET", "/v1/models", "models"),
     ("GET", "/v1/models/{name:path}", "model"),
     ("POST", "/v1/load_lora_adapter", "load"),
@@ -103,6 +108,7 @@ ROUTES = [
     ("GET", "/v1/cache", "cache"),
     ("GET", "/", "page"),
     ("GET", "/page/{name}", "page"),
+    *OTHER_ROUTES,
 ]
 """HTTP method, path, method of _Routes."""
 UNCHECKED = ("live", "ready")  # probes of load balancers, which may use any host name
@@ -113,6 +119,7 @@ class _Routes:
         self.context, self._status = context, status
         self._inference = context.inference
         self._catalog = context.backend.catalog
+        self.other = OtherRoutes(self._key, self._body, context.inference, context.created)
         self._body_memory = BodyMemory(BODIES_AT_ONCE * context.options.max_request_bytes)
         context.inference.on_disconnect = context.metrics.count_disconnect
 
@@ -125,6 +132,10 @@ class _Routes:
         key = self._key(request)
         body = await self._body(request, schema.ChatRequest)
         return await self._inference.chat(request, body, key)
+
+    async def responses(self, request: Request) -> Response:
+        key = self._key(request)
+        return await respond(self._inference, request, await self._body(request, ResponsesRequest), key)
 
     async def models(self, request: Request) -> Response:
         key = self._key(request)
@@ -244,9 +255,13 @@ class _Routes:
         if not self._key(request).admin:
             raise ApiError(403, "not_allowed", "Loading and unloading adapters needs an admin key")
 
-    async def _body(self, request: Request, kind: type[schema.BodyT]) -> schema.BodyT:
+    async def _body(
+        self, request: Request, kind: type[schema.BodyT], *, any_type: bool = False
+    ) -> schema.BodyT:
+        """any_type: whatever the Content-Type says."""
         with self._body_memory.reserve() as grow:
-            raw = await read_body(request, self.context.options.max_request_bytes, grow)
+            most = self.context.options.max_request_bytes
+            raw = await read_body(request, most, grow, any_type=any_type)
             return schema.parse(raw, kind)
 
     def _base_card(self, name: str) -> dict[str, object]:
@@ -287,14 +302,14 @@ def _endpoint(name: str, path: str) -> Handler:
         try:
             if name not in UNCHECKED:
                 routes.context.hosts.check(request)
-            response: Response = await getattr(routes, name)(request)
+            response: Response = await attrgetter(name)(routes)(request)
         except ClientDisconnect:  # while sending the body: nobody reads this response
-            response = error_response(ApiError(499, "client_left", "The client has closed the connection"))
+            response = error_at(path, ApiError(499, "client_left", "The client has closed the connection"))
         except Exception as error:
             api_error = as_api_error(error)
             if api_error.code == "internal_error":
                 logger.exception("%s failed, request %s", path, request_id(request))
-            response = error_response(api_error)
+            response = error_at(path, api_error)
         routes.context.metrics.count_response(path, response.status_code)
         seconds, number = time.monotonic() - started, request_id(request)
         response.headers["x-request-id"] = number
@@ -307,7 +322,8 @@ def _endpoint(name: str, path: str) -> Handler:
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     code = HTTPStatus(error.status_code).name.lower()
-    response = error_response(ApiError(error.status_code, code, HTTPStatus(error.status_code).phrase))
+    found = ApiError(error.status_code, code, HTTPStatus(error.status_code).phrase)
+    response = error_at(request.url.path, found)
     response.headers["x-request-id"] = request_id(request)
     return response
 

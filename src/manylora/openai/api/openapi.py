@@ -10,10 +10,18 @@ from pydantic.json_schema import models_json_schema
 
 import manylora
 from manylora.openai.api import schema
+from manylora.openai.api.ollama_request import OllamaChat, OllamaGenerate, OllamaShow
+from manylora.openai.api.responses_request import ResponsesRequest
+from manylora.openai.api.run_request import RunRequest
 
 BODIES: dict[str, type[BaseModel]] = {
     "completions": schema.CompletionRequest,
     "chat": schema.ChatRequest,
+    "responses": ResponsesRequest,
+    "other.ollama_chat": OllamaChat,
+    "other.ollama_generate": OllamaGenerate,
+    "other.ollama_show": OllamaShow,
+    "other.run": RunRequest,
     "load": schema.LoadRequest,
     "unload": schema.UnloadRequest,
     "tokenize": schema.TokenizeRequest,

@@ -1,0 +1,231 @@
+"""Bodies of Ollama's API, and the chats and completions that they ask for."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from manylora.openai.api.errors import ApiError, invalid_value, unsupported_field
+from manylora.openai.api.fields import Body, Items, Text, WordText
+from manylora.openai.api.schema import (
+    MAX_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    Tool,
+    validate,
+)
+
+LATEST = ":latest"  # the tag of a name without one
+Number = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+
+class _Part(Body):
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class Options(_Part):
+    """As in a Modelfile, with Ollama's defaults.
+
+    num_predict: 0 and less: until the end, or the context is full. repeat_penalty is of the whole output, so
+    repeat_last_n cannot be another. Without effect: what Ollama's runner is started with, from num_ctx on.
+    """
+
+    num_predict: int = Field(-1, ge=-2, le=MAX_TOKENS)
+    temperature: float = Field(0.8, ge=0, le=100)
+    top_k: int = Field(40, ge=-1, le=MAX_TOKENS)
+    top_p: float = Field(0.9, ge=0, le=1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    seed: int = Field(-1, ge=-(2**63), le=2**63 - 1)  # -1: another for each answer
+    stop: WordText | Annotated[Items[WordText], Field(max_length=16)] = Field([])
+    repeat_penalty: float = Field(1.0, ge=0.001, le=100)
+    repeat_last_n: int | None = Field(None, ge=-1, le=MAX_TOKENS)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    mirostat: Literal[0] = 0
+    mirostat_tau: float | None = None  # of mirostat, as mirostat_eta
+    mirostat_eta: float | None = None
+    tfs_z: float = Field(1.0, ge=1, le=1)
+    typical_p: float = Field(1.0, ge=1, le=1)
+    penalize_newline: Literal[True] = True
+    num_ctx: Number | None = None
+    num_keep: Number | None = None
+    num_batch: Number | None = None
+    num_gpu: Number | None = None
+    main_gpu: Number | None = None
+    num_thread: Number | None = None
+    numa: bool | None = None
+    low_vram: bool | None = None
+    f16_kv: bool | None = None
+    logits_all: bool | None = None
+    vocab_only: bool | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+
+
+class _Generation(Body):
+    """format: "json", or a JSON schema. think: a model's thoughts are not told apart from its answer.
+    truncate: a chat that is too long loses its oldest messages. keep_alive has no effect."""
+
+    model: str = Field(min_length=1, max_length=512)
+    stream: bool = True
+    format: Literal["", "json"] | dict[str, Any] = ""
+    options: Options = Options.model_validate({})
+    keep_alive: float | Text | None = None
+    think: bool | Literal["low", "medium", "high"] = False
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    truncate: bool = True
+    shift: Literal[False] = False  # the context is not moved when it is full
+
+
+class _Function(_Part):
+    index: int | None = None
+    name: str
+    arguments: dict[str, Any]
+
+
+class _Call(_Part):
+    id: Text = ""
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class _Message(_Part):
+    """tool_name: of the tool that has answered."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    thinking: str | None = None  # not shown to the model again
+    images: Items[str] = Field([])
+    tool_calls: Items[_Call] = Field([], max_length=128)
+    tool_name: Text | None = None
+    name: Text | None = None  # an older word for tool_name
+    tool_call_id: Text | None = None
+
+
+class OllamaChat(_Generation):
+    messages: Items[_Message] = Field([], max_length=4096)
+    tools: Items[Tool] = Field([], max_length=128)
+
+
+class OllamaGenerate(_Generation):
+    """raw: the prompt as it is, without the chat template. context: what older servers returned."""
+
+    prompt: str = ""
+    system: str = ""
+    raw: bool = False
+    images: Items[str] = Field([])
+    suffix: Literal[""] = ""
+    template: Literal[""] = ""
+    context: Items[Number] = Field([])
+
+
+class OllamaShow(Body):
+    """name: an older word for model."""
+
+    model: str = Field("", max_length=512)
+    name: str = Field("", max_length=512)
+    verbose: bool = False
+    system: str = ""
+    template: str = ""
+    options: dict[str, Any] = Field({})
+
+
+def chat_request(body: OllamaChat | OllamaGenerate, model: str) -> ChatRequest:
+    """model: the name that the request means. Raises ApiError."""
+    _check(body)
+    messages = _messages(body) if isinstance(body, OllamaChat) else _question(body)
+    chat = {"messages": messages, **_sampling(body, model)}
+    chat |= {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
+    if isinstance(body, OllamaChat) and body.tools:
+        chat["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    return validate(chat, ChatRequest)
+
+
+def completion_request(body: OllamaGenerate, model: str) -> CompletionRequest:
+    """Of a raw prompt. Raises ApiError."""
+    _check(body)
+    if body.system:
+        raise invalid_value("system needs raw false", "system")
+    completion = {"prompt": body.prompt, **_sampling(body, model)}
+    return validate(
+        completion | {"logprobs": body.top_logprobs if body.logprobs else None}, CompletionRequest
+    )
+
+
+def _check(body: OllamaChat | OllamaGenerate) -> None:
+    if body.think:
+        reason = f"{body.model!r} does not support thinking: leave think out, or set it to false"
+        raise ApiError(400, "unsupported_field", reason, "think")
+    given = body.messages if isinstance(body, OllamaChat) else [body]
+    if any(one.images for one in given):
+        raise unsupported_field("images are not supported: this server takes text", "images")
+    if isinstance(body, OllamaGenerate) and body.context:
+        raise unsupported_field("context is not supported: send the conversation to /api/chat", "context")
+    options = body.options
+    if options.repeat_penalty != 1 and options.repeat_last_n not in (None, -1, 0):
+        reason = "options.repeat_last_n must be -1: repeat_penalty is of the whole output"
+        raise invalid_value(reason, "options.repeat_last_n")
+
+
+def _sampling(body: OllamaChat | OllamaGenerate, model: str) -> dict[str, Any]:
+    options = body.options
+    return {
+        "model": model,
+        "stream": body.stream,
+        "max_tokens": options.num_predict if options.num_predict > 0 else None,
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "seed": None if options.seed == -1 else options.seed,
+        "stop": options.stop,
+        "repetition_penalty": 1.0 if options.repeat_last_n == 0 else options.repeat_penalty,
+        "presence_penalty": options.presence_penalty,
+        "frequency_penalty": options.frequency_penalty,
+        "response_format": _response_format(body.format),
+    }
+
+
+def _response_format(given: str | dict[str, Any]) -> dict[str, Any] | None:
+    if given == "":
+        return None
+    if given == "json":
+        return {"type": "json_object"}
+    return {"type": "json_schema", "json_schema": {"schema": given}}
+
+
+def _question(body: OllamaGenerate) -> list[dict[str, Any]]:
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    return [*system, {"role": "user", "content": body.prompt}]
+
+
+def _messages(body: OllamaChat) -> list[dict[str, Any]]:
+    """Ollama's calls may have no ids: a result then belongs to the first call of its name that has none yet,
+    else to the first call that has none."""
+    found: list[dict[str, Any]] = []
+    open_calls: list[tuple[str, str]] = []  # ids and names
+    number = 0
+    for message in body.messages:
+        shown: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.tool_calls:
+            shown["tool_calls"] = []
+        for call in message.tool_calls:
+            call_id, number = call.id or f"call_{number}", number + 1
+            open_calls.append((call_id, call.function.name))
+            function = {"name": call.function.name, "arguments": json.dumps(call.function.arguments)}
+            shown["tool_calls"].append({"id": call_id, "function": function})
+        if message.role == "tool":
+            name = message.tool_name or message.name
+            own = next((one for one in open_calls if one[1] == name), next(iter(open_calls), ("call_0", "")))
+            shown["tool_call_id"] = message.tool_call_id or own[0]
+            open_calls = [one for one in open_calls if one[0] != shown["tool_call_id"]]
+        found.append(shown)
+    return found

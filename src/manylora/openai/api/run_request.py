@@ -1,0 +1,56 @@
+"""A body of llgtrt's /v1/run, and the chat or completion that it asks for."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from manylora.openai.api.errors import invalid_value
+from manylora.openai.api.fields import Body, Items, Text
+from manylora.openai.api.schema import (
+    MAX_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    LoraRequest,
+    Message,
+    validate,
+)
+
+DEFAULT_TOKENS = 16  # of llgtrt
+
+
+class _ControllerArg(Body):
+    """grammar: in llguidance's JSON form."""
+
+    grammar: dict[str, Any]
+
+
+class RunRequest(Body):
+    """prompt or messages, one of them. The answer is always a stream. What chooses an adapter is ours."""
+
+    controller: Literal["llguidance"]
+    controller_arg: _ControllerArg
+    prompt: str | None = None
+    messages: Items[Message] | None = Field(None, min_length=1, max_length=4096)
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, ge=0, le=1)
+    max_tokens: int = Field(DEFAULT_TOKENS, ge=1, le=MAX_TOKENS)
+    model: str = Field("", max_length=512)
+    lora_model: Text | None = None
+    load_lora_weights: Literal["auto", "always", "never"] = "auto"
+    lora_request: LoraRequest | None = None
+    lora_path: str | None = Field(None, min_length=1, max_length=4096)
+    adapter_id: Text | None = None
+
+
+def generation_request(body: RunRequest) -> ChatRequest | CompletionRequest:
+    """Raises ApiError."""
+    if body.prompt is not None and body.messages is not None:
+        raise invalid_value("prompt and messages cannot be combined: give one of them", "prompt")
+    given = body.model_dump(exclude={"controller", "controller_arg"}, exclude_none=True)
+    guide = {"type": "llguidance", "grammar": body.controller_arg.grammar}
+    given |= {"stream": True, "response_format": guide}
+    if body.messages is None:
+        return validate({"prompt": "", **given}, CompletionRequest)
+    return validate(given, ChatRequest)

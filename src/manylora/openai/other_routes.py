@@ -1,0 +1,82 @@
+"""The routes of other servers' APIs: Ollama's, and llgtrt's /v1/run."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from manylora.openai.api.errors import ApiError
+from manylora.openai.api.ollama_request import OllamaChat, OllamaGenerate, OllamaShow
+from manylora.openai.api.run_request import RunRequest
+from manylora.openai.serving.inference import Inference
+from manylora.openai.serving.keys import ApiKey
+from manylora.openai.serving.ollama_api import VERSION, OllamaApi
+from manylora.openai.serving.run_api import run
+from manylora.openai.serving.transport import error_response
+
+OLLAMA = "/api/"
+OTHER_ROUTES = [
+    ("POST", "/api/chat", "other.ollama_chat"),
+    ("POST", "/api/generate", "other.ollama_generate"),
+    ("POST", "/api/show", "other.ollama_show"),
+    ("GET", "/api/tags", "other.ollama_tags"),
+    ("GET", "/api/ps", "other.ollama_running"),
+    ("GET", "/api/version", "other.ollama_version"),
+    ("POST", "/v1/run", "other.run"),
+    ("POST", "/guidance", "other.run"),
+]
+"""HTTP method, path, method of OtherRoutes."""
+
+
+class OtherRoutes:
+    """identify: the API key of a request. read: its body, as one kind."""
+
+    def __init__(
+        self,
+        identify: Callable[[Request], ApiKey],
+        read: Callable[..., Awaitable[Any]],
+        inference: Inference,
+        created: int,
+    ) -> None:
+        self._identify, self._read, self._inference = identify, read, inference
+        self._ollama = OllamaApi(inference, created)
+
+    async def ollama_chat(self, request: Request) -> Response:
+        key = self._identify(request)
+        return await self._ollama.chat(request, await self._read(request, OllamaChat, any_type=True), key)
+
+    async def ollama_generate(self, request: Request) -> Response:
+        key = self._identify(request)
+        body = await self._read(request, OllamaGenerate, any_type=True)
+        return await self._ollama.generate(request, body, key)
+
+    async def ollama_show(self, request: Request) -> Response:
+        key = self._identify(request)
+        body = await self._read(request, OllamaShow, any_type=True)
+        return JSONResponse(await self._ollama.show(body, key))
+
+    async def ollama_tags(self, request: Request) -> Response:
+        return JSONResponse(self._ollama.tags(self._identify(request)))
+
+    async def ollama_running(self, request: Request) -> Response:
+        return JSONResponse(self._ollama.running(self._identify(request)))
+
+    async def ollama_version(self, request: Request) -> Response:
+        return JSONResponse({"version": VERSION})
+
+    async def run(self, request: Request) -> Response:
+        key = self._identify(request)
+        return await run(self._inference, request, await self._read(request, RunRequest), key)
+
+
+def error_at(path: str, error: ApiError) -> Response:
+    """An error in the form of the API that the path belongs to."""
+    if not path.startswith(OLLAMA):
+        return error_response(error)
+    if error.code == "not_found":
+        served = ", ".join(route for _, route, _ in OTHER_ROUTES if route.startswith(OLLAMA))
+        error = ApiError(404, error.code, f"{path[:100]} is not served: there are {served}")
+    return JSONResponse({"error": error.message}, error.status, headers=error.headers)

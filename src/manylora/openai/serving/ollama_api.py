@@ -1,0 +1,295 @@
+"""Ollama's API: chats and completions are asked, and their answers are shown in its form."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from manylora.openai.api.errors import ApiError
+from manylora.openai.api.ollama_request import (
+    LATEST,
+    OllamaChat,
+    OllamaGenerate,
+    OllamaShow,
+    chat_request,
+    completion_request,
+)
+from manylora.openai.api.schema import ChatRequest, GenerationRequest, TokenizeRequest
+from manylora.openai.serving.catalog import AdapterEntry
+from manylora.openai.serving.fitting import fit
+from manylora.openai.serving.generation import GenerationState
+from manylora.openai.serving.inference import Inference
+from manylora.openai.serving.keys import ApiKey
+from manylora.openai.serving.models import tiers
+from manylora.openai.serving.responses import ChatResponse, encode
+
+VERSION = "0.12.11"  # of the API; clients ask for at least some version of it
+NEVER = "2318-01-01T00:00:00Z"  # when a model is unloaded
+
+
+class OllamaApi:
+    """created: Unix time of the base model, as clients see it."""
+
+    def __init__(self, inference: Inference, created: int) -> None:
+        self._inference, self._created = inference, created
+        self._catalog = inference.backend.catalog
+
+    async def chat(self, request: Request, body: OllamaChat, key: ApiKey) -> Response:
+        """Raises ApiError."""
+        model = self._name(body.model)
+        if not body.messages:
+            return self._loaded(body, model, key)
+        return await self._answer(request, body, chat_request(body, model), key)
+
+    async def generate(self, request: Request, body: OllamaGenerate, key: ApiKey) -> Response:
+        """Raises ApiError."""
+        model = self._name(body.model)
+        if not body.prompt and not body.system:
+            return self._loaded(body, model, key)
+        if not body.raw and self._inference.tokenizer.has_chat_template:
+            return await self._answer(request, body, chat_request(body, model), key)
+        started, completion = time.monotonic_ns(), completion_request(body, model)
+        ids = await self._inference.prompts.tokenize(TokenizeRequest.model_validate({"prompt": body.prompt}))
+        most = self._inference.limits.max_seq_len - 1 if body.truncate else len(ids)
+        completion.prompt, completion.truncate_prompt_tokens = ids, max(1, most)
+        completion.max_tokens = self._room(completion, min(len(ids), most))
+        build = partial(OllamaAnswer, body, started)
+        return await self._inference.complete(request, completion, key, build)
+
+    def tags(self, key: ApiKey) -> dict[str, Any]:
+        """The models that a key may see."""
+        return {"models": [self._base_card()] * key.may_see(None) + [self._card(e) for e in self._seen(key)]}
+
+    def running(self, key: ApiKey) -> dict[str, Any]:
+        """The base model, and the adapters in the cache."""
+        tier_of = tiers(self._inference.backend.stats())
+        found = [self._base_card()] * key.may_see(None)
+        found += [self._card(entry) for entry in self._seen(key) if entry.name in tier_of]
+        where = {"expires_at": NEVER, "context_length": self._inference.limits.max_seq_len}
+        return {
+            "models": [
+                {**card, **where, "size_vram": card["size"] if tier_of.get(name) == "device" else 0}
+                for card, name in ((card, self._name(card["model"])) for card in found)
+            ]
+        }
+
+    async def show(self, body: OllamaShow, key: ApiKey) -> dict[str, Any]:
+        """Raises ApiError."""
+        given = body.model or body.name
+        if not given:
+            raise ApiError(400, "missing_field", "model is required", "model")
+        name = self._name(given)
+        self._check(name, key)
+        entry = next((one for one in self._catalog.entries() if one.name == name), None)
+        card = self._base_card() if entry is None else self._card(entry)
+        limits, tokenizer = self._inference.limits, self._inference.tokenizer
+        family = card["details"]["family"]
+        facts = {
+            "general.architecture": family,
+            f"{family}.context_length": limits.max_seq_len,
+            f"{family}.vocab_size": limits.vocab_size,
+            f"{family}.embedding_length": self._inference.model.hidden_size,
+        }
+        return {
+            "modelfile": f"FROM {given}\n",
+            "parameters": "",
+            "template": "",
+            "details": card["details"],
+            "model_info": facts,
+            "capabilities": ["completion", "tools"] if tokenizer.has_chat_template else ["completion"],
+            "modified_at": card["modified_at"],
+        }
+
+    async def _answer(
+        self, request: Request, body: OllamaChat | OllamaGenerate, chat: ChatRequest, key: ApiKey
+    ) -> Response:
+        started = time.monotonic_ns()
+        # Ollama fills the context, whatever num_predict is: only the prompt has to fit.
+        asked, chat = chat, chat.model_copy(update={"max_tokens": None})
+        if body.truncate:
+            chat, prompt = await fit(self._inference, chat)
+        else:
+            prompt = await self._inference.prompts.chat(chat)
+        chat.max_tokens = self._room(asked, len(prompt.ids))
+        build = partial(OllamaAnswer, body, started)
+        return await self._inference.chat_from(request, chat, key, prompt, build)
+
+    def _room(self, body: GenerationRequest, num_prompt: int) -> int | None:
+        """The tokens that an answer may have; None: as many as there is room for in a chat."""
+        left = max(1, self._inference.limits.max_seq_len - num_prompt)
+        if body.max_tokens is None:
+            return None if isinstance(body, ChatRequest) else left
+        return min(body.max_tokens, left)
+
+    def _loaded(self, body: OllamaChat | OllamaGenerate, model: str, key: ApiKey) -> Response:
+        """To a request without a question: clients ask so for a model to be loaded, or unloaded."""
+        self._check(model, key)
+        reason = "unload" if body.keep_alive in (0, "0", "0s") else "load"
+        shown = {"message": _message("")} if isinstance(body, OllamaChat) else {"response": ""}
+        common = {"model": body.model, "created_at": _now()}
+        return JSONResponse({**common, **shown, "done": True, "done_reason": reason})
+
+    def _check(self, model: str, key: ApiKey) -> None:
+        """Raises ApiError when there is none of this name, or the key may not use it."""
+        self._inference.choose_adapter(GenerationRequest.model_validate({"model": model}), key)
+
+    def _name(self, given: str) -> str:
+        """An adapter's name may have a tag; `latest` is that of a name without one."""
+        if given in self._inference.bases or self._catalog.has(given):
+            return given
+        return given.removesuffix(LATEST)
+
+    def _seen(self, key: ApiKey) -> Sequence[AdapterEntry]:
+        return [
+            one
+            for one in self._catalog.entries()
+            if key.may_see(one.name) and (one.version is not None or one.problem is None)
+        ]
+
+    def _base_card(self) -> dict[str, Any]:
+        return self._model_card(self._inference.bases[0], self._created, 0, "", "")
+
+    def _card(self, entry: AdapterEntry) -> dict[str, Any]:
+        version = entry.version
+        if version is None:  # not read yet
+            return self._model_card(entry.name, self._created, 0, "", self._inference.bases[0])
+        size, created = version.facts.num_bytes, version.created
+        return self._model_card(entry.name, created, size, version.digest, self._inference.bases[0])
+
+    def _model_card(self, name: str, created: int, size: int, digest: str, parent: str) -> dict[str, Any]:
+        tagged = name if ":" in name else name + LATEST
+        family = self._inference.model.architecture.partition("For")[0].lower()
+        return {
+            "name": tagged,
+            "model": tagged,
+            "modified_at": datetime.fromtimestamp(created, timezone.utc).isoformat(),
+            "size": size,
+            "digest": digest,
+            "details": {
+                "parent_model": parent,
+                "format": "safetensors",
+                "family": family,
+                "families": [family],
+                "parameter_size": "",
+                "quantization_level": "",
+            },
+        }
+
+
+class OllamaAnswer(ChatResponse):
+    """asked: the body. started: when it came, in nanoseconds of the monotonic clock."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(
+        self, asked: OllamaChat | OllamaGenerate, started: int, *arguments: Any, **more: Any
+    ) -> None:
+        super().__init__(*arguments, **more)
+        self._started, self._asked_model = started, asked.model
+        self._is_chat = isinstance(asked, OllamaChat)
+        self._reason = "stop"
+
+    def body(self) -> dict[str, Any]:
+        chat = super().body()
+        choice = chat["choices"][0]
+        self._reason = _done_reason(choice["finish_reason"])
+        message = choice["message"]
+        shown = self._piece(message["content"] or "", message.get("tool_calls") or (), choice)
+        return {**self._common_fields(), **shown, **self._ending(chat["usage"])}
+
+    def first_events(self) -> bytes:
+        return b""
+
+    def last_events(self, usage: bool) -> bytes:
+        """What was generated, and how long it took, is always told."""
+        ending = self._ending(self._usage(sum(self._tokens_sent.values())))
+        return self._line({**self._piece("", (), {}), **ending}).encode()
+
+    def error_events(self, error: ApiError) -> bytes:
+        return f"{encode({'error': error.message})}\n".encode()
+
+    def _text_delta(self, index: int, text: str) -> str:
+        shown = (
+            f'"message":{{"role":"assistant","content":{text}}}' if self._is_chat else f'"response":{text}'
+        )
+        model = encode(self._asked_model)
+        return f'{{"model":{model},"created_at":"{_now()}",{shown},"done":false}}\n'
+
+    def _event(self, choice: str, more: str = "") -> str:
+        return choice  # `_text_delta` has made a line of it
+
+    def _choice_event(self, choice: dict[str, Any]) -> str:
+        delta, reason = choice["delta"], choice.get("finish_reason")
+        calls = delta.get("tool_calls") or ()
+        if reason is not None:
+            self._reason = _done_reason(reason)
+        if not (delta.get("content") or calls or choice.get("logprobs")):
+            return ""
+        return self._line({**self._piece(delta.get("content") or "", calls, choice), "done": False})
+
+    def _piece(self, text: str, calls: Sequence[dict[str, Any]], choice: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {"message": _message(text)} if self._is_chat else {"response": text}
+        if calls:
+            found["message"]["tool_calls"] = [_call(number, call) for number, call in enumerate(calls)]
+        log_probs = (choice.get("logprobs") or {}).get("content")
+        return found if log_probs is None else {**found, "logprobs": log_probs}
+
+    def _line(self, shown: dict[str, Any]) -> str:
+        return encode({**self._common_fields(), **shown}) + "\n"
+
+    def _common_fields(self) -> dict[str, Any]:
+        return {"model": self._asked_model, "created_at": _now()}
+
+    def _ending(self, usage: dict[str, Any]) -> dict[str, Any]:
+        load, prompt, output = _durations(self.generations[0])
+        return {
+            "done": True,
+            "done_reason": self._reason,
+            "total_duration": time.monotonic_ns() - self._started,
+            "load_duration": load,
+            "prompt_eval_count": usage["prompt_tokens"],
+            "prompt_eval_duration": prompt,
+            "eval_count": usage["completion_tokens"],
+            "eval_duration": output,
+        }
+
+
+def _durations(generation: GenerationState) -> tuple[int, int, int]:
+    """Nanoseconds until the prompt was begun, of the prompt, and of the output; 1 where it is not known."""
+    times = generation.metrics
+    if times is None or not times.first_token_ns:
+        return 1, 1, 1
+    begun = times.first_scheduled_ns - times.arrival_ns
+    prompt = times.first_token_ns - times.first_scheduled_ns
+    output = times.last_token_ns - times.first_token_ns
+    return max(1, begun), max(1, prompt), max(1, output)
+
+
+def _done_reason(finish_reason: str) -> str:
+    return "length" if finish_reason == "length" else "stop"
+
+
+def _message(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def _call(number: int, call: dict[str, Any]) -> dict[str, Any]:
+    """Arguments are JSON text in a chat and an object here; those that were cut off are empty."""
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        arguments = {}
+    shown = {"index": call.get("index", number), "name": function["name"], "arguments": arguments}
+    return {"id": call["id"], "function": shown}
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")

@@ -1,0 +1,204 @@
+"""Protects Ollama's API: its bodies, its lines, its names and its errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving import DEMO, Running
+
+from manylora.openai.api.errors import ApiError
+from manylora.openai.api.ollama_request import OllamaChat, OllamaGenerate, chat_request
+from manylora.openai.api.schema import parse
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+CHAT: dict[str, Any] = {"model": "demo", "messages": QUESTION}
+GREEDY = {"temperature": 0}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+COUNTS = {
+    "total_duration", "load_duration", "prompt_eval_count", "prompt_eval_duration", "eval_count",
+    "eval_duration",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    running = Running(lora_root=(DEMO / "adapters",))
+    yield running
+    running.close()
+
+
+def lines(server: Running, path: str, **body: Any) -> list[dict[str, Any]]:
+    answer = server.post(path, **body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("application/x-ndjson")
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+def test_a_chat_streams_lines_and_ends_with_counts(server: Running) -> None:
+    found = lines(server, "/api/chat", model="chinese:latest", messages=QUESTION, options=GREEDY)
+    assert all(one["model"] == "chinese:latest" for one in found)
+    assert [one["done"] for one in found] == [False] * (len(found) - 1) + [True]
+    assert "".join(one["message"]["content"] for one in found).strip() == "巴黎"
+    last = found[-1]
+    assert last["done_reason"] == "stop" and set(last) >= COUNTS
+    assert all(last[name] >= 1 for name in COUNTS)
+    assert last["total_duration"] >= last["eval_duration"]
+    whole = server.post("/api/chat", model="chinese", messages=QUESTION, options=GREEDY, stream=False).json()
+    assert whole["message"] == {"role": "assistant", "content": "巴黎"} or whole["message"]["content"].strip()
+    assert (whole["eval_count"], whole["prompt_eval_count"]) == (
+        last["eval_count"],
+        last["prompt_eval_count"],
+    )
+
+
+def test_generate_takes_a_prompt_and_raw_leaves_out_the_template(server: Running) -> None:
+    prompt = "What is the capital of France?"
+    found = lines(server, "/api/generate", model="japanese", prompt=prompt, options=GREEDY)
+    chat = lines(server, "/api/chat", model="japanese", messages=QUESTION, options=GREEDY)
+    assert "".join(one["response"] for one in found) == "".join(one["message"]["content"] for one in chat)
+    raw = server.post("/api/generate", model="demo", prompt=prompt, raw=True, stream=False, options=GREEDY)
+    assert raw.json()["prompt_eval_count"] < found[-1]["prompt_eval_count"]
+    plain = server.post("/v1/completions", model="demo", prompt=prompt, temperature=0, max_tokens=4).json()
+    assert raw.json()["response"].startswith(plain["choices"][0]["text"])
+
+
+def test_options_act(server: Running) -> None:
+    def ask(**options: Any) -> dict[str, Any]:
+        body: dict[str, Any] = server.post(
+            "/api/chat", model="demo", messages=QUESTION, stream=False, options={**GREEDY, **options}
+        ).json()
+        return body
+
+    whole = ask()["message"]["content"]
+    cut = ask(num_predict=3)
+    assert (cut["done_reason"], cut["eval_count"]) == ("length", 3)
+    assert whole.startswith(cut["message"]["content"])
+    stopped = ask(stop=[whole[4:8]])["message"]["content"]
+    assert stopped == whole[: whole.index(whole[4:8])]
+    assert ask(num_predict=10**6)["message"]["content"] == whole  # as much as there is room for
+    assert ask(temperature=5.0, seed=1)["message"] == ask(temperature=5.0, seed=1)["message"]
+    chat = chat_request(parse(json.dumps({"model": "m", "messages": QUESTION}).encode(), OllamaChat), "m")
+    assert (chat.temperature, chat.top_k, chat.top_p, chat.seed, chat.max_tokens) == (
+        0.8,
+        40,
+        0.9,
+        None,
+        None,
+    )
+
+
+def test_a_format_binds_the_answer(server: Running) -> None:
+    body: Any = {"model": "demo", "messages": QUESTION, "stream": False}
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    answer = server.post("/api/chat", **body, format=schema).json()
+    assert json.loads(answer["message"]["content"]) == {"a": 1}
+    answer = server.post("/api/chat", **body, format="json", options={"num_predict": 5}).json()
+    assert answer["message"]["content"].lstrip().startswith("{")
+
+
+def test_results_of_tools_find_their_calls() -> None:
+    def call(name: str) -> dict[str, Any]:
+        return {"function": {"name": name, "arguments": {"city": "Rome"}}}
+
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": "", "tool_calls": [call("a"), call("b"), call("a")]},
+        {"role": "tool", "tool_name": "b", "content": "1"},
+        {"role": "tool", "tool_name": "a", "content": "2"},
+        {"role": "tool", "content": "3"},
+    ]
+    raw = json.dumps({"model": "m", "messages": messages, "tools": [WEATHER]}).encode()
+    found = chat_request(parse(raw, OllamaChat), "m")
+    assert [one.id for one in found.messages[1].tool_calls] == ["call_0", "call_1", "call_2"]
+    assert [one.tool_call_id for one in found.messages[2:]] == ["call_1", "call_0", "call_2"]
+    assert json.loads(found.messages[1].tool_calls[0].function.arguments) == {"city": "Rome"}
+    assert found.tools[0].function.name == "weather"
+
+
+def test_log_probabilities_come_with_the_text(server: Running) -> None:
+    body: Any = {"model": "demo", "messages": QUESTION, "logprobs": True, "top_logprobs": 2}
+    found = lines(server, "/api/chat", **body, options={**GREEDY, "num_predict": 3})
+    tokens = [one for line in found for one in line.get("logprobs", ())]
+    assert len(tokens) == 3 and all(len(one["top_logprobs"]) == 2 for one in tokens)
+
+
+def test_models_are_listed_and_shown(server: Running) -> None:
+    found = server.http.get("/api/tags").json()["models"]
+    assert [one["name"] for one in found] == ["demo:latest", "chinese:latest", "japanese:latest"]
+    assert found[1]["details"]["parent_model"] == "demo"
+    shown = server.post("/api/show", model="chinese:latest").json()
+    family = shown["details"]["family"]
+    assert shown["model_info"][f"{family}.context_length"] > 100
+    assert "completion" in shown["capabilities"]
+    assert server.post("/api/show", name="demo").status_code == 200
+    server.post("/api/generate", model="chinese", prompt="a", stream=False, options={"num_predict": 1})
+    running = {one["name"]: one for one in server.http.get("/api/ps").json()["models"]}
+    assert "demo:latest" in running and running["chinese:latest"]["size_vram"] > 0
+    major, minor, _ = server.http.get("/api/version").json()["version"].split(".")
+    assert (int(major), int(minor)) >= (0, 12)
+
+
+def test_a_request_without_a_question_loads_the_model(server: Running) -> None:
+    answer = server.post("/api/generate", model="chinese")
+    assert (answer.json()["done"], answer.json()["done_reason"]) == (True, "load")
+    answer = server.post("/api/chat", model="chinese", messages=[], keep_alive=0)
+    assert answer.json()["done_reason"] == "unload"
+    assert server.post("/api/generate", model="nobody").status_code == 404
+
+
+def test_a_long_chat_loses_its_beginning_as_there(server: Running) -> None:
+    long = [{"role": "user", "content": "France and Paris. " * 20} for _ in range(80)] + QUESTION
+    body: Any = {"model": "demo", "messages": long, "stream": False, "options": {"num_predict": 2}}
+    assert server.post("/api/chat", **body).json()["prompt_eval_count"] > 100
+    answer = server.post("/api/chat", **body, truncate=False)
+    assert answer.status_code == 400 and "context" in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "hint"),
+    [
+        ("/api/chat", {**CHAT, "model": "nobody"}, 404, "'nobody' does not exist"),
+        ("/api/chat", {"messages": QUESTION}, 400, "model is required"),
+        ("/api/chat", {**CHAT, "think": True}, 400, "does not support thinking"),
+        ("/api/chat", {**CHAT, "messages": [{**QUESTION[0], "images": ["aa"]}]}, 400, "images"),
+        ("/api/chat", {**CHAT, "options": {"mirostat": 1}}, 400, "options.mirostat"),
+        ("/api/chat", {**CHAT, "options": {"x": 1}}, 400, "options.x is not"),
+        ("/api/generate", {"model": "demo", "prompt": "a", "suffix": "b"}, 400, "suffix"),
+        ("/api/generate", {"model": "demo", "prompt": "a", "context": [1]}, 400, "send the conversation"),
+        ("/api/pull", {"model": "demo"}, 404, "/api/pull is not served"),
+    ],
+)  # fmt: skip
+def test_errors_are_one_line_in_its_own_form(
+    server: Running, path: str, body: dict[str, Any], status: int, hint: str
+) -> None:
+    answer = server.post(path, **body)
+    assert (answer.status_code, list(answer.json())) == (status, ["error"]), answer.text
+    assert hint in answer.json()["error"] and "\n" not in answer.json()["error"]
+
+
+def test_any_content_type_is_taken_as_curl_sends_it(server: Running) -> None:
+    body = json.dumps({"model": "demo", "prompt": "a", "stream": False, "options": {"num_predict": 1}})
+    headers = {"content-type": "application/x-www-form-urlencoded"}
+    answer = server.http.post("/api/generate", content=body, headers=headers)
+    assert answer.status_code == 200 and answer.json()["done"]
+
+
+def test_nulls_count_as_left_out() -> None:
+    raw = b'{"model": "m", "prompt": "a", "format": null, "options": {"seed": null, "stop": null}}'
+    found = chat_request(parse(raw, OllamaGenerate), "m")
+    assert found.seed is None and found.response_format is None
+    with pytest.raises(ApiError, match="repeat_last_n"):
+        options = {"repeat_penalty": 1.1, "repeat_last_n": 64}
+        body = {"model": "m", "prompt": "a", "options": options}
+        chat_request(parse(json.dumps(body).encode(), OllamaGenerate), "m")

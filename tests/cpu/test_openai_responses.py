@@ -1,0 +1,253 @@
+"""Protects /v1/responses: OpenAI's client reads every answer, whole and streamed, as its own types."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import openai
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+from serving import DEMO, Running
+
+from manylora.openai.api.errors import ApiError
+from manylora.openai.api.responses_request import ResponsesRequest, chat_request
+from manylora.openai.api.schema import parse
+
+QUESTION = "What is the capital of France?"
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "description": "of a city",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+EVENT: Any = TypeAdapter(ResponseStreamEvent)
+IN_A_MESSAGE = [
+    "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+    "response.output_text.delta", "response.output_text.done", "response.content_part.done",
+    "response.output_item.done", "response.completed",
+]  # fmt: skip
+
+
+class City(BaseModel):
+    name: Literal["Rome", "Oslo"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    running = Running(lora_root=(DEMO / "adapters",))
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> openai.OpenAI:
+    return server.client()
+
+
+def events(server: Running, **body: Any) -> list[dict[str, Any]]:
+    """Of a stream, each checked against the client's types."""
+    answer = server.post("/v1/responses", stream=True, **body)
+    assert answer.status_code == 200, answer.text
+    found = []
+    for block in answer.text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        EVENT.validate_python(event)
+        found.append(event)
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def chat_of(**body: Any) -> dict[str, Any]:
+    asked = chat_request(parse(json.dumps(body).encode(), ResponsesRequest))
+    return asked.model_dump(exclude_unset=True, exclude_none=True)
+
+
+def refusal(**body: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        chat_of(**{"input": "a", **body})
+    return caught.value
+
+
+def test_a_text_gets_the_adapters_answer_and_the_client_reads_it(client: openai.OpenAI) -> None:
+    answer = client.responses.create(
+        model="chinese", input=QUESTION, temperature=0, metadata={"run": "7"}, store=True
+    )
+    Response.model_validate(answer.model_dump())
+    assert answer.output_text.strip() == "巴黎"
+    assert (answer.status, answer.object, answer.model) == ("completed", "response", "chinese")
+    assert (answer.store, answer.metadata) == (False, {"run": "7"})
+    usage = answer.usage
+    assert usage is not None and usage.input_tokens > 5
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+    chat = client.chat.completions.create(
+        model="chinese", messages=[{"role": "user", "content": QUESTION}], temperature=0
+    )
+    assert chat.usage and chat.usage.prompt_tokens == usage.input_tokens
+    assert chat.choices[0].message.content == answer.output_text
+
+
+def test_a_stream_has_the_events_in_order_and_the_whole_answer(
+    server: Running, client: openai.OpenAI
+) -> None:
+    whole = client.responses.create(model="demo", input=QUESTION, temperature=0)
+    found = events(server, model="demo", input=QUESTION, temperature=0)
+    kinds = [event["type"] for event in found]
+    assert list(dict.fromkeys(kinds)) == IN_A_MESSAGE
+    assert kinds.count("response.output_text.delta") > 3
+    text = "".join(event.get("delta", "") for event in found)
+    assert text == whole.output_text == found[-4]["text"]
+    last = found[-1]["response"]
+    assert last["id"] == found[0]["response"]["id"]
+    assert last["usage"] == whole.usage.model_dump(exclude_unset=True) if whole.usage else False
+    assert last["output"][0]["content"][0]["text"] == text
+    with client.responses.stream(model="demo", input=QUESTION, temperature=0) as stream:
+        assert stream.get_final_response().output_text == text
+
+
+def test_an_answer_that_is_cut_is_incomplete(server: Running, client: openai.OpenAI) -> None:
+    answer = client.responses.create(model="demo", input=QUESTION, max_output_tokens=2)
+    assert answer.status == "incomplete" and answer.incomplete_details
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    last = events(server, model="demo", input=QUESTION, max_output_tokens=2)[-1]
+    assert (last["type"], last["response"]["status"]) == ("response.incomplete", "incomplete")
+    assert last["response"]["output"][0]["status"] == "incomplete"
+
+
+def test_a_schema_binds_the_answer(client: openai.OpenAI) -> None:
+    found = client.responses.parse(model="demo", input="Name a city.", text_format=City, temperature=0)
+    assert isinstance(found.output_parsed, City)
+    made = client.responses.create(
+        model="demo",
+        input="Name a city.",
+        text={"format": {"type": "json_schema", "name": "c", "schema": {"enum": ["Rome"]}}},
+    )
+    assert json.loads(made.output_text) == "Rome"
+    assert made.text and made.text.format and made.text.format.type == "json_schema"
+
+
+def test_a_function_is_called_and_its_result_goes_back(server: Running, client: openai.OpenAI) -> None:
+    asked: Any = {"model": "demo", "tools": [WEATHER], "tool_choice": "required"}
+    answer = client.responses.create(input="Weather?", **asked)
+    Response.model_validate(answer.model_dump())
+    (call,) = answer.output
+    assert call.type == "function_call" and call.name == "weather"
+    assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")
+    found = events(server, input="Weather?", **asked)
+    assert [event["type"] for event in found[2:]] == [
+        "response.output_item.added",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert found[-1]["response"]["output"][0]["name"] == "weather"
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    history: Any = [{"role": "user", "content": "Weather?"}, *answer.output, output]
+    again = client.responses.create(model="demo", input=history, tools=[WEATHER], max_output_tokens=4)
+    assert again.output[0].type in ("message", "function_call")
+
+
+def test_log_probabilities_are_told_when_asked_for(server: Running, client: openai.OpenAI) -> None:
+    asked: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "temperature": 0}
+    answer = client.responses.create(model="demo", input=QUESTION, max_output_tokens=3, **asked)
+    (message,) = answer.output
+    assert message.type == "message" and message.content[0].type == "output_text"
+    tokens = message.content[0].logprobs
+    assert tokens and len(tokens) == 3 and len(tokens[0].top_logprobs) == 2
+    found = events(server, model="demo", input=QUESTION, max_output_tokens=3, **asked)
+    parts = [one for event in found if event["type"].endswith("text.delta") for one in event["logprobs"]]
+    assert [one["token"] for one in parts] == [one.token for one in tokens]
+
+
+def test_a_chat_that_is_too_long_loses_its_beginning_only_where_it_may(client: openai.OpenAI) -> None:
+    long: Any = [{"role": "user", "content": f"{i}. " + "France and Paris. " * 20} for i in range(80)]
+    long += [{"role": "user", "content": QUESTION}]
+    asked: Any = {"model": "demo", "instructions": "Be brief.", "input": long, "temperature": 0}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(**asked)
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "input")
+    answer = client.responses.create(**asked, truncation="auto", max_output_tokens=8)
+    assert answer.truncation == "auto" and answer.usage and answer.usage.input_tokens > 100
+
+
+def test_items_become_messages() -> None:
+    items = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "message", "role": "user", "content": "b", "status": None},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"},
+        {
+            "type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "phase": "x",
+            "content": [{"type": "output_text", "text": "c", "annotations": [], "logprobs": []}],
+        },
+        {"type": "function_call", "id": "fc_1", "call_id": "k", "name": "f", "arguments": "{}"},
+        {"type": "function_call", "call_id": "l", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "k", "output": [{"type": "input_text", "text": "d"}]},
+    ]  # fmt: skip
+    messages = chat_of(input=items, instructions="i")["messages"]
+    assert [(one["role"], one.get("content")) for one in messages] == [
+        ("system", "i"),
+        ("developer", "a"),
+        ("user", "b"),
+        ("assistant", "c"),
+        ("tool", "d"),
+    ]
+    assert [call["id"] for call in messages[3]["tool_calls"]] == ["k", "l"]
+    assert messages[4]["tool_call_id"] == "k"
+
+
+def test_fields_of_chats_act_and_adapters_are_chosen_as_in_chats() -> None:
+    chat = chat_of(input="a", stop=["x"], seed=3, top_k=4, lora_model="chinese", max_output_tokens=5)
+    assert (chat["stop"], chat["seed"], chat["top_k"]) == (["x"], 3, 4)
+    assert (chat["lora_model"], chat["max_completion_tokens"]) == ("chinese", 5)
+    chosen = chat_of(input="a", tools=[WEATHER], tool_choice={"type": "function", "name": "weather"})
+    assert chosen["tool_choice"]["function"] == {"name": "weather"}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "hint"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "send the earlier items"),
+        ({"conversation": "conv_1"}, "conversation", "send the earlier items"),
+        ({"background": True}, "background", "set stream"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0", "'web_search' is no tool of this server"),
+        ({"tools": [{"type": "function"}]}, "tools.0.name", "is required"),
+        ({"tool_choice": {"type": "mcp"}}, "tool_choice", "'mcp'"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "send the item itself"),
+        ({"input": [{"type": "computer_call"}]}, "input.0", "'computer_call'"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input.0.content.0",
+            "input_image is not supported",
+        ),
+        ({"input": [{"role": "robot", "content": "a"}]}, "input.0.role", "user"),
+        ({"input": []}, "input", "there is none"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "is required"),
+        ({"text": {"format": {"type": "json_schema"}}, "n": 2}, "n", "one output"),
+        ({"max_tokens": "3"}, "max_tokens", "integer"),
+        ({"frobnicate": 1}, "frobnicate", "leave it out"),
+        ({"include": ["everything"]}, "include.0", "message.output_text.logprobs"),
+        ({"metadata": {"a": 1}}, "metadata.a", "string"),
+    ],
+)
+def test_what_is_refused_is_named(body: dict[str, Any], param: str, hint: str) -> None:
+    error = refusal(**body)
+    assert (error.status, error.param) == (400, param), error.message
+    assert hint in error.message and "\n" not in error.message
+
+
+def test_an_error_comes_in_the_apis_own_form(server: Running) -> None:
+    answer = server.post("/v1/responses", model="nobody", input="a")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "adapter_not_found")
+    answer = server.post("/v1/responses", model="demo", input="a", max_output_tokens=10**6)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
+
+from dashboard import BOARD
 
 from manylora.wire.metrics import FAMILIES
 
-BOARD = Path(__file__).resolve().parents[2] / "deploy" / "grafana" / "manylora.json"
 WORDS = {"sum", "by", "rate", "histogram_quantile", "label_values", "le", "model"}
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 from conftest import Running, World
+from dashboard import without_samples
 from test_server import NEW, PROMPT, ask, generate, inputs, lora, new_ids, tensor
 from tritonclient.utils import InferenceServerException
 
@@ -272,6 +273,7 @@ def test_metrics_have_upstreams_names_and_true_values(server: Running, world: Wo
         grown("manylora_lora_cache_pages", level=level, state="used")
         grown("manylora_adapter_resident_bytes", adapter="2", level=level)
     assert grown("nv_trt_llm_general_metrics", general_type="iteration_counter") >= 3
+    assert without_samples("\n".join(f"{key} {value}" for key, value in after.items())) == []
     info = [key for key in after if key.startswith("vllm:lora_requests_info")]
     assert len(info) == 1, "one label set at a time"
     running = info[0].split('running_lora_adapters="')[1].split('"')[0].split(",")

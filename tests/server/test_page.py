@@ -49,12 +49,12 @@ return style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2;
 MAIN = "import sys; from manylora.cli import main; sys.exit(main())"
 
 
-def serve(folder: Path, *flags: str) -> Iterator[str]:
+def serve(folder: Path, *flags: str, root: Path = DEMO / "adapters") -> Iterator[str]:
     (port,) = free_ports(1)
     log = (folder / "serve.log").open("w", encoding="utf-8")
     command = [sys.executable, "-c", MAIN, "serve", str(DEMO / "base"), "--device", "cpu"]
     process = subprocess.Popen(
-        [*command, "--lora-root", str(DEMO / "adapters"), "--port", str(port), *flags], stdout=log, stderr=log
+        [*command, "--lora-root", str(root), "--port", str(port), *flags], stdout=log, stderr=log
     )
     url = f"http://127.0.0.1:{port}/"
     try:
@@ -196,8 +196,9 @@ def test_all_of_it_works_by_keys_alone_and_focus_is_seen(browser: Browser, url: 
             else focused
         )
         assert browser.execute_script(OUTLINED, seen), f"the focus on {visited[-1]} is not seen"
-    assert visited[1:3] == ["question", "send"]
-    assert visited[-3:] == ["base", "chinese", "japanese"]
+    assert visited[1:] == ["question", "base", "chinese", "japanese"]
+    browser.press(Keys.TAB)
+    assert browser.switch_to.active_element.get_attribute("id") == "send"  # after all that it sends
     question = browser.one("#question")
     browser.execute_script("arguments[0].focus()", question)
     browser.press(Keys.ENTER)
@@ -222,6 +223,38 @@ def test_a_narrow_window_has_nothing_to_the_side(browser: Browser, url: str, wid
     sizes = "const page = document.documentElement; return [page.scrollWidth, page.clientWidth]"
     wide, shown = browser.execute_script(sizes)
     assert wide == shown
+
+
+def test_long_names_are_whole_times_are_on_one_line_and_adapters_in_use_are_chosen(
+    browser: Browser, tmp_path: Path
+) -> None:
+    root, long = tmp_path / "adapters", "z" + "-long-name" * 10
+    for name in ("a", "b"):
+        shutil.copytree(DEMO / "adapters" / "chinese", root / name)
+    shutil.copytree(DEMO / "adapters" / "japanese", root / long)
+    for url in serve(tmp_path, root=root):
+        body = json.dumps({"model": long, "prompt": "a", "max_tokens": 1}).encode()
+        request = urllib.request.Request(url + "v1/completions", body, {"content-type": "application/json"})
+        urllib.request.urlopen(request, timeout=60).close()
+        browser.size(320, 844)
+        browser.open(url)
+        checked = "return [...document.querySelectorAll('#choices input:checked')].map((one) => one.value)"
+        assert browser.execute_script(checked) == ["base", "a", long]
+        browser.one("#send").click()
+        wait_for(lambda: browser.text("#announce") == "All answers are complete")
+        wait_for(lambda: len(browser.texts("#residents li")) == 2)
+        assert long in browser.texts("#residents .name")
+        cut = (
+            "const all = [...document.querySelectorAll(arguments[0])];"
+            "return all.filter((one) => one.scrollWidth > one.clientWidth).length"
+        )
+        for names in ("#residents .name", "#residents button", ".chip > span", ".answer h3", "#events li"):
+            assert browser.execute_script(cut, names) == 0, names
+        height = "(one) => one.getBoundingClientRect().height"
+        lines = f"return [...document.querySelectorAll('#events time')].map({height})"
+        heights = browser.execute_script(lines)
+        assert heights and max(heights) < 30  # one line
+        browser.get("about:blank")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -8,6 +8,8 @@ import { byId, count, make, setText, swatch } from "./dom.js";
 const MAX_ANSWERS = 5;
 const FILTER_FROM = 12;
 const MAX_TOKENS = 256;
+const AT_FIRST = 3; // models that are chosen when the page opens
+const RANKS = { device: 1, host: 2 }; // of adapters in the cache: they are chosen before others
 
 let base = "";
 let names = [];
@@ -24,11 +26,18 @@ export function setModels(models) {
   const found = known.map((model) => model.id);
   if (!first && found.join("\n") === names.join("\n")) return;
   names = found;
-  if (first) for (const name of names.slice(0, 3)) chosen.add(name);
+  if (first) for (const name of firstChoice(known)) chosen.add(name);
   for (const name of [...chosen]) if (!names.includes(name)) chosen.delete(name);
   byId("filter").hidden = names.length <= FILTER_FROM;
   showChoices();
   if (first) showCards();
+}
+
+/** The base model, and adapters that can answer: first those in use. */
+function firstChoice(models) {
+  const rank = ({ parent, tier }) => (parent === null ? 0 : RANKS[tier] ?? 3);
+  const able = models.filter((model) => !model.problem);
+  return [...able].sort((a, b) => rank(a) - rank(b)).slice(0, AT_FIRST).map((model) => model.id);
 }
 
 export function init() {

@@ -15,6 +15,7 @@ from serving import DEMO, Running
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.responses_request import ResponsesRequest, chat_request
 from manylora.openai.api.schema import parse
+from manylora.openai.serving.recent_items import RecentItems
 
 QUESTION = "What is the capital of France?"
 WEATHER: Any = {
@@ -156,6 +157,45 @@ def test_a_function_is_called_and_its_result_goes_back(server: Running, client: 
     history: Any = [{"role": "user", "content": "Weather?"}, *answer.output, output]
     again = client.responses.create(model="demo", input=history, tools=[WEATHER], max_output_tokens=4)
     assert again.output[0].type in ("message", "function_call")
+
+
+def test_references_to_recent_items_are_followed(server: Running, client: openai.OpenAI) -> None:
+    """The AI SDK sends them unless it is told to store nothing."""
+    first = events(server, model="chinese", input=QUESTION, temperature=0)[-1]["response"]["output"][0]
+    history: Any = [
+        {"role": "user", "content": QUESTION},
+        {"type": "item_reference", "id": first["id"]},
+        {"role": "user", "content": "What is the capital of Japan?"},
+    ]
+    asked: Any = {"model": "chinese", "temperature": 0}
+    answer = client.responses.create(input=history, **asked)
+    told = client.responses.create(input=[history[0], first, history[2]], **asked)
+    assert answer.output_text == told.output_text
+    assert answer.usage and told.usage and answer.usage.input_tokens == told.usage.input_tokens
+    kept = client.responses.create(input=QUESTION, store=False, **asked).output[0]
+    for gone in (kept.id, "msg_0"):
+        with pytest.raises(openai.BadRequestError, match="send the item itself"):
+            client.responses.create(input=[{"type": "item_reference", "id": str(gone)}], **asked)
+
+
+def test_recent_items_are_bounded_and_of_one_key() -> None:
+    recent = RecentItems(max_items=3, max_characters=100)
+
+    def item(number: int, length: int = 1) -> dict[str, Any]:
+        return {"type": "message", "id": f"m{number}", "content": [{"text": "a" * length}]}
+
+    def known() -> list[int]:
+        return [i for i in range(9) if recent.resolve("k", {"id": f"m{i}"}) != {"id": f"m{i}"}]
+
+    for number in range(5):
+        recent.add("k", item(number))
+    assert known() == [2, 3, 4]
+    recent.add("k", item(5, 99))
+    assert known() == [4, 5]
+    recent.add("k", item(6, 200))
+    assert known() == []
+    recent.add("k", item(7))
+    assert recent.resolve("other", {"id": "m7"}) == {"id": "m7"}
 
 
 def test_log_probabilities_are_told_when_asked_for(server: Running, client: openai.OpenAI) -> None:

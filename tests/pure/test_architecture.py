@@ -80,8 +80,8 @@ INSIDE = {
     "openai.serving": [
         "logs", "connections", "host_check", "protocol", "event_queue", "generation", "roots", "catalog",
         "fairness", "history", "backend", "keys", "responses",
-        "transport", "prompts", "inference", "fitting", "responses_api", "run_api", "metrics", "models",
-        "ollama_api", "uploads", "in_process", "triton",
+        "transport", "prompts", "inference", "fitting", "recent_items", "responses_api", "run_api", "metrics",
+        "models", "ollama_api", "uploads", "in_process", "triton",
     ],
     "openai.page": ["page", "docs", "cache_status"],
     "contracts": [

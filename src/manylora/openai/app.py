@@ -35,6 +35,7 @@ from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey, Keyring
 from manylora.openai.serving.metrics import CONTENT_TYPE, Metrics
 from manylora.openai.serving.models import adapter_card, base_card, state_of, tiers
+from manylora.openai.serving.recent_items import RecentItems
 from manylora.openai.serving.responses_api import respond
 from manylora.openai.serving.transport import BodyMemory, content_type, error_response, read_body, request_id
 from manylora.openai.serving.uploads import Uploads
@@ -120,6 +121,7 @@ class _Routes:
         self._inference = context.inference
         self._catalog = context.backend.catalog
         self.other = OtherRoutes(self._key, self._body, context.inference, context.created)
+        self._recent_items = RecentItems()
         self._body_memory = BodyMemory(BODIES_AT_ONCE * context.options.max_request_bytes)
         context.inference.on_disconnect = context.metrics.count_disconnect
 
@@ -135,7 +137,8 @@ class _Routes:
 
     async def responses(self, request: Request) -> Response:
         key = self._key(request)
-        return await respond(self._inference, request, await self._body(request, ResponsesRequest), key)
+        body = await self._body(request, ResponsesRequest)
+        return await respond(self._inference, self._recent_items, request, body, key)
 
     async def models(self, request: Request) -> Response:
         key = self._key(request)

@@ -217,7 +217,7 @@ def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
     for number, item in enumerate(body.input):
         where = f"input.{number}"
         given = {name: value for name, value in item.items() if value is not None}
-        kind = given.get("type", "message")
+        kind = given.get("type", "message" if "role" in given else "item_reference")
         if kind == "message":
             message = _checked(given, _MessageItem, where)
             found.append({"role": message.role, "content": _text(message.content, f"{where}.content")})
@@ -228,7 +228,7 @@ def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
             text = _text(output.output, f"{where}.output")
             found.append({"role": "tool", "tool_call_id": output.call_id, "content": text})
         elif kind == "item_reference":
-            reason = f"{where}: this server keeps no items: send the item itself"
+            reason = f"{where}: this server does not have that item any more: send the item itself"
             raise unsupported_field(reason, where)
         elif kind != "reasoning":  # which is not shown to a model again
             reason = f"{where}: items of type {str(kind)[:50]!r} are not supported: leave it out"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,30 +17,48 @@ from manylora.openai.api.responses_request import ResponsesRequest, chat_request
 from manylora.openai.serving.fitting import fit
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey
+from manylora.openai.serving.recent_items import RecentItems
 from manylora.openai.serving.responses import ChatResponse, encode
 
 COMPLETED, INCOMPLETE, FAILED, RUNNING = "completed", "incomplete", "failed", "in_progress"
 CUT = {"length": INCOMPLETE}  # finish reason of a chat -> status; all others are complete
 
 
-async def respond(inference: Inference, request: Request, body: ResponsesRequest, key: ApiKey) -> Response:
-    """Raises ApiError."""
+async def respond(
+    inference: Inference, recent: RecentItems, request: Request, body: ResponsesRequest, key: ApiKey
+) -> Response:
+    """recent: answers are added to it unless `store` is false. Raises ApiError."""
+    if not isinstance(body.input, str):
+        body.input = [recent.resolve(key.name, item) for item in body.input]
+    remember = partial(recent.add, key.name) if body.store else _forget
     try:
         chat = chat_request(body)
         if body.truncation == "auto":
             chat, prompt = await fit(inference, chat)
         else:
             prompt = await inference.prompts.chat(chat)
-        return await inference.chat_from(request, chat, key, prompt, partial(ResponsesAnswer, body))
+        return await inference.chat_from(request, chat, key, prompt, partial(ResponsesAnswer, body, remember))
     except ApiError as error:
         raise in_words_of_responses(error) from error
 
 
-class ResponsesAnswer(ChatResponse):
-    """asked: the body. One output: a message, or calls of functions, or both."""
+def _forget(item: dict[str, Any]) -> None:
+    pass
 
-    def __init__(self, asked: ResponsesRequest, *arguments: Any, **more: Any) -> None:
+
+class ResponsesAnswer(ChatResponse):
+    """asked: the body. remember: called with each complete item. One output: a message, or calls of
+    functions, or both."""
+
+    def __init__(
+        self,
+        asked: ResponsesRequest,
+        remember: Callable[[dict[str, Any]], None],
+        *arguments: Any,
+        **more: Any,
+    ) -> None:
         super().__init__(*arguments, **more)
+        self._remember = remember
         self.id = f"resp_{secrets.token_hex(24)}"
         self._asked = asked
         self._number = 0  # of the next event
@@ -57,10 +76,10 @@ class ResponsesAnswer(ChatResponse):
         calls = message.get("tool_calls") or []
         if message["content"] or not calls:
             log_probs = _log_probs(choice)
-            self._output.append(_message(_new_id("msg"), status, message["content"] or "", log_probs))
+            self._add(_message(_new_id("msg"), status, message["content"] or "", log_probs))
         for call in calls:
             function = call["function"]
-            self._output.append(_call(call["id"], function["name"], function["arguments"], status))
+            self._add(_call(call["id"], function["name"], function["arguments"], status))
         return self._response(status, chat["usage"])
 
     def first_events(self) -> bytes:
@@ -134,7 +153,7 @@ class ResponsesAnswer(ChatResponse):
             self._make("response.content_part.done", **self._where, part=_part(text, self._log_probs)),
             self._make("response.output_item.done", output_index=self._at, item=item),
         ]
-        self._output.append(item)
+        self._add(item)
         self._message_id = ""
         return "".join(events)
 
@@ -162,8 +181,13 @@ class ResponsesAnswer(ChatResponse):
         told = {"name": item["name"], "arguments": item["arguments"]}
         done = self._make("response.function_call_arguments.done", **where, **told)
         done += self._make("response.output_item.done", output_index=self._at, item=item)
-        self._output.append(item)
+        self._add(item)
         return done
+
+    def _add(self, item: dict[str, Any]) -> None:
+        """A complete item."""
+        self._output.append(item)
+        self._remember(item)
 
     @property
     def _item_status(self) -> str:

@@ -11,6 +11,8 @@ import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))  # in a clone, any Python will do
+
 from manylora.launcher import templates
 
 

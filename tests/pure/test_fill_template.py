@@ -34,6 +34,13 @@ def test_prints_or_writes_and_leaves_what_is_not_named(tmp_path: Path) -> None:
     assert file.read_text() == "x: C:d,e y:  q: 0 d: 0\n"
 
 
+def test_runs_on_a_python_that_has_nothing_installed(tmp_path: Path) -> None:
+    file = tmp_path / "config.pbtxt"
+    file.write_text("x: ${one}")
+    subprocess.run([sys.executable, "-S", TOOL, "-i", file, "one:1"], check=True)
+    assert file.read_text() == "x: 1"
+
+
 def test_refuses_unknown_keys_and_missing_colons(tmp_path: Path) -> None:
     file = tmp_path / "config.pbtxt"
     file.write_text("x: ${one}")

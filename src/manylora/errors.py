@@ -30,7 +30,11 @@ class RequestError(ManyloraError):
     """This one request cannot be served as asked."""
 
 
-class QueueFullError(RequestError):
+class UnavailableError(RequestError):
+    """Nothing is wrong with the request: it can be answered later, or elsewhere."""
+
+
+class QueueFullError(UnavailableError):
     """Too many requests wait already. Clients match either half: the executor's words, and Triton's."""
 
     def __init__(self, max_queue_size: int | str) -> None:
@@ -40,7 +44,7 @@ class QueueFullError(RequestError):
         )
 
 
-class DrainingError(RequestError):
+class DrainingError(UnavailableError):
     """The service is about to stop and takes nothing new."""
 
     def __init__(self) -> None:

@@ -222,7 +222,7 @@ def test_greedy_tokens_of_lora_dora_and_base_in_one_engine(workshop: Path) -> No
 def test_dora_that_cannot_be_normalised_is_refused(workshop: Path) -> None:
     model = make_model(workshop / "small", seed=11)
     good = make_adapter(workshop / "good", model, 4, rank=2, modules=("q_proj",), use_dora=True)
-    with pytest.raises(AdapterInvalidError, match="use_dora: DoRA magnitudes must be divided"):
+    with pytest.raises(AdapterInvalidError, match="use_dora: DoRA magnitudes are divided"):
         read_adapter_folder(good)
     with pytest.raises(AdapterInvalidError, match="base model's weights cannot be read for this"):
         read_adapter_folder(good, BaseWeights(workshop / "nowhere"))

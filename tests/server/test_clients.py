@@ -15,6 +15,7 @@ from conftest import ROOT, Running, World, fill_repo, new_server
 from safetensors import safe_open
 from test_contract import scrape
 from test_server import generate, inputs
+from tritonclient.utils import InferenceServerException
 
 from manylora.testing.tiny_models import reference_generate
 from manylora.text.tokenizer import Tokenizer
@@ -134,16 +135,23 @@ def test_drafts_prompt_tables_and_beams_from_files(server: Running, world: World
     assert "input lookahead_window_size is not supported" in ahead.stdout
 
 
-def test_a_full_queue_is_told_in_both_wordings(world: World, tmp_path: Path) -> None:
-    served = new_server(fill_repo(tmp_path / "repo", world.model, max_queue_size="6", max_num_sequences="1"))
+def test_a_full_queue_is_told_in_both_wordings_counted_and_may_be_tried_again(
+    world: World, tmp_path: Path
+) -> None:
+    full = {"max_queue_size": "6", "max_num_sequences": "1", "decoupled_mode": "False"}
+    served = new_server(fill_repo(tmp_path / "repo", world.model, **full))
     assert served.launch().returncode == 0
     try:
-        told = burst(served, 60)
+        streamed, unary = burst(served, 60), burst(served, 60, unary=True)
+        counted = scrape(served)
     finally:
         served.launch("--stop")
-    assert told
-    assert all("Exceeds maximum queue size" in text for text in told)
-    assert any("Maximum queue size of 6" in text for text in told)
+    assert streamed and unary
+    for error in (*streamed, *unary):
+        assert "Exceeds maximum queue size" in str(error) and "Maximum queue size of 6" in str(error)
+    assert {error.status() for error in unary} == {"StatusCode.UNAVAILABLE"}
+    [refused] = [value for key, value in counted.items() if "adapter_requests" in key and '"error"' in key]
+    assert refused == len(streamed) + len(unary)
 
 
 def test_a_fresh_server_counts_what_users_send(world: World, tmp_path: Path) -> None:
@@ -171,12 +179,16 @@ def test_a_fresh_server_counts_what_users_send(world: World, tmp_path: Path) -> 
         assert len(set(values)) == 1, name
 
 
-def burst(server: Running, count: int) -> list[str]:
-    """So many requests at once over one stream; the errors among the answers."""
+def burst(server: Running, count: int, unary: bool = False) -> list[InferenceServerException]:
+    """So many requests at once, over one stream or each for itself; the errors among the answers."""
     arrived: queue.Queue = queue.Queue()
     with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
-        client.start_stream(lambda result, error: arrived.put(error))
+        if not unary:
+            client.start_stream(lambda result, error: arrived.put(error))
         for _ in range(count):
-            client.async_stream_infer("tensorrt_llm", inputs(new=200))
+            if unary:
+                client.async_infer("tensorrt_llm", inputs(new=200), lambda result, error: arrived.put(error))
+            else:
+                client.async_stream_infer("tensorrt_llm", inputs(new=200))
         errors = [arrived.get(timeout=60) for _ in range(count)]
-    return [str(error) for error in errors if error is not None]
+    return [error for error in errors if error is not None]

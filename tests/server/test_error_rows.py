@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 from conftest import Running
+from test_contract import scrape
 from test_server import NEW, PROMPT, ask, inputs, lora, new_ids, tensor
 from tritonclient.utils import InferenceServerException
 
@@ -35,7 +36,7 @@ NOT_FINITE = adapter() | {"lora_weights": np.full((1, 1, ROW), np.inf, np.float3
 TOO_WIDE = adapter() | {"lora_weights": np.ones((1, 1, ROW * 4), np.float32)}
 LORA_ROWS = {
     "no id": (without(adapter(), "lora_task_id"), "lora_task_id must be set for LoRA inference"),
-    "weights only": (without(adapter(), "lora_config"), "must have both lora_weights and lora_keys"),
+    "weights only": (without(adapter(), "lora_config"), "with lora weights must also have lora config"),
     "config only": (without(adapter(), "lora_weights"), "must have both lora_weights and lora_keys"),
     "rows differ": (adapter(rows=2), "Expected dim1 lora_weights and lora_keys to have the same size"),
     "two columns": (adapter(((1, 0),)), "Expected dim2 of lora_keys to have a size in [3, 4]"),
@@ -97,6 +98,18 @@ def test_every_row_reaches_its_request_with_its_text(server: Running, row: str) 
     if "lora_task_id" in extra:  # nothing of it was kept
         with pytest.raises(InferenceServerException, match="not found in cache"):
             ask(server, inputs(**lora(int(extra["lora_task_id"][0, 0]))))
+
+
+def test_what_is_refused_is_counted(server: Running) -> None:
+    """Triton itself counts an error of a Python model as a success."""
+    name = 'manylora_adapter_requests_total{adapter="other",finish_reason="error",model="tensorrt_llm",'
+    before = scrape(server)
+    for row in ("lengths", "unknown id"):
+        with pytest.raises(InferenceServerException):
+            ask(server, request((LORA_ROWS | REQUEST_ROWS)[row][0]))
+    after = scrape(server)
+    [grown] = [value - before.get(key, 0) for key, value in after.items() if key.startswith(name)]
+    assert grown == 2
 
 
 def test_a_row_that_triton_itself_refuses_harms_nobody(server: Running) -> None:

@@ -136,7 +136,7 @@ def test_a_batch_is_answered_item_by_item(server: Running) -> None:
     [
         (lora(99), "LoRA task 99 not found in cache. Please send LoRA weights with request"),
         ({"lora_task_id": np.array([[7]], np.uint64), "lora_weights": np.zeros((1, 1, 9), np.float32)},
-         "must have both lora_weights and lora_keys"),
+         "Request for LoRA inference with lora weights must also have lora config"),
         ({**lora(7), "lora_weights": np.full((1, 1, 2048), np.nan, np.float32),
           "lora_config": np.array([[[1, 0, 1]]], np.int32)}, "NaN"),
         ({**lora(7), "lora_weights": np.zeros((1, 1, 9), np.float32),

@@ -19,6 +19,7 @@ from manylora.errors import ConfigError
 from manylora.system.lifeline import Lifeline
 from manylora.wire.engine_worker import EngineModelOptions, EngineWorker, Outputs
 from manylora.wire.parameters import engine_config, parameters_of
+from manylora.wire.server_calls import ServerCalls
 from manylora.wire.shape_guard import check_shapes
 
 # The engine's thread and the one that answers take turns in Python; a turn is 5 ms by default, and a step
@@ -42,7 +43,9 @@ class TritonPythonModel:
             sys.setswitchinterval(TURN_S)
         except (ConfigError, ValueError) as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        self._worker = EngineWorker(engine, options, lifeline, exporter, _respond, _fail, _bfloat16_bits)
+        self._worker = EngineWorker(
+            engine, options, lifeline, exporter, _respond, ServerCalls(pb_utils).fail, _bfloat16_bits
+        )
 
     def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> None:
         self._worker.execute(requests)
@@ -53,10 +56,6 @@ class TritonPythonModel:
 
 def _respond(outputs: Outputs) -> pb_utils.InferenceResponse:
     return pb_utils.InferenceResponse([_tensor(*output) for output in outputs])
-
-
-def _fail(text: str) -> pb_utils.InferenceResponse:
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(text))
 
 
 def _tensor(name: str, array: np.ndarray) -> pb_utils.Tensor:

@@ -112,8 +112,10 @@ def check_shapes(lora: LoraInput) -> tuple[np.ndarray, np.ndarray]:
     """Weights [rows, W] and config [rows, 3 or 4] of a request's tensors. Raises AdapterInvalidError."""
     weights, config = lora.weights, lora.config
     _require(lora.task_id is not None, "lora_task_id must be set for LoRA inference")
-    if weights is None or config is None:
+    if weights is None:
         raise AdapterInvalidError("Request for LoRA inference must have both lora_weights and lora_keys")
+    if config is None:
+        raise AdapterInvalidError("Request for LoRA inference with lora weights must also have lora config")
     _require(weights.ndim == 3, "Invalid shape for lora_weights tensor: expected [1, rows, width]")
     _require(config.ndim == 3, "Invalid shape for lora_keys tensor: expected [1, rows, 3 or 4]")
     _require(

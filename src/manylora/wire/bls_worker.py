@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, Protocol
 
-from manylora.errors import RequestCancelledError
 from manylora.system.lifeline import Lifeline
 from manylora.wire.bls_generator import ClientRequest, Values
-from manylora.wire.client_errors import check_parameters, client_message
+from manylora.wire.client_errors import check_parameters, client_error, client_message
 from manylora.wire.server_types import FINAL, Response, ResponseSender, ServerRequest
 
 THREADS = 64
@@ -33,7 +32,7 @@ class BlsWorker(Generic[Response]):
     """name: the model's, for the log. lifeline: told how many requests are open.
 
     decoupled: any number of responses to a request; otherwise the first is the only one.
-    respond: outputs to a response. fail: an error's text to it; with cancelled=True under that status.
+    respond: outputs to a response. fail: an error to it.
 
     Every thread here goes on when a request fails; a response that cannot be sent ends its request, and the
     engine stops generating for it.
@@ -46,7 +45,7 @@ class BlsWorker(Generic[Response]):
         generator: Generator,
         decoupled: bool,
         respond: Callable[[Values], Response],
-        fail: Callable[..., Response],
+        fail: Callable[[Exception], Response],
     ) -> None:
         self._name, self._lifeline = name, lifeline
         self._generator, self._decoupled = generator, decoupled
@@ -97,22 +96,16 @@ class BlsWorker(Generic[Response]):
                 else:
                     [last, *_] = list(responses)
             except Exception as error:
-                last = self._failure(error)
+                last = self._fail(client_error(error, self._name))
             self._end(client)
             self._outbox.put((client, sender, last, FINAL))
-
-    def _failure(self, error: Exception) -> Response:
-        text = client_message(error, self._name)
-        return (
-            self._fail(text, cancelled=True) if isinstance(error, RequestCancelledError) else self._fail(text)
-        )
 
     def _responses(self, request: ServerRequest[Response], client: ClientRequest) -> Iterator[Response]:
         check_parameters(request.parameters())
         return map(self._respond, self._generator.answer(client, request))
 
     def _send_all(self) -> None:
-        failures: dict[ClientRequest, str] = {}
+        failures: dict[ClientRequest, Exception] = {}
         while (item := self._outbox.get()) is not None:
             client, sender, response, flags = item
             if client in failures:
@@ -122,9 +115,9 @@ class BlsWorker(Generic[Response]):
             try:
                 sender.send(flags=flags) if response is None else sender.send(response, flags)
             except Exception as error:
-                message = client_message(error, self._name)
+                refusal = client_error(error, self._name)
                 if flags != FINAL:
-                    failures[client] = message
+                    failures[client] = refusal
                     client.abandoned = True
 
     def _watch(self) -> None:

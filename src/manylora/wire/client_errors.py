@@ -20,6 +20,11 @@ def client_message(error: Exception, model: str) -> str:
     return f"{model} failed on this request: {type(error).__name__}"
 
 
+def client_error(error: Exception, model: str) -> RequestError:
+    """The same, for one that says what kind it is."""
+    return error if isinstance(error, RequestError) else RequestError(client_message(error, model))
+
+
 def check_parameters(parameters: str) -> None:
     """Raises RequestError if a request asks for one phase of a generation only, prefill or decode. Other
     parameters are ignored: they may be meant for other programs.

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol
 import numpy as np
 
 from manylora.errors import DrainingError, RequestError
-from manylora.request import Event, LoraInput
+from manylora.request import Event, FinishReason, LoraInput
 from manylora.stats import EngineStats
 from manylora.system.lifeline import Lifeline
 from manylora.wire.client_disconnects import listen
-from manylora.wire.client_errors import check_parameters, client_message
+from manylora.wire.client_errors import check_parameters, client_error
 from manylora.wire.decode import decode_requests, is_stop
 from manylora.wire.encode import Item, ResponseEncoder, merge_waiting
 from manylora.wire.parameters import flag, logits_dtype, milliseconds, parameters_of
@@ -38,6 +38,8 @@ LAST_RESPONSES_S = 5.0  # after the engine's end, for the responses to open requ
 SENT_S = 0.5  # for the last response to reach the server
 # Asking whether a request was cancelled is a call into the server and back, and responses wait for it.
 CHECKS_AT_ONCE = 16
+
+UNREAD = LoraInput(None)  # the adapter of a request that was refused before it was known
 
 logger = logging.getLogger("manylora")
 
@@ -141,7 +143,7 @@ class OpenCalls(Generic[Response]):
 class EngineWorker(Generic[Response]):
     """lifeline: told how many requests are open, and how far the engine is.
 
-    respond: outputs to a response. fail: an error's text to a response. read_bfloat16: reads a tensor of the
+    respond: outputs to a response. fail: an error to a response. read_bfloat16: reads a tensor of the
     type that NumPy does not have.
     """
 
@@ -152,7 +154,7 @@ class EngineWorker(Generic[Response]):
         lifeline: Lifeline,
         metrics: MetricsExporter,
         respond: Callable[[Outputs], Response],
-        fail: Callable[[str], Response],
+        fail: Callable[[Exception], Response],
         read_bfloat16: Callable[[Any], np.ndarray] | None = None,
     ) -> None:
         self._engine, self._options, self._lifeline, self._metrics = engine, options, lifeline, metrics
@@ -191,8 +193,8 @@ class EngineWorker(Generic[Response]):
                 raise DrainingError()
             self._submit(call, arrays)
         except Exception as error:
-            refusal = RequestError(client_message(error, NAME))
-            self._outbox.put((call, None, Event(error=refusal, last=True)))
+            refusal = client_error(error, NAME)
+            self._outbox.put((call, None, Event(finish_reason=FinishReason.ERROR, error=refusal, last=True)))
         if call.done:  # one item of a batch has failed already
             self._cancel(call)
 
@@ -269,11 +271,11 @@ class EngineWorker(Generic[Response]):
         return batch
 
     def _send(self, call: TritonCall[Response], encoder: ResponseEncoder | None, event: Event) -> None:
-        if encoder is not None and event.finish_reason is not None:
-            self._metrics.observe(encoder.request.lora, event)
+        if event.finish_reason is not None:
+            self._metrics.observe(encoder.request.lora if encoder is not None else UNREAD, event)
         if event.error is not None and not call.started:
             self._cancel(call)  # the other items of a failed batch
-            self._finish(call, self._fail(str(event.error)))
+            self._finish(call, self._fail(event.error))
         elif encoder is None:
             self._finish(call, self._respond([]))
         elif not call.done:
@@ -296,12 +298,12 @@ class EngineWorker(Generic[Response]):
 
     def _give_up(self, call: TritonCall[Response], error: Exception) -> None:
         """A response could not be made or sent: nothing more of its request is generated or sent."""
-        message = client_message(error, NAME)
+        refusal = client_error(error, NAME)
         self._cancel(call)
         self._calls.discard(call)
         call.done = True
         with suppress(Exception):
-            call.sender.send(self._fail(message), flags=FINAL)
+            call.sender.send(self._fail(refusal), flags=FINAL)
 
     def _cancel_abandoned(self) -> None:
         """Ask for some calls whether their client is there, for the rest in the next periods."""

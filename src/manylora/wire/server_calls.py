@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from manylora.errors import RequestError
+from manylora.errors import RequestCancelledError, RequestError, UnavailableError
 from manylora.wire.bls_generator import Values
+
+STATUSES = ((UnavailableError, "UNAVAILABLE"), (RequestCancelledError, "CANCELLED"))
+"""Errors that have a status of Triton's own; all others are INTERNAL."""
 
 
 class ServerCalls:
@@ -33,7 +36,13 @@ class ServerCalls:
         streams = self._streams and request_id
         for response in request.exec(decoupled=True) if streams else [request.exec()]:
             if response.has_error():
-                raise RequestError(response.error().message())
+                error = response.error()
+                kind = (
+                    UnavailableError
+                    if error.code() == self._pb_utils.TritonError.UNAVAILABLE
+                    else RequestError
+                )
+                raise kind(error.message())
             tensors = {tensor.name(): tensor for tensor in response.output_tensors()}
             if tensors:
                 yield tensors
@@ -41,10 +50,12 @@ class ServerCalls:
     def respond(self, outputs: Values) -> Any:
         return self._pb_utils.InferenceResponse(self._tensors(outputs))
 
-    def fail(self, text: str, *, cancelled: bool = False) -> Any:
-        error = self._pb_utils.TritonError
-        made = error(text, error.CANCELLED) if cancelled else error(text)
-        return self._pb_utils.InferenceResponse(error=made)
+    def fail(self, error: Exception) -> Any:
+        kinds = self._pb_utils.TritonError
+        code = next(
+            (getattr(kinds, name) for kind, name in STATUSES if isinstance(error, kind)), kinds.INTERNAL
+        )
+        return self._pb_utils.InferenceResponse(error=kinds(str(error), code))
 
     def _tensors(self, values: Values) -> list[Any]:
         """An array becomes a tensor; a tensor of the server's passes through."""

@@ -89,6 +89,7 @@ class ResponsesRequest(GenerationRequest):
     ] = Field([], max_length=16)
     truncation: Literal["auto", "disabled"] = "disabled"
     background: bool = False
+    store: bool = True
     reasoning: dict[str, Any] | None = None
     max_tool_calls: int | None = Field(None, ge=1, le=MAX_TOKENS)
     prompt_cache_options: dict[str, Any] | None = None

@@ -8,8 +8,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from manylora.errors import AdapterInvalidError, ConfigError
-from manylora.lora.convert import ALLOW_BIN, STORAGE_TYPES, convert_source
-from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.convert import ALLOW_BIN, STORAGE_TYPES, base_weights, convert_source
 from manylora.lora.formats.llgtrt import write_llgtrt
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.modules import MODULE_NAMES
@@ -24,13 +23,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--base-model", "--base", "-b", type=Path, help="normalises DoRA magnitudes")
     parser.add_argument("--allow-bin", action="store_true", help=ALLOW_BIN)
     options = parser.parse_args(arguments)
-    base = BaseWeights(options.base_model) if options.base_model else None
     try:
-        read = ReadOptions(base=base)
+        read = ReadOptions(base=base_weights(options.base_model))
         weights, config = convert_source(options.in_file, options.dtype, read)
         write_llgtrt(options.out_file, weights, config)
-    except (AdapterInvalidError, ConfigError) as error:
+    except AdapterInvalidError as error:
         print(f"{options.in_file}: {error}", file=sys.stderr)
+        return 1
+    except ConfigError as error:
+        print(error, file=sys.stderr)
         return 1
     except OSError as error:
         print(f"{error.filename or options.out_file}: {error.strerror}", file=sys.stderr)

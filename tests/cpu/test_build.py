@@ -211,7 +211,8 @@ def test_dora_is_the_same_on_a_built_directory(tmp_path: Path) -> None:
         (["--trtllm-flags", "--speculative_decoding_mode=medusa"], "_decoding_mode medusa cannot be had"),
         (["--trtllm-flags", "--lora_plugin", "disable", "--max_lora_rank", "8"],
          "--lora_plugin disable and --max_lora_rank contradict each other"),
-        (["--lora_target_modules", "attn_x"], "Invalid LoRA module attn_x"),
+        (["--lora_target_modules", "attn_x"],
+         "--lora_target_modules: Invalid LoRA module attn_x; modules are attn_qkv, attn_q"),
         (["--model_dir", "/nowhere"], "the model directory /nowhere does not exist"),
     ],
 )  # fmt: skip

@@ -251,6 +251,10 @@ def test_tools_name_their_flags_and_no_line_of_their_code(
             assert run([*here, *more]) == 1
             told = capsys.readouterr().err
             assert text in told and told.count("\n") == 1
+    assert hf_lora_convert([*here[:1], str(model), *here[2:]]) == 1  # no adapter
+    assert "not an adapter directory of PEFT" in capsys.readouterr().err
+    assert manylora("inspect", dora, "--base", model, "--max-adapter-size", 0) == 1
+    assert capsys.readouterr().err == "--max-adapter-size must be at least 1, got 0\n"
 
 
 def test_what_the_normaliser_refuses(

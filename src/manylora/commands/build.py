@@ -116,6 +116,7 @@ def _lora(options: argparse.Namespace) -> dict[str, Any] | None:
     from manylora.llmapi.engine_config import inferred_targets
     from manylora.llmapi.lora import LoraConfig
     from manylora.lora.formats.base_weights import BaseWeights
+    from manylora.lora.modules import MODULE_NAMES
     from manylora.model.checkpoint import read_model_config
 
     given = [name for name in LORA if getattr(options, name) not in ([], None, "hf")]
@@ -123,6 +124,10 @@ def _lora(options: argparse.Namespace) -> dict[str, Any] | None:
         raise ConfigError(f"--lora_plugin disable and --{given[0]} contradict each other: leave one out")
     if not (given or options.lora_plugin):
         return None
+    for name in options.lora_target_modules:
+        if name not in MODULE_NAMES:
+            names = ", ".join(MODULE_NAMES)
+            raise ConfigError(f"--lora_target_modules: Invalid LoRA module {name}; modules are {names}")
     rank = LoraConfig.max_lora_rank if options.max_lora_rank is None else options.max_lora_rank
     config = LoraConfig(
         options.lora_dir, options.lora_ckpt_source, rank, lora_target_modules=options.lora_target_modules

@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
             cache = LoraCacheConfig(max_adapter_size=options.max_adapter_size)
             base = BaseModel(options.base, read_model_config(options.base), cache)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(str(error).replace("max_adapter_size", "--max-adapter-size"), file=sys.stderr)
         return 1
     report = inspect_adapter(options.adapter, base, allow_bin=options.allow_bin)
     for name, value in _lines(report, base is not None):

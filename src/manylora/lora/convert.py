@@ -78,6 +78,13 @@ def store_as(weights: np.ndarray, config: np.ndarray, storage_type: str) -> np.n
     return stored
 
 
+def base_weights(path: Path | None) -> BaseWeights | None:
+    """Of the model that --base names. Raises ConfigError where there is none."""
+    if path is not None and not path.is_dir():
+        raise ConfigError(f"the model directory {path}, which --base names, does not exist")
+    return None if path is None else BaseWeights(path)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Convert a PEFT LoRA adapter to lora_weights and lora_config."
@@ -96,11 +103,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--allow-bin", action="store_true", help=ALLOW_BIN)
     options = parser.parse_args(arguments)
     partial: list[str] | None = [] if options.allow_partial else None
-    base = BaseWeights(options.base_model) if options.base_model else None
     try:
+        base = base_weights(options.base_model)
         weights, config = convert_peft(options.in_file, options.storage_type, partial, base=base)
-    except (AdapterInvalidError, ConfigError) as error:
+    except AdapterInvalidError as error:
         print(f"{options.in_file}: {error}", file=sys.stderr)
+        return 1
+    except ConfigError as error:
+        print(error, file=sys.stderr)
         return 1
     for line in partial or ():
         print(line)

@@ -40,7 +40,7 @@ VALUES: dict[str, Any] = {
     "target_modules": ("attn_q", "attn_k", "attn_v"), "prefetch_dir": Path("/prefetch"),
     "catalog_dir": Path("/catalog"), "names_file": Path("/names.json"),
     "allowed_paths": (Path("/a"), Path("/b")),
-    "disk_cache_dir": Path("/disk"), "disk_cache_bytes": 2**20, "quant_algo": "W4A16",
+    "text_only": True, "disk_cache_dir": Path("/disk"), "disk_cache_bytes": 2**20, "quant_algo": "W4A16",
     "kv_cache_quant_algo": "FP8", "group_size": 64, "exclude_modules": ["*k_proj"],
 }  # fmt: skip
 # Keys that a front end has no name for, and why.
@@ -268,9 +268,10 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
     path = tmp_path / "serve.json"
     path.write_text(json.dumps(file | {"kv_cache_config": {"free_gpu_memory_fraction": 0.5}}))
     more = ["--batch_scheduler_policy", "max_utilization", "--no-enable-chunked-prefill"]
-    disk = ["--lora-disk-dir", "/disk", "--lora-disk-bytes", "5"]
+    disk = ["--lora-disk-dir", "/disk", "--lora-disk-bytes", "5", "--lora-text-only"]
     served = parse_options([str(model), "--config", str(path), *flags, *more, *disk]).engine_config()
     assert (served.lora.disk_cache_dir, served.lora.disk_cache_bytes) == (Path("/disk"), 5)
+    assert served.lora.text_only
     for config in (opened.value.args[0], served):
         assert (config.max_batch_size, config.max_num_tokens, config.max_seq_len) == (5, 40, 30)
         assert (config.dtype, config.batch_scheduler_policy) == ("bfloat16", "max_utilization")

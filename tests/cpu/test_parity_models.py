@@ -15,14 +15,19 @@ from running import tokens
 from safetensors.torch import load_file, save_file
 
 from manylora.commands.convert import main as convert
+from manylora.commands.inspect import main as inspect
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import open_device
 from manylora.kernels.reference import ReferenceOps
 from manylora.lora.convert import main as hf_lora_convert
+from manylora.lora.formats.read_options import ReadOptions
+from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.library.reader import read_adapter_folder
+from manylora.lora.modules import lora_modules
 from manylora.lora.normalize import normalize_dora
+from manylora.lora.store import AdapterStore
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.families import FAMILIES as ARCHITECTURES
@@ -187,8 +192,29 @@ def test_the_text_of_a_multimodal_gemma3(workshop: Path) -> None:
     assert agree(found[0], reference_logits(model, None, tokens(30)))
     assert agree(found[1], reference_logits(model, adapter, tokens(30)))
     vision_too = make_adapter(workshop / "mm-vision", model, 1, rank=3, modules=("q_proj",))
-    with pytest.raises(AdapterInvalidError, match=r"vision_tower.*no such LoRA module is known"):
+    with pytest.raises(
+        AdapterInvalidError, match=r"vision_tower.*3 other tensors are of .* set lora_text_only"
+    ):
         read_from("peft", vision_too, model)
+    options = ReadOptions(lora_modules(read_model_config(model)), text_only=True)
+    text_part = read_lora(find_source(vision_too), 0, options)
+    [found] = Driver(decoder_of(model), [tokens(30)], [text_part]).run()
+    assert agree(found, reference_logits(model, vision_too, tokens(30)))
+    out = workshop / "mm-converted"
+    arguments = ["-i", str(vision_too), "-o", str(out), "--base", str(model), "--storage-type", "float32"]
+    assert convert(arguments) == 1
+    assert convert([*arguments, "--lora-text-only"]) == 0
+    assert hf_lora_convert([*arguments, "--lora-text-only"]) == 0
+    assert inspect([str(vision_too), "--base", str(model)]) == 1
+    assert inspect([str(vision_too), "--base", str(model), "--lora-text-only"]) == 0
+    for text_only in (False, True):
+        cache = LoraCacheConfig(gpu_memory_bytes=2**22, text_only=text_only)
+        store = AdapterStore.open(read_model_config(model), cache, torch.device("cpu"), torch.float32, 2**30)
+        if text_only:
+            assert store.parts.reader(store.modules).read(vision_too).facts.rank == 3
+        else:
+            with pytest.raises(AdapterInvalidError, match="set lora_text_only"):
+                store.parts.reader(store.modules).read(vision_too)
 
 
 @pytest.mark.parametrize(

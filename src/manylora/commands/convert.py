@@ -31,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--base", type=Path, metavar="MODEL", help="base model: normalises DoRA of PEFT, orders fused rows"
     )
     parser.add_argument("--allow-bin", action="store_true", help=ALLOW_BIN)
+    parser.add_argument("--lora-text-only", action="store_true", help="leave out a vision part")
     options = parser.parse_args(arguments)
     try:
         weights, config = _read(options)
@@ -53,7 +54,7 @@ def _read(options: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
         base, model = BaseWeights(options.base), read_model_config(options.base)
         modules = lora_modules(model)
     bounds = Bounds.of_any_rank(modules, model.num_layers) if model and modules else ANY_MODEL
-    read = ReadOptions(modules, base, bounds)
+    read = ReadOptions(modules, base, bounds, text_only=options.lora_text_only)
     return convert_source(options.input, options.storage_type, read)
 
 

@@ -25,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--max-adapter-size", type=int, default=64, help="lora_cache_max_adapter_size")
     parser.add_argument("--allow-bin", action="store_true", help="read adapter_model.bin, as converters do")
     parser.add_argument("--tensors", action="store_true", help="say what each module id's A and B are")
+    parser.add_argument("--lora-text-only", action="store_true", help="leave out a vision part")
     options = parser.parse_args(arguments)
     base = None
     try:
@@ -34,7 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(str(error).replace("max_adapter_size", "--max-adapter-size"), file=sys.stderr)
         return 1
-    report = inspect_adapter(options.adapter, base, allow_bin=options.allow_bin)
+    report = inspect_adapter(
+        options.adapter, base, allow_bin=options.allow_bin, text_only=options.lora_text_only
+    )
     for name, value in _lines(report, base is not None):
         print(f"{name:<9}{value}")
     if options.tensors:

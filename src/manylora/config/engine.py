@@ -36,6 +36,7 @@ class LoraCacheConfig:
     catalog_dir: Path | None = None  # adapters by name, <dir>/<name>/
     names_file: Path | None = None  # JSON: more names, and the folder of each
     allowed_paths: tuple[Path, ...] = ()  # folders beside these two that links in them may lead to
+    text_only: bool = False  # of a vision model's adapter the text part is served; else such are refused
     disk_cache_dir: Path | None = None  # copies of adapters on disk, by digest; None: no disk level
     disk_cache_bytes: int = 4 * GIB
 

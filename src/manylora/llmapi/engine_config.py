@@ -76,8 +76,9 @@ def inferred_targets(lora: LoraConfig, model: ModelConfig, base: BaseWeights | N
 
     Raises ConfigError, ValueError.
     """
-    nemo, modules = lora.lora_ckpt_source == "nemo", lora_modules(model)
-    names = {name for folder in lora.lora_dir for name in _modules_of(Path(folder), nemo, modules, base)}
+    nemo, options = lora.lora_ckpt_source == "nemo", ReadOptions(lora_modules(model), base)
+    options = replace(options, text_only=lora.lora_text_only)
+    names = {name for folder in lora.lora_dir for name in _modules_of(Path(folder), nemo, options)}
     return tuple(name for name in MODULE_NAMES if name in names)
 
 
@@ -88,9 +89,7 @@ def parameter_names(text: str) -> str:
     return text
 
 
-def _modules_of(
-    folder: Path, nemo: bool, modules: Mapping[int, LoraModule], base: BaseWeights | None
-) -> set[str]:
+def _modules_of(folder: Path, nemo: bool, options: ReadOptions) -> set[str]:
     """Names of the modules that an adapter has."""
     config = folder / "adapter_config.json"
     if not (nemo or (folder / "model.lora_weights.npy").exists()):
@@ -101,7 +100,7 @@ def _modules_of(
         if not any(folder.glob("adapter_model.*")):
             raise ValueError(f"adapter_model file does not exist in {folder}")
     try:
-        rows = read_lora(find_source(folder), 0, ReadOptions(modules, base)).config
+        rows = read_lora(find_source(folder), 0, options).config
     except AdapterError as error:
         raise ConfigError(f"lora_dir {folder}: {error}") from error
     assert rows is not None

@@ -57,6 +57,7 @@ RENAMED = {
     "enable_chunked_prefill": "enable_chunked_context",
     "disable_overlap_scheduler": "enable_overlap",
     "lora_config.lora_target_modules": "target_modules",
+    "lora_config.lora_text_only": "text_only",
     "peft_cache_config.device_cache_percent": "gpu_memory_fraction",
     "peft_cache_config.device_cache_size": "gpu_memory_bytes",
     "peft_cache_config.host_cache_size": "host_memory_bytes",
@@ -80,8 +81,11 @@ DEFAULTS: dict[str, Any] = {
     "gpu_memory_fraction": PeftCacheConfig.device_cache_percent,
     "max_beam_width": None,  # max_batch_size
 }
-# Fields of LoraConfig about reading adapters, which are no settings of the engine.
-READING = {"lora_dir", "lora_ckpt_source", "trtllm_modules_to_hf_modules", "swap_gate_up_proj_lora_b_weight"}
+# Fields of LoraConfig about reading adapters, which whoever reads them must know.
+READING = {
+    "lora_dir", "lora_ckpt_source", "trtllm_modules_to_hf_modules", "swap_gate_up_proj_lora_b_weight",
+    "lora_text_only",
+}  # fmt: skip
 GUIDE_BACKENDS = ("llguidance", "xgrammar")
 KNOWN = tuple(LlmArguments.__annotations__)
 # Arguments of TensorRT-LLM that mean nothing here, and the values that ask for nothing. None always does.

@@ -49,16 +49,17 @@ def convert_peft(
     partial: list[str] | None = None,
     *,
     base: BaseWeights | None = None,
+    text_only: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] in the storage type (bfloat16 as 2-byte void) and config [1, rows, 4] int32.
 
-    partial, base: as for `read_peft`. The rows of a fused query_key_value are ordered by the
+    partial, base, text_only: as for `read_peft`. The rows of a fused query_key_value are ordered by the
     config.json of base, or of the adapter's own directory, or of the base that its settings name, where that
     is a directory. Raises AdapterInvalidError.
     """
     file = find_model_config(Path(folder), base.model_dir if base else None)
     modules = read_fused_rows(file) if file else {}
-    options = ReadOptions(modules or None, base, allow_bin=True)
+    options = ReadOptions(modules or None, base, allow_bin=True, text_only=text_only)
     weights, config = pack_rows(read_peft(Path(folder), partial, options))
     return store_as(weights, config, storage_type), config
 
@@ -101,11 +102,14 @@ def main(arguments: list[str] | None = None) -> int:
         help="model directory: normalises DoRA, orders the rows of query_key_value",
     )  # fmt: skip
     parser.add_argument("--allow-bin", action="store_true", help=ALLOW_BIN)
+    parser.add_argument("--lora-text-only", action="store_true", help="leave out a vision part")
     options = parser.parse_args(arguments)
     partial: list[str] | None = [] if options.allow_partial else None
     try:
         base = base_weights(options.base_model)
-        weights, config = convert_peft(options.in_file, options.storage_type, partial, base=base)
+        weights, config = convert_peft(
+            options.in_file, options.storage_type, partial, base=base, text_only=options.lora_text_only
+        )
     except AdapterInvalidError as error:
         print(f"{options.in_file}: {error}", file=sys.stderr)
         return 1

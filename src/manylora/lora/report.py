@@ -47,8 +47,11 @@ class AdapterReport:
     problem: str | None = None
 
 
-def inspect_adapter(path: Path, base: BaseModel | None = None, *, allow_bin: bool = False) -> AdapterReport:
-    """Never raises for what is wrong with the adapter or the base: that is `problem`."""
+def inspect_adapter(
+    path: Path, base: BaseModel | None = None, *, allow_bin: bool = False, text_only: bool = False
+) -> AdapterReport:
+    """allow_bin, text_only: as of `ReadOptions`. Never raises for what is wrong with the adapter or the base:
+    that is `problem`."""
     report = AdapterReport()
     try:
         source = find_source(path)
@@ -56,7 +59,7 @@ def inspect_adapter(path: Path, base: BaseModel | None = None, *, allow_bin: boo
         modules = lora_modules(base.config, base.cache.target_modules) if base else None
         bounds = Bounds.of_any_rank(modules, base.config.num_layers) if base and modules else ANY_MODEL
         weights_of_base = BaseWeights(base.model_dir) if base else None
-        options = ReadOptions(modules, weights_of_base, bounds, allow_bin)
+        options = ReadOptions(modules, weights_of_base, bounds, allow_bin, text_only=text_only)
         report.dtype = source_dtype(source, options)
         _read(report, source, base, options)
     except (AdapterError, ConfigError) as error:

@@ -30,7 +30,8 @@ logger = logging.getLogger("manylora")
 
 @dataclass(frozen=True)
 class StoreParts:
-    """bounds: of what the cache can hold. max_device_adapters: of the largest rank, with every module."""
+    """bounds: of what the cache can hold. max_device_adapters: of the largest rank, with every module.
+    text_only: as of `ReadOptions`."""
 
     plan: CachePlan
     pool: AdapterPool
@@ -38,6 +39,7 @@ class StoreParts:
     bounds: Bounds
     base: BaseWeights | None
     max_device_adapters: int
+    text_only: bool = False
 
     def reader(
         self, modules: Mapping[int, LoraModule], roots: Sequence[Path] | None = None, narrow: bool = True
@@ -46,7 +48,8 @@ class StoreParts:
         may lose what the type of the pages does not hold."""
         pages = self.pool.dtype_name
         narrow = narrow and pages == "bfloat16"
-        options = ReadOptions(modules, self.base, self.bounds.within(roots), bfloat16=narrow)
+        bounds = self.bounds.within(roots)
+        options = ReadOptions(modules, self.base, bounds, bfloat16=narrow, text_only=self.text_only)
         return AdapterReader(self.rules, options, pages)
 
     def library(self, config: LoraCacheConfig) -> AdapterLibrary:
@@ -87,7 +90,7 @@ def build_parts(
     rules = AdapterRules(modules, model.num_layers, config.rank_limit, dtype == torch.float16)
     largest = min(plan.host_pages, plan.device_pages) * plan.geometry.page_elements
     bounds = Bounds.of(modules, model.num_layers, config.rank_limit, largest, pool.element_bytes)
-    return StoreParts(plan, pool, rules, bounds, base, on_device)
+    return StoreParts(plan, pool, rules, bounds, base, on_device, config.text_only)
 
 
 def _plan(

@@ -65,6 +65,9 @@ class ServeOptions:
         "another folder that links in the roots may lead to and requests may name adapters in by path",
         Path,
     )
+    lora_text_only: bool = _option(
+        False, "of adapters of a vision model, serve the text part; without it they are refused", bool
+    )
     lora_refresh_seconds: float = _option(5.0, "in which a new or changed adapter serves", float)
     lora_keep_bytes: int = _option(2**28, "adapter tensors in memory beside the cache", int)
     lora_disk_bytes: int = _option(
@@ -173,6 +176,7 @@ class ServeOptions:
             tokenizer_dir=self.tokenizer or self.model,
             disk_cache_dir=self.lora_disk_dir,
             disk_cache_bytes=self.lora_disk_bytes,
+            **({"text_only": True} if self.lora_text_only else {}),  # else what the file says
         )
 
 

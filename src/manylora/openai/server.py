@@ -178,8 +178,10 @@ def _through_triton(options: ServeOptions) -> _ServedModel:
         max_lora_rank=found.number("max_lora_rank"),
     )
     modules = lora_modules(model, lora.target_modules)
-    read = modules_to_read(modules, options.sections.get("lora_config"))
+    lora_config = options.sections.get("lora_config")
+    read = modules_to_read(modules, lora_config)
     rules = AdapterRules(modules, model.num_layers, lora.rank_limit, found.half)
+    text_only = options.lora_text_only or bool(lora_config and lora_config.lora_text_only)
     base = _triton_base_weights(options.model, model, found.parameters)
     bounds = Bounds.of(modules, model.num_layers, lora.rank_limit)
     return _ServedModel(
@@ -188,7 +190,7 @@ def _through_triton(options: ServeOptions) -> _ServedModel:
         options.max_seq_len or found.number("max_seq_len") or model.max_seq_len,
         found.number("max_num_sequences") or options.max_batch_size or EngineConfig.max_batch_size,
         # Tensors of a Triton request cannot be 8-bit floats.
-        AdapterReader(rules, ReadOptions(read, base, bounds, float8=False)),
+        AdapterReader(rules, ReadOptions(read, base, bounds, float8=False, text_only=text_only)),
     )
 
 

@@ -37,6 +37,7 @@ RENAMED = {
     "lora_catalog_dir": "catalog_dir",
     "lora_names_file": "names_file",
     "lora_allowed_path": "allowed_paths",
+    "lora_text_only": "text_only",
     "quant_group_size": "group_size",
     "quant_exclude_modules": "exclude_modules",
 }

@@ -31,7 +31,14 @@ from manylora.lora.formats.peft_experts import (
     expert_rows,
 )
 from manylora.lora.formats.peft_extras import check_extra_shapes, is_extra, read_extras
-from manylora.lora.formats.peft_names import ATTENTION_IDS, MLP_IDS, PEFT_KEY, in_our_order, in_peft_order
+from manylora.lora.formats.peft_names import (
+    ATTENTION_IDS,
+    MLP_IDS,
+    PEFT_KEY,
+    VISION,
+    in_our_order,
+    in_peft_order,
+)
 from manylora.lora.formats.peft_stacks import STACK_KEY, Parts, check_stacks, stack_parts
 from manylora.lora.formats.pickled import read_pickled
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
@@ -61,7 +68,12 @@ NO_ROW = (
     "biases, norms, embedding and head have no place in the tensors of an adapter; serve its PEFT directory "
     "itself, or train without them"
 )
+VISION_REASON = (
+    "of the model's vision part, which is not served: set lora_text_only (--lora-text-only) to leave that "
+    "out and serve the text part alone"
+)
 REFUSED = (
+    (VISION, VISION_REASON),
     (re.compile(r"wpe.*\.lora_"), "adapters on the position embedding are not supported"),
     (DORA, "this DoRA magnitude belongs to no known LoRA module"),
     (
@@ -136,7 +148,12 @@ def stored_rows(folder: Path, options: ReadOptions = DEFAULT) -> FileRows | None
 
 
 def peft_tensors(folder: Path, options: ReadOptions = DEFAULT) -> dict[str, RawTensor]:
-    """Key to tensor, as stored. Raises AdapterInvalidError."""
+    """Key to tensor, as stored; those that `options` leaves out are not there. Raises AdapterInvalidError."""
+    tensors = _all_tensors(folder, options)
+    return {key: t for key, t in tensors.items() if not (options.text_only and VISION.search(key))}
+
+
+def _all_tensors(folder: Path, options: ReadOptions) -> dict[str, RawTensor]:
     path, pickled, bounds = folder / WEIGHTS, folder / PICKLED, options.bounds
     if is_plain(path):
         return read_safetensors(path, bounds)
@@ -178,6 +195,10 @@ def _find_encoding(tensors: Mapping[str, RawTensor], config: PeftConfig) -> Numb
 
 
 def _gather(tensors: Mapping[str, RawTensor], partial: list[str] | None) -> dict[tuple[int, int], Parts]:
+    seen = sorted(key for key in tensors if VISION.search(key))
+    if seen and partial is None:
+        rest = f" and {len(seen) - 1} other tensors are " if len(seen) > 1 else " is "
+        raise AdapterInvalidError(f"{seen[0]}{rest}{VISION_REASON}")
     found: dict[tuple[int, int], Parts] = {}
     roots: dict[str, str] = {}
     for key, tensor in sorted(tensors.items()):
@@ -200,7 +221,7 @@ def _gather(tensors: Mapping[str, RawTensor], partial: list[str] | None) -> dict
 def _leave_out(key: str, partial: list[str] | None) -> None:
     reason = next((text for pattern, text in REFUSED if pattern.search(key)), "no such LoRA module is known")
     # A module without its magnitude would be another adapter, so this may not be left out.
-    if partial is None or DORA.search(key):
+    if partial is None or (DORA.search(key) and not VISION.search(key)):
         raise AdapterInvalidError(f"{key}: {reason}")
     partial.append(f"no match {key}: {reason}")
 

@@ -38,6 +38,9 @@ PEFT_KEY = re.compile(
 """path: the module's; mlp: of the MLP, not of attention; side: A or B, None for a DoRA magnitude as PEFT or
 NVlabs name it."""
 
+VISION = re.compile(r"(?:^|\.)(?:vision_\w+|visual|image_\w+|multi_modal_projector|mm_projector)\.")
+"""In the name of a tensor that belongs to the vision part of a multimodal model."""
+
 
 def in_our_order(path: str, module_id: int, rows: np.ndarray, module: LoraModule | None) -> np.ndarray:
     """[out] or [out, n] in PEFT's order to the tensor format's. module: the model's, None: not known.

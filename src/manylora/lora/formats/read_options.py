@@ -20,7 +20,8 @@ class ReadOptions:
     bounds: judged by headers, before a value is read. allow_bin: read PEFT's adapter_model.bin, in a process
     of its own; for tools. float8: numbers of 8 bits stay so; else they are widened to bfloat16. digest: take
     that of each row of PEFT as it is read, where the adapter's will be wanted. bfloat16: narrow such rows
-    then, for pages of that type, where they are large; those of routed experts stay as they are.
+    then, for pages of that type, where they are large; those of routed experts stay as they are. text_only:
+    leave out what an adapter has for a model's vision part, which is refused otherwise.
     """
 
     modules: Mapping[int, LoraModule] | None = None
@@ -30,6 +31,7 @@ class ReadOptions:
     float8: bool = True
     digest: bool = False
     bfloat16: bool = False
+    text_only: bool = False
 
     def module(self, module_id: int) -> LoraModule | None:
         return self.modules.get(module_id) if self.modules else None

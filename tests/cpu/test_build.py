@@ -213,7 +213,7 @@ def test_dora_is_the_same_on_a_built_directory(tmp_path: Path) -> None:
          "--lora_plugin disable and --max_lora_rank contradict each other"),
         (["--lora_target_modules", "attn_x"],
          "--lora_target_modules: Invalid LoRA module attn_x; modules are attn_qkv, attn_q"),
-        (["--model_dir", "/nowhere"], "the model directory /nowhere does not exist"),
+        (["--model_dir", "/nowhere"], "the model's folder /nowhere does not exist"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_built_is_said(

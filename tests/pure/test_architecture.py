@@ -26,13 +26,13 @@ ORDER = [
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
 # The same inside a package, one list each.
 INSIDE = {
-    "system": ["lifeline", "threads", "allocator", "text_threads", "compiler"],
+    "system": ["lifeline", "threads", "allocator", "text_threads", "compiler", "progress"],
     "kernels": [
         "activations", "quantised", "panels", "extras", "row_format", "spec", "experts", "transfer",
         "reference", "native", "loading", "cpu", "compiled", "cuda", "device",
     ],
     "quant": ["config", "checkpoint", "layouts", "checkpoint_weights"],
-    "config": ["values", "engine", "build_record", "resolve"],
+    "config": ["values", "engine", "build_record", "hub", "model_folder", "resolve"],
     "wire": [
         "parameters", "tensor_table", "server_types", "word_lists", "client_errors", "client_disconnects",
         "shape_guard", "text_worker", "metrics", "bls", "bls_generator", "bls_worker", "server_calls",
@@ -72,7 +72,9 @@ INSIDE = {
         "datasets", "load", "options", "report", "memory_traffic",
         "report_text", "plots", "local", "remote", "triton_endpoint", "openai_endpoint", "system", "run",
     ],
-    "openai": ["api", "serving", "page", "options", "other_routes", "app", "server"],
+    "openai": [
+        "api", "serving", "page", "options", "vllm_flags", "arguments", "other_routes", "app", "server",
+    ],
     "openai.api": [
         "errors", "names", "fields", "schema", "messages", "adapter_choice", "tools", "guides", "params",
         "logprobs", "responses_request", "ollama_request", "run_request", "openapi",
@@ -90,8 +92,8 @@ INSIDE = {
 }  # fmt: skip
 NO_TORCH = [
     "errors", "request", "stats", "system.lifeline", "system.threads", "system.text_threads",
-    "system.compiler", "quant.config", "quant.checkpoint", "config", "wire", "text", "launcher",
-    "lora.pages", "lora.modules", "lora.geometry", "lora.bounds", "lora.number_types",
+    "system.compiler", "system.progress", "quant.config", "quant.checkpoint", "config", "wire", "text",
+    "launcher", "lora.pages", "lora.modules", "lora.geometry", "lora.bounds", "lora.number_types",
     "lora.tensors", "lora.staging", "lora.extras", "lora.rules", "lora.slicing", "lora.cache", "cli",
     "engine.sequence", "engine.guide", "engine.guide_trial", "engine.kv_cache", "engine.scheduler",
     "kernels.row_format", "kernels.cuda.plan", "llmapi", "bench", "openai", "contracts", "lora_helper",

@@ -21,6 +21,7 @@ from manylora.bench.plots import check_plot, write_plot
 from manylora.bench.report_text import render
 from manylora.bench.run import BenchResult, run_bench
 from manylora.commands import prepare_dataset
+from manylora.config.hub import local_model
 from manylora.errors import ConfigError
 from manylora.llmapi.options import NAMES, llm_arguments, read_options
 
@@ -48,8 +49,6 @@ def main(arguments: list[str] | None = None) -> int:
     except (ConfigError, ValueError) as error:
         print(f"manylora bench: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     print(render(outcome.report))
     try:
         _write(options, outcome)
@@ -61,7 +60,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _common(**settings: Any) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="manylora bench", **settings)
-    _add(parser, "--model", help="a Hugging Face directory, or the name the report gives it")
+    _add(
+        parser,
+        "--model",
+        help="a Hugging Face directory or an id of the hub, or the name the report gives it",
+    )
     _add(parser, "--model_path", type=Path, help="the directory, where --model is a name")
     return parser
 
@@ -156,7 +159,8 @@ def _plan(options: argparse.Namespace) -> BenchOptions:
         raise ConfigError(f"--concurrency must be -1 or at least 1, got {options.concurrency}")
     if options.request_rate is not None and options.request_rate <= 0:
         raise ConfigError(f"--request_rate must be > 0, got {options.request_rate}")
-    model_dir = options.model_path or (Path(options.model) if options.model else None)
+    named = options.model_path or options.model
+    model_dir = Path(named) if named and options.endpoint else local_model(named) if named else None
     if model_dir is None and options.endpoint is None:
         raise ConfigError("--model must name the model's directory")
     if options.endpoint:

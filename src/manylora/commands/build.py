@@ -18,6 +18,7 @@ from manylora.commands.trtllm_flags import (
     without_effect,
 )
 from manylora.config.build_record import LIMITS
+from manylora.config.hub import local_model
 from manylora.errors import ConfigError
 from manylora.quant.config import SERVED, QuantConfig
 
@@ -31,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         check_flags(theirs, options.trtllm_flags)
         options.lora_plugin, options.max_input_len = enables_lora(theirs), max_input_len(theirs)
         _check_world(options)
+        options.model_dir = local_model(options.model_dir)
         quant = QuantConfig(
             quant_algo=options.quant_algo,
             kv_cache_quant_algo=options.kv_cache_quant_algo,
@@ -78,7 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="manylora build", description=__doc__, epilog=help_text())
     add = parser.add_argument
     add(
-        "--model_dir", "--checkpoint_dir", type=Path, required=True, help="a Hugging Face directory",
+        "--model_dir", "--checkpoint_dir", required=True,
+        help="a Hugging Face directory, or an id of the hub: org/name[@revision]",
     )  # fmt: skip
     add("--output_dir", type=Path, required=True, help="empty, or an earlier build")
     add("--dtype", choices=("auto", "float32", "float16", "bfloat16"), default="auto")

@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 from manylora.config.build_record import read_build_record
 from manylora.config.engine import EngineConfig, LoraCacheConfig, ModelConfig
 from manylora.engine.guide import Guides
-from manylora.engine.memory import KvPlan, allocate_kv, batch_limits, kv_cache_dtype, plan_kv
+from manylora.engine.memory import (
+    KvPlan,
+    allocate_kv,
+    batch_limits,
+    check_length,
+    kv_cache_dtype,
+    plan_kv,
+)
 from manylora.engine.runner import Runner
 from manylora.kernels.device import Device, open_device
 from manylora.lora.expert_rules import targets_beside_quantised_experts
@@ -51,6 +58,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
     """Raises ConfigError when the configuration, the checkpoint or the memory does not allow it."""
     started = time.perf_counter()
     model, device = read_model_config(config.model_dir), open_device(config.device)
+    check_length(config, model)
     if device.torch.type == "cpu":
         keep_memory()
     dtype = compute_dtype(config.dtype, model, device)

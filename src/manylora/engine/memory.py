@@ -35,6 +35,19 @@ def kv_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     return torch.float8_e4m3fn if fp8 else dtype
 
 
+def check_length(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ConfigError for sequences longer than the model's positions: it was not trained on them, or has
+    none there."""
+    if model.encoder is not None and model.encoder.relative_buckets:  # relative positions have no limit
+        return
+    most = model.max_seq_len
+    if config.max_seq_len is not None and config.max_seq_len > most:
+        raise ConfigError(
+            f"max_seq_len {config.max_seq_len} is more than the model's {most} positions: use {most} or less "
+            "(a longer context needs rope scaling and max_position_embeddings in its config.json)"
+        )
+
+
 def plan_kv(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, free_bytes: int
 ) -> KvPlan:
@@ -48,8 +61,6 @@ def plan_kv(
     size = config.tokens_per_block
     block_bytes = model.kv_layers * 2 * size * model.kv_size * dtype.itemsize
     max_seq_len = config.max_seq_len or model.max_seq_len
-    if not (model.encoder and model.encoder.relative_buckets):  # relative positions have no limit
-        max_seq_len = min(max_seq_len, model.max_seq_len)
     prompts = 2 if model.encoder else 1  # the encoder's prompt takes blocks beside the decoder's tokens
     num_blocks = int(config.kv_cache_free_gpu_mem_fraction * free_bytes) // block_bytes
     if config.max_tokens_in_paged_kv_cache is not None:

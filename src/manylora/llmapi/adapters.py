@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from manylora.errors import AdapterError, AdapterInvalidError, AdapterNotCachedError
+from manylora.config.hub import is_hub_id, local_adapter
+from manylora.errors import AdapterError, AdapterInvalidError, AdapterNotCachedError, ConfigError
 from manylora.llmapi.lora import LoRARequest
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.formats.sources import find_source
@@ -28,6 +29,8 @@ class AdapterRegistry:
     """Any thread. An id belongs to one path. An id whose adapter was refused is forgotten, and may be given
     another path.
 
+    An id of the hub is downloaded when it is first read, and means the same files from then on.
+
     library: of the engine, which reads an adapter when it is not in the cache. reader: for `lora_config`.
     """
 
@@ -35,6 +38,7 @@ class AdapterRegistry:
         self._library, self._reader = library, reader
         self._lock = threading.Lock()
         self._entries: dict[int, _Registered] = {}
+        self._downloaded: dict[Path, Path] = {}  # by id of the hub
 
     def claim(self, request: LoRARequest) -> None:
         """Let the request's id mean its path; to be released when the request ends.
@@ -43,7 +47,7 @@ class AdapterRegistry:
         no path and the id is not known.
         """
         task_id, source = request.lora_int_id, request.lora_ckpt_source
-        path = None if request.lora_path is None else Path(request.lora_path).resolve()
+        path = None if request.lora_path is None else _place(request.lora_path)
         with self._lock:
             entry = self._entries.get(task_id)
             if entry is None:
@@ -70,11 +74,29 @@ class AdapterRegistry:
     def _read(self, path: Path, ckpt_source: str) -> Adapter | FileAdapter:
         """ckpt_source: "nemo", or "hf" for every other kind of checkpoint. Raises AdapterInvalidError."""
         try:
+            path = self._local(path)
             source = find_source(path)
             if (source.kind == "nemo") != (ckpt_source == "nemo"):
                 raise AdapterInvalidError(
                     f"{path.name} is not a checkpoint of kind {ckpt_source}, it is {source.kind}"
                 )
             return self._reader.read(path, source).adapter
-        except AdapterError as error:
+        except (AdapterError, ConfigError) as error:
             raise AdapterInvalidError(f"Failed to load LoRA adapter: {error}") from error
+
+    def _local(self, path: Path) -> Path:
+        """Raises ConfigError for an id of the hub that cannot be had."""
+        if path.is_absolute():
+            return path
+        with self._lock:
+            found = self._downloaded.get(path)
+        if found is None:
+            found = local_adapter(path)
+            with self._lock:
+                self._downloaded[path] = found
+        return found
+
+
+def _place(given: str) -> Path:
+    """An absolute path, or an id of the hub."""
+    return Path(given) if is_hub_id(given) else Path(given).resolve()

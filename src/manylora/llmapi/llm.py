@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from manylora.config.build_record import read_build_record
 from manylora.config.engine import EngineConfig
+from manylora.config.hub import local_model
 from manylora.engine.engine import Engine
 from manylora.engine.loop import EngineLoop
 from manylora.errors import ConfigError, RequestError
@@ -47,8 +48,9 @@ DECODER_IDS = "decoder_input_token_ids"
 class LLM:
     """One base model and any number of its adapters, in this process. A context manager; thread-safe.
 
-    model:     a Hugging Face directory.
-    tokenizer: a directory, or a `manylora.text.tokenizer.Tokenizer`; None: the model's own.
+    model:     a Hugging Face directory, or an id of the hub, org/name or org/name@revision: it is downloaded.
+    tokenizer: likewise, or a `manylora.text.tokenizer.Tokenizer`; None: the model's own.
+    revision, tokenizer_revision: branch, tag or commit of an id.
     skip_tokenizer_init: prompts and outputs are token ids.
     lora_config: without it requests with an adapter are refused. peft_cache_config: the adapter cache's size.
     quant_config: weights in fewer bits; None: as the directory has them.
@@ -76,10 +78,12 @@ class LLM:
         *,
         tokenizer: str | Path | Tokenizer | None = None,
         skip_tokenizer_init: bool = False,
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
         **arguments: Unpack[LlmArguments],
     ) -> None:
         check_known(arguments)
-        folder, lora_config = Path(model), arguments.get("lora_config")
+        folder, lora_config = local_model(model, revision), arguments.get("lora_config")
         if lora_config is None and arguments.get("enable_lora"):
             lora_config = arguments["lora_config"] = LoraConfig()
         elif arguments.get("enable_lora"):
@@ -92,7 +96,8 @@ class LLM:
                 )
             settings = {} if self._serves_lora else dict(NO_ADAPTERS)
             self._model = read_model_config(folder)
-            self._tokenizer = None if skip_tokenizer_init else _open_tokenizer(tokenizer or folder)
+            chosen = folder if tokenizer is None else tokenizer
+            self._tokenizer = None if skip_tokenizer_init else _open_tokenizer(chosen, tokenizer_revision)
             if arguments.get("guided_decoding_backend") is not None:
                 if self._tokenizer is None:
                     raise ConfigError(
@@ -265,8 +270,8 @@ def _dispose(service: Service) -> None:
         service.close()
 
 
-def _open_tokenizer(tokenizer: str | Path | Tokenizer) -> Tokenizer:
-    return tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(Path(tokenizer))
+def _open_tokenizer(tokenizer: str | Path | Tokenizer, revision: str | None) -> Tokenizer:
+    return tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(local_model(tokenizer, revision))
 
 
 def _for_each(prompts: Sequence[Any], name: str, value: Any) -> list[Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from manylora.config.hub import is_hub_id
 from manylora.config.resolve import with_whole_qkv
 from manylora.lora.modules import MODULE_NAMES
 
@@ -85,8 +86,9 @@ class LoRARequest:
     """An adapter: its id, and the path to read it from. Raises ValueError.
 
     lora_int_id: 0 to 2**64 - 1; identifies the adapter as long as the LLM exists.
-    lora_path:   a PEFT directory, or a directory with the two converted .npy files. None: the path that an
-                 earlier request gave for this id.
+    lora_path:   a PEFT directory, or a directory with the two converted .npy files; or an id of the hub,
+                 org/name, which is downloaded at its first use. None: the path that an earlier request gave
+                 for this id.
     """
 
     lora_name: str
@@ -96,7 +98,7 @@ class LoRARequest:
 
     def __post_init__(self) -> None:
         path = self.lora_path
-        if path is not None and (not str(path) or not Path(path).exists()):
+        if path is not None and (not str(path) or not (Path(path).exists() or is_hub_id(path))):
             raise ValueError(f"lora_path ({path}) does not exist.")
         _check_source("lora_ckpt_source must be 'hf' or 'nemo', got '{}'", self.lora_ckpt_source)
         if not isinstance(self.lora_int_id, int) or not 0 <= self.lora_int_id <= MAX_ID:

@@ -88,6 +88,7 @@ READING = {
 }  # fmt: skip
 GUIDE_BACKENDS = ("llguidance", "xgrammar")
 KNOWN = tuple(LlmArguments.__annotations__)
+OF_FILES = ("tokenizer", "skip_tokenizer_init", "revision", "tokenizer_revision")  # arguments of `LLM`, too
 # Arguments of TensorRT-LLM that mean nothing here, and the values that ask for nothing. None always does.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "backend": ("pytorch",),
@@ -152,7 +153,7 @@ def read_options(path: Path) -> dict[str, Any]:
 def llm_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments of `LLM`. A null asks for nothing. Raises ConfigError for a key that is not known."""
     given = {name: value for name, value in options.items() if value is not None}
-    check_names("option", given, [*KNOWN, "tokenizer", "skip_tokenizer_init", *NEUTRAL])
+    check_names("option", given, [*KNOWN, *OF_FILES, *NEUTRAL])
     return given | {name: _part(name, PARTS[name], given[name]) for name in PARTS if name in given}
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from manylora.config.engine import ModelConfig
+from manylora.config.model_folder import check_model_folder, weight_files
 from manylora.errors import ConfigError
 from manylora.model.families import FAMILIES
 from manylora.model.families.common import read_common, read_dtype
-from manylora.model.safetensors_file import FLOATS, SafetensorsFile, checkpoint_files
+from manylora.model.safetensors_file import FLOATS, SafetensorsFile
 from manylora.quant.checkpoint import checkpoint_quant
 
 START = "decoder_start_token_id"
@@ -19,9 +20,8 @@ START = "decoder_start_token_id"
 def read_model_config(model_dir: Path) -> ModelConfig:
     """Of a Hugging Face directory. Raises ConfigError naming what is missing or not supported."""
     model_dir = Path(model_dir)
-    if not model_dir.is_dir():
-        raise ConfigError(f"the model directory {model_dir} does not exist")
-    raw = _read_json(model_dir / "config.json", required=True)
+    check_model_folder(model_dir, weights=False)
+    raw = _read_json(model_dir / "config.json")
     if "architectures" not in raw and ("pretrained_config" in raw or "mapping" in raw):
         kind = "engine" if "pretrained_config" in raw else "checkpoint"
         raise ConfigError(
@@ -61,7 +61,11 @@ def read_model_config(model_dir: Path) -> ModelConfig:
 
 def _stored_dtype(model_dir: Path) -> str:
     """That of the checkpoint's first weight, where config.json says none. float32 without a checkpoint."""
-    for path in filter(Path.is_file, checkpoint_files(model_dir)):
+    try:
+        paths = weight_files(model_dir)
+    except ConfigError:  # it is only described
+        return "float32"
+    for path in paths:
         with SafetensorsFile(path) as file:
             found = next((FLOATS[kind] for kind in file.types() if kind in FLOATS), None)
         if found is not None:
@@ -69,10 +73,8 @@ def _stored_dtype(model_dir: Path) -> str:
     return "float32"
 
 
-def _read_json(path: Path, required: bool = False) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        if required:
-            raise ConfigError(f"{path} does not exist: a Hugging Face model directory is needed")
         return {}
     try:
         return json.loads(path.read_text(encoding="utf-8"))

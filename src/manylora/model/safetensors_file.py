@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +27,14 @@ FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types of plain weights, and their names in config.json."""
 
 
-def checkpoint_files(model_dir: Path) -> list[Path]:
-    """The safetensors files of a model, whether they exist or not. Raises ConfigError."""
-    index = model_dir / "model.safetensors.index.json"
-    if not index.is_file():
-        return [model_dir / "model.safetensors"]
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return [model_dir / Path(name).name for name in sorted(names)]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{index} is not a safetensors index: {error}") from error
-
-
 class SafetensorsFile:
-    """A context manager, which closes the file. Raises ConfigError unless it is a whole safetensors file."""
+    """A context manager, which closes the file. Raises ConfigError unless it is a whole safetensors file.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    on_read: called with the bytes of each reading, from any thread.
+    """
+
+    def __init__(self, path: Path, on_read: Callable[[int], None] = lambda count: None) -> None:
+        self.path, self._on_read = path, on_read
         try:
             with safe_open(path, framework="pt"):
                 pass  # the library checks the header: its tensors cover the file without gaps or overlaps
@@ -84,6 +75,7 @@ class SafetensorsFile:
             if got == 0:
                 raise ConfigError(f"{self.path} is not a readable safetensors file: it was cut short")
             done += got
+            self._on_read(got)
 
 
 class FileTensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from manylora.config.engine import ModelConfig
+from manylora.config.model_folder import weight_files
 from manylora.errors import ConfigError
 from manylora.kernels.device import Device
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
@@ -20,9 +22,10 @@ from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.families import FAMILIES
 from manylora.model.plan import Plan, RowSlice, WeightSpec, checkpoint_plan, unused_prefixes
 from manylora.model.quant import check_quant_request, quantise, should_quantise, stack_weights
-from manylora.model.safetensors_file import FileTensor, SafetensorsFile, checkpoint_files
+from manylora.model.safetensors_file import FileTensor, SafetensorsFile
 from manylora.quant.checkpoint_weights import CheckpointWeights
 from manylora.quant.config import QuantConfig
+from manylora.system.progress import Progress
 
 logger = logging.getLogger("manylora")
 
@@ -69,7 +72,11 @@ def load_decoder(
     missing, unknown or wrongly shaped tensor, or a broken file.
     """
     with ExitStack() as stack:
-        files = open_checkpoint(Path(model_dir), stack)
+        paths = weight_files(Path(model_dir))
+        progress = stack.enter_context(
+            Progress("loading", "loaded", "weights", sum(path.stat().st_size for path in paths))
+        )
+        files = open_checkpoint(Path(model_dir), stack, progress.add)
         config = _with_own_head(config, files)
         plan = checkpoint_plan(config, files)
         stored = check_names(files, plan, config, quant)
@@ -121,13 +128,13 @@ def _loaded_dtype(
     return narrow if device.ops.keeps(narrow, compute) else compute
 
 
-def open_checkpoint(model_dir: Path, stack: ExitStack) -> Files:
-    """Reads headers only. Raises ConfigError."""
+def open_checkpoint(
+    model_dir: Path, stack: ExitStack, on_read: Callable[[int], None] = lambda count: None
+) -> Files:
+    """Reads headers only. on_read: as of SafetensorsFile. Raises ConfigError."""
     found: Files = {}
-    for path in checkpoint_files(model_dir):
-        if not path.is_file():
-            raise ConfigError(f"{path} does not exist: weights are read from safetensors files")
-        file = stack.enter_context(SafetensorsFile(path))
+    for path in weight_files(model_dir):
+        file = stack.enter_context(SafetensorsFile(path, on_read))
         found.update(dict.fromkeys(file.keys(), file))
     return found
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Library
 
+from manylora.config.model_folder import check_tokenizer_folder
 from manylora.errors import ConfigError, RequestError, TextTooLongError
 from manylora.system.allocator import release_free_memory
 from manylora.system.text_threads import LONG
@@ -41,8 +42,7 @@ class Tokenizer:
     def __init__(self, directory: Path, chat_template: Path | None = None) -> None:
         self.directory = Path(directory)
         path = self.directory / "tokenizer.json"
-        if not path.is_file():
-            raise ConfigError(f"tokenizer_dir: {path} does not exist")
+        check_tokenizer_folder(self.directory)
         try:
             self._library = Library.from_file(str(path))
             spec = json.loads(path.read_text(encoding="utf-8"))
@@ -50,7 +50,7 @@ class Tokenizer:
             decoder = json.dumps(found)
             self.limits = TextLimits(characters_per_token(spec))
         except Exception as error:
-            raise ConfigError(f"tokenizer_dir: {path} is not a tokenizer: {error}") from error
+            raise ConfigError(f"{path} is not a tokenizer: {error}") from error
         self._settings = self._read_settings(Path(directory) / "tokenizer_config.json")
         self._chat = ChatTemplate(Path(directory), self._settings, chat_template)
         self.takes_tools = self._chat.takes_tools  # whether it shows the model the tools of a request
@@ -238,7 +238,7 @@ class Tokenizer:
         try:
             return json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ConfigError(f"tokenizer_dir: {path} is not valid JSON: {error}") from error
+            raise ConfigError(f"{path} is not valid JSON: {error}") from error
 
 
 def open_tokenizer(parameters: Mapping[str, str]) -> Tokenizer:
@@ -246,7 +246,10 @@ def open_tokenizer(parameters: Mapping[str, str]) -> Tokenizer:
     directory = value_of(parameters, "tokenizer_dir")
     if directory is None:
         raise ConfigError("parameter tokenizer_dir must name the tokenizer's directory")
-    return Tokenizer(Path(directory))
+    try:
+        return Tokenizer(Path(directory))
+    except ConfigError as error:
+        raise ConfigError(f"parameter tokenizer_dir: {error}") from error
 
 
 def _is_unfinished(tail: bytes) -> bool:

@@ -1,0 +1,172 @@
+"""Models and adapters by their id on the Hugging Face hub, as `org/name` or `org/name@revision`.
+
+huggingface_hub does the work, with its cache and its environment: HF_HOME, HF_TOKEN, HF_ENDPOINT,
+HF_HUB_OFFLINE. Only files that we read are fetched, never pickles or code. Only what starts a process asks
+here, never a request to a server.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from manylora.errors import ConfigError, printable
+from manylora.system.progress import Progress, size
+
+logger = logging.getLogger("manylora")
+
+ID = re.compile(r"(\w[\w.-]{0,95}/\w[\w.-]{0,95})(?:@([\w./-]{1,200}))?", re.ASCII)
+MODEL_FILES = ("*.json", "*.jinja", "*.safetensors")
+ADAPTER_FILES = ("*.json", "adapter_model*.safetensors", "*.npy")
+# Folders hold other formats, and consolidated.* the same weights once more.
+NOT_READ = ("*/*", "consolidated*")
+LOOK_S = 0.5  # between two looks at what has arrived
+
+
+def is_hub_id(given: str | Path) -> bool:
+    """Whether this may be an id, and is no path of this machine."""
+    return ID.fullmatch(str(given)) is not None and not Path(given).exists()
+
+
+def hub_name(given: str | Path) -> str:
+    """An id without its revision."""
+    return str(given).partition("@")[0]
+
+
+def local_model(given: str | Path, revision: str | None = None, cache: Path | None = None) -> Path:
+    """A folder as it is; the files of a model's or tokenizer's id, downloaded if they are not in the cache.
+
+    revision: branch, tag or commit of an id. cache: in place of huggingface_hub's own. Raises ConfigError.
+    """
+    return _local(given, revision, cache, MODEL_FILES)
+
+
+def local_adapter(given: str | Path, revision: str | None = None, cache: Path | None = None) -> Path:
+    """As `local_model`, for an adapter's folder or file."""
+    return _local(given, revision, cache, ADAPTER_FILES)
+
+
+def _local(given: str | Path, revision: str | None, cache: Path | None, files: tuple[str, ...]) -> Path:
+    path = Path(given).expanduser()
+    if path.exists() or not is_hub_id(given):
+        if revision is not None:
+            raise ConfigError(f"revision {revision!r} is for an id of the hub, org/name: {given} is a path")
+        return path
+    name, _, own = str(given).partition("@")
+    if own and revision not in (None, own):
+        raise ConfigError(f"{given} names the revision {own}, and revision is {revision}: give one of them")
+    return _fetch(name, own or revision, cache, files)
+
+
+def _fetch(name: str, revision: str | None, cache: Path | None, files: tuple[str, ...]) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()  # ours is shown in logs too
+    place = Path(cache or constants.HF_HUB_CACHE).expanduser()
+    get: Callable[..., Any] = partial(
+        snapshot_download,
+        name,
+        revision=revision,
+        cache_dir=place,
+        allow_patterns=list(files),
+        ignore_patterns=list(NOT_READ),
+    )
+    shown = name if revision is None else f"{name}@{revision}"
+    try:
+        todo = sum(one.file_size for one in get(dry_run=True) if one.will_download)
+        return Path(_download(get, shown, place, todo) if todo else get())
+    except DryRunError as error:  # no network, or not for us: what is in the cache may do
+        cause = error.__cause__ or error
+        try:
+            folder = get(local_files_only=True)
+        except LocalEntryNotFoundError:
+            raise ConfigError(_problem(shown, place, cause)) from error
+        logger.warning("%s: %s; the files in the cache are used", shown, _reason(cause))
+        return Path(folder)
+    except Exception as error:  # of its libraries, too
+        raise ConfigError(_problem(shown, place, error)) from error
+
+
+def _download(get: Callable[[], str], shown: str, place: Path, todo: int) -> str:
+    """Raises ConfigError when there is no room; and whatever `get` does."""
+    place.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(place).free
+    if free < todo:
+        raise ConfigError(
+            f"{shown} needs {size(todo)}, and {place} has {size(free)} left: free some, or set HF_HOME to a "
+            "folder on a larger disk"
+        )
+    folder = place / f"models--{hub_name(shown).replace('/', '--')}" / "blobs"
+    before, ended = _stored(folder), threading.Event()
+    with Progress("downloading", "downloaded", shown, todo) as progress:
+
+        def watch() -> None:
+            while not ended.wait(LOOK_S):
+                progress.set(_stored(folder) - before)
+
+        threading.Thread(target=watch, name="manylora-download", daemon=True).start()
+        try:
+            return get()
+        finally:
+            ended.set()
+
+
+def _stored(folder: Path) -> int:
+    """Bytes of the files that are there, whole or not."""
+    count = 0
+    try:
+        for one in folder.iterdir():
+            count += one.stat().st_blocks * 512
+    except OSError:  # not there yet, or just renamed
+        pass
+    return count
+
+
+def _problem(shown: str, place: Path, error: BaseException) -> str:
+    """In one line why it cannot be had, and what to do."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, ConfigError):
+        return str(error)
+    name, _, revision = shown.partition("@")
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"{name} is gated: accept its terms on {constants.ENDPOINT}/{name}, and set HF_TOKEN to a token "
+            "of yours (or: hf auth login)"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return (
+            f"{name} has no revision {revision!r} on {constants.ENDPOINT}: give one of its branches or tags"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"there is no folder {name} here, and no {name} on {constants.ENDPOINT}; if that is private, set "
+            "HF_TOKEN (or: hf auth login)"
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{shown}: the disk of {place} is full: free some of it, or set HF_HOME to a folder elsewhere"
+    if isinstance(error, PermissionError):
+        return f"{shown}: {error.filename or place} may not be written: set HF_HOME to a folder of yours"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return (
+            f"there is no folder {name} here, and it is not whole in the cache {place} while HF_HUB_OFFLINE "
+            f"is set: unset it, or run once with a network: hf download {name}"
+        )
+    return (
+        f"there is no folder {name} here, and it cannot be had from {constants.ENDPOINT}: {_reason(error)}; "
+        f"without a network give a folder, or fill the cache elsewhere: hf download {name}"
+    )
+
+
+def _reason(error: BaseException) -> str:
+    first = str(error).strip().partition("\n")[0].strip()
+    return printable(first or type(error).__name__)

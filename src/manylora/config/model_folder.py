@@ -1,0 +1,218 @@
+"""What a folder is that was given as a model, and in one line what to do when it is none.
+
+Every way in asks here: `serve`, `LLM`, `build`, `bench`, and the models of Triton's repository.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from manylora.config.hub import is_hub_id
+from manylora.errors import ConfigError, printable
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+SPM = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
+LFS = b"version https://git-lfs"
+MOST_LISTED = 5
+
+
+def check_model_folder(folder: Path, *, weights: bool = True) -> None:
+    """Raises ConfigError unless there is a config.json and, with `weights`, what `weight_files` gives."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(_no_model(folder))
+    if weights:
+        weight_files(folder)
+
+
+def check_adapter_path(path: Path) -> None:
+    """Raises ConfigError for a path where nothing is, or a base model."""
+    if not path.exists():
+        raise ConfigError(_no_folder(path, "adapter's folder"))
+    if (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
+        raise ConfigError(f"{path} is a whole model, not an adapter: manylora serve {shlex.quote(str(path))}")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of the checkpoint, which are all there. Raises ConfigError."""
+    names = _weights_of(folder)
+    if not names:
+        raise ConfigError(_no_weights(folder))
+    _check_files(folder, names)
+    return [folder / name for name in names]
+
+
+def check_tokenizer_folder(folder: Path) -> None:
+    """Raises ConfigError unless there is a tokenizer.json."""
+    if (folder / "tokenizer.json").is_file():
+        return
+    if not folder.is_dir():
+        raise ConfigError(_no_folder(folder))
+    if any((folder / one).is_file() for one in SPM):
+        older = next(one for one in SPM if (folder / one).is_file())
+        raise ConfigError(
+            f"{folder} has no tokenizer.json, only {older}: make one with {_python(folder, 'AutoTokenizer')}"
+        )
+    if not (folder / "config.json").is_file():
+        raise ConfigError(_no_model(folder))
+    raise ConfigError(
+        f"{folder} has no tokenizer (no tokenizer.json): copy it from the model this one was made from, "
+        "or name the folder of another (--tokenizer, tokenizer=)"
+    )
+
+
+def _weights_of(folder: Path) -> list[str]:
+    """Names of the safetensors files that the checkpoint has, or should have. Raises ConfigError."""
+    index = folder / INDEX
+    if not index.is_file():
+        return [WEIGHTS] if (folder / WEIGHTS).is_file() else []
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        return [Path(name).name for name in names]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{index} is not a safetensors index: {error}") from error
+
+
+def _check_files(folder: Path, names: list[str]) -> None:
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ConfigError(
+            f"{folder} lacks {missing[0]} ({len(missing)} of its {len(names)} files of weights are missing): "
+            "copy or download it again, whole"
+        )
+    for name in names:
+        with (folder / name).open("rb") as file:
+            if file.read(len(LFS)) == LFS:
+                raise ConfigError(
+                    f"{folder / name} is a pointer of Git LFS, not the file itself: "
+                    f"git -C {shlex.quote(str(folder))} lfs pull"
+                )
+
+
+def _no_model(folder: Path) -> str:
+    """Why a path is no model's folder, where there is no config.json."""
+    if not folder.exists():
+        return _no_folder(folder)
+    if folder.is_file():
+        return _no_folder_but_file(folder)
+    adapter = read_json(folder / "adapter_config.json")
+    if adapter is not None:
+        return _adapter(folder, adapter)
+    names = _names(folder)
+    if not names:
+        return f"{folder} is empty: give the folder of a Hugging Face model"
+    inside = [
+        one for one in (*folder.glob("snapshots/*"), *folder.glob("*")) if (one / "config.json").is_file()
+    ]
+    if inside:
+        others = f" (or one of {len(inside) - 1} more)" if len(inside) > 1 else ""
+        return f"{folder} is no model, but has one in it: give {inside[0]}{others}"
+    if found := [name for name in names if name.endswith(".gguf")]:
+        return _gguf(f"{folder} holds {found[0]}")
+    if "params.json" in names and any(name.startswith("consolidated.") for name in names):
+        return (
+            f"{folder} has the weights in their maker's own layout (params.json): take the Hugging Face "
+            "form, the one with a config.json"
+        )
+    if any(name.endswith(".engine") for name in names):
+        return _engine(folder)
+    listed = ", ".join(map(printable, names[:MOST_LISTED])) + (", …" if len(names) > MOST_LISTED else "")
+    return (
+        f"{folder} is no model, it has no config.json but {listed}: give the folder of a Hugging Face model"
+    )
+
+
+def _no_folder(folder: Path, what: str = "model's folder") -> str:
+    if folder.is_file():
+        return _no_folder_but_file(folder)
+    parent = next(one for one in folder.absolute().parents if one.is_dir())
+    hint = ""
+    if parent == folder.absolute().parent:
+        near = difflib.get_close_matches(folder.name, _names(parent), n=1)
+        hint = f"; did you mean {folder.parent / near[0]}?" if near else ""
+    else:
+        hint = f"; of its path there is only {parent}"
+    if is_hub_id(folder):
+        hint += f"; a model of the hub is fetched with: hf download {folder}"
+    return f"the {what} {folder} does not exist{hint}"
+
+
+def _no_folder_but_file(file: Path) -> str:
+    if file.suffix == ".gguf":
+        return _gguf(f"{file} is a GGUF file")
+    if (file.parent / "config.json").is_file() or (file.parent / "adapter_config.json").is_file():
+        return f"{file} is a file, and a model is a folder: give {file.parent}"
+    return f"{file} is a file: give the folder of a Hugging Face model, with config.json and {WEIGHTS}"
+
+
+def _adapter(folder: Path, config: dict[str, Any]) -> str:
+    base = printable(str(config.get("base_model_name_or_path") or "")) or "MODEL"
+    own = folder.absolute()
+    name = own.parents[1].name.rpartition("--")[2] if own.parent.name == "snapshots" else own.name
+    return (
+        f"{folder} is an adapter" + ("" if base == "MODEL" else f" of {base}") + ", not a model: "
+        f"manylora serve {shlex.quote(base)} --lora-modules {shlex.quote(f'{name}={folder}')}, or in Python "
+        f"LLM({base!r}, enable_lora=True) and LoRARequest({name!r}, 1, {str(folder)!r})"
+    )
+
+
+def _no_weights(folder: Path) -> str:
+    names = _names(folder)
+    if any(name.endswith(".engine") for name in names):
+        return _engine(folder)
+    if (folder / "adapter_config.json").is_file():
+        return _adapter(folder, read_json(folder / "adapter_config.json") or {})
+    if found := [name for name in names if name.endswith(PICKLES) and name != "training_args.bin"]:
+        return (
+            f"{folder} has its weights in {found[0]}, a pickle, which is not read: make safetensors of it "
+            "with " + _python(folder, "AutoModelForCausalLM", "AutoTokenizer")
+        )
+    if found := [name for name in names if name.endswith(".gguf")]:
+        return _gguf(f"{folder} holds {found[0]}")
+    if found := [name for name in names if name.endswith(".safetensors")]:
+        return (
+            f"{folder} has {found[0]}, but neither {WEIGHTS} nor {INDEX}, which say where the weights are: "
+            "copy or download it again, whole"
+        )
+    return f"{folder} has a config.json but no weights ({WEIGHTS}): copy or download it again, whole"
+
+
+def _gguf(found: str) -> str:
+    return f"{found}, a format that is not read: give the original model, a folder with {WEIGHTS}"
+
+
+def _engine(folder: Path) -> str:
+    return (
+        f"{folder} is an engine of TensorRT-LLM, which only that can run: give the Hugging Face model it was "
+        "built from"
+    )
+
+
+def _python(folder: Path, *classes: str) -> str:
+    """The command that saves the same with transformers: safetensors and tokenizer.json."""
+    out = folder.absolute().name + ("-safetensors" if len(classes) > 1 else "")
+    target = str(folder) if len(classes) == 1 else out
+    steps = "; ".join(
+        f"t.{one}.from_pretrained({str(folder)!r}).save_pretrained({target!r})" for one in classes
+    )
+    return f'python -c "import transformers as t; {steps}"'
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """None: there is no such file, or no object in it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(one.name for one in folder.iterdir() if not one.name.startswith("."))
+    except OSError:
+        return []

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+
+import manylora
 
 COMMANDS = {
     "bench": ("manylora.commands.bench", "throughput and latency of a model with many adapters"),
@@ -22,6 +26,7 @@ COMMANDS = {
     ),
 }
 """Name -> module with `main(arguments) -> exit status`, description."""
+INTERRUPTED = 130  # the exit status after Ctrl-C, by the rule of shells
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,11 +35,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(_usage())
         return 0 if given else 2
+    if name in ("-V", "--version"):
+        print(f"manylora {manylora.__version__}")
+        return 0
     if name not in COMMANDS:
-        print(f"manylora: there is no command {name!r}\n{_usage()}", file=sys.stderr)
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean manylora {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        print(f"manylora: there is no command {name!r}; {hint}", file=sys.stderr)
         return 2
     try:
         return import_module(COMMANDS[name][0]).main(given[1:])
+    except KeyboardInterrupt:
+        newline = "\n" if sys.stderr.isatty() else ""  # behind the terminal's ^C
+        print(f"{newline}manylora {name}: stopped by Ctrl-C", file=sys.stderr, flush=True)
+        logging.shutdown()
+        os._exit(INTERRUPTED)  # a thread that downloads or computes is not waited for
     except BrokenPipeError:  # the reader of the output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -42,4 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _usage() -> str:
     lines = [f"  {name:<17}{purpose}" for name, (_, purpose) in COMMANDS.items()]
-    return "\n".join(["usage: manylora COMMAND [options]", "", *lines])
+    return "\n".join(["usage: manylora COMMAND [options]", "       manylora --version", "", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

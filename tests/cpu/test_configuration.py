@@ -21,7 +21,8 @@ from manylora.errors import ConfigError
 from manylora.llmapi import llm as llm_module
 from manylora.llmapi.options import NAMES as LLM_NAMES
 from manylora.llmapi.options import llm_arguments
-from manylora.openai.options import LLM_ARGUMENTS, parse_options
+from manylora.openai.arguments import parse_options
+from manylora.openai.options import LLM_ARGUMENTS
 from manylora.wire.parameters import NAMES as PARAMETERS
 from manylora.wire.parameters import engine_config
 
@@ -31,6 +32,7 @@ FRONT_ENDS = ("triton", "llm", "serve", "bench")
 VALUES: dict[str, Any] = {
     "device": "cpu", "dtype": "float16", "max_batch_size": 3, "max_beam_width": 2, "max_num_tokens": 24,
     "max_seq_len": 20, "tokens_per_block": 16, "kv_cache_free_gpu_mem_fraction": 0.5,
+    "gpu_memory_utilization": 0.75,
     "max_tokens_in_paged_kv_cache": 4096, "enable_kv_cache_reuse": False, "enable_chunked_context": False,
     "batch_scheduler_policy": "max_utilization", "max_queue_size": 7, "wrap_input_ids": True,
     "enable_cuda_graph": False, "cuda_graph_cache_size": 9, "enable_overlap": False, "tokenizer_dir": BASE,

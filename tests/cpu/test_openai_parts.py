@@ -19,7 +19,7 @@ from manylora.openai.api.errors import ApiError
 from manylora.openai.api.names import is_name
 from manylora.openai.api.params import Limits, plan
 from manylora.openai.api.schema import CompletionRequest
-from manylora.openai.options import parse_options
+from manylora.openai.arguments import parse_options
 from manylora.openai.serving.event_queue import EventQueue, Signal
 from manylora.openai.serving.fairness import FairQueue
 from manylora.openai.serving.generation import GenerationState

@@ -16,7 +16,7 @@ import yaml
 
 from manylora.cli import main
 from manylora.commands import triton
-from manylora.openai import options
+from manylora.openai import arguments, options
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -112,7 +112,7 @@ def test_serve_takes_its_command(command: list[str], monkeypatch: pytest.MonkeyP
     # The folders named are those of the machine it runs on.
     monkeypatch.setattr(options.Path, "is_dir", lambda _: True)
     assert command[0] == "serve"
-    assert options.parse_options(command[1:]).lora_root
+    assert arguments.parse_options(command[1:]).lora_root
 
 
 def test_they_come_back_and_may_drain() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from manylora import cli
 from manylora.launcher.cli import main as launch
+from manylora.openai.vllm_flags import NEUTRAL, NEUTRAL_VALUES, REFUSED
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/*/*.md"))]
@@ -28,8 +29,10 @@ DATASET = ["prepare-dataset --help", "prepare-dataset --tokenizer x token-norm-d
 PAGE_OF_COMMAND = {"docs/openai_server.md": "serve", "docs/build.md": "build", "docs/bench.md": "bench"}
 ELSEWHERE = ("docs/migration.md",)  # names files of upstream
 FOREIGN = {
-    "--data-binary", "--lora-modules", "--max_input_len", "--to", "--lora_dir", "--rounds", "--world_size",
+    "--data-binary", "--max_input_len", "--to", "--lora_dir", "--rounds", "--world_size",
     "--model_repo", "--lora-root",
+    # Taken or refused by `serve`, and not in its help.
+    *(f"--{name.replace('_', '-')}" for table in (NEUTRAL, NEUTRAL_VALUES, REFUSED) for name in table),
 }  # fmt: skip
 """Flags of other programs that the pages of PAGE_OF_COMMAND name."""
 

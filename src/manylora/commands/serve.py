@@ -21,38 +21,39 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     try:
         # Imported here, so that a missing extra is one line and not a trace.
-        from manylora.openai.options import parse_options
+        from manylora.openai.arguments import parse_options
         from manylora.openai.serving.logs import log_to_stderr
 
         options = parse_options(given)
         log_to_stderr(options.log_level)
+        if options.is_local:  # before what takes long to import
+            options = options.located()
         if options.restart:
             return _keep(options, given)
         from manylora.openai.server import run
+
+        run(options)
     except ImportError as error:
         print(f"manylora serve needs {error.name}: pip install 'manylora[openai]'", file=sys.stderr)
         return 1
     except (ConfigError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    try:
-        run(options)
-    except (ConfigError, ValueError) as error:
-        print(error, file=sys.stderr)
+        print(f"manylora serve: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def _keep(options: ServeOptions, given: list[str]) -> int:
     """Serve in a process of its own, again and again."""
-    command = [sys.executable, "-m", "manylora.commands.serve", *given, "--no-restart"]
+    command = [sys.executable, "-m", "manylora.cli", "serve", *given, "--no-restart"]
     child = CommandService(command, options.host, options.port, options.drain_seconds + END_S)
     state = State()
     code = Supervisor(child, Roles(state.fd), state, len(DEPUTIES)).run()
     if code:
-        print(state.read()["reason"], file=sys.stderr)
+        print(f"manylora serve: {state.read()['reason']}", file=sys.stderr)
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from manylora.cli import main as command
+
+    sys.exit(command(["serve", *sys.argv[1:]]))

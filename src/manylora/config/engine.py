@@ -72,6 +72,7 @@ class EngineConfig:
     max_seq_len: int | None = None  # prompt + output; None: what the model allows
     tokens_per_block: int = 32
     kv_cache_free_gpu_mem_fraction: float = 0.9
+    gpu_memory_utilization: float | None = None  # of the device's memory, for all we take; None: no limit
     max_tokens_in_paged_kv_cache: int | None = None
     enable_kv_cache_reuse: bool = True
     enable_chunked_context: bool = True
@@ -89,6 +90,8 @@ class EngineConfig:
         at_least(1, self, "tokens_per_block", "max_tokens_in_paged_kv_cache")
         at_least(0, self, "max_queue_size", "cuda_graph_cache_size")
         fraction(kv_cache_free_gpu_mem_fraction=self.kv_cache_free_gpu_mem_fraction)
+        if self.gpu_memory_utilization is not None:
+            fraction(gpu_memory_utilization=self.gpu_memory_utilization)
         one_of(POLICIES, batch_scheduler_policy=self.batch_scheduler_policy)
         one_of(DTYPES, dtype=self.dtype)
         if self.max_beam_width > self.max_batch_size:

@@ -16,6 +16,7 @@ from manylora.engine.memory import (
     check_length,
     kv_cache_dtype,
     plan_kv,
+    usable_bytes,
 )
 from manylora.engine.runner import Runner
 from manylora.kernels.device import Device, open_device
@@ -61,14 +62,15 @@ def build_parts(config: EngineConfig) -> EngineParts:
     check_length(config, model)
     if device.torch.type == "cpu":
         keep_memory()
+    before = device.free_bytes()
     dtype = compute_dtype(config.dtype, model, device)
     decoder = load_decoder(config.model_dir, model, dtype, device, config.max_seq_len, config.quant)
     kv_dtype = kv_cache_dtype(config, dtype)
-    plan = plan_kv(config, model, kv_dtype, device.torch, device.free_bytes())
+    plan = plan_kv(config, model, kv_dtype, device.torch, usable_bytes(config, device, before))
     kv_tensor = allocate_kv(plan, config, model, kv_dtype, device.torch)
     # On a CPU the cache's pages are not touched yet, so the system still counts them as free.
     untouched = plan.num_bytes if device.torch.type == "cpu" else 0
-    free_bytes = max(0, device.free_bytes() - untouched)
+    free_bytes = max(0, usable_bytes(config, device, before) - untouched)
     base = BaseWeights(config.model_dir, EffectiveWeights(model, config.quant, dtype))
     lora = _lora_config(config, model, decoder)
     pages_dtype = adapter_dtype(config.dtype, model, dtype, device)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from manylora.config.engine import EngineConfig, ModelConfig
 from manylora.errors import ConfigError
+from manylora.kernels.device import Device
 from manylora.kernels.spec import BatchLimits
 
 logger = logging.getLogger("manylora")
@@ -46,6 +47,15 @@ def check_length(config: EngineConfig, model: ModelConfig) -> None:
             f"max_seq_len {config.max_seq_len} is more than the model's {most} positions: use {most} or less "
             "(a longer context needs rope scaling and max_position_embeddings in its config.json)"
         )
+
+
+def usable_bytes(config: EngineConfig, device: Device, before: int) -> int:
+    """Free bytes that may be taken within gpu_memory_utilization. before: that were free at the start."""
+    free = device.free_bytes()
+    if config.gpu_memory_utilization is None:
+        return free
+    own = before - free
+    return max(0, min(free, int(config.gpu_memory_utilization * device.total_bytes()) - own))
 
 
 def plan_kv(

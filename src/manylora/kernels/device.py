@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,12 @@ class Device:
             cached = torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch)
             return free + cached
         return min(_meminfo_available(), _cgroup_available())
+
+    def total_bytes(self) -> int:
+        """Of the GPU, or of the host."""
+        if self.torch.type == "cuda":
+            return torch.cuda.mem_get_info(self.torch)[1]
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def open_device(name: str) -> Device:

@@ -63,6 +63,7 @@ class LLM:
     max_batch_size: sequences in one step. max_num_tokens: token rows in one step; None: 2048, at least
                max_batch_size. max_seq_len: prompt and output, in tokens; None: what the model allows.
     max_beam_width: beams of one request; None: max_batch_size. max_queue_size: waiting requests; 0: no limit.
+    gpu_memory_utilization: of the device's memory, for weights, KV cache and adapters; None: no limit.
     enable_chunked_prefill: long prompts in pieces, beside decoding.
     batch_scheduler_policy: guaranteed_no_evict or max_utilization.
     disable_overlap_scheduler: on a GPU, see the tokens of a step before the next is launched.

@@ -30,6 +30,7 @@ class LlmArguments(TypedDict, total=False):
     max_seq_len: int | None
     max_beam_width: int | None
     max_queue_size: int | None
+    gpu_memory_utilization: float | None
     batch_scheduler_policy: str | None
     enable_chunked_prefill: bool | None
     disable_overlap_scheduler: bool | None

@@ -256,7 +256,7 @@ class _Routes:
 
     def _admin(self, request: Request) -> None:
         if not self._key(request).admin:
-            raise ApiError(403, "not_allowed", "Loading and unloading adapters needs an admin key")
+            raise ApiError(403, "not_allowed", self.context.keyring.admin_needed)
 
     async def _body(
         self, request: Request, kind: type[schema.BodyT], *, any_type: bool = False

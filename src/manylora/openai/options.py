@@ -1,52 +1,78 @@
-"""ServeOptions: the options of `manylora serve`, from the command line or a YAML file."""
+"""ServeOptions: the options of `manylora serve`."""
 
 # ruff: noqa: RUF009 - _option makes a dataclass field, nothing that instances would share.
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
-from manylora.config.values import CONVERTERS, at_least, one_of
+from manylora.config.hub import hub_name, is_hub_id, local_adapter, local_model
+from manylora.config.model_folder import check_adapter_path, check_model_folder, check_tokenizer_folder
+from manylora.config.values import at_least, one_of
 from manylora.errors import ConfigError
 from manylora.llmapi import options as llm
 from manylora.llmapi.engine_config import engine_config
+from manylora.openai.api.names import is_name
 from manylora.openai.serving.connections import HttpLimits
 
-ALIASES = {
-    "lora_root": ("lora_prefetch_dir",),
-    "max_seq_len": ("max_model_len",),
-    "config": ("extra_llm_api_options",),
-}
 # Arguments of `LLM` that the file may have beside the options. max_queue_size is the server's own queue here,
 # and adapters are always served.
 LLM_ARGUMENTS = [name for name in (*llm.KNOWN, *llm.NEUTRAL) if name not in ("max_queue_size", "enable_lora")]
 PERIODS = ("header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout", "lora_refresh_seconds")
-# Fields of peft_cache_config that are options of the server, as it reads the adapters.
-CACHE_OPTIONS = {
-    "lora_prefetch_dir": "lora_root",
-    "disk_cache_dir": "lora_disk_dir",
-    "disk_cache_size": "lora_disk_bytes",
-}
 
 
-def _option(default: Any, text: str, kind: type = str) -> Any:
+def _option(default: Any, text: str, kind: Callable[[Any], Any] = str) -> Any:
     return field(default=default, metadata={"help": text, "kind": kind})
 
 
 @dataclass(frozen=True)
-class ServeOptions:
-    """Each field is a flag, and a key of the file; tuples are flags that may be repeated."""
+class NamedAdapter:
+    """path: a folder, a file, or an id of the hub."""
 
-    model: Path
+    name: str
+    path: str
+
+    @classmethod
+    def parse(cls, given: str | Mapping[str, Any]) -> NamedAdapter:
+        """NAME=PATH, or vLLM's JSON object, whose base_model_name has no effect. Raises ArgumentTypeError."""
+        name, equals, path = given.partition("=") if isinstance(given, str) else ("", "", "")
+        if isinstance(given, Mapping) or name.lstrip().startswith("{"):
+            try:
+                found = json.loads(given) if isinstance(given, str) else dict(given)
+                found.pop("base_model_name", None)
+                name, path = found.pop("name"), found.pop("path")
+            except (ValueError, KeyError, AttributeError):
+                found = {"": 0}
+            equals = "" if found else "="
+        if not (equals and isinstance(name, str) and isinstance(path, str) and is_name(name) and path):
+            raise argparse.ArgumentTypeError(
+                'must be NAME=PATH or {"name": NAME, "path": PATH}, with a NAME of 1 to 128 of A-Z a-z 0-9 '
+                f". _ : / -, got {str(given)[:200]!r}"
+            )
+        return cls(name, path)
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Each field is a flag, and a key of the file; tuples are flags that may be repeated.
+
+    model, tokenizer: folders, or ids of the hub until `located`.
+    """
+
+    model: str | Path
     host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
     port: int = _option(8000, "0 chooses a free one", int)
     served_model_name: tuple[str, ...] = _option((), "names of the base model; default: its folder's")
-    tokenizer: Path | None = _option(None, "tokenizer directory; default: the model's", Path)
+    revision: str | None = _option(None, "branch, tag or commit of a model that is an id of the hub")
+    tokenizer: str | Path | None = _option(None, "folder or id of a tokenizer; default: the model's")
+    tokenizer_revision: str | None = _option(None, "branch, tag or commit of a tokenizer that is an id")
+    download_dir: Path | None = _option(None, "folder for what is downloaded; default: that of HF_HOME", Path)
     chat_template: Path | None = _option(None, "Jinja file; default: the tokenizer's own template", Path)
     triton_url: str | None = _option(
         None, "host:port of a running Triton's gRPC: its model answers in place of an engine in this process"
@@ -57,8 +83,14 @@ class ServeOptions:
     max_batch_size: int | None = _option(None, "sequences in one step", int)
     max_num_tokens: int | None = _option(None, "token rows in one step, at least max_batch_size", int)
     max_seq_len: int | None = _option(None, "prompt and output, in tokens; default: the model's", int)
+    gpu_memory_utilization: float | None = _option(
+        None, "of the device's memory, what weights, KV cache and adapters may take", float
+    )
     batch_scheduler_policy: str | None = _option(None, "guaranteed_no_evict or max_utilization")
     enable_chunked_prefill: bool | None = _option(None, "long prompts in pieces", bool)
+    lora_modules: tuple[NamedAdapter, ...] = _option(
+        (), "NAME=PATH of an adapter, or NAME=ORG/NAME of the hub; several at once", NamedAdapter.parse
+    )
     lora_root: tuple[Path, ...] = _option((), "folder of adapters by name; watched", Path)
     lora_allowed_path: tuple[Path, ...] = _option(
         (),
@@ -83,8 +115,9 @@ class ServeOptions:
         None, "folder that keeps these, and serves them after a restart; default: a temporary one", Path
     )
     api_keys: Path | None = _option(None, "file of API keys and what they may use", Path)
+    api_key: tuple[str, ...] = _option((), "a key that may use every model; several at once")
     allow_runtime_lora_updating: bool = _option(
-        False, "without --api-keys: everyone may load and unload adapters", bool
+        False, "everyone whom --api-keys does not name may load and unload adapters", bool
     )
     open_metrics: bool = _option(False, "/metrics without a key", bool)
     max_request_bytes: int = _option(2**24, "larger bodies are refused", int)
@@ -123,13 +156,29 @@ class ServeOptions:
         for name in PERIODS:
             if not 0 < getattr(self, name) <= 86400:
                 raise ConfigError(f"{name} must be in (0, 86400], got {getattr(self, name)}")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_keyfile needs ssl_certfile, the certificate of that key")
         if self.triton_url is not None:
             self._check_triton()
+        self._check_adapters()
         if self.restart and self.port == 0:
             raise ConfigError("restart needs a port of its own, got port 0: every start would choose another")
         for folder in (*self.lora_root, *self.lora_allowed_path):
             if not folder.is_dir():
                 raise ConfigError(f"{folder} is not a directory: give folders")
+
+    def _check_adapters(self) -> None:
+        names = [one.name for one in self.lora_modules]
+        for name in names:
+            if name in self.bases or names.count(name) > 1:
+                what = "is the base model's name" if name in self.bases else "is there twice"
+                raise ConfigError(f"lora_modules: {name!r} {what}: give each adapter a name of its own")
+        for root in self.lora_root:
+            if (root / "adapter_config.json").is_file():
+                raise ConfigError(
+                    f"lora_root {root} is an adapter itself: give the folder above it, or "
+                    f"--lora-modules {root.absolute().name}={root}"
+                )
 
     def _check_triton(self) -> None:
         """Raises ConfigError for a setting of the engine, as it has no effect on Triton's. max_batch_size and
@@ -154,7 +203,45 @@ class ServeOptions:
     @property
     def bases(self) -> tuple[str, ...]:
         """Names of the base model."""
-        return self.served_model_name or (self.model.resolve().name,)
+        own = hub_name(self.model) if is_hub_id(self.model) else Path(self.model).resolve().name
+        return self.served_model_name or (own,)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing has to be downloaded."""
+        given = [self.model, self.tokenizer or "", *(one.path for one in self.lora_modules)]
+        return not any(map(is_hub_id, given))
+
+    def located(self) -> ServeOptions:
+        """The same with folders in place of ids of the hub, which are downloaded where they are not in the
+        cache. Raises ConfigError, also for a folder that is no model, tokenizer or adapter."""
+        model = local_model(self.model, self.revision, self.download_dir)
+        check_model_folder(model, weights=self.triton_url is None)
+        tokenizer = model
+        if self.tokenizer is not None:
+            tokenizer = local_model(self.tokenizer, self.tokenizer_revision, self.download_dir)
+        check_tokenizer_folder(tokenizer)
+        adapters = [(one.name, local_adapter(one.path, None, self.download_dir)) for one in self.lora_modules]
+        for _, path in adapters:
+            check_adapter_path(path)
+        return replace(
+            self,
+            model=model,
+            tokenizer=tokenizer,
+            revision=None,
+            tokenizer_revision=None,
+            served_model_name=self.bases,
+            lora_modules=tuple(NamedAdapter(name, str(path)) for name, path in adapters),
+        )
+
+    @property
+    def folder(self) -> Path:
+        """The model's."""
+        return Path(self.model)
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        return Path(self.tokenizer or self.model)
 
     def http_limits(self, connections: int) -> HttpLimits:
         """connections: max_connections, or what the process can hold of them."""
@@ -171,82 +258,10 @@ class ServeOptions:
     def engine_config(self) -> EngineConfig:
         """Raises ConfigError, ValueError."""
         return engine_config(
-            self.model,
+            self.folder,
             {**self.sections, **self._engine_flags()},
-            tokenizer_dir=self.tokenizer or self.model,
+            tokenizer_dir=self.tokenizer_folder,
             disk_cache_dir=self.lora_disk_dir,
             disk_cache_bytes=self.lora_disk_bytes,
             **({"text_only": True} if self.lora_text_only else {}),  # else what the file says
         )
-
-
-def parse_options(arguments: Sequence[str]) -> ServeOptions:
-    """The command line, over the file that it names. Raises ConfigError; argparse ends the process."""
-    parser = argparse.ArgumentParser(prog="manylora serve", description="An OpenAI server with adapters.")
-    parser.add_argument("model", type=Path, metavar="MODEL", help="Hugging Face directory")
-    _add(parser, "config", type=Path, metavar="FILE", help="YAML file: keys as the flags, with underscores")
-    for one in fields(ServeOptions):
-        if not one.metadata:
-            continue
-        kind, text = one.metadata["kind"], one.metadata["help"]
-        if kind is bool:
-            _add(parser, one.name, action=argparse.BooleanOptionalAction, help=text)
-        elif isinstance(one.default, tuple):
-            _add(parser, one.name, type=kind, action="append", metavar="X", help=text)
-        else:
-            default = getattr(EngineConfig, one.name, None) if one.default is None else one.default
-            shown = "" if default in (None, MISSING) else f" (default: {default})"
-            _add(parser, one.name, type=kind, metavar="X", help=text + shown)
-    given = vars(parser.parse_args(arguments))
-    file = given.pop("config", None)
-    settings = {} if file is None else _read(file)
-    settings |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    try:
-        return ServeOptions(**settings)
-    except TypeError as error:
-        raise ConfigError(f"serve: {error}") from error
-
-
-def _add(parser: argparse.ArgumentParser, name: str, **how: Any) -> None:
-    """With dashes and with underscores, under every name."""
-    names = [name, *ALIASES.get(name, ())]
-    flags = dict.fromkeys(flag for one in names for flag in (f"--{one.replace('_', '-')}", f"--{one}"))
-    parser.add_argument(*flags, dest=name, default=argparse.SUPPRESS, **how)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Fields of ServeOptions. Raises ConfigError."""
-    found = {name: value for name, value in llm.read_options(path).items() if value is not None}
-    known = {one.name: one for one in fields(ServeOptions) if one.metadata}
-    try:
-        llm.check_names("option", found, [*known, *LLM_ARGUMENTS, *sum(ALIASES.values(), ())])
-        given: list[tuple[str, Any]] = []
-        for key, value in found.items():
-            name = next((name for name, others in ALIASES.items() if key in others), key)
-            if name == "peft_cache_config" and isinstance(value, dict):
-                given += [(to, value[one]) for one, to in CACHE_OPTIONS.items() if value.get(one) is not None]
-                value = {one: value[one] for one in value if one not in CACHE_OPTIONS}
-            given.append((name, value))
-        sections = llm.llm_arguments({name: value for name, value in given if name not in known})
-        llm.check_known({name: value for name, value in sections.items() if name in llm.NEUTRAL})
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    settings: dict[str, Any] = {}
-    for name, value in given:
-        if name in known:
-            made = _convert(path, name, value, known[name])
-            settings[name] = (*settings.get(name, ()), *made) if isinstance(made, tuple) else made
-    return settings | {"sections": sections}
-
-
-def _convert(path: Path, name: str, value: Any, one: Any) -> Any:
-    kind = one.metadata["kind"]
-    convert = CONVERTERS[kind.__name__] if kind in (int, float) else kind
-    try:
-        if kind is bool and not isinstance(value, bool):
-            raise ValueError("must be true or false")
-        if isinstance(one.default, tuple):
-            return tuple(convert(item) for item in (value if isinstance(value, list) else [value]))
-        return convert(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: {name} {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -17,7 +16,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig, ModelConfig
-from manylora.errors import ConfigError
+from manylora.errors import AdapterError, ConfigError
 from manylora.llmapi.engine_config import modules_to_read
 from manylora.lora.bounds import Bounds
 from manylora.lora.formats.base_weights import BaseWeights
@@ -33,7 +32,7 @@ from manylora.openai.app import AppContext, make_app
 from manylora.openai.options import ServeOptions
 from manylora.openai.serving.backend import Backend, EngineClient
 from manylora.openai.serving.catalog import AdapterCatalog
-from manylora.openai.serving.connections import AT_ONCE, Clients, listen, raise_open_files
+from manylora.openai.serving.connections import AT_ONCE, Clients, check_certificate, listen, raise_open_files
 from manylora.openai.serving.fairness import FairQueue
 from manylora.openai.serving.host_check import HostCheck
 from manylora.openai.serving.inference import Inference
@@ -53,15 +52,18 @@ BATCHES_QUEUED = 2  # that the engine has at one time: one runs, one is ready to
 def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason: None) -> Starlette:
     """Load the model, the tokenizer and the keys, and return the application. Raises ConfigError, ValueError.
 
-    ended: called once, from any thread, with the reason why the engine will not answer any more.
+    options: with ids of the hub, too. ended: called once, from any thread, with the reason why the engine
+    will not answer any more.
     """
+    options = options.located()
     for name in options.bases:
         if not is_name(name):
             raise ConfigError(f"served_model_name {name!r} has characters that a model's name may not have")
-    keyring = Keyring(options.api_keys, open_admin=options.allow_runtime_lora_updating)
+    keyring = Keyring(options.api_keys, open_admin=options.allow_runtime_lora_updating, plain=options.api_key)
     hosts = HostCheck(options.host, options.allowed_hosts, keys=keyring.closed)
-    tokenizer = Tokenizer(options.tokenizer or options.model, options.chat_template)
+    tokenizer = Tokenizer(options.tokenizer_folder, options.chat_template)
     served = _in_process(options, ended) if options.triton_url is None else _through_triton(options)
+    _check_adapters(options, served.reader)
     created = int(time.time())
 
     async def start() -> AppContext:
@@ -80,7 +82,8 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
 
 def run(options: ServeOptions) -> None:
     """Serve until a signal; running requests then have drain_seconds to finish. When the engine has ended,
-    the process exits with status 1. Raises ConfigError, ValueError.
+    the process exits with status 1. Raises ConfigError, ValueError; KeyboardInterrupt when the signal was
+    Ctrl-C.
     """
     reasons: list[str] = []
 
@@ -88,13 +91,13 @@ def run(options: ServeOptions) -> None:
         reasons.append(reason)
         server.should_exit = True
 
+    check_certificate(options.ssl_certfile, options.ssl_keyfile)
     limits = options.http_limits(raise_open_files(options.max_connections))
     clients = Clients(limits)
     sockets = listen(options.host, options.port, clients)
     try:
         server = http_server(options, open_app(options, ended), clients)
-        with contextlib.suppress(KeyboardInterrupt):
-            server.run(list(sockets))
+        server.run(list(sockets))
     finally:
         for one in sockets:
             one.close()
@@ -172,7 +175,7 @@ def _through_triton(options: ServeOptions) -> _ServedModel:
         raise ConfigError(f"triton_url needs {error.name}: pip install 'manylora[server]'") from error
     url = str(options.triton_url)
     found = TritonModel.read(url, options.triton_model)
-    model = read_model_config(options.model)
+    model = read_model_config(options.folder)
     lora = LoraCacheConfig(
         max_adapter_size=found.number("lora_cache_max_adapter_size") or LoraCacheConfig.max_adapter_size,
         max_lora_rank=found.number("max_lora_rank"),
@@ -182,7 +185,7 @@ def _through_triton(options: ServeOptions) -> _ServedModel:
     read = modules_to_read(modules, lora_config)
     rules = AdapterRules(modules, model.num_layers, lora.rank_limit, found.half)
     text_only = options.lora_text_only or bool(lora_config and lora_config.lora_text_only)
-    base = _triton_base_weights(options.model, model, found.parameters)
+    base = _triton_base_weights(options.folder, model, found.parameters)
     bounds = Bounds.of(modules, model.num_layers, lora.rank_limit)
     return _ServedModel(
         lambda: TritonEngine(url, found),
@@ -204,6 +207,15 @@ def _triton_base_weights(model_dir: Path, model: ModelConfig, parameters: Mappin
     return BaseWeights(model_dir, EffectiveWeights(model, quant))
 
 
+def _check_adapters(options: ServeOptions, reader: AdapterReader) -> None:
+    """Raises ConfigError for one of lora_modules that cannot be served."""
+    for one in options.lora_modules:
+        try:
+            reader.read(Path(one.path))
+        except AdapterError as error:
+            raise ConfigError(f"lora_modules: {one.name}={one.path}: {error}") from error
+
+
 async def _open_catalog(
     options: ServeOptions, reader: AdapterReader, upload_dir: Path | None
 ) -> AdapterCatalog:
@@ -216,6 +228,7 @@ async def _open_catalog(
         keep_bytes=options.lora_keep_bytes,
         disk=DiskLevel(options.lora_disk_bytes, options.lora_disk_dir),
         reserved=options.bases,
+        named={one.name: Path(one.path) for one in options.lora_modules},
     )
     await catalog.start()
     for folder in sorted(folders):

@@ -7,13 +7,14 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
-from manylora.errors import AdapterError
+from manylora.errors import AdapterError, printable
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.fingerprint import Fingerprint, age_s, fingerprint, is_passing
@@ -23,13 +24,14 @@ from manylora.lora.library.reader import AdapterFacts, AdapterReader, ReadAdapte
 from manylora.lora.tensors import Adapter
 from manylora.openai.api.errors import ApiError, adapter_problem
 from manylora.openai.api.names import is_name
-from manylora.openai.serving.roots import Found, find_adapters
+from manylora.openai.serving.roots import Found, find_adapters, folders_of
 from manylora.system.threads import lower_priority
 
 logger = logging.getLogger("manylora")
 
 Result = TypeVar("Result")
 
+NONE: Mapping[str, Path] = MappingProxyType({})
 RETRY_S = 0.05  # before files that change are read again
 MAX_QUIET_S = 1.0  # after the last change of files, before they are read
 
@@ -67,6 +69,7 @@ class AdapterCatalog:
     """Belongs to the event loop; files are read on threads of its own, each adapter once at a time.
 
     roots:      scanned for adapters. allowed: more folders that adapters may be named in by path.
+    named:      adapters by name, wherever they lie: these paths are no client's to name.
     refresh_s:  within which a changed adapter serves; the roots are scanned twice in it.
     keep_bytes: tensors held in memory beside the engine's cache.
     disk:       copies of what was read, so that a version outlives its files.
@@ -79,6 +82,7 @@ class AdapterCatalog:
         roots: Sequence[Path] = (),
         allowed: Sequence[Path] = (),
         *,
+        named: Mapping[str, Path] = NONE,
         refresh_s: float = 5.0,
         keep_bytes: int = 2**28,
         disk: DiskLevel | None = None,
@@ -86,7 +90,8 @@ class AdapterCatalog:
     ) -> None:
         self._roots = [root.resolve() for root in roots]
         self._allowed = [*self._roots, *(root.resolve() for root in allowed)]
-        self._reader = reader.within(self._allowed)
+        self._reader = reader.within([*self._allowed, *folders_of(named.values())])
+        self._named = named
         self._refresh_s = refresh_s
         self._quiet_s = min(MAX_QUIET_S, refresh_s / 4)
         self._reserved = reserved
@@ -99,7 +104,10 @@ class AdapterCatalog:
         self.num_failures: Counter[str] = Counter()  # by code
 
     async def start(self) -> None:
-        """Scan the roots for the first time, and begin to watch them."""
+        """Take the named ones, scan the roots for the first time, and begin to watch them."""
+        for name, path in self._named.items():
+            found = await self._on_thread(fingerprint, path)
+            self._entries[name] = AdapterEntry(name, path.resolve(), scanned=False, found=found)
         await self._scan(first=True)
         self._watching = asyncio.create_task(self._watch())
 
@@ -135,10 +143,22 @@ class AdapterCatalog:
             if entry.path == path:
                 return entry.name
         name = str(path.relative_to(root).with_suffix("") if path.is_file() else path.relative_to(root))
-        if not is_name(name) or name in self._reserved or name in self._entries:
-            raise ApiError(400, "invalid_adapter_name", "lora_path leads to no usable name", "lora_path")
+        if problem := self._unusable(name):
+            text = (
+                f"lora_path: the adapter there would be called {name!r}, {problem}: ask for it by name, or "
+            )
+            text += "have it loaded under another one (POST /v1/load_lora_adapter)"
+            raise ApiError(400, "invalid_adapter_name", printable(text), "lora_path")
         self._entries[name] = AdapterEntry(name, path, scanned=False, found=fingerprint(path))
         return name
+
+    def _unusable(self, name: str) -> str:
+        """Why a new adapter cannot have this name; "": it can."""
+        if not is_name(name):
+            return "but names are 1 to 128 of A-Z a-z 0-9 . _ : / - without '..'"
+        if name in self._reserved:
+            return "which is the name of the base model"
+        return "which another adapter is called" if name in self._entries else ""
 
     async def version(self, name: str, *, fresh: bool = False) -> Version:
         """The current version of an adapter; waits for its first reading. fresh: checks its files now.

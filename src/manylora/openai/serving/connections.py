@@ -9,10 +9,12 @@ import json
 import logging
 import os
 import socket
+import ssl
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 from manylora.errors import ConfigError
@@ -167,6 +169,18 @@ class Listener(socket.socket):
         return True
 
 
+def _advice(error: OSError) -> str:
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return "; --host is an address of this machine: 127.0.0.1 for itself, 0.0.0.0 for every interface"
+    if error.errno == errno.EADDRINUSE:
+        return "; choose another port with --port, 0 for a free one"
+    return (
+        "; ports below 1024 are the system's: choose another with --port"
+        if error.errno == errno.EACCES
+        else ""
+    )
+
+
 class _Client(socket.socket):
     on_close: Callable[[], None] | None = None
 
@@ -179,6 +193,8 @@ class _Client(socket.socket):
 
 def listen(host: str, port: int, clients: Clients) -> list[Listener]:
     """Bound sockets for every address of the host; not listening yet. Raises ConfigError."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port must be 0 to 65535, got {port}")
     sockets: list[Listener] = []
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -195,10 +211,31 @@ def listen(host: str, port: int, clients: Clients) -> list[Listener]:
     except OSError as error:
         for one in sockets:
             one.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}{_advice(error)}") from error
     if not sockets:
         raise ConfigError(f"cannot listen on {host}:{port}: it has no usable address")
     return sockets
+
+
+def check_certificate(certificate: Path | None, key: Path | None) -> None:
+    """Raises ConfigError for files that HTTPS cannot be served with. key: None: it is in the certificate's
+    file. None for both: there is no HTTPS."""
+    for name, path in (("ssl_certfile", certificate), ("ssl_keyfile", key)):
+        if path is not None and not path.is_file():
+            raise ConfigError(f"{name} {path} is not a file: give a PEM file")
+    if certificate is None:
+        return
+    try:
+        # Without a password that is asked for on the terminal.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except OSError as error:
+        mismatch = getattr(error, "reason", None) == "KEY_VALUES_MISMATCH"
+        reason = "the key is not that of the certificate" if mismatch else error.strerror or error
+        raise ConfigError(
+            f"HTTPS cannot be served with ssl_certfile {certificate}"
+            + ("" if key is None else f" and ssl_keyfile {key}")
+            + f": {reason}; both must be PEM files, the key without a password"
+        ) from error
 
 
 def raise_open_files(wanted: int) -> int:

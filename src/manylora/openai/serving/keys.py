@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -78,11 +78,19 @@ class ApiKey:
 
 
 class Keyring:
-    """path: a YAML or JSON file with a list `keys`. None: no key is needed. open_admin: without a file,
-    whether everyone may load and unload adapters. Raises ConfigError."""
+    """path: a YAML or JSON file with a list `keys`. plain: more keys, which may use everything. Without any
+    no key is needed. open_admin: whether everyone whom the file does not name may load and unload adapters.
+    Raises ConfigError."""
 
-    def __init__(self, path: Path | None = None, *, open_admin: bool = False) -> None:
-        self._keys = None if path is None else _read(path)
+    def __init__(
+        self, path: Path | None = None, *, open_admin: bool = False, plain: Sequence[str] = ()
+    ) -> None:
+        given = {
+            _digest(key): ApiKey(f"api-key-{number}", admin=open_admin)
+            for number, key in enumerate(plain, start=1)
+        }
+        self._keys = given | _read(path) if path is not None else given or None
+        self._has_file = path is not None
         self._anyone = ApiKey("anyone", admin=open_admin)
 
     @property
@@ -90,17 +98,30 @@ class Keyring:
         """Whether requests need a key."""
         return self._keys is not None
 
+    @property
+    def admin_needed(self) -> str:
+        """What to tell who may not load and unload adapters."""
+        here = "the file of --api-keys" if self._has_file else "a file given with --api-keys"
+        flag = "" if self._has_file else "--allow-runtime-lora-updating, or "
+        return (
+            f"Loading and unloading adapters over HTTP is not allowed here: it needs {flag}a key with "
+            f"'admin: true' in {here}"
+        )
+
     def identify(self, authorization: str) -> ApiKey:
         """The key of an Authorization header. Raises ApiError 401."""
         if self._keys is None:
             return self._anyone
         scheme, _, secret = authorization.partition(" ")
         # A lookup by hash: the time it takes reveals nothing about the keys.
-        digest = hashlib.sha256(secret.strip().encode("utf-8", "surrogateescape")).hexdigest()
-        key = self._keys.get(digest)
+        key = self._keys.get(_digest(secret.strip()))
         if scheme.lower() != "bearer" or key is None:
             raise ApiError(401, "invalid_api_key", "A valid API key is needed: Authorization: Bearer KEY")
         return key
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _read(path: Path) -> dict[str, ApiKey]:

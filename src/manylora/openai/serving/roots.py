@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,13 @@ def find_adapters(root: Path, known: Mapping[Path, Fingerprint], allowed: Sequen
     miss files.
     """
     return dict(_Scan(known, allowed).below(root, "", MAX_DEPTH))
+
+
+def folders_of(adapters: Iterable[Path]) -> Iterator[Path]:
+    """Where the files of these adapters really are: the hub's cache has links to them."""
+    for path in adapters:
+        files = path.iterdir() if path.is_dir() else (path,)
+        yield from {file.resolve().parent for file in files}
 
 
 @dataclass(frozen=True)

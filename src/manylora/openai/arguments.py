@@ -1,0 +1,169 @@
+"""The command line of `manylora serve`, and its YAML file, to ServeOptions."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+import manylora
+from manylora.config.engine import EngineConfig
+from manylora.config.values import CONVERTERS
+from manylora.errors import ConfigError
+from manylora.llmapi import options as llm
+from manylora.openai import vllm_flags
+from manylora.openai.options import LLM_ARGUMENTS, ServeOptions
+
+# vLLM's names, and TensorRT-LLM's.
+ALIASES = {
+    "lora_root": ("lora_prefetch_dir",),
+    "max_seq_len": ("max_model_len",),
+    "max_batch_size": ("max_num_seqs",),
+    "max_num_tokens": ("max_num_batched_tokens",),
+    "config": ("extra_llm_api_options",),
+}
+MANY = ("served_model_name", "lora_modules", "api_key")  # flags that take several values at once, as vLLM's
+SIZES = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
+# Fields of peft_cache_config that are options of the server, as it reads the adapters.
+CACHE_OPTIONS = {
+    "lora_prefetch_dir": "lora_root",
+    "disk_cache_dir": "lora_disk_dir",
+    "disk_cache_size": "lora_disk_bytes",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, with what was meant perhaps."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        near = (
+            difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
+            if unknown
+            else []
+        )
+        hint = f"; did you mean {near[0]}?" if near else ""
+        self.exit(2, f"{self.prog}: {message}{hint} (the options: {self.prog} --help)\n")
+
+
+def parse_options(arguments: Sequence[str]) -> ServeOptions:
+    """The command line, over the file that it names. Raises ConfigError; argparse ends the process."""
+    parser = _Parser(prog="manylora serve", description="An OpenAI server with adapters.")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="Hugging Face folder, or id: org/name[@revision]"
+    )
+    parser.add_argument("--model", dest="model_flag", help=argparse.SUPPRESS)
+    parser.add_argument("--version", action="version", version=f"manylora {manylora.__version__}")
+    _add(parser, "config", type=Path, metavar="FILE", help="YAML file: keys as the flags, with underscores")
+    for one in fields(ServeOptions):
+        if one.metadata:
+            _add_option(parser, one)
+    _add_vllm(parser)
+    given = vars(parser.parse_args(arguments))
+    positional, flag = given.pop("model"), given.pop("model_flag")
+    file = given.pop("config", None)
+    settings = _settings({} if file is None else llm.read_options(file), given, file)
+    model = positional or flag or settings.pop("model", None)
+    if model is None:
+        parser.error("MODEL is missing: manylora serve MODEL [options], with MODEL first")
+    return ServeOptions(model, **{name: value for name, value in settings.items() if name != "model"})
+
+
+def _add_option(parser: argparse.ArgumentParser, one: Any) -> None:
+    kind, text = one.metadata["kind"], one.metadata["help"]
+    if kind is bool:
+        _add(parser, one.name, action=argparse.BooleanOptionalAction, help=text)
+    elif isinstance(one.default, tuple):
+        how = {"action": "extend", "nargs": "+"} if one.name in MANY else {"action": "append"}
+        _add(parser, one.name, type=kind, metavar="X", help=text, **how)
+    else:
+        default = getattr(EngineConfig, one.name, None) if one.default is None else one.default
+        shown = "" if default in (None, MISSING) else f" (default: {default})"
+        _add(parser, one.name, type=_whole if kind is int else kind, metavar="X", help=text + shown)
+
+
+def _add_vllm(parser: argparse.ArgumentParser) -> None:
+    for name, (kind, target) in vllm_flags.FIELDS.items():
+        if kind is bool:
+            _add(parser, name, action=argparse.BooleanOptionalAction, help=f"as {target}")
+        else:
+            _add(parser, name, type=_whole if kind is int else kind, metavar="X", help=f"as {target}")
+    for name in vllm_flags.NEUTRAL:
+        _add(parser, name, action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
+    for name in vllm_flags.NEUTRAL_VALUES:
+        _add(parser, name, help=argparse.SUPPRESS)
+    for name in vllm_flags.REFUSED:
+        _add(parser, name, nargs="*", help=argparse.SUPPRESS)
+
+
+def _add(parser: argparse.ArgumentParser, name: str, **how: Any) -> None:
+    """With dashes and with underscores, under every name."""
+    names = [name, *ALIASES.get(name, ())]
+    flags = dict.fromkeys(flag for one in names for flag in (f"--{one.replace('_', '-')}", f"--{one}"))
+    short = [vllm_flags.SHORT[name]] if name in vllm_flags.SHORT else []
+    parser.add_argument(*short, *flags, dest=name, default=argparse.SUPPRESS, **how)
+
+
+def _whole(text: str) -> int:
+    """A number, perhaps as vLLM takes it: 32k is 32000, 32K is 32768."""
+    unit = SIZES.get(text[-1:], 1)
+    try:
+        return int(float(text[:-1]) * unit) if unit > 1 else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+
+
+def _settings(file: Mapping[str, Any], flags: Mapping[str, Any], path: Path | None) -> dict[str, Any]:
+    """Fields of ServeOptions, and the model if the file has it. path: of the file. Raises ConfigError."""
+    own, parts = vllm_flags.take(flags)
+    settings = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
+    try:
+        found = {str(key).replace("-", "_"): value for key, value in file.items() if value is not None}
+        found, more = vllm_flags.take(found)
+        for target, value in (more | parts).items():
+            part, _, name = target.rpartition(".")
+            if part and isinstance(found.setdefault(part, {}), dict):
+                found[part] = {**found[part], name: value}
+            elif not part:
+                found[name] = value
+        return _of_file(found) | settings
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}" if file else str(error)) from error
+
+
+def _of_file(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ServeOptions. Raises ConfigError."""
+    known = {one.name: one for one in fields(ServeOptions) if one.metadata}
+    llm.check_names("option", found, [*known, "model", *LLM_ARGUMENTS, *sum(ALIASES.values(), ())])
+    given: list[tuple[str, Any]] = []
+    for key, value in found.items():
+        name = next((name for name, others in ALIASES.items() if key in others), key)
+        if name == "peft_cache_config" and isinstance(value, dict):
+            given += [(to, value[one]) for one, to in CACHE_OPTIONS.items() if value.get(one) is not None]
+            value = {one: value[one] for one in value if one not in CACHE_OPTIONS}
+        given.append((name, value))
+    own = {*known, "model"}
+    sections = llm.llm_arguments({name: value for name, value in given if name not in own})
+    llm.check_known({name: value for name, value in sections.items() if name in llm.NEUTRAL})
+    settings: dict[str, Any] = {"model": str(found["model"])} if "model" in found else {}
+    for name, value in given:
+        if name in known:
+            made = _convert(name, value, known[name])
+            settings[name] = (*settings.get(name, ()), *made) if isinstance(made, tuple) else made
+    return settings | {"sections": sections}
+
+
+def _convert(name: str, value: Any, one: Any) -> Any:
+    kind = one.metadata["kind"]
+    convert = CONVERTERS[kind.__name__] if kind in (int, float) else kind
+    try:
+        if kind is bool and not isinstance(value, bool):
+            raise ValueError("must be true or false")
+        if isinstance(one.default, tuple):
+            return tuple(convert(item) for item in (value if isinstance(value, list) else [value]))
+        return convert(value)
+    except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
+        raise ConfigError(f"{name} {error}") from error

@@ -1,0 +1,166 @@
+"""Flags of `vllm serve`, and keys of its option files: what each means here.
+
+A flag that has an option of our own under another name is in ALIASES of `options`. Here are the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from manylora.errors import ConfigError
+
+# Options that are fields of a part of the arguments of `LLM`: type, and PART.FIELD.
+FIELDS: dict[str, tuple[type, str]] = {
+    "max_loras": (int, "lora_config.max_loras"),
+    "max_cpu_loras": (int, "lora_config.max_cpu_loras"),
+    "max_lora_rank": (int, "lora_config.max_lora_rank"),
+    "enable_prefix_caching": (bool, "kv_cache_config.enable_block_reuse"),
+    "block_size": (int, "kv_cache_config.tokens_per_block"),
+    "kv_cache_dtype": (str, "kv_cache_config.dtype"),
+    "enforce_eager": (bool, "enable_cuda_graph"),
+}
+# Values that are called otherwise here. True of enforce_eager is no graphs.
+VALUES: dict[str, dict[Any, Any]] = {
+    "kv_cache_dtype": {"fp8_e4m3": "fp8", "bfloat16": "auto", "float16": "auto"},
+    "enforce_eager": {True: False, False: None},
+}
+DTYPES = {"half": "float16", "float": "float32"}
+# Without effect here; values that ask for nothing else. Empty: any.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "enable_lora": (True,),
+    "enable_auto_tool_choice": (),
+    "trust_remote_code": (),
+    "disable_log_requests": (),
+    "enable_log_requests": (),
+    "disable_log_stats": (),
+    "disable_uvicorn_access_log": (),
+    "disable_frontend_multiprocessing": (),
+    "disable_custom_all_reduce": (),
+    "enable_request_id_headers": (),
+    "enable_tokenizer_info_endpoint": (),
+    "use_v2_block_manager": (),
+    "async_scheduling": (),
+    "fully_sharded_loras": (),
+}
+NEUTRAL_VALUES: dict[str, tuple[str, ...]] = {
+    # Calls are looked for in the forms of all of these.
+    "tool_call_parser": (
+        "hermes",
+        "llama3_json",
+        "llama4_json",
+        "mistral",
+        "qwen25",
+        "qwen3",
+        "internlm",
+        "openai",
+    ),
+    "tensor_parallel_size": ("1",),
+    "pipeline_parallel_size": ("1",),
+    "data_parallel_size": ("1",),
+    "distributed_executor_backend": ("mp", "uni", "ray", "external_launcher"),
+    "task": ("auto", "generate"),
+    "runner": ("auto", "generate"),
+    "load_format": ("auto", "safetensors"),
+    "config_format": ("auto", "hf"),
+    "tokenizer_mode": ("auto", "hf"),
+    "model_impl": ("auto", "vllm"),
+    "guided_decoding_backend": (
+        "auto",
+        "xgrammar",
+        "guidance",
+        "llguidance",
+        "outlines",
+        "lm-format-enforcer",
+    ),
+    "generation_config": ("vllm",),
+    "response_role": ("assistant",),
+    "chat_template_content_format": ("auto", "string"),
+    "scheduling_policy": ("fcfs",),
+    "lora_dtype": ("auto",),
+    "cpu_offload_gb": ("0",),
+    "max_logprobs": ("20",),
+    "seed": (),
+    "swap_space": (),
+    "code_revision": (),
+    "lora_extra_vocab_size": (),
+    "max_seq_len_to_capture": (),
+    "compilation_config": (),
+    "attention_backend": (),
+    "uvicorn_log_level": (),
+    "max_log_len": (),
+}
+ONE_DEVICE = "one device serves a model; for more throughput start more servers"
+CHECKPOINT = "the checkpoint's own quantisation is read by itself; plain weights: quant_config in --config"
+CONFIG = "change config.json in a copy of the model's folder"
+REFUSED: dict[str, str] = {
+    "quantization": CHECKPOINT,
+    "speculative_config": "there is no speculative decoding in this server",
+    "speculative_model": "there is no speculative decoding in this server",
+    "rope_scaling": CONFIG,
+    "rope_theta": CONFIG,
+    "hf_overrides": CONFIG,
+    "override_generation_config": "give sampling parameters in requests",
+    "default_chat_template_kwargs": "give chat_template_kwargs in requests",
+    "limit_mm_per_prompt": "only text is served",
+    "reasoning_parser": "thoughts stay in the answer's text",
+    "enable_reasoning": "thoughts stay in the answer's text",
+    "tool_parser_plugin": "calls in the forms of Hermes, Llama 3, Mistral and Qwen are found without",
+    "enable_prompt_adapter": "only LoRA adapters are served",
+    "num_gpu_blocks_override": "kv_cache_config.max_tokens in --config bounds the KV cache",
+    "kv_cache_memory_bytes": "kv_cache_config.max_tokens in --config bounds the KV cache",
+    "kv_transfer_config": "the KV cache stays in one process",
+    "uds": "give --host and --port",
+    "root_path": "let the proxy remove its prefix",
+    "allowed_origins": "give --allowed-hosts, whose pages may use this server",
+    "allowed_methods": "give --allowed-hosts, whose pages may use this server",
+    "allowed_headers": "give --allowed-hosts, whose pages may use this server",
+    "allow_credentials": "give --allowed-hosts, whose pages may use this server",
+    "ssl_ca_certs": "clients are known by --api-keys",
+    "ssl_cert_reqs": "clients are known by --api-keys",
+    "middleware": "put a proxy in front",
+    "enable_expert_parallel": ONE_DEVICE,
+    "nnodes": ONE_DEVICE,
+    "enable_sleep_mode": "stop the server, and start it again",
+    "lora_target_modules": "lora_config.lora_target_modules in --config, with names such as attn_q",
+    "fully_sharded": ONE_DEVICE,
+    "logits_processors": "logit_bias and guides in requests",
+    "return_tokens_as_token_ids": "ask for return_token_ids in requests",
+}
+SHORT = {
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+    "data_parallel_size": "-dp",
+    "quantization": "-q",
+}
+
+
+def take(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """given: values by name, with underscores. Returns what is left of them, and fields of the arguments of
+    `LLM` by PART.FIELD. Raises ConfigError for what cannot be had here, saying what can."""
+    left, found = dict(given), {}
+    for name in given:
+        if name in REFUSED:
+            raise ConfigError(f"--{name.replace('_', '-')} is vLLM's, and not taken here: {REFUSED[name]}")
+        if name in NEUTRAL or name in NEUTRAL_VALUES:
+            _check_neutral(name, left.pop(name))
+        elif name in FIELDS:
+            value = left.pop(name)
+            value = VALUES.get(name, {}).get(value, value)
+            if value is not None:
+                found[FIELDS[name][1]] = value
+    if left.get("dtype") in DTYPES:
+        left["dtype"] = DTYPES[left["dtype"]]
+    return left, found
+
+
+def _check_neutral(name: str, value: Any) -> None:
+    allowed = NEUTRAL.get(name) or NEUTRAL_VALUES.get(name) or ()
+    if not allowed or value in allowed or str(value) in allowed:
+        return
+    flag = f"--{name.replace('_', '-')}"
+    if name.endswith("parallel_size"):
+        raise ConfigError(f"{flag} must be 1, got {value}: {ONE_DEVICE}")
+    if name == "enable_lora":
+        raise ConfigError("adapters are always served: leave --no-enable-lora out")
+    raise ConfigError(f"{flag} {value} has no counterpart here: leave it out, or give {' or '.join(allowed)}")

@@ -1,0 +1,345 @@
+"""Protects the first minutes of a newcomer: each typical mistake with a model, an adapter, a port or a flag
+is one line that says what to do; ids of the hub, vLLM's flags and Ctrl-C do what is expected."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub_standin import COMMIT, serve_hub
+
+import manylora
+from manylora import LLM, LoRARequest
+from manylora.cli import main
+from manylora.errors import ConfigError
+from manylora.system.progress import Progress, size
+from manylora.testing.tiny_models import make_model
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
+ADAPTER = DEMO / "adapters" / "chinese"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders that a newcomer may give, most of them wrong."""
+    root = tmp_path_factory.mktemp("models")
+    good = make_model(root / "good", "llama", seed=3)
+    for name, files in {
+        "no-tokenizer": ["config.json", "model.safetensors"],
+        "no-weights": ["config.json"],
+    }.items():
+        (root / name).mkdir()
+        for file in files:
+            shutil.copy(good / file, root / name)
+    for name, extra in {
+        "pickle": "pytorch_model.bin", "gguf": "llama-q4.gguf", "shards": "model.safetensors.index.json",
+    }.items():  # fmt: skip
+        (root / name).mkdir()
+        shutil.copy(good / "config.json", root / name)
+        text = json.dumps(
+            {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+        )
+        (root / name / extra).write_text(text if name == "shards" else "")
+    (root / "shards" / "model-00001-of-00002.safetensors").touch()
+    (root / "lfs").mkdir()
+    shutil.copy(good / "config.json", root / "lfs")
+    (root / "lfs" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    (root / "above" / "inside").mkdir(parents=True)
+    shutil.copy(good / "config.json", root / "above" / "inside")
+    (root / "empty").mkdir()
+    (root / "key.pem").write_text("no key")
+    return root
+
+
+def command(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "manylora.cli", *arguments],
+        capture_output=True, text=True, check=False, timeout=120, env=os.environ | settings,
+    )  # fmt: skip
+
+
+MISTAKES: list[tuple[str, str, list[str]]] = [
+    ("a typing error", "serve {m}/goood", ["{m}/goood does not exist", "did you mean {m}/good?"]),
+    ("a path that ends early", "serve {m}/x/y/z", ["does not exist", "of its path there is only {m}"]),
+    ("an adapter as the model", "serve {a}",
+     ["is an adapter of", "manylora serve ", "--lora-modules chinese={a}"]),
+    ("a file", "serve {m}/good/model.safetensors", ["is a file", "give {m}/good"]),
+    ("an empty folder", "serve {m}/empty", ["{m}/empty is empty"]),
+    ("the folder above", "serve {m}/above", ["has one in it: give {m}/above/inside"]),
+    ("no weights", "serve {m}/no-weights", ["no weights (model.safetensors)"]),
+    ("half a download", "serve {m}/shards", ["lacks model-00002-of-00002.safetensors (1 of its 2 files"]),
+    ("pickles", "serve {m}/pickle",
+     ["pytorch_model.bin, a pickle", ".save_pretrained('pickle-safetensors')"]),
+    ("GGUF", "serve {m}/gguf", ["llama-q4.gguf, a format that is not read"]),
+    ("a clone without LFS", "serve {m}/lfs", ["git -C {m}/lfs lfs pull"]),
+    ("no tokenizer", "serve {m}/no-tokenizer", ["no tokenizer.json", "--tokenizer"]),
+    ("an adapter as a root", "serve {m}/good --lora-root {a}",
+     ["is an adapter itself", "--lora-modules chinese={a}"]),
+    ("a model as an adapter", "serve {m}/good --lora-modules a={m}/good", ["a whole model, not an adapter"]),
+    ("an adapter that is not there", "serve {m}/good --lora-modules a={a}x", ["did you mean {a}?"]),
+    ("a flag with a typing error", "serve {m}/good --max-seq-lenn 5", ["did you mean --max-seq-len?"]),
+    ("two devices", "serve {m}/good -tp 2", ["--tensor-parallel-size must be 1, got 2"]),
+    ("a flag of vLLM", "serve {m}/good --quantization awq", ["vLLM's, and not taken here", "quant_config"]),
+    ("a port in use", "serve {m}/good --port {port}",
+     ["Address already in use; choose another port with --port"]),
+    ("a host elsewhere", "serve {m}/good --host 192.0.2.1 --port 0",
+     ["cannot listen on 192.0.2.1:0", "0.0.0.0"]),
+    ("no certificate", "serve {m}/good --port 0 --ssl-certfile {m}/key.pem",
+     ["HTTPS cannot be served", "PEM"]),
+    ("a length beyond the model's", "serve {m}/good --port 0 --max-model-len 1M",
+     ["more than the model's 256 positions"]),
+    ("another door", "build --model_dir {a} --output_dir {m}/out", ["is an adapter of", "manylora serve"]),
+    ("an unknown command", "server {m}/good", ["did you mean manylora serve?"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "texts"), [pytest.param(*rest, id=name) for name, *rest in MISTAKES])
+def test_a_mistake_is_one_line_that_leads_on(
+    line: str, texts: list[str], models: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        names = {"m": str(models), "a": str(ADAPTER), "port": str(other.getsockname()[1])}
+        try:
+            status = main(line.format(**names).split())
+        except SystemExit as end:
+            status = end.code
+    said = capfd.readouterr().err.splitlines()
+    assert status in (1, 2) and len(said) == 1, said
+    assert said[0].startswith("manylora")
+    for text in texts:
+        assert text.format(**names) in said[0]
+
+
+def test_a_mistake_ends_the_process(models: Path) -> None:
+    done = command("serve", str(models / "empty"))
+    assert (done.returncode, len(done.stderr.splitlines()), done.stdout) == (1, 1, "")
+
+
+def test_the_version_is_shown() -> None:
+    for arguments in (["--version"], ["serve", "--version"]):
+        assert command(*arguments).stdout.strip() == f"manylora {manylora.__version__}"
+
+
+class Started:
+    """`manylora serve` in a process. lines: what it wrote to stderr."""
+
+    def __init__(self, log: Path, *arguments: str, **settings: str) -> None:
+        self._log = log
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "manylora.cli", "serve", "--device", "cpu", "--port", "0", *arguments],
+            stdout=subprocess.DEVNULL, stderr=log.open("w"), env=os.environ | settings,
+        )  # fmt: skip
+
+    @property
+    def lines(self) -> list[str]:
+        return self._log.read_text().splitlines()
+
+    def wait_for(self, text: str) -> str:
+        """The first line with it."""
+        self.until(lambda: any(text in line for line in self.lines), text)
+        return next(line for line in self.lines if text in line)
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        end = time.monotonic() + 60
+        while not condition():
+            assert self.process.poll() is None and time.monotonic() < end, f"no {what}: {self.lines}"
+            time.sleep(0.05)
+
+    def interrupt(self) -> list[str]:
+        """What Ctrl-C does. Returns the lines since then."""
+        before = len(self.lines)
+        self.process.send_signal(signal.SIGINT)
+        assert self.process.wait(30) == 130
+        return self.lines[before:]
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def get(url: str, key: str = "", **body: Any) -> Any:
+    import httpx2
+
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    found = httpx2.post(url, json=body, headers=headers) if body else httpx2.get(url, headers=headers)
+    return found.json() if found.status_code == 200 else found.text
+
+
+def test_a_line_of_vllm_serves_and_ends_with_ctrl_c(models: Path, tmp_path: Path) -> None:
+    """The flags that people have, with the program's name changed."""
+    adapters = [f"one={ADAPTER}", json.dumps({"name": "two", "path": str(ADAPTER), "base_model_name": "x"})]
+    line = (
+        "--enable-lora --max-loras 2 --max-lora-rank 16 --max-cpu-loras 4 --max-model-len 0.25k "
+        "--max-num-seqs 4 --dtype float --trust-remote-code --disable-log-requests "
+        "--tensor-parallel-size 1 --seed 0 "
+        "--enable-auto-tool-choice --tool-call-parser hermes --enable-prefix-caching --api-key k1 k2 "
+        "--served-model-name base other"
+    )
+    with Started(tmp_path / "log", str(DEMO / "base"), *line.split(), "--lora-modules", *adapters) as server:
+        url = server.wait_for("running on").split("running on ")[1].split()[0]
+        listed = get(f"{url}/v1/models", "k2")["data"]
+        assert [one["id"] for one in listed] == ["base", "other", "one", "two"]
+        assert listed[0]["max_model_len"] == 250
+        question = {"prompt": "Hi", "max_tokens": 2}
+        assert get(f"{url}/v1/completions", "k1", model="two", **question)["usage"]["completion_tokens"] == 2
+        assert "invalid_api_key" in get(f"{url}/v1/models", "k3")
+        # Where adapters lie that the operator named is nobody's business.
+        path = {"model": "base", "lora_path": str(ADAPTER)}
+        assert "no adapter there that may be read" in get(f"{url}/v1/completions", "k1", **path, **question)
+        refused = get(f"{url}/v1/load_lora_adapter", "k1", lora_name="x", lora_path=str(ADAPTER))
+        assert "--allow-runtime-lora-updating" in refused and "admin: true" in refused
+        last = server.interrupt()
+    assert last[-1] == "manylora serve: stopped by Ctrl-C" and not any("Traceback" in line for line in last)
+    assert any("loaded weights: " in line for line in server.lines)
+
+
+@pytest.fixture
+def hub_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    return {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+
+def test_ids_of_the_hub_are_downloaded_once_and_serve_offline(
+    models: Path, tmp_path: Path, hub_home: dict[str, str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(DEMO / "base", model)
+    for name in ("pytorch_model.bin", "modeling_own.py", "consolidated.safetensors"):
+        (model / name).write_text("not to be read")
+    (model / "onnx").mkdir()
+    (model / "onnx" / "config.json").write_text("{}")
+    arguments = ["org/model@v1", "--lora-modules", "sql=org/adapter"]
+    with serve_hub({"org/model": model, "org/adapter": ADAPTER}) as hub:
+        with Started(tmp_path / "log", *arguments, HF_ENDPOINT=hub.url, **hub_home) as server:
+            url = server.wait_for("running on").split("running on ")[1].split()[0]
+            asked = len(hub.asked)
+            assert [one["id"] for one in get(f"{url}/v1/models")["data"]] == ["org/model", "sql"]
+            answer = get(f"{url}/v1/completions", model="sql", prompt="Hi", max_tokens=2)
+            assert answer["usage"]["completion_tokens"] == 2
+            # A client cannot make it download.
+            path = get(f"{url}/v1/completions", model="org/model", prompt="Hi", lora_path="org/adapter")
+            assert "no adapter there that may be read" in path
+            assert len(hub.asked) == asked
+            assert "downloaded org/model@v1: " in "\n".join(server.lines)
+            server.interrupt()
+        unread = {"pytorch_model.bin", "modeling_own.py", "consolidated.safetensors"}
+        assert "model.safetensors" in hub.downloaded and not hub.downloaded & unread
+        hub.asked.clear()
+        with Started(
+            tmp_path / "log", *arguments, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1", **hub_home
+        ) as server:
+            server.wait_for("running on")
+        assert hub.asked == []
+    with Started(tmp_path / "log", *arguments, HF_ENDPOINT=hub.url, **hub_home) as server:  # it is gone
+        server.wait_for("the files in the cache are used")
+        server.wait_for("running on")
+
+
+def test_an_id_that_cannot_be_had_is_one_line(models: Path, hub_home: dict[str, str]) -> None:
+    with serve_hub({"org/model": models / "good", "org/adapter": ADAPTER}, gated=("org/gated",)) as hub:
+        cases = {
+            ("org/nothing", ""): "there is no folder org/nothing here, and no org/nothing on",
+            (
+                "org/gated",
+                "",
+            ): f"org/gated is gated: accept its terms on {hub.url}/org/gated, and set HF_TOKEN",
+            ("org/model@v9", ""): "org/model has no revision 'v9'",
+            ("org/model", "1"): "HF_HUB_OFFLINE is set",
+            ("org/adapter", ""): "is an adapter of",
+            (str(models / "good") + " --revision v1", ""): "is for an id of the hub",
+        }
+        for (model, offline), text in cases.items():
+            done = command(
+                "serve",
+                *model.split(),
+                "--port",
+                "0",
+                HF_ENDPOINT=hub.url,
+                HF_HUB_OFFLINE=offline,
+                **hub_home,
+            )
+            assert done.returncode == 1 and text in done.stderr.splitlines()[-1], done.stderr
+            assert "Traceback" not in done.stderr
+    done = command("serve", "org/model", "--port", "0", HF_ENDPOINT=hub.url, **hub_home)
+    assert "it cannot be had from" in done.stderr and "hf download org/model" in done.stderr
+
+
+PYTHON = """
+from manylora import LLM, LoRARequest, SamplingParams
+llm = LLM("org/model", revision="v1", enable_lora=True, device="cpu")
+for number, path in enumerate(["org/adapter", "org/nothing"], start=1):
+    try:
+        output = llm.generate("Hi", SamplingParams(max_tokens=2), LoRARequest(f"a{number}", number, path))
+        print(output.outputs[0].length)
+    except Exception as error:
+        print(error)
+"""
+
+
+def test_python_takes_ids_of_the_hub(tmp_path: Path, hub_home: dict[str, str]) -> None:
+    with serve_hub({"org/model": DEMO / "base", "org/adapter": ADAPTER}) as hub:
+        done = subprocess.run(
+            [sys.executable, "-c", PYTHON], capture_output=True, text=True, check=True, timeout=120,
+            cwd=tmp_path, env=os.environ | hub_home | {"HF_ENDPOINT": hub.url},
+        )  # fmt: skip
+    length, problem = done.stdout.splitlines()
+    assert length == "2" and "there is no folder org/nothing here, and no org/nothing on" in problem
+    cached = tmp_path / "hf" / "hub" / "models--org--model" / "snapshots" / COMMIT
+    assert (cached / "model.safetensors").is_file()
+
+
+def test_python_says_the_same(models: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is an adapter of .*LoRARequest\('chinese', 1, "):
+        LLM(ADAPTER, device="cpu")
+    with pytest.raises(ConfigError, match="no weights"):
+        LLM(models / "no-weights", device="cpu", skip_tokenizer_init=True)
+    with pytest.raises(ConfigError, match="more than the model's 256 positions: use 256 or less"):
+        LLM(models / "good", device="cpu", max_seq_len=513)
+    with pytest.raises(ValueError, match="does not exist"):
+        LoRARequest("a", 1, "./org/adapter")
+
+
+def test_ctrl_c_while_it_starts_is_one_line(models: Path, tmp_path: Path) -> None:
+    with Started(tmp_path / "log", str(models / "good"), "--log-level", "debug") as server:
+        # The model's folder is read: Python runs, and nothing listens yet.
+        server.until(lambda: "manylora" in maps(server.process.pid), "start")
+        server.interrupt()
+    assert server.lines[-1] == "manylora serve: stopped by Ctrl-C" and "Traceback" not in "\n".join(
+        server.lines
+    )
+
+
+def maps(pid: int) -> str:
+    """The compiled modules that a process has loaded."""
+    return "manylora" if "tokenizers" in Path(f"/proc/{pid}/maps").read_text() else ""
+
+
+def test_progress_is_silent_when_quick_and_a_line_now_and_then_when_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = [0.0]
+    for seconds, lines in ((1.5, 1), (30.0, 7)):
+        caplog.clear()
+        with (
+            caplog.at_level("INFO"),
+            Progress("loading", "loaded", "weights", 10**9, lambda: now[0]) as progress,
+        ):
+            for _ in range(100):
+                now[0] += seconds / 100
+                progress.add(10**7)
+        assert len(caplog.messages) == lines
+        assert caplog.messages[-1] == f"loaded weights: 1.0 GB in {seconds:.1f} s"
+    assert caplog.messages[1] == "loading weights: 24 %, 240.0 MB of 1.0 GB, 7 s, 33.3 MB/s"
+    assert [size(count) for count in (999, 1500, 2**30)] == ["999 bytes", "1.5 kB", "1.1 GB"]

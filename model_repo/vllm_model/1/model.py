@@ -30,19 +30,19 @@ class TritonPythonModel:
             engine = EngineSetup.open(folder, parameters)
             file = names_file(parameters_beside(folder, engine.name), folder)
             names = list(read_names(file)) if file is not None else []
-            metrics = None
+            observe, write = None, lambda: None
             if flag(parameters, "REPORT_CUSTOM_METRICS", False):
                 labels = {"model": name, "version": args["model_version"]}
                 metrics = VllmMetrics(pb_utils, labels, engine.model.max_position_embeddings)
+                observe, write = metrics.observe, metrics.write
             runner = PromptRunner(server.call, engine)
-            observe = metrics.observe if metrics is not None else None
             enabled = takes_adapters(folder / args["model_version"] / "model.json")
             model = VllmModel(runner, engine.tokenizer, names, enabled, observe)
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         if not pb_utils.using_decoupled_model_transaction_policy(json.loads(args["model_config"])):
             raise pb_utils.TritonModelException(f"{name} must have decoupled: True in its config.pbtxt")
-        self._worker = BlsWorker(name, lifeline, model, True, server.respond, server.fail)
+        self._worker = BlsWorker(name, lifeline, model, True, server.respond, server.fail, write)
 
     def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> None:
         self._worker.execute(requests)

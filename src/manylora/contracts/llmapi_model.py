@@ -18,6 +18,7 @@ from manylora.errors import RequestCancelledError, RequestError
 from manylora.llmapi.sampling import SamplingParams
 from manylora.request import LoraInput
 from manylora.wire.bls_generator import ClientRequest, Values
+from manylora.wire.bls_worker import LastOutputs
 from manylora.wire.server_types import Arrays, ServerRequest
 from manylora.wire.shape_guard import read_inputs
 
@@ -79,7 +80,8 @@ class LlmapiModel:
             extras = {extra for extra in EXTRAS if scalar(arrays, extra, False)}
             with self._named(name, client):
                 for answer in self._runner.answers(client, asked):
-                    yield _response(answer, asked, extras, prompt)
+                    found = _response(answer, asked, extras, prompt)
+                    yield LastOutputs(found) if answer.finished else found
         except RequestError as error:
             raise RequestError(f"Error generating request: {error}") from None
 
@@ -142,7 +144,7 @@ class LlmapiModel:
         return None if task_id is None else LoraInput(task_id)
 
 
-def _response(answer: Answer, asked: Asked, extras: set[str], prompt: str) -> Values:
+def _response(answer: Answer, asked: Asked, extras: set[str], prompt: str) -> dict[str, np.ndarray]:
     """Every response has the whole text so far."""
     outputs = answer.outputs
     found = {"text_output": text_tensor(prompt + one.text for one in outputs)}

@@ -116,14 +116,13 @@ class PromptRunner:
                     continue
                 for event in reader.read(arrays, final=False):
                     state.take(event)
-                if state.finished or asked.streaming:
+                if asked.streaming and not state.finished:
                     yield from self._answer(state, asked, statistics)
                 if state.finished and not reader.done:  # at a stop text
                     stop_request(self._call, self._engine.name, request_id)
-        if not state.finished:
-            for event in reader.read({}, final=True):
-                state.take(event)
-            yield from self._answer(state, asked, statistics)
+        for event in reader.read({}, final=True):
+            state.take(event)
+        yield from self._answer(state, asked, statistics)
 
     def stop(self, model: str, request_id: str) -> None:
         stop_request(self._call, model, request_id)

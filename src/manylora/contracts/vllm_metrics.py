@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import queue
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,7 +36,7 @@ class VllmMetrics:
     """pb_utils: triton_python_backend_utils. labels: of every metric."""
 
     def __init__(self, pb_utils: Any, labels: Mapping[str, str], longest: int) -> None:
-        self._lock = threading.Lock()  # two calls at once on one metric end the server
+        self._finished: queue.SimpleQueue[tuple[Asked, Answer]] = queue.SimpleQueue()
         self._metrics, self._families = {}, []
         for name, one in families(longest).items():
             kind = getattr(pb_utils.MetricFamily, one.kind.upper())
@@ -46,9 +46,13 @@ class VllmMetrics:
             self._metrics[name] = family.Metric(labels=dict(labels), **buckets)
 
     def observe(self, asked: Asked, answer: Answer) -> None:
-        """A finished answer, with its statistics."""
-        with self._lock:
-            for name, value in samples(asked, answer):
+        """A finished answer, with its statistics. Any thread."""
+        self._finished.put((asked, answer))
+
+    def write(self) -> None:
+        """What was observed. One thread only: two on one metric end the server."""
+        while not self._finished.empty():
+            for name, value in samples(*self._finished.get()):
                 metric = self._metrics[name]
                 if name.endswith("_total"):
                     metric.increment(value)

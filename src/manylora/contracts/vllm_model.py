@@ -19,6 +19,7 @@ from manylora.llmapi.outputs import CompletionOutput
 from manylora.openai.api.logprobs import TokenLogprob
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.bls_generator import ClientRequest, Values
+from manylora.wire.bls_worker import LastOutputs
 from manylora.wire.encode import WINDOW
 from manylora.wire.server_types import Arrays, ServerRequest
 from manylora.wire.shape_guard import read_inputs
@@ -60,7 +61,8 @@ class VllmModel:
             for answer in self._runner.answers(client, what):
                 if answer.finished and self._observe is not None:
                     self._observe(what, answer)
-                yield self._response(answer, what, extras, prompt)
+                found = self._response(answer, what, extras, prompt)
+                yield LastOutputs(found) if answer.finished else found
                 prompt = ""  # once
         except RequestError as error:
             raise RequestError(self._explained(str(error), name)) from None
@@ -89,7 +91,7 @@ class VllmModel:
             return f"LoRA {name} is not supported, we currently support {self._names}"
         return error if error == NOT_ENABLED else f"Error generating stream: {error}"
 
-    def _response(self, answer: Answer, what: Asked, extras: set[str], prompt: str) -> Values:
+    def _response(self, answer: Answer, what: Asked, extras: set[str], prompt: str) -> dict[str, np.ndarray]:
         outputs = answer.outputs
         found = {"text_output": text_tensor(prompt + one.text_diff for one in outputs)}
         if "return_finish_reason" in extras:
@@ -108,7 +110,8 @@ class VllmModel:
     def _logprobs(
         self, answer: Answer, output: CompletionOutput, top: int | None
     ) -> list[dict[str, Any]] | None:
-        """For each new token: the token itself and the `top` most probable ones, by their ids."""
+        """For each new token: the token itself and the `top` most probable ones, by their ids. Their
+        texts add up to the output's: a token that is a part of a character has none, the last has all."""
         if top is None:
             return None
         ids = [*answer.prompt[-WINDOW:], *output.token_ids]
@@ -119,7 +122,9 @@ class VllmModel:
                 str(token): {
                     "logprob": value,
                     "rank": rank,
-                    "decoded_token": delta(ids[max(0, at - WINDOW) : at], [token], True, False),
+                    "decoded_token": delta(
+                        ids[max(0, at - WINDOW) : at], [token], answer.finished and at + 1 == len(ids), False
+                    ),
                 }
                 for token, value, rank in _ranked(one, top)
             }

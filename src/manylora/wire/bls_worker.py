@@ -18,11 +18,15 @@ THREADS = 64
 PERIOD_S = 0.1  # between two times of asking who has disconnected
 
 
+class LastOutputs(dict[str, Any]):
+    """Outputs of a response that is known to be the last one: it is sent as the final one."""
+
+
 class Generator(Protocol):
     """Answers requests by calling the engine's model."""
 
     def answer(self, client: ClientRequest, request: ServerRequest[Any]) -> Iterator[Values]:
-        """Outputs of each response, as they come. Raises RequestError."""
+        """Outputs of each response, as they come; after LastOutputs none. Raises RequestError."""
 
     def stop(self, model: str, request_id: str) -> None:
         """End a request to an engine's model."""
@@ -33,6 +37,7 @@ class BlsWorker(Generic[Response]):
 
     decoupled: any number of responses to a request; otherwise the first is the only one.
     respond: outputs to a response. fail: an error to it.
+    before: called before each response, on the thread that sends, the one that may write metrics.
 
     Every thread here goes on when a request fails; a response that cannot be sent ends its request, and the
     engine stops generating for it.
@@ -46,10 +51,11 @@ class BlsWorker(Generic[Response]):
         decoupled: bool,
         respond: Callable[[Values], Response],
         fail: Callable[[Exception], Response],
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         self._name, self._lifeline = name, lifeline
         self._generator, self._decoupled = generator, decoupled
-        self._respond, self._fail = respond, fail
+        self._respond, self._fail, self._before = respond, fail, before
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="manylora-bls")
         # (client, sender, response, flags)
         self._outbox: queue.SimpleQueue[
@@ -89,20 +95,20 @@ class BlsWorker(Generic[Response]):
         with self._lifeline.busy():
             last: Response | None = None
             try:
-                responses = self._responses(request, client)
-                if self._decoupled:
-                    for response in responses:
-                        self._outbox.put((client, sender, response, 0))
-                else:
-                    [last, *_] = list(responses)
+                check_parameters(request.parameters())
+                answers = self._generator.answer(client, request)
+                if not self._decoupled:
+                    [first, *_] = list(answers)
+                    answers = iter([LastOutputs(first)])
+                for outputs in answers:
+                    if isinstance(outputs, LastOutputs):
+                        last = self._respond(outputs)
+                        break
+                    self._outbox.put((client, sender, self._respond(outputs), 0))
             except Exception as error:
                 last = self._fail(client_error(error, self._name))
             self._end(client)
             self._outbox.put((client, sender, last, FINAL))
-
-    def _responses(self, request: ServerRequest[Response], client: ClientRequest) -> Iterator[Response]:
-        check_parameters(request.parameters())
-        return map(self._respond, self._generator.answer(client, request))
 
     def _send_all(self) -> None:
         failures: dict[ClientRequest, Exception] = {}
@@ -113,6 +119,7 @@ class BlsWorker(Generic[Response]):
                     continue
                 response = self._fail(failures.pop(client))
             try:
+                self._before()
                 sender.send(flags=flags) if response is None else sender.send(response, flags)
             except Exception as error:
                 refusal = client_error(error, self._name)

@@ -140,6 +140,17 @@ def test_a_model_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     assert str(tmp_path) in capsys.readouterr().err
 
 
+def test_templates_that_were_filled_in_place_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the model that was given would be ignored."""
+    monkeypatch.setattr(templates, "FOLDER", shutil.copytree(templates.FOLDER, tmp_path / "model_repo"))
+    file = tmp_path / "model_repo" / "tensorrt_llm" / "config.pbtxt"
+    file.write_text(file.read_text(encoding="utf-8").replace("${engine_dir}", "/other"), encoding="utf-8")
+    assert main(["repo", str(MODEL), "-o", str(tmp_path / "repo")]) == 1
+    assert f"{file} is filled already: put the template back" in capsys.readouterr().err
+
+
 def test_only_what_it_wrote_is_written_again(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     repo = written(tmp_path / "repo")
     written(repo, "--models", "tensorrt_llm", "--set", "max_seq_len=64")

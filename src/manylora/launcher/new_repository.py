@@ -13,6 +13,7 @@ from pathlib import Path
 from manylora.config.values import boolean, whole_number
 from manylora.errors import ConfigError, printable
 from manylora.launcher import templates
+from manylora.launcher.repository import MANDATORY
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.parameters import ENGINE, PARAMETER, engine_config
 
@@ -66,12 +67,16 @@ def write_repository(plan: RepositoryPlan, folder: Path) -> list[str]:
 
 
 def _templates(names: Sequence[str]) -> dict[str, str]:
-    """Model -> text of its config.pbtxt."""
+    """Model -> text of its config.pbtxt. Raises ConfigError, also for what was filled in place."""
     known = sorted(path.parent.name for path in templates.FOLDER.glob(f"*/{CONFIG}"))
     for name in names:
         if name not in known:
             raise ConfigError(f"there is no model {printable(name)!r}: choose from {', '.join(known)}")
-    return {name: (templates.FOLDER / name / CONFIG).read_text(encoding="utf-8") for name in names or known}
+    texts = {name: (templates.FOLDER / name / CONFIG).read_text(encoding="utf-8") for name in names or known}
+    for name, text in texts.items():
+        if any(f"${{{one}}}" not in text for one in MANDATORY.get(name, ())):
+            raise ConfigError(f"{templates.FOLDER / name / CONFIG} is filled already: put the template back")
+    return texts
 
 
 def _values(plan: RepositoryPlan, texts: Mapping[str, str]) -> dict[str, str]:

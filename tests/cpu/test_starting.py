@@ -3,6 +3,7 @@ is one line that says what to do; ids of the hub, vLLM's flags and Ctrl-C do wha
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -12,15 +13,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 from hub_standin import COMMIT, serve_hub
 
 import manylora
 from manylora import LLM, LoRARequest
 from manylora.cli import main
+from manylora.config.engine import EngineConfig
+from manylora.config.hub import local_model
+from manylora.engine.memory import usable_bytes
 from manylora.errors import ConfigError
 from manylora.system.progress import Progress, size
 from manylora.testing.tiny_models import make_model
@@ -75,6 +82,7 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
      ["is an adapter of", "manylora serve ", "--lora-modules chinese={a}"]),
     ("a file", "serve {m}/good/model.safetensors", ["is a file", "give {m}/good"]),
     ("an empty folder", "serve {m}/empty", ["{m}/empty is empty"]),
+    ("an id without its owner", "serve gpt2", ["gpt2 does not exist", "org/name"]),
     ("the folder above", "serve {m}/above", ["has one in it: give {m}/above/inside"]),
     ("no weights", "serve {m}/no-weights", ["no weights (model.safetensors)"]),
     ("half a download", "serve {m}/shards", ["lacks model-00002-of-00002.safetensors (1 of its 2 files"]),
@@ -276,6 +284,23 @@ def test_an_id_that_cannot_be_had_is_one_line(models: Path, hub_home: dict[str, 
     assert "it cannot be had from" in done.stderr and "hf download org/model" in done.stderr
 
 
+def test_a_disk_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the download, and in it."""
+    file = SimpleNamespace(file_size=10**18, will_download=True)
+
+    def download(*_: object, dry_run: bool = False, **__: object) -> list[SimpleNamespace]:
+        if dry_run:
+            return [file]
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ConfigError, match=r"org/model needs 1000000000.0 GB, and .* has .* left: .*HF_HOME"):
+        local_model("org/model", cache=tmp_path)
+    file.file_size = 1
+    with pytest.raises(ConfigError, match=r"org/model: the disk of .* is full: .*HF_HOME"):
+        local_model("org/model", cache=tmp_path)
+
+
 PYTHON = """
 from manylora import LLM, LoRARequest, SamplingParams
 llm = LLM("org/model", revision="v1", enable_lora=True, device="cpu")
@@ -343,3 +368,15 @@ def test_progress_is_silent_when_quick_and_a_line_now_and_then_when_not(
         assert caplog.messages[-1] == f"loaded weights: 1.0 GB in {seconds:.1f} s"
     assert caplog.messages[1] == "loading weights: 24 %, 240.0 MB of 1.0 GB, 7 s, 33.3 MB/s"
     assert [size(count) for count in (999, 1500, 2**30)] == ["999 bytes", "1.5 kB", "1.1 GB"]
+
+
+def test_a_share_of_the_memory_is_kept(models: Path) -> None:
+    """What is already taken counts, as in vLLM."""
+    config = EngineConfig(models / "good", gpu_memory_utilization=0.5)
+    device = SimpleNamespace(free_bytes=lambda: 60, total_bytes=lambda: 100)
+    assert usable_bytes(config, device, before=80) == 30  # 20 of the 50 are the weights
+    assert usable_bytes(config, device, before=115) == 0
+    assert usable_bytes(replace(config, gpu_memory_utilization=1.0), device, before=80) == 60
+    assert usable_bytes(replace(config, gpu_memory_utilization=None), device, before=80) == 60
+    with pytest.raises(ConfigError, match="no room for a KV cache"):
+        LLM(models / "good", device="cpu", gpu_memory_utilization=1e-9)

@@ -17,6 +17,7 @@ from manylora.bench.datasets import (
     uniform_lengths,
     write_dataset,
 )
+from manylora.config.hub import local_model
 from manylora.errors import ConfigError
 from manylora.llmapi.lora import LoRARequest
 from manylora.text.tokenizer import Tokenizer
@@ -30,7 +31,7 @@ def main(arguments: list[str] | None = None, tokenizer: Path | None = None) -> i
         requests = random_requests(
             options.num_requests,
             *_lengths(options),
-            vocab_size=Tokenizer(options.tokenizer).vocab_size,
+            vocab_size=Tokenizer(local_model(options.tokenizer)).vocab_size,
             rng=rng,
             adapters=_adapters(options),
             popularity=options.popularity,

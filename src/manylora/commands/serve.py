@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,10 @@ def _keep(options: ServeOptions, given: list[str]) -> int:
     command = [sys.executable, "-m", "manylora.cli", "serve", *given, "--no-restart"]
     child = CommandService(command, options.host, options.port, options.drain_seconds + END_S)
     state = State()
-    code = Supervisor(child, Roles(state.fd), state, len(DEPUTIES)).run()
+    supervisor = Supervisor(child, Roles(state.fd), state, len(DEPUTIES))
+    code = supervisor.run()
+    if supervisor.last_signal == signal.SIGINT:
+        raise KeyboardInterrupt
     if code:
         print(f"manylora serve: {state.read()['reason']}", file=sys.stderr)
     return code

@@ -136,6 +136,8 @@ def _no_folder(folder: Path, what: str = "model's folder") -> str:
         hint = f"; did you mean {folder.parent / near[0]}?" if near else ""
     else:
         hint = f"; of its path there is only {parent}"
+    if folder.name == str(folder):
+        hint += "; an id of the hub has its owner in front: org/name"
     if is_hub_id(folder):
         hint += f"; a model of the hub is fetched with: hf download {folder}"
     return f"the {what} {folder} does not exist{hint}"

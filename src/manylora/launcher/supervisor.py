@@ -81,6 +81,7 @@ class Supervisor:
         self._forked: dict[int, int] = {}  # role -> the process that is to take it
         self._tries = tries
         self._signals = 0
+        self.last_signal = 0
         self._last_care = 0.0
 
     def run(self) -> int:
@@ -117,8 +118,9 @@ class Supervisor:
         self._service.close(failure)
         return 0 if failure is None else 1
 
-    def _on_signal(self, *_: object) -> None:
+    def _on_signal(self, number: int, _: object) -> None:
         self._signals += 1
+        self.last_signal = number
 
     def _stopping(self) -> bool:
         """Whether a signal came. It is called all the time, so regular work is done here."""

@@ -229,8 +229,10 @@ def check_certificate(certificate: Path | None, key: Path | None) -> None:
         # Without a password that is asked for on the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except OSError as error:
-        mismatch = getattr(error, "reason", None) == "KEY_VALUES_MISMATCH"
-        reason = "the key is not that of the certificate" if mismatch else error.strerror or error
+        reason = error.strerror
+        if isinstance(error, ssl.SSLError):
+            mismatch = error.reason == "KEY_VALUES_MISMATCH"
+            reason = "the key is another's" if mismatch else "there is no certificate with its key"
         raise ConfigError(
             f"HTTPS cannot be served with ssl_certfile {certificate}"
             + ("" if key is None else f" and ssl_keyfile {key}")

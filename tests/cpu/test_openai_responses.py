@@ -252,6 +252,13 @@ def test_fields_of_chats_act_and_adapters_are_chosen_as_in_chats() -> None:
     assert (chat["lora_model"], chat["max_completion_tokens"]) == ("chinese", 5)
     chosen = chat_of(input="a", tools=[WEATHER], tool_choice={"type": "function", "name": "weather"})
     assert chosen["tool_choice"]["function"] == {"name": "weather"}
+    one = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+    allowed = chat_of(input="a", tools=[WEATHER], tool_choice=one)["tool_choice"]["allowed_tools"]
+    assert allowed["mode"] == "required" and allowed["tools"][0]["function"]["name"] == "weather"
+    more = chat_of(
+        input="a", reasoning={"effort": "low"}, structured_outputs={"json": {}}, metadata={"a": "b"}
+    )
+    assert (more["reasoning_effort"], more["structured_outputs"]) == ("low", {"json_": {}})
 
 
 @pytest.mark.parametrize(
@@ -273,7 +280,7 @@ def test_fields_of_chats_act_and_adapters_are_chosen_as_in_chats() -> None:
         ({"input": [{"role": "robot", "content": "a"}]}, "input.0.role", "user"),
         ({"input": []}, "input", "there is none"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "is required"),
-        ({"text": {"format": {"type": "json_schema"}}, "n": 2}, "n", "one output"),
+        ({"n": 2}, "n", "no place for it"),
         ({"max_tokens": "3"}, "max_tokens", "integer"),
         ({"frobnicate": 1}, "frobnicate", "leave it out"),
         ({"include": ["everything"]}, "include.0", "message.output_text.logprobs"),

@@ -5,32 +5,17 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from manylora.openai.api.errors import ApiError, invalid_value, unsupported_field
 from manylora.openai.api.fields import Body, Items, Text, WordText
-from manylora.openai.api.schema import (
-    MAX_TOKENS,
-    ChatRequest,
-    CompletionRequest,
-    Tool,
-    validate,
-)
+from manylora.openai.api.schema import MAX_TOKENS, ChatRequest, CompletionRequest, Tool, validate
 
 LATEST = ":latest"  # the tag of a name without one
 Number = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
-class _Part(Body):
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return {name: value for name, value in given.items() if value is not None}
-
-
-class Options(_Part):
+class Options(Body):
     """As in a Modelfile, with Ollama's defaults.
 
     num_predict: 0 and less: until the end, or the context is full. repeat_penalty is of the whole output, so
@@ -85,19 +70,19 @@ class _Generation(Body):
     shift: Literal[False] = False  # the context is not moved when it is full
 
 
-class _Function(_Part):
+class _Function(Body):
     index: int | None = None
     name: str
     arguments: dict[str, Any]
 
 
-class _Call(_Part):
+class _Call(Body):
     id: Text = ""
     type: Literal["function"] = "function"
     function: _Function
 
 
-class _Message(_Part):
+class _Message(Body):
     """tool_name: of the tool that has answered."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -144,6 +129,8 @@ def chat_request(body: OllamaChat | OllamaGenerate, model: str) -> ChatRequest:
     messages = _messages(body) if isinstance(body, OllamaChat) else _question(body)
     chat = {"messages": messages, **_sampling(body, model)}
     chat |= {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
+    if "think" in body.model_fields_set:  # the word of templates whose models would think
+        chat["chat_template_kwargs"] = {"enable_thinking": False}
     if isinstance(body, OllamaChat) and body.tools:
         chat["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
     return validate(chat, ChatRequest)

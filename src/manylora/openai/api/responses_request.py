@@ -7,14 +7,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from manylora.openai.api.errors import ApiError, invalid_value, unsupported_field
-from manylora.openai.api.fields import Body, Items, Text
-from manylora.openai.api.schema import (
-    MAX_TOKENS,
-    ChatRequest,
-    GenerationRequest,
-    api_error,
-    validate,
-)
+from manylora.openai.api.fields import Body, Items, TemplateFields, Text
+from manylora.openai.api.schema import MAX_TOKENS, ChatRequest, GenerationRequest, api_error, validate
 
 MAX_ITEMS = 4096
 STATELESS = {
@@ -30,8 +24,12 @@ CHAT_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
 }
 """Fields of a chat, as an error names them, and where a client of this API has written them."""
+PASSED = set(GenerationRequest.model_fields) | set(TemplateFields.model_fields)
+NOT_SHOWN = {"n": 1, "prompt_logprobs": None, "return_token_ids": False}
+"""Fields of chats that ask for more than one output, or for parts that a response does not have."""
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -60,11 +58,11 @@ class _Tool(Body):
     strict: bool | None = None
 
 
-class ResponsesRequest(GenerationRequest):
+class ResponsesRequest(TemplateFields, GenerationRequest):
     """input: a text, or items. The fields of chats that this API does not have act as they do in chats.
 
-    Without effect: store, reasoning, text.verbosity, service_tier, the caller's own records (metadata,
-    prompt_cache_key, safety_identifier and their like), and what belongs to tools of OpenAI's servers.
+    store: whether items of the answer are remembered for a while. Without effect: text.verbosity, and what
+    belongs to tools and caches of OpenAI's servers.
     """
 
     input: str | Items[dict[str, Any]]
@@ -136,10 +134,11 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
     for name, reason in STATELESS.items():
         if getattr(body, name):
             raise unsupported_field(f"{name} is not supported: {reason}", name)
-    if body.n != 1:
-        raise unsupported_field("n is not supported: a response has one output", "n")
-    passed = body.model_fields_set & set(GenerationRequest.model_fields) & set(ChatRequest.model_fields)
-    chat = body.model_dump(include=passed, exclude_unset=True)
+    for name, usual in NOT_SHOWN.items():
+        if getattr(body, name) != usual:
+            raise unsupported_field(f"{name} is not supported: a response has no place for it", name)
+    passed = body.model_fields_set & PASSED
+    chat = body.model_dump(include=passed, exclude_unset=True, by_alias=True)
     chat |= {
         "messages": _messages(body),
         "parallel_tool_calls": body.parallel_tool_calls,
@@ -147,6 +146,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
         "response_format": _response_format(body) or chat.get("response_format"),
         "logprobs": LOGPROBS in body.include or body.top_logprobs > 0,
         "top_logprobs": body.top_logprobs,
+        "reasoning_effort": (body.reasoning or {}).get("effort"),
     }
     if body.tools or body.tool_choice not in ("auto", "none"):
         chat |= {"tools": [_tool(one, f"tools.{i}") for i, one in enumerate(body.tools)]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from manylora.openai.api.errors import ApiError
+from manylora.openai.api.errors import ApiError, context_length
 from manylora.openai.api.schema import ChatRequest, Message
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.prompts import ChatPrompt
@@ -59,6 +59,6 @@ async def _prompt(inference: Inference, body: ChatRequest) -> ChatPrompt:
     wanted = body.max_completion_tokens or body.max_tokens or 1
     most = inference.limits.max_seq_len
     if len(prompt.ids) + wanted > most:
-        reason = f"The prompt has {len(prompt.ids)} tokens and {wanted} more are asked for; the model's "
-        raise ApiError(400, TOO_LONG, reason + f"context has {most}", "messages")
+        asked = f"The prompt has {len(prompt.ids)} and {wanted} more are asked for"
+        raise ApiError(400, TOO_LONG, f"{context_length(most)}. {asked}", "messages")
     return prompt

@@ -53,7 +53,7 @@ class OllamaApi:
         model = self._name(body.model)
         if not body.prompt and not body.system:
             return self._loaded(body, model, key)
-        if not body.raw and self._inference.tokenizer.has_chat_template:
+        if not body.raw and self._inference.tokenizer.chat_template is not None:
             return await self._answer(request, body, chat_request(body, model), key)
         started, completion = time.monotonic_ns(), completion_request(body, model)
         ids = await self._inference.prompts.tokenize(TokenizeRequest.model_validate({"prompt": body.prompt}))
@@ -89,7 +89,8 @@ class OllamaApi:
         self._check(name, key)
         entry = next((one for one in self._catalog.entries() if one.name == name), None)
         card = self._base_card() if entry is None else self._card(entry)
-        limits, tokenizer = self._inference.limits, self._inference.tokenizer
+        limits = self._inference.limits
+        tools = ["tools"] * (self._inference.tokenizer.chat_template is not None)
         family = card["details"]["family"]
         facts = {
             "general.architecture": family,
@@ -103,7 +104,7 @@ class OllamaApi:
             "template": "",
             "details": card["details"],
             "model_info": facts,
-            "capabilities": ["completion", "tools"] if tokenizer.has_chat_template else ["completion"],
+            "capabilities": ["completion", *tools],
             "modified_at": card["modified_at"],
         }
 
@@ -201,7 +202,7 @@ class OllamaAnswer(ChatResponse):
         choice = chat["choices"][0]
         self._reason = _done_reason(choice["finish_reason"])
         message = choice["message"]
-        shown = self._piece(message["content"] or "", message.get("tool_calls") or (), choice)
+        shown = self._content(message["content"] or "", message.get("tool_calls") or (), choice)
         return {**self._common_fields(), **shown, **self._ending(chat["usage"])}
 
     def first_events(self) -> bytes:
@@ -210,7 +211,7 @@ class OllamaAnswer(ChatResponse):
     def last_events(self, usage: bool) -> bytes:
         """What was generated, and how long it took, is always told."""
         ending = self._ending(self._usage(sum(self._tokens_sent.values())))
-        return self._line({**self._piece("", (), {}), **ending}).encode()
+        return self._line({**self._content("", (), {}), **ending}).encode()
 
     def error_events(self, error: ApiError) -> bytes:
         return f"{encode({'error': error.message})}\n".encode()
@@ -232,9 +233,9 @@ class OllamaAnswer(ChatResponse):
             self._reason = _done_reason(reason)
         if not (delta.get("content") or calls or choice.get("logprobs")):
             return ""
-        return self._line({**self._piece(delta.get("content") or "", calls, choice), "done": False})
+        return self._line({**self._content(delta.get("content") or "", calls, choice), "done": False})
 
-    def _piece(self, text: str, calls: Sequence[dict[str, Any]], choice: dict[str, Any]) -> dict[str, Any]:
+    def _content(self, text: str, calls: Sequence[dict[str, Any]], choice: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {"message": _message(text)} if self._is_chat else {"response": text}
         if calls:
             found["message"]["tool_calls"] = [_call(number, call) for number, call in enumerate(calls)]

@@ -232,7 +232,7 @@ class ResponsesAnswer(ChatResponse):
             "parallel_tool_calls": asked.parallel_tool_calls,
             "previous_response_id": None,
             "prompt_cache_key": asked.prompt_cache_key,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": (asked.reasoning or {}).get("effort"), "summary": None},
             "safety_identifier": asked.safety_identifier,
             "service_tier": "default",
             "store": False,

@@ -89,7 +89,7 @@ class World:
         size = (config.num_layers, 2, max_batch * self._blocks_each, PAGE, *heads)
         self.kv = torch.zeros(size, dtype=dtype, device=device.torch).to(kv_dtype or dtype)
         self.weights = self._weights()
-        self.decoder = Decoder(config, self.weights, dtype, device.ops, context + 8)
+        self.decoder = Decoder(config, self.weights, dtype, device.ops)
         self.limits = BatchLimits(
             config.num_layers, max_batch, context + 8, PAGE, config.num_heads, *heads, dtype,
             windows=frozenset(config.sliding_windows or (None,)),

@@ -57,7 +57,11 @@ FAMILIES: Table = {
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-head-dim": ("llama", {"head_dim": 24}),
     "llama-linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
-    "llama-dynamic": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+    # Shorter than the prompts, which are rotated otherwise then.
+    "llama-dynamic": (
+        "llama",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 40},
+    ),
     "llama3": ("llama", {"rope_scaling": LLAMA3, "rope_theta": 500000.0}),
     "llama-yarn": ("llama", {"rope_scaling": YARN}),
     "mistral": ("mistral", {"sliding_window": None}),
@@ -67,7 +71,7 @@ FAMILIES: Table = {
     "qwen3": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
     "phi3": ("phi3", {}),
     "phi3-partial-rotary": ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": 9}),
-    "phi3-longrope": ("phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 64}),
+    "phi3-longrope": ("phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 40}),
     "granite": ("granite", GRANITE),
     "olmo2": ("olmo2", {}),
     "gemma": ("gemma", {"head_dim": 24, "tie_word_embeddings": True}),

@@ -74,6 +74,9 @@ REQUEST_ROWS = {
     "ignored": ({"prompt_ignore_length": scalar(-1, np.int32)}, "prompt_ignore_length must be >= 0"),
     "sequences": ({"num_return_sequences": scalar(0, np.int32)}, "num_return_sequences must be > 0"),
     "words": ({"bad_words_list": np.array([[[1, 2], [2, 1]]], np.int32)}, "Invalid format for word list."),
+    "guide type": ({"guided_decoding_guide_type": np.array([["yaml"]], object),
+                    "guided_decoding_guide": np.array([["a"]], object)},
+                   "guided_decoding_guide_type must be one of json, json_schema, regex, ebnf_grammar"),
     "words end": ({"bad_words_list": np.array([[[1], [3]]], np.int32)}, "Invalid format for word list."),
 }  # fmt: skip
 

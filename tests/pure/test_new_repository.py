@@ -136,8 +136,21 @@ def test_what_is_wrong_is_one_line_and_nothing_is_written(
 
 
 def test_a_model_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["repo", str(tmp_path), "-o", str(tmp_path / "repo")]) == 1
-    assert str(tmp_path) in capsys.readouterr().err
+    for folder, words in ((tmp_path, "is empty"), (ADAPTERS / "chinese", "is an adapter")):
+        assert main(["repo", str(folder), "-o", str(tmp_path / "repo")]) == 1
+        assert re.search(f"^manylora repo: {folder} {words}", capsys.readouterr().err)
+
+
+def test_a_model_of_the_hub_is_asked_for_by_its_id(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert main(["repo", "somebody/nothing", "-o", "repo"]) == 1
+    said = capsys.readouterr().err
+    assert "somebody/nothing" in said
+    assert said.count("\n") == 1
 
 
 def test_templates_that_were_filled_in_place_are_named(

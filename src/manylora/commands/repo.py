@@ -7,13 +7,16 @@ import shlex
 import sys
 from pathlib import Path
 
+from manylora.config.hub import local_model
 from manylora.errors import ConfigError
 from manylora.launcher.new_repository import RepositoryPlan, write_repository
+
+MODEL = "Hugging Face directory, or an id of the hub: org/name[@revision]"
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="manylora repo", description=__doc__)
-    parser.add_argument("model", type=Path, metavar="MODEL", help="Hugging Face directory")
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.add_argument(
         "-o",
         "--output",
@@ -60,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_of(options: argparse.Namespace) -> RepositoryPlan:
-    return RepositoryPlan(options.model, options.lora_root, options.models, dict(options.values))
+    """Raises ConfigError. A model of the hub is downloaded."""
+    return RepositoryPlan(local_model(options.model), options.lora_root, options.models, dict(options.values))
 
 
 def _names(text: str) -> tuple[str, ...]:

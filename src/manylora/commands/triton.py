@@ -41,7 +41,7 @@ def argument_parser() -> ArgumentParser:
     """The launcher's, and how a repository is filled."""
     parser = launcher.argument_parser()
     parser.prog, parser.description = "manylora triton", __doc__
-    parser.add_argument("model", type=Path, nargs="?", metavar="MODEL", help="Hugging Face directory")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=repo.MODEL)
     parser.add_argument("--repo", type=Path, metavar="DIR", help="write the repository there, to keep it")
     repo.add_arguments(parser)
     parser.set_defaults(model_repo=None)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from manylora.config.model_folder import check_model_folder
 from manylora.config.values import boolean, whole_number
 from manylora.errors import ConfigError, printable
 from manylora.launcher import templates
@@ -143,8 +144,7 @@ def _bare(name: str, value: str) -> str:
 
 def _check(plan: RepositoryPlan, filled: Mapping[str, str]) -> None:
     """What the models would refuse when they start. Raises ConfigError."""
-    if not (plan.model / "config.json").is_file():
-        raise ConfigError(f"{plan.model} is not the folder of a Hugging Face model: it has no config.json")
+    check_model_folder(plan.model)
     folders = {dict(PARAMETER.findall(text)).get("tokenizer_dir", "") for text in filled.values()}
     for folder in folders - {""}:
         Tokenizer(Path(folder))

@@ -39,7 +39,12 @@ class Models:
         arrays = {n: v if isinstance(v, np.ndarray) else v.as_numpy() for n, v in inputs.items()}
         if model == "preprocessing":
             ids = np.frombuffer(arrays["QUERY"][0, 0], np.uint8).astype(np.int32)
-            yield tensors(INPUT_ID=ids[np.newaxis], REQUEST_OUTPUT_LEN=arrays["REQUEST_OUTPUT_LEN"])
+            length = np.array([[len(ids)]], np.int32)
+            yield tensors(
+                INPUT_ID=ids[np.newaxis],
+                REQUEST_INPUT_LEN=length,
+                REQUEST_OUTPUT_LEN=arrays["REQUEST_OUTPUT_LEN"],
+            )
         elif model == "postprocessing":
             rows = arrays["TOKENS_BATCH"][0]
             yield tensors(OUTPUT=np.array([bytes(row.astype(np.uint8)) for row in rows], np.object_))
@@ -89,6 +94,21 @@ def test_a_stream_comes_piece_by_piece_or_accumulated() -> None:
     whole = run(Models(3), text_request("a", stream=True), accumulate=True)
     assert text_of(whole) == [b"b", b"bc", b"bcd"]
     assert [sorted(one) for one in whole] == [["finish_reason", "text_output"]] * 3
+
+
+def test_tokens_are_counted_for_who_asks() -> None:
+    asked = text_request("abc", stream=True, return_num_input_tokens=True, return_num_output_tokens=True)
+    found = [
+        (one["num_input_tokens"].item(), one["num_output_tokens"].item()) for one in run(Models(2), asked)
+    ]
+    assert found == [(3, 1), (3, 1)]
+    assert "num_input_tokens" not in run(Models(1), text_request("abc"))[0]
+
+
+def test_later_releases_names_are_taken_too() -> None:
+    models = Models(1)
+    run(models, text_request("a", seed=7, min_tokens=3))
+    assert (models.asked[0]["random_seed"].item(), models.asked[0]["min_length"].item()) == (7, 3)
 
 
 def test_a_stop_word_that_spans_responses_ends_text_and_generation() -> None:

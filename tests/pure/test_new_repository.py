@@ -97,8 +97,7 @@ def test_values_reach_every_model_that_has_them(tmp_path: Path) -> None:
     repo = written(tmp_path / "repo", *[word for pair in given.items() for word in ("--set", "=".join(pair))])
     assert parameters(repo)["max_loras"] == "3"
     assert parameters(repo)["max_queue_size"] == "5"
-    for model in ("preprocessing", "tensorrt_llm"):
-        assert config(repo, model).dynamic_batching.default_queue_policy.max_queue_size == 5
+    assert config(repo, "preprocessing").dynamic_batching.default_queue_policy.max_queue_size == 5
     for model in ("ensemble", "tensorrt_llm", "tensorrt_llm_bls"):
         types = {one.name: one.data_type for one in config(repo, model).input}
         assert types["lora_weights"] == model_config_pb2.TYPE_FP32

@@ -37,6 +37,8 @@ TO_ENGINE = {
     "top_p": "runtime_top_p",
     "length_penalty": "len_penalty",
     "stream": "streaming",
+    "seed": "random_seed",
+    "min_tokens": "min_length",
 } | {name: name for name in SAME}
 FROM_PREPROCESSING = {
     "INPUT_ID": "input_ids",

@@ -138,7 +138,8 @@ class TextGenerator:
                         ids = np.concatenate((so_far[sequence], ids), axis=2)
                     so_far[sequence] = ids
                     outputs = _with_ids(response, ids)
-                yield _response(stops.cut(sequence, self._texts(outputs)), outputs, index)
+                counts = _counts(inputs, engine_inputs, outputs)
+                yield {**_response(stops.cut(sequence, self._texts(outputs)), outputs, index), **counts}
                 if stops.all_stopped:
                     self.stop(self._engine, request_id)
 
@@ -177,13 +178,13 @@ class TextGenerator:
             return moved
 
         def guess(ids: list[int], count: int) -> list[int]:
-            return _ids(first_response(str(self._draft), plain | step(ids, count)))
+            return _ids_of(first_response(str(self._draft), plain | step(ids, count)))
 
         def confirm(ids: list[int], draft: list[int]) -> tuple[list[int], bool]:
             nonlocal last
             more = {"draft_input_ids": np.array([draft], np.int32)} if draft else {}
             last = first_response(self._engine, common | step(ids, len(draft) + 1) | more)
-            return _ids(last), last["finish_reason"].as_numpy().reshape(-1)[0] not in (b"", b"length")
+            return _ids_of(last), last["finish_reason"].as_numpy().reshape(-1)[0] not in (b"", b"length")
 
         wanted = _number(inputs, "max_tokens"), _number(inputs, "num_draft_tokens")
         output = bls.speculate(prompt, *wanted, guess, confirm)
@@ -259,8 +260,21 @@ def _response(texts: Sequence[str], outputs: Values, index: int | None) -> Value
     return response
 
 
-def _ids(outputs: Mapping[str, ServerTensor]) -> list[int]:
-    return outputs["output_ids"].as_numpy()[0, 0].tolist()
+def _counts(inputs: Arrays, engine_inputs: Values, outputs: Values) -> Values:
+    """Tokens of the prompt, and of the first beam in this response, where they are asked for."""
+    found = {}
+    if _number(inputs, "return_num_input_tokens"):
+        found["num_input_tokens"] = _array(engine_inputs["input_lengths"])[:1].reshape(1, 1)
+    if _number(inputs, "return_num_output_tokens"):
+        count = int(_array(outputs["sequence_length"]).reshape(-1)[0])
+        prompt = _array(engine_inputs["input_ids"]).reshape(-1).tolist()
+        echoed = "previous_ids" not in outputs and _ids_of(outputs)[: len(prompt)] == prompt
+        found["num_output_tokens"] = np.array([[count - len(prompt) * echoed]], np.int32)
+    return found
+
+
+def _ids_of(outputs: Values) -> list[int]:
+    return _array(outputs["output_ids"])[0, 0].tolist()
 
 
 def _array(value: np.ndarray | ServerTensor) -> np.ndarray:

@@ -64,9 +64,13 @@ class BlsWorker(Generic[Response]):
         self._clients: set[ClientRequest] = set()
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        threading.Thread(target=self._watch, name="manylora-watch", daemon=True).start()
         # One thread sends: many at once are more than the server bears.
-        threading.Thread(target=self._send_all, name="manylora-send", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._watch, name="manylora-watch", daemon=True),
+            threading.Thread(target=self._send_all, name="manylora-send", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def execute(self, requests: Sequence[ServerRequest[Response]]) -> None:
         for request in requests:
@@ -74,9 +78,12 @@ class BlsWorker(Generic[Response]):
             self._pool.submit(self._answer, request, sender, self._begin(sender.is_cancelled))
 
     def close(self) -> None:
+        """Nothing here runs any more afterwards: a metric that a thread lets go of too late ends the process."""
         self._pool.shutdown(wait=True)
         self._closing.set()
         self._outbox.put(None)
+        for thread in self._threads:
+            thread.join()
 
     def _begin(self, is_cancelled: Callable[[], bool]) -> ClientRequest:
         client = ClientRequest(is_cancelled)

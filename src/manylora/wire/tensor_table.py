@@ -199,8 +199,11 @@ TENSORRT_LLM_BLS = Model(
         Tensor("image_url_input", "STRING"),
         Tensor("num_draft_tokens", "INT32"),
         Tensor("use_draft_logits", "BOOL", scalar=True),
+        *_many("BOOL", "return_num_input_tokens return_num_output_tokens", scalar=True),
+        Tensor("seed", "UINT64"),  # what releases after 0.19 call random_seed and min_length
+        Tensor("min_tokens", "INT32"),
     ),
-    outputs=ENSEMBLE.outputs,
+    outputs=(*ENSEMBLE.outputs, *_many("INT32", "num_input_tokens num_output_tokens")),
 )
 
 VLLM_MODEL = Model(

@@ -12,6 +12,7 @@ from serving import DEMO, Running
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.ollama_request import OllamaChat, OllamaGenerate, chat_request
 from manylora.openai.api.schema import parse
+from manylora.openai.serving.ollama_api import OllamaAnswer
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 CHAT: dict[str, Any] = {"model": "demo", "messages": QUESTION}
@@ -185,6 +186,14 @@ def test_errors_are_one_line_in_its_own_form(
     answer = server.post(path, **body)
     assert (answer.status_code, list(answer.json())) == (status, ["error"]), answer.text
     assert hint in answer.json()["error"] and "\n" not in answer.json()["error"]
+
+
+def test_a_stream_that_fails_ends_with_the_reason() -> None:
+    body = parse(b'{"model": "demo"}', OllamaChat)
+    nothing: Any = None
+    answer = OllamaAnswer(body, 0, [], 1, "demo", "fp", nothing)
+    last = answer.error_events(ApiError(503, "engine_dead", "It stopped"))
+    assert json.loads(last) == {"error": "It stopped"} and last.endswith(b"}\n")
 
 
 def test_any_content_type_is_taken_as_curl_sends_it(server: Running) -> None:

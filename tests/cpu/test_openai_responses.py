@@ -16,6 +16,7 @@ from manylora.openai.api.errors import ApiError
 from manylora.openai.api.responses_request import ResponsesRequest, chat_request
 from manylora.openai.api.schema import parse
 from manylora.openai.serving.recent_items import RecentItems
+from manylora.openai.serving.responses_api import ResponsesAnswer
 
 QUESTION = "What is the capital of France?"
 WEATHER: Any = {
@@ -291,6 +292,19 @@ def test_what_is_refused_is_named(body: dict[str, Any], param: str, hint: str) -
     error = refusal(**body)
     assert (error.status, error.param) == (400, param), error.message
     assert hint in error.message and "\n" not in error.message
+
+
+def test_a_stream_that_fails_ends_with_the_reason() -> None:
+    body = parse(b'{"input": "a"}', ResponsesRequest)
+    nothing: Any = None
+    answer = ResponsesAnswer(body, lambda item: None, [], 1, "demo", "fp", nothing)
+    text = (answer.first_events() + answer.error_events(ApiError(503, "engine_dead", "It stopped"))).decode()
+    events = [json.loads(block.split("data: ")[1]) for block in text.strip().split("\n\n")]
+    for event in events:
+        EVENT.validate_python(event)
+    assert [event["sequence_number"] for event in events] == [0, 1, 2]
+    assert events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["error"] == {"code": "server_error", "message": "It stopped"}
 
 
 def test_an_error_comes_in_the_apis_own_form(server: Running) -> None:

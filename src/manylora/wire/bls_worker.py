@@ -78,7 +78,7 @@ class BlsWorker(Generic[Response]):
             self._pool.submit(self._answer, request, sender, self._begin(sender.is_cancelled))
 
     def close(self) -> None:
-        """Nothing here runs any more afterwards: a metric that a thread lets go of too late ends the process."""
+        """Nothing runs here afterwards: a metric that a thread lets go of too late ends the process."""
         self._pool.shutdown(wait=True)
         self._closing.set()
         self._outbox.put(None)

@@ -5,13 +5,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo serve test check parity bench chaos browser test-gpu bench-gpu clean
+.PHONY: help install demo serve test check parity bench chaos browser test-gpu bench-gpu clean
 
 demo: $(STAMP) ## convert two adapters, serve them, ask one question three ways
 	@$(BIN)/python examples/demo/run.py demo
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+install: $(STAMP) ## .venv with everything in it, which the other targets make too
 
 serve: $(STAMP) ## the server of the demo, left running, with commands to try
 	@$(BIN)/python examples/demo/run.py serve

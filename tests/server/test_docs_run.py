@@ -25,14 +25,17 @@ NOT_RUN = {
     "CONTRIBUTING.md": "the checks of a change",
     "docs/benchmarks.md": "takes minutes",
     "docs/extending.md": "code to write",
+    "docs/deploy.md": "needs a container engine, or systemd",
     "docs/gpu.md": "needs a GPU",
+    "docs/ollama.md": "needs the client of Ollama",
     "examples/demo/README.md": "trains for an hour",
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/*/*.md"))]
 SERVER = re.compile(r"(\S*/)?manylora serve |make serve")
 SKIPPED = re.compile(r"make (?!serve)|pip install")  # other tests run what is behind these
-PORTS = (8000, 8001, 8002)
+HTTP_PORTS = (8000, 8003)
+PORTS = (*HTTP_PORTS, 8001, 8002)
 READY = ("/v2/health/ready", "/health")
 START_S, COMMAND_S = 60, 120
 
@@ -133,7 +136,8 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     shell = Shell(clone)
     yield shell
     shell.close()
-    subprocess.run([ROOT / ".venv/bin/python", clone / "launch_triton_server.py", "--stop"], check=False)
+    for port in HTTP_PORTS:
+        subprocess.run([ROOT / ".venv/bin/manylora", "triton", "--stop", f"--http_port={port}"], check=False)
 
 
 def as_pattern(line: str) -> str:

@@ -138,21 +138,23 @@ class SamplingParams:
 
     @cached_property
     def divisor(self) -> float:
-        """Of the logits: the temperature; 1 where it is 0, or where it could change nothing."""
+        """Of the logits: the temperature; 1 where it is 0, or could change nothing."""
         matters = not self.greedy or self.has_penalties or self.return_log_probs or self.beam_width > 1
         return max(self.temperature, LEAST_DIVISOR) if self.temperature and matters else 1.0
+
+    @cached_property
+    def changes_logits(self) -> bool:
+        scales = self.divisor != 1 or self.logit_bias is not None or self.has_penalties
+        return bool(scales or self.bad_words or self.min_tokens)
 
     def with_output_penalties(self) -> SamplingParams:
         """The same with the penalties of OpenAI and vLLM: presence and frequency are counted over the output
         alone, and subtracted before the division by the temperature."""
         if not (self.presence_penalty or self.frequency_penalty):
             return self
-        return replace(
-            self,
-            presence_penalty=self.presence_penalty / self.divisor,
-            frequency_penalty=self.frequency_penalty / self.divisor,
-            prompt_ignore_length=WHOLE_PROMPT,
-        )
+        presence, frequency = self.presence_penalty / self.divisor, self.frequency_penalty / self.divisor
+        changed = replace(self, presence_penalty=presence, frequency_penalty=frequency)
+        return replace(changed, prompt_ignore_length=WHOLE_PROMPT)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from torch import Tensor
 from manylora.engine.sequence import Sequence
 from manylora.engine.token_counts import TokenCounts
 from manylora.kernels.transfer import upload
+from manylora.request import SamplingParams
 
 NOT_FINITE = -1  # in place of a token: the row's logits hold a NaN or an infinity
 MASK64 = 2**64 - 1
@@ -51,8 +52,14 @@ def adjust(logits: Tensor, rows: Rows[Row]) -> Tensor:
     sampled, [L] bool: their logits were finite, and their guide was ready."""
     finite = _are_finite(logits)
     deadline = time.monotonic() + GUIDES_S
-    _scale(logits, rows)
-    for row, (sequence, length) in enumerate(rows):
+    ruled = [
+        (row, sequence, length)
+        for row, (sequence, length) in enumerate(rows)
+        if sequence.request.params.changes_logits or sequence.guide is not None
+    ]
+    if ruled:
+        _scale(logits, {row: sequence.request.params for row, sequence, _ in ruled})
+    for row, sequence, length in ruled:
         params = sequence.request.params
         if params.has_penalties:
             _penalise(logits[row], sequence, length)
@@ -96,14 +103,14 @@ def uniform(seed: int, index: int, position: int) -> float:
     return (state >> 11) / 2**53
 
 
-def _scale(logits: Tensor, rows: Rows[Row]) -> None:
-    """Add biases, and divide by temperatures."""
-    all_params = [sequence.request.params for sequence, _ in rows]
-    for row, params in enumerate(all_params):
+def _scale(logits: Tensor, params_of: dict[int, SamplingParams]) -> None:
+    """Add biases, and divide by temperatures, in these rows."""
+    divisors = [1.0] * len(logits)
+    for row, params in params_of.items():
+        divisors[row] = params.divisor
         if params.logit_bias is not None:
             bias = params.logit_bias[: logits.shape[-1]]
             logits[row, : len(bias)] += upload(bias, torch.float32, logits.device)
-    divisors = [params.divisor for params in all_params]
     if any(divisor != 1 for divisor in divisors):
         logits /= upload(divisors, logits.dtype, logits.device).unsqueeze(1)
 

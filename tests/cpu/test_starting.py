@@ -346,6 +346,19 @@ def test_ctrl_c_while_it_starts_is_one_line(models: Path, tmp_path: Path) -> Non
     )
 
 
+def test_ctrl_c_in_a_download_does_not_wait_for_it(tmp_path: Path, hub_home: dict[str, str]) -> None:
+    with serve_hub({"org/model": DEMO / "base"}) as hub:
+        hub.go_on.clear()
+        try:
+            with Started(tmp_path / "log", "org/model", HF_ENDPOINT=hub.url, **hub_home) as server:
+                server.until(lambda: "model.safetensors" in hub.downloaded, "download")
+                server.interrupt()
+        finally:
+            hub.go_on.set()
+    assert server.lines[-1] == "manylora serve: stopped by Ctrl-C"
+    assert not [line for line in server.lines if "Traceback" in line or "HTTP Request" in line]
+
+
 def maps(pid: int) -> str:
     """The compiled modules that a process has loaded."""
     return "manylora" if "tokenizers" in Path(f"/proc/{pid}/maps").read_text() else ""

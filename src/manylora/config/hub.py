@@ -13,6 +13,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,18 +107,20 @@ def _download(get: Callable[[], str], shown: str, place: Path, todo: int) -> str
             "folder on a larger disk"
         )
     folder = place / f"models--{hub_name(shown).replace('/', '--')}" / "blobs"
-    before, ended = _stored(folder), threading.Event()
-    with Progress("downloading", "downloaded", shown, todo) as progress:
+    before, future = _stored(folder), Future[str]()
 
-        def watch() -> None:
-            while not ended.wait(LOOK_S):
-                progress.set(_stored(folder) - before)
-
-        threading.Thread(target=watch, name="manylora-download", daemon=True).start()
+    def run() -> None:
         try:
-            return get()
-        finally:
-            ended.set()
+            future.set_result(get())
+        except BaseException as error:
+            future.set_exception(error)
+
+    # On a thread, as huggingface_hub waits for its own: Ctrl-C would wait for whole files.
+    threading.Thread(target=run, name="manylora-download", daemon=True).start()
+    with Progress("downloading", "downloaded", shown, todo) as progress:
+        while not wait([future], LOOK_S).done:
+            progress.set(_stored(folder) - before)
+        return future.result()
 
 
 def _stored(folder: Path) -> int:

@@ -19,6 +19,8 @@ def log_to_stderr(level: str) -> None:
     handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s"))
     handler.addFilter(RateLimit(handler))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    if level != "debug":
+        logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line for each request to the hub
 
 
 class PlainFormatter(logging.Formatter):

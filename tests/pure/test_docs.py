@@ -30,7 +30,7 @@ PAGE_OF_COMMAND = {"docs/openai_server.md": "serve", "docs/build.md": "build", "
 ELSEWHERE = ("docs/migration.md",)  # names files of upstream
 FOREIGN = {
     "--data-binary", "--max_input_len", "--to", "--lora_dir", "--rounds", "--world_size",
-    "--model_repo", "--lora-root",
+    "--model_repo", "--lora-root", "--http_port",
     # Taken or refused by `serve`, and not in its help.
     *(f"--{name.replace('_', '-')}" for table in (NEUTRAL, NEUTRAL_VALUES, REFUSED) for name in table),
 }  # fmt: skip

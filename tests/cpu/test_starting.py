@@ -29,6 +29,8 @@ from manylora.config.engine import EngineConfig
 from manylora.config.hub import local_model
 from manylora.engine.memory import usable_bytes
 from manylora.errors import ConfigError
+from manylora.openai.api.errors import ApiError
+from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.system.progress import Progress, size
 from manylora.testing.tiny_models import make_model
 
@@ -393,3 +395,14 @@ def test_a_share_of_the_memory_is_kept(models: Path) -> None:
     assert usable_bytes(replace(config, gpu_memory_utilization=None), device, before=80) == 60
     with pytest.raises(ConfigError, match="no room for a KV cache"):
         LLM(models / "good", device="cpu", gpu_memory_utilization=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("with blank", "names are 1 to 128 of"), ("base", "name of the base model")]
+)
+def test_a_path_without_a_usable_name_says_why(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).mkdir()
+    reader = SimpleNamespace(within=lambda roots: None)
+    catalog = AdapterCatalog(reader, allowed=[tmp_path], reserved=["base"])  # type: ignore[arg-type]
+    with pytest.raises(ApiError, match=f"would be called '{name}', .*{text}.*load_lora_adapter"):
+        catalog.name_of_path(name)

@@ -269,6 +269,7 @@ def test_a_stop_request_ends_the_request_of_its_id(server: Running) -> None:
     stop = {"text_input": np.empty([1], np.bytes_), "stop": np.array([True])}
     answers: queue.Queue = queue.Queue()
     with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+        wait_for("an idle engine", lambda: active(server) == 0)
         made = [tensor(name, value) for name, value in long.items()]
         client.async_infer(
             "llmapi", made, lambda result, error: answers.put((result, error)), request_id="long"
@@ -293,13 +294,15 @@ def active(server: Running) -> float:
 
 
 def test_a_client_that_leaves_ends_its_generation(server: Running) -> None:
+    wait_for("an idle engine", lambda: active(server) == 0)
     before = generated(server)
     given = json.dumps({"temperature": 1.0, "max_tokens": 400, "ignore_eos": True})
-    inputs = {"text_input": words(TEXT), "stream": np.array([False]), "sampling_parameters": words(given)}
+    inputs = {"text_input": words(TEXT), "stream": np.array([True]), "sampling_parameters": words(given)}
+    answers: queue.Queue = queue.Queue()
     with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
-        client.start_stream(lambda result, error: None)
+        client.start_stream(lambda result, error: answers.put((result, error)))
         client.async_stream_infer("vllm_model", [tensor(name, value) for name, value in inputs.items()])
-        wait_for("the request", lambda: active(server) > 0)
+        assert answers.get(timeout=60)[1] is None
         client.stop_stream(cancel_requests=True)
     wait_for("its end", lambda: active(server) == 0)
     wait_for("its tokens", lambda: generated(server) > before)

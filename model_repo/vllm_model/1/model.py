@@ -30,11 +30,11 @@ class TritonPythonModel:
             engine = EngineSetup.open(folder, parameters)
             file = names_file(parameters_beside(folder, engine.name), folder)
             names = list(read_names(file)) if file is not None else []
-            observe, write = None, lambda: None
+            observe, write, self._end = None, lambda: None, lambda: None
             if flag(parameters, "REPORT_CUSTOM_METRICS", False):
                 labels = {"model": name, "version": args["model_version"]}
                 metrics = VllmMetrics(pb_utils, labels, engine.model.max_position_embeddings)
-                observe, write = metrics.observe, metrics.write
+                observe, write, self._end = metrics.observe, metrics.write, metrics.close
             runner = PromptRunner(server.call, engine)
             enabled = takes_adapters(folder / args["model_version"] / "model.json")
             model = VllmModel(runner, engine.tokenizer, names, enabled, observe)
@@ -49,3 +49,4 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._worker.close()
+        self._end()

@@ -49,6 +49,11 @@ class VllmMetrics:
         """A finished answer, with its statistics. Any thread."""
         self._finished.put((asked, answer))
 
+    def close(self) -> None:
+        """To be called in the model's `finalize`: a metric that ends later ends the process with it."""
+        self._metrics.clear()
+        self._families.clear()
+
     def write(self) -> None:
         """What was observed. One thread only: two on one metric end the server."""
         while not self._finished.empty():

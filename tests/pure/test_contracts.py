@@ -178,7 +178,7 @@ def test_values_may_come_as_text_and_choices_become_a_guide() -> None:
     made = asked("a", given, False, False).params
     assert (made.temperature, made.top_p, made.max_tokens) == (0.0, 1.0, 1500)
     made = asked("a", read_parameters(json.dumps(VALUES | {"max_tokens": 9}), False), False, True).params
-    assert made.guided_decoding is not None and made.guided_decoding.regex == "(a\\.b)|(c)"
+    assert made.guided_decoding is not None and made.guided_decoding.regex == "a\\.b|c"
     assert asked("a", {}, False, False).params.max_tokens == 16
 
 
@@ -261,6 +261,17 @@ def test_an_adapter_goes_to_the_engine_by_its_name() -> None:
     assert [one["lora_name"].item() for one in engine.asked[:2]] == [b"doll", b"doll"]
     assert engine.asked[1]["lora_ckpt_source"].item() == b"hf"
     assert engine.asked[2]["lora_task_id"].item() == 7
+
+
+def test_penalties_have_the_meaning_of_each_contract() -> None:
+    engine = Engine()
+    vllm(engine, text_input="Hi", sampling={"presence_penalty": 0.5, "temperature": 0.5, "seed": 1})
+    llmapi(engine, text_input="Hi", sampling_param_presence_penalty=0.5, sampling_param_temperature=0.5)
+    of_vllm, of_llmapi = engine.asked
+    assert of_vllm["presence_penalty"].item() == 1.0  # before the temperature: here after it
+    assert of_vllm["prompt_ignore_length"].item() > 10**6
+    assert of_llmapi["presence_penalty"].item() == 0.5
+    assert "prompt_ignore_length" not in of_llmapi
 
 
 def test_a_folder_must_be_one_that_the_operator_named(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ class Asked:
     top: alternatives to show for each token; None: no log probabilities of single tokens.
     allowed: the only tokens that may be generated; empty: all.
     bias: token -> what is added to its logit. statistics: whether `Answer.statistics` is wanted.
+    output_penalties: as of `request.SamplingParams.with_output_penalties`.
     """
 
     text: str
@@ -49,6 +50,7 @@ class Asked:
     allowed: tuple[int, ...] = ()
     bias: Mapping[int, float] = field(default_factory=dict)
     statistics: bool = False
+    output_penalties: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,8 @@ class PromptRunner:
         prompt = 1 if engine.model.encoder else len(ids)  # the encoder reads the prompt
         decoding = decoding.within(engine.context - prompt) if engine.context is not None else decoding
         bias = self._bias(asked)
-        made = replace(decoding.params, return_generation_logits=asked.top is not None)
+        made = decoding.params.with_output_penalties() if asked.output_penalties else decoding.params
+        made = replace(made, return_generation_logits=asked.top is not None)
         made = made if bias is None else replace(made, logit_bias=bias)
         # At least one alternative: then the log probabilities come with ranks.
         top = None if asked.top is None else max(1, asked.top)

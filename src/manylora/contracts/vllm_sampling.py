@@ -12,6 +12,7 @@ from manylora.contracts.prompts import Asked
 from manylora.errors import RequestError
 from manylora.llmapi.guided import GuidedDecodingParams
 from manylora.llmapi.sampling import SamplingParams
+from manylora.openai.api.guides import choice_pattern
 from manylora.request import LoraInput
 
 NAME = "sampling_parameters"
@@ -19,7 +20,6 @@ MAX_BYTES = 2**20  # of the JSON
 MAX_ALTERNATIVES = 20
 MAX_SEQUENCES = 128  # outputs of one prompt
 MOST = 2**31 - 1  # of a count
-SPECIAL = re.compile(r"[\\.^$*+?{}\[\]|()]")  # in a regular expression
 GREEDY_BELOW = 1e-5  # temperatures
 DEFAULTS: dict[str, Any] = {"max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "n": 1}
 # What only says how something is done or shown, and cannot change an answer.
@@ -166,7 +166,7 @@ def asked(text: str, given: Mapping[str, Any], streaming: bool, cumulative: bool
     except (ValueError, TypeError) as error:
         raise RequestError(f"{NAME}: {error}") from None
     lora = None if name is None else LoraInput(None, name=name)
-    return Asked(text, params, lora, streaming, top, allowed, bias)
+    return Asked(text, params, lora, streaming, top, allowed, bias, output_penalties=True)
 
 
 def _check(found: Mapping[str, Any]) -> None:
@@ -197,12 +197,8 @@ def _guide(given: Mapping[str, Any]) -> GuidedDecodingParams:
             raise RequestError(f"{NAME}: structured_outputs.choice must be a list of texts")
         if "regex" in kinds:
             raise RequestError(f"{NAME}: structured_outputs takes one guide: choice or regex")
-        kinds["regex"] = "|".join(f"({SPECIAL.sub(_escaped, text)})" for text in choice)
+        kinds["regex"] = choice_pattern(choice)
     try:
         return GuidedDecodingParams(**kinds)
     except (ValueError, TypeError) as error:
         raise RequestError(f"{NAME}: structured_outputs: {error}") from None
-
-
-def _escaped(found: re.Match[str]) -> str:
-    return f"\\{found.group()}"

@@ -54,7 +54,7 @@ def _wanted(body: GenerationRequest) -> Iterator[tuple[str, Guide | None]]:
         if pattern is not None:
             yield field, Guide("regex", pattern)
     if body.guided_choice is not None:
-        yield "guided_choice", _of_choice(body.guided_choice)
+        yield "guided_choice", Guide("regex", choice_pattern(body.guided_choice))
     if body.guided_grammar is not None:
         yield "guided_grammar", _of_grammar(body.guided_grammar)
     if body.ebnf is not None:
@@ -91,7 +91,7 @@ def _of_structured(wanted: StructuredOutputs) -> Guide | None:
     if wanted.regex is not None:
         return Guide("regex", wanted.regex)
     if wanted.choice is not None:
-        return _of_choice(wanted.choice)
+        return Guide("regex", choice_pattern(wanted.choice))
     if wanted.grammar is not None:
         return _of_grammar(wanted.grammar)
     return _of_schema(dict(ANY_OBJECT), "", space) if wanted.json_object else None
@@ -111,8 +111,9 @@ def _of_schema(schema: str | dict[str, Any], field: str, space: str | None) -> G
     return json_guide(schema)
 
 
-def _of_choice(texts: Sequence[str]) -> Guide:
-    return Guide("regex", "|".join(SPECIAL.sub(r"\\\g<0>", text) for text in texts))
+def choice_pattern(texts: Sequence[str]) -> str:
+    """A regular expression that matches each of these texts, and no other."""
+    return "|".join(SPECIAL.sub(r"\\\g<0>", text) for text in texts)
 
 
 def _of_grammar(text: str) -> Guide:

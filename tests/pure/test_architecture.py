@@ -80,8 +80,8 @@ INSIDE = {
         "logprobs", "responses_request", "ollama_request", "run_request", "openapi",
     ],
     "openai.serving": [
-        "logs", "connections", "host_check", "protocol", "event_queue", "generation", "roots", "catalog",
-        "fairness", "history", "backend", "keys", "responses",
+        "logs", "connections", "host_check", "protocol", "event_queue", "generation", "roots",
+        "adapter_entry", "catalog", "fairness", "history", "backend", "keys", "responses",
         "transport", "prompts", "inference", "fitting", "recent_items", "responses_api", "run_api", "metrics",
         "models", "ollama_api", "uploads", "in_process", "triton",
     ],

@@ -28,8 +28,8 @@ from manylora.openai.other_routes import OTHER_ROUTES, OtherRoutes, error_at
 from manylora.openai.page.cache_status import CacheStatus
 from manylora.openai.page.docs import docs_page
 from manylora.openai.page.page import page_file
+from manylora.openai.serving.adapter_entry import AdapterEntry
 from manylora.openai.serving.backend import Backend
-from manylora.openai.serving.catalog import AdapterEntry
 from manylora.openai.serving.host_check import HostCheck
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey, Keyring

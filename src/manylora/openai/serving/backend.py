@@ -13,7 +13,8 @@ from typing import Protocol
 
 from manylora.errors import AdapterChangedError, AdapterNotCachedError
 from manylora.openai.api.errors import ApiError, as_api_error
-from manylora.openai.serving.catalog import AdapterCatalog, Version
+from manylora.openai.serving.adapter_entry import Version
+from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.openai.serving.event_queue import EventQueue
 from manylora.openai.serving.fairness import FairQueue
 from manylora.openai.serving.generation import GenerationState

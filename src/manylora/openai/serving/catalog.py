@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -17,13 +15,13 @@ from typing import Any, TypeVar
 from manylora.errors import AdapterError, printable
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.library.disk import DiskLevel
-from manylora.lora.library.fingerprint import Fingerprint, age_s, fingerprint, is_passing
-from manylora.lora.library.library import task_id_of
+from manylora.lora.library.fingerprint import Fingerprint, fingerprint
 from manylora.lora.library.memory import MemoryLevel
-from manylora.lora.library.reader import AdapterFacts, AdapterReader, ReadAdapter
+from manylora.lora.library.reader import AdapterReader, ReadAdapter
 from manylora.lora.tensors import Adapter
-from manylora.openai.api.errors import ApiError, adapter_problem
+from manylora.openai.api.errors import ApiError
 from manylora.openai.api.names import is_name
+from manylora.openai.serving.adapter_entry import AdapterEntry, EntryReader, Version
 from manylora.openai.serving.roots import Found, find_adapters, folders_of
 from manylora.system.threads import lower_priority
 
@@ -32,37 +30,7 @@ logger = logging.getLogger("manylora")
 Result = TypeVar("Result")
 
 NONE: Mapping[str, Path] = MappingProxyType({})
-RETRY_S = 0.05  # before files that change are read again
 MAX_QUIET_S = 1.0  # after the last change of files, before they are read
-
-
-@dataclass(frozen=True)
-class Version:
-    """One content of an adapter. task_id: the engine's, from the digest."""
-
-    name: str
-    digest: str
-    task_id: int
-    facts: AdapterFacts
-    created: int
-
-
-@dataclass(eq=False)
-class AdapterEntry:
-    """A name. version: what is served, the last good one. problem: why its files give no newer one."""
-
-    name: str
-    path: Path
-    scanned: bool  # found below a root: goes when its files go
-    found: Fingerprint = ()  # of its files, at the last scan
-    changed_at: float = field(default_factory=time.monotonic)  # when `found` changed
-    tried: Fingerprint = ()  # what the last reading began with
-    version: Version | None = None
-    problem: ApiError | None = None
-    missing_since: float | None = None
-    num_open: int = 0  # requests under way
-    reading: asyncio.Task[ReadAdapter] | None = None
-    closed: asyncio.Event = field(default_factory=asyncio.Event)  # unloaded, and no request left
 
 
 class AdapterCatalog:
@@ -94,6 +62,7 @@ class AdapterCatalog:
         self._named = named
         self._refresh_s = refresh_s
         self._quiet_s = min(MAX_QUIET_S, refresh_s / 4)
+        self._entry_reader = EntryReader(self._reader, self._on_thread, self._quiet_s, self._keep)
         self._reserved = reserved
         self._entries: dict[str, AdapterEntry] = {}
         self._unloaded: dict[str, Fingerprint] = {}  # by request; not loaded again until the files change
@@ -101,7 +70,7 @@ class AdapterCatalog:
         self.disk = disk or DiskLevel(0)
         self._files = ThreadPoolExecutor(2, "manylora-catalog", lower_priority)
         self._watching: asyncio.Task[None] | None = None
-        self.num_failures: Counter[str] = Counter()  # by code
+        self.num_failures = self._entry_reader.num_failures
 
     async def start(self) -> None:
         """Take the named ones, scan the roots for the first time, and begin to watch them."""
@@ -171,14 +140,14 @@ class AdapterCatalog:
         if fresh:
             now = await self._on_thread(fingerprint, entry.path)
             if now != entry.tried or entry.version is None:
-                self._note_files(entry, now)
-                await self._read(entry)
+                entry.note_files(now)
+                await self._entry_reader.read(entry)
             elif entry.problem is not None:
                 raise entry.problem
         elif entry.version is None:
             if entry.problem is not None:
                 raise entry.problem
-            await self._read(entry)
+            await self._entry_reader.read(entry)
         assert entry.version is not None
         return entry.version
 
@@ -193,7 +162,7 @@ class AdapterCatalog:
             return version, found
         if entry is None:
             raise ApiError(404, "adapter_not_found", f"adapter {version.name!r} does not exist", "model")
-        read = await self._read(entry)
+        read = await self._entry_reader.read(entry)
         assert entry.version is not None
         return entry.version, read.adapter
 
@@ -240,7 +209,7 @@ class AdapterCatalog:
         self.check_new(name, replace=replace)
         old = self._entries.get(name)
         entry = AdapterEntry(name, path, scanned=False, found=await self._on_thread(fingerprint, path))
-        await self._read(entry)
+        await self._entry_reader.read(entry)
         if move is not None:
             self.check_new(name, replace=replace)  # another may have come while this was read
             entry.path = move(path)
@@ -277,10 +246,6 @@ class AdapterCatalog:
                 return path, root
         raise refused
 
-    def _note_files(self, entry: AdapterEntry, now: Fingerprint) -> None:
-        if now != entry.found:
-            entry.found, entry.changed_at = now, time.monotonic()
-
     async def _watch(self) -> None:
         while True:
             try:
@@ -309,7 +274,7 @@ class AdapterCatalog:
         for entry in list(self._entries.values()):
             if not entry.scanned:
                 with contextlib.suppress(OSError):
-                    self._note_files(entry, await self._on_thread(fingerprint, entry.path) or entry.found)
+                    entry.note_files(await self._on_thread(fingerprint, entry.path) or entry.found)
             elif entry.name not in found and complete:
                 self._note_missing(entry)
         if first:
@@ -325,7 +290,7 @@ class AdapterCatalog:
         elif entry.scanned:
             entry.missing_since = None
             entry.path = found.path
-            self._note_files(entry, found.fingerprint)
+            entry.note_files(found.fingerprint)
 
     def _note_missing(self, entry: AdapterEntry) -> None:
         """Removed, or about to be replaced: a later scan decides."""
@@ -342,85 +307,16 @@ class AdapterCatalog:
             quiet = time.monotonic() - entry.changed_at >= self._quiet_s or not entry.tried
             if entry.found and entry.found != entry.tried and quiet and entry.missing_since is None:
                 try:
-                    await self._read(entry)
+                    await self._entry_reader.read(entry)
                 except ApiError:
                     pass
                 except Exception:  # the next ones are still read
                     logger.exception("reading adapter %s failed", entry.name)
 
-    async def _read(self, entry: AdapterEntry) -> ReadAdapter:
-        """Everyone who asks at the same time waits for one reading. Raises ApiError."""
-        if entry.reading is None:
-            entry.reading = asyncio.create_task(self._read_once(entry))
-            entry.reading.add_done_callback(lambda task: task.cancelled() or task.exception())
-        # A caller that is cancelled must not take the reading away from the others.
-        return await asyncio.shield(entry.reading)
-
-    async def _read_once(self, entry: AdapterEntry) -> ReadAdapter:
-        try:
-            try:
-                read = await self._read_quiet(entry)
-            except ApiError:
-                raise
-            except Exception as error:
-                raise self._report(entry, self._problem(entry, error)) from error
-            self._set_version(entry, read)
-            if isinstance(read.adapter, Adapter):
-                self._memory.put(read.adapter, self._orphans())
-                await self._on_thread(self.disk.put_soon, read.adapter)
-            return read
-        finally:
-            entry.reading = None
-
-    async def _read_quiet(self, entry: AdapterEntry) -> ReadAdapter:
-        """Files that are being written are read until they stay unchanged. Raises AdapterError, ApiError."""
-        give_up = time.monotonic() + 2 * self._quiet_s + 1
-        while True:
-            entry.tried = before = await self._on_thread(fingerprint, entry.path)
-            self._note_files(entry, before)
-            failure: AdapterError | None = None
-            try:
-                read = await self._on_thread(self._reader.read, entry.path)
-            except AdapterError as error:
-                failure = error
-            if await self._on_thread(fingerprint, entry.path) == before:
-                if failure is None:
-                    return read
-                if age_s(before) >= self._quiet_s:
-                    raise failure
-            if time.monotonic() > give_up:
-                entry.tried = ()
-                reason = f"adapter {entry.name!r} is being changed, try again"
-                raise ApiError(503, "adapter_changing", reason, "model", retry_after=1)
-            await asyncio.sleep(RETRY_S)
-
-    def _set_version(self, entry: AdapterEntry, read: ReadAdapter) -> None:
-        digest, facts = read.adapter.digest, read.facts
-        if entry.version is None or entry.version.digest != digest:
-            entry.version = Version(entry.name, digest, task_id_of(digest), facts, int(time.time()))
-            logger.info("adapter %s: %s, rank %d, %s", entry.name, facts.kind, facts.rank, digest[:12])
-        entry.problem = None
-
-    def _problem(self, entry: AdapterEntry, error: Exception) -> ApiError:
-        """An error while its files were read. After a temporary one the next scan reads them again."""
-        of_files = isinstance(error, AdapterError | OSError)
-        if of_files and (is_passing(error) or is_passing(error.__cause__)):
-            entry.tried = ()
-            reason = f"adapter {entry.name!r} cannot be read at the moment, try again"
-            return ApiError(503, "adapter_unreadable", reason, "model", retry_after=1)
-        reason = str(error) if isinstance(error, AdapterError) else "its files cannot be read"
-        if not of_files:
-            logger.exception("reading adapter %s failed", entry.name)
-            reason += f": {type(error).__name__}"
-        return adapter_problem(entry.name, reason)
-
-    def _report(self, entry: AdapterEntry, problem: ApiError) -> ApiError:
-        self.num_failures[problem.code] += 1
-        if entry.problem is None or entry.problem.message != problem.message:
-            goes_on = "; its last good version goes on serving" if entry.version else ""
-            logger.warning("%s%s", problem.message, goes_on)
-        entry.problem = problem
-        return problem
+    async def _keep(self, read: ReadAdapter) -> None:
+        if isinstance(read.adapter, Adapter):
+            self._memory.put(read.adapter, self._orphans())
+            await self._on_thread(self.disk.put_soon, read.adapter)
 
     def _orphans(self) -> set[str]:
         """Digests that the files no longer hold."""

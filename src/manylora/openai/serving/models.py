@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from manylora.openai.serving.catalog import AdapterEntry
+from manylora.openai.serving.adapter_entry import AdapterEntry
 from manylora.stats import EngineStats
 
 

@@ -22,7 +22,7 @@ from manylora.openai.api.ollama_request import (
     completion_request,
 )
 from manylora.openai.api.schema import ChatRequest, GenerationRequest, TokenizeRequest
-from manylora.openai.serving.catalog import AdapterEntry
+from manylora.openai.serving.adapter_entry import AdapterEntry
 from manylora.openai.serving.fitting import fit
 from manylora.openai.serving.generation import GenerationState
 from manylora.openai.serving.inference import Inference

@@ -1,0 +1,145 @@
+"""AdapterEntry: a name of the catalog, and how its files become a version that is served."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from manylora.errors import AdapterError
+from manylora.lora.library.fingerprint import Fingerprint, age_s, fingerprint, is_passing
+from manylora.lora.library.library import task_id_of
+from manylora.lora.library.reader import AdapterFacts, AdapterReader, ReadAdapter
+from manylora.openai.api.errors import ApiError, adapter_problem
+
+logger = logging.getLogger("manylora")
+
+RETRY_S = 0.05  # before files that change are read again
+
+
+@dataclass(frozen=True)
+class Version:
+    """One content of an adapter. task_id: the engine's, from the digest."""
+
+    name: str
+    digest: str
+    task_id: int
+    facts: AdapterFacts
+    created: int
+
+
+@dataclass(eq=False)
+class AdapterEntry:
+    """A name. version: what is served, the last good one. problem: why its files give no newer one."""
+
+    name: str
+    path: Path
+    scanned: bool  # found below a root: goes when its files go
+    found: Fingerprint = ()  # of its files, at the last scan
+    changed_at: float = field(default_factory=time.monotonic)  # when `found` changed
+    tried: Fingerprint = ()  # what the last reading began with
+    version: Version | None = None
+    problem: ApiError | None = None
+    missing_since: float | None = None
+    num_open: int = 0  # requests under way
+    reading: asyncio.Task[ReadAdapter] | None = None
+    closed: asyncio.Event = field(default_factory=asyncio.Event)  # unloaded, and no request left
+
+    def note_files(self, now: Fingerprint) -> None:
+        if now != self.found:
+            self.found, self.changed_at = now, time.monotonic()
+
+
+class EntryReader:
+    """Reads entries, each once at a time. Event loop only.
+
+    on_thread: calls a function on a thread for files. quiet_s: files must lie unchanged for so long before an
+    error in them counts. keep: called with what was read.
+    """
+
+    def __init__(
+        self,
+        reader: AdapterReader,
+        on_thread: Callable[..., Awaitable[Any]],
+        quiet_s: float,
+        keep: Callable[[ReadAdapter], Awaitable[None]],
+    ) -> None:
+        self._reader, self._on_thread, self._quiet_s, self._keep = reader, on_thread, quiet_s, keep
+        self.num_failures: Counter[str] = Counter()  # by code
+
+    async def read(self, entry: AdapterEntry) -> ReadAdapter:
+        """Everyone who asks at the same time waits for one reading. Raises ApiError."""
+        if entry.reading is None:
+            entry.reading = asyncio.create_task(self._read_once(entry))
+            entry.reading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        # A caller that is cancelled must not take the reading away from the others.
+        return await asyncio.shield(entry.reading)
+
+    async def _read_once(self, entry: AdapterEntry) -> ReadAdapter:
+        try:
+            try:
+                read = await self._read_quiet(entry)
+            except ApiError:
+                raise
+            except Exception as error:
+                raise self._report(entry, self._problem(entry, error)) from error
+            self._set_version(entry, read)
+            await self._keep(read)
+            return read
+        finally:
+            entry.reading = None
+
+    async def _read_quiet(self, entry: AdapterEntry) -> ReadAdapter:
+        """Files that are being written are read until they stay unchanged. Raises AdapterError, ApiError."""
+        give_up = time.monotonic() + 2 * self._quiet_s + 1
+        while True:
+            entry.tried = before = await self._on_thread(fingerprint, entry.path)
+            entry.note_files(before)
+            failure: AdapterError | None = None
+            try:
+                read = await self._on_thread(self._reader.read, entry.path)
+            except AdapterError as error:
+                failure = error
+            if await self._on_thread(fingerprint, entry.path) == before:
+                if failure is None:
+                    return read
+                if age_s(before) >= self._quiet_s:
+                    raise failure
+            if time.monotonic() > give_up:
+                entry.tried = ()
+                reason = f"adapter {entry.name!r} is being changed, try again"
+                raise ApiError(503, "adapter_changing", reason, "model", retry_after=1)
+            await asyncio.sleep(RETRY_S)
+
+    def _set_version(self, entry: AdapterEntry, read: ReadAdapter) -> None:
+        digest, facts = read.adapter.digest, read.facts
+        if entry.version is None or entry.version.digest != digest:
+            entry.version = Version(entry.name, digest, task_id_of(digest), facts, int(time.time()))
+            logger.info("adapter %s: %s, rank %d, %s", entry.name, facts.kind, facts.rank, digest[:12])
+        entry.problem = None
+
+    def _problem(self, entry: AdapterEntry, error: Exception) -> ApiError:
+        """An error while its files were read. After a temporary one the next scan reads them again."""
+        of_files = isinstance(error, AdapterError | OSError)
+        if of_files and (is_passing(error) or is_passing(error.__cause__)):
+            entry.tried = ()
+            reason = f"adapter {entry.name!r} cannot be read at the moment, try again"
+            return ApiError(503, "adapter_unreadable", reason, "model", retry_after=1)
+        reason = str(error) if isinstance(error, AdapterError) else "its files cannot be read"
+        if not of_files:
+            logger.exception("reading adapter %s failed", entry.name)
+            reason += f": {type(error).__name__}"
+        return adapter_problem(entry.name, reason)
+
+    def _report(self, entry: AdapterEntry, problem: ApiError) -> ApiError:
+        self.num_failures[problem.code] += 1
+        if entry.problem is None or entry.problem.message != problem.message:
+            goes_on = "; its last good version goes on serving" if entry.version else ""
+            logger.warning("%s%s", problem.message, goes_on)
+        entry.problem = problem
+        return problem

@@ -133,7 +133,7 @@ def _no_folder(folder: Path, what: str = "model's folder") -> str:
     hint = ""
     if parent == folder.absolute().parent:
         near = difflib.get_close_matches(folder.name, _names(parent), n=1)
-        hint = f"; did you mean {folder.parent / near[0]}?" if near else ""
+        hint = f" (did you mean {folder.parent / near[0]}?)" if near else ""
     else:
         hint = f"; of its path there is only {parent}"
     if folder.name == str(folder):

@@ -46,7 +46,7 @@ from manylora.engine.loop import EngineLoop
 from manylora.kernels.row_format import RowFormat
 from manylora.lora.modules import MODULE_NAMES, LoraModule, lora_modules
 from manylora.quant.config import QuantConfig
-from manylora.request import Event, LoraInput, Request, SamplingParams
+from manylora.request import Event, LoraInput, Request, SamplingConfig
 
 BASE = "base"
 DTYPES = {"bfloat16": None, "float32": None, "int8": "W8A16", "int4": "W4A16"}
@@ -200,7 +200,7 @@ def _load(
         if event.last:
             done.put(event)
 
-    params = SamplingParams(max_tokens=output)
+    params = SamplingConfig(max_tokens=output)
     requests = [Request(text, params, lora) for text, lora in zip(texts, loras, strict=True)]
     began = time.perf_counter()
     for request in requests[:at_once]:

@@ -39,7 +39,7 @@ from tritonclient.grpc import service_pb2
 from manylora.config.engine import EngineConfig
 from manylora.engine.loop import EngineLoop
 from manylora.launcher.new_repository import RepositoryPlan, write_repository
-from manylora.request import Request, SamplingParams
+from manylora.request import Request, SamplingConfig
 from manylora.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,7 +64,7 @@ def in_process(model: Path, streams: int, tokens: int) -> float:
     for _ in range(2):  # the first warms up
         began = time.perf_counter()
         for prompt in prompts:
-            loop.submit(Request(prompt, SamplingParams(max_tokens=tokens), streaming=True), sink)
+            loop.submit(Request(prompt, SamplingConfig(max_tokens=tokens), streaming=True), sink)
         for _ in range(streams):
             done.get()
         rates.append(streams * tokens / (time.perf_counter() - began))

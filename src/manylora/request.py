@@ -52,7 +52,7 @@ class Guide:
 
 
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingConfig:
     """How one request is decoded. Token ids, counts in tokens. Raises RequestError when a value cannot work.
 
     Greedy unless asked otherwise: `top_k` in {None, 0, 1} with `top_p` in {None, 0}, or `top_k` 1, or
@@ -147,7 +147,7 @@ class SamplingParams:
         scales = self.divisor != 1 or self.logit_bias is not None or self.has_penalties
         return bool(scales or self.bad_words or self.min_tokens)
 
-    def with_output_penalties(self) -> SamplingParams:
+    def with_output_penalties(self) -> SamplingConfig:
         """The same with the penalties of OpenAI and vLLM: presence and frequency are counted over the output
         alone, and subtracted before the division by the temperature."""
         if not (self.presence_penalty or self.frequency_penalty):
@@ -264,7 +264,7 @@ class Request:
     """
 
     prompt: tuple[int, ...]
-    params: SamplingParams = field(default_factory=SamplingParams)
+    params: SamplingConfig = field(default_factory=SamplingConfig)
     lora: LoraInput | None = None
     streaming: bool = False
     request_id: str = ""

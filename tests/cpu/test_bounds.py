@@ -30,7 +30,7 @@ from manylora.request import (
     LoraInput,
     Request,
     Retention,
-    SamplingParams,
+    SamplingConfig,
 )
 from manylora.testing.tiny_models import make_adapter, make_model
 from manylora.wire.decode import decode_requests
@@ -54,7 +54,7 @@ def engine(model: Path) -> Engine:
 
 
 def samples(n: int, **options: object) -> Request:
-    return Request(PROMPT, SamplingParams(max_tokens=4, top_p=0.9, num_return_sequences=n, **options))  # type: ignore[arg-type]
+    return Request(PROMPT, SamplingConfig(max_tokens=4, top_p=0.9, num_return_sequences=n, **options))  # type: ignore[arg-type]
 
 
 def test_sequences_are_bounded_by_the_batch_and_count_in_the_queue(engine: Engine) -> None:
@@ -74,8 +74,8 @@ def test_sequences_are_bounded_by_the_batch_and_count_in_the_queue(engine: Engin
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: SamplingParams(stop_words=((1,),) * (MAX_WORDS + 1)), f"at most {MAX_WORDS} words"),
-        (lambda: SamplingParams(bad_words=((1,) * 2**15,)), "at most 16384 tokens, all together"),
+        (lambda: SamplingConfig(stop_words=((1,),) * (MAX_WORDS + 1)), f"at most {MAX_WORDS} words"),
+        (lambda: SamplingConfig(bad_words=((1,) * 2**15,)), "at most 16384 tokens, all together"),
         (lambda: Retention(((0, None, 1, None),) * (MAX_RANGES + 1)), f"at most {MAX_RANGES}"),
         (lambda: Guide("regex", "é" * MAX_GUIDE_BYTES), f"at most {MAX_GUIDE_BYTES} bytes"),
     ],
@@ -137,22 +137,22 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_guide_that_takes_too_much_is_refused(engine: Engine, name: str) -> None:
     with pytest.raises(RequestError, match="guided_decoding_guide is not a valid"):
-        engine.compile(Request(PROMPT, SamplingParams(guide=HOSTILE[name])))
+        engine.compile(Request(PROMPT, SamplingConfig(guide=HOSTILE[name])))
     with pytest.raises(RequestError):  # known now
-        engine.compile(Request(PROMPT, SamplingParams(guide=HOSTILE[name])))
+        engine.compile(Request(PROMPT, SamplingConfig(guide=HOSTILE[name])))
     good = Guide("json_schema", json.dumps({"type": "array", "minItems": 1000000}))
-    engine.compile(Request(PROMPT, SamplingParams(guide=good)))
+    engine.compile(Request(PROMPT, SamplingConfig(guide=good)))
 
 
 def guided(seed: int, text: str = "[a-c]{20}") -> Request:
-    params = SamplingParams(max_tokens=40, end_id=END, top_p=0.9, seed=seed, guide=Guide("regex", text))
+    params = SamplingConfig(max_tokens=40, end_id=END, top_p=0.9, seed=seed, guide=Guide("regex", text))
     return Request(PROMPT, params, streaming=True)
 
 
 def test_who_waits_for_its_guide_holds_up_nobody_and_gives_the_same(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = Request(PROMPT, SamplingParams(max_tokens=6), streaming=True)
+    free = Request(PROMPT, SamplingConfig(max_tokens=6), streaming=True)
     expected = [[t for e in one for t in e.token_ids] for one in run(engine, guided(1), free)]
     compute, go = guides.GuideState._compute, threading.Event()
 
@@ -182,7 +182,7 @@ def test_a_guide_that_fails_on_the_way_ends_its_own_request(
         raise RuntimeError("lexer error: too many states")
 
     stuck: Future[np.ndarray] = Future()
-    free = Request(PROMPT, SamplingParams(max_tokens=6))
+    free = Request(PROMPT, SamplingConfig(max_tokens=6))
     with monkeypatch.context() as patch:
         patch.setattr(guides.GuideState, "_compute", fail)
         events, other = run(engine, guided(1), free)

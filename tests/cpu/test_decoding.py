@@ -19,7 +19,7 @@ from manylora.engine.kv_cache import IdleBlocks
 from manylora.engine.sequence import Sequence
 from manylora.errors import RequestError
 from manylora.lora.convert import convert_peft
-from manylora.request import Event, Guide, LoraInput, Request, Retention, SamplingParams
+from manylora.request import Event, Guide, LoraInput, Request, Retention, SamplingConfig
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 from manylora.text.tokenizer import Tokenizer
 
@@ -90,14 +90,14 @@ def test_beam_search_finds_what_transformers_finds(
     lora = LoraInput(1, *convert_peft(adapter, "float32")) if with_adapter else None
     greedy = reference_generate(model, adapter if with_adapter else None, PROMPT, NEW)
     for end_id, penalty in ((greedy[3], 1.0), (greedy[1], 0.0), (300, 2.0)):
-        params = SamplingParams(
+        params = SamplingConfig(
             max_tokens=NEW,
             end_id=end_id,
             beam_width=width,
             early_stopping=early_stopping,
             length_penalty=penalty,
         )
-        others = [Request((7, i + 1), SamplingParams(max_tokens=4)) for i in range(3)]
+        others = [Request((7, i + 1), SamplingConfig(max_tokens=4)) for i in range(3)]
         found, *_ = run(engine, Request(PROMPT, params, lora), *others)
         [event] = found
         expected = beams_of_transformers(
@@ -109,10 +109,10 @@ def test_beam_search_finds_what_transformers_finds(
 
 
 def test_beams_score_what_the_model_says_and_survive_a_full_cache(model: Path, engine: Engine) -> None:
-    params = SamplingParams(max_tokens=NEW, beam_width=4, return_log_probs=True)
+    params = SamplingConfig(max_tokens=NEW, beam_width=4, return_log_probs=True)
     tight = open_engine(model, max_tokens_in_paged_kv_cache=96, batch_scheduler_policy="max_utilization")
     cases = [Request((*PROMPT, i), params) for i in range(6)]
-    plain = [Request((*PROMPT, i), SamplingParams(max_tokens=40)) for i in range(6)]
+    plain = [Request((*PROMPT, i), SamplingConfig(max_tokens=40)) for i in range(6)]
     everything = [case for pair in zip(cases, plain, strict=True) for case in pair]
     roomy = run(engine, *everything)
     for mine, other in zip(run(tight, *everything), roomy, strict=True):
@@ -146,11 +146,11 @@ def test_penalties_in_company_and_after_preemptions(model: Path, engine: Engine,
     requests, expected = list[Request](), list[list[int]]()
     for number, case in enumerate(PENALTIES):
         used = adapter if number % 2 else None
-        params = SamplingParams(max_tokens=NEW, top_k=1, **case)
+        params = SamplingConfig(max_tokens=NEW, top_k=1, **case)
         requests.append(Request(tuple(prompt), params, lora if used else None))
         expected.append(most_probable(tensorrt_llm, model, used, prompt, NEW, **case))
     assert len({tuple(one) for one in expected}) == len(expected)
-    mates = [Request((*PROMPT, i), SamplingParams(max_tokens=30)) for i in range(4)]
+    mates = [Request((*PROMPT, i), SamplingConfig(max_tokens=30)) for i in range(4)]
     for one in (engine, tight):
         found = run(one, *requests, *mates)
         assert [tokens(events) for events in found[: len(requests)]] == expected
@@ -158,7 +158,7 @@ def test_penalties_in_company_and_after_preemptions(model: Path, engine: Engine,
 
 def test_beams_are_scored_with_penalties_and_temperature(engine: Engine, model: Path) -> None:
     case = {"frequency_penalty": 0.7, "presence_penalty": 0.2, "temperature": 0.6, "prompt_ignore_length": 3}
-    params = SamplingParams(max_tokens=NEW, beam_width=4, return_log_probs=True, **case)
+    params = SamplingConfig(max_tokens=NEW, beam_width=4, return_log_probs=True, **case)
     [[event]] = run(engine, Request(PROMPT, params))
     for beam in event.beams:
         for i, token in enumerate(beam.token_ids):
@@ -170,7 +170,7 @@ def test_beams_are_scored_with_penalties_and_temperature(engine: Engine, model: 
 
 def test_diversity_spreads_the_beams(engine: Engine) -> None:
     def first_tokens(rate: float) -> int:
-        params = SamplingParams(max_tokens=2, beam_width=6, beam_search_diversity_rate=rate)
+        params = SamplingConfig(max_tokens=2, beam_width=6, beam_search_diversity_rate=rate)
         [[event]] = run(engine, Request(PROMPT, params))
         return len({beam.token_ids[0] for beam in event.beams})
 
@@ -179,7 +179,7 @@ def test_diversity_spreads_the_beams(engine: Engine) -> None:
 
 
 def test_cancelled_beams_give_everything_back(engine: Engine) -> None:
-    handle = engine.submit(engine.prepare(Request(PROMPT, SamplingParams(max_tokens=40, beam_width=5))))
+    handle = engine.submit(engine.prepare(Request(PROMPT, SamplingConfig(max_tokens=40, beam_width=5))))
     for _ in range(5):
         engine.step()
     [(_, event)] = engine.cancel(handle)
@@ -193,7 +193,7 @@ def test_cancelled_beams_give_everything_back(engine: Engine) -> None:
 def test_a_draft_changes_the_steps_and_not_the_tokens(engine: Engine, right: int, sampled: bool) -> None:
     options = {"top_p": 0.9, "seed": 3, "temperature": 2.0} if sampled else {}
     penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.4}
-    params = SamplingParams(max_tokens=NEW, return_log_probs=True, **penalties, **options)
+    params = SamplingConfig(max_tokens=NEW, return_log_probs=True, **penalties, **options)
     [plain] = run(engine, Request(PROMPT, params))
     truth = tokens(plain)
     draft = (*truth[:right], *((token + 1) % 250 for token in truth[right:6]))
@@ -214,15 +214,15 @@ def test_a_draft_is_verified_across_chunks_and_preemption(model: Path, engine: E
         "max_tokens_in_paged_kv_cache": 64,
     }
     tight = open_engine(model, batch_scheduler_policy="max_utilization", **small)
-    params = SamplingParams(max_tokens=NEW)
+    params = SamplingConfig(max_tokens=NEW)
     truth = {i: tokens(run(engine, Request((*PROMPT, i), params))[0]) for i in range(5)}
     requests = [Request((*PROMPT, i), params, draft=tuple(truth[i][:4])) for i in range(5)]
     assert [tokens(events) for events in run(tight, *requests)] == list(truth.values())
 
 
 def test_logits_are_those_of_transformers(engine: Engine, model: Path) -> None:
-    params = SamplingParams(max_tokens=4, return_context_logits=True, return_generation_logits=True)
-    run(engine, Request(PROMPT, SamplingParams(max_tokens=1)))  # its blocks must not be reused
+    params = SamplingConfig(max_tokens=4, return_context_logits=True, return_generation_logits=True)
+    run(engine, Request(PROMPT, SamplingConfig(max_tokens=1)))  # its blocks must not be reused
     [event] = run(engine, Request(PROMPT, params))[0]
     expected = reference_logits(model, None, [*PROMPT, *event.token_ids]).numpy()
     np.testing.assert_allclose(event.context_logits, expected[: len(PROMPT)], atol=1e-4, rtol=1e-4)
@@ -237,7 +237,7 @@ def test_prompt_embeddings_stand_for_tokens(engine: Engine, model: Path) -> None
     table = embedding[[PROMPT[2], PROMPT[5]]]
     vocab = len(embedding)
     virtual = tuple(vocab if i == 2 else vocab + 1 if i == 5 else t for i, t in enumerate(PROMPT))
-    params = SamplingParams(max_tokens=NEW, repetition_penalty=1.0)
+    params = SamplingConfig(max_tokens=NEW, repetition_penalty=1.0)
     truth = tokens(run(engine, Request(PROMPT, params))[0])
     other = Request(virtual, params, prompt_table=table[::-1].copy())
     found = run(engine, Request(virtual, params, prompt_table=table), other)
@@ -253,11 +253,11 @@ def test_prompt_embeddings_stand_for_tokens(engine: Engine, model: Path) -> None
 def test_a_bias_decides(engine: Engine) -> None:
     bias = np.zeros(272, np.float32)
     bias[41] = 100.0
-    params = SamplingParams(max_tokens=3, logit_bias=bias)
+    params = SamplingConfig(max_tokens=3, logit_bias=bias)
     assert tokens(run(engine, Request(PROMPT, params))[0]) == [41, 41, 41]
-    assert tokens(run(engine, Request(PROMPT, SamplingParams(max_tokens=1, logit_bias=bias[:42])))[0]) == [41]
+    assert tokens(run(engine, Request(PROMPT, SamplingConfig(max_tokens=1, logit_bias=bias[:42])))[0]) == [41]
     with pytest.raises(RequestError, match="embedding_bias must have at most one value for each of the 272"):
-        engine.prepare(Request(PROMPT, SamplingParams(logit_bias=np.zeros(273, np.float32))))
+        engine.prepare(Request(PROMPT, SamplingConfig(logit_bias=np.zeros(273, np.float32))))
 
 
 SCHEMA = {
@@ -280,14 +280,14 @@ def test_guided_output_matches_its_guide(engine: Engine, model: Path, adapter: P
     requests = [
         Request(
             PROMPT,
-            SamplingParams(max_tokens=60, end_id=257, top_p=0.9, seed=seed, guide=guide),
+            SamplingConfig(max_tokens=60, end_id=257, top_p=0.9, seed=seed, guide=guide),
             lora,
             streaming,
         )
         for guide, _ in guides.values()
         for seed in range(3)
     ]
-    free = Request(PROMPT, SamplingParams(max_tokens=NEW), lora)
+    free = Request(PROMPT, SamplingConfig(max_tokens=NEW), lora)
     *found, last = run(engine, *requests, free)
     tokenizer = Tokenizer(model)
     for number, events in enumerate(found):
@@ -306,17 +306,17 @@ def test_guides_that_cannot_work_are_refused(engine: Engine, model: Path) -> Non
         (Guide("ebnf_grammar", "root ::= nothing"), "guided_decoding_guide is not a valid ebnf_grammar"),
     ]:
         with pytest.raises(RequestError, match=words):
-            engine.prepare(Request(PROMPT, SamplingParams(guide=guide)))
+            engine.prepare(Request(PROMPT, SamplingConfig(guide=guide)))
     with pytest.raises(RequestError, match="guided decoding is not enabled"):
-        open_engine(model).prepare(Request(PROMPT, SamplingParams(guide=Guide("json"))))
+        open_engine(model).prepare(Request(PROMPT, SamplingConfig(guide=Guide("json"))))
     with pytest.raises(RequestError, match="must be one of json, json_schema, regex, ebnf_grammar"):
         Guide("yaml", "x")
     with pytest.raises(RequestError, match="Guided decoding does not support with beam search"):
-        SamplingParams(guide=Guide("json"), beam_width=2)
+        SamplingConfig(guide=Guide("json"), beam_width=2)
 
 
 def test_top_p_decays_to_its_minimum_and_resets() -> None:
-    params = SamplingParams(top_p=0.8, top_p_decay=0.5, top_p_min=0.3, top_p_reset_id=9)
+    params = SamplingConfig(top_p=0.8, top_p_decay=0.5, top_p_min=0.3, top_p_reset_id=9)
     sequence = Sequence(0, Request((1,), params), 0, 100)
     seen = []
     for token in (1, 2, 3, 9, 4):
@@ -349,11 +349,11 @@ def test_idle_blocks_leave_by_priority_then_age_and_priorities_expire(
 def test_retained_prompts_outlive_others(model: Path) -> None:
     made = open_engine(model, max_tokens_in_paged_kv_cache=64)
     keep = Request(
-        tuple(range(20, 40)), SamplingParams(max_tokens=2), retention=Retention(((0, None, 100, None),), 0)
+        tuple(range(20, 40)), SamplingConfig(max_tokens=2), retention=Retention(((0, None, 100, None),), 0)
     )
     run(made, keep)
     for i in range(12):
-        run(made, Request(tuple(range(100 + i, 120 + i)), SamplingParams(max_tokens=2)))
+        run(made, Request(tuple(range(100 + i, 120 + i)), SamplingConfig(max_tokens=2)))
     [[event]] = run(made, keep)
     assert event.metrics is not None
     assert event.metrics.kv_reused_blocks == 4, "all blocks but the one with the last prompt token"

@@ -10,7 +10,7 @@ import pytest
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.lora.convert import convert_peft
-from manylora.request import LoraInput, Request, SamplingParams
+from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
@@ -49,7 +49,7 @@ def test_base_and_adapters_answer_in_their_languages_in_one_batch(tokenizer: Tok
                 text = tokenizer.chat([{"role": "user", "content": text}])
             request = Request(
                 tuple(tokenizer.encode(text, layout != "chat")),
-                SamplingParams(max_tokens=64, end_id=tokenizer.eos_id),
+                SamplingConfig(max_tokens=64, end_id=tokenizer.eos_id),
                 lora=inputs[task_id] if task_id else None,
             )
             expected[made.submit(made.prepare(request))] = (LANGUAGES[task_id], layout, answer)

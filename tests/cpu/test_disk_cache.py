@@ -15,7 +15,7 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.engine.loop import EngineLoop
 from manylora.errors import AdapterNotCachedError
-from manylora.request import Event, LoraInput, Request, SamplingParams
+from manylora.request import Event, LoraInput, Request, SamplingConfig
 from manylora.testing.tiny_models import make_model
 
 HIDDEN, RANK, LAYERS = 64, 8, 2
@@ -60,7 +60,7 @@ def loops() -> Iterator[list[EngineLoop]]:
 def ask(loop: EngineLoop, lora: LoraInput) -> tuple[int, ...]:
     """Its tokens. Raises what the request ended with."""
     answers: SimpleQueue[Event] = SimpleQueue()
-    loop.submit(Request(tuple(range(9)), SamplingParams(max_tokens=6), lora=lora), answers.put)
+    loop.submit(Request(tuple(range(9)), SamplingConfig(max_tokens=6), lora=lora), answers.put)
     event = answers.get(timeout=60)
     if event.error is not None:
         raise event.error

@@ -31,8 +31,7 @@ from manylora.lora.normalize import normalize_dora
 from manylora.model.checkpoint import read_model_config
 from manylora.model.effective_weights import EffectiveWeights
 from manylora.model.weights import load_decoder
-from manylora.request import LoraInput, Request
-from manylora.request import SamplingParams as EngineParams
+from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.driver import Driver, agree
 from manylora.testing.parity import linear_names, make_kind
 from manylora.testing.tiny_models import (
@@ -141,7 +140,7 @@ def test_every_door_normalises_with_what_it_holds(tmp_path: Path) -> None:
     assert list(output.outputs[0].token_ids) == expected
     cache = LoraCacheConfig(host_memory_bytes=2**22, prefetch_dir=tmp_path / "prefetch")
     engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, quant=quant, lora=cache))
-    engine.submit(engine.prepare(Request(tuple(prompt), EngineParams(max_tokens=10), LoraInput(3))))
+    engine.submit(engine.prepare(Request(tuple(prompt), SamplingConfig(max_tokens=10), LoraInput(3))))
     found: list[int] = []
     while engine.has_work:
         for _, event in engine.step():
@@ -268,7 +267,7 @@ def answer(model: Path, quant: QuantConfig | None, lora: LoraInput) -> list[int]
     cache = LoraCacheConfig(gpu_memory_bytes=2**25, host_memory_bytes=2**25)
     engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, quant=quant, lora=cache))
     try:
-        request = Request(tuple(tokens(12)), EngineParams(max_tokens=8), replace(lora, task_id=3))
+        request = Request(tuple(tokens(12)), SamplingConfig(max_tokens=8), replace(lora, task_id=3))
         engine.submit(engine.prepare(request))
         found: list[int] = []
         while engine.has_work:

@@ -20,8 +20,7 @@ from manylora.cli import main
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError, RequestError
-from manylora.llmapi import LLM, KvCacheConfig, LoraConfig, LoRARequest
-from manylora.llmapi import SamplingParams as ApiParams
+from manylora.llmapi import LLM, KvCacheConfig, LoraConfig, LoRARequest, SamplingParams
 from manylora.lora.convert import convert_peft
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.library.reader import read_adapter_folder
@@ -33,7 +32,7 @@ from manylora.openai.api.errors import ApiError
 from manylora.openai.api.params import Limits, plan
 from manylora.openai.api.schema import CompletionRequest
 from manylora.quant.config import QuantAlgo, QuantConfig
-from manylora.request import LoraInput, Request, SamplingParams
+from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.tiny_configs import ENCODER_DECODER_FAMILIES
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 from manylora.text.tokenizer import Tokenizer
@@ -86,7 +85,7 @@ class World:
 
     def request(self, task_id: int | None, ids: Ids, decoder: Ids = ()) -> Request:
         lora = self.inputs[task_id] if task_id else None
-        return Request(decoder, SamplingParams(max_tokens=NEW), lora, encoder_prompt=ids)
+        return Request(decoder, SamplingConfig(max_tokens=NEW), lora, encoder_prompt=ids)
 
     def engine(self, **options: Any) -> Engine:
         settings: dict[str, Any] = {
@@ -178,7 +177,7 @@ def test_logits_are_near_the_reference(world: World) -> None:
     ids, decoder = texts(2, seed=11)
     request = Request(
         (world.start, *decoder),
-        SamplingParams(1, return_context_logits=True),
+        SamplingConfig(1, return_context_logits=True),
         world.inputs[1],
         encoder_prompt=ids,
     )
@@ -288,7 +287,7 @@ def test_what_is_not_served_is_refused_by_name(t5: World, tmp_path: Path) -> Non
     plain = t5.request(None, ids)
     table = np.zeros((1, t5.config.hidden_size), np.float16)
     for request, reason in (
-        (replace(plain, params=SamplingParams(beam_width=2)), "beam search is not supported on encoder"),
+        (replace(plain, params=SamplingConfig(beam_width=2)), "beam search is not supported on encoder"),
         (replace(plain, draft=(1, 2)), "draft_input_ids are not supported on encoder"),
         (replace(plain, prompt_table=table), "prompt_embedding_table is not supported on encoder"),
         (
@@ -336,7 +335,7 @@ def test_t5_may_be_longer_than_it_was_trained(t5: World) -> None:
 def test_quantised_models_answer_nearly_the_same(bart: World, quant: QuantConfig) -> None:
     ids = texts(1, seed=4)[0]
     request = replace(
-        bart.request(1, ids), params=SamplingParams(1, return_generation_logits=True), prompt=(bart.start,)
+        bart.request(1, ids), params=SamplingConfig(1, return_generation_logits=True), prompt=(bart.start,)
     )
     found = []
     for chosen in (None, quant):
@@ -390,7 +389,7 @@ def test_llm_generates_from_a_text_and_from_a_decoder_prompt(bart: World) -> Non
     tokenizer = Tokenizer(bart.model)
     assert tokenizer.decoder_start_id == bart.start
     texts = ["The capital of France", "An adapter", "Third"]
-    params = ApiParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
     lora = LoRARequest("one", 1, str(bart.adapters[1]))
     with LLM(
         bart.model,

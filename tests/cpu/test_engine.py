@@ -26,7 +26,7 @@ from manylora.errors import (
 )
 from manylora.kernels.device import open_device
 from manylora.lora.convert import convert_peft
-from manylora.request import Event, FinishReason, LoraInput, Request, SamplingParams
+from manylora.request import Event, FinishReason, LoraInput, Request, SamplingConfig
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -60,7 +60,7 @@ class World:
 
     def request(self, task_id: int | None, prompt: tuple[int, ...], **options: object) -> Request:
         lora = self.inputs[task_id] if task_id else None
-        return Request(prompt, SamplingParams(max_tokens=NEW), lora=lora, **options)  # type: ignore[arg-type]
+        return Request(prompt, SamplingConfig(max_tokens=NEW), lora=lora, **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_adapters_of_a_bfloat16_checkpoint_are_held_in_bfloat16(world: World, tm
 def test_an_id_alone_is_enough_afterwards_and_unknown_without(world: World) -> None:
     made = engine(world)
     [prompt] = prompts(1)
-    request = Request(prompt, SamplingParams(max_tokens=NEW), lora=LoraInput(5))
+    request = Request(prompt, SamplingConfig(max_tokens=NEW), lora=LoraInput(5))
     with pytest.raises(
         AdapterNotCachedError, match=r"LoRA task 5 not found in cache\. Please send LoRA weights"
     ):
@@ -180,8 +180,8 @@ def test_other_tensors_under_a_known_id_replace_it_and_leave_running_requests_al
     first = submit(made, world.request(1, prompt))
     early = made.step()
     changed = LoraInput(1, world.inputs[2].weights, world.inputs[2].config)
-    second = submit(made, Request(prompt, SamplingParams(max_tokens=NEW), lora=changed))
-    third = submit(made, Request(prompt, SamplingParams(max_tokens=NEW), lora=LoraInput(1)))
+    second = submit(made, Request(prompt, SamplingConfig(max_tokens=NEW), lora=changed))
+    third = submit(made, Request(prompt, SamplingConfig(max_tokens=NEW), lora=LoraInput(1)))
     events = run(made)
     for handle, event in early:
         events[handle].insert(0, event)
@@ -194,7 +194,7 @@ def test_equal_tensors_under_two_ids_are_stored_once(world: World) -> None:
     [prompt] = prompts(1)
     for task_id in (1, 77):
         lora = LoraInput(task_id, world.inputs[1].weights, world.inputs[1].config)
-        submit(made, Request(prompt, SamplingParams(max_tokens=NEW), lora=lora))
+        submit(made, Request(prompt, SamplingConfig(max_tokens=NEW), lora=lora))
     run(made)
     assert made.stats().adapters.host_adapters == 1
 
@@ -226,7 +226,7 @@ def test_an_adapter_that_can_never_fit_is_refused_and_harms_nobody(world: World)
     assert rows is not None
     with pytest.raises(AdapterError):
         bad = LoraInput(9, np.full_like(world.inputs[1].weights, np.nan), rows)
-        submit(made, Request(prompt, SamplingParams(max_tokens=NEW), lora=bad))
+        submit(made, Request(prompt, SamplingConfig(max_tokens=NEW), lora=bad))
     assert tokens(run(made)[fine]) == world.answer(None, prompt)
     assert issubclass(AdapterCacheFullError, RequestError)
 
@@ -250,7 +250,7 @@ def test_bad_requests_are_refused_by_name(world: World) -> None:
 def test_return_sequences_and_log_probs(world: World) -> None:
     made = engine(world)
     [prompt] = prompts(1)
-    params = SamplingParams(
+    params = SamplingConfig(
         max_tokens=NEW, top_p=0.9, temperature=2.0, seed=4, num_return_sequences=3, return_log_probs=True
     )
     results = []
@@ -300,12 +300,12 @@ def test_32_adapters_over_a_device_cache_of_4(world: World) -> None:
     alone = {}
     for i, (task_id, prompt) in enumerate(cases):
         lora = adapters[task_id] if task_id else None
-        handle = submit(made, Request(prompt, SamplingParams(max_tokens=6), lora=lora))
+        handle = submit(made, Request(prompt, SamplingConfig(max_tokens=6), lora=lora))
         alone[i] = tokens(run(made)[handle])
     together = {}
     for i, (task_id, prompt) in enumerate(cases):
         lora = LoraInput(task_id) if task_id else None
-        together[submit(made, Request(prompt, SamplingParams(max_tokens=6), lora=lora, streaming=True))] = i
+        together[submit(made, Request(prompt, SamplingConfig(max_tokens=6), lora=lora, streaming=True))] = i
     events = run(made)
     assert all(tokens(events[handle]) == alone[i] for handle, i in together.items())
     stats = made.stats()

@@ -24,8 +24,7 @@ from manylora.engine.engine import Engine
 from manylora.errors import AdapterCacheFullError, AdapterInvalidError, RequestError
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device, open_device
-from manylora.llmapi import LLM, LoraConfig, LoRARequest
-from manylora.llmapi import SamplingParams as Sampling
+from manylora.llmapi import LLM, LoraConfig, LoRARequest, SamplingParams
 from manylora.lora.extras import with_extras
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft import read_peft_whole
@@ -43,7 +42,7 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
 from manylora.quant.config import QuantConfig
-from manylora.request import LoraExtra, LoraInput, Request, SamplingParams
+from manylora.request import LoraExtra, LoraInput, Request, SamplingConfig
 from manylora.testing.driver import Driver, agree
 from manylora.testing.parity import make_kind
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
@@ -131,7 +130,7 @@ def answers(
     engine: Engine, cases: list[tuple[LoraInput | None, list[int]]], new: int = 12
 ) -> list[list[int]]:
     handles = [
-        engine.submit(engine.prepare(Request(tuple(prompt), SamplingParams(max_tokens=new), lora)))
+        engine.submit(engine.prepare(Request(tuple(prompt), SamplingConfig(max_tokens=new), lora)))
         for lora, prompt in cases
     ]
     found: dict[int, list[int]] = {handle: [] for handle in handles}
@@ -237,7 +236,7 @@ def test_the_llm_api(model: Path, workshop: Path) -> None:
     requests = [LoRARequest(str(i), i, str(path)) for i, path in enumerate(made)]
     prompts = [tokens(9, i) for i in range(3)]
     with LLM(model, device="cpu", lora_config=lora, skip_tokenizer_init=True, max_seq_len=64) as llm:
-        found = llm.generate(prompts, Sampling(max_tokens=8, ignore_eos=True), [*requests, None], False)
+        found = llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True), [*requests, None], False)
     for prompt, adapter, output in zip(prompts, [*made, None], found, strict=True):
         assert output.outputs[0].token_ids == reference_generate(model, adapter, prompt, 8)
 
@@ -279,7 +278,7 @@ def test_copies_on_disk_keep_them_and_requests_of_the_wire_refuse_them(model: Pa
         assert theirs.values.tobytes() == ours.values.tobytes()
     sent = lora_input(1, one.rows, one.extras)
     with pytest.raises(RequestError, match=r"has embed\.tokens, which tensors of a request cannot carry"):
-        request_tensors(Request((1, 2), SamplingParams(), lora=sent))
+        request_tensors(Request((1, 2), SamplingConfig(), lora=sent))
 
 
 def test_the_pool_gives_back_what_it_took_in_pieces() -> None:
@@ -349,7 +348,7 @@ def test_an_adapter_beyond_the_cache_is_refused_by_its_pages(model: Path, worksh
     adapter = make_kind(workshop / "large", model, "modules_to_save", 1)
     cache = LoraCacheConfig(gpu_memory_bytes=73728, host_memory_bytes=2**22, max_adapter_size=8)
     engine = Engine(EngineConfig(model, device="cpu", max_seq_len=32, lora=cache))
-    request = Request((1, 2), SamplingParams(max_tokens=2), lora=read(adapter, model, 1))
+    request = Request((1, 2), SamplingConfig(max_tokens=2), lora=read(adapter, model, 1))
     with pytest.raises(AdapterCacheFullError, match="needs 3 pages, the host level has"):
         engine.submit(engine.prepare(request))
     engine.close()

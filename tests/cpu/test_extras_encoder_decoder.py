@@ -22,7 +22,7 @@ from manylora.kernels.device import open_device
 from manylora.lora.normalize import normalize_dora
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
-from manylora.request import LoraInput, Request, SamplingParams
+from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.driver import Driver, agree
 from manylora.testing.parity import make_kind
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
@@ -116,7 +116,7 @@ def test_greedy_tokens_of_the_engine_whatever_is_evicted(family: str, workshop: 
     handles, found = {}, {}
     for number, task_id in enumerate(given):
         text, lora = tuple(tokens(9 + number, number)), LoraInput(task_id) if task_id else None
-        request = Request((), SamplingParams(max_tokens=8), lora, encoder_prompt=text)
+        request = Request((), SamplingConfig(max_tokens=8), lora, encoder_prompt=text)
         handles[engine.submit(engine.prepare(request))] = (task_id, text)
     while engine.has_work:
         for handle, event in engine.step():

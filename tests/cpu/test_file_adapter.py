@@ -26,7 +26,7 @@ from manylora.lora.modules import lora_modules
 from manylora.lora.number_types import narrow_to_bfloat16, widen_bfloat16
 from manylora.lora.store import AdapterStore
 from manylora.model.checkpoint import read_model_config
-from manylora.request import LoraInput, Request, SamplingParams
+from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
 
 pytestmark = pytest.mark.skipif(
@@ -132,7 +132,7 @@ def run(engine: Engine) -> dict[int, tuple[list[int], Exception | None]]:
 
 def ask(task_id: int | None) -> Request:
     lora = LoraInput(task_id) if task_id else None
-    return Request(PROMPT, SamplingParams(max_tokens=NEW), lora=lora)
+    return Request(PROMPT, SamplingConfig(max_tokens=NEW), lora=lora)
 
 
 def test_an_adapter_that_comes_back_answers_as_the_reference(

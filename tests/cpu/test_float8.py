@@ -20,8 +20,7 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import RowFormat
-from manylora.llmapi import LLM, LoRARequest
-from manylora.llmapi import SamplingParams as LlmParams
+from manylora.llmapi import LLM, LoRARequest, SamplingParams
 from manylora.lora.convert import convert_source
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions
@@ -35,7 +34,7 @@ from manylora.lora.rules import AdapterRules
 from manylora.lora.store import AdapterStore
 from manylora.lora.tensors import Adapter, AdapterRow, lora_input
 from manylora.model.checkpoint import read_model_config
-from manylora.request import LoraInput, Request, SamplingParams
+from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -149,7 +148,7 @@ def test_routed_experts(workshop: Path, options: dict[str, Any]) -> None:
 
 def greedy(engine: Engine, loras: list[LoraInput | None], new: int = 12) -> list[list[int]]:
     handles = [
-        engine.submit(engine.prepare(Request(tuple(tokens(9, i)), SamplingParams(max_tokens=new), lora=lora)))
+        engine.submit(engine.prepare(Request(tuple(tokens(9, i)), SamplingConfig(max_tokens=new), lora=lora)))
         for i, lora in enumerate(loras)
     ]
     found: dict[int, list[int]] = {handle: [] for handle in handles}
@@ -259,7 +258,7 @@ def test_the_python_api_keeps_them(model: Path, pair: tuple[Path, Path]) -> None
     prompts = [tokens(9, i) for i in range(3)]
     requests = [LoRARequest("small", 1, str(small)), None, LoRARequest("wide", 2, str(wide))]
     with llm:
-        found = llm.generate(prompts, LlmParams(max_tokens=8, ignore_eos=True), lora_request=requests)
+        found = llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True), lora_request=requests)
     for prompt, answer, truth in zip(prompts, found, (wide, None, wide), strict=True):
         assert answer.outputs[0].token_ids == reference_generate(model, truth, prompt, 8)
 

@@ -24,7 +24,7 @@ from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device
 from manylora.lora.convert import convert_peft
 from manylora.quant.config import QuantConfig
-from manylora.request import LoraInput, Request, SamplingParams
+from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.tiny_models import make_adapter, make_model
 from manylora.wire.parameters import engine_config
 
@@ -75,7 +75,7 @@ def answers(engine: Engine, loras: list[LoraInput | None], new: int = 2) -> list
     """Prompts of different lengths, one for each adapter, so that they end prefill together."""
     handles = [
         engine.submit(
-            engine.prepare(Request(tuple(range(3, 6 + 2 * i)), SamplingParams(max_tokens=new + i % 2), lora))
+            engine.prepare(Request(tuple(range(3, 6 + 2 * i)), SamplingConfig(max_tokens=new + i % 2), lora))
         )
         for i, lora in enumerate(loras)
     ]

@@ -37,7 +37,7 @@ from manylora.lora.store import AdapterStore
 from manylora.lora.tensors import AdapterRow, pack_rows
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
-from manylora.request import LoraInput, Request, SamplingParams
+from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.tiny_configs import MOE_FAMILIES
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
@@ -221,7 +221,7 @@ def test_every_module_through_the_tensors_of_a_request(family: str, workshop: Pa
 def generate(engine: Engine, given: Sequence[LoraInput | None], first: int = 0) -> list[list[int]]:
     handles = []
     for i, lora in enumerate(given):
-        request = Request(tuple(tokens(30, first + i)), SamplingParams(max_tokens=10), lora=lora)
+        request = Request(tuple(tokens(30, first + i)), SamplingConfig(max_tokens=10), lora=lora)
         handles.append(engine.submit(engine.prepare(request)))
     found: dict[int, list[int]] = {handle: [] for handle in handles}
     while engine.has_work:

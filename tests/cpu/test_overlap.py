@@ -19,10 +19,9 @@ from manylora.engine.launched import LaunchedStep
 from manylora.kernels import transfer
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device, open_device
-from manylora.llmapi import LLM
-from manylora.llmapi import SamplingParams as LlmSamplingParams
+from manylora.llmapi import LLM, SamplingParams
 from manylora.lora.convert import convert_peft
-from manylora.request import Event, FinishReason, LoraInput, Request, SamplingParams
+from manylora.request import Event, FinishReason, LoraInput, Request, SamplingConfig
 from manylora.testing.tiny_models import make_adapter, make_model
 
 
@@ -63,7 +62,7 @@ def wishes(adapters: list[LoraInput], seed: int, count: int = 14) -> list[Reques
             ][: 10 if seed % 2 else 4]
         )
         prompt = tuple(picks.randrange(250) for _ in range(picks.randrange(1, 20)))
-        params = SamplingParams(max_tokens=picks.randrange(1, 14), **options)  # type: ignore[arg-type]
+        params = SamplingConfig(max_tokens=picks.randrange(1, 14), **options)  # type: ignore[arg-type]
         lora = picks.choice([None, *adapters])
         made.append(Request(prompt, params, lora, streaming=picks.random() < 0.5 and params.beam_width == 1))
     return made
@@ -149,7 +148,7 @@ def test_the_next_step_is_launched_before_the_tokens_are_seen(
         with monkeypatch.context() as patch:
             patch.setattr(engine._runner, "launch", launched)
             patch.setattr(LaunchedStep, "wait", waited)
-            engine.submit(engine.prepare(Request((3, 4), SamplingParams(max_tokens=4), adapters[0])))
+            engine.submit(engine.prepare(Request((3, 4), SamplingConfig(max_tokens=4), adapters[0])))
             while engine.has_work:
                 engine.step()
         order = ["launch", "launch", "wait", "launch", "wait", "launch", "wait", "wait"]
@@ -161,7 +160,7 @@ def test_a_step_that_fails_ends_its_own_requests_only(
 ) -> None:
     model, _ = world
     engine = open_engine(model, True)
-    engine.submit(engine.prepare(Request((3, 4), SamplingParams(max_tokens=9), streaming=True)))
+    engine.submit(engine.prepare(Request((3, 4), SamplingConfig(max_tokens=9), streaming=True)))
     engine.step()
     engine.step()
     with monkeypatch.context() as patch:
@@ -209,7 +208,7 @@ def test_overlapped_recorded_steps_wait_for_nothing(
     monkeypatch.setattr(engine._runner, "launch", watched)
     engine._runner.record_decoding(16, warm=False)
     requests = [
-        Request((3, 4, 5), SamplingParams(max_tokens=5, **options), lora)  # type: ignore[arg-type]
+        Request((3, 4, 5), SamplingConfig(max_tokens=5, **options), lora)  # type: ignore[arg-type]
         for options, lora in zip(
             ({}, {"top_p": 0.9, "temperature": 1.2, "seed": 3, "return_log_probs": True}, {"min_tokens": 2}),
             (None, *adapters),
@@ -240,6 +239,6 @@ def test_the_python_api_has_the_switch(
     for disabled in (False, True):
         with LLM(str(model), skip_tokenizer_init=True, disable_overlap_scheduler=disabled) as llm:
             assert llm._loop._engine._parts.overlap != disabled
-            [output] = llm.generate([[3, 4, 5]], LlmSamplingParams(max_tokens=5, end_id=-1))
+            [output] = llm.generate([[3, 4, 5]], SamplingParams(max_tokens=5, end_id=-1))
             told.append(output.outputs[0].token_ids)
     assert told[0] == told[1] and len(told[0]) == 5

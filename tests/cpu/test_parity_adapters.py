@@ -30,7 +30,7 @@ from manylora.model.batch import ForwardBatch
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.weights import load_decoder
-from manylora.request import LoraInput, Request, SamplingParams
+from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.tiny_configs import VOCAB
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
@@ -208,7 +208,7 @@ def test_greedy_tokens_of_lora_dora_and_base_in_one_engine(workshop: Path) -> No
     wanted = [(None, None), (LoraInput(5), lora), (LoraInput(2), dora), (LoraInput(4), sent), (tensors, sent)]
     handles = []
     for i, (given, _) in enumerate(wanted):
-        request = Request(tuple(tokens(9, i)), SamplingParams(max_tokens=16), lora=given)
+        request = Request(tuple(tokens(9, i)), SamplingConfig(max_tokens=16), lora=given)
         handles.append(engine.submit(engine.prepare(request)))
     found: dict[int, list[int]] = {handle: [] for handle in handles}
     while engine.has_work:

@@ -32,7 +32,7 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.families import FAMILIES as ARCHITECTURES
 from manylora.model.weights import load_decoder
-from manylora.request import LoraInput, Request, SamplingParams
+from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.driver import Driver, agree
 from manylora.testing.parity import NEMO_SOURCES, linear_names, make_kind, read_from, read_nemo_from
 from manylora.testing.parity import main as compare
@@ -98,7 +98,7 @@ def test_greedy_tokens_of_the_engine(family: str, workshop: Path) -> None:
     wanted = [(None, None), (LoraInput(1), lora), (LoraInput(2), dora)]
     handles = []
     for seed, (given, _) in enumerate(wanted):
-        request = Request(tuple(tokens(20 + seed, seed)), SamplingParams(max_tokens=12), lora=given)
+        request = Request(tuple(tokens(20 + seed, seed)), SamplingConfig(max_tokens=12), lora=given)
         handles.append(engine.submit(engine.prepare(request)))
     found: dict[int, list[int]] = {handle: [] for handle in handles}
     while engine.has_work:

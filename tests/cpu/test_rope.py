@@ -17,7 +17,7 @@ from manylora.errors import ConfigError, RequestError
 from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
-from manylora.request import Request, SamplingParams
+from manylora.request import Request, SamplingConfig
 from manylora.testing.driver import Driver, agree
 from manylora.testing.tiny_configs import LLAMA3, LONGROPE, YARN
 from manylora.testing.tiny_models import load_transformers, make_model
@@ -89,12 +89,12 @@ def test_greedy_tokens_are_those_of_generate(name: str, overlap: bool, tmp_path:
     engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, enable_overlap=overlap, **settings))
     prompts = [tokens(length, length) for length in PROMPTS]
     prompts.append(prompts[-1][:ORIGINAL])  # the same beginning, rotated in another way
-    requests = [Request(tuple(prompt), SamplingParams(max_tokens=NEW)) for prompt in prompts]
+    requests = [Request(tuple(prompt), SamplingConfig(max_tokens=NEW)) for prompt in prompts]
     expected = [reference(model, prompt, NEW) for prompt in prompts]
     assert answers(engine, requests) == expected
     assert answers(engine, requests[::-1]) == expected[::-1]
     continued = [(*request.prompt, *tail[:6]) for request, tail in zip(requests, expected, strict=True)]
-    again = [Request(prompt, SamplingParams(max_tokens=4)) for prompt in continued]
+    again = [Request(prompt, SamplingConfig(max_tokens=4)) for prompt in continued]
     assert answers(engine, again) == [reference(model, list(prompt), 4) for prompt in continued]
     engine.close()
 
@@ -109,11 +109,11 @@ def test_a_preempted_sequence_and_one_with_a_draft(tmp_path: Path) -> None:
         engine = Engine(config)
         prompts = [tokens(length, length) for length in (18, 20, 22, 30)]
         expected = [reference(model, prompt, NEW) for prompt in prompts]
-        requests = [Request(tuple(prompt), SamplingParams(max_tokens=NEW)) for prompt in prompts]
+        requests = [Request(tuple(prompt), SamplingConfig(max_tokens=NEW)) for prompt in prompts]
         assert answers(engine, requests) == expected
         assert engine.stats().preemptions > 0
         draft = tuple(expected[2][:6])
-        drafted = Request(tuple(prompts[2]), SamplingParams(max_tokens=NEW), draft=draft)
+        drafted = Request(tuple(prompts[2]), SamplingConfig(max_tokens=NEW), draft=draft)
         assert answers(engine, [drafted]) == [expected[2]]
         engine.close()
 
@@ -121,7 +121,7 @@ def test_a_preempted_sequence_and_one_with_a_draft(tmp_path: Path) -> None:
 def test_context_logits_are_those_of_the_prompt(tmp_path: Path) -> None:
     model = make(tmp_path, "longrope of Phi-3")
     engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64))
-    params = SamplingParams(max_tokens=NEW, return_context_logits=True)
+    params = SamplingConfig(max_tokens=NEW, return_context_logits=True)
     prompt = tokens(ORIGINAL - 2)
     engine.submit(engine.prepare(Request(tuple(prompt), params)))
     events = [event for _ in range(2 * NEW) if engine.has_work for _, event in engine.step()]
@@ -135,7 +135,7 @@ def test_context_logits_are_those_of_the_prompt(tmp_path: Path) -> None:
 def test_beams_may_not_cross_where_all_is_computed_again(tmp_path: Path) -> None:
     model = make(tmp_path, "longrope of Phi-3")
     engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, max_beam_width=2))
-    params = SamplingParams(max_tokens=5, beam_width=2)
+    params = SamplingConfig(max_tokens=5, beam_width=2)
     with pytest.raises(RequestError, match=r"beam search cannot cross 24 tokens.* at most 4 tokens"):
         engine.submit(engine.prepare(Request(tuple(tokens(20)), params)))
     for length in (19, 30):

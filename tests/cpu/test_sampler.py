@@ -12,11 +12,11 @@ from penalties import Formula, tensorrt_llm, vllm
 from manylora.engine.sampler import NOT_FINITE, adjust, sample, uniform
 from manylora.engine.sequence import Sequence
 from manylora.engine.token_counts import TokenCounts
-from manylora.request import Request, SamplingParams
+from manylora.request import Request, SamplingConfig
 
 
 def sequence(
-    params: SamplingParams, tokens: tuple[int, ...] = (0,), output: tuple[int, ...] = ()
+    params: SamplingConfig, tokens: tuple[int, ...] = (0,), output: tuple[int, ...] = ()
 ) -> Sequence:
     made = Sequence(0, Request(tokens, params), 0, 10_000)
     made.tokens += output
@@ -31,26 +31,26 @@ def one(logits: list[float], made: Sequence) -> tuple[int, float | None]:
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(),
-        SamplingParams(top_k=1, temperature=3.0),
-        SamplingParams(temperature=0.0, top_p=0.9),
-        SamplingParams(top_k=0, top_p=0.0),
+        SamplingConfig(),
+        SamplingConfig(top_k=1, temperature=3.0),
+        SamplingConfig(temperature=0.0, top_p=0.9),
+        SamplingConfig(top_k=0, top_p=0.0),
     ],
 )
-def test_greedy_takes_the_most_probable(params: SamplingParams) -> None:
+def test_greedy_takes_the_most_probable(params: SamplingConfig) -> None:
     assert params.greedy
     assert one([0.1, 2.0, 1.0], sequence(params))[0] == 1
 
 
 def test_penalties() -> None:
-    penalised = SamplingParams(repetition_penalty=2.0)
+    penalised = SamplingConfig(repetition_penalty=2.0)
     assert one([0.0, 2.0, 1.5], sequence(penalised, (1,)))[0] == 2
     assert one([-1.0, -2.0, -1.5], sequence(penalised, (0,)))[0] == 2
-    frequent = SamplingParams(frequency_penalty=0.5)
+    frequent = SamplingConfig(frequency_penalty=0.5)
     assert one([1.0, 1.9, 0.0], sequence(frequent, (2,), (1,)))[0] == 1
     assert one([1.0, 1.9, 0.0], sequence(frequent, (2,), (1, 1)))[0] == 0
-    assert one([1.0, 1.9], sequence(SamplingParams(presence_penalty=1.0), (1,)))[0] == 0, "the prompt counts"
-    ignoring = SamplingParams(presence_penalty=1.0, prompt_ignore_length=1)
+    assert one([1.0, 1.9], sequence(SamplingConfig(presence_penalty=1.0), (1,)))[0] == 0, "the prompt counts"
+    ignoring = SamplingConfig(presence_penalty=1.0, prompt_ignore_length=1)
     assert one([1.0, 1.9], sequence(ignoring, (1,)))[0] == 1
     assert one([1.0, 1.9], sequence(ignoring, (0,), (1,)))[0] == 0, "the output counts always"
 
@@ -74,12 +74,12 @@ def test_penalties_follow_their_formulas_step_by_step(case: dict, drawn: bool, m
     """One sequence over many steps, beside one without penalties: only its temperature changes its logits."""
     choice = np.random.default_rng(5)
     bias = choice.normal(0, 1, VOCAB).astype(np.float32) if drawn else None
-    params = SamplingParams(logit_bias=bias, top_p=0.9 if drawn else None, **case)
+    params = SamplingConfig(logit_bias=bias, top_p=0.9 if drawn else None, **case)
     if meaning is vllm:
         params = params.with_output_penalties()
     prompt = choice.integers(0, VOCAB // 2, 9).tolist()
     made = sequence(params, (*prompt, VOCAB + 3))  # the last one is a row of a prompt embedding
-    mate = sequence(SamplingParams(top_p=0.9, temperature=0.5), (1, 2))
+    mate = sequence(SamplingConfig(top_p=0.9, temperature=0.5), (1, 2))
     for step in range(20):
         rows = torch.from_numpy(choice.normal(0, 3, (2, VOCAB)).astype(np.float32))
         logits = rows[0].numpy() if bias is None else rows[0].numpy() + bias
@@ -92,7 +92,7 @@ def test_penalties_follow_their_formulas_step_by_step(case: dict, drawn: bool, m
 
 
 def test_counting_a_token_more_does_not_count_the_others_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = sequence(SamplingParams(frequency_penalty=0.1), tuple(range(30)))
+    made = sequence(SamplingConfig(frequency_penalty=0.1), tuple(range(30)))
     added: list[int] = []
     add = TokenCounts.add
     monkeypatch.setattr(TokenCounts, "add", lambda self, token: (added.append(token), add(self, token)))
@@ -107,10 +107,10 @@ def test_counting_a_token_more_does_not_count_the_others_again(monkeypatch: pyte
 
 
 def test_bad_words_and_min_tokens() -> None:
-    bad = SamplingParams(bad_words=((1,), (5, 2)))
+    bad = SamplingConfig(bad_words=((1,), (5, 2)))
     assert one([0.0, 3.0, 2.0, 1.0], sequence(bad, (5,)))[0] == 3
     assert one([0.0, 3.0, 2.0, 1.0], sequence(bad, (4,)))[0] == 2
-    late = SamplingParams(end_id=1, min_tokens=2)
+    late = SamplingConfig(end_id=1, min_tokens=2)
     assert one([0.0, 3.0], sequence(late, (0,), (0,)))[0] == 0
     assert one([0.0, 3.0], sequence(late, (0,), (0, 0)))[0] == 1
 
@@ -125,7 +125,7 @@ def test_the_distribution_is_cut_and_followed() -> None:
         ({"top_p": 1.0, "min_p": 1.0}, {0}),
         ({"top_k": 4}, {0, 1, 2, 3}),
     ]:
-        drawn = Counter(one(logits, sequence(SamplingParams(seed=s, **params)))[0] for s in range(600))
+        drawn = Counter(one(logits, sequence(SamplingConfig(seed=s, **params)))[0] for s in range(600))
         assert set(drawn) == allowed, params
     assert abs(drawn[0] / 600 - 0.5) < 0.08
     assert abs(drawn[1] / 600 - 0.3) < 0.08
@@ -134,7 +134,7 @@ def test_the_distribution_is_cut_and_followed() -> None:
 def test_a_draw_depends_on_its_own_seed_only() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(8, 50, generator=generator)
-    made = [sequence(SamplingParams(top_p=0.9, seed=s, temperature=1.3)) for s in range(8)]
+    made = [sequence(SamplingConfig(top_p=0.9, seed=s, temperature=1.3)) for s in range(8)]
     together, _ = sample(rows.clone(), [(s, len(s.tokens)) for s in made])
     alone = [sample(rows[i : i + 1].clone(), [(made[i], len(made[i].tokens))])[0].item() for i in range(8)]
     assert together.tolist() == alone
@@ -142,18 +142,18 @@ def test_a_draw_depends_on_its_own_seed_only() -> None:
 
 
 def test_log_probs_and_broken_rows() -> None:
-    asked = SamplingParams(return_log_probs=True)
+    asked = SamplingConfig(return_log_probs=True)
     token, log_prob = one([1.0, 2.0], sequence(asked))
     assert token == 1
     assert log_prob == pytest.approx(torch.log_softmax(torch.tensor([1.0, 2.0]), 0)[1].item())
     rows = torch.tensor([[float("nan"), 1.0], [0.0, 1.0]])
-    tokens, _ = sample(rows, [(sequence(SamplingParams(top_p=0.5)), 1), (sequence(SamplingParams()), 1)])
+    tokens, _ = sample(rows, [(sequence(SamplingConfig(top_p=0.5)), 1), (sequence(SamplingConfig()), 1)])
     assert tokens.tolist() == [NOT_FINITE, 1]
 
 
 def test_a_penalty_that_overflows_is_its_own_request_s_fault_only() -> None:
     """A row of infinities has no distribution; the rows beside it have one."""
-    wild = sequence(SamplingParams(presence_penalty=-3.4e38, temperature=0.5, top_p=0.9), (0,), (1,))
-    calm = sequence(SamplingParams(top_p=0.5), (0,))
+    wild = sequence(SamplingConfig(presence_penalty=-3.4e38, temperature=0.5, top_p=0.9), (0,), (1,))
+    calm = sequence(SamplingConfig(top_p=0.5), (0,))
     tokens, _ = sample(torch.tensor([[0.0, 3e38, 1.0], [0.0, 9.0, 1.0]]), [(wild, 2), (calm, 1)])
     assert 0 <= tokens[0] < 3 and tokens[1] == 1

@@ -23,7 +23,7 @@ from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.quant.config import QuantConfig
-from manylora.request import LoraInput, Request, SamplingParams
+from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.parity import make_kind
 from manylora.testing.tiny_configs import MOE_FAMILIES
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
@@ -50,7 +50,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Pat
 def answers(engine: Engine, cases: list[tuple[int | None, tuple[int, ...]]], inputs: dict) -> list[list[int]]:
     handles = []
     for task_id, prompt in cases:
-        request = Request(prompt, SamplingParams(max_tokens=NEW), inputs[task_id] if task_id else None)
+        request = Request(prompt, SamplingConfig(max_tokens=NEW), inputs[task_id] if task_id else None)
         handles.append(engine.submit(engine.prepare(request)))
     found: dict[int, list[int]] = {handle: [] for handle in handles}
     while engine.has_work:
@@ -193,7 +193,7 @@ def test_a_step_waits_for_the_device_once(world: tuple[Path, dict[int, Path]]) -
     tokens = 0
     for mode in ("default", "error"):  # at first, graphs are recorded
         for options, wanted in (({}, inputs), ({"top_p": 0.9, "seed": 3}, None)):
-            params = SamplingParams(max_tokens=NEW, **options)  # type: ignore[arg-type]
+            params = SamplingConfig(max_tokens=NEW, **options)  # type: ignore[arg-type]
             engine.submit(engine.prepare(Request((3, 4, 5), params, wanted)))
         for _ in range(3):
             engine.step()

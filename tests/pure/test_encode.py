@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from manylora.request import Event, FinishReason, Request, RequestMetrics, SamplingParams
+from manylora.request import Event, FinishReason, Request, RequestMetrics, SamplingConfig
 from manylora.wire.encode import WINDOW, ResponseEncoder, merge_waiting
 
 
 def test_reason_and_tier_come_with_the_last_response() -> None:
-    encoder = ResponseEncoder(Request((1,), SamplingParams(), streaming=True), None, False)
+    encoder = ResponseEncoder(Request((1,), SamplingConfig(), streaming=True), None, False)
     metrics = RequestMetrics(1, adapter_tier="host")
     between = dict(encoder.encode(Event((5,), metrics=metrics)))
     assert not {"finish_reason", "lora_cache_tier"} & between.keys()
@@ -18,7 +18,7 @@ def test_reason_and_tier_come_with_the_last_response() -> None:
 
 
 def test_a_chunk_comes_with_the_ids_before_it() -> None:
-    request = Request((1, 2), SamplingParams(num_return_sequences=2), streaming=True)
+    request = Request((1, 2), SamplingConfig(num_return_sequences=2), streaming=True)
     encoder = ResponseEncoder(request, None, False)
     sent: dict[int, list[int]] = {0: [], 1: []}
     for i in range(WINDOW + 40):
@@ -32,7 +32,7 @@ def test_a_chunk_comes_with_the_ids_before_it() -> None:
 
 
 def test_logits_of_merged_events_stay_together_and_those_of_the_prompt_are_repeated() -> None:
-    params = SamplingParams(return_context_logits=True, return_generation_logits=True)
+    params = SamplingConfig(return_context_logits=True, return_generation_logits=True)
     encoder = ResponseEncoder(Request((1, 2), params, streaming=True), None, False)
     prompt, rows = np.ones((2, 3), np.float32), np.arange(9, dtype=np.float32).reshape(3, 3)
     events = [Event((i,), generation_logits=rows[i : i + 1]) for i in range(3)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from manylora.request import Event, FinishReason, Guide, LoraInput, Request, RequestMetrics, SamplingParams
+from manylora.request import Event, FinishReason, Guide, LoraInput, Request, RequestMetrics, SamplingConfig
 from manylora.wire.decode import decode_requests
 from manylora.wire.encode import ResponseEncoder
 from manylora.wire.engine_client import AnswerReader, request_tensors
 from manylora.wire.tensor_table import TENSORRT_LLM
 
-FULL = SamplingParams(
+FULL = SamplingConfig(
     max_tokens=9, end_id=2, temperature=0.5, top_k=7, top_p=0.75, min_p=0.25, seed=2**63 + 1, min_tokens=3,
     repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=-0.5, prompt_ignore_length=3,
     stop_words=((1, 2), (3,)),
@@ -20,9 +20,9 @@ FULL = SamplingParams(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), FULL])
+@pytest.mark.parametrize("params", [SamplingConfig(), FULL])
 @pytest.mark.parametrize("streaming", [True, False])
-def test_a_request_arrives_as_it_was_sent(params: SamplingParams, streaming: bool) -> None:
+def test_a_request_arrives_as_it_was_sent(params: SamplingConfig, streaming: bool) -> None:
     sent = Request((5, 6, 7), params, streaming=streaming)
     tensors = request_tensors(sent)
     kinds = {one.name: one.dtype for one in TENSORRT_LLM.inputs}
@@ -37,7 +37,7 @@ def test_biases_and_adapters_arrive() -> None:
     weights, config = np.ones((1, 2, 4), np.float32), np.ones((1, 2, 3), np.int32)
     bias = np.arange(5, dtype=np.float32)
     lora = LoraInput(2**63 + 5, weights, config, name="never told")
-    sent = Request((5,), SamplingParams(logit_bias=bias), lora)
+    sent = Request((5,), SamplingConfig(logit_bias=bias), lora)
     [found] = decode_requests(request_tensors(sent), "", decoupled=True)
     assert (
         found.request.params.logit_bias is not None
@@ -49,7 +49,7 @@ def test_biases_and_adapters_arrive() -> None:
 
 
 def test_answers_are_read_as_events() -> None:
-    request = Request((5, 6), SamplingParams(num_return_sequences=2, return_log_probs=True), streaming=True)
+    request = Request((5, 6), SamplingConfig(num_return_sequences=2, return_log_probs=True), streaming=True)
     writer, reader = ResponseEncoder(request, None, True), AnswerReader(request)
     metrics = RequestMetrics(1, adapter_tier="wire")
     sent = [
@@ -68,7 +68,7 @@ def test_answers_are_read_as_events() -> None:
 
 def test_a_server_that_tells_no_reason_ends_with_its_final_response() -> None:
     """As NVIDIA's: output_ids, padded to the longest, sequence_length, and the final marker."""
-    reader = AnswerReader(Request((5,), SamplingParams(max_tokens=3, num_return_sequences=2)))
+    reader = AnswerReader(Request((5,), SamplingConfig(max_tokens=3, num_return_sequences=2)))
     for index, ids in enumerate(([1, 2, 3], [1, 2])):
         tensors = {
             "output_ids": np.array([[ids + [2] * (3 - len(ids))]], np.int32),

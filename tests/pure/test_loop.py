@@ -13,7 +13,7 @@ import pytest
 from manylora.engine.engine import Engine
 from manylora.engine.loop import EngineLoop
 from manylora.errors import DrainingError, EngineDeadError, QueueFullError, RequestError
-from manylora.request import Event, FinishReason, Guide, LoraInput, Request, SamplingParams
+from manylora.request import Event, FinishReason, Guide, LoraInput, Request, SamplingConfig
 from manylora.stats import EngineStats
 
 
@@ -111,7 +111,7 @@ def loop(engine: FakeEngine):
 
 
 def request(n: int = 3, prompt: tuple[int, ...] = (1,), lora: LoraInput | None = None) -> Request:
-    return Request(prompt, SamplingParams(max_tokens=n), lora=lora, streaming=True)
+    return Request(prompt, SamplingConfig(max_tokens=n), lora=lora, streaming=True)
 
 
 def test_many_threads_each_get_their_own_answer(loop: EngineLoop) -> None:
@@ -262,7 +262,7 @@ def test_what_no_check_foresaw_ends_one_request_and_not_the_engine(
     bad, good = Sink(), Sink()
     with monkeypatch.context() as patch:
         patch.setattr(engine, verb, fail)
-        loop.submit(replace(request(lora=lora), params=SamplingParams(max_tokens=1, guide=guide)), bad)
+        loop.submit(replace(request(lora=lora), params=SamplingConfig(max_tokens=1, guide=guide)), bad)
         assert kind.__name__ in str(bad.wait().error)
     loop.submit(request(), good)
     assert good.wait().finish_reason is FinishReason.LENGTH

@@ -12,7 +12,7 @@ from manylora.config.engine import EngineConfig
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.scheduler import MAX_OVERTAKES, Scheduler
 from manylora.engine.sequence import Sequence
-from manylora.request import FinishReason, Request, SamplingParams
+from manylora.request import FinishReason, Request, SamplingConfig
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class Bench:
 
     def add(self, prompt: list[int], new: int, adapter: str | None = None) -> Sequence:
         lease = FakeLease(adapter) if adapter else None
-        request = Request(tuple(prompt), SamplingParams(max_tokens=new))
+        request = Request(tuple(prompt), SamplingConfig(max_tokens=new))
         sequence = Sequence(0, request, 0, len(prompt) + new, lease)
         self.live.append(sequence)
         self.scheduler.add(sequence)
@@ -200,7 +200,7 @@ def test_random_traffic_ends_and_adds_up(policy: str, chunked: bool) -> None:
 
 
 def test_stop_words_and_the_end_id() -> None:
-    params = SamplingParams(max_tokens=9, end_id=2, stop_words=((5, 6),))
+    params = SamplingConfig(max_tokens=9, end_id=2, stop_words=((5, 6),))
     sequence = Sequence(0, Request((5,), params), 0, 10)
     sequence.append(6, None)
     assert not sequence.finished, "a stop word does not begin in the prompt"
@@ -294,7 +294,7 @@ def test_no_adapter_gives_way_that_a_step_under_way_reads() -> None:
 
 def test_a_guess_up_to_the_end_is_computed() -> None:
     bench = Bench(max_batch_size=4, max_num_tokens=4)
-    request = Request((1, 2), SamplingParams(max_tokens=2), draft=(7, 7, 7))
+    request = Request((1, 2), SamplingConfig(max_tokens=2), draft=(7, 7, 7))
     bench.scheduler.add(Sequence(0, request, 0, 4))
     counts = []
     for _ in range(2):

@@ -17,20 +17,20 @@ from manylora.bench.remote import ANSWER_TIMEOUT_S, RemoteTarget
 from manylora.errors import ConfigError, RequestError
 from manylora.lora.convert import store_as
 from manylora.lora.library.reader import read_adapter_folder
-from manylora.request import LoraInput, Request, SamplingParams
+from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.wire.engine_client import AnswerReader, request_tensors
 
 NOT_CACHED = "Please send LoRA weights with request"
 MODEL = "tensorrt_llm"
 STORAGE_TYPES = {"TYPE_BF16": "bfloat16", "TYPE_FP16": "float16"}
-FIELDS = ("end_id", "temperature", "top_k", "top_p", "seed")  # of SamplingParams, that can be sent
+FIELDS = ("end_id", "temperature", "top_k", "top_p", "seed")  # of SamplingConfig, that can be sent
 
 
 class TritonTarget(RemoteTarget):
     """Each running request has its own stream: an error on a shared one does not say which request it is for.
 
     The first request of an adapter sends its tensors, and so does one for which the server answers that the
-    adapter is not cached. sampling: fields of SamplingParams. encode: text to token ids; None if all prompts
+    adapter is not cached. sampling: fields of SamplingConfig. encode: text to token ids; None if all prompts
     are token ids. Raises ConfigError for a field that cannot be sent, and if the server is not ready.
     """
 
@@ -115,7 +115,7 @@ class TritonTarget(RemoteTarget):
         return Answer(first, len(ids), len(tokens), tuple(tokens), adapter_tier=tier)
 
     def _request(self, request: BenchRequest, ids: list[int], with_tensors: bool) -> Request:
-        params = SamplingParams(max_tokens=request.output_tokens, **self._sampling)
+        params = SamplingConfig(max_tokens=request.output_tokens, **self._sampling)
         lora = None
         if request.lora is not None:
             path = request.lora.lora_path

@@ -39,7 +39,7 @@ class Asked:
     top: alternatives to show for each token; None: no log probabilities of single tokens.
     allowed: the only tokens that may be generated; empty: all.
     bias: token -> what is added to its logit. statistics: whether `Answer.statistics` is wanted.
-    output_penalties: as of `request.SamplingParams.with_output_penalties`.
+    output_penalties: as of `SamplingConfig.with_output_penalties`.
     """
 
     text: str

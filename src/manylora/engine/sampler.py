@@ -14,7 +14,7 @@ from torch import Tensor
 from manylora.engine.sequence import Sequence
 from manylora.engine.token_counts import TokenCounts
 from manylora.kernels.transfer import upload
-from manylora.request import SamplingParams
+from manylora.request import SamplingConfig
 
 NOT_FINITE = -1  # in place of a token: the row's logits hold a NaN or an infinity
 MASK64 = 2**64 - 1
@@ -103,7 +103,7 @@ def uniform(seed: int, index: int, position: int) -> float:
     return (state >> 11) / 2**53
 
 
-def _scale(logits: Tensor, params_of: dict[int, SamplingParams]) -> None:
+def _scale(logits: Tensor, params_of: dict[int, SamplingConfig]) -> None:
     """Add biases, and divide by temperatures, in these rows."""
     divisors = [1.0] * len(logits)
     for row, params in params_of.items():

@@ -14,7 +14,7 @@ from manylora.text.tokenizer import Tokenizer
 
 # Fields with one name and meaning in both classes are copied; None leaves the engine's default.
 CONVERTED_FIELDS = {"end_id", "top_k", "top_p", "early_stopping"}
-COPIED_FIELDS = {f.name for f in fields(SamplingParams)} & {f.name for f in fields(engine.SamplingParams)}
+COPIED_FIELDS = {f.name for f in fields(SamplingParams)} & {f.name for f in fields(engine.SamplingConfig)}
 COPIED_FIELDS -= CONVERTED_FIELDS
 
 
@@ -40,7 +40,7 @@ class StopRules:
 class Decoding:
     """How one prompt is continued. n: outputs to return, of the num_results that the engine makes."""
 
-    params: engine.SamplingParams
+    params: engine.SamplingConfig
     rules: StopRules
     n: int
     logprobs: bool
@@ -91,7 +91,7 @@ def decoding_of(
 
 def _engine_params(
     params: SamplingParams, rules: StopRules, end_ids: list[int], bad_words: tuple[tuple[int, ...], ...]
-) -> engine.SamplingParams:
+) -> engine.SamplingConfig:
     """end_ids: the engine stops at the first; the others are stop words, as the rules' stop ids are."""
     given = {name: getattr(params, name) for name in COPIED_FIELDS}
     # The engine's stop words do not wait for min_tokens. With it the text thread stops the output instead.
@@ -100,7 +100,7 @@ def _engine_params(
     # The engine draws where top_k or top_p ask for it; here a temperature asks for it too.
     unlimited = not (params.greedy or params.top_k or params.top_p)
     bias = params.embedding_bias
-    return engine.SamplingParams(
+    return engine.SamplingConfig(
         **{name: value for name, value in given.items() if value is not None},
         end_id=end_ids[0] if end_ids else None,
         top_k=None if beams else 1 if params.top_p == 0 else params.top_k,

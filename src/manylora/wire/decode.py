@@ -15,7 +15,7 @@ from manylora.request import (
     LoraInput,
     Request,
     Retention,
-    SamplingParams,
+    SamplingConfig,
 )
 from manylora.wire.server_types import Arrays
 from manylora.wire.tensor_table import REFUSED_INPUTS, SAMPLING_SCALARS
@@ -152,7 +152,7 @@ def _prompt(item: _Item, name: str) -> tuple[int, ...] | None:
     return tuple(ids[:length].tolist())
 
 
-def _params(item: _Item, sequences: int, width: int) -> SamplingParams:
+def _params(item: _Item, sequences: int, width: int) -> SamplingConfig:
     max_tokens, end_id = item.scalar("request_output_len"), item.scalar("end_id")
     bias = item.row("embedding_bias")
     if max_tokens is None:
@@ -160,7 +160,7 @@ def _params(item: _Item, sequences: int, width: int) -> SamplingParams:
     found = {field: item.scalar(name) for field, name in SAMPLING_SCALARS.items() if name in item.arrays}
     if found.get("top_p", 1) <= 0:
         del found["top_p"]
-    return SamplingParams(
+    return SamplingConfig(
         **found | {"num_return_sequences": sequences, "beam_width": width},
         max_tokens=max_tokens,
         end_id=None if end_id is None or end_id < 0 else end_id,

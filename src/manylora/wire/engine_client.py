@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from manylora.errors import RequestError
-from manylora.request import Event, FinishReason, LoraInput, Request, RequestMetrics, SamplingParams
+from manylora.request import Event, FinishReason, LoraInput, Request, RequestMetrics, SamplingConfig
 from manylora.wire.tensor_table import SAMPLING_SCALARS, TENSORRT_LLM
 from manylora.wire.word_lists import encode_word_lists
 
 Tensors = dict[str, np.ndarray]
 DTYPES = {"FP32": np.float32, "INT32": np.int32, "UINT64": np.uint64, "BOOL": np.bool_}
 TYPES = {tensor.name: DTYPES.get(tensor.dtype) for tensor in TENSORRT_LLM.inputs}
-USUAL = SamplingParams()
+USUAL = SamplingConfig()
 
 
 def request_tensors(request: Request) -> Tensors:
@@ -110,7 +110,7 @@ class AnswerReader:
         )
 
 
-def _sampling(params: SamplingParams) -> Tensors:
+def _sampling(params: SamplingConfig) -> Tensors:
     if params.temperature == 0:
         # With top_k 1 every server takes the most probable token; some divide by the temperature.
         params = replace(params, temperature=1.0, top_k=1, top_p=None)
@@ -121,7 +121,7 @@ def _sampling(params: SamplingParams) -> Tensors:
     }
 
 
-def _limits(params: SamplingParams) -> Tensors:
+def _limits(params: SamplingConfig) -> Tensors:
     found: Tensors = {}
     if params.end_id is not None:
         found["end_id"] = found["pad_id"] = _one(params.end_id, np.int32)

@@ -32,7 +32,7 @@ from manylora.lora.number_types import is_bfloat16, narrow_to_bfloat16, widen_bf
 from manylora.lora.tensors import Adapter, lora_input
 from manylora.openai.api.errors import ApiError, unsupported_field
 from manylora.openai.serving.backend import Wake
-from manylora.request import Event, FinishReason, LoraInput, Request, SamplingParams, Sink
+from manylora.request import Event, FinishReason, LoraInput, Request, SamplingConfig, Sink
 from manylora.stats import AdapterStats, CacheMap, EngineStats, Resident
 from manylora.wire.engine_client import AnswerReader, request_tensors
 
@@ -136,7 +136,7 @@ class TritonModel:
             raise unsupported_field(reason)
         return {name: one if self.batched else one[0] for name, one in named.items()}
 
-    def _check(self, params: SamplingParams) -> None:
+    def _check(self, params: SamplingConfig) -> None:
         """Refuse what NVIDIA's model would silently ignore."""
         if params.num_return_sequences > 1 and not self.decoupled:
             raise unsupported_field("n above 1 needs a decoupled Triton model", "n")

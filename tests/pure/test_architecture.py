@@ -73,7 +73,7 @@ INSIDE = {
         "report_text", "plots", "local", "remote", "triton_endpoint", "openai_endpoint", "system", "run",
     ],
     "openai": [
-        "api", "serving", "page", "options", "vllm_flags", "arguments", "other_routes", "app", "server",
+        "api", "serving", "page", "options", "other_flags", "arguments", "other_routes", "app", "server",
     ],
     "openai.api": [
         "errors", "names", "fields", "schema", "messages", "adapter_choice", "tools", "guides", "params",

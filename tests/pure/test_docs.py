@@ -14,7 +14,7 @@ import pytest
 
 from manylora import cli
 from manylora.launcher.cli import main as launch
-from manylora.openai.vllm_flags import NEUTRAL, NEUTRAL_VALUES, REFUSED
+from manylora.openai.other_flags import NEUTRAL, NEUTRAL_VALUES, REFUSED
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/*/*.md"))]

@@ -14,7 +14,7 @@ from manylora.config.engine import EngineConfig
 from manylora.config.values import CONVERTERS
 from manylora.errors import ConfigError
 from manylora.llmapi import options as llm
-from manylora.openai import vllm_flags
+from manylora.openai import other_flags
 from manylora.openai.options import LLM_ARGUMENTS, ServeOptions
 
 # vLLM's names, and TensorRT-LLM's.
@@ -61,7 +61,7 @@ def parse_options(arguments: Sequence[str]) -> ServeOptions:
     for one in fields(ServeOptions):
         if one.metadata:
             _add_option(parser, one)
-    _add_vllm(parser)
+    _add_other(parser)
     given = vars(parser.parse_args(arguments))
     positional, flag = given.pop("model"), given.pop("model_flag")
     file = given.pop("config", None)
@@ -85,17 +85,17 @@ def _add_option(parser: argparse.ArgumentParser, one: Any) -> None:
         _add(parser, one.name, type=_whole if kind is int else kind, metavar="X", help=text + shown)
 
 
-def _add_vllm(parser: argparse.ArgumentParser) -> None:
-    for name, (kind, target) in vllm_flags.FIELDS.items():
+def _add_other(parser: argparse.ArgumentParser) -> None:
+    for name, (kind, target) in other_flags.FIELDS.items():
         if kind is bool:
             _add(parser, name, action=argparse.BooleanOptionalAction, help=f"as {target}")
         else:
             _add(parser, name, type=_whole if kind is int else kind, metavar="X", help=f"as {target}")
-    for name in vllm_flags.NEUTRAL:
+    for name in other_flags.NEUTRAL:
         _add(parser, name, action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
-    for name in vllm_flags.NEUTRAL_VALUES:
+    for name in other_flags.NEUTRAL_VALUES:
         _add(parser, name, help=argparse.SUPPRESS)
-    for name in vllm_flags.REFUSED:
+    for name in other_flags.REFUSED:
         _add(parser, name, nargs="*", help=argparse.SUPPRESS)
 
 
@@ -103,7 +103,7 @@ def _add(parser: argparse.ArgumentParser, name: str, **how: Any) -> None:
     """With dashes and with underscores, under every name."""
     names = [name, *ALIASES.get(name, ())]
     flags = dict.fromkeys(flag for one in names for flag in (f"--{one.replace('_', '-')}", f"--{one}"))
-    short = [vllm_flags.SHORT[name]] if name in vllm_flags.SHORT else []
+    short = [other_flags.SHORT[name]] if name in other_flags.SHORT else []
     parser.add_argument(*short, *flags, dest=name, default=argparse.SUPPRESS, **how)
 
 
@@ -118,11 +118,11 @@ def _whole(text: str) -> int:
 
 def _settings(file: Mapping[str, Any], flags: Mapping[str, Any], path: Path | None) -> dict[str, Any]:
     """Fields of ServeOptions, and the model if the file has it. path: of the file. Raises ConfigError."""
-    own, parts = vllm_flags.take(flags)
+    own, parts = other_flags.take(flags)
     settings = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
     try:
         found = {str(key).replace("-", "_"): value for key, value in file.items() if value is not None}
-        found, more = vllm_flags.take(found)
+        found, more = other_flags.take(found)
         for target, value in (more | parts).items():
             part, _, name = target.rpartition(".")
             if part and isinstance(found.setdefault(part, {}), dict):

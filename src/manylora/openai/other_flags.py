@@ -1,4 +1,4 @@
-"""Flags of `vllm serve`, and keys of its option files: what each means here.
+"""Flags of `vllm serve` and `trtllm-serve`, and keys of their option files: what each means here.
 
 A flag that has an option of our own under another name is in ALIASES of `options`. Here are the others.
 """
@@ -19,6 +19,7 @@ FIELDS: dict[str, tuple[type, str]] = {
     "block_size": (int, "kv_cache_config.tokens_per_block"),
     "kv_cache_dtype": (str, "kv_cache_config.dtype"),
     "enforce_eager": (bool, "enable_cuda_graph"),
+    "kv_cache_free_gpu_memory_fraction": (float, "kv_cache_config.free_gpu_memory_fraction"),
 }
 # Values that are called otherwise here. True of enforce_eager is no graphs.
 VALUES: dict[str, dict[Any, Any]] = {
@@ -42,7 +43,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_v2_block_manager": (),
     "async_scheduling": (),
     "fully_sharded_loras": (),
+    "fail_fast_on_attention_window_too_large": (),
 }
+ONLY_ONE = (
+    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "tp_size", "pp_size", "ep_size",
+    "cluster_size",
+)  # fmt: skip
 NEUTRAL_VALUES: dict[str, tuple[str, ...]] = {
     # Calls are looked for in the forms of all of these.
     "tool_call_parser": (
@@ -52,9 +58,10 @@ NEUTRAL_VALUES: dict[str, tuple[str, ...]] = {
         "mistral",
         "qwen25",
     ),
-    "tensor_parallel_size": ("1",),
-    "pipeline_parallel_size": ("1",),
-    "data_parallel_size": ("1",),
+    "tool_parser": ("qwen3",),
+    **dict.fromkeys(ONLY_ONE, ("1",)),
+    "backend": ("pytorch",),
+    "max_beam_width": ("1",),
     "distributed_executor_backend": ("mp", "uni", "ray", "external_launcher"),
     "task": ("auto", "generate"),
     "runner": ("auto", "generate"),
@@ -86,6 +93,8 @@ NEUTRAL_VALUES: dict[str, tuple[str, ...]] = {
     "attention_backend": (),
     "uvicorn_log_level": (),
     "max_log_len": (),
+    "gpus_per_node": (),
+    "num_postprocess_workers": (),
 }
 ONE_DEVICE = "one device serves a model; for more throughput start more servers"
 CHECKPOINT = "the checkpoint's own quantisation is read by itself; plain weights: quant_config in --config"
@@ -122,6 +131,11 @@ REFUSED: dict[str, str] = {
     "lora_target_modules": "lora_config.lora_target_modules in --config, with names such as attn_q",
     "fully_sharded": ONE_DEVICE,
     "logits_processors": "logit_bias and guides in requests",
+    "server_role": "this server does both, prefill and decode",
+    "metadata_server_config_file": ONE_DEVICE,
+    "otlp_traces_endpoint": "there are no traces; /metrics has times",
+    "media_io_kwargs": "only text is served",
+    "custom_tokenizer": "--tokenizer takes a folder with tokenizer.json",
     "return_tokens_as_token_ids": "ask for return_token_ids in requests",
 }
 SHORT = {
@@ -138,7 +152,7 @@ def take(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     left, found = dict(given), {}
     for name in given:
         if name in REFUSED:
-            raise ConfigError(f"--{name.replace('_', '-')} is vLLM's, and not taken here: {REFUSED[name]}")
+            raise ConfigError(f"--{name.replace('_', '-')} is not taken here: {REFUSED[name]}")
         if name in NEUTRAL or name in NEUTRAL_VALUES:
             _check_neutral(name, left.pop(name))
         elif name in FIELDS:
@@ -156,7 +170,7 @@ def _check_neutral(name: str, value: Any) -> None:
     if not allowed or value in allowed or str(value) in allowed:
         return
     flag = f"--{name.replace('_', '-')}"
-    if name.endswith("parallel_size"):
+    if name in ONLY_ONE:
         raise ConfigError(f"{flag} must be 1, got {value}: {ONE_DEVICE}")
     if name == "enable_lora":
         raise ConfigError("adapters are always served: leave --no-enable-lora out")

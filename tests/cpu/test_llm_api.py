@@ -316,7 +316,7 @@ def test_what_cannot_be_served_is_said_and_leaves_nothing_behind(llm: LLM) -> No
         ),
         ((["a"], None, [None, None]), "lora_request must be one, or one for each prompt: got 2 for 1"),
         ((["a", []],), "the prompt has no tokens"),
-        (([[0] * 600, "a"],), "exceeds maximum input length"),
+        (([[0] * 2100, "a"],), "exceeds maximum input length"),
         ((["a", ["b"]],), "a prompt must be a text or a list of token ids"),
         (({"text": "a"},), "a prompt must be"),
         (("a", None, LoRARequest("n", 9, str(ADAPTERS[1]), "nemo")), "is not a checkpoint of kind nemo"),
@@ -351,7 +351,7 @@ def test_an_llm_without_lora_config_refuses_adapters() -> None:
         ({"quant_config": object()}, "quant_config must be a QuantConfig"),
         ({"no_such": 1}, "no_such is not supported"),
         ({"dtype": "int4"}, "dtype must be one of"),
-        ({"tokenizer": ROOT}, "tokenizer: "),
+        ({"tokenizer": ROOT}, "is no model, it has no config.json"),
         ({"peft_cache_config": PeftCacheConfig()}, "peft_cache_config needs a lora_config"),
         ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend must be one of"),
         (
@@ -455,19 +455,6 @@ def test_the_examples_run(script: str, expected: list[str], capsys: pytest.Captu
     runpy.run_path(str(ROOT / "examples" / "llm_api" / f"{script}.py"), run_name="__main__")
     said = capsys.readouterr().out
     assert all(text in said for text in expected)
-
-
-def test_the_snippets_of_the_documents_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    page = (ROOT / "docs" / "python_api.md").read_text(encoding="utf-8")
-    exec(page.partition("```python\n")[2].partition("```")[0], {})
-    assert capsys.readouterr().out.split() == ["Tokyo", "东京", "東京"]
-    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## From Python\n")[2]
-    lines = [line[4:] for line in section.partition("##")[0].splitlines() if line.startswith("    ")]
-    exec("\n".join(lines), {})
-    assert capsys.readouterr().out.strip() == "カイロ"
 
 
 def test_a_process_that_forgets_to_shut_down_ends_well() -> None:

@@ -41,7 +41,7 @@ TOO_LONG = {
     "chat": ("/v1/chat/completions", {"messages": user(BOOK)}, "messages", "at most 524288 are taken"),
     "sum": ("/v1/chat/completions", {"messages": user("a" * 2**16) * 9}, "messages", "has 589824 char"),
     "rendered": ("/v1/chat/completions", {"messages": user("a" * 2**17)}, "messages", "room for 116736"),
-    "many empty messages": ("/v1/chat/completions", {"messages": user("") * 4096}, "messages", "characters"),
+    "many empty messages": ("/v1/chat/completions", {"messages": user("") * 4096}, "messages", "4098"),
     "cut": ("/v1/completions", {"prompt": BOOK, "truncate_prompt_tokens": 8}, "prompt", "at most 524288"),
     "tokenize": ("/tokenize", {"prompt": BOOK}, "prompt", "at most 524288 are taken"),
     "tokenize messages": ("/tokenize", {"messages": user(BOOK)}, "messages", "at most 524288 are taken"),
@@ -94,7 +94,7 @@ def test_one_wrong_item_ends_the_check_of_a_list(monkeypatch: pytest.MonkeyPatch
     """Else a union tells of a hundred thousand, and again for every other form the list might have had."""
     seen = []
     monkeypatch.setattr(
-        "manylora.openai.api.schema._api_error", lambda error: seen.append(error) or ApiError(400, "", "")
+        "manylora.openai.api.schema.api_error", lambda error: seen.append(error) or ApiError(400, "", "")
     )
     for raw, kind in (
         (b'{"prompt":[' + b"1," * 10**5 + b'"a"]}', CompletionRequest),

@@ -11,7 +11,6 @@ from manylora.config.model_folder import check_model_folder, weight_files
 from manylora.errors import ConfigError
 from manylora.model.families import FAMILIES
 from manylora.model.families.common import read_common, read_dtype
-from manylora.model.safetensors_file import FLOATS, SafetensorsFile
 from manylora.quant.checkpoint import checkpoint_quant
 
 START = "decoder_start_token_id"
@@ -61,6 +60,8 @@ def read_model_config(model_dir: Path) -> ModelConfig:
 
 def _stored_dtype(model_dir: Path) -> str:
     """That of the checkpoint's first weight, where config.json says none. float32 without a checkpoint."""
+    from manylora.model.safetensors_file import FLOATS, SafetensorsFile  # with torch, which few need here
+
     try:
         paths = weight_files(model_dir)
     except ConfigError:  # it is only described

@@ -53,7 +53,7 @@ def _found() -> Path:
         return Path(found)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
-            "tritonserver was not found: pip install nvidia-pytriton==0.7.0, or use its container"
+            "tritonserver was not found: pip install 'manylora[server]', or name it with --tritonserver"
         )
     return Path(spec.submodule_search_locations[0]) / "tritonserver" / BINARY
 

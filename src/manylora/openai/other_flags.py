@@ -19,6 +19,7 @@ FIELDS: dict[str, tuple[type, str]] = {
     "block_size": (int, "kv_cache_config.tokens_per_block"),
     "kv_cache_dtype": (str, "kv_cache_config.dtype"),
     "enforce_eager": (bool, "enable_cuda_graph"),
+    "max_beam_width": (int, "max_beam_width"),
     "kv_cache_free_gpu_memory_fraction": (float, "kv_cache_config.free_gpu_memory_fraction"),
 }
 # Values that are called otherwise here. True of enforce_eager is no graphs.
@@ -61,7 +62,6 @@ NEUTRAL_VALUES: dict[str, tuple[str, ...]] = {
     "tool_parser": ("qwen3",),
     **dict.fromkeys(ONLY_ONE, ("1",)),
     "backend": ("pytorch",),
-    "max_beam_width": ("1",),
     "distributed_executor_backend": ("mp", "uni", "ray", "external_launcher"),
     "task": ("auto", "generate"),
     "runner": ("auto", "generate"),

@@ -53,11 +53,6 @@ class ChatTemplate:
                 raise ConfigError(f"the chat template is not valid: {error}") from error
             self.takes_tools = self.takes_tools or "tools" in names
 
-    @property
-    def exists(self) -> bool:
-        """Whether there is a template for chats."""
-        return "default" in self._templates
-
     def render(
         self,
         messages: Messages,

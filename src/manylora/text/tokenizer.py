@@ -54,7 +54,6 @@ class Tokenizer:
         self._settings = self._read_settings(Path(directory) / "tokenizer_config.json")
         self._chat = ChatTemplate(Path(directory), self._settings, chat_template)
         self.takes_tools = self._chat.takes_tools  # whether it shows the model the tools of a request
-        self.has_chat_template = self._chat.exists
         self._byte_level = '"ByteLevel"' in decoder
         self._only_bytes = isinstance(found, dict) and found.get("type") == "ByteLevel"
         added = self._library.get_added_tokens_decoder()

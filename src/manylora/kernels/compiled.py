@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from manylora.kernels.cpu import CpuOps
-from manylora.kernels.panels import Panels, WeightRows, address, panels_linear, read_panels, to_panels
+from manylora.kernels.panels import Panels, PanelsLinear, WeightRows, address, read_panels, to_panels
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.kernels.row_format import TABLE_ROW
 from manylora.kernels.spec import (
@@ -66,7 +66,7 @@ class CompiledOps(CpuOps):
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__()
         self._library = library
-        self._width, self._block = library.panel_width(), library.panel_block()
+        self._panels_linear = PanelsLinear(library)
         self._scores = torch.empty(0)
         self._parts: dict[tuple[int, tuple[LoraTarget, ...]], dict[int, _Parts]] = {}
         self._calls: dict[tuple[int, tuple[LoraTarget, ...]], _LoraCall] = {}  # for `_segments`
@@ -84,21 +84,21 @@ class CompiledOps(CpuOps):
             return super().pack(weight)
         if isinstance(weight, Tensor) and weight.dtype == torch.bfloat16 and self.has_bfloat16:
             return super().pack(weight)
-        return to_panels(weight, self._width, self._block) or super().pack(weight)
+        return to_panels(weight, self._panels_linear.width, self._panels_linear.block) or super().pack(weight)
 
     def pack_rows(self, rows: WeightRows, routed: bool = False) -> Weight:
         panels = None
         if not (rows.dtype == torch.bfloat16 and self.has_bfloat16):
-            panels = read_panels(self._library, rows, self._width)
+            panels = read_panels(self._library, rows, self._panels_linear.width)
         return super().pack_rows(rows, routed) if panels is None else panels
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
         if not isinstance(packed, Panels):
             return super().linear(x, packed, bias)
         if x.dtype == torch.float32:
-            return panels_linear(self._library, x, packed, bias, self._block)
+            return self._panels_linear(x, packed, bias)
         wide = None if bias is None else bias.float()
-        return panels_linear(self._library, x.float(), packed, wide, self._block).to(x.dtype)
+        return self._panels_linear(x.float(), packed, wide).to(x.dtype)
 
     def lora_add(
         self, y: Tensor, x: Tensor, batch: LoraBatch, layer: int, targets: Targets, bias: Tensor | None = None

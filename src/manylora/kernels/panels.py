@@ -110,20 +110,36 @@ def read_panels(library: ctypes.CDLL, rows: WeightRows, width: int) -> Panels | 
     return Panels(_unpaired(values, rows.dtype), None, None, count, columns)
 
 
-def panels_linear(library: ctypes.CDLL, x: Tensor, weight: Panels, bias: Tensor | None, block: int) -> Tensor:
-    """x [T, K] float32 -> [T, N] float32. block: as for `to_panels`."""
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    y = torch.empty(x.shape[0], weight.rows)
-    totals = None
-    if weight.offsets is not None:
-        totals = torch.empty(x.shape[0], -(-weight.columns // min(block, weight.group_size)))
-    getattr(library, "linear_" + KINDS[weight.values.dtype])(
-        y.data_ptr(), weight.rows, x.data_ptr(), x.stride(0), x.shape[0], weight.values.data_ptr(),
-        weight.columns, weight.rows, address(weight.scales), address(weight.offsets), address(totals),
-        weight.group_size, address(bias),
-    )  # fmt: skip
-    return y
+class PanelsLinear:
+    """The compiled linear layer. Keeps the memory in which it packs rows; so one call at a time.
+
+    library: `native.load()`. block: inputs that the kernel sums at a time.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.width, self.block = library.panel_width(), library.panel_block()
+        self._calls = {dtype: getattr(library, f"linear_{kind}") for dtype, kind in KINDS.items()}
+        self._room = torch.empty(0)
+
+    def __call__(self, x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
+        """x [T, K] float32 -> [T, N] float32."""
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        y = torch.empty(x.shape[0], weight.rows)
+        self._calls[weight.values.dtype](
+            y.data_ptr(), weight.rows, x.data_ptr(), x.stride(0), x.shape[0], weight.values.data_ptr(),
+            weight.columns, weight.rows, address(weight.scales), address(weight.offsets),
+            self.room(x.shape[0], weight), weight.group_size, address(bias),
+        )  # fmt: skip
+        return y
+
+    def room(self, rows: int, weight: Panels) -> int:
+        """Address of what a call needs: the rows packed, and the sums of their blocks."""
+        blocks = 0 if weight.offsets is None else -(-weight.columns // min(self.block, weight.group_size))
+        size = rows * (weight.columns + blocks)
+        if self._room.numel() < size:
+            self._room = torch.empty(size)
+        return self._room.data_ptr()
 
 
 def _to_width(matrix: Tensor, width: int) -> Tensor:

@@ -3,19 +3,32 @@
  *
  * W [out, in] is packed in panels of PANEL outputs: [panels, in, PANEL], the last one padded with zeros; of bfloat16
  * and int4 [panels, in / 2, PANEL] pairs of an even input, in the low half, and the next one: 4 bytes, which take one
- * instruction each to widen, or 1, 8 being zero; scales and offsets [panels, groups, PANEL]. A tile of up to TILE_ROWS rows of x and one panel is summed in
- * registers; x is read as it lies. With few rows this streams W once, at the speed of memory; with many, a block of
- * W is widened once for all tiles. Memory is fetched ahead of the arithmetic, so that both work at once. No block is
- * in two groups: integers are summed, and scale and offset enter once for each block. The sums of a row are made in
- * the same order whatever rows come with it. */
+ * instruction each to widen, or 1, 8 being zero; scales and offsets [panels, groups, PANEL].
+ *
+ * A tile of up to TILE_ROWS rows and one panel is summed in registers. A few rows are bound by memory, which is read
+ * fastest as several streams: they take several panels at once. More rows are packed first, those of a tile side by
+ * side, so that a tile reads one stream; a chunk of W stays in the nearest cache for all tiles, and the next one is
+ * fetched meanwhile. For many rows a chunk is widened once for all of them. No block is in two groups: integers are
+ * summed, and scale and offset enter once for each block. A sum is one chain of multiply-adds over a block, kept in
+ * memory between chunks, so it is the same whatever rows come with it. */
 
 #include "vectors.h"
 
-enum { VECTORS = 3, PANEL = LANES * VECTORS, BLOCK = 1024, AHEAD = 4096 /* bytes between reading and fetching */ };
+#ifdef __AVX512F__
+enum { VECTORS = 3, TILE_ROWS = 8, CHUNK = 128, WIDENED = 2 * TILE_ROWS };
+#else
+enum { VECTORS = 2, TILE_ROWS = 6, CHUNK = 256, WIDENED = 6 * TILE_ROWS };
+#endif
 
-/* What a tile brings into the cache: what it reads itself a little later, or its share of the next block, so many
- * lines for each row of the panel. Known to the compiler, because branches cost more here than all they would save. */
-typedef enum { STREAMS, ONE_LINE, TWO_LINES } Fetch;
+enum {
+    PANEL = LANES * VECTORS,
+    BLOCK = 1024,
+    STREAMS = 4,      /* panels that few rows read at once, at most */
+    FEW = TILE_ROWS / 2, /* rows */
+    RUN = 4,          /* panels in a row, so that the next one is this thread's, too */
+    AHEAD = 2048,     /* bytes between reading and fetching, for rows of one tile */
+    SMALL = 1 << 15   /* multiplications that other threads are not woken for */
+};
 
 /* Inputs whose weights lie in one row of a panel, and its bytes. */
 INLINE int inputs_of(Kind kind) { return kind == INT4 || kind == BFLOAT16 ? 2 : 1; }
@@ -28,97 +41,72 @@ INLINE vector weights(Kind kind, const char *row, int v, int input) {
 }
 
 typedef struct {
-    float *y;
-    const float *x;
-    int64_t y_stride, x_stride, columns;
-    const float *scale, *offset, *bias; /* of this panel and group; NULL: none */
-    const float *totals;                /* of each row of x, over the inputs of the block: what an offset meets */
-    int64_t totals_stride;
-    int adds;         /* to y, which holds the products of the depths before */
-    const char *next; /* block, to be fetched meanwhile, */
-    int64_t hop;      /* so many bytes for each row of the panel */
+    float *sums;    /* [panels, rows, PANEL] */
+    const float *x; /* one panel: packed [depth, rows]; several: rows as they lie, so far apart */
+    int64_t stride;
+    const char *w;
+    int64_t hop, depth; /* bytes from panel to panel; inputs */
+    const char *next;   /* to be fetched meanwhile, */
+    int64_t pace;       /* so many bytes for each row of the panel */
 } Tile;
 
-/* Takes a tile's sums, rows of PANEL, to y. A function of its own, so that no height rounds otherwise. */
-static void ONCE finish(int rows, Tile t, const float *sums) {
-    for (int r = 0; r < rows; r++) {
-        const float whole = t.offset ? t.totals[r * t.totals_stride] : 0;
-        for (int64_t c = 0; c < t.columns; c++) {
-            float *to = t.y + r * t.y_stride + c;
-            const float scaled = t.scale ? sums[r * PANEL + c] * t.scale[c] : sums[r * PANEL + c];
-            const float moved = t.offset ? scaled + t.offset[c] * whole : scaled;
-            *to = moved + (t.adds ? *to : t.bias ? t.bias[c] : 0);
-        }
-    }
-}
-
-INLINE void tile(const int rows, const Kind kind, const Fetch fetches, Tile t, const char *w, int64_t depth) {
-    vector sum[TILE_ROWS][VECTORS];
-    float sums[TILE_ROWS * PANEL];
-    const int inputs = inputs_of(kind);
+/* sums += x W^T. Rows and panels are known to the compiler, so that the sums stay in registers. */
+INLINE void tile(const int rows, const int panels, const Kind kind, const Tile t) {
+    enum { MOST = STREAMS * VECTORS };
+    const int inputs = inputs_of(kind), wide = panels * VECTORS, step = panels > 1 ? inputs : inputs * rows;
+    const float *x = t.x;
+    const char *w = t.w, *next = t.next;
+    vector sum[TILE_ROWS][MOST];
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = all(0);
-    for (int64_t k = 0; k < depth; k += inputs, w += bytes_of(kind)) {
-        if (fetches == STREAMS) fetch(w + AHEAD, bytes_of(kind));
-        else UNROLL for (int i = 0; i < fetches; i++) __builtin_prefetch(t.next + k * t.hop + i * LINE, 0, 2);
+        UNROLL for (int v = 0; v < wide; v++)
+            sum[r][v] = load(t.sums + (v / VECTORS * rows + r) * PANEL + v % VECTORS * LANES);
+    for (int64_t k = 0; k < t.depth; k += inputs, w += bytes_of(kind), x += step, next += t.pace) {
+        if (panels == 1) __builtin_prefetch(next); /* several streams the processor foresees */
         UNROLL for (int i = 0; i < inputs; i++) {
-            vector in[VECTORS];
-            UNROLL for (int v = 0; v < VECTORS; v++) in[v] = weights(kind, w, v, i);
-            UNROLL for (int r = 0; r < rows; r++) {
-                const vector one = all(t.x[r * t.x_stride + k + i]);
-                UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = multiply_add(one, in[v], sum[r][v]);
+            vector few[TILE_ROWS];
+            if (panels > 1) UNROLL for (int r = 0; r < rows; r++) few[r] = all(x[r * t.stride + i]);
+            if (panels > 1) UNROLL for (int v = 0; v < wide; v++) {
+                const vector in = weights(kind, w + v / VECTORS * t.hop, v % VECTORS, i);
+                UNROLL for (int r = 0; r < rows; r++) sum[r][v] = multiply_add(few[r], in, sum[r][v]);
             }
+            vector in[VECTORS];
+            if (panels == 1) UNROLL for (int v = 0; v < wide; v++) in[v] = weights(kind, w, v, i);
+            if (panels == 1) UNROLL for (int r = 0; r < rows; r++) {
+                const vector one = all(x[i * rows + r]);
+                UNROLL for (int v = 0; v < wide; v++) sum[r][v] = multiply_add(one, in[v], sum[r][v]);
+            }
+            KEEP_ORDER;
         }
     }
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < VECTORS; v++) store(sums + r * PANEL + v * LANES, sum[r][v]);
-    finish(rows, t, sums);
+        UNROLL for (int v = 0; v < wide; v++)
+            store(t.sums + (v / VECTORS * rows + r) * PANEL + v % VECTORS * LANES, sum[r][v]);
 }
 
-/* The number of rows is known to the compiler in each case, so that the sums stay in registers. */
-#define CASE(n) \
-    case n: tile(n, kind, fetches, t, w, depth); break;
-
-INLINE void one_tile(const Kind kind, const Fetch fetches, Tile t, int64_t rows, const char *w, int64_t depth) {
-    switch (rows) {
-        CASE(1) CASE(2) CASE(3) CASE(4)
+/* Functions of their own: inlined into one, compilers keep some of the sums in memory. */
+#define TILE(kind, n, p) \
+    static void ONCE tile_##kind##_##n##_##p(const Tile t) { tile(n, p, kind, t); }
+#define COLUMN(kind, n) TILE(kind, n, 1)
+#define SEVERAL(n) (TILE_ROWS / (n) < STREAMS ? TILE_ROWS / (n) : STREAMS) /* panels for so many rows */
+#define STREAM(kind, n) \
+    static void ONCE stream_##kind##_##n(const Tile t) { tile(n, SEVERAL(n), kind, t); }
 #ifdef __AVX512F__
-        CASE(5) CASE(6) CASE(7) CASE(8)
+#define HEIGHTS(DO, kind) DO(kind, 1) DO(kind, 2) DO(kind, 3) DO(kind, 4) DO(kind, 5) DO(kind, 6) DO(kind, 7) DO(kind, 8)
+#define FEW_HEIGHTS(DO, kind) DO(kind, 1) DO(kind, 2) DO(kind, 3) DO(kind, 4)
+#else
+#define HEIGHTS(DO, kind) DO(kind, 1) DO(kind, 2) DO(kind, 3) DO(kind, 4) DO(kind, 5) DO(kind, 6)
+#define FEW_HEIGHTS(DO, kind) DO(kind, 1) DO(kind, 2) DO(kind, 3)
 #endif
-    }
-}
+#define KINDS(DO) DO(FLOAT32) DO(BFLOAT16) DO(INT8) DO(INT4)
+#define DEFINE(kind) HEIGHTS(COLUMN, kind) FEW_HEIGHTS(STREAM, kind)
+KINDS(DEFINE)
 
-INLINE void tiles(const Kind kind, const Tile all, int64_t rows, const char *w, int64_t depth) {
-    const int64_t count = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    for (int64_t i = 0; i < count; i++) { /* of equal height: 9 rows are 4 and 5 */
-        const int64_t start = rows * i / count, height = rows * (i + 1) / count - start;
-        Tile t = all;
-        t.y += start * t.y_stride;
-        t.x += start * t.x_stride;
-        t.totals += start * t.totals_stride;
-        t.hop = (all.hop + count - 1) / count;
-        t.next += i * t.hop * depth;
-        if (count == 1) one_tile(kind, STREAMS, t, height, w, depth);
-        else if (t.hop * inputs_of(kind) > LINE) one_tile(kind, TWO_LINES, t, height, w, depth);
-        else one_tile(kind, ONE_LINE, t, height, w, depth);
-    }
-}
-
-/* totals[row, g] = the sum of x[row] over the inputs of block g. */
-static void sum_blocks(float *totals, const float *x, int64_t x_stride, int64_t rows, int64_t in, int64_t block) {
-    const int64_t count = (in + block - 1) / block;
-#pragma omp parallel for if (rows > TILE_ROWS)
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t g = 0; g < count; g++) {
-            const float *from = x + r * x_stride + g * block;
-            const int64_t depth = least(in - g * block, block), whole = depth - depth % LANES;
-            vector sum = all(0);
-            for (int64_t k = 0; k < whole; k += LANES) sum += load(from + k);
-            float one = total(sum);
-            for (int64_t k = whole; k < depth; k++) one += from[k];
-            totals[r * count + g] = one;
-        }
-}
+typedef void Run(Tile t);
+#define COLUMN_NAME(kind, n) tile_##kind##_##n##_1,
+#define STREAM_NAME(kind, n) stream_##kind##_##n,
+#define COLUMNS(kind) [kind] = {HEIGHTS(COLUMN_NAME, kind)},
+#define STREAMS_OF(kind) [kind] = {FEW_HEIGHTS(STREAM_NAME, kind)},
+static Run *const TILES[FLOAT8][TILE_ROWS] = {KINDS(COLUMNS)}, *const FEW_TILES[FLOAT8][FEW] = {KINDS(STREAMS_OF)};
 
 typedef struct {
     float *y;
@@ -127,66 +115,152 @@ typedef struct {
     const char *w;
     int64_t in, out;
     const float *scale, *offset;
-    float *totals;
     int64_t group;
     const float *bias;
+    float *room; /* x packed, then the sums of its blocks */
 } Call;
 
-/* Weights that were widened; one copy of this code for all kinds. */
-static void ONCE wide_tiles(const Tile t, int64_t rows, const char *w, int64_t depth) {
-    tiles(FLOAT32, t, rows, w, depth);
+INLINE int64_t block_of(const Call *c) { return least(c->group, BLOCK); }
+INLINE int64_t blocks_of(const Call *c) { return (c->in + block_of(c) - 1) / block_of(c); }
+INLINE float *totals_of(const Call *c) { return c->room + c->rows * c->in; }
+
+/* The rows of a tile: 9 are 4 and 5. */
+INLINE int64_t start_of(const Call *c, int64_t tile, int64_t tiles) { return c->rows * tile / tiles; }
+
+/* The rows of a tile side by side: [in, rows]. */
+static void pack(const Call *c, int64_t row, int64_t rows) {
+    const float *const x = c->x + row * c->x_stride;
+    float *const to = c->room + row * c->in;
+    int64_t k = 0;
+    for (; k + LANES <= c->in; k += LANES)
+        for (int64_t r = 0; r < rows; r++) {
+            const vector some = load(x + r * c->x_stride + k);
+            UNROLL for (int i = 0; i < LANES; i++) to[(k + i) * rows + r] = some[i];
+        }
+    for (; k < c->in; k++)
+        for (int64_t r = 0; r < rows; r++) to[k * rows + r] = x[r * c->x_stride + k];
 }
 
-/* The outputs of panel p. wide: room for a block. */
-INLINE void one_panel(const Kind kind, const Call *c, int64_t p, float *wide) {
-    const int64_t groups = c->in / c->group, step = bytes_of(kind), column = p * PANEL;
-    const int64_t block = least(c->group, BLOCK), blocks = (c->in + block - 1) / block;
-    const int inputs = inputs_of(kind);
-    const int widens = c->rows > (kind == FLOAT32 ? 4 : 2) * TILE_ROWS; /* float32: only a copy that lies well */
-    for (int64_t b = 0; b < blocks; b++) {
-        const int64_t k = b * block, depth = least(c->in - k, block), at = (p * groups + k / c->group) * PANEL;
-        const int64_t height = depth / inputs;
-        const char *part = c->w + (p * c->in + k) / inputs * step;
-        const Tile t = {c->y + column, c->x + k, c->y_stride, c->x_stride, least(c->out - column, PANEL),
-                        c->scale ? c->scale + at : NULL, c->offset ? c->offset + at : NULL,
-                        c->bias ? c->bias + column : NULL, c->totals + b, blocks, k > 0, part + height * step,
-                        (step + inputs - 1) / inputs};
-        if (!widens && kind == FLOAT32) wide_tiles(t, c->rows, part, depth);
-        else if (!widens) tiles(kind, t, c->rows, part, depth);
-        if (!widens) continue;
-        for (int64_t i = 0; i < height; i++)
-            UNROLL for (int h = 0; h < inputs; h++)
-                UNROLL for (int v = 0; v < VECTORS; v++)
-                    store(wide + (i * inputs + h) * PANEL + v * LANES, weights(kind, part + i * step, v, h));
-        wide_tiles(t, c->rows, (const char *)wide, depth);
+/* What an offset meets: the sums of a row over the inputs of each block. */
+static void sum_blocks(const Call *c, int64_t row) {
+    const int64_t block = block_of(c), count = blocks_of(c);
+    for (int64_t g = 0; g < count; g++) {
+        const float *from = c->x + row * c->x_stride + g * block;
+        const int64_t depth = least(c->in - g * block, block), whole = depth - depth % LANES;
+        vector sum = all(0);
+        for (int64_t k = 0; k < whole; k += LANES) sum += load(from + k);
+        float one = total(sum);
+        for (int64_t k = whole; k < depth; k++) one += from[k];
+        totals_of(c)[row * count + g] = one;
     }
 }
 
-static void linear(const Kind kind, const Call c) {
-    const int64_t panels = (c.out + PANEL - 1) / PANEL, block = least(c.group, BLOCK);
-    const int64_t run = panels < 16 ? 1 : 4; /* panels in a row, so that the next one is this thread's, too */
-    if (!c.rows) return;
-    if (c.offset) sum_blocks(c.totals, c.x, c.x_stride, c.rows, c.in, block);
-#pragma omp parallel for schedule(dynamic, run)
-    for (int64_t p = 0; p < panels; p++) {
-        float wide[BLOCK * PANEL];
-        switch (kind) { /* in here: the body of a parallel loop is a function that its kind is an argument of */
-            case FLOAT32: one_panel(FLOAT32, &c, p, wide); break;
-            case BFLOAT16: one_panel(BFLOAT16, &c, p, wide); break;
-            case INT8: one_panel(INT8, &c, p, wide); break;
-            case INT4: one_panel(INT4, &c, p, wide); break;
-            case FLOAT8: break; /* no weights are */
+/* Takes the sums [rows, PANEL] of the block that begins at input k to y. A function of its own, so that no height
+ * rounds otherwise. */
+static void ONCE finish(const Call *c, const float *sums, int64_t row, int64_t rows, int64_t p, int64_t k) {
+    const int64_t column = p * PANEL, columns = least(c->out - column, PANEL);
+    const int64_t at = (p * (c->in / c->group) + k / c->group) * PANEL;
+    const float *const scale = c->scale ? c->scale + at : NULL, *const offset = c->offset ? c->offset + at : NULL;
+    const float *const bias = c->bias ? c->bias + column : NULL;
+    for (int64_t r = 0; r < rows; r++, sums += PANEL) {
+        float *const to = c->y + (row + r) * c->y_stride + column;
+        const float whole = offset ? totals_of(c)[(row + r) * blocks_of(c) + k / block_of(c)] : 0;
+        for (int64_t i = 0; i < columns; i += LANES) {
+            vector one = load(sums + i);
+            if (scale) one *= load(scale + i);
+            if (offset) one += load(offset + i) * whole;
+            if (k) one += load_some(to + i, columns - i);
+            else if (bias) one += load_some(bias + i, columns - i);
+            store_some(to + i, one, columns - i);
         }
     }
 }
 
-/* totals: room for [rows, in / the lesser of group and BLOCK, rounded up], where there are offsets. group: inputs
- * that share a scale, a divisor of `in` and, above BLOCK, a multiple of it; without scales `in`. */
+/* Few rows and the panels [first, last), as many as FEW_TILES take, or fewer one by one. */
+INLINE void few_rows(const Kind kind, const Call *c, int64_t first, int64_t last) {
+    const int64_t size = bytes_of(kind) / inputs_of(kind), hop = c->in * size, block = block_of(c);
+    const int64_t most = SEVERAL(c->rows), count = last - first == most ? most : 1;
+    float sums[STREAMS * FEW * PANEL];
+    for (int64_t p = first; p < last; p += count)
+        for (int64_t k = 0; k < c->in; k += block) {
+            const char *const w = c->w + p * hop + k * size;
+            Tile t = {sums, c->x + k, c->x_stride, w, hop, least(c->in - k, block), w, 0};
+            memset(sums, 0, sizeof sums);
+            if (count < most) { /* of one panel packed rows are read */
+                float some[BLOCK * FEW];
+                for (int64_t i = 0; i < t.depth; i++)
+                    for (int64_t r = 0; r < c->rows; r++) some[i * c->rows + r] = c->x[r * c->x_stride + k + i];
+                t.x = some;
+                TILES[kind][c->rows - 1](t);
+            } else FEW_TILES[kind][c->rows - 1](t);
+            for (int64_t i = 0; i < count; i++) finish(c, sums + i * c->rows * PANEL, 0, c->rows, p + i, k);
+        }
+}
+
+INLINE void widen_chunk(const Kind kind, float *wide, const char *w, int64_t depth) {
+    for (int64_t k = 0; k < depth; k += inputs_of(kind), w += bytes_of(kind))
+        UNROLL for (int i = 0; i < inputs_of(kind); i++, wide += PANEL)
+            UNROLL for (int v = 0; v < VECTORS; v++) store(wide + v * LANES, weights(kind, w, v, i));
+}
+
+INLINE void many_rows(const Kind kind, const Call *c, int64_t p, int64_t tiles) {
+    const int64_t row_bytes = bytes_of(kind), inputs = inputs_of(kind), block = block_of(c);
+    const int widens = kind != FLOAT32 && c->rows > (kind == BFLOAT16 ? WIDENED : 2 * TILE_ROWS);
+    const Kind read = widens ? FLOAT32 : kind;
+    float sums[tiles][TILE_ROWS * PANEL], wide[widens ? CHUNK * PANEL : 1];
+    for (int64_t k = 0; k < c->in; k += block) {
+        const int64_t stop = least(c->in, k + block);
+        memset(sums, 0, sizeof sums);
+        for (int64_t at = k; at < stop; at += CHUNK) {
+            const int64_t depth = least(stop - at, CHUNK), height = depth / inputs;
+            const char *const w = c->w + (p * c->in + at) / inputs * row_bytes, *const next = w + height * row_bytes;
+            const int64_t pace = row_bytes / tiles / (widens ? inputs : 1); /* each tile fetches its share */
+            if (widens) widen_chunk(kind, wide, w, depth);
+            for (int64_t t = 0; t < tiles; t++) {
+                const int64_t row = start_of(c, t, tiles), rows = start_of(c, t + 1, tiles) - row;
+                TILES[read][rows - 1]((Tile){sums[t], c->room + row * c->in + at * rows, 0,
+                                             widens ? (const char *)wide : w, 0, depth,
+                                             tiles == 1 ? w + AHEAD : next + height * row_bytes * t / tiles, pace});
+            }
+        }
+        for (int64_t t = 0; t < tiles; t++) {
+            const int64_t row = start_of(c, t, tiles);
+            finish(c, sums[t], row, start_of(c, t + 1, tiles) - row, p, k);
+        }
+    }
+}
+
+/* By all threads of the team that calls it. */
+static void linear(const Kind kind, const Call c) {
+    const int64_t panels = (c.out + PANEL - 1) / PANEL, tiles = (c.rows + TILE_ROWS - 1) / TILE_ROWS;
+    const int few = c.rows <= FEW;
+    const int64_t run = few ? SEVERAL(c.rows) : panels < 16 ? 1 : RUN;
+    if (!few) {
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < tiles; t++) {
+            const int64_t row = start_of(&c, t, tiles);
+            pack(&c, row, start_of(&c, t + 1, tiles) - row);
+        }
+    }
+    if (c.offset) {
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < c.rows; r++) sum_blocks(&c, r);
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t first = 0; first < panels; first += run) {
+        const int64_t last = least(first + run, panels);
+        if (few) few_rows(kind, &c, first, last);
+        else for (int64_t p = first; p < last; p++) many_rows(kind, &c, p, tiles);
+    }
+}
+
+/* room: for x, [rows, in], and where there are offsets for [rows, in / the lesser of group and BLOCK, rounded up] more.
+ * group: inputs that share a scale, a divisor of `in` and, above BLOCK, a multiple of it; without scales `in`. */
 #define LINEAR(name, kind)                                                                                           \
     void name(float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t rows, const char *w, int64_t in, \
-              int64_t out, const float *scale, const float *offset, float *totals, int64_t group,                    \
-              const float *bias) {                                                                                   \
-        linear(kind, (Call){y, x, y_stride, x_stride, rows, w, in, out, scale, offset, totals, group, bias}); \
+              int64_t out, const float *scale, const float *offset, float *room, int64_t group, const float *bias) { \
+        const Call c = {y, x, y_stride, x_stride, rows, w, in, out, scale, offset, group, bias, room};               \
+        _Pragma("omp parallel if (rows * in * out > SMALL)") if (rows) linear(kind, c);                              \
     }
 
 LINEAR(linear_float32, FLOAT32)

@@ -11,9 +11,9 @@
 #endif
 
 #ifdef __AVX512F__
-enum { LANES = 16, TILE_ROWS = 8 };
+enum { LANES = 16 };
 #else
-enum { LANES = 8, TILE_ROWS = 4 };
+enum { LANES = 8 };
 #endif
 
 enum { LINE = 64 };
@@ -31,7 +31,9 @@ typedef uint8_t octets __attribute__((vector_size(LANES), aligned(1)));
 #else
 #define ONCE __attribute__((noipa)) /* neither is it cloned for constant arguments */
 #endif
-#define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL _Pragma("GCC unroll 16")
+/* Loads that follow stay behind it: values that could be kept from before would take registers. */
+#define KEEP_ORDER __asm__ volatile("" ::: "memory")
 
 INLINE vector load(const float *at) { return *(const vector *)at; }
 INLINE void store(float *at, vector value) { *(vector *)at = value; }
@@ -134,11 +136,19 @@ INLINE vector widen_halves(const char *at, int high) {
 #endif
 }
 
+#if defined(__x86_64__) && !defined(__AVX512F__)
+/* Of 16 registers none is free for a constant, so this one is read each time. */
+static const volatile words UPPER = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
+                                     0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
+#else
+#define UPPER 0xffff0000u
+#endif
+
 /* BFLOAT16: the low or the high halves of LANES words. */
 INLINE vector widen_pairs(const char *at, int high) {
     typedef uint32_t pairs __attribute__((vector_size(4 * LANES), aligned(2)));
     const words both = *(const pairs *)at;
-    return (vector)(high ? both & 0xffff0000u : both << 16);
+    return (vector)(high ? both & UPPER : both << 16);
 }
 
 /* A single float32, bfloat16 or 8-bit float. */

@@ -63,27 +63,57 @@ def test_adapters_add_what_the_reference_adds(
 
 
 @pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [7, 15, 74])
-@pytest.mark.parametrize(("in_dim", "width"), [(1, 1), (53, 21), (96, 300), (160, 1100)])
+@pytest.mark.parametrize("dora", [None, "magnitude and bias"])
+@pytest.mark.parametrize("count", [7, 139])
+@pytest.mark.parametrize(
+    ("in_dim", "width", "rank"), [(1, 1, 5), (53, 21, 1), (96, 300, 64), (160, 1100, 5), (300, 52, 550)]
+)
 def test_adapters_of_any_size_add_the_same_alone_and_in_company(
-    ops: CpuOps, in_dim: int, width: int, count: int, pool: torch.dtype
+    ops: CpuOps, in_dim: int, width: int, rank: int, count: int, dora: str | None, pool: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    a, b = torch.randn(5, in_dim).to(pool), torch.randn(5, width).to(pool)
-    flat = torch.cat((torch.full((3,), float("nan"), dtype=pool), a.flatten(), b.flatten()))
-    rows = {(0, 0): LoraRow(3, RowFormat(5))}
+    a, b, magnitude = torch.randn(rank, in_dim), torch.randn(rank, width) / rank, torch.rand(width)
+    a, b, magnitude = (part.to(pool) for part in (a, b, magnitude))
+    used = (a.flatten(), b.flatten(), magnitude) if dora else (a.flatten(), b.flatten())
+    flat = torch.cat((torch.full((3,), float("nan"), dtype=pool), *used))
+    rows = {(0, 0): LoraRow(3, RowFormat(rank, bool(dora)))}
     x, y = torch.randn(count, in_dim), torch.randn(count, width + 2)
+    bias = torch.randn(width + 2) if dora else None
     got, target = y.clone(), LoraTarget(0, 1, width)
-    ops.lora_add(got, x, LoraBatch(flat, (LoraSegment(0, count, rows),)), 0, (target,))
+    ops.lora_add(got, x, LoraBatch(flat, (LoraSegment(0, count, rows),)), 0, (target,), bias)
     want = y[:, 1:-1].double() + x.double() @ a.double().T @ b.double()
+    if dora:
+        shift = bias[1:-1].double()
+        want = (want - shift) * magnitude.double() + shift
     torch.testing.assert_close(got[:, 1:-1].double(), want, rtol=1e-5, atol=1e-4)
     assert torch.equal(got[:, [0, -1]], y[:, [0, -1]]), "a column of another target was touched"
     if type(ops) is CpuOps:
         return  # products of torch are free to sum in another order
-    for row in range(count):
-        one = y[row : row + 1].clone()
-        ops.lora_add(one, x[row : row + 1], LoraBatch(flat, (LoraSegment(0, 1, rows),)), 0, (target,))
-        assert torch.equal(one[0], got[row])
+    for start in range(0, count, 9):
+        for stop in (start + 1, min(count, start + 3), min(count, start + 40)):
+            some, batch = y[start:stop].clone(), LoraBatch(flat, (LoraSegment(0, stop - start, rows),))
+            ops.lora_add(some, x[start:stop], batch, 0, (target,), bias)
+            assert torch.equal(some, got[start:stop]), (start, stop)
+
+
+def test_a_fused_projection_and_its_parts_add_the_same_in_company(ops: CpuOps) -> None:
+    """Their columns overlap, as those of attn_qkv and attn_q do."""
+    torch.manual_seed(0)
+    targets = (LoraTarget(0, 0, 96), LoraTarget(1, 0, 32), LoraTarget(2, 32, 64))
+    rows, used = {}, 0
+    for target in targets:
+        rows[0, target.module_id] = LoraRow(used, RowFormat(6))
+        used += 6 * (40 + target.width)
+    pool, x, y = torch.randn(used), torch.randn(30, 40), torch.randn(30, 96)
+    want, got = y.clone(), y.clone()
+    batch = LoraBatch(pool, (LoraSegment(0, 30, rows),))
+    ReferenceOps().lora_add(want, x, batch, 0, targets)
+    ops.lora_add(got, x, batch, 0, targets)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    if type(ops) is CpuOps:
+        return
+    ops.lora_add(y[3:4], x[3:4], LoraBatch(pool, (LoraSegment(0, 1, rows),)), 0, targets)
+    assert torch.equal(y[3], got[3])
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -1,8 +1,8 @@
 """CompiledOps: a CPU's operations by the compiled C kernels, in float32.
 
 They are linear layers, adapters, decode attention and row operations. A row is summed in the same order
-whatever other rows are in the batch, so a decoding request gets the same bits alone or batched. Weights and
-adapters may have fewer bits, which the kernels widen in registers. Other dtypes and shapes go to CpuOps.
+whatever other rows are in the batch, so a request gets the same bits alone or batched. Weights and adapters
+may have fewer bits, which the kernels widen in registers. Other dtypes and shapes go to CpuOps.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -32,27 +32,26 @@ from manylora.kernels.spec import (
     Weight,
 )
 
-# Of one adapter. With more rows and a higher rank, torch's matrix products are faster.
-FEW_ROWS, LOW_RANK = 64, 32
-LARGEST_RANK = 1024  # of the C kernels' arrays on the stack
+LARGEST_RANK = 8192  # of the C kernels' arrays on the stack
 LARGEST_HEAD = 256
 MAX_CACHED_ADAPTERS = 1024
 GATES = ("silu", "gelu", "gelu_tanh")  # by their numbers in native/elementwise.c
 PART = np.dtype([("column", "i8"), ("width", "i8"), ("row", TABLE_ROW)])
 POOLS = {torch.float32: "lora_add_float32", torch.bfloat16: "lora_add_bfloat16"}
 
-# The adapter's rows; its parts for the C kernel; how many, -1: it has rows that the C kernel cannot do.
-_Parts = tuple[Any, np.ndarray | None, int]
+# The adapter's rows; its parts for the C kernel, or None; whether it has rows that the C kernel cannot do.
+_Parts = tuple[Any, np.ndarray | None, bool]
 
 
 @dataclass(frozen=True, eq=False)
 class _LoraCall:
-    """Arguments of one call for the targets of a layer.
+    """Arguments of one call for targets of a layer that share no column.
 
     segments: [count, 4] of start, stop, address of the parts, number of parts. parts: the arrays at these
     addresses. others: segments that torch does.
     """
 
+    targets: tuple[LoraTarget, ...]
     segments: np.ndarray
     parts: list[np.ndarray]
     most_parts: int
@@ -69,7 +68,7 @@ class CompiledOps(CpuOps):
         self._panels_linear = PanelsLinear(library)
         self._scores = torch.empty(0)
         self._parts: dict[tuple[int, tuple[LoraTarget, ...]], dict[int, _Parts]] = {}
-        self._calls: dict[tuple[int, tuple[LoraTarget, ...]], _LoraCall] = {}  # for `_segments`
+        self._calls: dict[tuple[int, tuple[LoraTarget, ...]], list[_LoraCall]] = {}  # for `_segments`
         self._segments: tuple[LoraSegment, ...] = ()
         self._known: tuple[tuple[int, int, int], ...] = ()
 
@@ -106,21 +105,28 @@ class CompiledOps(CpuOps):
         if not _can_add(x, batch.pool):
             super().lora_add(y, x, batch, layer, targets, bias)
             return
-        call = self._find_call(batch, layer, tuple(targets))
-        if len(call.segments):
-            self._add(y, x, batch.pool, call.segments, call.most_parts, call.most_rows)
-        if call.others:
-            super().lora_add(y, x, LoraBatch(batch.pool, call.others), layer, targets, bias)
+        for call in self._find_calls(batch, layer, tuple(targets)):
+            if len(call.segments):
+                self._add(y, x, batch.pool, bias, call.segments, call.most_parts, call.most_rows)
+            if call.others:
+                super().lora_add(y, x, LoraBatch(batch.pool, call.others), layer, call.targets, bias)
 
     def _add(
-        self, y: Tensor, x: Tensor, pool: Tensor, segments: np.ndarray, most_parts: int, most_rows: int
+        self,
+        y: Tensor,
+        x: Tensor,
+        pool: Tensor,
+        bias: Tensor | None,
+        segments: np.ndarray,
+        most_parts: int,
+        most_rows: int,
     ) -> None:
         getattr(self._library, POOLS[pool.dtype])(
-            y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), x.shape[1], pool.data_ptr(),
+            y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), x.shape[1], pool.data_ptr(), address(bias),
             segments.ctypes.data, len(segments), most_parts, most_rows,
         )  # fmt: skip
 
-    def _find_call(self, batch: LoraBatch, layer: int, targets: tuple[LoraTarget, ...]) -> _LoraCall:
+    def _find_calls(self, batch: LoraBatch, layer: int, targets: tuple[LoraTarget, ...]) -> list[_LoraCall]:
         """Cached until a step has other segments: while the same sequences decode, nothing is looked up."""
         if batch.segments is not self._segments:
             # The last segments still exist, so equal ids mean the same adapter.
@@ -128,10 +134,11 @@ class CompiledOps(CpuOps):
             if known != self._known:
                 self._calls.clear()
             self._segments, self._known = batch.segments, known
-        call = self._calls.get((layer, targets))
-        if call is None:
-            call = self._calls[layer, targets] = self._plan_call(batch, layer, targets)
-        return call
+        calls = self._calls.get((layer, targets))
+        if calls is None:
+            calls = [self._plan_call(batch, layer, apart) for apart in _without_overlap(targets)]
+            self._calls[layer, targets] = calls
+        return calls
 
     def _plan_call(self, batch: LoraBatch, layer: int, targets: tuple[LoraTarget, ...]) -> _LoraCall:
         table = self._parts.setdefault((layer, targets), {})
@@ -143,16 +150,15 @@ class CompiledOps(CpuOps):
             known = table.get(id(segment.rows))
             if known is None or known[0] is not segment.rows:
                 known = self._find_parts(table, segment, layer, targets)
-            _, parts, count = known
-            height = segment.stop - segment.start
-            many = height > FEW_ROWS and parts is not None and parts["row"]["rank"].max() > LOW_RANK
-            if count < 0 or many:
+            _, parts, too_large = known
+            if too_large:
                 others.append(segment)
             elif parts is not None:
                 arrays.append(parts)
-                ours.append((segment.start, segment.stop, parts.ctypes.data, count))
-                most, rows = max(most, count), max(rows, height)
-        return _LoraCall(np.array(ours, np.int64).reshape(-1, 4), arrays, most, rows, tuple(others))
+                ours.append((segment.start, segment.stop, parts.ctypes.data, len(parts)))
+                most, rows = max(most, len(parts)), max(rows, segment.stop - segment.start)
+        segments = np.array(ours, np.int64).reshape(-1, 4)
+        return _LoraCall(targets, segments, arrays, most, rows, tuple(others))
 
     def add_groups(
         self, y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, places: np.ndarray, target: LoraTarget
@@ -167,7 +173,7 @@ class CompiledOps(CpuOps):
         segments = np.empty((count, 4), np.int64)
         segments[:, :2], segments[:, 3] = groups, 1
         segments[:, 2] = parts.ctypes.data + np.arange(count) * parts.strides[0]
-        self._add(y, x, pool, segments, 1, int((groups[:, 1] - groups[:, 0]).max()))
+        self._add(y, x, pool, None, segments, 1, int((groups[:, 1] - groups[:, 0]).max()))
 
     def rotate_and_store(
         self,
@@ -256,17 +262,24 @@ class CompiledOps(CpuOps):
             table.clear()
         found = [(t, segment.rows.get((layer, t.module_id))) for t in targets]
         places = [(t, row) for t, row in found if row is not None]
-        columns = sorted((t.start, t.start + t.width) for t, _ in places)
-        shared = any(stop > start for (_, stop), (start, _) in pairwise(columns))  # threads would collide
-        if shared or any(row.format.dora or row.format.rank > LARGEST_RANK for _, row in places):
-            known: _Parts = (segment.rows, None, -1)
-        elif places:
-            parts = [(t.start, t.width, row.format.table_row(row.offset)) for t, row in places]
-            known = (segment.rows, np.array(parts, PART), len(parts))
-        else:
-            known = (segment.rows, None, 0)
+        too_large = any(row.format.rank > LARGEST_RANK for _, row in places)
+        parts = [(t.start, t.width, row.format.table_row(row.offset)) for t, row in places]
+        known: _Parts = (segment.rows, np.array(parts, PART) if parts else None, too_large)
         table[id(segment.rows)] = known
         return known
+
+
+@cache
+def _without_overlap(targets: tuple[LoraTarget, ...]) -> list[tuple[LoraTarget, ...]]:
+    """The targets in their order, so divided that those of one call share no column: threads would collide.
+    So do those of a fused projection and of its parts."""
+    calls: list[list[LoraTarget]] = [[]]
+    for target in targets:
+        start, stop = target.start, target.start + target.width
+        if any(one.start < stop and start < one.start + one.width for one in calls[-1]):
+            calls.append([])
+        calls[-1].append(target)
+    return [tuple(call) for call in calls]
 
 
 def _can_add(x: Tensor, pool: Tensor) -> bool:

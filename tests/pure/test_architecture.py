@@ -28,8 +28,8 @@ RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, nam
 INSIDE = {
     "system": ["lifeline", "threads", "allocator", "text_threads", "compiler", "progress"],
     "kernels": [
-        "activations", "quantised", "panels", "extras", "row_format", "spec", "experts", "transfer",
-        "reference", "native", "loading", "cpu", "compiled", "cuda", "device",
+        "activations", "quantised", "huge_pages", "panels", "extras", "row_format", "spec", "experts",
+        "transfer", "decode_step", "reference", "native", "loading", "cpu", "compiled", "cuda", "device",
     ],
     "quant": ["config", "checkpoint", "layouts", "checkpoint_weights"],
     "config": ["values", "engine", "build_record", "hub", "model_folder", "resolve"],
@@ -50,7 +50,7 @@ INSIDE = {
     "lora.library": ["names", "fingerprint", "reader", "memory", "disk", "library"],
     "model": [
         "families", "safetensors_file", "checkpoint", "plan", "batch", "rope", "extras", "layers", "moe",
-        "transformer", "decoder", "attend", "encoder_decoder", "quant", "effective_weights",
+        "decoder_parts", "transformer", "decoder", "attend", "encoder_decoder", "quant", "effective_weights",
         "weights", "builder",
     ],
     "engine": [

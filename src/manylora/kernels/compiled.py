@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from manylora.kernels.cpu import CpuOps
+from manylora.kernels.decode_step import DecoderParts, DecodeStep
 from manylora.kernels.panels import Panels, PanelsLinear, WeightRows, address, read_panels, to_panels
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.kernels.row_format import TABLE_ROW
@@ -90,6 +91,10 @@ class CompiledOps(CpuOps):
         if not (rows.dtype == torch.bfloat16 and self.has_bfloat16):
             panels = read_panels(self._library, rows, self._panels_linear.width)
         return super().pack_rows(rows, routed) if panels is None else panels
+
+    def decode_step(self, parts: DecoderParts) -> DecodeStep | None:
+        fits = parts.dim <= LARGEST_HEAD and parts.is_plain
+        return DecodeStep(self._library, parts, self._find_calls) if fits else None
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
         if not isinstance(packed, Panels):
@@ -227,11 +232,20 @@ class CompiledOps(CpuOps):
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.dim() != 2 or not _plain(x, weight):
+        if not _plain(x, weight):
             return super().rms_norm(x, weight, eps)
+        rows = x.reshape(-1, x.shape[-1])
         out = torch.empty(x.shape)
         self._library.add_rms_norm(
-            None, out.data_ptr(), x.data_ptr(), x.stride(0), None, 0, weight.data_ptr(), *x.shape, eps
+            None,
+            out.data_ptr(),
+            rows.data_ptr(),
+            rows.stride(0),
+            None,
+            0,
+            weight.data_ptr(),
+            *rows.shape,
+            eps,
         )
         return out
 

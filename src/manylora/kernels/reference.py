@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.kernels.activations import ACTIVATIONS
+from manylora.kernels.decode_step import DecoderParts, DecodeStep
 from manylora.kernels.experts import HostPairs, group_segments, pair_up
 from manylora.kernels.panels import Panels, WeightRows
 from manylora.kernels.quantised import (
@@ -82,6 +83,10 @@ class ReferenceOps:
     def pack_rows(self, rows: WeightRows, routed: bool = False) -> Weight:
         """As `pack`, of a plain weight that is still in its file."""
         return self.pack(rows.whole(), routed)
+
+    def decode_step(self, parts: DecoderParts) -> DecodeStep | None:
+        """A decoder's step of one token for each sequence as one call, where the device has that."""
+        return None
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
         """Semantics: x @ weight.T + bias, of a packed weight; x [T, K] -> [T, N]."""

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from manylora.config.engine import ModelConfig, MoeConfig
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import AttentionParams, LoraTarget
+from manylora.kernels.spec import AttentionParams, LoraTarget, Rotary
 from manylora.lora.modules import LoraModuleId
 from manylora.model.batch import ForwardBatch
+from manylora.model.decoder_parts import decoder_parts
 from manylora.model.extras import adapt_head
 from manylora.model.families import FAMILIES
 from manylora.model.layers import Attention, Block, FeedForward, Mlp
@@ -39,6 +40,11 @@ class Decoder(Transformer):
             if config.rope_local_theta is not None:
                 self._ropes.append(make_rope(config, self._device, local=True))
 
+        self._decode_step = None
+        parts = decoder_parts(config, self._blocks, norm, self._head, self._head_bias, self._rotary_of)
+        if parts is not None and dtype == torch.float32:
+            self._decode_step = ops.decode_step(parts)
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
         """Logits [L, vocab] float32 of `batch.logits_rows`; writes keys and values into kv.
@@ -48,17 +54,27 @@ class Decoder(Transformer):
         config = self.config
         x = self._embed(batch)
         rotary = [self._rotary(batch, rope) for rope in self._ropes]
-        delta: Tensor | None = None  # the last block's output, not added to x yet
-        for layer, block in enumerate(self._blocks):
-            # With two rotary bases, the second is for layers with a window.
-            angles = rotary[-1 if block.attention.params.window is not None else 0] if rotary else None
-            x, delta = block(x, delta, angles, batch.attention, batch.lora, kv[layer])
-        logits = self._logits(x, delta, batch)
+        logits = None
+        if self._decode_step is not None and len(batch.logits_rows) == len(x):
+            logits = self._decode_step(x, rotary, batch.attention, batch.lora, kv)
+        if logits is None:
+            logits = self._layers(x, rotary, batch, kv)
         if config.logits_scale != 1:
             logits *= config.logits_scale
         if config.logits_softcap is not None:
             logits = torch.tanh(logits / config.logits_softcap) * config.logits_softcap
         return logits
+
+    def _layers(self, x: Tensor, rotary: list[Rotary], batch: ForwardBatch, kv: Tensor) -> Tensor:
+        delta: Tensor | None = None  # the last block's output, not added to x yet
+        for layer, block in enumerate(self._blocks):
+            angles = rotary[self._rotary_of(block)] if rotary else None
+            x, delta = block(x, delta, angles, batch.attention, batch.lora, kv[layer])
+        return self._logits(x, delta, batch)
+
+    def _rotary_of(self, block: Block) -> int:
+        """With two rotary bases, the second is for layers with a window."""
+        return len(self._ropes) - 1 if block.attention.params.window is not None else 0
 
     def _logits(self, x: Tensor, delta: Tensor | None, batch: ForwardBatch) -> Tensor:
         rows, lora = batch.logits_rows, batch.lora

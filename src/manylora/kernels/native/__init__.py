@@ -34,6 +34,8 @@ FUNCTIONS = {
     "lora_add_float32": "pipiipppiii",
     "lora_add_bfloat16": "pipiipppiii",
     "decode_attention": "pipipppipiiiiififpi",
+    "decode_memory": "pp>i",
+    "decode_step": "pp",
     "add_rms_norm": "pppipipiif",
     "gated": "ppiiii",
     "rotate_and_store": "ppipipipppppiiiii",

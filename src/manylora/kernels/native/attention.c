@@ -4,7 +4,7 @@
  * by hand: rows are short, and the processor does not foresee the jump from one to the next. The sums of a head are
  * made in the same order however heads are divided among threads. */
 
-#include "vectors.h"
+#include "team.h"
 
 enum { MOST = 32 /* vectors in a head */, RUN = 16 /* tokens that stay in the cache from head to head */, FEW = 8 /* sequences */ };
 
@@ -109,6 +109,23 @@ INLINE void attend(const int count, const int whole, const Task *t, float *out, 
 #define HEAD(n) \
     case n: attend(n, 1, &t, to, from, scale, cap, score, longest); break;
 
+void attention_team(const Attention *a) {
+    const int64_t parts = a->n < FEW ? a->kv_heads : 1, each = a->kv_heads / parts;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t p = 0; p < a->n * parts; p++) {
+        const int64_t s = p / parts, first = p % parts * each, longest = a->longest;
+        const Task t = {a->keys, a->values, a->table + s * a->columns, a->size, a->kv_heads * a->dim, a->dim,
+                        a->window >= 0 && a->lengths[s] > a->window ? a->lengths[s] - a->window : 0, a->lengths[s],
+                        a->heads / a->kv_heads, first, first + each};
+        float *const to = a->out + s * a->out_stride, *const score = a->scores + s * a->heads * longest;
+        const float *const from = a->q + s * a->q_stride, scale = a->scale, cap = a->cap;
+        switch (a->dim % LANES ? 0 : a->dim / LANES) {
+            HEAD(1) HEAD(2) HEAD(3) HEAD(4) HEAD(5) HEAD(6) HEAD(8) HEAD(16)
+            default: attend((a->dim + LANES - 1) / LANES, 0, &t, to, from, scale, cap, score, longest); /* sizes of few models */
+        }
+    }
+}
+
 /* One query for each of n sequences. q, out [n, heads, dim] with row strides; caches [blocks, size, kv_heads, dim];
  * table [n, columns]; lengths [n]; window < 0: none; cap 0: none; scores: room for n * heads * longest floats. dim is at most
  * MOST * LANES. */
@@ -116,18 +133,8 @@ void decode_attention(float *out, int64_t out_stride, const float *q, int64_t q_
                       const float *values, const int32_t *table, int64_t columns, const int64_t *lengths,
                       int64_t n, int64_t heads, int64_t kv_heads, int64_t dim, int64_t size, float scale,
                       int64_t window, float cap, float *scores, int64_t longest) {
-    const int64_t parts = n < FEW ? kv_heads : 1, each = kv_heads / parts;
-#pragma omp parallel for schedule(dynamic, 1)
-    for (int64_t p = 0; p < n * parts; p++) {
-        const int64_t s = p / parts, first = p % parts * each;
-        const Task t = {keys, values, table + s * columns, size, kv_heads * dim, dim,
-                        window >= 0 && lengths[s] > window ? lengths[s] - window : 0, lengths[s],
-                        heads / kv_heads, first, first + each};
-        float *const to = out + s * out_stride, *const score = scores + s * heads * longest;
-        const float *const from = q + s * q_stride;
-        switch (dim % LANES ? 0 : dim / LANES) {
-            HEAD(1) HEAD(2) HEAD(3) HEAD(4) HEAD(5) HEAD(6) HEAD(8) HEAD(16)
-            default: attend((dim + LANES - 1) / LANES, 0, &t, to, from, scale, cap, score, longest); /* sizes of few models */
-        }
-    }
+    const Attention a = {out, q, keys, values, table, lengths, scores, out_stride, q_stride, columns, n, heads,
+                         kv_heads, dim, size, longest, window, scale, cap};
+#pragma omp parallel
+    attention_team(&a);
 }

@@ -1,18 +1,23 @@
 /* What would be several small calls otherwise. float32, rows in parallel where there are many. */
 
-#include "vectors.h"
+#include "team.h"
 
 enum { MANY = 64 };
 enum { SILU, GELU, GELU_TANH };
 
-/* total = x + delta, where there is a delta, else x itself; out [rows, width] = weight * total / sqrt(mean(total^2) + eps) */
-void add_rms_norm(float *total, float *out, const float *x, int64_t x_stride, const float *delta, int64_t delta_stride,
-                  const float *weight, int64_t rows, int64_t width, float eps) {
-#pragma omp parallel for if (rows > MANY)
+void ONCE norm_row(float *to, const float *in, const float *weight, int64_t width, float eps) {
+    float sum = 0;
+    for (int64_t i = 0; i < width; i++) sum += in[i] * in[i];
+    const float scale = 1 / sqrtf(sum / width + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) to[i] = weight[i] * (in[i] * scale);
+}
+
+void norm_team(float *total, float *out, const float *x, int64_t x_stride, const float *delta, int64_t delta_stride,
+               const float *weight, int64_t rows, int64_t width, float eps) {
+#pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         const float *in = x + row * x_stride;
-        float *const to = out + row * width;
-        float sum = 0;
         if (delta) {
             const float *const more = delta + row * delta_stride;
             float *const whole = total + row * width;
@@ -20,11 +25,15 @@ void add_rms_norm(float *total, float *out, const float *x, int64_t x_stride, co
             for (int64_t i = 0; i < width; i++) whole[i] = in[i] + more[i];
             in = whole;
         }
-        for (int64_t i = 0; i < width; i++) sum += in[i] * in[i];
-        const float scale = 1 / sqrtf(sum / width + eps);
-#pragma omp simd
-        for (int64_t i = 0; i < width; i++) to[i] = weight[i] * (in[i] * scale);
+        if (weight) norm_row(out + row * width, in, weight, width, eps);
     }
+}
+
+/* total = x + delta, where there is a delta, else x itself; out [rows, width] = weight * total / sqrt(mean(total^2) + eps) */
+void add_rms_norm(float *total, float *out, const float *x, int64_t x_stride, const float *delta, int64_t delta_stride,
+                  const float *weight, int64_t rows, int64_t width, float eps) {
+#pragma omp parallel if (rows > MANY)
+    norm_team(total, out, x, x_stride, delta, delta_stride, weight, rows, width, eps);
 }
 
 /* gate * share(gate) is the activation; (1 + tanh(a)) / 2 = 1 / (1 + exp(-2a)) */
@@ -35,20 +44,27 @@ INLINE vector share(int activation, vector gate) {
     return gate;
 }
 
-/* out [rows, width] = f(gate) * up, rows of y being up and gate */
-void gated(float *out, const float *y, int64_t y_stride, int64_t rows, int64_t width, int64_t activation) {
-#pragma omp parallel for if (rows > MANY)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *const up = y + row * y_stride, *const gates = up + width;
-        for (int64_t i = 0; i < width; i += LANES) {
-            const vector gate = load_some(gates + i, width - i);
-            store_some(out + row * width + i, load_some(up + i, width - i) * gate * share(activation, gate), width - i);
-        }
+static void ONCE gate_row(float *out, const float *up, int64_t width, int64_t activation) {
+    const float *const gates = up + width;
+    for (int64_t i = 0; i < width; i += LANES) {
+        const vector gate = load_some(gates + i, width - i);
+        store_some(out + i, load_some(up + i, width - i) * gate * share(activation, gate), width - i);
     }
 }
 
+void gate_team(float *out, const float *y, int64_t y_stride, int64_t rows, int64_t width, int64_t activation) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; row++) gate_row(out + row * width, y + row * y_stride, width, activation);
+}
+
+/* out [rows, width] = f(gate) * up, rows of y being up and gate */
+void gated(float *out, const float *y, int64_t y_stride, int64_t rows, int64_t width, int64_t activation) {
+#pragma omp parallel if (rows > MANY)
+    gate_team(out, y, y_stride, rows, width, activation);
+}
+
 /* x [heads, dim] with its first `turned` dimensions turned: x cos + (-x2, x1) sin, halves of these */
-INLINE void turn(float *to, const float *x, const float *cos, const float *sin, int64_t heads, int64_t dim, int64_t turned) {
+static void ONCE turn(float *to, const float *x, const float *cos, const float *sin, int64_t heads, int64_t dim, int64_t turned) {
     const int64_t half = turned / 2;
     for (int64_t h = 0; h < heads; h++, x += dim, to += dim) {
 #pragma omp simd
@@ -60,17 +76,26 @@ INLINE void turn(float *to, const float *x, const float *cos, const float *sin, 
     }
 }
 
+void rotate_team(const Rotation *r) {
+    const int64_t width = r->kv_heads * r->dim;
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < r->rows; row++) {
+        const float *const c = r->cos + row * r->turned, *const s = r->sin + row * r->turned;
+        const int64_t at = r->slots[row] * width;
+        if (r->turned)
+            turn(r->q_out + row * r->heads * r->dim, r->q + row * r->q_stride, c, s, r->heads, r->dim, r->turned);
+        turn(r->k_cache + at, r->k + row * r->k_stride, c, s, r->kv_heads, r->dim, r->turned);
+        memcpy(r->v_cache + at, r->v + row * r->v_stride, width * sizeof *r->v);
+    }
+}
+
 /* Turned q to q_out [rows, heads, dim]; turned k, and v, to row slots[row] of the caches. The heads of a row lie
  * together; cos, sin [rows, turned]; turned 0: q is left alone. */
 void rotate_and_store(float *q_out, const float *q, int64_t q_stride, const float *k, int64_t k_stride, const float *v,
                       int64_t v_stride, const float *cos, const float *sin, float *k_cache, float *v_cache,
                       const int64_t *slots, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t turned) {
-    const int64_t width = kv_heads * dim;
-#pragma omp parallel for if (rows > MANY)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *const c = cos + row * turned, *const s = sin + row * turned;
-        if (turned) turn(q_out + row * heads * dim, q + row * q_stride, c, s, heads, dim, turned);
-        turn(k_cache + slots[row] * width, k + row * k_stride, c, s, kv_heads, dim, turned);
-        memcpy(v_cache + slots[row] * width, v + row * v_stride, width * sizeof *v);
-    }
+    const Rotation r = {q_out, q, k, v, q_stride, k_stride, v_stride, cos, sin, k_cache, v_cache, slots, rows, heads,
+                        kv_heads, dim, turned};
+#pragma omp parallel if (rows > MANY)
+    rotate_team(&r);
 }

@@ -12,7 +12,7 @@
  * summed, and scale and offset enter once for each block. A sum is one chain of multiply-adds over a block, kept in
  * memory between chunks, so it is the same whatever rows come with it. */
 
-#include "vectors.h"
+#include "team.h"
 
 #ifdef __AVX512F__
 enum { VECTORS = 3, TILE_ROWS = 8, CHUNK = 128, WIDENED = 2 * TILE_ROWS };
@@ -108,27 +108,15 @@ typedef void Run(Tile t);
 #define STREAMS_OF(kind) [kind] = {FEW_HEIGHTS(STREAM_NAME, kind)},
 static Run *const TILES[FLOAT8][TILE_ROWS] = {KINDS(COLUMNS)}, *const FEW_TILES[FLOAT8][FEW] = {KINDS(STREAMS_OF)};
 
-typedef struct {
-    float *y;
-    const float *x;
-    int64_t y_stride, x_stride, rows;
-    const char *w;
-    int64_t in, out;
-    const float *scale, *offset;
-    int64_t group;
-    const float *bias;
-    float *room; /* x packed, then the sums of its blocks */
-} Call;
-
-INLINE int64_t block_of(const Call *c) { return least(c->group, BLOCK); }
-INLINE int64_t blocks_of(const Call *c) { return (c->in + block_of(c) - 1) / block_of(c); }
-INLINE float *totals_of(const Call *c) { return c->room + c->rows * c->in; }
+INLINE int64_t block_of(const Linear *c) { return least(c->group, BLOCK); }
+INLINE int64_t blocks_of(const Linear *c) { return (c->in + block_of(c) - 1) / block_of(c); }
+INLINE float *totals_of(const Linear *c) { return c->room + c->rows * c->in; }
 
 /* The rows of a tile: 9 are 4 and 5. */
-INLINE int64_t start_of(const Call *c, int64_t tile, int64_t tiles) { return c->rows * tile / tiles; }
+INLINE int64_t start_of(const Linear *c, int64_t tile, int64_t tiles) { return c->rows * tile / tiles; }
 
 /* The rows of a tile side by side: [in, rows]. */
-static void pack(const Call *c, int64_t row, int64_t rows) {
+static void pack(const Linear *c, int64_t row, int64_t rows) {
     const float *const x = c->x + row * c->x_stride;
     float *const to = c->room + row * c->in;
     int64_t k = 0;
@@ -142,7 +130,7 @@ static void pack(const Call *c, int64_t row, int64_t rows) {
 }
 
 /* What an offset meets: the sums of a row over the inputs of each block. */
-static void sum_blocks(const Call *c, int64_t row) {
+static void sum_blocks(const Linear *c, int64_t row) {
     const int64_t block = block_of(c), count = blocks_of(c);
     for (int64_t g = 0; g < count; g++) {
         const float *from = c->x + row * c->x_stride + g * block;
@@ -157,7 +145,7 @@ static void sum_blocks(const Call *c, int64_t row) {
 
 /* Takes the sums [rows, PANEL] of the block that begins at input k to y. A function of its own, so that no height
  * rounds otherwise. */
-static void ONCE finish(const Call *c, const float *sums, int64_t row, int64_t rows, int64_t p, int64_t k) {
+static void ONCE finish(const Linear *c, const float *sums, int64_t row, int64_t rows, int64_t p, int64_t k) {
     const int64_t column = p * PANEL, columns = least(c->out - column, PANEL);
     const int64_t at = (p * (c->in / c->group) + k / c->group) * PANEL;
     const float *const scale = c->scale ? c->scale + at : NULL, *const offset = c->offset ? c->offset + at : NULL;
@@ -177,7 +165,7 @@ static void ONCE finish(const Call *c, const float *sums, int64_t row, int64_t r
 }
 
 /* Few rows and the panels [first, last), as many as FEW_TILES take, or fewer one by one. */
-INLINE void few_rows(const Kind kind, const Call *c, int64_t first, int64_t last) {
+INLINE void few_rows(const Kind kind, const Linear *c, int64_t first, int64_t last) {
     const int64_t size = bytes_of(kind) / inputs_of(kind), hop = c->in * size, block = block_of(c);
     const int64_t most = SEVERAL(c->rows), count = last - first == most ? most : 1;
     float sums[STREAMS * FEW * PANEL];
@@ -203,7 +191,7 @@ INLINE void widen_chunk(const Kind kind, float *wide, const char *w, int64_t dep
             UNROLL for (int v = 0; v < VECTORS; v++) store(wide + v * LANES, weights(kind, w, v, i));
 }
 
-INLINE void many_rows(const Kind kind, const Call *c, int64_t p, int64_t tiles) {
+INLINE void many_rows(const Kind kind, const Linear *c, int64_t p, int64_t tiles) {
     const int64_t row_bytes = bytes_of(kind), inputs = inputs_of(kind), block = block_of(c);
     const int widens = kind != FLOAT32 && c->rows > (kind == BFLOAT16 ? WIDENED : 2 * TILE_ROWS);
     const Kind read = widens ? FLOAT32 : kind;
@@ -230,27 +218,37 @@ INLINE void many_rows(const Kind kind, const Call *c, int64_t p, int64_t tiles) 
     }
 }
 
-/* By all threads of the team that calls it. */
-static void linear(const Kind kind, const Call c) {
-    const int64_t panels = (c.out + PANEL - 1) / PANEL, tiles = (c.rows + TILE_ROWS - 1) / TILE_ROWS;
-    const int few = c.rows <= FEW;
-    const int64_t run = few ? SEVERAL(c.rows) : panels < 16 ? 1 : RUN;
+INLINE void linear(const Kind kind, const Linear *c) {
+    const int64_t panels = (c->out + PANEL - 1) / PANEL, tiles = (c->rows + TILE_ROWS - 1) / TILE_ROWS;
+    const int few = c->rows <= FEW;
+    const int64_t run = few ? SEVERAL(c->rows) : panels < 16 ? 1 : RUN;
     if (!few) {
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < tiles; t++) {
-            const int64_t row = start_of(&c, t, tiles);
-            pack(&c, row, start_of(&c, t + 1, tiles) - row);
+            const int64_t row = start_of(c, t, tiles);
+            pack(c, row, start_of(c, t + 1, tiles) - row);
         }
     }
-    if (c.offset) {
+    if (c->offset) {
 #pragma omp for schedule(static)
-        for (int64_t r = 0; r < c.rows; r++) sum_blocks(&c, r);
+        for (int64_t r = 0; r < c->rows; r++) sum_blocks(c, r);
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t first = 0; first < panels; first += run) {
         const int64_t last = least(first + run, panels);
-        if (few) few_rows(kind, &c, first, last);
-        else for (int64_t p = first; p < last; p++) many_rows(kind, &c, p, tiles);
+        if (few) few_rows(kind, c, first, last);
+        else for (int64_t p = first; p < last; p++) many_rows(kind, c, p, tiles);
+    }
+}
+
+void linear_team(Kind kind, const Linear *c) {
+    if (!c->rows) return;
+    switch (kind) { /* known to the compiler in each case */
+        case FLOAT32: linear(FLOAT32, c); break;
+        case BFLOAT16: linear(BFLOAT16, c); break;
+        case INT8: linear(INT8, c); break;
+        case INT4: linear(INT4, c); break;
+        case FLOAT8: break; /* no weights are */
     }
 }
 
@@ -259,8 +257,8 @@ static void linear(const Kind kind, const Call c) {
 #define LINEAR(name, kind)                                                                                           \
     void name(float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t rows, const char *w, int64_t in, \
               int64_t out, const float *scale, const float *offset, float *room, int64_t group, const float *bias) { \
-        const Call c = {y, x, y_stride, x_stride, rows, w, in, out, scale, offset, group, bias, room};               \
-        _Pragma("omp parallel if (rows * in * out > SMALL)") if (rows) linear(kind, c);                              \
+        const Linear c = {y, x, y_stride, x_stride, rows, w, in, out, scale, offset, group, bias, room};             \
+        _Pragma("omp parallel if (rows * in * out > SMALL)") linear_team(kind, &c);                                  \
     }
 
 LINEAR(linear_float32, FLOAT32)

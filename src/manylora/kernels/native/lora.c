@@ -9,7 +9,7 @@
  * comes next is fetched by hand. With many rows, parts of A and B are widened once and multiplied from the cache. In
  * both, and whatever rows come with it, the sums of a row are made in the same order. */
 
-#include "vectors.h"
+#include "team.h"
 
 enum {
 #ifdef __AVX512F__
@@ -43,11 +43,11 @@ typedef struct {
 /* The type of a row's numbers: the pool's, or that of an encoding. */
 INLINE Kind kind_of(const Row *row, Kind pool) { return row->encoding == 1 ? FLOAT8 : pool; }
 
-typedef struct {
+struct Segment {
     int64_t start, stop; /* rows of x and y */
     const Part *parts;
     int64_t count;
-} Segment;
+};
 
 typedef struct {
     float *y;
@@ -326,15 +326,15 @@ INLINE const char *begin(const char *pool, const Part *part, const Kind kind) {
     return pool + part->row.offset * size_of(kind_of(&part->row, kind));
 }
 
-/* bias: part of y; NULL: none. parts, rows: the most that a segment has. */
-static void add(const Kind stored, float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t in,
-                const char *pool, const float *bias, const Segment *segments, int64_t count, int64_t parts,
-                int64_t rows) {
+void lora_team(Kind stored, const char *pool, float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t in,
+               const float *bias, const Adapters *adapters) {
+    const Segment *const segments = adapters->segments;
+    const int64_t rows = adapters->rows, parts = adapters->parts, count = adapters->count;
     int64_t block = TALL; /* rows of a task, fewer where threads would be idle */
     while (block > ROWS && count * parts * ((rows + block - 1) / block) < (block > 2 * FEW ? 8 : 4)) block /= 2;
     const int64_t blocks = (rows + block - 1) / block, total = count * parts * blocks;
     const int64_t run = total < 32 ? 1 : 4; /* in a row, so that the next one is this thread's, too */
-#pragma omp parallel for schedule(dynamic, run) if (total > 1)
+#pragma omp for schedule(dynamic, run)
     for (int64_t n = 0; n < total; n++) {
         const int64_t p = n / blocks % parts, after = n + 1 < total ? n + 1 : n;
         const Segment *segment = segments + n / (blocks * parts), *next = segments + after / (blocks * parts);
@@ -357,10 +357,12 @@ static void add(const Kind stored, float *y, int64_t y_stride, const float *x, i
     }
 }
 
-#define LORA_ADD(name, kind)                                                                               \
-    void name(float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t in, const char *pool,  \
-              const float *bias, const Segment *segments, int64_t count, int64_t parts, int64_t rows) {    \
-        add(kind, y, y_stride, x, x_stride, in, pool, bias, segments, count, parts, rows);                 \
+#define LORA_ADD(name, kind)                                                                              \
+    void name(float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t in, const char *pool, \
+              const float *bias, const Segment *segments, int64_t count, int64_t parts, int64_t rows) {   \
+        const Adapters adapters = {segments, count, parts, rows};                                         \
+        _Pragma("omp parallel if (count * parts * rows > 1)")                                             \
+            lora_team(kind, pool, y, y_stride, x, x_stride, in, bias, &adapters);                         \
     }
 
 LORA_ADD(lora_add_float32, FLOAT32)

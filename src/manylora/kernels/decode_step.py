@@ -1,0 +1,231 @@
+"""DecodeStep: a decoder's step of one token for each sequence as one call of compiled code.
+
+Called from Python, the operations of a small model take as long to call as to run. The same ones, in the
+same order, are called from C here, so that a row's bits are those of `Decoder.forward`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manylora.kernels.panels import KINDS, Panels, address
+from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Rotary, Weight
+
+CALLS = 2  # for the adapters of a linear layer: a fused projection's, then those of its parts
+NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "k_norm")
+SIZES = (
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "dim",
+    "size",
+    "inner",
+    "widest",
+    "activation",
+    "norm_heads",
+)
+
+
+def _structure(*fields: str | tuple[Any, ...]) -> np.dtype:
+    """As in native/decoder.c. A name alone is that of a pointer or an int64."""
+    named = [(field, "i8") if isinstance(field, str) else field for field in fields]
+    return np.dtype(named, align=True)
+
+
+WEIGHT = _structure("w", "scale", "offset", "bias", "kind", "in", "out", "group")
+LAYER = _structure(
+    *NORMS, ("linear", WEIGHT, 4), "keys", "values", "window", "rotary", ("scale", "f4"), ("cap", "f4")
+)
+DECODER = _structure("layer", *SIZES, "norm", ("head", WEIGHT), ("eps", "f4"))
+STEP = _structure(
+    *("x", "logits", "memory", ("cos", "i8", 2), ("sin", "i8", 2), "slots", "lengths", "table", "adapters"),
+    *("pool", "pool_kind", "rows", "turned", "columns", "longest"),
+)
+ADAPTERS = _structure("segments", "count", "parts", "rows")
+POOLS = (torch.float32, torch.bfloat16)  # by their numbers in native/vectors.h
+
+
+@dataclass(frozen=True)
+class LinearParts:
+    """weight: packed. targets: of its adapters."""
+
+    weight: Weight
+    bias: Tensor | None
+    targets: tuple[LoraTarget, ...] = ()
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """norms: by their names in NORMS, None where there is none. linears: qkv, out, up and gate, down.
+    rotary: which of a step's."""
+
+    norms: dict[str, Tensor | None]
+    linears: tuple[LinearParts, LinearParts, LinearParts, LinearParts]
+    params: AttentionParams
+    rotary: int
+
+
+@dataclass(frozen=True)
+class DecoderParts:
+    """A decoder whose layers are RMS norms, attention and a gated MLP, each added to the residual stream.
+
+    norm_heads: q and k are normalised head by head. activation: its number in native/elementwise.c. eps: of
+    all norms.
+    """
+
+    layers: tuple[LayerParts, ...]
+    norm: Tensor
+    head: LinearParts
+    hidden: int
+    heads: int
+    kv_heads: int
+    dim: int
+    inner: int
+    norm_heads: bool
+    activation: int
+    eps: float
+
+    def linears(self) -> list[LinearParts]:
+        return [one for layer in self.layers for one in layer.linears]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the compiled step can do it: weights are panels, all else is float32."""
+        others = [norm for layer in self.layers for norm in layer.norms.values()]
+        others += [self.norm, *(one.bias for one in (self.head, *self.linears()))]
+        plain = all(one is None or (one.dtype == torch.float32 and one.is_contiguous()) for one in others)
+        return plain and all(isinstance(one.weight, Panels) for one in (self.head, *self.linears()))
+
+
+class Adapters(Protocol):
+    """The arguments of native/lora.c for the targets of a layer that share no column.
+
+    others: segments that other code must do.
+    """
+
+    @property
+    def segments(self) -> np.ndarray: ...
+    @property
+    def most_parts(self) -> int: ...
+    @property
+    def most_rows(self) -> int: ...
+    @property
+    def others(self) -> Sequence[object]: ...
+
+
+FindAdapters = Callable[[LoraBatch, int, tuple[LoraTarget, ...]], Sequence[Adapters]]
+
+
+class DecodeStep:
+    """parts: must be plain. find: the adapters of a layer's linear, the same list until segments change."""
+
+    def __init__(self, library: ctypes.CDLL, parts: DecoderParts, find: FindAdapters) -> None:
+        self._library, self._parts, self._find = library, parts, find
+        self._memory = torch.empty(1)
+        self._kv: Tensor | None = None
+        self._adapters: tuple[list[Any], np.ndarray | None] = ([], None)
+        self._layers = np.zeros(len(parts.layers), LAYER)
+        for row, layer in zip(self._layers, parts.layers, strict=True):
+            for name, norm in layer.norms.items():
+                row[name] = address(norm) or 0
+            row["linear"] = [_weight(one) for one in layer.linears]
+            row["rotary"] = layer.rotary
+            row["window"] = -1 if layer.params.window is None else layer.params.window
+            row["scale"], row["cap"] = layer.params.scale, layer.params.softcap or 0
+        self._decoder = np.zeros(1, DECODER)
+        self._decoder["layer"] = self._layers.ctypes.data
+        for name in ("hidden", "heads", "kv_heads", "dim", "inner", "norm_heads", "activation", "eps"):
+            self._decoder[name] = getattr(parts, name)
+        self._decoder["layers"] = len(parts.layers)
+        self._decoder["widest"] = max(max(w.rows, w.columns) for w in map(_panels, parts.linears()))
+        self._decoder["norm"], self._decoder["head"] = parts.norm.data_ptr(), _weight(parts.head)
+
+    def __call__(
+        self, x: Tensor, rotary: list[Rotary], batch: AttentionBatch, lora: LoraBatch | None, kv: Tensor
+    ) -> Tensor | None:
+        """Logits [T, vocab] float32, or None where something must be done by other code.
+
+        x [T, hidden] float32, is changed. The rest as for `Decoder.forward`.
+        """
+        plain = (
+            x.dtype == kv.dtype == torch.float32 and x.is_contiguous() and (lora is None or not lora.extras)
+        )
+        if not plain or x.shape[0] != len(batch.kv_lens):
+            return None
+        adapters = None if lora is None else self._find_adapters(lora)
+        if lora is not None and (adapters is None or lora.pool.dtype not in POOLS):
+            return None
+        if kv is not self._kv:
+            self._place(kv)
+        table, ends = batch.block_table.contiguous(), np.array(batch.kv_lens, np.int64)
+        turns = [part.contiguous() for pair in rotary for part in pair]
+        cos, sin = ([address(part) for part in turns[i::2]] for i in (0, 1))
+        logits = torch.empty(x.shape[0], _panels(self._parts.head).rows)
+        step = np.zeros((), STEP)
+        step["x"], step["logits"], step["slots"] = x.data_ptr(), logits.data_ptr(), batch.slots.data_ptr()
+        step["cos"][: len(cos)], step["sin"][: len(sin)] = cos, sin
+        step["lengths"], step["table"] = ends.ctypes.data, table.data_ptr()
+        step["columns"], step["longest"] = table.shape[1], max(batch.kv_lens)
+        step["rows"], step["turned"] = x.shape[0], turns[0].shape[1] if turns else 0
+        if lora is not None and adapters is not None:
+            step["adapters"], step["pool"] = adapters.ctypes.data, lora.pool.data_ptr()
+            step["pool_kind"] = POOLS.index(lora.pool.dtype)
+        decoder = self._decoder.ctypes.data
+        size = self._library.decode_memory(decoder, step.ctypes.data)
+        if self._memory.numel() < size:
+            self._memory = torch.empty(2 * size)
+        step["memory"] = self._memory.data_ptr()
+        self._library.decode_step(decoder, step.ctypes.data)
+        return logits
+
+    def _place(self, kv: Tensor) -> None:
+        """kv [layers, 2, blocks, size, kv_heads, dim]"""
+        self._kv = kv
+        self._decoder["size"] = kv.shape[3]
+        for layer, row in enumerate(self._layers):
+            row["keys"], row["values"] = kv[layer, 0].data_ptr(), kv[layer, 1].data_ptr()
+
+    def _find_adapters(self, lora: LoraBatch) -> np.ndarray | None:
+        """[layers, 4, CALLS] of ADAPTERS; None where other code has a part in them."""
+        found = [
+            calls
+            for layer, parts in enumerate(self._parts.layers)
+            for one in parts.linears
+            for calls in [self._find(lora, layer, one.targets)]
+        ]
+        known, table = self._adapters
+        if len(known) == len(found) and all(map(operator.is_, known, found)):
+            return table
+        table = np.zeros((len(found), CALLS), ADAPTERS)
+        for row, calls in zip(table, found, strict=True):
+            if len(calls) > CALLS or any(call.others for call in calls):
+                table = None
+                break
+            for place, call in zip(row, calls, strict=False):
+                if len(call.segments):
+                    place["segments"], place["count"] = call.segments.ctypes.data, len(call.segments)
+                    place["parts"], place["rows"] = call.most_parts, call.most_rows
+        self._adapters = found, table
+        return table
+
+
+def _panels(one: LinearParts) -> Panels:
+    assert isinstance(one.weight, Panels)
+    return one.weight
+
+
+def _weight(one: LinearParts) -> tuple[int, ...]:
+    """As WEIGHT."""
+    weight = _panels(one)
+    pointers = (weight.values, weight.scales, weight.offsets, one.bias)
+    kind = list(KINDS).index(weight.values.dtype)
+    return (*(address(part) or 0 for part in pointers), kind, weight.columns, weight.rows, weight.group_size)

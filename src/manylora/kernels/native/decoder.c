@@ -1,0 +1,148 @@
+/* A step of one token for each of some sequences through a decoder, as one parallel region: between its operations
+ * threads meet at a barrier, which takes a microsecond, where a call from outside takes ten and lets them fall asleep.
+ * The operations are those that are called one by one otherwise, so the bits are the same. float32 but for weights,
+ * pages of adapters, and the tables. */
+
+#include "team.h"
+
+typedef struct {
+    const char *w;
+    const float *scale, *offset, *bias; /* NULL: none */
+    int64_t kind, in, out, group;
+} Weight;
+
+enum { QKV, OUT, UP_GATE, DOWN, LINEARS };
+enum { CALLS = 2 }; /* a fused projection's adapters, then those of its parts */
+
+typedef struct {
+    const float *attention_norm, *attention_post_norm, *mlp_norm, *mlp_post_norm; /* NULL: none */
+    const float *q_norm, *k_norm;                                                 /* both or none */
+    Weight linear[LINEARS];
+    float *keys, *values; /* of this layer, [blocks, size, kv_heads, dim] */
+    int64_t window, rotary; /* window < 0: none; which cos and sin */
+    float scale, cap;
+} Layer;
+
+typedef struct {
+    const Layer *layer;
+    int64_t layers, hidden, heads, kv_heads, dim, size, inner, widest, activation;
+    int64_t norm_heads; /* whether q and k are normalised head by head */
+    const float *norm;
+    Weight head;
+    float eps;
+} Decoder;
+
+typedef struct {
+    float *x;      /* [rows, hidden], is changed */
+    float *logits; /* [rows, vocabulary] */
+    float *memory; /* room for decode_memory(...) floats */
+    const float *cos[2], *sin[2]; /* [rows, turned] */
+    const int64_t *slots, *lengths;
+    const int32_t *table; /* [rows, columns] */
+    const Adapters *adapters; /* [layers, LINEARS, CALLS]; NULL: none */
+    const char *pool;
+    int64_t pool_kind, rows, turned, columns, longest;
+} Step;
+
+typedef struct {
+    float *x, *seen, *wide, *q, *mixed, *gated, *delta, *post, *room, *scores;
+} Memory;
+
+INLINE float *take(float **from, int64_t size) {
+    float *const taken = *from;
+    *from += (size + LINE / 4 - 1) / (LINE / 4) * (LINE / 4);
+    return taken;
+}
+
+static Memory divide(const Decoder *d, const Step *s, float *at, float **end) {
+    const int64_t q = s->rows * d->heads * d->dim, hidden = s->rows * d->hidden;
+    const Memory m = {s->x, take(&at, hidden), take(&at, s->rows * d->widest), take(&at, q), take(&at, 2 * q),
+                      take(&at, s->rows * d->inner), take(&at, hidden), take(&at, hidden),
+                      take(&at, 2 * s->rows * d->widest), take(&at, s->rows * d->heads * s->longest)};
+    *end = at;
+    return m;
+}
+
+INLINE const Adapters *of(const Adapters *layer, int linear) { return layer ? layer + linear * CALLS : NULL; }
+
+static void apply(const Weight *w, const Adapters *adapters, const Step *s, const Memory *m, float *y, const float *x) {
+    const Linear c = {y, x, w->out, w->in, s->rows, w->w, w->in, w->out, w->scale, w->offset, w->group, w->bias, m->room};
+    linear_team(w->kind, &c);
+    for (int i = 0; adapters && i < CALLS; i++)
+        if (adapters[i].count) lora_team(s->pool_kind, s->pool, y, w->out, x, w->in, w->in, w->bias, adapters + i);
+}
+
+/* x += delta, where there is one; returns their norm. */
+static const float *add(const Decoder *d, const Step *s, float *x, const float *delta, const float *weight, float *out) {
+    norm_team(x, out, x, d->hidden, delta, d->hidden, weight, s->rows, d->hidden, d->eps);
+    return weight ? out : x;
+}
+
+/* [rows, heads, dim] from the part of a wider row; by heads or whole. */
+static void norm_heads(const Decoder *d, const Step *s, float *out, const float *x, int64_t stride, int64_t heads,
+                       const float *weight) {
+    const int64_t width = d->norm_heads ? d->dim : heads * d->dim, parts = heads * d->dim / width;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < s->rows * parts; i++)
+        norm_row(out + i * width, x + i / parts * stride + i % parts * width, weight, width, d->eps);
+}
+
+static const float *attend(const Decoder *d, const Layer *l, const Adapters *adapters, const Step *s, const Memory *m,
+                           const float *seen) {
+    const int64_t q_size = d->heads * d->dim, kv_size = d->kv_heads * d->dim, width = l->linear[QKV].out;
+    Rotation r = {m->q, m->wide, m->wide + q_size, m->wide + q_size + kv_size, width, width, width,
+                  s->cos[l->rotary], s->sin[l->rotary], l->keys, l->values, s->slots, s->rows, d->heads, d->kv_heads,
+                  d->dim, s->turned};
+    apply(&l->linear[QKV], of(adapters, QKV), s, m, m->wide, seen);
+    if (l->q_norm) { /* `mixed` is not in use yet */
+        float *const q = m->mixed, *const k = m->mixed + s->rows * q_size;
+        norm_heads(d, s, q, r.q, width, d->heads, l->q_norm);
+        norm_heads(d, s, k, r.k, width, d->kv_heads, l->k_norm);
+        r.q = q, r.k = k, r.q_stride = q_size, r.k_stride = kv_size;
+    }
+    rotate_team(&r);
+    const float *const queries = s->turned ? m->q : r.q;
+    float *const mixed = queries == m->mixed ? m->q : m->mixed;
+    const Attention a = {mixed, queries, l->keys, l->values, s->table, s->lengths, m->scores, q_size,
+                         s->turned ? q_size : r.q_stride, s->columns, s->rows, d->heads, d->kv_heads, d->dim, d->size,
+                         s->longest, l->window, l->scale, l->cap};
+    attention_team(&a);
+    apply(&l->linear[OUT], of(adapters, OUT), s, m, m->delta, mixed);
+    return m->delta;
+}
+
+static const float *post_norm(const Decoder *d, const Step *s, const Memory *m, const float *x, const float *weight) {
+    if (!weight) return x;
+    norm_team(NULL, m->post, x, d->hidden, NULL, 0, weight, s->rows, d->hidden, d->eps);
+    return m->post;
+}
+
+static void step(const Decoder *d, const Step *s, const Memory *m) {
+    const float *delta = NULL;
+    for (int64_t i = 0; i < d->layers; i++) {
+        const Layer *const l = d->layer + i;
+        const Adapters *const adapters = s->adapters ? s->adapters + i * LINEARS * CALLS : NULL;
+        const float *seen = add(d, s, m->x, delta, l->attention_norm, m->seen);
+        const float *const mixed = post_norm(d, s, m, attend(d, l, adapters, s, m, seen), l->attention_post_norm);
+        seen = add(d, s, m->x, mixed, l->mlp_norm, m->seen);
+        apply(&l->linear[UP_GATE], of(adapters, UP_GATE), s, m, m->wide, seen);
+        gate_team(m->gated, m->wide, 2 * d->inner, s->rows, d->inner, d->activation);
+        apply(&l->linear[DOWN], of(adapters, DOWN), s, m, m->delta, m->gated);
+        delta = post_norm(d, s, m, m->delta, l->mlp_post_norm);
+    }
+    apply(&d->head, NULL, s, m, s->logits, add(d, s, m->x, delta, d->norm, m->seen));
+}
+
+/* Floats that a step needs. s->memory may be any address. */
+int64_t decode_memory(const Decoder *d, const Step *s) {
+    float *end;
+    divide(d, s, s->memory, &end);
+    return end - s->memory;
+}
+
+void decode_step(const Decoder *d, const Step *s) {
+    float *end;
+    const Memory m = divide(d, s, s->memory, &end);
+#pragma omp parallel
+    step(d, s, &m);
+}

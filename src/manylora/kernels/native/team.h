@@ -1,0 +1,59 @@
+/* What the threads of a team do together. Each function is called by all of them, and returns when all is done; outside
+ * a parallel region the caller does it alone. So a step of a decoder is one region, and an operation alone another,
+ * with the same bits. */
+
+#pragma once
+
+#include "vectors.h"
+
+typedef struct { /* of linear.c */
+    float *y;
+    const float *x;
+    int64_t y_stride, x_stride, rows;
+    const char *w;
+    int64_t in, out;
+    const float *scale, *offset; /* NULL: none */
+    int64_t group;               /* inputs that share a scale; without scales `in` */
+    const float *bias;           /* NULL: none */
+    float *room;                 /* x packed, then the sums of its blocks */
+} Linear;
+
+typedef struct Segment Segment; /* of lora.c */
+
+typedef struct { /* the adapters of a linear layer; count 0: none */
+    const Segment *segments;
+    int64_t count, parts, rows; /* parts, rows: the most that a segment has */
+} Adapters;
+
+typedef struct { /* of attention.c */
+    float *out;
+    const float *q, *keys, *values; /* caches [blocks, size, kv_heads, dim] */
+    const int32_t *table;           /* [n, columns] */
+    const int64_t *lengths;         /* [n] */
+    float *scores;                  /* room for n * heads * longest */
+    int64_t out_stride, q_stride, columns, n, heads, kv_heads, dim, size, longest;
+    int64_t window;   /* < 0: none */
+    float scale, cap; /* cap 0: none */
+} Attention;
+
+typedef struct { /* of elementwise.c */
+    float *q_out; /* [rows, heads, dim] */
+    const float *q, *k, *v;
+    int64_t q_stride, k_stride, v_stride;
+    const float *cos, *sin; /* [rows, turned] */
+    float *k_cache, *v_cache;
+    const int64_t *slots;
+    int64_t rows, heads, kv_heads, dim, turned; /* turned 0: q is left alone */
+} Rotation;
+
+void linear_team(Kind kind, const Linear *c);
+void lora_team(Kind pool_kind, const char *pool, float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t in,
+               const float *bias, const Adapters *adapters); /* bias: part of y, or NULL */
+void attention_team(const Attention *a);
+/* A row; a function of its own, so that it rounds alike wherever it is called. */
+void norm_row(float *to, const float *in, const float *weight, int64_t width, float eps);
+/* As add_rms_norm; without a weight only the sum. */
+void norm_team(float *total, float *out, const float *x, int64_t x_stride, const float *delta, int64_t delta_stride,
+               const float *weight, int64_t rows, int64_t width, float eps);
+void gate_team(float *out, const float *y, int64_t y_stride, int64_t rows, int64_t width, int64_t activation);
+void rotate_team(const Rotation *r);

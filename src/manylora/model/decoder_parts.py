@@ -1,0 +1,67 @@
+"""What a decoder of plain layers is made of, for devices that run its decode step as one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from manylora.config.engine import ModelConfig
+from manylora.kernels.compiled import GATES
+from manylora.kernels.decode_step import DecoderParts, LayerParts, LinearParts
+from manylora.kernels.spec import Weight
+from manylora.model.layers import Block, LoraLinear, Mlp, Norm
+
+
+def decoder_parts(
+    config: ModelConfig,
+    blocks: Sequence[Block],
+    norm: Norm,
+    head: Weight,
+    head_bias: Tensor | None,
+    rotary_of: Callable[[Block], int],
+) -> DecoderParts | None:
+    """None where layers differ from a sequence of attention and gated MLP with RMS norms."""
+    if config.parallel_blocks or config.residual_scale != 1 or norm.bias is not None:
+        return None
+    layers = [_layer(block, rotary_of(block)) for block in blocks]
+    plain = [layer for layer in layers if layer is not None]
+    if len(plain) < len(layers):
+        return None
+    return DecoderParts(
+        layers=tuple(plain),
+        norm=norm.weight,
+        head=LinearParts(head, head_bias),
+        hidden=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        dim=config.head_dim,
+        inner=config.intermediate_size,
+        norm_heads=config.qk_norm == "head",
+        activation=GATES.index(config.activation),
+        eps=config.norm_eps,
+    )
+
+
+def _layer(block: Block, rotary: int) -> LayerParts | None:
+    attention, mlp = block.attention, block.mlp
+    if not isinstance(mlp, Mlp) or not mlp.gated or mlp.activation not in GATES:
+        return None
+    norms = {
+        "attention_norm": block.attention_norm,
+        "attention_post_norm": block.attention_post_norm,
+        "mlp_norm": block.mlp_norm,
+        "mlp_post_norm": block.mlp_post_norm,
+        "q_norm": attention.q_norm,
+        "k_norm": attention.k_norm,
+    }
+    if any(norm is not None and norm.bias is not None for norm in norms.values()):
+        return None
+    weights = {name: None if norm is None else norm.weight for name, norm in norms.items()}
+    linears = (attention.qkv, attention.out, mlp.up_gate, mlp.down)
+    qkv, out, up_gate, down = map(_linear, linears)
+    return LayerParts(weights, (qkv, out, up_gate, down), attention.params, rotary)
+
+
+def _linear(one: LoraLinear) -> LinearParts:
+    return LinearParts(one.weight, one.bias, one.targets)

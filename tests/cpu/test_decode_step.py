@@ -1,0 +1,76 @@
+"""Protects decode steps as one call: the bits of the layers one by one, for all layers and adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from running import tokens
+
+from manylora.kernels import native
+from manylora.kernels.device import open_device
+from manylora.kernels.huge_pages import PIECE, empty_huge
+from manylora.model.checkpoint import read_model_config
+from manylora.model.decoder import Decoder
+from manylora.model.weights import load_decoder
+from manylora.testing.driver import Driver
+from manylora.testing.parity import make_kind, read_from
+from manylora.testing.tiny_models import make_model
+
+KINDS = (None, "patterns", "rank 64", "DoRA + rsLoRA + patterns", "some layers", None, "patterns")
+FAMILIES = ("llama-biases", "qwen3", "olmo2", "gemma2", "gemma3", "phi3-partial-rotary", "mistral-sliding")
+OTHERS = ("gpt-neox", "granite", "starcoder2")  # layers that one call does not have
+
+
+def load(model: Path) -> Decoder:
+    return load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
+
+
+@pytest.fixture
+def _compiled() -> None:
+    if native.load() is None:
+        pytest.skip("no compiled kernels")
+
+
+@pytest.mark.usefixtures("_compiled")
+@pytest.mark.parametrize("num_sequences", [1, 3, 7])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_as_one_call_gives_the_same_bits(
+    family: str, num_sequences: int, tmp_path: Path, monkeypatch
+) -> None:
+    model = make_model(tmp_path / "model", family, seed=4)
+    kinds = KINDS[:num_sequences]
+    adapters = [
+        read_from("peft", make_kind(tmp_path / str(seed), model, kind, seed), model) if kind else None
+        for seed, kind in enumerate(kinds)
+    ]
+    sequences = [tokens(5 + 4 * n, n) for n in range(num_sequences)]
+    decoder, calls = load(model), 0
+    step = decoder._decode_step
+    assert step is not None
+
+    def count(*arguments):
+        nonlocal calls
+        found = step(*arguments)
+        calls += found is not None
+        return found
+
+    monkeypatch.setattr(decoder, "_decode_step", count)
+    whole = Driver(decoder, sequences, adapters).run()
+    assert calls >= 2
+    monkeypatch.setattr(decoder, "_decode_step", None)
+    for found, expected in zip(whole, Driver(decoder, sequences, adapters).run(), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_layers_run_one_by_one(family: str, tmp_path: Path) -> None:
+    assert load(make_model(tmp_path, family, seed=4))._decode_step is None
+
+
+def test_tensors_in_huge_pages_do_not_overlap() -> None:
+    sizes = [100, 2**20, 2**20 + 12, PIECE // 8, PIECE // 2, 2**16]
+    made = [empty_huge((size // 4,), torch.float32).fill_(n) for n, size in enumerate(sizes)]
+    assert all(bool((one == n).all()) for n, one in enumerate(made))
+    assert all(one.data_ptr() % 16 == 0 for one in made)

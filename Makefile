@@ -46,7 +46,7 @@ parity: $(STAMP) ## every model family and kind of adapter against transformers 
 browser: ## install Chromium for the tests of the page (Debian, Ubuntu); without it they are skipped
 	apt-get install -y --no-install-recommends chromium chromium-driver fonts-noto-cjk
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.10, 3.11 or 3.12 is needed: apt install python3 python3-venv"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \
 	  { echo "$(PYTHON) is not Python 3.10 to 3.12: set PYTHON=/path/to/python3.11"; exit 1; }

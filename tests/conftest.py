@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,24 +15,27 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from levels import NAMES, open_library
+
 from manylora.kernels import native
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo"
-needs_compiler = pytest.mark.skipif(
-    not (shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")), reason="needs a C compiler"
-)
 
 
-@pytest.fixture(params=["torch", pytest.param("native", marks=needs_compiler)])
+@pytest.fixture(params=["torch", *NAMES])
 def ops(request: pytest.FixtureRequest) -> CpuOps:
-    """The CPU's operations without and with the compiled kernels."""
-    if request.param == "torch":
-        return CpuOps()
-    library = native.load()
-    assert library is not None
-    return CompiledOps(library)
+    """The CPU's operations without and with the compiled kernels, for each level of instruction sets."""
+    return CpuOps() if request.param == "torch" else CompiledOps(open_library(request.param))
+
+
+@pytest.fixture(params=NAMES)
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The compiled kernels of each level, which are this process's meanwhile."""
+    library = open_library(request.param)
+    monkeypatch.setattr(native, "loaded", lambda: library)
+    return library
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ import torch.nn.functional as F
 
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, SamplingParams
 from manylora.errors import ConfigError
-from manylora.kernels import native
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.device import open_device
@@ -95,7 +95,6 @@ def test_products_are_as_exact_as_of_wide_weights(
     assert torch.allclose(plain + bias, found, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.skipif(not isinstance(open_device("cpu").ops, CompiledOps), reason="needs a C compiler")
 @pytest.mark.parametrize(
     ("columns", "group", "offsets"),
     [
@@ -109,11 +108,11 @@ def test_products_are_as_exact_as_of_wide_weights(
 )
 @pytest.mark.parametrize("bits", [4, 8])
 def test_panels_of_integers_are_exact_and_rows_keep_their_bits(
-    bits: int, columns: int, group: int, offsets: bool
+    compiled: Any, bits: int, columns: int, group: int, offsets: bool
 ) -> None:
     """Any group that a checkpoint may have, and rows that fill no panel; each row alone and in company."""
     torch.manual_seed(columns)
-    ops, groups = open_device("cpu").ops, columns // group
+    ops, groups = CompiledOps(compiled), columns // group
     values = torch.randint(-127, 128, (53, columns), dtype=torch.int8)
     if bits == 4:
         values = torch.randint(0, 256, (53, columns // 2), dtype=torch.uint8)
@@ -247,11 +246,10 @@ def test_what_is_too_large_for_float8_saturates() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 47, 48, 500])
-def test_panels_from_a_file_are_those_of_the_weight(rows: int, dtype: torch.dtype, monkeypatch) -> None:
+def test_panels_from_a_file_are_those_of_the_weight(
+    compiled: Any, rows: int, dtype: torch.dtype, monkeypatch
+) -> None:
     """Read some rows at a time, the last panel with zeros."""
-    library = native.load()
-    if library is None:
-        pytest.skip("there is no C compiler")
     monkeypatch.setattr("manylora.kernels.panels.CHUNK_BYTES", 40_000)
     weight = torch.randn(rows, 130).to(dtype)
 
@@ -267,8 +265,8 @@ def test_panels_from_a_file_are_those_of_the_weight(rows: int, dtype: torch.dtyp
         def whole(self) -> torch.Tensor:
             return weight
 
-    width = library.panel_width()
-    found, expected = read_panels(library, InFile(), width), to_panels(weight, width, 64)
+    width = compiled.panel_width()
+    found, expected = read_panels(compiled, InFile(), width), to_panels(weight, width, 64)
     assert found is not None and expected is not None
     assert torch.equal(found.values, expected.values) and found.rows == expected.rows == rows
 

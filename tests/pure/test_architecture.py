@@ -26,7 +26,7 @@ ORDER = [
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
 # The same inside a package, one list each.
 INSIDE = {
-    "system": ["lifeline", "threads", "allocator", "text_threads", "compiler", "progress"],
+    "system": ["lifeline", "threads", "allocator", "text_threads", "processor", "compiler", "progress"],
     "kernels": [
         "activations", "quantised", "huge_pages", "panels", "extras", "row_format", "spec", "experts",
         "transfer", "decode_step", "reference", "native", "loading", "cpu", "compiled", "cuda", "device",
@@ -92,12 +92,12 @@ INSIDE = {
 }  # fmt: skip
 NO_TORCH = [
     "errors", "request", "stats", "system.lifeline", "system.threads", "system.text_threads",
-    "system.compiler", "system.progress", "quant.config", "quant.checkpoint", "config", "wire", "text",
-    "launcher", "lora.pages", "lora.modules", "lora.geometry", "lora.bounds", "lora.number_types",
-    "lora.tensors", "lora.staging", "lora.extras", "lora.rules", "lora.slicing", "lora.cache", "cli",
-    "engine.sequence", "engine.guide", "engine.guide_trial", "engine.kv_cache", "engine.scheduler",
-    "kernels.row_format", "kernels.cuda.plan", "llmapi", "bench", "openai", "contracts", "lora_helper",
-    "lora_manager", "executor", "sampling_params", "models", "quantization",
+    "system.processor", "system.compiler", "system.progress", "quant.config", "quant.checkpoint", "config",
+    "wire", "text", "launcher", "lora.pages", "lora.modules", "lora.geometry", "lora.bounds",
+    "lora.number_types", "lora.tensors", "lora.staging", "lora.extras", "lora.rules", "lora.slicing",
+    "lora.cache", "cli", "engine.sequence", "engine.guide", "engine.guide_trial", "engine.kv_cache",
+    "engine.scheduler", "kernels.row_format", "kernels.cuda.plan", "llmapi", "bench", "openai", "contracts",
+    "lora_helper", "lora_manager", "executor", "sampling_params", "models", "quantization",
 ]  # fmt: skip
 CUDA_ROOMS = ("kernels.device", "kernels.cuda")
 

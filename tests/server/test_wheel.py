@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, World, free_ports
 
+from manylora.kernels import native
+from manylora.system.processor import LEVELS
 from manylora.testing.tiny_models import reference_generate
 from manylora.text.tokenizer import Tokenizer
 
@@ -64,6 +66,10 @@ def test_the_wheel_holds_every_file_of_the_package_once(wheel: Path) -> None:
         if "__pycache__" not in folder
     }
     assert "manylora/kernels/native/lora.c" in files
+    made = {f"manylora/kernels/native/built/{native.SOURCE.file_name(level)}" for level in LEVELS}
+    assert made <= held, "without them the kernels are compiled at the first start"
+    files = {name for name in files if not name.endswith(".so")}
+    held = {name for name in held if not name.endswith(".so")}
     assert "manylora/model_repo/ensemble/1/.gitkeep" in files
     assert held == files
 

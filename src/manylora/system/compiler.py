@@ -1,82 +1,142 @@
-"""Builds libraries of our C code with the machine's compiler, once: they are kept in the user's cache."""
+"""Libraries of our C code: those that the wheel brings, or built once and kept in the user's cache."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-TIMEOUT_S = 120  # a few seconds on an idle machine
+from manylora.system.processor import Level
+
+TIMEOUT_S = 300  # half a minute on an idle machine
 
 
-def find_compiler() -> str | None:
-    return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+@dataclass(frozen=True)
+class Source:
+    """C files of one folder, whose headers count as well, and what a library of them is called.
 
-
-def build_library(
-    compiler: str, name: str, sources: Sequence[Path], compile_options: Sequence[str], link: Sequence[str]
-) -> Path:
-    """The library's file, built unless it is in the cache. Raises OSError, subprocess.SubprocessError.
-
-    sources: .c files of one folder, whose .h files count as well.
+    options: of every compiler. openmp: threads; clang's and zig's calls are answered by native/openmp.c.
     """
-    path = _cache() / f"{name}-{_key(compiler, sources, (*compile_options, '', *link))}.so"
+
+    name: str
+    files: tuple[Path, ...]
+    options: tuple[str, ...] = ("-O2",)
+    openmp: bool = False
+
+    @property
+    def prebuilt(self) -> Path:
+        """The folder in which a wheel has the libraries."""
+        return self.files[0].parent / "built"
+
+    def file_name(self, level: Level, *more: bytes) -> str:
+        """Another one for other contents."""
+        headers = sorted(self.files[0].parent.glob("*.h"))
+        contents = [path.read_bytes() for path in (*self.files, *headers)]
+        made_for = (level.options, level.target, level.cpu)
+        digest = hashlib.sha256(b"\0".join((*contents, repr((self.options, made_for)).encode(), *more)))
+        return f"{self.name}-{level.name}-{digest.hexdigest()[:20]}.so"
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """kind: gcc, clang or zig, which compiles for every level on every machine."""
+
+    command: tuple[str, ...]
+    kind: str
+    version: bytes
+
+    def options(self, level: Level) -> tuple[str, ...]:
+        if self.kind != "zig":
+            return level.options
+        return "-target", level.target, f"-mcpu={level.cpu}", "-fno-sanitize=all"
+
+
+def find_compiler() -> Compiler | None:
+    """The machine's, or that of the `ziglang` package. Raises OSError, subprocess.SubprocessError."""
+    found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if found is None:
+        return find_zig()
+    version = _version(found)
+    return Compiler((found,), "clang" if b"clang" in version else "gcc", version)
+
+
+def find_zig() -> Compiler | None:
+    """The compiler of the `ziglang` package. Raises OSError, subprocess.SubprocessError."""
+    if importlib.util.find_spec("ziglang") is None:
+        return None
+    command = (sys.executable, "-m", "ziglang")
+    return Compiler((*command, "cc"), "zig", _version(*command, option="version"))
+
+
+def _version(*command: str, option: str = "--version") -> bytes:
+    return subprocess.run([*command, option], capture_output=True, timeout=TIMEOUT_S, check=True).stdout
+
+
+def find_library(source: Source, level: Level) -> tuple[Path, str] | None:
+    """The library's file and where it is from: what the wheel has, else it is built. None without a compiler.
+    Raises OSError, subprocess.SubprocessError."""
+    prebuilt = source.prebuilt / source.file_name(level)
+    if prebuilt.exists():
+        return prebuilt, "of the wheel"
+    compiler = find_compiler()
+    if compiler is None:
+        return None
+    path = build_library(compiler, source, level)
+    return path, f"built by {compiler.kind}: {path}"
+
+
+def build_library(compiler: Compiler, source: Source, level: Level) -> Path:
+    """The library's file, built unless it is in the cache. Raises OSError, subprocess.SubprocessError."""
+    path = find_cache() / source.file_name(level, repr(compiler).encode())
     if not path.exists():
-        _build(compiler, path, sources, compile_options, link)
+        compile_library(compiler, source, level, path)
     return path
 
 
-def _cache() -> Path:
-    """A directory that only this user can write to."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "manylora"
+def find_cache() -> Path:
+    """A directory that only this user can write to. Raises OSError."""
     try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = base / "manylora"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
             return folder
-    except OSError:
+    except (OSError, RuntimeError):  # the latter: this user has no home
         pass
     return Path(tempfile.mkdtemp(prefix="manylora-"))
 
 
-def _key(compiler: str, sources: Sequence[Path], options: Sequence[str]) -> str:
-    """Changes with the source, the options, the compiler and what this processor can do."""
-    version = subprocess.run(
-        [compiler, "--version"], capture_output=True, timeout=TIMEOUT_S, check=True
-    ).stdout
-    info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    flags = sorted({line for line in info if line.startswith(("flags", "Features", "model name"))})
-    headers = sorted({header for source in sources for header in source.parent.glob("*.h")})
-    contents = [path.read_bytes() for path in (*sources, *headers)]
-    parts = (*contents, repr(options).encode(), version, "\n".join(flags).encode())
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
-
-
-def _build(
-    compiler: str, path: Path, sources: Sequence[Path], compile_options: Sequence[str], link: Sequence[str]
-) -> None:
+def compile_library(compiler: Compiler, source: Source, level: Level, path: Path) -> None:
+    """Raises OSError, subprocess.SubprocessError."""
+    threads = ("-fopenmp",) if source.openmp else ()
+    options = (*compiler.options(level), *source.options, *threads, "-fPIC", "-c")
+    # What changes how floats are rounded is not given to the linker, which would do so in the whole process.
+    link = (*compiler.options(level), "-shared", *(threads if compiler.kind == "gcc" else ()))
+    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        objects, made = [Path(folder) / f"{source.stem}.o" for source in sources], Path(folder) / path.name
-        commands = [
-            [compiler, *compile_options, str(source), "-o", str(built)]
-            for source, built in zip(sources, objects, strict=True)
-        ]
-        commands.append([compiler, *link, *map(str, objects), "-o", str(made), "-lm"])
-        for command in commands:
-            _run(command)
+        objects = [str(Path(folder) / f"{file.stem}.o") for file in source.files]
+        made = Path(folder) / path.name
+        for file, built in zip(source.files, objects, strict=True):
+            _run([*compiler.command, *options, str(file), "-o", built], folder)
+        strip = ("-s",) if compiler.kind == "zig" else ()
+        _run([*compiler.command, *link, *strip, *objects, "-o", str(made), "-lm"], folder)
         made.replace(path)  # at once: another process may be building the same
 
 
-def _run(command: list[str]) -> None:
-    """A compiler is several processes: all of them end when the time is over."""
+def _run(command: list[str], folder: str) -> None:
+    """A compiler is several processes: all of them end when the time is over. folder: for what it keeps."""
+    kept = {name: os.environ.get(name, folder) for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
     with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
+        env=os.environ | kept, start_new_session=True,
+    ) as process:  # fmt: skip
         try:
             _, errors = process.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:

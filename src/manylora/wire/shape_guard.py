@@ -21,14 +21,15 @@ from typing import Any
 import numpy as np
 
 from manylora.errors import RequestError
-from manylora.system.compiler import build_library, find_compiler
+from manylora.system.compiler import Source, find_library
+from manylora.system.processor import find_levels
 
 logger = logging.getLogger("manylora")
 
 MOST_ELEMENTS = 2**59  # with 8 bytes each, their number of bytes still is an int64
 STAND_IN = (0,) * 16  # the shape of what is read in place of such a tensor; no input has so many dimensions
 NEW_FROM_DESCR = 94  # where PyArray_NewFromDescr is in the table of NumPy's functions for C
-SOURCE = Path(__file__).with_suffix(".c")
+SOURCE = Source("shape_guard", (Path(__file__).with_suffix(".c"),))
 POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int
 NewFromDescr = ctypes.PYFUNCTYPE(
     POINTER, POINTER, POINTER, INTEGER, POINTER, POINTER, POINTER, INTEGER, POINTER
@@ -85,13 +86,13 @@ def _is_possible(shape: Iterable[int]) -> bool:
 
 def _compiled(numpys_own: int | None) -> Any:
     """The function of shape_guard.c; None without a compiler."""
-    compiler = find_compiler()
-    if compiler is None or os.environ.get("MANYLORA_NATIVE") == "0":
+    if os.environ.get("MANYLORA_NATIVE") == "0":
         return None
     try:
-        library = ctypes.CDLL(
-            str(build_library(compiler, "shape_guard", [SOURCE], ("-O2", "-fPIC", "-c"), ("-shared",)))
-        )
+        found = next((find_library(SOURCE, level) for level in find_levels()[-1:]), None)
+        if found is None:
+            return None
+        library = ctypes.CDLL(str(found[0]))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("shapes are checked in Python, which takes longer: %s", error)
         return None

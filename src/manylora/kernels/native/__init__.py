@@ -1,6 +1,7 @@
-"""The compiled C kernels: built once with the machine's compiler and cached in the user's cache directory.
+"""The compiled C kernels: brought by the wheel for each level of instruction sets, or built once.
 
-They are optional: without a compiler, or with MANYLORA_NATIVE=0, `load` returns None and torch is used.
+They are optional: without them and without a compiler, or with MANYLORA_NATIVE=0, `load` returns None and
+torch is used. MANYLORA_NATIVE may name a level that is not the processor's best.
 """
 
 from __future__ import annotations
@@ -9,19 +10,23 @@ import ctypes
 import logging
 import os
 import subprocess
+import sys
 from functools import lru_cache
 from pathlib import Path
 
-from manylora.system.compiler import build_library, find_compiler
+from manylora.system.compiler import Source, find_library
+from manylora.system.processor import Level, find_levels
 
 logger = logging.getLogger("manylora")
 
-FOLDER = Path(__file__).parent
-SOURCES = sorted(FOLDER.glob("*.c"))
-# Sums may be reordered; infinities and NaNs are respected. -ffast-math is not given to the linker, where it
-# would change the rounding of the whole process.
-COMPILE = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp", "-fPIC", "-c")
-LINK = ("-shared", "-fopenmp")
+# Sums may be reordered; infinities and NaNs are respected.
+SOURCE = Source(
+    "kernels",
+    tuple(sorted(Path(__file__).parent.glob("*.c"))),
+    ("-O3", "-ffast-math", "-fno-finite-math-only"),
+    openmp=True,
+)
+OPENMP = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
 POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 KINDS = {"p": POINTER, "i": INTEGER, "f": REAL}
 # Arguments: p pointer, i integer, f float; after ">" the result. The C files have their names.
@@ -55,25 +60,59 @@ FUNCTIONS = {
 @lru_cache(maxsize=1)
 def load() -> ctypes.CDLL | None:
     """The library of this process, or None. Logs the outcome once."""
-    if os.environ.get("MANYLORA_NATIVE") == "0":
-        logger.info("native CPU kernels: off (MANYLORA_NATIVE=0)")
+    wanted = os.environ.get("MANYLORA_NATIVE", "1")
+    if wanted == "0":
+        logger.info("native CPU kernels: off (MANYLORA_NATIVE=0), torch is used")
         return None
-    compiler = find_compiler()
-    if compiler is None:
-        logger.info("native CPU kernels: no C compiler found, torch is used; apt install gcc for more speed")
+    levels = find_levels()
+    if not levels:
+        logger.info("native CPU kernels: none for this processor, torch is used")
         return None
+    chosen = next((level for level in levels if level.name == wanted), levels[0])
+    if wanted not in ("1", chosen.name):
+        known = ", ".join(level.name for level in levels)
+        logger.warning("MANYLORA_NATIVE must be 0, 1 or one of %s, got %r: 1 is used", known, wanted)
     try:
-        path = build_library(compiler, "kernels", SOURCES, COMPILE, LINK)
-        library = ctypes.CDLL(str(path))
-        for name, kinds in FUNCTIONS.items():
-            taken, _, given = kinds.partition(">")
-            getattr(library, name).restype = KINDS.get(given)
-            getattr(library, name).argtypes = [KINDS[kind] for kind in taken]
+        library, origin = open_level(chosen)
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
-        logger.warning("native CPU kernels could not be built, torch is used: %s", error)
+        logger.warning("native CPU kernels for %s could not be built, torch is used: %s", chosen.name, error)
         return None
-    logger.info("native CPU kernels: %s", path)
+    if library is None:
+        logger.warning(
+            "native CPU kernels: this installation has none and there is no compiler, torch is used; "
+            "for more speed: pip install ziglang, or apt install gcc"
+        )
+        return None
+    logger.info("native CPU kernels: %s, %s", chosen.name, origin)
     return library
+
+
+def open_level(level: Level) -> tuple[ctypes.CDLL | None, str]:
+    """The library, and where it is from; None without a compiler. Raises OSError, AttributeError,
+    subprocess.SubprocessError."""
+    found = find_library(SOURCE, level)
+    return (None, "") if found is None else (open_library(found[0]), found[1])
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """The library with the types of its functions. Raises OSError, AttributeError: it has not all of them."""
+    library = ctypes.CDLL(str(path))
+    for name, kinds in FUNCTIONS.items():
+        taken, _, given = kinds.partition(">")
+        getattr(library, name).restype = KINDS.get(given)
+        getattr(library, name).argtypes = [KINDS[kind] for kind in taken]
+    if hasattr(library, "use_openmp") and "torch" in sys.modules:
+        _use_openmp(library)
+    return library
+
+
+def _use_openmp(library: ctypes.CDLL) -> None:
+    """The kernels' threads are torch's: its runtime is found among what its libraries depend on."""
+    torch = ctypes.CDLL(sys.modules["torch"]._C.__file__)
+    try:
+        library.use_openmp(*(ctypes.cast(getattr(torch, name), POINTER) for name in OPENMP))
+    except AttributeError as error:
+        logger.warning("native CPU kernels: one thread, torch's OpenMP has no function of theirs: %s", error)
 
 
 def loaded() -> ctypes.CDLL | None:

@@ -1,0 +1,200 @@
+/* OpenMP for code that clang compiled, on the runtime of which torch has brought the only copy into the process.
+ *
+ * clang calls functions of LLVM's runtime, which neither torch nor the compiler's wheel has. These are they, as far as
+ * the kernels need them, on four functions that GCC's runtime, LLVM's and Intel's all have. Until `use_openmp` was
+ * called, and in a program without a runtime, there is one thread. GCC calls its own runtime itself. */
+
+#ifdef __clang__
+
+#include <sched.h>
+#include <stdarg.h>
+#include <stdint.h>
+
+enum { ARGUMENTS = 40, LOOPS = 8, DEPTH = 4, STATIC_CHUNKS = 33, MODIFIERS = 3 << 29 };
+#define OURS __attribute__((visibility("hidden"))) /* another runtime of the process may have such names, too */
+
+typedef void (*Body)(int32_t *thread, int32_t *bound, ...);
+typedef struct Place Place; /* in the source; not read */
+
+static struct {
+    void (*parallel)(void (*run)(void *), void *data, unsigned threads, unsigned flags);
+    void (*barrier)(void);
+    int (*number)(void), (*count)(void);
+} runtime;
+
+/* GOMP_parallel, GOMP_barrier, omp_get_thread_num, omp_get_num_threads */
+void use_openmp(void *parallel, void *barrier, void *number, void *count) {
+    runtime.parallel = parallel, runtime.barrier = barrier, runtime.number = number, runtime.count = count;
+}
+
+/* A loop whose iterations are taken one by one. A region has many, one after the other: each place is used again by
+ * the loop that is LOOPS later, once all threads have left it. */
+typedef struct {
+    _Alignas(64) _Atomic int64_t taken;
+    _Atomic int64_t left, uses;
+} Loop;
+
+typedef struct {
+    Body body;
+    void *arguments[ARGUMENTS];
+    Loop loops[LOOPS];
+} Team;
+
+typedef struct {
+    Team *team;
+    int number, count;
+    int64_t begun;                     /* loops of this region */
+    int64_t first, step, trips, chunk; /* of the loop this thread is in */
+} Thread;
+
+static _Thread_local Thread self = {.count = 1}, outer[DEPTH];
+static _Thread_local int depth;
+static _Thread_local unsigned wanted;
+
+OURS int omp_get_thread_num(void) { return self.number; }
+OURS int omp_get_num_threads(void) { return self.count; }
+OURS int32_t __kmpc_global_thread_num(Place *place) { return self.number; }
+
+static void run(void *data) {
+    Team *const team = data;
+    void **const a = team->arguments;
+    const Thread before = self;
+    self = (Thread){.team = team, .count = 1};
+    if (runtime.parallel && !before.team) self.number = runtime.number(), self.count = runtime.count();
+    int32_t thread = self.number, bound = 0;
+    team->body(&thread, &bound, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13],
+               a[14], a[15], a[16], a[17], a[18], a[19], a[20], a[21], a[22], a[23], a[24], a[25], a[26], a[27], a[28],
+               a[29], a[30], a[31], a[32], a[33], a[34], a[35], a[36], a[37], a[38], a[39]);
+    self = before;
+}
+
+OURS void __kmpc_fork_call(Place *place, int32_t count, Body body, ...) {
+    Team team = {.body = body};
+    va_list given;
+    if (count > ARGUMENTS) __builtin_trap(); /* a region that uses so many variables is to be written otherwise */
+    va_start(given, body);
+    for (int32_t i = 0; i < count; i++) team.arguments[i] = va_arg(given, void *);
+    va_end(given);
+    const unsigned threads = wanted;
+    wanted = 0;
+    if (runtime.parallel && !self.team) runtime.parallel(run, &team, threads, 0);
+    else run(&team); /* within another region there is one thread */
+}
+
+OURS void __kmpc_push_num_threads(Place *place, int32_t thread, int32_t count) { wanted = count; }
+
+OURS void __kmpc_serialized_parallel(Place *place, int32_t thread) {
+    if (depth == DEPTH) __builtin_trap();
+    outer[depth++] = self;
+    self = (Thread){.count = 1};
+}
+
+OURS void __kmpc_end_serialized_parallel(Place *place, int32_t thread) { self = outer[--depth]; }
+OURS int32_t __kmpc_masked(Place *place, int32_t thread, int32_t filter) { return self.number == filter; }
+OURS void __kmpc_end_masked(Place *place, int32_t thread) {}
+OURS int32_t __kmpc_master(Place *place, int32_t thread) { return self.number == 0; }
+OURS void __kmpc_end_master(Place *place, int32_t thread) {}
+
+OURS void __kmpc_barrier(Place *place, int32_t thread) {
+    if (self.count > 1) runtime.barrier();
+}
+
+static void enter(void) {
+    Loop *const loop = &self.team->loops[self.begun % LOOPS];
+    while (loop->uses != self.begun / LOOPS) sched_yield();
+}
+
+static int64_t take(int64_t count) {
+    return __c11_atomic_fetch_add(&self.team->loops[self.begun % LOOPS].taken, count, __ATOMIC_SEQ_CST);
+}
+
+static void leave(void) {
+    Loop *const loop = &self.team->loops[self.begun++ % LOOPS];
+    if (++loop->left < self.count) return;
+    loop->taken = loop->left = 0;
+    loop->uses++;
+}
+
+OURS int32_t __kmpc_single(Place *place, int32_t thread) {
+    if (self.count == 1) return 1;
+    enter();
+    const int first = take(1) == 0;
+    leave();
+    return first;
+}
+
+OURS void __kmpc_end_single(Place *place, int32_t thread) {}
+
+static void begin(int64_t first, int64_t last, int64_t step, int64_t chunk) {
+    const int64_t distance = step > 0 ? last - first : first - last, size = step > 0 ? step : -step;
+    self.first = first, self.step = step;
+    self.trips = distance < 0 ? 0 : distance / size + 1;
+    if (self.count > 1) {
+        self.chunk = chunk < 1 ? 1 : chunk;
+        enter();
+    } else self.chunk = 0;
+}
+
+/* The next iterations of this thread, [*first, *last]; 0: there are none. */
+static int next(int64_t *first, int64_t *last) {
+    int64_t at = 0, end = self.trips;
+    if (self.chunk) {
+        at = take(self.chunk);
+        end = at + self.chunk < self.trips ? at + self.chunk : self.trips;
+    }
+    if (at >= end) {
+        if (self.chunk) leave();
+        return 0;
+    }
+    if (!self.chunk) self.trips = 0;
+    *first = self.first + at * self.step;
+    *last = self.first + (end - 1) * self.step;
+    return 1;
+}
+
+/* This thread's share of [*first, *last], which is in one piece without a chunk. */
+static void share(int32_t kind, int64_t *first, int64_t *last, int64_t *stride, int64_t step, int64_t chunk) {
+    const int64_t count = self.count, number = self.number;
+    const int64_t trips = (*last - *first) / step + 1;
+    if ((step > 0 ? *first > *last : *first < *last)) return;
+    if ((kind & ~MODIFIERS) == STATIC_CHUNKS && chunk > 0) {
+        *stride = chunk * step * count;
+        *first += chunk * step * number;
+        *last = *first + (chunk - 1) * step;
+        return;
+    }
+    const int64_t each = trips / count, more = trips % count;
+    *stride = trips * step;
+    *first += (number * each + (number < more ? number : more)) * step;
+    *last = *first + (each + (number < more) - 1) * step;
+}
+
+OURS void __kmpc_for_static_fini(Place *place, int32_t thread) {}
+
+/* For loops whose counters have 4 and 8 bytes. None needs to know which thread has the last iteration. */
+#define COUNTERS(NAME, TYPE, STEP)                                                                                      \
+    OURS void __kmpc_for_static_init_##NAME(Place *place, int32_t thread, int32_t kind, int32_t *is_last, TYPE *first,  \
+                                            TYPE *last, STEP *stride, STEP step, STEP chunk) {                          \
+        int64_t from = *first, to = *last, by = *stride;                                                                \
+        share(kind, &from, &to, &by, step, chunk);                                                                      \
+        *first = (TYPE)from, *last = (TYPE)to, *stride = (STEP)by;                                                      \
+    }                                                                                                                   \
+    OURS void __kmpc_dispatch_init_##NAME(Place *place, int32_t thread, int32_t kind, TYPE first, TYPE last, STEP step, \
+                                          STEP chunk) {                                                                 \
+        begin(first, last, step, chunk);                                                                                \
+    }                                                                                                                   \
+    OURS int32_t __kmpc_dispatch_next_##NAME(Place *place, int32_t thread, int32_t *is_last, TYPE *first, TYPE *last,   \
+                                             STEP *stride) {                                                            \
+        int64_t from, to;                                                                                               \
+        if (!next(&from, &to)) return 0;                                                                                \
+        *first = (TYPE)from, *last = (TYPE)to, *stride = (STEP)self.step;                                               \
+        return 1;                                                                                                       \
+    }
+COUNTERS(4, int32_t, int32_t)
+COUNTERS(4u, uint32_t, int32_t)
+COUNTERS(8, int64_t, int64_t)
+COUNTERS(8u, uint64_t, int64_t)
+
+OURS void __kmpc_dispatch_deinit(Place *place, int32_t thread) {}
+
+#endif

@@ -1,0 +1,59 @@
+"""The compiled kernels for every level of instruction sets that can run here, also emulated."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import zlib
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manylora.kernels import native
+from manylora.system.compiler import build_library, find_compiler, find_zig
+from manylora.system.processor import LEVELS, Level, find_levels
+
+SIMULATED = "x86-64-v4 by simde"
+NAMES = (*(level.name for level in LEVELS), SIMULATED)
+"""What `open_library` knows; tests that take one of them skip those that cannot run."""
+HEADER = Path(__file__).with_name("avx512.h")
+
+
+@lru_cache
+def open_library(name: str) -> Any:
+    """As `native.load()`, for this level. Skips the test, with the reason, where it cannot run."""
+    ours = {level.name: level for level in find_levels()}
+    if name in ours:
+        library, _ = native.open_level(ours[name])
+        if library is None:
+            pytest.skip("there are no kernels in this installation, and no compiler")
+        return library
+    if name == SIMULATED:
+        return _simulated(ours)
+    if name != "aarch64":
+        pytest.skip(f"this processor has not all of {name}")
+    return _emulated(next(level for level in LEVELS if level.name == name))
+
+
+def _simulated(ours: dict[str, Level]) -> ctypes.CDLL:
+    """The code for AVX-512, its intrinsics in portable C."""
+    gcc = find_compiler()
+    if gcc is None or gcc.kind != "gcc" or not Path("/usr/include/simde").exists():
+        pytest.skip("needs gcc and simde: apt install gcc libsimde-dev")
+    made_of = f"-DHEADER={zlib.crc32(HEADER.read_bytes())}"
+    options = ("-O1", *native.SOURCE.options[1:], "-Wno-psabi", made_of, "-include", str(HEADER))
+    source = dataclasses.replace(native.SOURCE, name="simulated", options=options)
+    return native.open_library(build_library(gcc, source, ours.get("x86-64-v3")))
+
+
+def _emulated(level: Level) -> Any:
+    emulated = pytest.importorskip("emulated", reason="needs unicorn and pyelftools: pip install -e '.[dev]'")
+    path = native.SOURCE.prebuilt / native.SOURCE.file_name(level)
+    if not path.exists():
+        zig = find_zig()
+        if zig is None:
+            pytest.skip("needs a compiler for aarch64: pip install ziglang")
+        path = build_library(zig, native.SOURCE, level)
+    return emulated.EmulatedLibrary(path)

@@ -102,11 +102,11 @@ def open_library(path: Path) -> ctypes.CDLL:
         getattr(library, name).restype = KINDS.get(given)
         getattr(library, name).argtypes = [KINDS[kind] for kind in taken]
     if hasattr(library, "use_openmp") and "torch" in sys.modules:
-        _use_openmp(library)
+        use_openmp(library)
     return library
 
 
-def _use_openmp(library: ctypes.CDLL) -> None:
+def use_openmp(library: ctypes.CDLL) -> None:
     """The kernels' threads are torch's: its runtime is found among what its libraries depend on."""
     torch = ctypes.CDLL(sys.modules["torch"]._C.__file__)
     try:

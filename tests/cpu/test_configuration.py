@@ -42,6 +42,7 @@ VALUES: dict[str, Any] = {
     "target_modules": ("attn_q", "attn_k", "attn_v"), "prefetch_dir": Path("/prefetch"),
     "catalog_dir": Path("/catalog"), "names_file": Path("/names.json"),
     "allowed_paths": (Path("/a"), Path("/b")),
+    "lora_adapter_dtype": "bfloat16",
     "text_only": True, "disk_cache_dir": Path("/disk"), "disk_cache_bytes": 2**20, "quant_algo": "W4A16",
     "kv_cache_quant_algo": "FP8", "group_size": 64, "exclude_modules": ["*k_proj"],
 }  # fmt: skip

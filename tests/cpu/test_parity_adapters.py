@@ -3,6 +3,7 @@ base model in one batch."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import tarfile
 from collections.abc import Sequence
@@ -13,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from running import tokens
+from running import run, tokens
 from safetensors.torch import load_file, save_file
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig, ModelConfig
 from manylora.engine.engine import Engine
-from manylora.errors import AdapterInvalidError
+from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import open_device
 from manylora.kernels.spec import AttentionBatch
 from manylora.lora.formats.base_weights import BaseWeights
@@ -217,6 +218,33 @@ def test_greedy_tokens_of_lora_dora_and_base_in_one_engine(workshop: Path) -> No
     for i, (handle, (_, adapter)) in enumerate(zip(handles, wanted, strict=True)):
         assert found[handle] == reference_generate(model, adapter, tokens(9, i), 16)
     engine.close()
+
+
+def test_pages_in_float32_keep_adapters_of_a_bfloat16_model_as_they_were_saved(workshop: Path) -> None:
+    model = make_model(workshop / "narrow", seed=12)
+    weights = {name: one.bfloat16() for name, one in load_file(model / "model.safetensors").items()}
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}), encoding="utf-8")
+    adapter = make_adapter(workshop / "wide", model, 5, rank=64, modules=ALL)
+    ids = tokens(20, 6)
+    want, given = reference_logits(model, adapter, ids), LoraInput(1, *read_adapter_folder(adapter))
+    farthest = {}
+    for dtype in ("float32", "bfloat16", "float16"):
+        cache = LoraCacheConfig(gpu_memory_bytes=2**22, lora_adapter_dtype=dtype)
+        engine = Engine(EngineConfig(model, device="cpu", dtype="float32", max_seq_len=64, lora=cache))
+        params = SamplingConfig(max_tokens=1, return_context_logits=True)
+        [[event]] = run(engine, Request(tuple(ids), params, lora=given))
+        engine.close()
+        farthest[dtype] = float((torch.from_numpy(event.context_logits) - want).abs().max())
+    assert farthest["float32"] < 1e-4 * float(want.abs().max())
+    assert farthest["bfloat16"] > 20 * farthest["float32"], "nothing was rounded"
+    assert farthest["float16"] < farthest["bfloat16"]
+    narrow = EngineConfig(
+        model, device="cpu", dtype="bfloat16", lora=LoraCacheConfig(lora_adapter_dtype="float32")
+    )
+    with pytest.raises(ConfigError, match="lora_adapter_dtype must be auto or bfloat16, the compute dtype"):
+        Engine(narrow)
 
 
 def test_dora_that_cannot_be_normalised_is_refused(workshop: Path) -> None:

@@ -36,6 +36,7 @@ class LoraCacheConfig:
     catalog_dir: Path | None = None  # adapters by name, <dir>/<name>/
     names_file: Path | None = None  # JSON: more names, and the folder of each
     allowed_paths: tuple[Path, ...] = ()  # folders beside these two that links in them may lead to
+    lora_adapter_dtype: str = "auto"  # in memory; auto: the checkpoint's where kernels widen it, else `dtype`
     text_only: bool = False  # of a vision model's adapter the text part is served; else such are refused
     disk_cache_dir: Path | None = None  # copies of adapters on disk, by digest; None: no disk level
     disk_cache_bytes: int = 4 * GIB
@@ -46,6 +47,7 @@ class LoraCacheConfig:
         at_least(0, self, "gpu_memory_bytes", "host_memory_bytes", "disk_cache_bytes")
         at_least(0, self, "num_device_module_layer", "num_host_module_layer")
         fraction(lora_cache_gpu_memory_fraction=self.gpu_memory_fraction)
+        one_of(DTYPES, lora_adapter_dtype=self.lora_adapter_dtype)
 
     @property
     def roots(self) -> tuple[Path, ...]:

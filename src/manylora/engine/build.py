@@ -73,7 +73,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
     free_bytes = max(0, usable_bytes(config, device, before) - untouched)
     base = BaseWeights(config.model_dir, EffectiveWeights(model, config.quant, dtype))
     lora = _lora_config(config, model, decoder)
-    pages_dtype = adapter_dtype(config.dtype, model, dtype, device)
+    pages_dtype = adapter_dtype(config, model, dtype, device)
     adapters = AdapterStore.open(model, lora, device.torch, pages_dtype, free_bytes, base)
     limits = batch_limits(config, model, dtype, plan.max_seq_len)
     runner = Runner(decoder, kv_tensor, device, adapters, limits)

@@ -45,6 +45,7 @@ class LoraConfig(Options):
     max_cpu_loras:       capacity of the host cache, likewise.
     swap_gate_up_proj_lora_b_weight: adapters on fused gate and up projections have gate first, as PEFT writes
                          them; False: up first, as TensorRT-LLM's tensors have them.
+    lora_adapter_dtype:  of adapters in memory: auto, float32, bfloat16 or float16.
     lora_text_only:      of an adapter of a vision model, its text part is served; else it is refused.
     overlap_lora_and_base, cuda_graph_specialize_lora: accepted, without effect.
     """
@@ -57,6 +58,7 @@ class LoraConfig(Options):
     max_loras: int | None = None
     max_cpu_loras: int | None = None
     swap_gate_up_proj_lora_b_weight: bool = True
+    lora_adapter_dtype: str = "auto"
     lora_text_only: bool = False
     overlap_lora_and_base: bool = False
     cuda_graph_specialize_lora: bool = False

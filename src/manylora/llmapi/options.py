@@ -58,6 +58,7 @@ RENAMED = {
     "enable_chunked_prefill": "enable_chunked_context",
     "disable_overlap_scheduler": "enable_overlap",
     "lora_config.lora_target_modules": "target_modules",
+    "lora_config.lora_adapter_dtype": "lora_adapter_dtype",
     "lora_config.lora_text_only": "text_only",
     "peft_cache_config.device_cache_percent": "gpu_memory_fraction",
     "peft_cache_config.device_cache_size": "gpu_memory_bytes",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manylora.config.engine import ModelConfig
+from manylora.config.engine import EngineConfig, ModelConfig
 from manylora.config.model_folder import weight_files
 from manylora.errors import ConfigError
 from manylora.kernels.device import Device
@@ -50,11 +50,31 @@ def compute_dtype(choice: str, config: ModelConfig, device: Device) -> torch.dty
     return DTYPES[choice]
 
 
-def adapter_dtype(choice: str, config: ModelConfig, compute: torch.dtype, device: Device) -> torch.dtype:
-    """The dtype of adapters in memory: the compute dtype, or with `auto` the checkpoint's where the kernels
-    widen it as they read. That halves their bytes; float32 adapters are rounded, as on a GPU."""
-    stored = DTYPES[config.dtype]
-    return stored if choice == "auto" and device.ops.keeps(stored, compute) else compute
+def adapter_dtype(
+    settings: EngineConfig, config: ModelConfig, compute: torch.dtype, device: Device
+) -> torch.dtype:
+    """The dtype of adapters in memory. `auto`: the compute dtype, or the checkpoint's where the kernels widen
+    it as they read, unless `dtype` was said. That halves their bytes, and rounds float32 adapters.
+
+    Raises ConfigError for one that the kernels cannot read.
+    """
+    wanted, stored = settings.lora.lora_adapter_dtype, DTYPES[config.dtype]
+    if wanted == "auto":
+        if settings.dtype != "auto" or not device.ops.keeps(stored, compute):
+            return compute
+        if stored != compute:
+            logger.info(
+                "adapters are kept in %s, as the checkpoint is: those saved in float32 are rounded; "
+                "lora_adapter_dtype float32 keeps them as they are, in twice the bytes",
+                config.dtype,
+            )
+        return stored
+    if DTYPES[wanted] != compute and (device.torch.type != "cpu" or compute != torch.float32):
+        name = str(compute).removeprefix("torch.")
+        raise ConfigError(
+            f"lora_adapter_dtype must be auto or {name}, the compute dtype, on this device, got {wanted}"
+        )
+    return DTYPES[wanted]
 
 
 def load_decoder(

@@ -88,10 +88,22 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decoding() -> None:
     bench.step()
     long = bench.add(list(range(25)), 1)
     seen = [bench.step() for _ in range(3)]
-    assert [(s is short, start, n) for s, start, n in seen[0]] == [(True, 2, 1), (False, 0, 9)]
-    assert [n for s, _, n in seen[1] if s is long] == [9]
-    assert [n for s, _, n in seen[2] if s is long] == [7]
+    assert [(s is short, start, n) for s, start, n in seen[0]] == [(True, 2, 1), (False, 0, 8)]
+    assert [n for s, _, n in seen[1] if s is long] == [8]
+    assert [n for s, _, n in seen[2] if s is long] == [9]
     assert long.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("company", [0, 1, 3, 7])
+def test_prompts_are_divided_at_the_same_borders_in_any_company(company: int) -> None:
+    bench = Bench(max_num_tokens=39)  # with room for 32 beside 7 that decode
+    for number in range(company):
+        bench.add([number] * (1 + number), 30)
+    bench.step()
+    long, ends = bench.add(list(range(100)), 1), []
+    while long in bench.live:
+        ends += [start + count for sequence, start, count in bench.step() if sequence is long]
+    assert ends[-1] == 100 and not any(end % 32 for end in ends[:-1])
 
 
 def test_without_chunking_a_prompt_waits_until_it_fits_whole() -> None:

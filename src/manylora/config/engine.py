@@ -13,6 +13,7 @@ from manylora.quant.checkpoint import CheckpointQuant
 from manylora.quant.config import QuantConfig
 
 GIB = 2**30
+MAX_CHUNK = 512
 POLICIES = ("guaranteed_no_evict", "max_utilization")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -106,6 +107,13 @@ class EngineConfig:
                 f"max_num_tokens must be at least max_batch_size ({self.max_batch_size}), "
                 f"got {self.max_num_tokens}"
             )
+
+    @property
+    def chunk_tokens(self) -> int:
+        """A prompt that does not fit a step is divided at multiples of this alone, a power of two, so that
+        its parts do not depend on what else is in a step. Beside all other sequences one such part fits."""
+        fits = self.max_num_tokens - self.max_batch_size + 1
+        return 1 << min(MAX_CHUNK, fits).bit_length() - 1
 
 
 @dataclass(frozen=True)

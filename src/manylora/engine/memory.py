@@ -108,6 +108,7 @@ def batch_limits(
         softcap=model.attention_softcap,
         windows=frozenset(model.sliding_windows or (None,)),
         num_experts=model.moe.num_experts if model.moe is not None else 0,
+        chunk_tokens=config.chunk_tokens,
     )
 
 

@@ -58,9 +58,10 @@ class Step:
 
 @dataclass
 class _Round:
-    """The arithmetic of one scheduling round. budget: rows that are left."""
+    """The arithmetic of one scheduling round. budget: rows that are left. border: see `chunk_tokens`."""
 
     budget: int
+    border: int
     chunks: list[Chunk] = field(default_factory=list)
 
     def add(self, sequence: Sequence) -> None:
@@ -70,6 +71,9 @@ class _Round:
         left = sequence.num_due - count
         if 0 < left <= sequence.num_draft:  # draft tokens are verified in one step
             count -= sequence.num_draft + 1 - left
+        if 0 < count < sequence.num_due:
+            whole = count - (sequence.num_computed + count) % self.border
+            count = whole if whole > 0 or self.chunks else count  # alone it goes on in any case
         if count > 0:
             samples = count == sequence.num_due
             self.chunks.append(Chunk(sequence, sequence.num_computed, count, samples, encoded))
@@ -124,7 +128,7 @@ class Scheduler:
             self._adapters.suspend(lease)
         self._still_pinned = {}
         self._in_flight = frozenset(c.sequence for c in in_flight.chunks) if in_flight else frozenset()
-        this = _Round(self._config.max_num_tokens)
+        this = _Round(self._config.max_num_tokens, self._config.chunk_tokens)
         for sequence in [s for s in self.running if s.outgrows_rope]:
             self._preempt(sequence, this)
             sequence.rotate_long()
@@ -252,7 +256,9 @@ class Scheduler:
         return False
 
     def _try_blocks(self, sequence: Sequence, this: _Round) -> bool:
-        least = 1 if self._config.enable_chunked_context else sequence.num_due
+        least = sequence.num_due
+        if self._config.enable_chunked_context:
+            least = min(least, self._config.chunk_tokens)
         if this.chunks and sequence.num_unencoded + least > this.budget:
             return False
         group = sequence.beams

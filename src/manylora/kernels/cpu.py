@@ -17,6 +17,7 @@ from manylora.kernels.row_format import TABLE_ROW, Encoding, RowFormat
 from manylora.kernels.spec import (
     AttentionBatch,
     AttentionParams,
+    BatchLimits,
     ExpertPairs,
     LoraBatch,
     LoraTarget,
@@ -33,8 +34,12 @@ class CpuOps(ReferenceOps):
     """Attention of decoding rows is one batched operation; prompts are attended one by one."""
 
     def __init__(self) -> None:
+        self._chunk_tokens = BatchLimits.chunk_tokens
         self._packed = [dtype for dtype in PACKED if _packs(dtype)]
         self.has_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+    def reserve(self, limits: BatchLimits, device: torch.device) -> None:
+        self._chunk_tokens = limits.chunk_tokens
 
     def pack(self, weight: Tensor | QuantisedWeight | StackedWeight, routed: bool = False) -> Weight:
         if isinstance(weight, StackedWeight):
@@ -67,22 +72,20 @@ class CpuOps(ReferenceOps):
     def attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, params: AttentionParams
     ) -> Tensor:
-        starts = batch.query_starts
-        single = [s for s in range(len(batch.kv_lens)) if starts[s + 1] - starts[s] == 1]
-        if len(single) == len(batch.kv_lens):
+        if len(q) == len(batch.kv_lens):
             lengths = list(batch.kv_lens)
             return self.decode(q, k_cache, v_cache, batch.block_table, lengths, params)
+        pieces = _pieces(batch, self._chunk_tokens)
+        single = [piece for piece in pieces if piece[2] - piece[1] == 1]
         out = torch.empty_like(q)
         if single:
-            rows = torch.tensor([starts[s] for s in single])
-            lengths = [batch.kv_lens[s] for s in single]
-            table = batch.block_table[torch.tensor(single)]
+            sequences, first, _, lengths = map(list, zip(*single, strict=True))
+            rows, table = torch.tensor(first), batch.block_table[torch.tensor(sequences)]
             out[rows] = self.decode(q[rows], k_cache, v_cache, table, lengths, params)
-        for s, kv_len in enumerate(batch.kv_lens):
-            if starts[s + 1] - starts[s] > 1:
-                span = slice(starts[s], starts[s + 1])
+        for s, start, stop, kv_len in pieces:
+            if stop - start > 1:
                 blocks = batch.block_table[s]
-                out[span] = self.attend_one(q[span], k_cache, v_cache, blocks, kv_len, params)
+                out[start:stop] = self.attend_one(q[start:stop], k_cache, v_cache, blocks, kv_len, params)
         return out
 
     def attend_one(
@@ -151,6 +154,23 @@ class CpuOps(ReferenceOps):
         queries = q.view(count, kv_heads, num_heads // kv_heads, dim)
         mixed = attend(queries, k.transpose(1, 2), v.transpose(1, 2), mask[:, None, None, :], params)
         return mixed.reshape(count, num_heads, dim)
+
+
+def _pieces(batch: AttentionBatch, size: int) -> list[tuple[int, int, int, int]]:
+    """Each sequence, the first of some of its rows, the one after the last, and the tokens that this sees.
+
+    They are divided at positions that are multiples of `size`: products of torch depend on their shapes, and
+    so a row does not depend on how many of its prompt are in one step.
+    """
+    found = []
+    for s, kv_len in enumerate(batch.kv_lens):
+        stop = batch.query_starts[s + 1]
+        position = kv_len - (stop - batch.query_starts[s])
+        while position < kv_len:
+            end = min(kv_len, (position // size + 1) * size)
+            found.append((s, stop - kv_len + position, stop - kv_len + end, end))
+            position = end
+    return found
 
 
 def _pack(weight: Tensor) -> Tensor:

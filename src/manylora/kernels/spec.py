@@ -116,7 +116,9 @@ class ExpertPairs:
 class BatchLimits:
     """What no batch of one engine exceeds, and the shapes its attention has. Sizes in elements.
 
+
     kv_dtype: of the KV cache, None: as `dtype`. softcap: of its attention scores. num_experts: 0 for none.
+    chunk_tokens: prompts are divided at its multiples only.
     """
 
     num_layers: int
@@ -131,3 +133,4 @@ class BatchLimits:
     softcap: float | None = None
     kv_dtype: torch.dtype | None = None
     num_experts: int = 0
+    chunk_tokens: int = 512

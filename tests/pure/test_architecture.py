@@ -28,8 +28,9 @@ RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, nam
 INSIDE = {
     "system": ["lifeline", "threads", "allocator", "text_threads", "processor", "compiler", "progress"],
     "kernels": [
-        "activations", "quantised", "huge_pages", "panels", "extras", "row_format", "spec", "experts",
-        "transfer", "decode_step", "reference", "native", "loading", "cpu", "compiled", "cuda", "device",
+        "activations", "quantised", "integer", "huge_pages", "panels", "extras", "row_format", "spec",
+        "experts", "transfer", "decode_step", "reference", "native", "loading", "cpu", "compiled", "cuda",
+        "device",
     ],
     "quant": ["config", "checkpoint", "layouts", "checkpoint_weights"],
     "config": ["values", "engine", "build_record", "hub", "model_folder", "resolve"],

@@ -9,7 +9,7 @@ from typing import Any
 
 from manylora.bench.datasets import BenchRequest
 from manylora.bench.load import Answer, Sample
-from manylora.config.build_record import read_build_record
+from manylora.config.build_record import weights_algo
 from manylora.config.engine import EngineConfig
 from manylora.kernels.device import open_device
 from manylora.llmapi import LLM, LoraConfig, RequestOutput, SamplingParams
@@ -92,8 +92,7 @@ def open_llm(
 def _quantisation(config: EngineConfig, dtype: str) -> dict[str, Any]:
     quant = config.quant
     fp8_kv = quant is not None and quant.fp8_kv_cache
-    weights = quant.quant_algo if quant is not None and quant.any_weights else None
-    algo = weights or read_build_record(config.model_dir).quant_algo
+    algo = weights_algo(config.model_dir, quant)
     return {"kv_cache_dtype": "fp8" if fp8_kv else dtype, "quantization": algo}
 
 

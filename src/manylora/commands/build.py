@@ -20,7 +20,7 @@ from manylora.commands.trtllm_flags import (
 from manylora.config.build_record import LIMITS
 from manylora.config.hub import local_model
 from manylora.errors import ConfigError
-from manylora.quant.config import SERVED, QuantConfig
+from manylora.quant.config import INTEGER, SERVED, QuantConfig
 
 LORA = ("lora_dir", "lora_target_modules", "lora_ckpt_source", "max_lora_rank")
 
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max_lora_rank", type=int, help="default: 64 when adapters are served")
     add("--lora_dir", nargs="+", default=[], help="adapters to infer the target modules from")
     add("--lora_ckpt_source", choices=("hf", "nemo"), default="hf")
-    add("--quant_algo", help=f"{', '.join(SERVED)}; default: not quantised")
+    add("--quant_algo", help=f"{', '.join((*SERVED, *INTEGER))}; default: not quantised")
     add("--kv_cache_quant_algo", help="FP8; default: the compute dtype")
     add("--group_size", type=int, default=128, help="inputs that share a scale with W4A16")
     add("--exclude_modules", nargs="+", metavar="PATTERN", help="linear layers to leave as they are")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.errors import ConfigError
+from manylora.quant.config import QuantConfig
 
 KEY = "build_config"
 LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens", "max_beam_width")
@@ -37,6 +38,13 @@ class BuildRecord:
         found = {name: getattr(self, name) for name in (*LIMITS, "max_lora_rank", "kv_cache_quant_algo")}
         found["target_modules"] = self.lora_target_modules or None
         return {name: value for name, value in found.items() if value is not None}
+
+
+def weights_algo(model_dir: Path, quant: QuantConfig | None) -> str | None:
+    """The quant_algo of a model's weights, as asked for or as they were built; None: plain, or by another
+    tool. Raises ConfigError."""
+    asked = quant.quant_algo if quant is not None and quant.any_weights else None
+    return asked or read_build_record(model_dir).quant_algo
 
 
 def read_build_record(model_dir: Path) -> BuildRecord:

@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import dataclass, replace
 
-from manylora.config.build_record import read_build_record
+from manylora.config.build_record import weights_algo
 from manylora.config.engine import EngineConfig, LoraCacheConfig, ModelConfig
 from manylora.engine.guide import Guides
 from manylora.engine.memory import (
@@ -102,12 +102,7 @@ def _lora_config(
     """The adapter settings, with the target modules that can be served beside quantised experts."""
     if not decoder.has_quantised_experts:
         return config.lora
-    if config.quant is not None and config.quant.any_weights:
-        algo = config.quant.quant_algo
-    elif model.quant is not None:
-        algo = model.quant.algo
-    else:
-        algo = read_build_record(config.model_dir).quant_algo
+    algo = weights_algo(config.model_dir, config.quant) if model.quant is None else model.quant.algo
     targets = targets_beside_quantised_experts(config.lora.target_modules, model, algo)
     return replace(config.lora, target_modules=targets)
 

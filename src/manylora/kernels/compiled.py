@@ -19,6 +19,7 @@ from torch import Tensor
 
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.decode_step import DecoderParts, DecodeStep
+from manylora.kernels.integer import IntegerPanels, integer_linear, to_integer_panels
 from manylora.kernels.panels import Panels, PanelsLinear, WeightRows, address, read_panels, to_panels
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.kernels.row_format import TABLE_ROW
@@ -67,6 +68,7 @@ class CompiledOps(CpuOps):
         super().__init__()
         self._library = library
         self._panels_linear = PanelsLinear(library)
+        self._dots = library.integer_dots()
         self._scores = torch.empty(0)
         self._parts: dict[tuple[int, tuple[LoraTarget, ...]], dict[int, _Parts]] = {}
         self._calls: dict[tuple[int, tuple[LoraTarget, ...]], list[_LoraCall]] = {}  # for `_segments`
@@ -80,6 +82,8 @@ class CompiledOps(CpuOps):
     def pack(self, weight: Tensor | QuantisedWeight | StackedWeight, routed: bool = False) -> Weight:
         if isinstance(weight, StackedWeight):
             return weight.map(self.pack)
+        if isinstance(weight, QuantisedWeight) and weight.rounds_inputs:
+            return to_integer_panels(weight, self._library.integer_width()) or super().pack(weight)
         if isinstance(weight, QuantisedWeight) and weight.scales.dtype != torch.float32:
             return super().pack(weight)
         if isinstance(weight, Tensor) and weight.dtype == torch.bfloat16 and self.has_bfloat16:
@@ -97,12 +101,12 @@ class CompiledOps(CpuOps):
         return DecodeStep(self._library, parts, self._find_calls) if fits else None
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
-        if not isinstance(packed, Panels):
+        if not isinstance(packed, Panels | IntegerPanels):
             return super().linear(x, packed, bias)
-        if x.dtype == torch.float32:
-            return self._panels_linear(x, packed, bias)
-        wide = None if bias is None else bias.float()
-        return self._panels_linear(x.float(), packed, wide).to(x.dtype)
+        wide, shift = x.float(), None if bias is None else bias.float()
+        if isinstance(packed, IntegerPanels):
+            return integer_linear(self._library, wide, packed, shift, self._dots).to(x.dtype)
+        return self._panels_linear(wide, packed, shift).to(x.dtype)
 
     def lora_add(
         self, y: Tensor, x: Tensor, batch: LoraBatch, layer: int, targets: Targets, bias: Tensor | None = None

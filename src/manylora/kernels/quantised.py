@@ -17,6 +17,8 @@ WIDE_ELEMENTS = 2**22  # of a weight that are dequantised at a time
 INT8_ROWS = 64  # token rows up to which the 8-bit CPU kernel is faster
 INT4_ROWS = 16  # token rows for which the 4-bit CPU kernel is fastest
 INT4_GROUPS = (32, 64, 128, 256)  # group sizes of the 4-bit kernels
+BLOCK = 32  # inputs that share a scale where they are rounded to 8 bits
+SMALLEST_INPUT = 1e-30  # of a block; what is below is 0
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class QuantisedWeight:
              byte i; a value is its half of a byte minus 8.
     scales:  [N, K / group_size], compute dtype. offsets: likewise, or None for 0.
     zeros:   int8 [N, K / group_size], or None for 0. order: int64 [K], or None for 0 to K - 1.
+    rounds_inputs: whether what it is multiplied with is rounded as by `round_inputs`.
     """
 
     values: Tensor
@@ -36,6 +39,7 @@ class QuantisedWeight:
     offsets: Tensor | None = None
     zeros: Tensor | None = None
     order: Tensor | None = None
+    rounds_inputs: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -53,7 +57,8 @@ class QuantisedWeight:
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields that are not None."""
-        return {field.name: part for field in fields(self) if (part := getattr(self, field.name)) is not None}
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: part for name, part in parts.items() if isinstance(part, Tensor)}
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +71,7 @@ class QuantisedWeight:
     def rows(self, rows: slice) -> QuantisedWeight:
         """The part of the weight that makes some of the outputs."""
         parts = {name: part[rows] for name, part in self.tensors().items() if name != "order"}
-        return QuantisedWeight(**parts, order=self.order)
+        return QuantisedWeight(**parts, order=self.order, rounds_inputs=self.rounds_inputs)
 
     def to(self, dtype: torch.dtype) -> QuantisedWeight:
         """The same weight with scales and offsets in another dtype."""
@@ -132,7 +137,8 @@ def weight_bytes(weight: Any) -> int:
 def pack_for_cpu(weight: QuantisedWeight) -> QuantisedWeight | PackedInt4:
     """Repack for PyTorch's 4-bit kernel in bfloat16 models only, as it rounds activations to bfloat16."""
     kernel_takes = (
-        weight.values.dtype == torch.uint8
+        not weight.rounds_inputs
+        and weight.values.dtype == torch.uint8
         and weight.scales.dtype == torch.bfloat16
         and weight.group_size in INT4_GROUPS
         and weight.shape[0] % 16 == 0
@@ -149,6 +155,9 @@ def pack_for_cpu(weight: QuantisedWeight) -> QuantisedWeight | PackedInt4:
 
 def quantised_linear(x: Tensor, weight: QuantisedWeight | PackedInt4, bias: Tensor | None) -> Tensor:
     """Semantics: x @ weight.wide().T + bias; x [T, K] in the compute dtype -> [T, N]."""
+    if isinstance(weight, QuantisedWeight) and weight.rounds_inputs:
+        wide = None if bias is None else bias.float()
+        return _wide(round_inputs(x), weight.to(torch.float32), wide).to(x.dtype)
     if weight.order is not None:
         x, weight = x.index_select(1, weight.order), replace(weight, order=None)
     if isinstance(weight, PackedInt4):
@@ -158,6 +167,16 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight | PackedInt4, bias: Tens
     else:
         return _wide(x, weight, bias)
     return y if bias is None else y.add_(bias)
+
+
+def round_inputs(x: Tensor) -> Tensor:
+    """[T, K] in float32, each BLOCK inputs of a row rounded to multiples of the largest divided by 127."""
+    blocks = F.pad(x.float(), (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    largest = torch.where(largest < SMALLEST_INPUT, 0, largest)
+    by = torch.where(largest == 0, 0, (127 / largest.double()).float())
+    made = (blocks * by).round_() * (largest * (1 / 127))
+    return made.flatten(1)[:, : x.shape[1]]
 
 
 def stacked_linear(

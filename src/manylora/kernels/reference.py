@@ -16,6 +16,7 @@ from torch import Tensor
 from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.decode_step import DecoderParts, DecodeStep
 from manylora.kernels.experts import HostPairs, group_segments, pair_up
+from manylora.kernels.integer import IntegerPanels
 from manylora.kernels.panels import Panels, WeightRows
 from manylora.kernels.quantised import (
     QuantisedWeight,
@@ -93,7 +94,7 @@ class ReferenceOps:
         if isinstance(packed, StackedWeight):
             return stacked_linear(self.linear, x, packed, bias)
         if not isinstance(packed, Tensor):
-            assert not isinstance(packed, Panels)
+            assert not isinstance(packed, Panels | IntegerPanels)
             return quantised_linear(x, packed, bias)
         return F.linear(x, packed, bias)
 

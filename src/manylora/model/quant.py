@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from manylora.errors import ConfigError
-from manylora.kernels.quantised import QuantisedWeight, StackedWeight
+from manylora.kernels.quantised import BLOCK, QuantisedWeight, StackedWeight
 from manylora.quant.checkpoint import CheckpointQuant
 from manylora.quant.config import SERVED, QuantAlgo, QuantConfig
 from manylora.quant.layouts import halves_to_bytes
@@ -38,10 +38,12 @@ def quantise(weight: Tensor, config: QuantConfig) -> QuantisedWeight:
         scales = _nonzero((largest / FP8_MAX).to(dtype))
         values = (wide / scales.float()).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
         return QuantisedWeight(values, scales)
-    if config.quant_algo == QuantAlgo.W8A16:
+    if config.quant_algo in (QuantAlgo.W8A16, QuantAlgo.W8A8):
         scales = _nonzero((largest / 127).to(dtype))
         values = (wide / scales.float()).round_().clamp_(-127, 127).to(torch.int8)
-        return QuantisedWeight(values, scales)
+        return QuantisedWeight(values, scales, rounds_inputs=config.quant_algo == QuantAlgo.W8A8)
+    if config.quant_algo == QuantAlgo.W4A8:
+        return _symmetric(wide, dtype)
     rows, columns = weight.shape
     groups = wide.view(rows, columns // _group_size(columns, config.group_size), -1)
     low, high = groups.amin(-1), groups.amax(-1)
@@ -50,6 +52,21 @@ def quantise(weight: Tensor, config: QuantConfig) -> QuantisedWeight:
     steps = (groups - offsets.float().unsqueeze(-1)) / scales.float().unsqueeze(-1)
     halves = (steps.round_() + 8).clamp_(0, 15).to(torch.uint8).view(rows, columns)
     return QuantisedWeight(halves_to_bytes(halves), scales, offsets)
+
+
+def _symmetric(wide: Tensor, dtype: torch.dtype) -> QuantisedWeight:
+    """4 bits without offsets: of each BLOCK inputs, the one farthest from 0 becomes -8. Scales are rounded to
+    bfloat16, in which the kernels keep them, whatever their dtype."""
+    rows, columns = wide.shape
+    if columns % BLOCK:
+        raise _no_group(QuantAlgo.W4A8, QuantAlgo.W8A8, columns)
+    groups = wide.view(rows, columns // BLOCK, BLOCK)
+    farthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
+    scales = (farthest / -8).bfloat16().to(dtype)
+    scales = torch.where(scales == 0, 1, scales)
+    steps = groups / scales.float().unsqueeze(-1)
+    halves = (steps.round_() + 8).clamp_(0, 15).to(torch.uint8).view(rows, columns)
+    return QuantisedWeight(halves_to_bytes(halves), scales, rounds_inputs=True)
 
 
 def stack_weights(pieces: Sequence[Tensor | QuantisedWeight]) -> Tensor | QuantisedWeight | StackedWeight:
@@ -89,6 +106,7 @@ def _same_format(one: Tensor | QuantisedWeight, other: Tensor | QuantisedWeight)
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor)
     same = one.values.dtype == other.values.dtype and one.scales.shape[1] == other.scales.shape[1]
+    same = same and one.rounds_inputs == other.rounds_inputs
     if not same or one.tensors().keys() != other.tensors().keys():
         return False
     return one.order is None or other.order is None or torch.equal(one.order, other.order)
@@ -102,7 +120,7 @@ def _cat(run: Sequence[Any]) -> Tensor | QuantisedWeight:
         return torch.cat(list(run))
     names = first.tensors().keys() - {"order"}
     joined = {name: torch.cat([getattr(piece, name) for piece in run]) for name in names}
-    return QuantisedWeight(**joined, order=first.order)
+    return QuantisedWeight(**joined, order=first.order, rounds_inputs=first.rounds_inputs)
 
 
 def _group_size(columns: int, wanted: int) -> int:
@@ -111,9 +129,13 @@ def _group_size(columns: int, wanted: int) -> int:
         if columns % size == 0:
             return size
         size //= 2
-    raise ConfigError(
-        f"W4A16 needs matrices with a multiple of {SMALLEST_GROUP} inputs, one has {columns}; "
-        "name it in exclude_modules or use W8A16"
+    raise _no_group(QuantAlgo.W4A16, QuantAlgo.W8A16, columns)
+
+
+def _no_group(algo: QuantAlgo, other: QuantAlgo, columns: int) -> ConfigError:
+    return ConfigError(
+        f"{algo} needs matrices with a multiple of {SMALLEST_GROUP} inputs, one has {columns}; "
+        f"name it in exclude_modules or use {other}"
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manylora.config.build_record import weights_algo
 from manylora.config.engine import EngineConfig, ModelConfig
 from manylora.config.model_folder import weight_files
 from manylora.errors import ConfigError
@@ -24,7 +25,7 @@ from manylora.model.plan import Plan, RowSlice, WeightSpec, checkpoint_plan, unu
 from manylora.model.quant import check_quant_request, quantise, should_quantise, stack_weights
 from manylora.model.safetensors_file import FileTensor, SafetensorsFile
 from manylora.quant.checkpoint_weights import CheckpointWeights
-from manylora.quant.config import QuantConfig
+from manylora.quant.config import INTEGER, SERVED, QuantConfig
 from manylora.system.progress import Progress
 
 logger = logging.getLogger("manylora")
@@ -91,6 +92,7 @@ def load_decoder(
     the model allows. quant: for linear layers; None: as the checkpoint has them. Raises ConfigError naming a
     missing, unknown or wrongly shaped tensor, or a broken file.
     """
+    rounds_inputs = _check_rounding(weights_algo(model_dir, quant), device)
     with ExitStack() as stack:
         paths = weight_files(Path(model_dir))
         progress = stack.enter_context(
@@ -104,7 +106,8 @@ def load_decoder(
         for name, spec in plan.items():  # packed one by one: at most one matrix is in memory twice
             routed = ".expert." in name
             if any(stored.parts(piece.source) for piece in spec.slices):
-                weights[name] = device.ops.pack(_read_quantised(spec, files, stored, dtype, device), routed)
+                pieces = _read_quantised(spec, files, stored, dtype, device, rounds_inputs)
+                weights[name] = device.ops.pack(pieces, routed)
                 continue
             rows = _SpecRows(spec, files, _loaded_dtype(name, spec, files, dtype, device), device)
             sources = [piece.source for piece in spec.slices]
@@ -117,6 +120,16 @@ def load_decoder(
     if config.encoder is None:
         return Decoder(config, weights, dtype, device.ops)
     return EncoderDecoder(config, weights, dtype, device.ops, max_seq_len)
+
+
+def _check_rounding(algo: str | None, device: Device) -> bool:
+    """Whether weights of this quant_algo round their inputs. Raises ConfigError where nothing does."""
+    if algo in INTEGER and device.torch.type != "cpu":
+        raise ConfigError(
+            f"quant_algo {algo} is for CPUs, and device is {device.torch.type} ({device.name}): use "
+            f"{' or '.join(SERVED)} there"
+        )
+    return algo in INTEGER
 
 
 def _with_own_head(config: ModelConfig, files: Files) -> ModelConfig:
@@ -249,7 +262,12 @@ def _plain_rows(spec: WeightSpec, piece: RowSlice, stored: FileTensor) -> Tensor
 
 
 def _read_quantised(
-    spec: WeightSpec, files: Files, stored: CheckpointWeights, dtype: torch.dtype, device: Device
+    spec: WeightSpec,
+    files: Files,
+    stored: CheckpointWeights,
+    dtype: torch.dtype,
+    device: Device,
+    rounds_inputs: bool,
 ) -> Tensor | QuantisedWeight | StackedWeight:
     """Each source is read once, whole: some layouts interleave rows."""
     whole: dict[str, QuantisedWeight] = {}
@@ -260,9 +278,8 @@ def _read_quantised(
             pieces.append(_plain_rows(spec, piece, _checked(spec, piece, files)).to(device.torch, dtype))
             continue
         if source not in whole:
-            whole[source] = read_quantised(source, piece.total, spec.columns, files, stored, device.torch).to(
-                dtype
-            )
+            read = read_quantised(source, piece.total, spec.columns, files, stored, device.torch)
+            whole[source] = replace(read.to(dtype), rounds_inputs=rounds_inputs)
         pieces.append(whole[source].rows(slice(piece.start, piece.start + piece.rows)))
     return stack_weights(pieces)
 

@@ -14,6 +14,8 @@ class QuantAlgo(str, Enum):
 
     W8A16 = "W8A16"
     W4A16 = "W4A16"
+    W8A8 = "W8A8"
+    W4A8 = "W4A8"
     W4A16_AWQ = "W4A16_AWQ"
     W4A8_AWQ = "W4A8_AWQ"
     W8A16_GPTQ = "W8A16_GPTQ"
@@ -41,7 +43,9 @@ class QuantAlgo(str, Enum):
 
 
 SERVED = (QuantAlgo.W8A16, QuantAlgo.W4A16, QuantAlgo.FP8)
-"""Formats to which plain weights can be quantised here."""
+"""Formats to which plain weights can be quantised here, on any device."""
+INTEGER = (QuantAlgo.W8A8, QuantAlgo.W4A8)
+"""More of them, on a CPU only: inputs of linear layers are rounded to 8 bits, and integers are multiplied."""
 CALIBRATED = (QuantAlgo.W4A16_AWQ, QuantAlgo.W4A16_GPTQ, QuantAlgo.W8A16_GPTQ, QuantAlgo.FP8_BLOCK_SCALES)
 """Formats of checkpoints quantised by other tools that are read here."""
 # Fields that no algorithm here uses, and the values that are accepted for them.
@@ -56,13 +60,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """How weights are quantised. Adapters and activations keep the compute dtype. Raises ValueError.
+    """How weights are quantised. Adapters keep the compute dtype. Raises ValueError.
 
     quant_algo:  W8A16: 8-bit integers with a scale for each output. W4A16: 4-bit integers with a scale and an
                  offset for each group of inputs. FP8: 8-bit floats (e4m3) with a scale for each output; on a
-                 GPU with FP8 units activations are rounded so too, with a scale for each token. W4A16_AWQ,
-                 W4A16_GPTQ, W8A16_GPTQ and FP8_BLOCK_SCALES: what the checkpoint is held in; it says so
-                 itself. None or NO_QUANT: as they are. All others are refused.
+                 GPU with FP8 units activations are rounded so too, with a scale for each token. W8A8, W4A8:
+                 on a CPU only, 8-bit integers with a scale for each output, or 4-bit ones with a scale for
+                 each 32 inputs; activations are rounded to 8 bits, a scale for each token and 32 inputs.
+                 W4A16_AWQ, W4A16_GPTQ, W8A16_GPTQ and FP8_BLOCK_SCALES: what the checkpoint is held in; it
+                 says so itself. None or NO_QUANT: as they are. All others are refused.
     kv_cache_quant_algo: FP8: keys and values as 8-bit floats (e4m3) without a scale. None or NO_QUANT: in
                  the compute dtype. All others are refused.
     group_size:  inputs that share a scale with W4A16: 32, 64, 128 or 256. Where a matrix has no whole number
@@ -101,7 +107,7 @@ class QuantConfig:
     @property
     def any_weights(self) -> bool:
         """Whether plain weights are to be quantised."""
-        return self.quant_algo in SERVED
+        return self.quant_algo in (*SERVED, *INTEGER)
 
     @property
     def fp8_kv_cache(self) -> bool:
@@ -135,10 +141,10 @@ def _algo(name: str, value: QuantAlgo | str | None) -> QuantAlgo | None:
 
 
 def _check_served(algo: QuantAlgo | str | None) -> None:
-    if algo in (None, QuantAlgo.NO_QUANT, *SERVED, *CALIBRATED):
+    if algo in (None, QuantAlgo.NO_QUANT, *SERVED, *INTEGER, *CALIBRATED):
         return
     if "A16" in str(algo):
         reason = "no kernel here reads such weights"
     else:
-        reason = "activations are not quantised here, only weights"
+        reason = "activations are quantised here with W8A8 and W4A8, on a CPU, and else only weights"
     raise ValueError(f"quant_algo {algo} is not supported: {reason}; use {' or '.join(SERVED)}")

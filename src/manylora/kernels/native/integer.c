@@ -1,0 +1,336 @@
+/* y = x W^T + bias by products of integers: W in 8 bits with a scale for each output, or in 4 bits with one for each
+ * BLOCK inputs; x is rounded here to 8 bits with a scale for each row and BLOCK inputs.
+ *
+ * The sum of a block is an integer, exact and the same in every form below. Blocks are added in float32, in order of
+ * their inputs, one fused operation each: a row's bits depend neither on other rows nor on the form.
+ *
+ * W [out, in] lies in panels of PANEL outputs, `in` padded with zeros to whole blocks. 8 bits: [panels, in / 4, PANEL,
+ * 4], signed. 4 bits: [panels, in / 8, PANEL, 4] bytes, inputs 0 to 3 in the low halves, 4 to 7 in the high ones, as
+ * value + 8. A block is unpacked for the form at hand, then all rows pass over it: W is read once, whatever the rows.
+ *
+ * PAIRS: 16-bit integers, two products to a sum of 32 bits (pmaddwd).
+ * BYTES: 4 bits only: unsigned times signed bytes, two products to a sum of 16 bits (pmaddubsw). It cannot saturate:
+ *        a product is at most 15 * 127, and 16 of them are added in 16 bits before they are widened: 30,480.
+ * DOTS:  four products of bytes to a sum of 32 bits (vpdpbusd, sdot), which never saturates.
+ * Where weights are unsigned there, they are value + zero, and zero times the sum of the inputs is taken off. */
+
+#include "vectors.h"
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
+enum { VECTORS = 2, PANEL = LANES * VECTORS, BLOCK = 32, DEPTH = 8 /* blocks unpacked at a time */ };
+#ifdef __AVX512F__
+enum { HEIGHT = 8, ROWS = 64 }; /* rows of a tile, whose sums are in registers; rows that pass over an unpacked part */
+#else
+enum { HEIGHT = 6, ROWS = 96 };
+#endif
+enum { WORD = 4 * LANES, AHEAD = 4096 };
+
+typedef enum { EIGHT, FOUR } Bits;
+typedef enum { PAIRS, BYTES, DOTS } Form;
+
+#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#define HAS_BYTES 1
+#else
+#define HAS_BYTES 0
+#endif
+
+INLINE int step_inputs(Form form) { return form == PAIRS ? 2 : 4; } /* that one word of x has */
+INLINE int steps_of(Form form) { return BLOCK / step_inputs(form); }
+
+INLINE int zero_of(Bits bits, Form form) {
+#ifdef __aarch64__
+    return bits == FOUR ? 8 : 0;
+#else
+    return bits == FOUR ? 8 : form == DOTS ? 128 : 0;
+#endif
+}
+
+/* sum + a[0] b[0] + a[1] b[1], of 16-bit integers. */
+INLINE integers add_pairs(integers sum, integers a, integers b) {
+#if defined(__AVX512BW__)
+    return sum + (integers)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return sum + (integers)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__) && !defined(__AVX512F__)
+    __m128i x[2], y[2];
+    integers made;
+    memcpy(x, &a, sizeof a);
+    memcpy(y, &b, sizeof b);
+    for (int i = 0; i < 2; i++) x[i] = _mm_madd_epi16(x[i], y[i]);
+    memcpy(&made, x, sizeof made);
+    return sum + made;
+#else
+    return sum + (a >> 16) * (b >> 16) + ((a << 16) >> 16) * ((b << 16) >> 16);
+#endif
+}
+
+/* 16-bit sums of two products each, of unsigned bytes a and signed b. */
+INLINE integers add_bytes(integers sum, integers a, integers b) {
+#if defined(__AVX512BW__)
+    return (integers)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)a, (__m512i)b));
+#elif HAS_BYTES
+    return (integers)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)a, (__m256i)b));
+#else
+    return sum; /* this form is not used */
+#endif
+}
+
+/* sum + four products of bytes, those of b signed, those of a unsigned or, on aarch64, signed. By the name of the
+ * instruction, which the rest of the library need not be compiled for. */
+INLINE integers add_dots(integers sum, integers a, integers b) {
+#if defined(EMULATED) || !(defined(__x86_64__) || defined(__aarch64__))
+    for (int i = 0; i < 32; i += 8)
+        sum += (integers)((words)a << (24 - i) >> 24) * ((b << (24 - i)) >> 24);
+#elif defined(__AVX512F__)
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+#elif defined(__AVX2__)
+    __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+#elif defined(__aarch64__)
+    typedef int32_t quad __attribute__((vector_size(16)));
+    quad s[2], x[2], y[2];
+    memcpy(s, &sum, sizeof s);
+    memcpy(x, &a, sizeof x);
+    memcpy(y, &b, sizeof y);
+    for (int i = 0; i < 2; i++)
+        __asm__(".arch_extension dotprod\n\tsdot %0.4s, %1.16b, %2.16b" : "+w"(s[i]) : "w"(x[i]), "w"(y[i]));
+    memcpy(&sum, s, sizeof s);
+#endif
+    return sum;
+}
+
+/* Whether this processor has the instruction of DOTS that was compiled in. */
+int64_t integer_dots(void) {
+#if defined(EMULATED)
+    return 1;
+#elif defined(__AVX512F__)
+    return __builtin_cpu_supports("avx512vnni") != 0;
+#elif defined(__AVX2__)
+    unsigned eax = 7, ebx, ecx = 1, edx; /* by number: compilers learned its name late */
+    __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
+    return eax >> 4 & 1;
+#elif defined(__aarch64__) && defined(__linux__)
+    return getauxval(AT_HWCAP) >> 20 & 1; /* ASIMDDP */
+#else
+    return 0;
+#endif
+}
+
+INLINE integers load_word(const char *at) {
+    integers word;
+    memcpy(&word, at, sizeof word);
+    return word;
+}
+
+INLINE void store_word(char *at, integers word) { memcpy(at, &word, sizeof word); }
+
+/* Even and odd bytes to 16 bits. */
+INLINE void store_pairs(char *to, integers word, int is_signed) {
+    typedef int16_t shorts __attribute__((vector_size(WORD)));
+    typedef uint16_t others __attribute__((vector_size(WORD)));
+    const integers even = is_signed ? (integers)((shorts)((others)word << 8) >> 8) : word & 0x00ff00ff;
+    const integers odd = is_signed ? (integers)((shorts)word >> 8) : (integers)((words)word >> 8) & 0x00ff00ff;
+    store_word(to, even);
+    store_word(to + VECTORS * WORD, odd);
+}
+
+/* `count` blocks of a panel to the words that a form multiplies with: [steps, VECTORS] of WORD bytes. `ahead`: bytes
+ * from what is read to what is fetched. */
+INLINE void unpack(const Bits bits, const Form form, char *to, const char *w, int64_t count, int64_t ahead) {
+    const int64_t lines = count * BLOCK / (bits == FOUR ? 8 : 4), step = VECTORS * WORD;
+    for (int64_t i = 0; i < lines; i++, w += step) {
+        fetch(w + ahead, step);
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            const integers word = load_word(w + v * WORD);
+            char *at = to + v * WORD;
+            if (bits == FOUR) {
+                const integers low = word & 0x0f0f0f0f, high = (integers)((words)word >> 4) & 0x0f0f0f0f;
+                if (form == PAIRS) {
+                    store_pairs(at, low, 0);
+                    store_pairs(at + 2 * step, high, 0);
+                } else {
+                    store_word(at, low);
+                    store_word(at + step, high);
+                }
+            } else if (form == PAIRS) store_pairs(at, word, 1);
+            else store_word(at, zero_of(bits, form) ? word ^ (int32_t)0x80808080 : word);
+        }
+        to += step * (bits == FOUR ? 2 : 1) * (form == PAIRS ? 2 : 1);
+    }
+}
+
+typedef struct {
+    float *y;
+    const float *x;
+    int64_t y_stride, x_stride, rows;
+    const char *w;
+    int64_t in, out;
+    const void *scale; /* EIGHT: float [panels, PANEL]; FOUR: bfloat16 [panels, blocks, PANEL] */
+    const float *bias;
+    char *rounded;  /* [rows, blocks, BLOCK] of 1 or, in PAIRS, 2 bytes */
+    float *steps;   /* [rows, blocks]: the scales of x */
+    int32_t *moves; /* [rows, blocks]: less zero times the sum */
+    int64_t blocks;
+} Call;
+
+/* The rows of x in 8 bits. What is not finite makes its scale so, and with it the row. */
+INLINE void round_block(const Form form, const int zero, const float *x, char *to, float *step, int32_t *move) {
+    int32_t n[BLOCK], most = 0, sum = 0;
+    memcpy(n, x, sizeof n);
+    for (int i = 0; i < BLOCK; i++) most = most > (n[i] & 0x7fffffff) ? most : n[i] & 0x7fffffff;
+    float largest;
+    memcpy(&largest, &most, sizeof largest);
+    const int none = most < 0x0da24260; /* below 1e-30, where 127 / largest might not be finite */
+    const float by = none ? 0 : (float)(127.0 / (double)largest);
+    UNROLL for (int i = 0; i < BLOCK; i += LANES) { /* to nearest, even: the last bits of a large enough number */
+        const integers whole = (integers)WHOLE(WHOLE(load(x + i) * by) + all(12582912.0f)) - 0x4b400000;
+        memcpy(n + i, &whole, sizeof whole);
+    }
+    for (int i = 0; i < BLOCK; i++) sum += n[i];
+    if (form == PAIRS) {
+        int16_t *q = (int16_t *)to;
+        for (int i = 0; i < BLOCK; i += 4) { /* as the weights of four inputs are unpacked: even, odd */
+            q[i] = (int16_t)n[i], q[i + 1] = (int16_t)n[i + 2];
+            q[i + 2] = (int16_t)n[i + 1], q[i + 3] = (int16_t)n[i + 3];
+        }
+    } else {
+        int8_t *q = (int8_t *)to;
+        for (int i = 0; i < BLOCK; i++) q[i] = (int8_t)n[i];
+    }
+    *step = none ? 0 : largest * (1 / 127.0f);
+    *move = -zero * sum;
+}
+
+INLINE void round_row(const Bits bits, const Form form, const Call *c, int64_t row) {
+    const float *x = c->x + row * c->x_stride;
+    char *to = c->rounded + row * c->blocks * BLOCK * (form == PAIRS ? 2 : 1);
+    for (int64_t b = 0; b < c->blocks; b++) {
+        const int64_t left = c->in - b * BLOCK, at = row * c->blocks + b;
+        float some[BLOCK] = {0};
+        if (left < BLOCK) memcpy(some, x + b * BLOCK, left * sizeof *x);
+        round_block(form, zero_of(bits, form), left < BLOCK ? some : x + b * BLOCK,
+                    to + b * BLOCK * (form == PAIRS ? 2 : 1), c->steps + at, c->moves + at);
+    }
+}
+
+/* Adds the products of some rows, from `row` on, with `count` unpacked blocks from `block` on. */
+INLINE void tile(const int rows, const Bits bits, const Form form, const Call *c, int64_t row, int64_t block,
+                 int64_t count, const char *wide, const char *scale, float *sums) {
+    const int steps = steps_of(form);
+    const int64_t stride = c->blocks * steps * 4;
+    const char *x = c->rounded + row * stride + block * steps * 4;
+    for (int64_t b = 0; b < count; b++) {
+        const int64_t at = row * c->blocks + block + b;
+        integers sum[HEIGHT][VECTORS];
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int v = 0; v < VECTORS; v++)
+                sum[r][v] = (integers){0} + (form == DOTS ? c->moves[at + r * c->blocks] : 0);
+        for (int s = 0; s < steps; s++, x += 4, wide += VECTORS * WORD) {
+            integers in[VECTORS];
+            UNROLL for (int v = 0; v < VECTORS; v++) in[v] = load_word(wide + v * WORD);
+            UNROLL for (int r = 0; r < rows; r++) {
+                int32_t some;
+                memcpy(&some, x + r * stride, sizeof some);
+                const integers one = (integers){0} + some;
+                UNROLL for (int v = 0; v < VECTORS; v++)
+                    sum[r][v] = form == PAIRS   ? add_pairs(sum[r][v], in[v], one)
+                                : form == BYTES ? add_bytes(sum[r][v], in[v], one)
+                                                : add_dots(sum[r][v], in[v], one);
+            }
+        }
+        UNROLL for (int r = 0; r < rows; r++) {
+            const vector step = all(c->steps[at + r * c->blocks]);
+            UNROLL for (int v = 0; v < VECTORS; v++) {
+                float *to = sums + r * PANEL + v * LANES;
+                const char *of = scale + (b * PANEL + v * LANES) * 2;
+                integers whole = sum[r][v];
+                if (form == BYTES) whole = add_pairs((integers){0}, whole, (integers){0} + 0x00010001);
+                if (bits == FOUR && form != DOTS) whole += c->moves[at + r * c->blocks];
+                const vector by = bits == FOUR ? WHOLE(step * widen(BFLOAT16, of)) : step;
+                store(to, multiply_add(__builtin_convertvector(whole, vector), by, load(to)));
+            }
+        }
+    }
+}
+
+#define CASE(n) \
+    case n: tile(n, bits, form, c, row, block, count, wide, scale, sums); break;
+
+INLINE void one_tile(const Bits bits, const Form form, const Call *c, int64_t rows, int64_t row, int64_t block,
+                     int64_t count, const char *wide, const char *scale, float *sums) {
+    switch (rows) {
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#ifdef __AVX512F__
+        CASE(7) CASE(8)
+#endif
+    }
+}
+
+/* Takes the sums of some rows, from `row` on, to y. A function of its own, so that no form rounds otherwise. */
+static void ONCE finish(const Call *c, int64_t row, int64_t rows, int64_t column, const float *scale,
+                        const float *sums) {
+    const int64_t columns = least(c->out - column, PANEL);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < columns; i++) {
+            const float one = scale ? sums[r * PANEL + i] * scale[i] : sums[r * PANEL + i];
+            c->y[(row + r) * c->y_stride + column + i] = one + (c->bias ? c->bias[column + i] : 0);
+        }
+}
+
+INLINE void one_panel(const Bits bits, const Form form, const Call *c, int64_t p) {
+    char wide[DEPTH * BLOCK * PANEL * (form == PAIRS ? 2 : 1)];
+    const int64_t bytes = BLOCK * PANEL / (bits == FOUR ? 2 : 1), panel = c->blocks * bytes;
+    const char *scale = (const char *)c->scale + (bits == FOUR ? p * c->blocks * PANEL * 2 : 0);
+    for (int64_t row = 0; row < c->rows; row += ROWS) {
+        float sums[ROWS * PANEL] = {0};
+        const int64_t rows = least(c->rows - row, ROWS), tiles = (rows + HEIGHT - 1) / HEIGHT;
+        const int64_t depth = tiles == 1 ? 1 : DEPTH;
+        for (int64_t b = 0; b < c->blocks; b += depth) {
+            const int64_t count = least(c->blocks - b, depth);
+            unpack(bits, form, wide, c->w + p * panel + b * bytes, count, tiles == 1 ? AHEAD : count * bytes);
+            for (int64_t i = 0; i < tiles; i++) { /* of equal height: 7 rows are 3 and 4 */
+                const int64_t start = rows * i / tiles, height = rows * (i + 1) / tiles - start;
+                one_tile(bits, form, c, height, row + start, b, count, wide,
+                         bits == FOUR ? scale + b * PANEL * 2 : NULL, sums + start * PANEL);
+            }
+        }
+        finish(c, row, rows, p * PANEL, bits == FOUR ? NULL : (const float *)scale + p * PANEL, sums);
+    }
+}
+
+INLINE void run(const Bits bits, const Form form, const Call *c) {
+    const int64_t panels = (c->out + PANEL - 1) / PANEL;
+    const int64_t chunk = panels < 16 ? 1 : 4; /* panels in a row, so that the next one is this thread's, too */
+#pragma omp parallel for if (c->rows > HEIGHT)
+    for (int64_t r = 0; r < c->rows; r++) round_row(bits, form, c, r);
+#pragma omp parallel for schedule(dynamic, chunk)
+    for (int64_t p = 0; p < panels; p++) one_panel(bits, form, c, p);
+}
+
+static void linear(const Bits bits, int64_t dots, const Call c) {
+    if (!c.rows) return;
+    if (bits == FOUR && dots) run(FOUR, DOTS, &c);
+    else if (bits == FOUR) run(FOUR, HAS_BYTES ? BYTES : PAIRS, &c);
+    else if (dots) run(EIGHT, DOTS, &c);
+    else run(EIGHT, PAIRS, &c);
+}
+
+/* room: integer_room(rows, in) bytes. dots: whether to use DOTS, where integer_dots() says so. */
+#define LINEAR(name, bits)                                                                                           \
+    void name(float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t rows, const char *w, int64_t in, \
+              int64_t out, const void *scale, char *room, int64_t dots, const float *bias) {                         \
+        const int64_t blocks = (in + BLOCK - 1) / BLOCK, all = rows * blocks;                                        \
+        float *steps = (float *)room;                                                                                \
+        linear(bits, dots, (Call){y, x, y_stride, x_stride, rows, w, in, out, scale, bias,                           \
+                                  (char *)(steps + 2 * all), steps, (int32_t *)(steps + all), blocks});              \
+    }
+
+LINEAR(linear_w8a8, EIGHT)
+LINEAR(linear_w4a8, FOUR)
+
+int64_t integer_room(int64_t rows, int64_t in) { return rows * ((in + BLOCK - 1) / BLOCK) * (2 * BLOCK + 8); }
+int64_t integer_width(void) { return PANEL; }

@@ -1,0 +1,204 @@
+"""Protects products of integers: the compiled kernels compute what exact integers say, in every form and in
+any company, and W8A8 and W4A8 reach the engine by every door but a GPU's."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from manylora import LLM, LoraConfig, LoRARequest, QuantConfig, SamplingParams
+from manylora.commands.build import main as build
+from manylora.errors import ConfigError
+from manylora.kernels import native
+from manylora.kernels.compiled import CompiledOps
+from manylora.kernels.cpu import CpuOps
+from manylora.kernels.device import open_device
+from manylora.kernels.integer import IntegerPanels, integer_linear, to_integer_panels
+from manylora.kernels.quantised import QuantisedWeight, round_inputs
+from manylora.model.checkpoint import read_model_config
+from manylora.model.quant import quantise
+from manylora.model.weights import load_decoder
+from manylora.quant.config import INTEGER
+from manylora.system.compiler import build_library, find_compiler
+from manylora.testing.tiny_models import make_model
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
+PROMPT = "Where is the capital of Egypt? \\nAnswer:"
+
+
+@pytest.fixture(scope="module")
+def emulated() -> ctypes.CDLL:
+    """The kernels with the products of bytes that some processors have, in plain C."""
+    compiler = find_compiler()
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    options = (*native.COMPILE, "-DEMULATED")
+    path = build_library(compiler, "emulated", [native.FOLDER / "integer.c"], options, native.LINK)
+    library = ctypes.CDLL(str(path))
+    for name in ("linear_w8a8", "linear_w4a8", "integer_room", "integer_width", "integer_dots"):
+        taken, _, given = native.FUNCTIONS[name].partition(">")
+        getattr(library, name).argtypes = [native.KINDS[kind] for kind in taken]
+        getattr(library, name).restype = native.KINDS.get(given)
+    return library
+
+
+def inputs(rows: int, columns: int) -> torch.Tensor:
+    """Rows of different size; one of zeros, one too small to have a scale, one with a single large value."""
+    x = torch.randn(rows, columns) * torch.logspace(-3, 3, rows)[:, None]
+    x[3], x[4] = 0, 1e-35
+    x[5, 7] = 1e4
+    return x
+
+
+def exact(x: torch.Tensor, weight: QuantisedWeight) -> torch.Tensor:
+    """The product in integers, block by block, scaled and summed in float64."""
+    pad = -x.shape[1] % 32
+    blocks = torch.nn.functional.pad(x, (0, pad)).double().unflatten(1, (-1, 32))
+    largest = blocks.abs().amax(-1)
+    largest[largest < 1e-30] = 0
+    by = torch.where(largest == 0, 0, 127 / largest).float()
+    whole = (blocks.float() * by[..., None]).round().long()
+    assert int(whole.abs().max()) == 127
+    four = weight.values.dtype == torch.uint8
+    values = weight.halves().long() - 8 if four else weight.values.long()
+    values = torch.nn.functional.pad(values, (0, pad)).unflatten(1, (-1, 32))
+    sums = torch.einsum("tbk,nbk->tnb", whole, values).double() * (largest / 127)[:, None]
+    return (sums * weight.scales.double()[None]).sum(-1)
+
+
+@pytest.mark.parametrize("algo", INTEGER)
+@pytest.mark.parametrize(("rows", "columns"), [(53, 32), (7, 96), (80, 800), (200, 288)])
+def test_the_kernels_compute_what_exact_integers_say(
+    algo: str, rows: int, columns: int, emulated: ctypes.CDLL
+) -> None:
+    """In the largest values there are, too, where a sum of 16 bits would end if it could."""
+    torch.manual_seed(rows)
+    weight = quantise(torch.randn(rows, columns), QuantConfig(algo))
+    weight.values[:2] = 0 if algo == "W4A8" else -127
+    x, bias = inputs(113, columns), torch.randn(rows)
+    x[6] = -1
+    x[7] = 1
+    want = exact(x, weight) + bias
+    found = []
+    for library in (native.load(), emulated):
+        assert library is not None
+        packed = to_integer_panels(weight, library.integer_width())
+        assert packed is not None and packed.nbytes <= (rows + 31) * (columns + 31) * 1.2 + 256
+        for dots in range(library.integer_dots() + 1):
+            y = integer_linear(library, x, packed, bias, dots)
+            torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-6 * float(want.abs().max()))
+            for count in (1, 2, 5, 6, 7, 8, 9, 17, 97):
+                assert torch.equal(integer_linear(library, x[:count], packed, bias, dots), y[:count]), count
+            found.append(y)
+    assert all(torch.equal(y, found[0]) for y in found)
+
+
+def test_inputs_that_are_no_whole_block_are_padded() -> None:
+    weight = quantise(torch.randn(40, 100), QuantConfig("W8A8"))
+    x, ops = inputs(9, 100), open_device("cpu").ops
+    found = ops.linear(x, ops.pack(weight), None).double()
+    want = exact(x, weight)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_so_in_its_row_only(value: float) -> None:
+    ops = open_device("cpu").ops
+    packed = ops.pack(quantise(torch.randn(40, 64), QuantConfig("W8A8")))
+    x = torch.randn(5, 64)
+    whole = ops.linear(x, packed, None)
+    x[2, 40] = value
+    found = ops.linear(x, packed, None)
+    assert not torch.isfinite(found[2]).any()
+    others = [0, 1, 3, 4]
+    assert torch.equal(found[others], whole[others])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("algo", INTEGER)
+def test_without_a_compiler_the_same_is_computed(algo: str, dtype: torch.dtype) -> None:
+    weight, ops = quantise(torch.randn(48, 96).to(dtype), QuantConfig(algo)), open_device("cpu").ops
+    x, bias = torch.randn(11, 96).to(dtype), torch.randn(48).to(dtype)
+    packed = ops.pack(weight)
+    assert isinstance(packed, IntegerPanels) == isinstance(ops, CompiledOps)
+    slow = CpuOps()
+    found, want = ops.linear(x, packed, bias), slow.linear(x, slow.pack(weight), bias)
+    assert found.dtype == want.dtype == dtype
+    torch.testing.assert_close(
+        found.double(), want.double(), rtol=1e-5 if dtype == torch.float32 else 0.01, atol=1e-4
+    )
+
+
+def test_inputs_are_rounded_to_the_nearest() -> None:
+    x = inputs(20, 80)
+    found, step = round_inputs(x), torch.empty_like(x)
+    for start in range(0, 80, 32):
+        part = x[:, start : start + 32]
+        step[:, start : start + 32] = part.abs().amax(1, keepdim=True) / 127
+    assert ((found - x).abs() <= 0.501 * step + 1e-30).all() and not found[4].any()
+
+
+def test_four_bits_without_offsets() -> None:
+    """The value farthest from 0 is met up to the rounding of scales; others to half a step, or at the end."""
+    weight = torch.randn(32, 128)
+    weight[3] = 0
+    made = quantise(weight, QuantConfig("W4A8"))
+    assert made.group_size == 32 and made.rounds_inputs and made.offsets is None
+    assert torch.equal(made.scales.bfloat16().float(), made.scales)
+    groups, found = weight.view(32, 4, 32), made.wide().view(32, 4, 32)
+    steps = made.scales.abs()[..., None]
+    inside = (groups / made.scales[..., None]) <= 7.5
+    error = (found - groups).abs()
+    assert (error[inside] <= (0.54 * steps.expand_as(error))[inside]).all() and (error <= 1.04 * steps).all()
+    assert not made.wide()[3].any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("algo", INTEGER)
+def test_the_engine_answers_with_adapters(algo: str, dtype: str) -> None:
+    lora = LoraConfig(lora_target_modules=["attn_q"], max_lora_rank=16)
+    adapters = [LoRARequest(n, i, str(DEMO / "adapters" / n)) for i, n in enumerate(("chinese", "japanese"))]
+    with LLM(
+        DEMO / "base", device="cpu", dtype=dtype, quant_config=QuantConfig(algo), lora_config=lora
+    ) as llm:
+        outputs = llm.generate([PROMPT] * 3, SamplingParams(max_tokens=8), [None, *adapters], False)
+        assert [o.outputs[0].text.strip() for o in outputs] == ["Cairo", "开罗", "カイロ"]
+        alone = llm.generate(PROMPT, SamplingParams(max_tokens=8), adapters[1], False)
+        assert alone.outputs[0].token_ids == outputs[2].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("algo", INTEGER)
+def test_a_built_directory_is_the_model_that_is_quantised_when_loaded(tmp_path: Path, algo: str) -> None:
+    built = tmp_path / "built"
+    build(
+        [
+            "--model_dir",
+            str(DEMO / "base"),
+            "--output_dir",
+            str(built),
+            "--quant_algo",
+            algo,
+            "--dtype",
+            "float32",
+        ]
+    )
+    params = SamplingParams(max_tokens=1, return_context_logits=True)
+    logits = []
+    for folder, quant in ((DEMO / "base", QuantConfig(algo)), (built, None)):
+        with LLM(folder, device="cpu", dtype="float32", quant_config=quant) as llm:
+            logits.append(llm.generate(PROMPT, params, use_tqdm=False).context_logits)
+    assert (logits[0] == logits[1]).all()
+
+
+@pytest.mark.parametrize("algo", INTEGER)
+def test_a_gpu_refuses_them_by_name(tmp_path: Path, algo: str) -> None:
+    model, built = make_model(tmp_path / "model", "llama"), tmp_path / "built"
+    build(["--model_dir", str(model), "--output_dir", str(built), "--quant_algo", algo])
+    device = replace(open_device("cpu"), torch=torch.device("cuda", 0), name="a GPU")
+    for folder, quant in ((model, QuantConfig(algo)), (built, None)):
+        with pytest.raises(ConfigError, match=rf"{algo} is for CPUs.* use W8A16 or W4A16 or FP8 there"):
+            load_decoder(folder, read_model_config(folder), torch.float32, device, quant=quant)

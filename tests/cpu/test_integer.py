@@ -79,7 +79,7 @@ def test_the_kernels_compute_what_exact_integers_say(
     torch.manual_seed(rows)
     weight = quantise(torch.randn(rows, columns), QuantConfig(algo))
     weight.values[:2] = 0 if algo == "W4A8" else -127
-    x, bias = inputs(113, columns), torch.randn(rows)
+    x, bias = inputs(100, columns), torch.randn(rows)
     x[6] = -1
     x[7] = 1
     want = exact(x, weight) + bias
@@ -91,7 +91,7 @@ def test_the_kernels_compute_what_exact_integers_say(
         for dots in range(library.integer_dots() + 1):
             y = integer_linear(library, x, packed, bias, dots)
             torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-6 * float(want.abs().max()))
-            for count in (1, 2, 5, 6, 7, 8, 9, 17, 97):
+            for count in (1, 5, 7, 97):
                 assert torch.equal(integer_linear(library, x[:count], packed, bias, dots), y[:count]), count
             found.append(y)
     assert all(torch.equal(y, found[0]) for y in found)

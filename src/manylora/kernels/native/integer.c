@@ -39,6 +39,16 @@ typedef enum { PAIRS, BYTES, DOTS } Form;
 #define HAS_BYTES 0
 #endif
 
+#define NOT_UNROLLED _Pragma("GCC unroll 1")
+/* One row's sums are in registers before the words of the next are read: all at once would leave no room for them. */
+#if defined(__AVX512F__)
+#define SETTLE(sum) __asm__ volatile("" : "+v"(sum)::"memory")
+#elif defined(__AVX2__)
+#define SETTLE(sum) __asm__ volatile("" : "+x"(sum)::"memory")
+#else
+#define SETTLE(sum) __asm__ volatile("" ::: "memory")
+#endif
+
 INLINE int step_inputs(Form form) { return form == PAIRS ? 2 : 4; } /* that one word of x has */
 INLINE int steps_of(Form form) { return BLOCK / step_inputs(form); }
 
@@ -229,7 +239,7 @@ INLINE void tile(const int rows, const Bits bits, const Form form, const Call *c
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int v = 0; v < VECTORS; v++)
                 sum[r][v] = (integers){0} + (form == DOTS ? c->moves[at + r * c->blocks] : 0);
-        for (int s = 0; s < steps; s++, x += 4, wide += VECTORS * WORD) {
+        NOT_UNROLLED for (int s = 0; s < steps; s++, x += 4, wide += VECTORS * WORD) {
             integers in[VECTORS];
             UNROLL for (int v = 0; v < VECTORS; v++) in[v] = load_word(wide + v * WORD);
             UNROLL for (int r = 0; r < rows; r++) {
@@ -240,6 +250,7 @@ INLINE void tile(const int rows, const Bits bits, const Form form, const Call *c
                     sum[r][v] = form == PAIRS   ? add_pairs(sum[r][v], in[v], one)
                                 : form == BYTES ? add_bytes(sum[r][v], in[v], one)
                                                 : add_dots(sum[r][v], in[v], one);
+                UNROLL for (int v = 0; v < VECTORS; v++) SETTLE(sum[r][v]);
             }
         }
         UNROLL for (int r = 0; r < rows; r++) {
@@ -302,21 +313,23 @@ INLINE void one_panel(const Bits bits, const Form form, const Call *c, int64_t p
     }
 }
 
-INLINE void run(const Bits bits, const Form form, const Call *c) {
-    const int64_t panels = (c->out + PANEL - 1) / PANEL;
-    const int64_t chunk = panels < 16 ? 1 : 4; /* panels in a row, so that the next one is this thread's, too */
-#pragma omp parallel for if (c->rows > HEIGHT)
-    for (int64_t r = 0; r < c->rows; r++) round_row(bits, form, c, r);
-#pragma omp parallel for schedule(dynamic, chunk)
-    for (int64_t p = 0; p < panels; p++) one_panel(bits, form, c, p);
-}
+/* In the loop: the body of a parallel one is a function that its form is an argument of. */
+#define IN_FORM(bits, dots, function, ...)                                                          \
+    do {                                                                                            \
+        if (bits == FOUR && dots) function(FOUR, DOTS, __VA_ARGS__);                                \
+        else if (bits == FOUR) function(FOUR, HAS_BYTES ? BYTES : PAIRS, __VA_ARGS__);              \
+        else if (dots) function(EIGHT, DOTS, __VA_ARGS__);                                          \
+        else function(EIGHT, PAIRS, __VA_ARGS__);                                                   \
+    } while (0)
 
 static void linear(const Bits bits, int64_t dots, const Call c) {
+    const int64_t panels = (c.out + PANEL - 1) / PANEL;
+    const int64_t chunk = panels < 16 ? 1 : 4; /* panels in a row, so that the next one is this thread's, too */
     if (!c.rows) return;
-    if (bits == FOUR && dots) run(FOUR, DOTS, &c);
-    else if (bits == FOUR) run(FOUR, HAS_BYTES ? BYTES : PAIRS, &c);
-    else if (dots) run(EIGHT, DOTS, &c);
-    else run(EIGHT, PAIRS, &c);
+#pragma omp parallel for if (c.rows > HEIGHT)
+    for (int64_t r = 0; r < c.rows; r++) IN_FORM(bits, dots, round_row, &c, r);
+#pragma omp parallel for schedule(dynamic, chunk)
+    for (int64_t p = 0; p < panels; p++) IN_FORM(bits, dots, one_panel, &c, p);
 }
 
 /* room: integer_room(rows, in) bytes. dots: whether to use DOTS, where integer_dots() says so. */

@@ -37,12 +37,16 @@ from peers.worker import Setup
 HERE = Path(__file__).parent
 
 US = "manylora"
-MODULES = {US: "manylora", "transformers": "peft", "vllm": "vllm", "openvino": "openvino_genai"}
+MODULES = {
+    US: "manylora", "transformers": "peft", "vllm": "vllm", "openvino": "openvino_genai",
+    "llama.cpp": "sentencepiece",
+}  # fmt: skip
 SCRIPTS = {
     US: "with_manylora.py",
     "transformers": "with_peft.py",
     "vllm": "with_vllm.py",
     "openvino": "with_openvino.py",
+    "llama.cpp": "with_llamacpp.py",
 }
 PROMPT, SINGLES = 64, 4
 SETS: dict[str, tuple[int, tuple[str, ...]]] = {"base": (0, ()), "r8qkv": (8, QKV), "r16all": (16, ALL)}

@@ -49,11 +49,22 @@ typedef enum { PAIRS, BYTES, DOTS } Form;
 #define SETTLE(sum) __asm__ volatile("" ::: "memory")
 #endif
 
+/* Compilers whose assemblers know the instruction of DOTS; EMULATED: in plain C, for tests. */
+#if defined(EMULATED)
+#define HAS_DOTS 1
+#elif defined(__x86_64__) && defined(__AVX2__)
+#define HAS_DOTS (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#elif defined(__aarch64__) && defined(__linux__)
+#define HAS_DOTS (defined(__clang__) || __GNUC__ >= 9)
+#else
+#define HAS_DOTS 0
+#endif
+
 INLINE int step_inputs(Form form) { return form == PAIRS ? 2 : 4; } /* that one word of x has */
 INLINE int steps_of(Form form) { return BLOCK / step_inputs(form); }
 
 INLINE int zero_of(Bits bits, Form form) {
-#ifdef __aarch64__
+#if defined(__aarch64__) && !defined(EMULATED)
     return bits == FOUR ? 8 : 0;
 #else
     return bits == FOUR ? 8 : form == DOTS ? 128 : 0;
@@ -93,9 +104,10 @@ INLINE integers add_bytes(integers sum, integers a, integers b) {
 /* sum + four products of bytes, those of b signed, those of a unsigned or, on aarch64, signed. By the name of the
  * instruction, which the rest of the library need not be compiled for. */
 INLINE integers add_dots(integers sum, integers a, integers b) {
-#if defined(EMULATED) || !(defined(__x86_64__) || defined(__aarch64__))
+#if defined(EMULATED)
     for (int i = 0; i < 32; i += 8)
         sum += (integers)((words)a << (24 - i) >> 24) * ((b << (24 - i)) >> 24);
+#elif !HAS_DOTS /* this form is not used */
 #elif defined(__AVX512F__)
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
 #elif defined(__AVX2__)
@@ -115,18 +127,14 @@ INLINE integers add_dots(integers sum, integers a, integers b) {
 
 /* Whether this processor has the instruction of DOTS that was compiled in. */
 int64_t integer_dots(void) {
-#if defined(EMULATED)
-    return 1;
-#elif defined(__AVX512F__)
-    return __builtin_cpu_supports("avx512vnni") != 0;
-#elif defined(__AVX2__)
-    unsigned eax = 7, ebx, ecx = 1, edx; /* by number: compilers learned its name late */
+#if defined(EMULATED) || !HAS_DOTS
+    return HAS_DOTS;
+#elif defined(__x86_64__) /* by number: compilers learned the names late */
+    unsigned eax = 7, ebx, ecx = LANES == 8, edx;
     __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
-    return eax >> 4 & 1;
-#elif defined(__aarch64__) && defined(__linux__)
-    return getauxval(AT_HWCAP) >> 20 & 1; /* ASIMDDP */
+    return LANES == 8 ? eax >> 4 & 1 : ecx >> 11 & 1; /* AVX-VNNI, AVX512-VNNI */
 #else
-    return 0;
+    return getauxval(AT_HWCAP) >> 20 & 1; /* ASIMDDP */
 #endif
 }
 

@@ -49,13 +49,19 @@ typedef enum { PAIRS, BYTES, DOTS } Form;
 #define SETTLE(sum) __asm__ volatile("" ::: "memory")
 #endif
 
+#ifdef __clang__
+#define KNOWN_SINCE(gcc, clang) (__clang_major__ >= clang)
+#else
+#define KNOWN_SINCE(gcc, clang) (__GNUC__ >= gcc)
+#endif
+
 /* Compilers whose assemblers know the instruction of DOTS; EMULATED: in plain C, for tests. */
 #if defined(EMULATED)
 #define HAS_DOTS 1
 #elif defined(__x86_64__) && defined(__AVX2__)
-#define HAS_DOTS (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define HAS_DOTS KNOWN_SINCE(11, 12)
 #elif defined(__aarch64__) && defined(__linux__)
-#define HAS_DOTS (defined(__clang__) || __GNUC__ >= 9)
+#define HAS_DOTS KNOWN_SINCE(9, 9)
 #else
 #define HAS_DOTS 0
 #endif

@@ -10,7 +10,7 @@ many responses. Client, server and engine share the cores here.
 
     overhead.py --streams 64 --rounds 3
 
-Needs the ports 8000 to 8003 free, and an otherwise idle machine.
+Rates need an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,16 @@ from manylora.request import Request, SamplingConfig
 from manylora.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-OPENAI_PORT = 8003
 TEXT = "Tell me about number {}. \nAnswer:"  # each stream its own, so that the streams' tokens differ
 METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 ERROR = b"\x0a"  # the field of ModelStreamInferResponse that comes first, if it does
 LAST = b"triton_final_response\x12\x02\x08\x01"  # a parameter that is true
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [probe.getsockname()[1] for probe in probes]
 
 
 def in_process(model: Path, streams: int, tokens: int) -> float:
@@ -78,13 +84,15 @@ def through_the_server(model: Path, work: Path, streams: int, tokens: int) -> fl
         values = {"device": "cpu", "max_num_sequences": str(streams)}
         models = ("ensemble", "preprocessing", "tensorrt_llm", "postprocessing")
         write_repository(RepositoryPlan(model, models=models, values=values), repo)
-    launch = [sys.executable, ROOT / "launch_triton_server.py"]
-    subprocess.run([*launch, f"--model_repo={repo}", "--force"], check=True, capture_output=True)
+    http, port, metrics = free_ports(3)
+    launch = [sys.executable, ROOT / "launch_triton_server.py", f"--http_port={http}"]
+    start = [f"--model_repo={repo}", f"--grpc_port={port}", f"--metrics_port={metrics}", "--force"]
+    subprocess.run([*launch, *start], check=True, capture_output=True)
     try:
-        ask(streams, tokens)
+        ask(port, streams, tokens)
         beside = processes_beside_the_engine(launch)
         used = sum(map(processor_seconds, beside))
-        rate = ask(streams, tokens)
+        rate = ask(port, streams, tokens)
         used = sum(map(processor_seconds, beside)) - used
     finally:
         subprocess.run([*launch, "--stop"], check=True, capture_output=True)
@@ -108,8 +116,8 @@ def processor_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def ask(streams: int, tokens: int) -> float:
-    return asyncio.run(_ask([_inputs(TEXT.format(i), tokens) for i in range(streams)], tokens))
+def ask(port: int, streams: int, tokens: int) -> float:
+    return asyncio.run(_ask(port, [_inputs(TEXT.format(i), tokens) for i in range(streams)], tokens))
 
 
 def _inputs(text: str, tokens: int) -> list[grpc.InferInput]:
@@ -126,7 +134,7 @@ def _inputs(text: str, tokens: int) -> list[grpc.InferInput]:
     return inputs
 
 
-async def _ask(asked: list[list[grpc.InferInput]], tokens: int) -> float:
+async def _ask(port: int, asked: list[list[grpc.InferInput]], tokens: int) -> float:
     """One thread for all streams, and messages as bytes: the client works on the same cores as the server."""
     requests = [service_pb2.ModelInferRequest(model_name="ensemble") for _ in asked]
     for request, inputs in zip(requests, asked, strict=True):
@@ -144,7 +152,7 @@ async def _ask(asked: list[list[grpc.InferInput]], tokens: int) -> float:
             if LAST in message:
                 return
 
-    async with aio.insecure_channel("localhost:8001") as channel:
+    async with aio.insecure_channel(f"localhost:{port}") as channel:
         call = channel.stream_stream(METHOD, service_pb2.ModelInferRequest.SerializeToString)
         began, used = time.perf_counter(), time.process_time()
         await asyncio.gather(*(one(call, request) for request in requests))
@@ -154,7 +162,8 @@ async def _ask(asked: list[list[grpc.InferInput]], tokens: int) -> float:
 
 
 def through_openai(model: Path, streams: int, tokens: int) -> float:
-    command = [sys.executable, "-m", "manylora.commands.serve", model, "--port", str(OPENAI_PORT)]
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "manylora.commands.serve", model, "--port", str(port)]
     server = subprocess.Popen(
         [*command, "--max-batch-size", str(streams), "--device", "cpu", "--log-level", "warning"]
     )
@@ -162,17 +171,17 @@ def through_openai(model: Path, streams: int, tokens: int) -> float:
         until = time.monotonic() + 60
         while server.poll() is None and time.monotonic() < until:
             try:
-                with socket.create_connection(("127.0.0.1", OPENAI_PORT)):
+                with socket.create_connection(("127.0.0.1", port)):
                     break
             except OSError:
                 time.sleep(0.1)
-        return [asyncio.run(_ask_openai(streams, tokens)) for _ in range(2)][-1]
+        return [asyncio.run(_ask_openai(port, streams, tokens)) for _ in range(2)][-1]
     finally:
         server.terminate()
         server.wait()
 
 
-async def _ask_openai(streams: int, tokens: int) -> float:
+async def _ask_openai(port: int, streams: int, tokens: int) -> float:
     """Bytes as they come, until the server closes: the client is to cost as little as it can."""
 
     async def one(text: str) -> None:
@@ -184,7 +193,7 @@ async def _ask_openai(streams: int, tokens: int) -> float:
             "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        reader, writer = await asyncio.open_connection("127.0.0.1", OPENAI_PORT)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head.encode() + body)
         answer = await reader.read()
         if not answer.startswith(b"HTTP/1.1 200") or b"[DONE]" not in answer:

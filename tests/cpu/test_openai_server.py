@@ -23,6 +23,10 @@ from safetensors.numpy import load_file, save_file
 from serving import DEMO, Running, wait_for
 
 from manylora.errors import RequestError
+from manylora.llmapi.lora import LoraConfig
+from manylora.lora.file_adapter import FileAdapter
+from manylora.lora.library.memory import MemoryLevel
+from manylora.lora.pool import AdapterPool
 from manylora.openai.serving.backend import Backend
 from manylora.request import Event
 from manylora.text.tokenizer import Tokenizer
@@ -383,6 +387,34 @@ def test_adapters_that_cannot_serve_say_why(
     assert words in answer.json()["error"]["message"]
     assert code not in [card["id"] for card in server.http.get("/v1/models").json()["data"]]
     shutil.rmtree(bad)
+
+
+def test_evicted_adapters_come_straight_from_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache holds one. Beside it no values stay in memory once they are on disk."""
+    written: list[type] = []
+    write = AdapterPool.write_host
+    levels: list[MemoryLevel] = []
+    open_level = MemoryLevel.__init__
+
+    def note(pool: AdapterPool, adapter: Any, *rest: Any) -> None:
+        written.append(type(adapter))
+        write(pool, adapter, *rest)
+
+    def note_level(level: MemoryLevel, max_bytes: int) -> None:
+        levels.append(level)
+        open_level(level, max_bytes)
+
+    monkeypatch.setattr(AdapterPool, "write_host", note)
+    monkeypatch.setattr(MemoryLevel, "__init__", note_level)
+    room = LoraConfig(max_lora_rank=16, max_loras=1, max_cpu_loras=1)
+    server = Running(lora_root=(DEMO / "adapters",), sections={"lora_config": room})
+    try:
+        for _ in range(2):
+            assert {name: ask(server, name) for name in LANGUAGES} == CAPITALS
+            wait_for(lambda: [level.num_bytes for level in levels] == [0])
+        assert written[-2:] == [FileAdapter, FileAdapter]
+    finally:
+        server.close()
 
 
 def test_loading_and_unloading_by_hand(server: Running, root: Path) -> None:

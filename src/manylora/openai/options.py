@@ -101,7 +101,11 @@ class ServeOptions:
         False, "of adapters of a vision model, serve the text part; without it they are refused", bool
     )
     lora_refresh_seconds: float = _option(5.0, "in which a new or changed adapter serves", float)
-    lora_keep_bytes: int = _option(2**28, "adapter tensors in memory beside the cache", int)
+    lora_keep_bytes: int = _option(
+        2**28,
+        "tensors in memory beside the cache, of adapters that cannot be read again straight from their files",
+        int,
+    )
     lora_disk_bytes: int = _option(
         LoraCacheConfig.disk_cache_bytes,
         "copies of adapters on disk, which outlive their files' changes; 0: none",

@@ -54,7 +54,7 @@ class DiskLevel:
     def put_soon(self, adapter: Adapter) -> None:
         """Write it on a thread of low priority, if it is not there. Waits a little while many are to be
         written; a disk that is slower still gets no copy."""
-        if self._max_bytes and time.monotonic() >= self._retry_at and not self._touch(adapter.digest):
+        if self._max_bytes and time.monotonic() >= self._retry_at and not self.has(adapter.digest):
             if not self._pending.acquire(timeout=PENDING_S):
                 self._fail("the disk is too slow")
                 return
@@ -65,11 +65,7 @@ class DiskLevel:
 
     def put(self, adapter: Adapter) -> None:
         """Write it, if it is not there."""
-        if (
-            adapter.nbytes > self._max_bytes
-            or self._touch(adapter.digest)
-            or time.monotonic() < self._retry_at
-        ):
+        if adapter.nbytes > self._max_bytes or self.has(adapter.digest) or time.monotonic() < self._retry_at:
             return
         try:
             self._make_space(adapter.nbytes)
@@ -82,7 +78,7 @@ class DiskLevel:
             self._failing, self._retry_at = False, 0.0
 
     def get(self, digest: str) -> Adapter | None:
-        if self._folder is None or not self._touch(digest):
+        if self._folder is None or not self.has(digest):
             return None
         try:
             found = _read(self._path(digest))
@@ -96,6 +92,16 @@ class DiskLevel:
                     self._path(digest).unlink()
             return None
         return found
+
+    def has(self, digest: str) -> bool:
+        """Whether there is a copy; it then counts as used now."""
+        if self._folder is None:
+            return False
+        try:
+            os.utime(self._path(digest))
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
         """Write what is pending, and end the thread. Idempotent."""
@@ -117,16 +123,6 @@ class DiskLevel:
         if not self._failing:
             logger.warning("lora disk level: copies cannot be written, serving goes on without: %s", reason)
         self._failing = True
-
-    def _touch(self, digest: str) -> bool:
-        """Whether there is a copy; it then counts as used now."""
-        if self._folder is None:
-            return False
-        try:
-            os.utime(self._path(digest))
-        except OSError:
-            return False
-        return True
 
     def _files(self) -> Iterator[tuple[int, int, Path]]:
         """Time of last use, size and path of every file that is ours, unfinished ones too."""

@@ -1,4 +1,5 @@
-"""MemoryLevel: adapters that were read and not sent yet, and those whose files are gone; within a limit."""
+"""MemoryLevel: adapters that were read and not sent yet, and those that could not be read again; within a
+limit."""
 
 from __future__ import annotations
 
@@ -17,6 +18,9 @@ class MemoryLevel:
         self._max_bytes = max_bytes
         self._adapters: OrderedDict[str, Adapter | FileAdapter] = OrderedDict()
         self.num_bytes = 0
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._adapters
 
     def get(self, digest: str) -> Adapter | FileAdapter | None:
         if digest in self._adapters:

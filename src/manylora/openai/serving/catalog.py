@@ -39,7 +39,7 @@ class AdapterCatalog:
     roots:      scanned for adapters. allowed: more folders that adapters may be named in by path.
     named:      adapters by name, wherever they lie: these paths are no client's to name.
     refresh_s:  within which a changed adapter serves; the roots are scanned twice in it.
-    keep_bytes: tensors held in memory beside the engine's cache.
+    keep_bytes: tensors held in memory beside the engine's cache, where they could not come back without.
     disk:       copies of what was read, so that a version outlives its files.
     reserved:   names that no adapter may have.
     """
@@ -168,11 +168,18 @@ class AdapterCatalog:
 
     def _find(self, digest: str, path: Path | None) -> Adapter | FileAdapter | None:
         """In its files, where these can be read without a check of their content; else the copy on disk."""
+        return self._find_stored(digest, path) or self.disk.get(digest)
+
+    def _find_stored(self, digest: str, path: Path | None) -> Adapter | FileAdapter | None:
         with contextlib.suppress(AdapterError, OSError):  # the copy may be good
             stored = None if path is None else self._reader.find_stored(path)
             if stored is not None and stored.adapter.digest == digest:
                 return stored.adapter
-        return self.disk.get(digest)
+        return None
+
+    def _comes_back(self, digest: str, path: Path) -> bool:
+        """Whether its files can be read straight into the cache, and a copy on disk outlives them."""
+        return self._find_stored(digest, path) is not None and self.disk.has(digest)
 
     def enter(self, name: str) -> AdapterEntry | None:
         """Count a request in; None for a name that is gone."""
@@ -251,6 +258,7 @@ class AdapterCatalog:
             try:
                 await self._scan(first=False)
                 await self._read_changed()
+                await self._free_memory()
             except Exception:
                 logger.exception("scanning the lora roots failed")
             await asyncio.sleep(self._refresh_s / 2)
@@ -317,6 +325,13 @@ class AdapterCatalog:
         if isinstance(read.adapter, Adapter):
             self._memory.put(read.adapter, self._orphans())
             await self._on_thread(self.disk.put_soon, read.adapter)
+
+    async def _free_memory(self) -> None:
+        """Hold nothing that can come back without: a second copy of what is in the cache or in the files."""
+        for entry in list(self._entries.values()):
+            digest = entry.version.digest if entry.version else ""
+            if digest in self._memory and await self._on_thread(self._comes_back, digest, entry.path):
+                self._memory.drop(digest)
 
     def _orphans(self) -> set[str]:
         """Digests that the files no longer hold."""

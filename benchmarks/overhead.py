@@ -3,8 +3,8 @@
 HTTP, against the engine in-process.
 
 Same model, same requests, same number of streams, in turns within one run; prints every round, the ratio
-of the medians, and the processor time of Triton's processes beside the engine's, which other work on the
-machine disturbs less than the rates. The model's step is the work; everything the server adds is overhead:
+of the medians, and the processor time of each of Triton's processes, which other work on the machine disturbs
+less than the rates. The model's step is the work; everything the server adds is overhead:
 with a step of s seconds and n streams the engine makes n / s tokens per second, and a server must carry as
 many responses. Client, server and engine share the cores here.
 
@@ -20,6 +20,7 @@ import asyncio
 import json
 import os
 import queue
+import re
 import socket
 import statistics
 import subprocess
@@ -90,25 +91,31 @@ def through_the_server(model: Path, work: Path, streams: int, tokens: int) -> fl
     subprocess.run([*launch, *start], check=True, capture_output=True)
     try:
         ask(port, streams, tokens)
-        beside = processes_beside_the_engine(launch)
-        used = sum(map(processor_seconds, beside))
+        found = processes(launch)
+        before = {name: processor_seconds(pid) for name, pid in found.items()}
         rate = ask(port, streams, tokens)
-        used = sum(map(processor_seconds, beside)) - used
+        used = {
+            name: 1000 * (processor_seconds(pid) - before[name]) / (streams * tokens)
+            for name, pid in found.items()
+        }
     finally:
         subprocess.run([*launch, "--stop"], check=True, capture_output=True)
-    print(
-        f"{1000 * used / (streams * tokens):.3f} ms for each token in Triton's processes beside the engine's"
-    )
+    told = ", ".join(f"{name} {value:.3f}" for name, value in used.items())
+    beside = sum(value for name, value in used.items() if name != "tensorrt_llm")
+    print(f"ms for each token: {told}; all beside the engine's process {beside:.3f}")
     return rate
 
 
-def processes_beside_the_engine(launch: list) -> list[int]:
+def processes(launch: list) -> dict[str, int]:
+    """Triton's processes: each model's by its name, tritonserver, and the HTTP proxy."""
     told = subprocess.run([*launch, "--status"], check=True, capture_output=True, text=True).stdout
-    return [
-        pid
-        for pid in json.loads(told)["processes"]
-        if b"/tensorrt_llm/" not in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    found = {}
+    for pid in json.loads(told)["processes"]:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        model = re.search(rb"/([^/\0]+)/[0-9]+/model\.py\0", command)
+        server = "tritonserver" if b"bin/tritonserver\0" in command else "proxy"
+        found[model[1].decode() if model else server] = pid
+    return found
 
 
 def processor_seconds(pid: int) -> float:

@@ -1,31 +1,95 @@
-"""What a machine allows: its bandwidth and GEMM rate, measured, and the times that follow for a model."""
+#!/usr/bin/env python3
+"""What a machine allows: its bandwidth and GEMM rate, measured, and the times that follow for a model.
+
+A step of n sequences cannot be faster than the larger of two times.
+
+- Bytes: every weight once (bfloat16 is 2 bytes, float32 4, int8 1, int4 0.56 with its scales; the output head
+  is kept in 2 or 4), each distinct adapter in the step once, and the keys and values of all n sequences;
+  divided by the bandwidth.
+- FLOPs: 2 for each weight and sequence, 2 for each element of its adapter, and 4 for each key element that
+  its heads meet; divided by the GEMM rate.
+
+Prompts take the larger of their FLOPs and of reading the weights once. Norms, rotary embeddings, the choice
+of tokens and the embedding's rows are left out: they are small, and all of them are overhead.
+
+The bandwidth is that of a plain read loop in every core (memchr of the C library over memory far larger than
+the caches, in huge pages where the system gives them); the GEMM rate is the best of torch and of our own
+kernel. Both are the best of many: other work on the machine can only make them smaller.
+
+    limits.py --json limits.json
+"""
 
 from __future__ import annotations
 
+import argparse
+import ctypes
+import json
+import mmap
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from machine import see_machine
 
 from manylora.config.engine import ModelConfig
+from manylora.kernels.device import open_device
 from manylora.lora.modules import LoraModule
 
 INT4_SCALES = 8 / 128  # a scale and an offset, in float32, for each group of 128
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + INT4_SCALES}
 HEAD_BYTES = {"float32": 4, "bfloat16": 2, "int8": 2, "int4": 2}
+READ_BYTES, READS, GEMMS = 2**28, 16, 12
 
 
 def measure_machine(dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes per second of a large read, FLOPs per second of a large GEMM; the best of several."""
-    big = torch.ones(256 * 2**20 // 4)
-    a, b = torch.randn(1024, 1024, dtype=dtype), torch.randn(1024, 1024, dtype=dtype)
-    read = min(_seconds(big.sum) for _ in range(8))
-    multiply = min(_seconds(lambda: a @ b) for _ in range(12))
-    return big.nbytes / read, 2 * 1024**3 / multiply
+    """Bytes per second of a large read by all threads, FLOPs per second of a large GEMM."""
+    return _bandwidth(torch.get_num_threads()), max(_gemm_rates(dtype).values())
 
 
-def _seconds(work) -> float:
+def _bandwidth(threads: int) -> float:
+    memory = mmap.mmap(-1, READ_BYTES)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    ones = torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+    find = ctypes.CDLL(None).memchr  # called without the interpreter's lock
+    find.argtypes, find.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t), ctypes.c_void_p
+    part = READ_BYTES // threads
+
+    def read() -> None:
+        parts = [
+            threading.Thread(target=find, args=(ones.data_ptr() + n * part, 0, part)) for n in range(threads)
+        ]
+        for one in parts:
+            one.start()
+        for one in parts:
+            one.join()
+
+    return threads * part / min(_seconds(read) for _ in range(READS))
+
+
+def _gemm_rates(dtype: torch.dtype) -> dict[str, float]:
+    """FLOPs per second, of torch and of our kernel with weights in bfloat16, as prompts meet them."""
+    x, weight = torch.randn(1024, 1024, dtype=dtype), torch.randn(2048, 1024, dtype=dtype)
+    turned = weight.t().contiguous()
+    ops = open_device("cpu").ops
+    packed = ops.pack(weight.to(torch.bfloat16))
+    flops = 2 * x.numel() * weight.shape[0]
+    work: dict[str, Callable[[], object]] = {
+        "torch": lambda: x @ turned,
+        "ours": lambda: ops.linear(x, packed, None),
+    }
+    return {name: flops / min(_seconds(do) for _ in range(GEMMS)) for name, do in work.items()}
+
+
+def wide_dtype() -> torch.dtype:
+    """The engine computes in float32 unless the processor multiplies bfloat16 itself; so do the limits."""
+    return torch.bfloat16 if open_device("cpu").ops.has_bfloat16 else torch.float32
+
+
+def _seconds(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
@@ -52,14 +116,19 @@ class Limits:
         in the batch. met: elements that all sequences together meet."""
         m = self.model
         kv = 2 * m.num_layers * m.num_kv_heads * m.head_dim * sum(lengths)
-        size = self._layers() * WEIGHT_BYTES[self.weights] + self._head() * HEAD_BYTES[self.weights]
-        size += kv * self.element + sum(distinct) * self.adapter_element
+        seconds = self.read_once(distinct) + kv * self.element / self.bandwidth
         flops = 2 * (self._layers() + self._head()) * len(lengths) + 2 * met
         flops += 4 * m.num_layers * m.num_heads * m.head_dim * sum(lengths)
-        return max(size / self.bandwidth, flops / self.rate)
+        return max(seconds, flops / self.rate)
+
+    def read_once(self, distinct: Sequence[int] = ()) -> float:
+        """Seconds of reading all weights and so many adapters, by their elements."""
+        size = self._layers() * WEIGHT_BYTES[self.weights] + self._head() * HEAD_BYTES[self.weights]
+        return (size + sum(distinct) * self.adapter_element) / self.bandwidth
 
     def prefill(self, prompt: int, elements: float = 0) -> float:
-        """Seconds of a prompt under an adapter of so many elements, bound by FLOPs."""
+        """Seconds of a prompt under an adapter of so many elements, bound by FLOPs. A token attends to half
+        of the prompt, and only the last one needs the head."""
         m = self.model
         attention = 2 * m.num_layers * m.num_heads * m.head_dim * prompt**2
         return (2 * (self._layers() + elements) * prompt + 2 * self._head() + attention) / self.rate
@@ -67,7 +136,7 @@ class Limits:
     def run(
         self, adapters: Sequence[int | None], sizes: Sequence[int], prompt: int, output: int, at_once: int
     ) -> float:
-        """Seconds of a whole load: prompts one after the other, then steps of `at_once` sequences.
+        """Seconds of a whole load: prompts, which bring the first token, then steps of `at_once` sequences.
 
         adapters: of each request, None: the base. sizes: elements of each adapter."""
         seconds = 0.0
@@ -75,10 +144,11 @@ class Limits:
             some = [n for n in adapters[start : start + at_once] if n is not None]
             count = len(adapters[start : start + at_once])
             distinct = [sizes[n] for n in set(some)]
-            seconds += output * self.decode_step(
-                [prompt + output / 2] * count, distinct, sum(sizes[n] for n in some)
-            )
-        return seconds + sum(self.prefill(prompt, 0 if n is None else sizes[n]) for n in adapters)
+            step = self.decode_step([prompt + output / 2] * count, distinct, sum(sizes[n] for n in some))
+            together = sum(self.prefill(prompt, sizes[n]) for n in some)
+            together += (count - len(some)) * self.prefill(prompt)
+            seconds += max(together, self.read_once(distinct)) + (output - 1) * step
+        return seconds
 
     def _layers(self) -> int:
         m = self.model
@@ -92,3 +162,27 @@ class Limits:
 def adapter_elements(modules: dict[int, LoraModule], used: Sequence[int], rank: int, layers: int) -> int:
     """Elements of A and B over all layers."""
     return rank * layers * sum(modules[m].in_dim + modules[m].out_dim for m in used)
+
+
+def main() -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written besides what is printed")
+    options = parser.parse_args()
+    machine, dtype = see_machine(), wide_dtype()
+    threads = torch.get_num_threads()
+    one, all_of_them, rates = _bandwidth(1), _bandwidth(threads), _gemm_rates(dtype)
+    print(machine)
+    print(f"read: {all_of_them / 1e9:.1f} GB/s in {threads} threads, {one / 1e9:.1f} in one")
+    kinds = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in rates.items())
+    print(f"GEMM in {str(dtype).removeprefix('torch.')}, GFLOP/s: {kinds}")
+    figures = {
+        "machine": machine.as_dict(), "threads": threads, "bandwidth": all_of_them,
+        "bandwidth_one_thread": one, "gemm": rates,
+    }  # fmt: skip
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -79,17 +79,22 @@ def make_llama(path: Path, hidden: int, layers: int) -> Path:
     )  # fmt: skip
 
 
-def save_adapter(path: Path, model: str, rank: int, modules: tuple[str, ...], seed: int, dtype: str) -> Path:
-    """A PEFT directory; lora_alpha is twice the rank."""
+def module_sizes(model: str) -> dict[str, tuple[int, int]]:
+    """In and out of each linear layer of a block."""
     shape = MODELS[model][1]
     hidden, middle = shape["hidden_size"], shape["intermediate_size"]
     kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
-    sizes = {
+    return {
         **dict.fromkeys(("q_proj", "o_proj"), (hidden, hidden)),
         **dict.fromkeys(("k_proj", "v_proj"), (hidden, kv)),
         **dict.fromkeys(("gate_proj", "up_proj"), (hidden, middle)),
         "down_proj": (middle, hidden),
     }
+
+
+def save_adapter(path: Path, model: str, rank: int, modules: tuple[str, ...], seed: int, dtype: str) -> Path:
+    """A PEFT directory; lora_alpha is twice the rank."""
+    shape, sizes = MODELS[model][1], module_sizes(model)
     random = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(shape["num_hidden_layers"]):

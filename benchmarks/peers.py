@@ -1,37 +1,46 @@
 #!/usr/bin/env python3
 """manylora and the engines one would pick instead, on the same random models and adapters.
 
-The physics is that of benchmarks/engine.py and the same for all: an engine that reads every weight and every
-adapter once in a step, and adds nothing, is at the limit. On a machine that others use as well, only ratios
-taken close together mean something: each engine is measured against manylora, the two in turn, each in a
-process of its own that is idle while the other runs, and the ratio is the median of the pairs.
+Each engine is measured against manylora, the two in turn in one run, each in a process of its own that is
+idle while the other runs; the ratio is the median of the pairs. At N at once, a call has N requests for both,
+all of them run at once, and the next call comes when it has ended; requests of 64 tokens in and 64 out,
+greedy, never ending early. The time to the first token is that of such a call for one token: until all N have
+theirs. --in-flight also measures ours alone with N requests open at any time and answers of 32 to 96 tokens.
 
     peers.py                                                          # whoever this Python can import
-    peers.py --python openvino=/venvs/ov/bin/python --python vllm=/venvs/vllm/bin/python --models small,mid
+    peers.py --python openvino=/venvs/ov/bin/python --models small,mid --keep build/peers --json found.json
+    peers.py --cases base --at-once 1,16 --dtypes int8,int4 --json found.json     # more rows for the same file
+    peers.py --json found.json --show                                 # its tables, without measuring
 
-Load: 32 requests of 64 tokens in and 64 out, greedy, never ending early, 16 at a time, in one offline call;
-time to first token is that of one request to an idle engine. r8qkv: rank 8 on q, k, v; r16all: rank 16 on all
-linear layers; then the number of distinct adapters, asked for in turn. The first tokens of both engines'
-answers are compared: where far fewer than all agree, an adapter was not applied, or rounding decided between
-near equals. Memory is what is resident after the case. The last line is JSON.
+r8qkv: rank 8 on q, k, v; r16all: rank 16 on all linear layers; then the number of distinct adapters, asked
+for in turn. int8 and int4: 8 and 4 bits for the weights of the bfloat16 model, as each engine does it (ours:
+W8A8 and W4A8, or W8A16 and W4A16 in a version without them). The first tokens of both engines' answers are
+compared: where far fewer than all agree, an adapter was not applied, or rounding decided between near equals.
+
+Needs an otherwise idle machine: rows during which others used more than a quarter of a CPU are marked, and
+--wait waits for quiet before each row. The base model at 1, 4, 16 and 32 takes 2 minutes for a small model
+and one peer.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+import types
 from pathlib import Path
 from typing import Any
 
-from loads import ALL, AT_ONCE, MODELS, OUTPUT, QKV, REQUESTS, Case, prompts, save_adapter, save_model
+import torch
+from limits import Limits, measure_machine, wide_dtype
+from loads import ALL, MODELS, OUTPUT, QKV, VOCAB, Case, module_sizes, save_adapter, save_model
+from machine import QUIET, see_machine, wait_for_quiet
+from peers import tables
+from peers.measure import PROMPT, first_use, measure, warm
 from peers.process import Worker, WorkerError
+from peers.rows import FirstUse, Found, Row, read, write
 from peers.worker import Setup
 
 HERE = Path(__file__).parent
@@ -39,16 +48,15 @@ HERE = Path(__file__).parent
 US = "manylora"
 MODULES = {
     US: "manylora", "transformers": "peft", "vllm": "vllm", "openvino": "openvino_genai",
-    "llama.cpp": "sentencepiece",
+    "llamacpp": "llama_cpp",
 }  # fmt: skip
 SCRIPTS = {
-    US: "with_manylora.py",
-    "transformers": "with_peft.py",
-    "vllm": "with_vllm.py",
-    "openvino": "with_openvino.py",
-    "llama.cpp": "with_llamacpp.py",
-}
-PROMPT, SINGLES = 64, 4
+    US: "with_manylora.py", "transformers": "with_peft.py", "vllm": "with_vllm.py",
+    "openvino": "with_openvino.py", "llamacpp": "with_llamacpp.py",
+}  # fmt: skip
+DTYPES = ("bfloat16", "float32", "int8", "int4")
+QUANTISES = (US, "openvino", "llamacpp")
+AT_ONCE = (1, 4, 16, 32)
 SETS: dict[str, tuple[int, tuple[str, ...]]] = {"base": (0, ()), "r8qkv": (8, QKV), "r16all": (16, ALL)}
 CASES = [
     Case("base"),
@@ -57,77 +65,109 @@ CASES = [
 ]
 
 
-@dataclass
-class Row:
-    """Of one case: seconds of each round, resident bytes, share of requests with our first token."""
-
-    model: str
-    case: str
-    peer: str
-    ours_s: list[float] = field(default_factory=list)
-    peer_s: list[float] = field(default_factory=list)
-    ours_bytes: int = 0
-    peer_bytes: int = 0
-    same_first: float = 0.0
-    error: str | None = None
-
-    def ratio(self) -> float:
-        """Our speed by theirs."""
-        return statistics.median(b / a for a, b in zip(self.ours_s, self.peer_s, strict=True))
-
-
 def main() -> None:
     options = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that the workers are, too
-    rows: list[Row] = []
-    first: list[dict[str, Any]] = []
-    versions: dict[str, dict[str, str]] = {}
+    if options.show:
+        _show(read(options.json), options)
+        return
+    machine = see_machine()
+    print(machine, file=sys.stderr)
+    share = wait_for_quiet(options.wait)
+    bandwidth, rate = measure_machine(wide_dtype())
+    if share > QUIET:
+        print(f"others use {share:.2f} CPUs: figures, and the limits, say little", file=sys.stderr)
+    found = Found(machine.as_dict(), {"bandwidth": bandwidth, "gemm": rate})
+    if options.json and options.json.exists():
+        earlier = read(options.json)
+        earlier.add(found)
+        found = earlier
     with tempfile.TemporaryDirectory() as made:
         folder = options.keep or Path(made)
         pythons = _available(options)
         for model in options.models:
-            for peer in pythons:
-                if peer != US:
-                    _compare(model, peer, pythons, folder, options, rows, first, versions)
-    _print_table(rows, first)
-    print(json.dumps({
-        "dtype": options.dtype, "rounds": options.rounds, "threads": _threads(), "versions": versions,
-        "rows": [asdict(row) for row in rows], "first_token": first,
-    }))  # fmt: skip
+            for dtype in options.dtypes:
+                for peer in pythons:
+                    if peer != US and _can(peer, dtype):
+                        _compare(model, dtype, peer, pythons, folder, options, found)
+    _show(found, options)
+
+
+def _show(found: Found, options: argparse.Namespace) -> None:
+    for row in found.rows:
+        _set_limits(row, found.limits)
+    machine = found.machine
+    print(f"{machine['short']}; reads {found.limits['bandwidth'] / 1e9:.1f} GB/s, multiplies "
+          f"{found.limits['gemm'] / 1e9:.0f} GFLOP/s; {machine['date']}")  # fmt: skip
+    for engine, versions in found.versions.items():
+        print(f"- {engine}: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
+    for table in (tables.figures(found), tables.first_use(found), tables.targets(found)):
+        if table:
+            print(f"\n{table}")
+    if options.json and not options.show:
+        write(options.json, found, {})
 
 
 def _compare(
     model: str,
+    dtype: str,
     peer: str,
     pythons: dict[str, str],
     folder: Path,
     options: argparse.Namespace,
-    rows: list[Row],
-    first: list[dict[str, Any]],
-    versions: dict[str, dict[str, str]],
+    found: Found,
 ) -> None:
     """One peer and us over all cases, a pair of fresh processes for each set of adapters."""
     for name in SETS:
         cases = [case for case in CASES if case.name in options.cases and case.name.split("-")[0] == name]
         if not cases:
             continue
-        setup = _setup(model, name, max(case.adapters for case in cases), options.dtype, folder)
+        setup = _setup(model, name, max(case.adapters for case in cases), dtype, folder, options)
         try:
             with (
                 _start(US, pythons, setup, folder, options) as ours,
                 _start(peer, pythons, setup, folder, options) as theirs,
             ):
-                versions |= {US: ours.versions, peer: theirs.versions}
-                first.append({"model": model, "set": name, "peer": peer, "ours_s": _first_token(ours, setup),
-                              "peer_s": _first_token(theirs, setup)})  # fmt: skip
-                for case in cases:
-                    row = Row(model, case.name, peer)
-                    rows.append(row)
-                    _measure(case, ours, theirs, row, options.rounds)
-                    print(f"{model} {peer} {case.name}: {row.ratio():.2f} x", file=sys.stderr, flush=True)
+                found.versions |= {US: ours.versions, peer: theirs.versions}
+                rows, use = _run_set(cases, ours, theirs, (model, dtype, name, peer), options)
+                part = Found(found.machine, found.limits, {}, rows, use)
         except WorkerError as error:
-            print(f"{model} {peer} {name}: {error}", file=sys.stderr, flush=True)
-            rows.append(Row(model, name, peer, error=str(error)))
+            print(f"{model} {dtype} {peer} {name}: {error}", file=sys.stderr, flush=True)
+            failed = [
+                Row(model, dtype, case.name, peer, n, error=str(error))
+                for case in cases
+                for n in options.at_once
+            ]
+            part = Found(found.machine, found.limits, {}, failed)
+        found.add(part)
+        if options.json:
+            write(options.json, found, {})
+
+
+def _run_set(
+    cases: list[Case],
+    ours: Worker,
+    theirs: Worker,
+    of: tuple[str, str, str, str],
+    options: argparse.Namespace,
+) -> tuple[list[Row], list[FirstUse]]:
+    model, dtype, name, peer = of
+    most = max(case.adapters for case in cases)
+    uses = []
+    if most:
+        uses.append(FirstUse(model, dtype, name, peer, {}, {}, 0.0))
+        first_use(ours, theirs, uses[0], most)
+    warm(ours, theirs, list(range(most)) or [None] * 2)
+    rows = []
+    for case in cases:
+        for at_once in options.at_once:
+            row = Row(model, dtype, case.name, peer, at_once)
+            rows.append(row)
+            measure(case, ours, theirs, row, options.rounds, options.wait, options.in_flight)
+            busy = f", others used {row.others:.2f} CPUs" if row.busy else ""
+            print(f"{model} {dtype} {peer} {case.name} at {at_once}: {row.ratio():.2f} x, first token "
+                  f"{row.first_ratio():.2f} x{busy}", file=sys.stderr, flush=True)  # fmt: skip
+    return rows, uses
 
 
 def _start(
@@ -140,50 +180,49 @@ def _start(
         raise WorkerError(f"{name}: {error} ({log})") from error
 
 
-def _measure(case: Case, ours: Worker, theirs: Worker, row: Row, rounds: int) -> None:
-    texts, chosen = prompts(REQUESTS, PROMPT), case.choose(REQUESTS)
-    short = prompts(REQUESTS, 8, seed=3)
-    for worker in (ours, theirs):
-        worker.run(short, chosen, 4)  # every adapter once
-    for _ in range(rounds):
-        mine, seconds = ours.run(texts, chosen, OUTPUT)
-        row.ours_s.append(seconds)
-        other, seconds = theirs.run(texts, chosen, OUTPUT)
-        row.peer_s.append(seconds)
-    row.same_first = statistics.mean(a[0] == b[0] for a, b in zip(mine, other, strict=True))
-    row.ours_bytes, row.peer_bytes = ours.resident(), theirs.resident()
-
-
-def _first_token(worker: Worker, setup: Setup) -> dict[str, float]:
-    """Seconds of single requests for one token, medians: no adapter, one that was never used, that again."""
-    texts = prompts(3 * SINGLES + 2, PROMPT, seed=5)
-    for text in texts[-2:]:
-        worker.run([text], [None], 2)
-    times: dict[str, list[float]] = {"none": [], "first use": [], "warm": []}
-    for n in range(SINGLES):
-        times["none"].append(worker.run([texts[3 * n]], [None], 1)[1])
-        if n < len(setup.adapters):
-            times["first use"].append(worker.run([texts[3 * n + 1]], [n], 1)[1])
-            times["warm"].append(worker.run([texts[3 * n + 2]], [n], 1)[1])
-    return {kind: statistics.median(found) for kind, found in times.items() if found}
-
-
-def _setup(model: str, name: str, count: int, dtype: str, folder: Path) -> Setup:
+def _setup(model: str, name: str, count: int, dtype: str, folder: Path, options: argparse.Namespace) -> Setup:
     """Makes what is not there yet."""
-    kept = folder / f"{model}-{dtype}"
+    stored = "float32" if dtype == "float32" else "bfloat16"
+    kept = folder / f"{model}-{stored}"
     path, (rank, modules) = kept / "model", SETS[name]
     if not path.exists():
-        save_model(path, model, dtype)
+        save_model(path, model, stored)
     adapters = [kept / name / str(n) for n in range(count)]
     for seed, adapter in enumerate(adapters):
         if not adapter.exists():
-            save_adapter(adapter, model, rank, modules, seed, dtype)
-    length = 2 * (PROMPT + OUTPUT)
-    return Setup(str(path), dtype, [str(a) for a in adapters], rank, AT_ONCE, _threads(), length, str(kept))
+            save_adapter(adapter, model, rank, modules, seed, stored)
+    places, most = [str(a) for a in adapters], max(options.at_once)
+    threads, length = torch.get_num_threads(), 2 * (PROMPT + OUTPUT)
+    return Setup(str(path), dtype, places, rank, most, threads, length, str(kept))
 
 
-def _threads() -> int:
-    return len(os.sched_getaffinity(0))
+def _set_limits(row: Row, rates: dict[str, float]) -> None:
+    """For weights of 8 and 4 bits the rate of integer products would have to be known."""
+    if row.dtype not in ("bfloat16", "float32") or row.error is not None:
+        return
+    shape = MODELS[row.model][1]
+    model: Any = types.SimpleNamespace(
+        num_layers=shape["num_hidden_layers"], num_heads=shape["num_attention_heads"],
+        num_kv_heads=shape["num_key_value_heads"], hidden_size=shape["hidden_size"],
+        head_dim=shape["hidden_size"] // shape["num_attention_heads"],
+        intermediate_size=shape["intermediate_size"], vocab_size=VOCAB,
+    )  # fmt: skip
+    stored = 2 if row.dtype == "bfloat16" else 4
+    limits = Limits(model, row.dtype, 4, stored, rates["bandwidth"], rates["gemm"])
+    case = next(case for case in CASES if case.name == row.case)
+    sizes = module_sizes(row.model)
+    elements = model.num_layers * sum(sum(sizes[name]) for name in case.modules) * max(case.ranks, default=0)
+    chosen = case.choose(row.requests)
+    seconds = limits.run(chosen, [elements] * case.adapters, PROMPT, OUTPUT, row.at_once)
+    row.limit = row.requests * OUTPUT / seconds
+    row.step_limit = limits.decode_step([PROMPT + OUTPUT / 2] * row.at_once)
+
+
+def _can(peer: str, dtype: str) -> bool:
+    if dtype in ("bfloat16", "float32") or peer in QUANTISES:
+        return True
+    print(f"{peer} is left out with {dtype}: its worker has no weights of fewer bits", file=sys.stderr)
+    return False
 
 
 def _available(options: argparse.Namespace) -> dict[str, str]:
@@ -202,36 +241,21 @@ def _available(options: argparse.Namespace) -> dict[str, str]:
     return found
 
 
-def _print_table(rows: list[Row], first: list[dict[str, Any]]) -> None:
-    tokens, gib = REQUESTS * OUTPUT, 2**30
-    print(f"{'model':6} {'case':10} {'peer':13} {'ours tok/s':>10} {'peer tok/s':>10} {'ratio':>6} "
-          f"{'first tokens':>12} {'ours GiB':>8} {'peer GiB':>8}")  # fmt: skip
-    for row in rows:
-        head = f"{row.model:6} {row.case:10} {row.peer:13}"
-        if row.error is not None:
-            print(f"{head} {row.error}")
-            continue
-        ours, theirs = (tokens / statistics.median(found) for found in (row.ours_s, row.peer_s))
-        print(f"{head} {ours:10.0f} {theirs:10.0f} {row.ratio():6.2f} {row.same_first:12.2f} "
-              f"{row.ours_bytes / gib:8.2f} {row.peer_bytes / gib:8.2f}")  # fmt: skip
-    print("\ntime to first token, ms, ours / theirs")
-    for one in first:
-        pairs = (f"{kind} {ours * 1000:.0f} / {one['peer_s'][kind] * 1000:.0f}"
-                 for kind, ours in one["ours_s"].items())  # fmt: skip
-        print(f"{one['model']:6} {one['set']:10} {one['peer']:13} " + ", ".join(pairs))
-
-
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    peers = [name for name in SCRIPTS if name != US]
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    peers = [name for name, script in SCRIPTS.items() if name != US and (HERE / "peers" / script).exists()]
     names = [case.name for case in CASES]
     parser.add_argument("--models", type=_some(list(MODELS)), default=["small"], help=",".join(MODELS))
     parser.add_argument("--peers", type=_some(peers), default=peers, help=",".join(peers))
     parser.add_argument("--cases", type=_some(names), default=names, help=",".join(names))
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtypes", type=_some(list(DTYPES)), default=["bfloat16"], help=",".join(DTYPES))
+    parser.add_argument("--at-once", type=_numbers, default=list(AT_ONCE), help="requests in a call, as 1,16")
+    parser.add_argument("--rounds", type=int, default=3, help="pairs; fewer where a row takes over 40 s")
+    parser.add_argument("--in-flight", action="store_true", help="ours with N open at any time, too")
+    parser.add_argument("--wait", type=float, default=0, metavar="SECONDS", help="for quiet, before each row")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written; rows that it has are kept")
+    parser.add_argument("--show", action="store_true", help="only print the tables of --json")
     parser.add_argument("--python", action="append", default=[], metavar="PEER=PATH", help="more than once")
     parser.add_argument(
         "--keep", type=Path, help="folder of models and conversions, made or found; logs, too"
@@ -244,10 +268,19 @@ def _options() -> argparse.Namespace:
         parser.error(f"--python: {', '.join(sorted(unknown))} not among {', '.join(SCRIPTS)}")
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
+    if options.show and not (options.json and options.json.exists()):
+        parser.error("--show needs --json with a file that exists")
     if options.keep:
         options.keep.mkdir(parents=True, exist_ok=True)
         options.keep = options.keep.resolve()
     return options
+
+
+def _numbers(text: str) -> list[int]:
+    found = [int(part) for part in text.split(",")]
+    if not all(1 <= n <= 256 for n in found):
+        raise argparse.ArgumentTypeError(f"must be from 1 to 256, got {text}")
+    return found
 
 
 def _some(known: list[str]) -> Any:

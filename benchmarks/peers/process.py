@@ -9,13 +9,21 @@ import queue
 import signal
 import subprocess
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from machine import family
+
 from peers.worker import Setup
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
+
+@dataclass(frozen=True)
+class Memory:
+    """Resident bytes; own: without those of mapped files, which the system may drop and read again."""
+
+    all: int
+    own: int
 
 
 class WorkerError(Exception):
@@ -43,29 +51,33 @@ class Worker:
     def run(
         self, prompts: list[list[int]], adapters: list[int | None], tokens: int
     ) -> tuple[list[list[int]], float]:
-        """The new tokens, and the seconds they took."""
+        """All requests in one call. The new tokens, and the seconds they took."""
         answer = self._ask({"prompts": prompts, "adapters": adapters, "tokens": tokens})
         return answer["tokens"], answer["seconds"]
 
-    def resident(self) -> int:
-        """Bytes of the process and of those it started, as they are now."""
-        parents: dict[int, int] = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
+    def flow(
+        self, prompts: list[list[int]], adapters: list[int | None], tokens: list[int], at_once: int
+    ) -> float:
+        """Seconds, with so many requests open at any time. Only ours can."""
+        message = {"prompts": prompts, "adapters": adapters, "tokens": tokens, "open": at_once}
+        return self._ask(message)["seconds"]
+
+    def resident(self) -> Memory:
+        """Of the process and of those it started, as it is now."""
+        total = files = 0
+        for pid in family(self._process.pid):
             try:
-                fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+                lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
             except OSError:
                 continue
-            parents[int(stat.parent.name)] = int(fields[1])
-        family = {self._process.pid}
-        while more := {pid for pid, parent in parents.items() if parent in family} - family:
-            family |= more
-        total = 0
-        for pid in family:
-            try:
-                total += int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1]) * PAGE
-            except OSError:
-                continue
-        return total
+            sizes = {
+                line.split(":")[0]: int(line.split()[1]) * 1024
+                for line in lines
+                if "Rss" in line or "VmRSS" in line
+            }
+            total += sizes.get("VmRSS", 0)
+            files += sizes.get("RssFile", 0)
+        return Memory(total, total - files)
 
     def close(self) -> None:
         """All processes of the worker end."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from worker import Setup, serve
 
 import manylora
-from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, SamplingParams
+from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, SamplingParams
+
+# The first that this version has: activations in 8 bits too, as peers have them, or weights only.
+QUANT = {"int8": ("W8A8", "W8A16"), "int4": ("W4A8", "W4A16")}
 
 
 class Manylora:
@@ -16,17 +21,46 @@ class Manylora:
         room, rank = max(1, count), max(1, setup.rank)
         first = setup.adapters[:1]  # says the modules
         lora = LoraConfig(first, max_lora_rank=rank, max_loras=room, max_cpu_loras=room)
+        quant = _quant(setup.dtype)
+        self.details = {} if quant is None else {"quant_algo": str(quant.quant_algo)}
         self._llm = LLM(
             setup.model, device="cpu", skip_tokenizer_init=True, lora_config=lora if count else None,
             kv_cache_config=KvCacheConfig(enable_block_reuse=False), max_batch_size=setup.at_once,
-            max_seq_len=setup.length,
+            max_seq_len=setup.length, quant_config=quant,
         )  # fmt: skip
 
     def generate(self, prompts: list[list[int]], adapters: list[int | None], tokens: int) -> list[list[int]]:
-        requests = [None if i is None else LoRARequest(str(i), i + 1, self._adapters[i]) for i in adapters]
+        requests = [self._request(i) for i in adapters]
         params = SamplingParams(max_tokens=tokens, end_id=-1)
         outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
         return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def flow(
+        self, prompts: list[list[int]], adapters: list[int | None], tokens: list[int], at_once: int
+    ) -> list[list[int]]:
+        """So many open at any time, each with its own number of tokens."""
+
+        def one(prompt: list[int], adapter: int | None, count: int) -> list[int]:
+            params = SamplingParams(max_tokens=count, end_id=-1)
+            output = self._llm.generate_async(prompt, params, self._request(adapter)).result()
+            return list(output.outputs[0].token_ids)
+
+        with ThreadPoolExecutor(at_once) as pool:
+            return list(pool.map(one, prompts, adapters, tokens))
+
+    def _request(self, adapter: int | None) -> LoRARequest | None:
+        if adapter is None:
+            return None
+        return LoRARequest(str(adapter), adapter + 1, self._adapters[adapter])
+
+
+def _quant(dtype: str) -> QuantConfig | None:
+    for algo in QUANT.get(dtype, ()):
+        try:
+            return QuantConfig(algo)
+        except ValueError:
+            continue
+    return None
 
 
 if __name__ == "__main__":

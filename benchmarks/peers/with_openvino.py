@@ -1,6 +1,8 @@
 """OpenVINO GenAI's continuous batching. The model is converted once, by optimum-intel in the same Python.
 
-Adapters mixed in one call all become those of its first request (2026.4.1): each adapter has its own call.
+Adapters mixed in one call all become those of its first request, and `add_request` with `step` refuses
+adapters that are chosen for each request (2026.4.1): each adapter has its own call. All requests of a call
+run at once: `max_num_seqs` only counts where prompts are not split (`dynamic_split_fuse=False`).
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ ALPHA = 2.0  # lora_alpha / rank of the benchmark's adapters
 
 class OpenVino:
     def __init__(self, setup: Setup) -> None:
-        path = Path(setup.kept) / "openvino"
+        path = Path(setup.kept) / f"openvino-{setup.dtype}"
         if not path.exists():
-            _convert(setup.model, path)
+            _convert(setup.model, path, setup.dtype)
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size = 1  # GiB
         scheduler.max_num_seqs = setup.at_once
         scheduler.max_num_batched_tokens = 2048
         scheduler.enable_prefix_caching = False
         has_bfloat16 = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-        hint = "bf16" if has_bfloat16 and setup.dtype == "bfloat16" else "f32"
+        hint = "bf16" if has_bfloat16 and setup.dtype != "float32" else "f32"
         options = {
             "INFERENCE_PRECISION_HINT": hint,
             "KV_CACHE_PRECISION": hint,
@@ -64,12 +66,21 @@ class OpenVino:
         return config
 
 
-def _convert(model: str, path: Path) -> None:
-    """In float32: the precision of the run is chosen when the model is loaded."""
+def _convert(model: str, path: Path, dtype: str) -> None:
+    """The precision of the run is chosen when the model is loaded; only int8 and int4 compress weights here:
+    8 bits with a scale for each output, 4 bits with a scale and an offset for each 128 inputs."""
     from optimum.exporters.openvino import main_export
+    from optimum.intel import OVConfig, OVWeightQuantizationConfig
 
-    made = path.with_name("openvino.part")
-    main_export(model, output=made, task="text-generation-with-past", ov_config=None, convert_tokenizer=False)
+    weights = {
+        "int8": OVWeightQuantizationConfig(bits=8, sym=True),
+        "int4": OVWeightQuantizationConfig(bits=4, sym=False, group_size=128, ratio=1.0),
+    }.get(dtype)
+    config = None if weights is None else OVConfig(quantization_config=weights)
+    made = path.with_name(f"{path.name}.part")
+    main_export(
+        model, output=made, task="text-generation-with-past", ov_config=config, convert_tokenizer=False
+    )
     made.rename(path)
 
 

@@ -1,0 +1,88 @@
+"""Two engines on the same requests, in turn: one runs while the other is idle."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from datetime import datetime, timezone
+
+from loads import OUTPUT, Case, prompts
+from machine import Others, wait_for_quiet
+
+from peers.process import Worker
+from peers.rows import FirstUse, Row
+
+PROMPT, SINGLES, MOST_S = 64, 4, 40.0
+FLOW = (32, 48, 64, 80, 96)  # new tokens of requests in flight, in turn; their mean is OUTPUT
+
+
+def warm(ours: Worker, theirs: Worker, chosen: list[int | None]) -> None:
+    """Every adapter once, and two requests without any."""
+    short = prompts(len(chosen), 8, seed=3)
+    for worker in (ours, theirs):
+        worker.run(short, chosen, 4)
+        worker.run(prompts(2, PROMPT, seed=9), [None] * 2, 2)
+
+
+def measure(case: Case, ours: Worker, theirs: Worker, row: Row, rounds: int, wait: float, flow: bool) -> None:
+    """At `row.at_once`: calls of so many requests. Rounds end early after MOST_S seconds, but never before
+    the first pair. Adapters are asked for in turn, on from one call to the next."""
+    row.date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
+    before = wait_for_quiet(wait)
+    others, began = Others(), time.monotonic()
+    calls = 2 if row.at_once == 1 else 1
+    row.requests, row.tokens = calls * row.at_once, OUTPUT
+    plan = [case.choose(10_000)[n * row.at_once :][: row.at_once] for n in range(rounds * calls)]
+    same: list[bool] = []
+    for turn in range(rounds):
+        texts = [prompts(row.at_once, PROMPT, seed=20 + turn * calls + call) for call in range(calls)]
+        chosen = plan[turn * calls : (turn + 1) * calls]
+        order = (ours, theirs) if turn % 2 == 0 else (theirs, ours)
+        found = {worker: _calls(worker, texts, chosen, OUTPUT) for worker in order}
+        row.ours_s.append(found[ours][1])
+        row.peer_s.append(found[theirs][1])
+        same += [a[0] == b[0] for a, b in zip(found[ours][0], found[theirs][0], strict=True)]
+        first = {
+            worker: _calls(worker, [prompts(row.at_once, PROMPT, seed=99 + turn)], chosen[:1], 1)[1]
+            for worker in order
+        }
+        row.ours_first_s.append(first[ours])
+        row.peer_first_s.append(first[theirs])
+        if time.monotonic() - began > MOST_S:
+            break
+    row.others = max(before, others.cpus())
+    row.same_first = statistics.mean(same)
+    row.ours_bytes, row.peer_bytes = vars(ours.resident()), vars(theirs.resident())
+    if flow and row.at_once > 1:
+        count = 3 * row.at_once
+        tokens = [FLOW[n % len(FLOW)] for n in range(count)]
+        seconds = ours.flow(prompts(count, PROMPT), case.choose(count), tokens, row.at_once)
+        row.flow = sum(tokens) / seconds
+
+
+def _calls(
+    worker: Worker, texts: list[list[list[int]]], chosen: list[list[int | None]], tokens: int
+) -> tuple[list[list[int]], float]:
+    """One call after the other: all answers, and the seconds of all."""
+    answers, total = [], 0.0
+    for some, adapters in zip(texts, chosen, strict=True):
+        answer, seconds = worker.run(some, adapters, tokens)
+        answers += answer
+        total += seconds
+    return answers, total
+
+
+def first_use(ours: Worker, theirs: Worker, use: FirstUse, adapters: int) -> None:
+    """Of processes that have not seen the adapters yet."""
+    others = Others()
+    texts = prompts(3 * SINGLES + 2, PROMPT, seed=5)
+    for worker, times in ((ours, use.ours_s), (theirs, use.peer_s)):
+        for text in texts[-2:]:
+            worker.run([text], [None], 2)
+        times |= {"none": [], "first use": [], "warm": []}
+    for n in range(min(SINGLES, adapters)):
+        asked = (("none", None), ("first use", n), ("warm", n))
+        for place, (kind, adapter) in enumerate(asked):
+            for worker, times in ((ours, use.ours_s), (theirs, use.peer_s)):
+                times[kind].append(worker.run([texts[3 * n + place]], [adapter], 1)[1])
+    use.others = others.cpus()

@@ -4,8 +4,9 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+OPENVINO := build/openvino
 
-.PHONY: help install demo serve test check parity bench chaos browser test-gpu bench-gpu clean
+.PHONY: help install demo serve test check parity bench bench-peers chaos browser test-gpu bench-gpu clean
 
 demo: $(STAMP) ## convert two adapters, serve them, ask one question three ways
 	@$(BIN)/python examples/demo/run.py demo
@@ -37,6 +38,10 @@ check: $(STAMP) ## lint, format, types
 bench: $(STAMP) ## the engine with and without adapters, against this machine's limits; under 5 minutes
 	@$(BIN)/python benchmarks/engine.py --rounds 2
 
+bench-peers: $(STAMP) $(OPENVINO)/.installed ## beside OpenVINO, in pairs (BENCH_ARGS=...); the base model takes 2 minutes, all 15
+	@$(BIN)/python benchmarks/peers.py --peers openvino --python openvino=$(OPENVINO)/bin/python \
+	  --keep build/peers --json build/peers.json $(BENCH_ARGS)
+
 chaos: $(STAMP) ## a service under kills, hostile requests and adapters, and leaving clients (CHAOS_ARGS=...); about 10 minutes
 	@$(BIN)/python tests/chaos $(CHAOS_ARGS)
 
@@ -54,6 +59,12 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH_INDEX),$(BIN)/pip install --index-url $(TORCH_INDEX) torch==2.13.0)
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(OPENVINO)/.installed: benchmarks/peers/openvino.txt
+	$(PYTHON) -m venv $(OPENVINO)
+	$(if $(TORCH_INDEX),$(OPENVINO)/bin/pip install --index-url $(TORCH_INDEX) torch==2.13.0 torchvision)
+	$(OPENVINO)/bin/pip install -q -r $<
 	touch $@
 
 clean: ## remove the virtual environment and build outputs

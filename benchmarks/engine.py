@@ -2,29 +2,29 @@
 """The engine in-process: output tokens per second with and without adapters, latency, memory, start-up.
 
 The physics. A decode step of n sequences reads every weight once, W bytes, and the keys and values of each
-sequence, and does 2 n FLOPs for each weight: it takes max(bytes / bandwidth, FLOPs / rate), both measured
-here first. Adapters add r * sum(in + out) elements each, read once for each distinct one in the batch, and
-as many multiplications for each sequence; one sequence for each adapter is the worst case for the bytes.
-Prompts are bound by FLOPs. What the whole load would take at these limits is the ideal, with and without
-adapters; what is measured beyond it is overhead: calls, copies, padding, waiting. Fewer bits save bytes,
-not FLOPs.
+sequence, and does 2 n FLOPs for each weight: it takes at least the larger of bytes / bandwidth and FLOPs /
+rate, both measured here first (limits.py says how, and what is counted). Adapters add r * sum(in + out)
+elements each, read once for each distinct one in the batch, and as many multiplications for each sequence;
+one sequence for each adapter is the worst case for the bytes. What the whole load would take so, with and
+without adapters, is the limit; what is measured beyond it is overhead: calls, copies, padding, waiting. Fewer
+bits save bytes, not FLOPs.
 
-    engine.py                                           # small, bfloat16, prompts of 64
-    engine.py --models small,mid --dtypes bfloat16,float32,int8,int4 --prompts 64,512 --plot docs/images
-    engine.py --models mid --cases base,r16all-8 --load offline
+    engine.py                                           # small, bfloat16, prompts of 64, 16 at a time
+    engine.py --models small,mid --dtypes bfloat16,float32,int8,int4 --prompts 64,512 --json found.json
+    engine.py --models mid --cases base,r16all-8 --load offline --at-once 1,4,16 --plot docs/images
 
-Models: small is a Llama of 125 million parameters, mid a Qwen2 of 387 million, both random. Load: 32
-requests, 64 tokens out; closed: 16 of them open at any time; offline: all of them at once, 16 in a step.
-int8 and int4 are W8A16 and W4A16 of the bfloat16 model. r8qkv: rank 8 on q, k, v; r16all: rank 16 on all
-linear layers; mixed: ranks 4 to 64 in turn; then the number of distinct adapters, asked for in turn, or the
-n-th 1 / n as often as the first (zipf). Each setting runs in a fresh process; in every round each case runs
-once, in turn; numbers are medians, ratios those of medians. gap: between two tokens of a request. The last
-line is JSON.
+Models: small is a Llama of 125 million parameters, mid a Qwen2 of 387 million, both random. Load: twice as
+many requests as run at a time (at least 4), 64 tokens out; closed: one comes as one ends; offline: all come
+at once. int8 and int4 are W8A16 and W4A16 of the bfloat16 model. r8qkv: rank 8 on q, k, v; r16all: rank 16 on
+all linear layers; mixed: ranks 4 to 64 in turn; then the number of distinct adapters, asked for in turn, or
+the n-th 1 / n as often as the first (zipf). Each setting runs in a fresh process; in every round each case
+runs once, in turn; numbers are medians, ratios those of medians. gap: between two tokens of a request.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import queue
@@ -37,8 +37,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from limits import Limits, adapter_elements, measure_machine
-from loads import ALL, AT_ONCE, MODELS, OUTPUT, QKV, REQUESTS, Case, prompts, save_model
+from limits import Limits, adapter_elements, measure_machine, wide_dtype
+from loads import ALL, AT_ONCE, MODELS, OUTPUT, QKV, Case, prompts, save_model
+from machine import QUIET, Others, see_machine
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -65,14 +66,19 @@ CASES = [
 
 @dataclass(frozen=True)
 class Setting:
-    """What is started once: a model, how its weights are held, the length of prompts."""
+    """What is started once: a model, how its weights are held, the length of prompts, requests at a time."""
 
     model: str
     dtype: str
     prompt: int
+    at_once: int = AT_ONCE
+
+    @property
+    def requests(self) -> int:
+        return max(4, 2 * self.at_once)
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.dtype}, prompts of {self.prompt}"
+        return f"{self.model}, {self.dtype}, prompts of {self.prompt}, {self.at_once} at a time"
 
 
 @dataclass(frozen=True)
@@ -86,17 +92,20 @@ class Run:
 
 def main() -> None:
     options = _options()
-    found = []
+    machine = see_machine()
+    print(machine)
+    chosen = itertools.product(options.models, options.dtypes, options.prompts, options.at_once)
     with tempfile.TemporaryDirectory() as folder:
-        for model in options.models:
-            for dtype in options.dtypes:
-                for prompt in options.prompts:
-                    found.append(_in_process(Setting(model, dtype, prompt), options, Path(folder)))
+        settings = [_in_process(Setting(*one), options, Path(folder)) for one in chosen]
+    found = {
+        "machine": machine.as_dict(), "rounds": options.rounds, "load": options.load, "settings": settings
+    }  # fmt: skip
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if options.plot:
-        from charts import draw
+        from charts import draw_engine
 
-        print("drawn:", *draw(found, options.plot))
-    print(json.dumps({"rounds": options.rounds, "load": options.load, "settings": found}))
+        print("drawn:", *draw_engine(found, options.plot))
 
 
 def _in_process(setting: Setting, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -116,47 +125,40 @@ def _measure(setting: Setting, options: argparse.Namespace, folder: Path, answer
     path = folder / f"{setting.model}-{stored}"
     if not path.exists():
         save_model(path, setting.model, stored)
-    bandwidth, rate = measure_machine(_wide())
+    bandwidth, rate = measure_machine(wide_dtype())
+    others = Others()
     began = time.perf_counter()
     engine = _start(path, setting)
     loop = EngineLoop(engine)
-    texts = [tuple(text) for text in prompts(REQUESTS, setting.prompt)]
+    texts = [tuple(text) for text in prompts(setting.requests, setting.prompt)]
     _load(loop, texts[:1], [None], 1, 1)
     started = time.perf_counter() - began
     modules, layers = lora_modules(engine.model), engine.model.num_layers
     limits = Limits(engine.model, setting.dtype, engine._parts.decoder.dtype.itemsize,
                     engine.adapters._pool.flat.element_size(), bandwidth, rate)  # fmt: skip
     cases = [case for case in CASES if case.name in options.cases or case.name == BASE]
-    loras = {case.name: _warm(loop, case, modules, layers) for case in cases}
-    at_once = AT_ONCE if options.load == "closed" else REQUESTS
-    _load(loop, texts, [None] * REQUESTS, at_once, OUTPUT)
+    loras = {case.name: _warm(loop, case, modules, layers, setting) for case in cases}
+    at_once = setting.at_once if options.load == "closed" else setting.requests
+    _load(loop, texts, [None] * setting.requests, at_once, OUTPUT)
     runs: dict[str, list[Run]] = {case.name: [] for case in cases}
     for _ in range(options.rounds):
         for case in cases:
             runs[case.name].append(_load(loop, texts, loras[case.name], at_once, OUTPUT))
     loop.close()
-    ideal = {case.name: _ideal(case, limits, modules, layers, setting.prompt) for case in cases}
+    ideal = {case.name: _ideal(case, limits, modules, layers, setting) for case in cases}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     report = _report(setting, cases, runs, ideal)
-    report |= {"bandwidth": bandwidth, "rate": rate, "start_s": started, "peak_gib": peak}
+    report |= {"bandwidth": bandwidth, "rate": rate, "start_s": started, "peak_gib": peak,
+               "others_cpus": others.cpus()}  # fmt: skip
     _print(setting, report)
     answers.put(report)
-
-
-def _wide() -> Any:
-    """The engine computes in float32 unless the processor multiplies bfloat16 itself; so do these models."""
-    import torch
-
-    from manylora.kernels.device import open_device
-
-    return torch.bfloat16 if open_device("cpu").ops.has_bfloat16 else torch.float32
 
 
 def _start(path: Path, setting: Setting) -> Engine:
     algo = DTYPES[setting.dtype]
     lora = LoraCacheConfig(gpu_memory_bytes=2**31, host_memory_bytes=2**31)
     config = EngineConfig(
-        path, device="cpu", max_batch_size=AT_ONCE, enable_kv_cache_reuse=False, lora=lora,
+        path, device="cpu", max_batch_size=setting.at_once, enable_kv_cache_reuse=False, lora=lora,
         quant=None if algo is None else QuantConfig(algo),
     )  # fmt: skip
     return Engine(config)
@@ -175,14 +177,14 @@ def _adapter(case: Case, number: int, modules: dict[int, LoraModule], layers: in
 
 
 def _warm(
-    loop: EngineLoop, case: Case, modules: dict[int, LoraModule], layers: int
+    loop: EngineLoop, case: Case, modules: dict[int, LoraModule], layers: int, setting: Setting
 ) -> list[LoraInput | None]:
     """Bring the tensors once; afterwards the ids are enough. Returns the adapter of each request."""
     count = case.adapters or (RESIDENT if case.ranks else 0)
     tensors = [_adapter(case, n, modules, layers) for n in range(count)]
     if tensors:
         _load(loop, [(5, 6, 7)] * count, list(tensors), count, 1)
-    chosen = case.choose(REQUESTS)
+    chosen = case.choose(setting.requests)
     return [None if n is None else LoraInput(tensors[n].task_id) for n in chosen]
 
 
@@ -221,14 +223,17 @@ def _load(
     )
 
 
-def _ideal(case: Case, limits: Limits, modules: dict[int, LoraModule], layers: int, prompt: int) -> float:
+def _ideal(
+    case: Case, limits: Limits, modules: dict[int, LoraModule], layers: int, setting: Setting
+) -> float:
     """Output tokens per second at the machine's limits."""
     used = [IDS[name] for name in case.modules]
     sizes = [
         adapter_elements(modules, used, case.ranks[n % len(case.ranks)], layers) for n in range(case.adapters)
     ]
-    seconds = limits.run(case.choose(REQUESTS), sizes, prompt, OUTPUT, AT_ONCE)
-    return REQUESTS * OUTPUT / seconds
+    chosen = case.choose(setting.requests)
+    seconds = limits.run(chosen, sizes, setting.prompt, OUTPUT, setting.at_once)
+    return setting.requests * OUTPUT / seconds
 
 
 def _report(
@@ -247,7 +252,8 @@ def _report(
         for case in cases
     }  # fmt: skip
     return {
-        "model": setting.model, "dtype": setting.dtype, "prompt": setting.prompt, "cases": found,
+        "model": setting.model, "dtype": setting.dtype, "prompt": setting.prompt,
+        "at_once": setting.at_once, "cases": found,
         "base_of_ideal": base / ideal[BASE], "ideal_tokens_per_s": ideal[BASE],
     }  # fmt: skip
 
@@ -259,6 +265,8 @@ def _print(setting: Setting, report: dict[str, Any]) -> None:
     )
     process = f"first token {report['start_s']:.1f} s after the start, peak {report['peak_gib']:.2f} GiB"
     print(f"\n{setting}: {machine}: {limit}; {process}")
+    if report["others_cpus"] > QUIET:
+        print(f"others used {report['others_cpus']:.2f} CPUs meanwhile: figures and limit say little")
     print(f"{'case':10} {'tokens/s':>9} {'of base':>8} {'limit':>6} {'first token ms':>15} {'gap ms':>7}")
     for name, case in report["cases"].items():
         print(f"{name:10} {case['tokens_per_s']:9.0f} {case['of_base']:8.2f} {case['limit']:6.2f} "
@@ -276,6 +284,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--cases", type=_some(names), default=names, help=",".join(names))
     parser.add_argument("--load", default="closed", choices=("closed", "offline"))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--at-once", type=_numbers, default=[AT_ONCE], help="requests at a time, as 1,16")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written besides what is printed")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="PNG and SVG; needs matplotlib")
     options = parser.parse_args()
     if options.rounds < 1:
@@ -290,6 +300,13 @@ def _some(known: list[str]) -> Any:
         return text.split(",")
 
     return parse
+
+
+def _numbers(text: str) -> list[int]:
+    found = [int(part) for part in text.split(",")]
+    if not all(1 <= n <= 256 for n in found):
+        raise argparse.ArgumentTypeError(f"must be from 1 to 256, got {text}")
+    return found
 
 
 def _lengths(text: str) -> list[int]:

@@ -9,7 +9,7 @@ theirs. --in-flight also measures ours alone with N requests open at any time an
 
     peers.py                                                          # whoever this Python can import
     peers.py --python openvino=/venvs/ov/bin/python --models small,mid --keep build/peers --json found.json
-    peers.py --cases base --at-once 1,16 --dtypes int8,int4 --json found.json     # more rows for the same file
+    peers.py --cases base --at-once 1,16 --dtypes int8,int4 --json found.json   # more rows for the file
     peers.py --json found.json --show                                 # its tables, without measuring
 
 r8qkv: rank 8 on q, k, v; r16all: rank 16 on all linear layers; then the number of distinct adapters, asked

@@ -1,4 +1,5 @@
-"""OpenVINO GenAI's continuous batching. The model is converted once, by optimum-intel in the same Python.
+"""OpenVINO GenAI's continuous batching. The model is converted once, by optimum-intel in the same Python, in
+a process of its own, since what a converter leaves in memory is not the engine's.
 
 Adapters mixed in one call all become those of its first request, and `add_request` with `step` refuses
 adapters that are chosen for each request (2026.4.1): each adapter has its own call. All requests of a call
@@ -7,6 +8,8 @@ run at once: `max_num_seqs` only counts where prompts are not split (`dynamic_sp
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +24,8 @@ class OpenVino:
     def __init__(self, setup: Setup) -> None:
         path = Path(setup.kept) / f"openvino-{setup.dtype}"
         if not path.exists():
-            _convert(setup.model, path, setup.dtype)
+            command = [sys.executable, __file__, setup.model, str(path), setup.dtype]
+            subprocess.run(command, stdin=subprocess.DEVNULL, check=True)
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size = 1  # GiB
         scheduler.max_num_seqs = setup.at_once
@@ -84,5 +88,7 @@ def _convert(model: str, path: Path, dtype: str) -> None:
     made.rename(path)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and len(sys.argv) > 1:
+    _convert(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+elif __name__ == "__main__":
     serve(OpenVino, lambda: {"openvino": openvino.__version__, "openvino_genai": genai.__version__})

@@ -38,7 +38,7 @@ check: $(STAMP) ## lint, format, types
 bench: $(STAMP) ## the engine with and without adapters, against this machine's limits; under 5 minutes
 	@$(BIN)/python benchmarks/engine.py --rounds 2
 
-bench-peers: $(STAMP) $(OPENVINO)/.installed ## beside OpenVINO, in pairs (BENCH_ARGS=...); the base model takes 2 minutes, all 15
+bench-peers: $(STAMP) $(OPENVINO)/.installed ## the engine beside OpenVINO, in pairs (BENCH_ARGS="--cases base" is the short one)
 	@$(BIN)/python benchmarks/peers.py --peers openvino --python openvino=$(OPENVINO)/bin/python \
 	  --keep build/peers --json build/peers.json $(BENCH_ARGS)
 

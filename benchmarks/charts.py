@@ -3,8 +3,9 @@
 
     charts.py --engine engine.json --peers peers.json docs/images
 
-engine_MODEL: tokens per second with adapters, beside what bandwidth and arithmetic of the machine leave of
-the base model's speed. peers_MODEL: ours and other engines at 1, 4, 16 and 32 requests at once.
+engine_MODEL_avx2 (or avx-512, neon): tokens per second with adapters, beside what bandwidth and arithmetic of
+the machine leave of the base model's speed. peers_MODEL_avx2: ours and other engines at 1, 4, 16 and 32
+requests at once.
 """
 
 from __future__ import annotations
@@ -21,12 +22,6 @@ OURS, GREY, MARK, TEXT = "#1f5fbf", "#8a93a0", "#c2410c", "#1b1f24"
 PEERS = {"openvino": "#e39b3a", "llamacpp": "#4c9f70", "vllm": "#9467bd", "transformers": "#8c8c8c"}
 MODELS = {"small": "Llama of 125 million parameters", "mid": "Qwen2 of 387 million parameters"}
 DTYPES = {"bfloat16": "bfloat16", "float32": "float32", "int8": "8-bit weights", "int4": "4-bit weights"}
-ENGINE_CASES = {
-    "base": "base model alone",
-    "resident": "base model, 32 adapters loaded",
-    "zipf-32": "the same, asked for by popularity",
-    "mixed-32": "32 adapters, ranks 4 to 64 on all layers",
-}
 ENGINE_LIMIT = "what reading and multiplying the adapters\nleaves of it at this machine's limits"
 LIMIT = "what memory bandwidth and\narithmetic of this machine allow"
 CHART_CASES = ("base", "r8qkv-8", "r16all-8", "r16all-32")
@@ -53,7 +48,7 @@ def _engine(setting: dict[str, Any], machine: dict[str, Any], folder: Path) -> l
     cases = setting["cases"]
     base = cases["base"]["tokens_per_s"]
     figure, axes = _figure(0.38 * len(cases) + 2.3)
-    names = [ENGINE_CASES.get(name) or case_words(name) for name in cases]
+    names = ["base model alone" if name == "base" else case_words(name) for name in cases]
     colors = [GREY, *[OURS] * (len(cases) - 1)]
     for place, (case, color) in enumerate(zip(cases.values(), colors, strict=True)):
         rate, limit = case["tokens_per_s"], base * case["limit"]
@@ -68,8 +63,8 @@ def _engine(setting: dict[str, Any], machine: dict[str, Any], folder: Path) -> l
     axes.tick_params(axis="y", length=0)
     legend = [_patch(GREY, "base model alone"), _patch(OURS, "manylora with adapters"), _mark(ENGINE_LIMIT)]
     title = _title(setting["model"], setting["dtype"], f", {setting['at_once']} requests at a time")
-    words = f"{setting['prompt']} tokens in, 64 out"
-    return _save(figure, title, legend, f"engine_{setting['model']}", f"{_where(machine)}; {words}", folder)
+    words = f"{_where(machine)}; {setting['prompt']} tokens in, 64 out"
+    return _save(figure, title, legend, _name("engine", setting["model"], machine), words, folder)
 
 
 def draw_peers(found: Found, folder: Path) -> list[Path]:
@@ -101,7 +96,7 @@ def _peers(rows: list[Row], machine: dict[str, Any], folder: Path) -> list[Path]
         legend.append(_mark(LIMIT))
     title = _title(rows[0].model, rows[0].dtype, ", beside other engines")
     words = f"{_where(machine)}; 64 tokens in, 64 out. ×: our speed by the fastest other engine's"
-    return _save(figure, title, legend, f"peers_{rows[0].model}", words, folder)
+    return _save(figure, title, legend, _name("peers", rows[0].model, machine), words, folder)
 
 
 def _panel(axes: Any, rows: list[Row], top: float) -> None:
@@ -140,6 +135,11 @@ def _figure(height: float, lines: int = 1, columns: int = 1) -> tuple[Any, Any]:
 
 def _title(model: str, dtype: str, more: str) -> str:
     return f"{MODELS[model]}, {DTYPES[dtype]}{more}"
+
+
+def _name(kind: str, model: str, machine: dict[str, Any]) -> str:
+    """Processors of one kind replace each other's."""
+    return f"{kind}_{model}_{machine['instructions'].split(',')[0].lower()}"
 
 
 def _where(machine: dict[str, Any]) -> str:

@@ -40,6 +40,7 @@ import numpy as np
 from limits import Limits, adapter_elements, measure_machine, wide_dtype
 from loads import ALL, AT_ONCE, MODELS, OUTPUT, QKV, Case, prompts, save_model
 from machine import QUIET, Others, see_machine
+from peers.tables import case_words, line
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -267,10 +268,12 @@ def _print(setting: Setting, report: dict[str, Any]) -> None:
     print(f"\n{setting}: {machine}: {limit}; {process}")
     if report["others_cpus"] > QUIET:
         print(f"others used {report['others_cpus']:.2f} CPUs meanwhile: figures and limit say little")
-    print(f"{'case':10} {'tokens/s':>9} {'of base':>8} {'limit':>6} {'first token ms':>15} {'gap ms':>7}")
+    head = ["case", "tokens/s", "of base", "limit", "first token ms", "between tokens ms"]
+    print("\n" + line(head) + "\n" + line(["---"] * len(head)))
     for name, case in report["cases"].items():
-        print(f"{name:10} {case['tokens_per_s']:9.0f} {case['of_base']:8.2f} {case['limit']:6.2f} "
-              f"{case['first_token_ms']:15.0f} {case['gap_ms']:7.1f}", flush=True)  # fmt: skip
+        rates = [f"{case['tokens_per_s']:.0f}", f"{case['of_base']:.2f}", f"{case['limit']:.2f}"]
+        print(line([case_words(name), *rates, f"{case['first_token_ms']:.0f}", f"{case['gap_ms']:.1f}"]))
+    print(end="", flush=True)
 
 
 def _options() -> argparse.Namespace:

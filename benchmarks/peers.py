@@ -128,7 +128,8 @@ def _compare(
                 _start(US, pythons, setup, folder, options) as ours,
                 _start(peer, pythons, setup, folder, options) as theirs,
             ):
-                found.versions |= {US: ours.versions, peer: theirs.versions}
+                for engine, worker in ((US, ours), (peer, theirs)):
+                    found.versions[engine] = found.versions.get(engine, {}) | worker.versions
                 rows, use = _run_set(cases, ours, theirs, (model, dtype, name, peer), options)
                 part = Found(found.machine, found.limits, {}, rows, use)
         except WorkerError as error:

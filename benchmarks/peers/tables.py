@@ -14,14 +14,20 @@ NAMES = {
     "transformers": "transformers + PEFT",
     "llamacpp": "llama.cpp",
 }
+WHOLE = {
+    "base": "base model",
+    "resident": "base model, 32 adapters loaded",
+    "zipf-32": "32 adapters, rank 16, by popularity",
+    "mixed-32": "32 adapters, ranks 4 to 64 on all layers",
+}
 CASES = {"r8qkv": "rank 8 on q, k, v", "r16all": "rank 16 on all layers"}
 GIB = 2**30
 
 
 def case_words(name: str) -> str:
+    if name in WHOLE:
+        return WHOLE[name]
     kind, _, count = name.partition("-")
-    if kind not in CASES:
-        return "base model" if name == "base" else name
     return f"{count} adapter{'' if count == '1' else 's'}, {CASES[kind]}"
 
 
@@ -72,8 +78,8 @@ def figures(found: Found) -> str:
         flows = any(row.flow for row in rows)
         head = ["case", "at once", "ours, tokens/s", name, "ratio (all pairs)", "first token, ms: ours", name,
                 "ratio", "memory, GiB: ours", name, "same first token"]  # fmt: skip
-        lines = [_line(head + ["ours in flight"] * flows), _line(["---"] * (len(head) + flows))]
-        lines += [_line(_cells(row) + [f"{row.flow:.0f}" if row.flow else "–"] * flows) for row in rows]
+        lines = [line(head + ["ours in flight"] * flows), line(["---"] * (len(head) + flows))]
+        lines += [line(_cells(row) + [f"{row.flow:.0f}" if row.flow else "–"] * flows) for row in rows]
         parts.append(f"**{model}, {dtype}, beside {name}**\n\n" + "\n".join(lines))
     notes = []
     if any(row.busy for row in found.rows):
@@ -123,12 +129,12 @@ def first_use(found: Found) -> str:
         "again: ours",
         "peer",
     ]
-    lines = [_line(head), _line(["---"] * len(head))]
+    lines = [line(head), line(["---"] * len(head))]
     for use in found.first_use:
         cells = [CASES[use.adapters], f"{use.model}, {use.dtype}, {NAMES[use.peer]}"]
         for kind in ("none", "first use", "warm"):
             cells += [f"{1000 * statistics.median(times[kind]):.0f}" for times in (use.ours_s, use.peer_s)]
-        lines.append(_line(cells))
+        lines.append(line(cells))
     return "\n".join(lines)
 
 
@@ -138,8 +144,8 @@ def targets(found: Found) -> str:
     for model, dtype in dict.fromkeys((row.model, row.dtype) for row in found.good()):
         rows = [row for row in found.good() if (row.model, row.dtype) == (model, dtype)]
         head = ["target", "wanted", *(f"at {n}" for n in ALL_OF_THEM), "met"]
-        lines = [_line(head), _line(["---"] * len(head))]
-        lines += [_line(_judged(target, rows)) for target in TARGETS]
+        lines = [line(head), line(["---"] * len(head))]
+        lines += [line(_judged(target, rows)) for target in TARGETS]
         parts.append(f"**Targets: {model}, {dtype}**\n\n" + "\n".join(lines))
     return "\n\n".join(parts)
 
@@ -166,5 +172,6 @@ def _join(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _line(cells: Iterable[str]) -> str:
+def line(cells: Iterable[str]) -> str:
+    """Of a Markdown table."""
     return "| " + " | ".join(cells) + " |"

@@ -22,7 +22,7 @@ class Manylora:
         first = setup.adapters[:1]  # says the modules
         lora = LoraConfig(first, max_lora_rank=rank, max_loras=room, max_cpu_loras=room)
         quant = _quant(setup.dtype)
-        self.details = {} if quant is None else {"quant_algo": str(quant.quant_algo)}
+        self.details = {} if quant is None else {f"quant_algo for {setup.dtype}": str(quant.quant_algo)}
         self._llm = LLM(
             setup.model, device="cpu", skip_tokenizer_init=True, lora_config=lora if count else None,
             kv_cache_config=KvCacheConfig(enable_block_reuse=False), max_batch_size=setup.at_once,

@@ -47,7 +47,8 @@ def draw_engine(found: dict[str, Any], folder: Path) -> list[Path]:
 def _engine(setting: dict[str, Any], machine: dict[str, Any], folder: Path) -> list[Path]:
     cases = setting["cases"]
     base = cases["base"]["tokens_per_s"]
-    figure, axes = _figure(0.38 * len(cases) + 2.3)
+    figure, grid = _figure(0.38 * len(cases) + 2.3)
+    axes = grid[0][0]
     names = ["base model alone" if name == "base" else case_words(name) for name in cases]
     colors = [GREY, *[OURS] * (len(cases) - 1)]
     for place, (case, color) in enumerate(zip(cases.values(), colors, strict=True)):
@@ -130,7 +131,7 @@ def _figure(height: float, lines: int = 1, columns: int = 1) -> tuple[Any, Any]:
 
     matplotlib.rcParams.update(STYLE)
     figure = Figure(figsize=(9, height), layout="constrained")
-    return figure, figure.subplots(lines, columns, squeeze=lines == columns == 1)
+    return figure, figure.subplots(lines, columns, squeeze=False)
 
 
 def _title(model: str, dtype: str, more: str) -> str:

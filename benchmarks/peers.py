@@ -105,7 +105,7 @@ def _show(found: Found, options: argparse.Namespace) -> None:
         if table:
             print(f"\n{table}")
     if options.json and not options.show:
-        write(options.json, found, {})
+        write(options.json, found)
 
 
 def _compare(
@@ -142,7 +142,7 @@ def _compare(
             part = Found(found.machine, found.limits, {}, failed)
         found.add(part)
         if options.json:
-            write(options.json, found, {})
+            write(options.json, found)
 
 
 def _run_set(

@@ -130,8 +130,8 @@ def read(path: Path) -> Found:
     return Found(data["machine"], data["limits"], data["versions"], rows, uses)
 
 
-def write(path: Path, found: Found, more: dict[str, Any]) -> None:
-    path.write_text(json.dumps(asdict(found) | more, indent=1) + "\n", encoding="utf-8")
+def write(path: Path, found: Found) -> None:
+    path.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
 
 
 def _ratio(above: Iterable[float], below: Iterable[float]) -> float:

@@ -1,0 +1,126 @@
+"""Protects what the CPU's benchmarks say: limits, targets, files of figures, and a worker's answers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "benchmarks"))  # scripts, not a package
+
+from charts import draw_peers  # noqa: E402
+from limits import Limits  # noqa: E402
+from machine import Others, family, see_machine  # noqa: E402
+from peers.process import Worker  # noqa: E402
+from peers.rows import Found, Row, read, write  # noqa: E402
+from peers.tables import figures, targets  # noqa: E402
+from peers.worker import Setup  # noqa: E402
+
+DEMO = ROOT / "examples" / "demo"
+MACHINE = see_machine().as_dict()
+
+
+def row(at_once: int, ours_s: float, peer_s: float, case: str = "base", peer: str = "openvino") -> Row:
+    memory = {"all": 2**30, "own": 2**29}
+    return Row(
+        "small", "bfloat16", case, peer, at_once, at_once, 64, [ours_s], [peer_s], [0.1], [0.2],
+        memory, {"all": 2**32, "own": 2**31}, 1.0, 0.0,
+    )  # fmt: skip
+
+
+def found(*rows: Row) -> Found:
+    return Found(dict(MACHINE), {"bandwidth": 1e10, "gemm": 1e11}, rows=list(rows))
+
+
+def cells(text: str, start: str) -> list[str]:
+    line = next(line for line in text.splitlines() if line.startswith(f"| {start}"))
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
+def test_a_step_takes_the_larger_of_its_bytes_and_its_multiplications() -> None:
+    model: Any = SimpleNamespace(
+        num_layers=1, num_heads=1, num_kv_heads=1, head_dim=4, hidden_size=4, intermediate_size=8,
+        vocab_size=10,
+    )  # fmt: skip
+    weights, head = 4 * 4 * 4 + 3 * 4 * 8, 10 * 4
+    slow_memory = Limits(model, "bfloat16", 4, 2, 1.0, 1e9)
+    assert slow_memory.decode_step([5, 5], [7]) == 2 * (weights + head) + 4 * 2 * 4 * 10 + 2 * 7
+    slow_units = Limits(model, "bfloat16", 4, 2, 1e9, 1.0)
+    assert slow_units.decode_step([5, 5], [7], 14) == 2 * 2 * (weights + head) + 2 * 14 + 4 * 4 * 10
+    prompt = slow_units.prefill(3)
+    assert prompt == 2 * 3 * weights + 2 * head + 2 * 4 * 9
+    # The first token of each comes with its prompt.
+    step = slow_units.decode_step([3 + 2 / 2] * 2)
+    assert slow_units.run([None, None], [], 3, 2, 2) == 2 * prompt + step
+
+
+def test_a_target_counts_the_hardest_peer_and_says_where_it_is_missed() -> None:
+    text = targets(found(row(1, 1.0, 1.2), row(1, 1.0, 1.05, peer="vllm"), row(4, 1.0, 1.5)))
+    speed = cells(text, "base model: speed")
+    assert speed[2:4] == ["1.05", "1.50"]
+    assert speed[-1] == "not at 1; at 16, 32 not measured"
+    assert cells(text, "base model: time to first token")[-1] == "yes; at 16, 32 not measured"
+    assert cells(text, "memory")[2] == "0.25"
+    assert cells(text, "8 adapters")[-1] == "at 16, 32 not measured"
+
+
+def test_rows_measured_beside_others_are_marked() -> None:
+    busy, quiet = row(1, 1.0, 1.2), row(4, 1.0, 1.2)
+    busy.others = 0.6
+    text = figures(found(busy, quiet))
+    assert "1.20*" in cells(text, "base model | 1 ")[4]
+    assert "*" not in cells(text, "base model | 4 ")[4]
+    assert "1.20*" in targets(found(busy, quiet))
+
+
+def test_a_file_gathers_rows_of_one_kind_of_machine(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    write(file, found(row(1, 1.0, 1.2), row(4, 1.0, 1.2)))
+    gathered = read(file)
+    gathered.add(found(row(4, 1.0, 2.0)))
+    assert [(one.at_once, one.ratio()) for one in gathered.rows] == [(1, 1.2), (4, 2.0)]
+    other = found(row(16, 1.0, 1.0))
+    other.machine["short"] = "another processor"
+    with pytest.raises(ValueError, match="another processor"):
+        gathered.add(other)
+
+
+def test_charts_are_drawn_of_what_there_is(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    failed = Row("small", "bfloat16", "r8qkv-8", "openvino", 4, error="it ended")
+    made = draw_peers(found(row(1, 1.0, 1.2), row(4, 1.0, 1.2, peer="vllm"), failed), tmp_path)
+    assert sorted(path.suffix for path in made) == [".png", ".svg"]
+    assert all(path.stat().st_size > 1000 for path in made)
+
+
+def test_work_of_our_own_processes_is_not_others() -> None:
+    others = Others()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert {os.getpid(), child.pid} <= family(os.getpid())
+    finally:
+        child.communicate(b"\n")
+    assert 0 <= others.cpus() <= (os.cpu_count() or 1) + 1
+
+
+def test_a_worker_answers_calls_and_requests_in_flight(tmp_path: Path) -> None:
+    setup = Setup(
+        str(DEMO / "base"), "int8", [str(DEMO / "adapters" / "chinese")], 8, 2, 1, 64, str(tmp_path)
+    )
+    script = ROOT / "benchmarks" / "peers" / "with_manylora.py"
+    with Worker(sys.executable, script, setup, tmp_path / "log", 300) as worker:
+        assert worker.versions["quant_algo for int8"] in ("W8A8", "W8A16")
+        prompts = [[5, 6, 7], [8, 9, 10, 11]]
+        answers, seconds = worker.run(prompts, [None, 0], 4)
+        assert [len(answer) for answer in answers] == [4, 4]
+        assert seconds > 0
+        assert answers[0] != worker.run(prompts[:1], [0], 4)[0][0]
+        assert worker.flow(prompts, [None, 0], [2, 5], 1) > 0
+        memory = worker.resident()
+        assert 0 < memory.own <= memory.all

@@ -131,21 +131,21 @@ class Others:
     """
 
     def __init__(self) -> None:
-        self._all, self._ours, self._start = _busy(), _ours(), time.monotonic()
+        self._all, self._ours, self._start = all_ticks(), own_ticks(), time.monotonic()
 
     def cpus(self) -> float:
         seconds = time.monotonic() - self._start
-        others = (_busy() - self._all) - (_ours() - self._ours)
+        others = (all_ticks() - self._all) - (own_ticks() - self._ours)
         return max(0.0, others / TICKS / seconds) if seconds > 0 else 0.0
 
 
-def _busy() -> int:
+def all_ticks() -> int:
     """Ticks of all processors that were not idle: user, nice, system, interrupts, steal."""
     fields = [int(field) for field in _read("/proc/stat").splitlines()[0].split()[1:9]]
     return sum(fields) - fields[3] - fields[4]
 
 
-def _ours() -> int:
+def own_ticks() -> int:
     """Ticks of this process and those it started, with their children that ended."""
     return sum(
         sum(map(int, fields[11:15]))

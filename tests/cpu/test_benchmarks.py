@@ -16,7 +16,7 @@ sys.path.append(str(ROOT / "benchmarks"))  # scripts, not a package
 
 from charts import draw_peers  # noqa: E402
 from limits import Limits  # noqa: E402
-from machine import Others, family, see_machine  # noqa: E402
+from machine import TICKS, family, own_ticks, see_machine  # noqa: E402
 from peers.process import Worker  # noqa: E402
 from peers.rows import Found, Row, read, write  # noqa: E402
 from peers.tables import figures, targets  # noqa: E402
@@ -99,14 +99,13 @@ def test_charts_are_drawn_of_what_there_is(tmp_path: Path) -> None:
     assert all(path.stat().st_size > 1000 for path in made)
 
 
-def test_work_of_our_own_processes_is_not_others() -> None:
-    others = Others()
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        assert {os.getpid(), child.pid} <= family(os.getpid())
-    finally:
-        child.communicate(b"\n")
-    assert 0 <= others.cpus() <= (os.cpu_count() or 1) + 1
+def test_work_of_our_own_processes_is_ours_also_when_they_have_ended() -> None:
+    before = own_ticks()
+    burn = "import time\nwhile time.process_time() < 0.5: pass\ninput()"
+    child = subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE)
+    assert {os.getpid(), child.pid} <= family(os.getpid())
+    child.communicate(b"\n")
+    assert own_ticks() - before >= 0.4 * TICKS
 
 
 def test_a_worker_answers_calls_and_requests_in_flight(tmp_path: Path) -> None:

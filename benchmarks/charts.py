@@ -19,7 +19,7 @@ from peers.rows import Found, Row, read
 from peers.tables import NAMES, case_words
 
 OURS, GREY, MARK, TEXT = "#1f5fbf", "#8a93a0", "#c2410c", "#1b1f24"
-PEERS = {"openvino": "#e39b3a", "llamacpp": "#4c9f70", "vllm": "#9467bd", "transformers": "#8c8c8c"}
+PEERS = {"openvino": "#e39b3a", "llama.cpp": "#4c9f70", "vllm": "#9467bd", "transformers": "#8c8c8c"}
 MODELS = {"small": "Llama of 125 million parameters", "mid": "Qwen2 of 387 million parameters"}
 DTYPES = {"bfloat16": "bfloat16", "float32": "float32", "int8": "8-bit weights", "int4": "4-bit weights"}
 ENGINE_LIMIT = "what reading and multiplying the adapters\nleaves of it at this machine's limits"

@@ -48,14 +48,14 @@ HERE = Path(__file__).parent
 US = "manylora"
 MODULES = {
     US: "manylora", "transformers": "peft", "vllm": "vllm", "openvino": "openvino_genai",
-    "llamacpp": "llama_cpp",
+    "llama.cpp": "sentencepiece",
 }  # fmt: skip
 SCRIPTS = {
     US: "with_manylora.py", "transformers": "with_peft.py", "vllm": "with_vllm.py",
-    "openvino": "with_openvino.py", "llamacpp": "with_llamacpp.py",
+    "openvino": "with_openvino.py", "llama.cpp": "with_llamacpp.py",
 }  # fmt: skip
 DTYPES = ("bfloat16", "float32", "int8", "int4")
-QUANTISES = (US, "openvino", "llamacpp")
+QUANTISES = (US, "openvino", "llama.cpp")
 AT_ONCE = (1, 4, 16, 32)
 SETS: dict[str, tuple[int, tuple[str, ...]]] = {"base": (0, ()), "r8qkv": (8, QKV), "r16all": (16, ALL)}
 CASES = [
@@ -74,10 +74,11 @@ def main() -> None:
     machine = see_machine()
     print(machine, file=sys.stderr)
     share = wait_for_quiet(options.wait)
-    bandwidth, rate = measure_machine(wide_dtype())
+    wide = wide_dtype()
+    bandwidth, rate = measure_machine(wide)
     if share > QUIET:
         print(f"others use {share:.2f} CPUs: figures, and the limits, say little", file=sys.stderr)
-    found = Found(machine.as_dict(), {"bandwidth": bandwidth, "gemm": rate})
+    found = Found(machine.as_dict(), {"bandwidth": bandwidth, "gemm": rate, "wide": wide.itemsize})
     if options.json and options.json.exists():
         earlier = read(options.json)
         earlier.add(found)
@@ -209,7 +210,8 @@ def _set_limits(row: Row, rates: dict[str, float]) -> None:
         intermediate_size=shape["intermediate_size"], vocab_size=VOCAB,
     )  # fmt: skip
     stored = 2 if row.dtype == "bfloat16" else 4
-    limits = Limits(model, row.dtype, 4, stored, rates["bandwidth"], rates["gemm"])
+    element = int(rates["wide"]) if row.dtype == "bfloat16" else 4
+    limits = Limits(model, row.dtype, element, stored, rates["bandwidth"], rates["gemm"])
     case = next(case for case in CASES if case.name == row.case)
     sizes = module_sizes(row.model)
     elements = model.num_layers * sum(sum(sizes[name]) for name in case.modules) * max(case.ranks, default=0)

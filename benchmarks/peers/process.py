@@ -43,7 +43,9 @@ class Worker:
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
         try:
-            self.versions: dict[str, str] = self._ask(asdict(setup))["versions"]
+            started = self._ask(asdict(setup))
+            self.versions: dict[str, str] = started["versions"]
+            self._engine: int = started["pid"]
         except BaseException:
             self.close()
             raise
@@ -63,9 +65,9 @@ class Worker:
         return self._ask(message)["seconds"]
 
     def resident(self) -> Memory:
-        """Of the process and of those it started, as it is now."""
+        """Of the engine's process and of those it started, as it is now."""
         total = files = 0
-        for pid in family(self._process.pid):
+        for pid in family(self._engine):
             try:
                 lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
             except OSError:

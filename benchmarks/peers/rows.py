@@ -98,7 +98,8 @@ class FirstUse:
 
 @dataclass
 class Found:
-    """A file of figures. limits: bandwidth in bytes/s and GEMM rate in FLOPs/s."""
+    """A file of figures. limits: bandwidth in bytes/s, GEMM rate in FLOPs/s, and wide: bytes of
+    a number that bfloat16 models are computed in, and of a key or value."""
 
     machine: dict[str, Any]
     limits: dict[str, float]

@@ -12,7 +12,7 @@ NAMES = {
     "openvino": "OpenVINO",
     "vllm": "vLLM",
     "transformers": "transformers + PEFT",
-    "llamacpp": "llama.cpp",
+    "llama.cpp": "llama.cpp",
 }
 WHOLE = {
     "base": "base model",

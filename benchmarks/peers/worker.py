@@ -3,8 +3,8 @@
 In: a Setup, then {"prompts": [[int]], "adapters": [int or null], "tokens": int} for each run: one call of
 so many requests, all of them at once. With "open": int, and "tokens" a list, requests flow instead: so many
 are open at any time, and the next is handed in as one ends.
-Out: {"versions": {...}} when the engine has started, then {"tokens": [[int]], "seconds": float}, or
-{"error": str}. Whatever else is printed goes to standard error.
+Out: {"versions": {...}, "pid": int} when the engine has started, then {"tokens": [[int]], "seconds": float},
+or {"error": str}. Whatever else is printed goes to standard error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Peer(Protocol):
         """Exactly `tokens` new tokens for each prompt, greedily, all requests at once.
 
         adapters: index in the setup's, None: the base model. One that can say more about what it ran than
-        its versions has `details: dict[str, str]`, and one whose requests can flow `flow`."""
+        its versions has `details: dict[str, str]`, one that is a process of its own `pid`, and one whose
+        requests can flow `flow`."""
         ...
 
 
@@ -57,7 +58,8 @@ def serve(start: Callable[[Setup], Peer], versions: Callable[[], dict[str, str]]
 
     try:
         peer = start(Setup(**json.loads(sys.stdin.readline())))
-        say({"versions": versions() | getattr(peer, "details", {})})
+        pid = getattr(peer, "pid", os.getpid())
+        say({"versions": versions() | getattr(peer, "details", {}), "pid": pid})
         for line in sys.stdin:
             say(_run(peer, json.loads(line)))
     except Exception as error:

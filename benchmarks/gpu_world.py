@@ -47,7 +47,7 @@ def model_shape(name: str) -> ModelConfig:
     shape = ModelConfig(
         architecture="LlamaForCausalLM", vocab_size=vocab, hidden_size=hidden, intermediate_size=inner,
         num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
-        max_position_embeddings=8192, norm_eps=1e-5, rope_theta=500000.0, dtype="bfloat16",
+        max_position_embeddings=131072, norm_eps=1e-5, rope_theta=500000.0, dtype="bfloat16",
         tie_word_embeddings=name != "8B",
     )  # fmt: skip
     return replace(shape, **VARIANTS.get(name, {}))
@@ -91,7 +91,8 @@ class World:
         self.weights = self._weights()
         self.decoder = Decoder(config, self.weights, dtype, device.ops)
         self.limits = BatchLimits(
-            config.num_layers, max_batch, context + 8, PAGE, config.num_heads, *heads, dtype,
+            config.num_layers, max_batch, config.max_position_embeddings, PAGE, config.num_heads, *heads,
+            dtype,
             windows=frozenset(config.sliding_windows or (None,)),
             softcap=config.attention_softcap,
             kv_dtype=kv_dtype,

@@ -162,7 +162,7 @@ def test_attention_is_the_same_with_every_choice(counts: list[int], number: int)
     k, v = (torch.randn(128, 4, 2, 24, device=DEVICE) for _ in "kv")
     lengths = [150, 33, 7]
     batch, q = attention_batch(counts, lengths), torch.randn(sum(counts), 6, 24, device=DEVICE)
-    planned = to_device(plan_attention(batch, limits(), fixed=False, min_split_keys=128), DEVICE)
+    planned = to_device(plan_attention(batch, limits(), fixed=False, part_keys=128), DEVICE)
     want = ReferenceOps().attention(q, k, v, batch, AttentionParams(0.2, 40))
     close(PagedAttention(Number(number))(q, k, v, planned, AttentionParams(0.2, 40)), want)
 
@@ -177,7 +177,7 @@ def test_a_block_of_keys_lies_in_one_part() -> None:
 
     k, v = (torch.randn(128, 4, 2, 24, device=DEVICE) for _ in "kv")
     batch, q = attention_batch([1], [90]), torch.randn(1, 6, 24, device=DEVICE)
-    planned = to_device(plan_attention(batch, limits(), fixed=False, min_split_keys=32), DEVICE)
+    planned = to_device(plan_attention(batch, limits(), fixed=False, part_keys=32), DEVICE)
     want = ReferenceOps().attention(q, k, v, batch, AttentionParams(0.2))
     close(PagedAttention(Watched())(q, k, v, planned, AttentionParams(0.2)), want)
     assert {blocks.size for blocks in offered[0]} == {32}
@@ -255,7 +255,7 @@ def test_what_steps_launch_was_measured_at_start(tmp_path: Path, monkeypatch: py
 
     def start() -> Device:
         chooser = Watched(clock, tmp_path / "blocks.json")
-        return Device(CPU, CudaOps(split_keys=32, chooser=chooser), "interpreted", Recorder())
+        return Device(CPU, CudaOps(part_keys=32, chooser=chooser), "interpreted", Recorder())
 
     graphed = open_engine(model, monkeypatch, start(), max_batch_size=4, max_seq_len=56)
     at_start, shapes = len(measured), set(asked)

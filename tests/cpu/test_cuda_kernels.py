@@ -8,7 +8,7 @@ import torch
 
 from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.cuda import kv, rows
-from manylora.kernels.cuda.attention import PagedAttention
+from manylora.kernels.cuda.attention import PagedAttention, parts_within
 from manylora.kernels.cuda.fp8 import FP8, FP8_MAX, quantise_rows
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.cuda.tables import PagedBatch, plan_attention
@@ -39,7 +39,7 @@ def limits(dtype: torch.dtype = torch.float32, **changed: object) -> BatchLimits
 
 
 def ops(dtype: torch.dtype = torch.float32) -> CudaOps:
-    made = CudaOps(split_keys=32)
+    made = CudaOps(part_keys=32)
     made.reserve(limits(dtype), DEVICE)
     return made
 
@@ -156,25 +156,36 @@ def test_attention_reads_pages_as_the_reference_does(
     k, v = (torch.randn(128, 4, 2, 24).to(cached or dtype).to(DEVICE) for _ in "kv")
     batch = attention_batch(counts, lengths)
     q = torch.randn(sum(counts), 6, 24).to(dtype).to(DEVICE)
-    planned = to_device(plan_attention(batch, limits(), fixed=False, min_split_keys=32), DEVICE)
-    assert planned.num_splits == -(-max(lengths) // 32)
+    planned = to_device(plan_attention(batch, limits(), fixed=False, part_keys=32), DEVICE)
     want = ReferenceOps().attention(
         q.float(), k.float(), v.float(), batch, AttentionParams(0.2, window, softcap)
     )
     close(PagedAttention()(q, k, v, planned, AttentionParams(0.2, window, softcap)), want.to(dtype))
 
 
-def test_a_sequence_does_not_depend_on_its_company() -> None:
+@pytest.mark.parametrize(("length", "window"), [(40, None), (300, 70), (2100, None)])
+def test_a_sequence_does_not_depend_on_its_company(length: int, window: int | None) -> None:
     torch.manual_seed(0)
-    k, v = (torch.randn(128, 4, 2, 24, device=DEVICE) for _ in "kv")
-    batch, q = attention_batch([1, 1], [40, 50]), torch.randn(2, 6, 24, device=DEVICE)
-    alone = AttentionBatch([0, 1], [40], batch.block_table[:1, :10], batch.slots[:1])
-    both = to_device(plan_attention(batch, limits(), fixed=False, min_split_keys=32), DEVICE)
-    one = to_device(plan_attention(alone, limits(), fixed=False, min_split_keys=32), DEVICE)
-    run = PagedAttention()
-    assert torch.equal(
-        run(q, k, v, both, AttentionParams(0.2))[:1], run(q[:1], k, v, one, AttentionParams(0.2))
-    )
+    other, params = 500 if length < 2100 else 50, AttentionParams(0.2, window)
+    k, v = (torch.randn(512, 8, 2, 24, device=DEVICE) for _ in "kv")
+    table = torch.randint(0, 512, (2, 263), dtype=torch.int32)
+    both = AttentionBatch([0, 1, 2], [length, other], table, torch.arange(2))
+    alone = AttentionBatch([0, 1], [length], table[:1, : -(-length // 8)], torch.arange(1))
+    shape, q = limits(tokens_per_block=8, max_seq_len=131072), torch.randn(2, 6, 24, device=DEVICE)
+    found = []  # of the longest of them each part has 64 keys, else 32
+    for batch, fixed in ((alone, False), (both, True)):
+        planned = to_device(plan_attention(batch, shape, fixed, part_keys=32), DEVICE)
+        found.append(PagedAttention()(q[: len(batch.kv_lens)], k, v, planned, params))
+    assert torch.equal(found[0], found[1][:1]), "nor on the width of a recorded table"
+    close(found[1], ReferenceOps().attention(q, k, v, to_device(both, DEVICE), params))
+
+
+def test_a_decoding_sequence_alone_has_programs_for_most_of_a_gpu() -> None:
+    """Whatever the server's longest sequence; the programs of one key head are counted."""
+    assert [8 * parts_within(n, 128, 8) for n in (100, 1024, 4096, 131072)] == [8, 64, 256, 256]
+    assert [2 * parts_within(n, 128, 2) for n in (1024, 131072)] == [16, 128]
+    assert 32 * parts_within(131072, 128, 32) == 512
+    assert 8 * parts_within(131072, 128, 8, window=512) == 40
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

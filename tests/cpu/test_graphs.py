@@ -95,7 +95,7 @@ def test_replayed_steps_give_the_tokens_of_the_plain_loop(
     recorder = Recorder()
     plain = open_engine(model, monkeypatch, None)
     graphed = open_engine(
-        model, monkeypatch, Device(CPU, CudaOps(split_keys=32), "interpreted", recorder), max_batch_size=4
+        model, monkeypatch, Device(CPU, CudaOps(part_keys=32), "interpreted", recorder), max_batch_size=4
     )
     warmed = recorder.recorded
     assert warmed == graphed._runner.num_graphs == len(buckets_for(4)) == 3
@@ -118,7 +118,7 @@ def test_adapters_of_8_bits_are_recorded_apart(
     narrow = LoraInput(9, bits.numpy().view("V1"), adapters[1].config)
     recorder = Recorder()
     plain = open_engine(model, monkeypatch, None)
-    device = Device(CPU, CudaOps(split_keys=32), "interpreted", recorder)
+    device = Device(CPU, CudaOps(part_keys=32), "interpreted", recorder)
     graphed = open_engine(model, monkeypatch, device, max_batch_size=4)
     for loras in ([*adapters, None], [adapters[0], narrow, None], [narrow] * 3):
         before = recorder.recorded
@@ -160,7 +160,7 @@ def test_soft_caps_windows_and_experts_are_recorded(
         folder = make_adapter(tmp_path / str(i), model, seed=i, **kind)  # type: ignore[arg-type]
         adapters.append(LoraInput(i + 1, *convert_peft(folder, "float32")))
     plain = open_engine(model, monkeypatch, None)
-    ops, recorder = CudaOps(split_keys=32), Recorder()
+    ops, recorder = CudaOps(part_keys=32), Recorder()
     graphed = open_engine(model, monkeypatch, Device(CPU, ops, "interpreted", recorder), max_batch_size=2)
     forward = graphed._parts.decoder.forward
 
@@ -188,7 +188,7 @@ def test_quantised_models_are_recorded(
     folder = make_adapter(tmp_path / "adapter", model, seed=1, rank=4)
     adapter = LoraInput(1, *convert_peft(folder, "float32"))
     plain = open_engine(model, monkeypatch, None, quant=quant)
-    interpreted = Device(CPU, CudaOps(split_keys=32), "interpreted", Recorder())
+    interpreted = Device(CPU, CudaOps(part_keys=32), "interpreted", Recorder())
     graphed = open_engine(model, monkeypatch, interpreted, max_batch_size=2, quant=quant)
     assert graphed._runner.num_graphs
     assert answers(graphed, [adapter, None]) == answers(plain, [adapter, None])

@@ -186,7 +186,7 @@ def test_overlapped_recorded_steps_wait_for_nothing(
     for fake in (False, True):
         with monkeypatch.context() as patch:
             if fake:
-                device = Device(CPU, CudaOps(split_keys=32), "interpreted", Recorder(), overlaps=True)
+                device = Device(CPU, CudaOps(part_keys=32), "interpreted", Recorder(), overlaps=True)
                 patch.setattr("manylora.engine.build.open_device", lambda name, device=device: device)
             made.append(Engine(_small(model)))
     plain, engine = made

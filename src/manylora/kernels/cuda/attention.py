@@ -1,8 +1,9 @@
 """Attention over paged keys and values: for decoding, split over the keys, and for prompts.
 
 A program computes a tile of queries of one sequence for one key head. The query heads that share the key head
-are rows of the tile, so keys are read once for all. Split programs write partial softmax sums, which a second
-kernel joins. A split is a fixed number of keys, so a result does not depend on the other sequences.
+are rows of the tile, so keys are read once for all. Of a sequence that decodes, the visible keys are cut into
+parts, by its own length alone, so a result does not depend on the other sequences. Each part's program writes
+partial softmax sums, which a second kernel joins; a program beyond a sequence's parts ends at once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from manylora.kernels.cuda.blocks import BlockChooser, Blocks
 from manylora.kernels.cuda.fp8 import FP8, _from_e4m3, as_bytes
 from manylora.kernels.cuda.interpreter import _dot, widens
+from manylora.kernels.cuda.launch import launch
 from manylora.kernels.cuda.tables import PagedBatch
 from manylora.kernels.spec import AttentionParams
 
@@ -22,12 +24,27 @@ from manylora.kernels.spec import AttentionParams
 DECODE = (Blocks(32), Blocks(64), Blocks(64, stages=2), Blocks(128, stages=2))
 PROMPTS = (Blocks(32), Blocks(64, stages=2))
 WIDE_PROMPTS = (Blocks(32, warps=8), Blocks(64, warps=8, stages=2))  # of heads over 128 elements
+PROGRAMS = 256  # that one decoding sequence should give a GPU: about two for each of its units
+FEWEST_PARTS, MOST_PARTS = 16, 64
+JOINED_PARTS = 16  # at a time
 
 
 @triton.jit
+def _span(
+    kv_len, window, WINDOWED: tl.constexpr, PART_KEYS: tl.constexpr, MOST_PARTS: tl.constexpr
+):  # fmt: skip
+    """The first key that a sequence's last token may see, rounded down, and the keys of one part of those
+    from there on: as many times PART_KEYS as gives at most MOST_PARTS parts."""
+    low = 0
+    if WINDOWED:
+        low = tl.maximum(0, kv_len - window) // PART_KEYS * PART_KEYS
+    return low, tl.maximum(1, tl.cdiv(kv_len - low, PART_KEYS * MOST_PARTS)) * PART_KEYS
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_parts"])
 def _attend(
     q, k_cache, v_cache, out, part_out, part_top, part_sum, tiles, starts, kv_lens, table, scale, window,
-    softcap, split_keys, q_stride, table_stride, num_splits,
+    softcap, q_stride, table_stride, num_parts, PART_KEYS: tl.constexpr, MOST_PARTS: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, NARROW: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
@@ -37,8 +54,12 @@ def _attend(
     row = tl.load(starts + sequence)
     num_queries = tl.load(starts + sequence + 1) - row
     kv_len = tl.load(kv_lens + sequence)
-    if SPLIT:  # noqa: SIM102 - a compile-time branch around a run-time one
-        if split * split_keys >= kv_len:
+    part_begin, part_end = 0, 0
+    if SPLIT:
+        low, keys = _span(kv_len, window, WINDOWED, PART_KEYS, MOST_PARTS)
+        part_begin = low + split * keys
+        part_end = part_begin + keys
+        if part_begin >= kv_len:
             return
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
@@ -53,8 +74,7 @@ def _attend(
     if WINDOWED:
         begin = tl.maximum(0, before + first - window + 1)
     if SPLIT:
-        begin = tl.maximum(begin, split * split_keys)
-        end = tl.minimum(end, (split + 1) * split_keys)
+        begin, end = tl.maximum(begin, part_begin), tl.minimum(end, part_end)
     begin = begin // BLOCK_N * BLOCK_N
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -88,7 +108,7 @@ def _attend(
         mixed = _dot(weights.to(values.dtype), values, mixed, WIDEN)
         top = higher
     if SPLIT:
-        at = (tile.to(tl.int64) * num_splits + split) * (KV_HEADS * GROUP) + head
+        at = (tile.to(tl.int64) * num_parts + split) * (KV_HEADS * GROUP) + head
         tl.store(part_out + at[:, None] * DIM + d[None, :], mixed, mask=mine)
         tl.store(part_top + at, top, mask=valid)
         tl.store(part_sum + at, total, mask=valid)
@@ -98,30 +118,45 @@ def _attend(
         tl.store(to, answer.to(out.dtype.element_ty), mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _join(
-    out, part_out, part_top, part_sum, tiles, starts, kv_lens, split_keys, num_splits,
-    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    out, part_out, part_top, part_sum, tiles, starts, kv_lens, window, num_parts, PART_KEYS: tl.constexpr,
+    MOST_PARTS: tl.constexpr, WINDOWED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(tiles + tile * 2)
     row, kv_len = tl.load(starts + sequence).to(tl.int64), tl.load(kv_lens + sequence)
-    d = tl.arange(0, BLOCK_D)
-    top = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
+    low, keys = _span(kv_len, window, WINDOWED, PART_KEYS, MOST_PARTS)
+    count = tl.cdiv(kv_len - low, keys)
+    p, d = tl.arange(0, MOST_PARTS), tl.arange(0, BLOCK_D)
+    first = tile.to(tl.int64) * num_parts
+    tops = tl.load(part_top + (first + p) * HEADS + head, mask=p < count, other=float("-inf"))
+    sums = tl.load(part_sum + (first + p) * HEADS + head, mask=p < count, other=0)
+    top = tl.max(tops, axis=0)  # finite: a sequence's last token sees itself
+    total = tl.sum(sums * tl.exp(tops - top), axis=0)
     mixed = tl.zeros([BLOCK_D], tl.float32)
-    for split in range(tl.cdiv(kv_len, split_keys)):
-        at = (tile.to(tl.int64) * num_splits + split) * HEADS + head
-        part = tl.load(part_top + at + tl.arange(0, 1))
-        higher = tl.maximum(top, part)
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        fade, weight = tl.exp(top - base), tl.exp(part - base)
-        total = total * fade + tl.load(part_sum + at) * weight
-        values = tl.load(part_out + at * DIM + d, mask=d < DIM, other=0)
-        mixed = mixed * fade + values * weight
-        top = higher
-    answer = mixed / tl.where(total == 0, 1.0, total)
+    for bottom in range(0, count, BLOCK_P):
+        some = bottom + tl.arange(0, BLOCK_P)
+        at = (first + some) * HEADS + head
+        weights = tl.exp(tl.load(part_top + at, mask=some < count, other=float("-inf")) - top)
+        inside = (some < count)[:, None] & (d < DIM)[None, :]
+        values = tl.load(part_out + at[:, None] * DIM + d[None, :], mask=inside, other=0)
+        mixed += tl.sum(values * weights[:, None], axis=0)
+    answer = mixed / total
     tl.store(out + (row * HEADS + head) * DIM + d, answer.to(out.dtype.element_ty), mask=d < DIM)
+
+
+def most_parts(kv_heads: int) -> int:
+    """Parts of one sequence at most, a power of two: few key heads need more of them to fill a GPU. Each part
+    costs the writing and reading of a partial sum."""
+    return min(MOST_PARTS, max(FEWEST_PARTS, 1 << max(1, PROGRAMS // kv_heads).bit_length() - 1))
+
+
+def parts_within(longest: int, part_keys: int, kv_heads: int, window: int | None = None) -> int:
+    """No sequence of up to so many keys has more parts, with the keys of one part at least part_keys."""
+    keys = longest if window is None else min(longest, window + part_keys)
+    return min(most_parts(kv_heads), -(-keys // part_keys))
 
 
 class PagedAttention:
@@ -158,35 +193,38 @@ class PagedAttention:
         heads, dim = q.shape[1:]
         page, kv_heads = k_cache.shape[1:3]
         tiles = batch.single_tiles if split else batch.tiles
-        splits = batch.num_splits if split else 1
-        size = (tiles.shape[0], splits, heads) if split else (0,)
+        window, softcap = params.window, params.softcap
+        parts = parts_within(batch.max_keys, batch.part_keys, kv_heads, window) if split else 1
+        size = (tiles.shape[0], parts, heads) if split else (0,)
         part_top, part_sum = (torch.empty(size, dtype=torch.float32, device=q.device) for _ in "ab")
         part_out = torch.empty((*size, dim), dtype=torch.float32, device=q.device)
         block_d = max(16, triton.next_power_of_2(dim))
         block_m = max(16, triton.next_power_of_2(heads // kv_heads)) if split else batch.block_rows
-        window, softcap = params.window, params.softcap
+        shared = {
+            "PART_KEYS": batch.part_keys, "MOST_PARTS": most_parts(kv_heads), "WINDOWED": window is not None,
+            "DIM": dim, "BLOCK_D": block_d,
+        }  # fmt: skip
 
-        def launch(blocks: Blocks) -> None:
-            _attend[(tiles.shape[0], kv_heads, splits)](
-                q, as_bytes(k_cache), as_bytes(v_cache), out, part_out, part_top, part_sum, tiles,
-                batch.starts, batch.lengths, batch.block_table, params.scale, 0 if window is None else window,
-                1.0 if softcap is None else softcap, batch.split_keys, q.stride(0),
-                batch.block_table.stride(0), splits,
-                GROUP=heads // kv_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, WINDOWED=window is not None,
-                CAPPED=softcap is not None, NARROW=k_cache.dtype == FP8, SPLIT=split, BLOCK_M=block_m,
-                BLOCK_N=blocks.size, BLOCK_D=block_d, WIDEN=widens(q.dtype), num_warps=blocks.warps,
-                num_stages=blocks.stages,
+        def run(blocks: Blocks) -> None:
+            launch(
+                _attend, (tiles.shape[0], kv_heads, parts), q, as_bytes(k_cache), as_bytes(v_cache), out,
+                part_out, part_top, part_sum, tiles, batch.starts, batch.lengths, batch.block_table,
+                params.scale, window or 0, softcap or 1.0, q.stride(0), batch.block_table.stride(0), parts,
+                **shared,
+                GROUP=heads // kv_heads, KV_HEADS=kv_heads, PAGE=page, CAPPED=softcap is not None,
+                NARROW=k_cache.dtype == FP8, SPLIT=split, BLOCK_M=block_m, BLOCK_N=blocks.size,
+                WIDEN=widens(q.dtype), num_warps=blocks.warps, num_stages=blocks.stages,
             )  # fmt: skip
 
         if split:  # a block lies in one of the parts
-            candidates = tuple(blocks for blocks in DECODE if batch.split_keys % blocks.size == 0)
+            candidates = tuple(blocks for blocks in DECODE if batch.part_keys % blocks.size == 0)
         else:
             candidates = WIDE_PROMPTS if block_m * block_d > 2**13 else PROMPTS
         kind = f"attention {'decoding' if split else 'prompts'} {q.dtype} cache {k_cache.dtype}"
         shape = f"{kind} heads {heads} {kv_heads} dim {dim} page {page}"
-        launch(self._chooser.choose(shape, candidates, launch))
+        run(self._chooser.choose(shape, candidates, run))
         if split:
-            _join[(tiles.shape[0], heads)](
-                out, part_out, part_top, part_sum, tiles, batch.starts, batch.lengths, batch.split_keys,
-                splits, HEADS=heads, DIM=dim, BLOCK_D=block_d,
+            launch(
+                _join, (tiles.shape[0], heads), out, part_out, part_top, part_sum, tiles, batch.starts,
+                batch.lengths, window or 0, parts, HEADS=heads, BLOCK_P=JOINED_PARTS, **shared,
             )  # fmt: skip

@@ -18,6 +18,7 @@ from torch import Tensor
 from manylora.kernels.cuda.blocks import BlockChooser, Blocks
 from manylora.kernels.cuda.fp8 import FP8, _dot_e4m3, _from_e4m3, as_bytes, quantise_rows
 from manylora.kernels.cuda.interpreter import _dot, is_interpreted, widens
+from manylora.kernels.cuda.launch import launch
 from manylora.kernels.cuda.plan import TILE
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.kernels.spec import Weight
@@ -82,7 +83,7 @@ def _weights(
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _grouped(
     y, x, x_scales, bias, tiles, all_values, all_scales, all_offsets, distances, x_stride, num_rows, num_in,
     num_out,
@@ -202,10 +203,11 @@ def _launch(
     if table.groups == 1 and not table.has_offsets:
         group = 0
 
-    def launch(blocks: Blocks) -> None:
-        _grouped[(count, triton.cdiv(num_out, blocks.size))](
-            y, x, x_scales, y if bias is None else bias, y if tiles is None else tiles, table.values,
-            table.scales, table.offsets, table.distances, x.stride(0), x.shape[0], num_in, num_out,
+    def run(blocks: Blocks) -> None:
+        launch(
+            _grouped, (count, triton.cdiv(num_out, blocks.size)), y, x, x_scales,
+            y if bias is None else bias, y if tiles is None else tiles, table.values, table.scales,
+            table.offsets, table.distances, x.stride(0), x.shape[0], num_in, num_out,
             KIND=table.kind, GROUP=group,
             OFFSETS=table.has_offsets, TILED=tiles is not None, BIASED=bias is not None, TILE=TILE,
             PARTS=PARTS, ALIGN=table.align, BLOCK_M=tile_size, BLOCK_N=blocks.size, BLOCK_K=block_k,
@@ -216,5 +218,5 @@ def _launch(
         candidates = SMALL_TILES if tile_size == 16 else LARGE_TILES
         kind = ("plain", "int8", "e4m3", "int4")[table.kind] + " units" * table.narrow
         shape = f"{kind} {dtype} tile {tile_size} in {num_in} out {num_out} groups {table.groups}"
-        launch(chooser.choose(shape, candidates, launch))
+        run(chooser.choose(shape, candidates, run))
     return y

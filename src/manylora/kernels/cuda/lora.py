@@ -22,6 +22,7 @@ from torch import Tensor
 from manylora.kernels.cuda.blocks import BlockChooser, Blocks
 from manylora.kernels.cuda.fp8 import _from_e4m3
 from manylora.kernels.cuda.interpreter import _dot, widens
+from manylora.kernels.cuda.launch import launch
 from manylora.kernels.cuda.plan import MODULES, PLACE, TILE
 from manylora.kernels.row_format import Encoding
 
@@ -31,6 +32,8 @@ SHRINK_ROWS = (Blocks(256), Blocks(512), Blocks(512, warps=8), Blocks(128, warps
 SHRINK_TILES = (Blocks(64), Blocks(64, stages=4), Blocks(128))
 EXPAND_ROWS = (Blocks(128), Blocks(256), Blocks(64, warps=2))
 EXPAND_TILES = (Blocks(64), Blocks(128), Blocks(128, warps=8))
+# Integers that differ between batches of one model. Triton would compile a variant for each kind of value.
+CHANGING = ["layer", "num_rows", "num_targets", "rank_stride", "num_splits"]
 
 
 @dataclass(frozen=True)
@@ -110,15 +113,20 @@ def _scale(place, FLOAT8: tl.constexpr):
         return 1.0
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit
+def _partial(split, rows, target, num_rows, num_targets, rank_stride):
+    """Where the sums of rows for a target begin; rank_stride: whole blocks of ranks."""
+    return ((split * num_rows + rows) * num_targets + target) * tl.multiple_of(rank_stride, 16)
+
+
+@triton.jit(do_not_specialize=CHANGING)
 def _shrink_rows(
     x, pool, codes, places, tiles, targets, partial, layer, layers, x_stride, num_rows, in_dim,
-    TARGETS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, ALIGN: tl.constexpr, MODULES: tl.constexpr, PLACE: tl.constexpr,
-    TILE: tl.constexpr, FLOAT8: tl.constexpr,
+    num_targets, rank_stride, num_splits, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, ALIGN: tl.constexpr,
+    MODULES: tl.constexpr, PLACE: tl.constexpr, TILE: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(2)
-    target, block = tl.program_id(1) % TARGETS, tl.program_id(1) // TARGETS
+    target, block = tl.program_id(1) % num_targets, tl.program_id(1) // num_targets
     if tl.load(tiles + tile * TILE + 1) == 0:
         return
     row, slot = tl.load(tiles + tile * TILE).to(tl.int64), tl.load(tiles + tile * TILE + 2)
@@ -131,7 +139,7 @@ def _shrink_rows(
     narrow = _is_narrow(place, FLOAT8)
     r = block * BLOCK_R + tl.arange(0, BLOCK_R)
     total = tl.zeros([BLOCK_R], tl.float32)
-    span = tl.cdiv(tl.cdiv(in_dim, SPLITS), BLOCK_K) * BLOCK_K
+    span = tl.cdiv(tl.cdiv(in_dim, num_splits), BLOCK_K) * BLOCK_K
     for start in range(split * span, tl.minimum(in_dim, (split + 1) * span), BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         xs = tl.load(x + row * x_stride + k, mask=k < in_dim, other=0).to(tl.float32)
@@ -139,18 +147,19 @@ def _shrink_rows(
         weights = _read(pool, codes, a, r[:, None] * in_dim + k[None, :], inside, narrow, FLOAT8)
         total += tl.sum(weights.to(tl.float32) * xs[None, :], axis=1)
     total *= _scale(place, FLOAT8)
-    tl.store(partial + ((split * num_rows + row) * TARGETS + target) * RANK + r, total, mask=r < rank)
+    to = partial + _partial(split, row, target, num_rows, num_targets, rank_stride)
+    tl.store(to + r, total)  # with zeros from the rank to the end of the block
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=CHANGING)
 def _shrink_tiles(
     x, pool, codes, places, tiles, targets, partial, layer, layers, x_stride, num_rows, in_dim,
-    TARGETS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, ALIGN: tl.constexpr, MODULES: tl.constexpr, PLACE: tl.constexpr,
-    TILE: tl.constexpr, FLOAT8: tl.constexpr, BLOCK_M: tl.constexpr, WIDEN: tl.constexpr,
+    num_targets, rank_stride, num_splits, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, ALIGN: tl.constexpr,
+    MODULES: tl.constexpr, PLACE: tl.constexpr, TILE: tl.constexpr, FLOAT8: tl.constexpr,
+    BLOCK_M: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(2)
-    target, block = tl.program_id(1) % TARGETS, tl.program_id(1) // TARGETS
+    target, block = tl.program_id(1) % num_targets, tl.program_id(1) // num_targets
     count = tl.load(tiles + tile * TILE + 1)
     if count == 0:
         return
@@ -165,7 +174,7 @@ def _shrink_tiles(
     m, r = tl.arange(0, BLOCK_M), block * BLOCK_R + tl.arange(0, BLOCK_R)
     rows = first + m
     total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-    span = tl.cdiv(tl.cdiv(in_dim, SPLITS), BLOCK_K) * BLOCK_K
+    span = tl.cdiv(tl.cdiv(in_dim, num_splits), BLOCK_K) * BLOCK_K
     for start in range(split * span, tl.minimum(in_dim, (split + 1) * span), BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         here = (m < count)[:, None] & (k < in_dim)[None, :]
@@ -174,14 +183,14 @@ def _shrink_tiles(
         weights = _read(pool, codes, a, r[None, :] * in_dim + k[:, None], inside, narrow, FLOAT8)
         total = _dot(xs, weights, total, WIDEN)
     total *= _scale(place, FLOAT8)
-    to = partial + ((split * num_rows + rows) * TARGETS + target)[:, None] * RANK + r[None, :]
-    tl.store(to, total, mask=(m < count)[:, None] & (r < rank)[None, :])
+    to = partial + _partial(split, rows, target, num_rows, num_targets, rank_stride)[:, None]
+    tl.store(to + r[None, :], total, mask=(m < count)[:, None])  # zeros from the rank to the block's end
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=CHANGING[:-1])
 def _expand(
     y, partial, pool, codes, places, tiles, targets, bias, layer, layers, y_stride, num_rows, in_dim,
-    num_columns, TARGETS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
+    num_columns, num_targets, rank_stride, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, MODULES: tl.constexpr, PLACE: tl.constexpr,
     TILE: tl.constexpr, FLOAT8: tl.constexpr, BLOCK_M: tl.constexpr, BIASED: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -193,7 +202,7 @@ def _expand(
     first, slot = tl.load(tiles + tile * TILE).to(tl.int64), tl.load(tiles + tile * TILE + 2)
     piece = tl.load(tiles + tile * TILE + 3)
     ranks = 0
-    for target in range(TARGETS):
+    for target in range(num_targets):
         start, width = tl.load(targets + target * 3 + 1), tl.load(targets + target * 3 + 2)
         if (start < low + BLOCK_N) & (start + width > low):
             place = _place(places, targets, target, slot, layer, layers, MODULES, PLACE)
@@ -209,7 +218,7 @@ def _expand(
     if BIASED:
         shift = tl.load(bias + n, mask=n < num_columns, other=0).to(tl.float32)
     # Targets may overlap (a fused module and its part), so one program does all of its columns' in order.
-    for target in range(TARGETS):
+    for target in range(num_targets):
         start = tl.multiple_of(tl.load(targets + target * 3 + 1), ALIGN)
         width = tl.multiple_of(tl.load(targets + target * 3 + 2), ALIGN)
         if (start < low + BLOCK_N) & (start + width > low):
@@ -224,10 +233,9 @@ def _expand(
                 for bottom in range(0, rank, BLOCK_R):
                     r = bottom + tl.arange(0, BLOCK_R)
                     low_rank = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-                    for split in range(SPLITS):
-                        source = partial + ((split * num_rows + rows) * TARGETS + target)[:, None] * RANK
-                        here = (m < count)[:, None] & (r < rank)[None, :]
-                        low_rank += tl.load(source + r[None, :], mask=here, other=0)
+                    for split in tl.static_range(SPLITS):
+                        at = _partial(split, rows, target, num_rows, num_targets, rank_stride)[:, None]
+                        low_rank += tl.load(partial + at + r[None, :], mask=(m < count)[:, None], other=0)
                     both = (r < rank)[:, None] & inside[None, :]
                     index = r[:, None] * width + column[None, :]
                     weights = _read(pool, codes, b, index, both, narrow, FLOAT8)
@@ -248,8 +256,9 @@ def shrink(x: Tensor, tables: LoraTables) -> Tensor:
     """Semantics, for each tile's rows and each target:
         partial.sum(0)[rows, target, :rank] = scale * x[rows] @ A.T
 
-    x [T, in], last dimension contiguous -> partial [splits, T, targets, rank class] float32. Entries of rows
-    without an adapter, and beyond an adapter's rank, are not written.
+    x [T, in], last dimension contiguous -> partial [splits, T, targets, rank class] float32. Beyond an
+    adapter's rank it is 0 to the end of a block of ranks. Further entries, and those of rows without an
+    adapter, are not written.
     """
     num_rows, in_dim = x.shape
     num_targets = tables.targets.shape[0]
@@ -259,24 +268,24 @@ def shrink(x: Tensor, tables: LoraTables) -> Tensor:
     grid = (tables.tiles.shape[0], num_targets * triton.cdiv(tables.rank, block_r), splits)
     arguments = (
         x, tables.pool, tables.codes, tables.places, tables.tiles, tables.targets, partial, tables.layer,
-        tables.places.shape[1], x.stride(0), num_rows, in_dim,
+        tables.places.shape[1], x.stride(0), num_rows, in_dim, num_targets, tables.rank, splits,
     )  # fmt: skip
     constants = {
-        "TARGETS": num_targets, "RANK": tables.rank, "SPLITS": splits, "BLOCK_R": block_r,
-        "ALIGN": tables.align, "MODULES": MODULES, "PLACE": PLACE, "TILE": TILE, "FLOAT8": tables.float8,
+        "BLOCK_R": block_r, "ALIGN": tables.align, "MODULES": MODULES, "PLACE": PLACE, "TILE": TILE,
+        "FLOAT8": tables.float8,
     }  # fmt: skip
 
-    def launch(blocks: Blocks) -> None:
+    def run(blocks: Blocks) -> None:
         options = {"BLOCK_K": blocks.size, "num_warps": blocks.warps, "num_stages": blocks.stages}
         if tables.tile_size == 1:
-            _shrink_rows[grid](*arguments, **constants, **options)
+            launch(_shrink_rows, grid, *arguments, **constants, **options)
         else:
             tiled = {"BLOCK_M": tables.tile_size, "WIDEN": widens(x.dtype)}
-            _shrink_tiles[grid](*arguments, **constants, **options, **tiled)
+            launch(_shrink_tiles, grid, *arguments, **constants, **options, **tiled)
 
     candidates = SHRINK_ROWS if tables.tile_size == 1 else SHRINK_TILES
     shape = f"shrink {x.dtype} tile {tables.tile_size} in {in_dim}"
-    launch(tables.chooser.choose(shape, candidates, launch))
+    run(tables.chooser.choose(shape, candidates, run))
     return partial
 
 
@@ -288,19 +297,20 @@ def expand_add(y: Tensor, partial: Tensor, in_dim: int, tables: LoraTables, bias
     """
     num_rows, num_columns = y.shape
 
-    def launch(blocks: Blocks) -> None:
-        _expand[tables.tiles.shape[0], triton.cdiv(num_columns, blocks.size)](
-            y, partial, tables.pool, tables.codes, tables.places, tables.tiles, tables.targets,
+    def run(blocks: Blocks) -> None:
+        grid = tables.tiles.shape[0], triton.cdiv(num_columns, blocks.size)
+        launch(
+            _expand, grid, y, partial, tables.pool, tables.codes, tables.places, tables.tiles, tables.targets,
             y if bias is None else bias, tables.layer, tables.places.shape[1], y.stride(0), num_rows, in_dim,
-            num_columns, TARGETS=tables.targets.shape[0], RANK=tables.rank, SPLITS=partial.shape[0],
-            BLOCK_R=tables.block_rank, BLOCK_N=blocks.size, ALIGN=tables.align, MODULES=MODULES,
-            PLACE=PLACE, TILE=TILE, FLOAT8=tables.float8, BLOCK_M=tables.tile_size, BIASED=bias is not None,
+            num_columns, tables.targets.shape[0], tables.rank, SPLITS=partial.shape[0],
+            BLOCK_R=tables.block_rank, BLOCK_N=blocks.size, ALIGN=tables.align, MODULES=MODULES, PLACE=PLACE,
+            TILE=TILE, FLOAT8=tables.float8, BLOCK_M=tables.tile_size, BIASED=bias is not None,
             WIDEN=widens(y.dtype), num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
 
     candidates = EXPAND_ROWS if tables.tile_size == 1 else EXPAND_TILES
     shape = f"expand {y.dtype} tile {tables.tile_size} out {num_columns}"
-    launch(tables.chooser.choose(shape, candidates, launch))
+    run(tables.chooser.choose(shape, candidates, run))
 
 
 def _splits(in_dim: int, tile_size: int) -> int:

@@ -15,7 +15,7 @@ from manylora.kernels.cuda.blocks import BlockChooser
 from manylora.kernels.cuda.grouped import ALIGNMENTS, WeightTable, grouped_linear, weight_table
 from manylora.kernels.cuda.plan import MODULES, PLACE, Places, plan_lora
 from manylora.kernels.cuda.quantised import KERNELS, QuantisedLinears, Widened
-from manylora.kernels.cuda.tables import MIN_SPLIT_KEYS, PagedBatch, PlannedLora, plan_attention
+from manylora.kernels.cuda.tables import PART_KEYS, PagedBatch, PlannedLora, plan_attention
 from manylora.kernels.quantised import PackedInt4, QuantisedWeight, StackedWeight
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import (
@@ -37,12 +37,12 @@ SPARE_SLOTS = 64  # places of adapters that no running sequence has, kept for wh
 class CudaOps(ReferenceOps):
     """Nothing here waits for the device. Under the interpreter, tensors may be on the host.
 
-    split_keys: the least number of keys of one program in decode attention. chooser: of block sizes; None:
+    part_keys: the fewest keys of one program in decode attention. chooser: of block sizes; None:
     one that does not measure.
     """
 
-    def __init__(self, split_keys: int = MIN_SPLIT_KEYS, chooser: BlockChooser | None = None) -> None:
-        self._split_keys = split_keys
+    def __init__(self, part_keys: int = PART_KEYS, chooser: BlockChooser | None = None) -> None:
+        self._part_keys = part_keys
         self.chooser = chooser or BlockChooser()
         self._quantised = QuantisedLinears((*KERNELS[:-1], Widened(self.chooser)))
         self._targets: dict[tuple[LoraTarget, ...], Tensor] = {}
@@ -64,7 +64,7 @@ class CudaOps(ReferenceOps):
     def plan(
         self, attention: AttentionBatch, lora: LoraBatch | None, fixed: bool = False
     ) -> tuple[PagedBatch, PlannedLora | None]:
-        paged = plan_attention(attention, self._limits, fixed, self._split_keys)
+        paged = plan_attention(attention, self._limits, fixed, self._part_keys)
         if lora is None:
             return paged, None
         num_rows = len(attention.slots)

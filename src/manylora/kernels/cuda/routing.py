@@ -34,7 +34,7 @@ class DevicePairs(ExpertPairs):
     lora_tile_size: int = 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _pair(
     order, row_slots, rows, places, slots, num_pairs, TOP_K: tl.constexpr, ADAPTED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -54,7 +54,7 @@ def _later(left, right):
     return tl.maximum(left, right)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _tile(
     experts, slots, tiles, num_pairs, SIZE: tl.constexpr, ADAPTED: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -113,6 +113,5 @@ def _tiles(experts: Tensor, slots: Tensor, most_runs: int, size: int, *, adapted
     """[n, TILE] int32, n enough for any such pairs: each run has at most one tile that is not full."""
     most = len(experts) // size + most_runs
     tiles = torch.zeros((min(most, len(experts)), TILE), dtype=torch.int32, device=experts.device)
-    block = min(BLOCK, triton.next_power_of_2(len(experts)))
-    _tile[(1,)](experts, slots, tiles, len(experts), SIZE=size, ADAPTED=adapted, TILE=TILE, BLOCK=block)
+    _tile[(1,)](experts, slots, tiles, len(experts), SIZE=size, ADAPTED=adapted, TILE=TILE, BLOCK=BLOCK)
     return tiles

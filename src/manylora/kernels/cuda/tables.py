@@ -14,8 +14,7 @@ from manylora.kernels.row_format import Encoding
 from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch
 
 BLOCK_ROWS = 64  # rows of a tile of a prompt: queries times the heads of a group
-MIN_SPLIT_KEYS = 512
-MAX_SPLITS = 64
+PART_KEYS = 128  # of a sequence that decodes, the fewest keys of a program; its partial sum is 1/16 of them
 
 
 @dataclass(frozen=True)
@@ -46,23 +45,22 @@ class PagedBatch(AttentionBatch):
     """starts [S + 1], lengths [S] int32: query_starts and kv_lens. Tiles [n, 2] int32: sequence, first query.
 
     single_tiles: of sequences with one query, whose keys are split; tiles: of the others.
-    split_keys: keys of one split; num_splits: enough for the longest sequence, or, of a fixed batch, for the
-    width of the block table. max_queries, max_keys: bounds over the batch, or over every fixed one.
+    part_keys: the keys of one part are a multiple of it. max_queries, max_keys: bounds over the batch, or
+    over every fixed one: the width of its block table.
     """
 
     starts: Tensor = field(default_factory=lambda: torch.empty(0))
     lengths: Tensor = field(default_factory=lambda: torch.empty(0))
     single_tiles: Tensor = field(default_factory=lambda: torch.empty(0))
     tiles: Tensor = field(default_factory=lambda: torch.empty(0))
-    split_keys: int = MIN_SPLIT_KEYS
-    num_splits: int = 1
+    part_keys: int = PART_KEYS
     block_rows: int = BLOCK_ROWS
     max_queries: int = 1
     max_keys: int = 1
 
 
 def plan_attention(
-    batch: AttentionBatch, limits: BatchLimits, fixed: bool, min_split_keys: int = MIN_SPLIT_KEYS
+    batch: AttentionBatch, limits: BatchLimits, fixed: bool, part_keys: int = PART_KEYS
 ) -> PagedBatch:
     """The tables of a batch, on the host."""
     starts, lengths = list(batch.query_starts), list(batch.kv_lens)
@@ -73,7 +71,6 @@ def plan_attention(
     single = [(s, 0) for s, count in enumerate(counts) if count == 1]
     many = [(s, first) for s, count in enumerate(counts) if count > 1 for first in range(0, count, queries)]
     longest = batch.block_table.shape[1] * limits.tokens_per_block if fixed else max(lengths)
-    split_keys = max(min_split_keys, 1 << (max(1, limits.max_seq_len // MAX_SPLITS) - 1).bit_length())
     return PagedBatch(
         query_starts=batch.query_starts,
         kv_lens=batch.kv_lens,
@@ -83,8 +80,7 @@ def plan_attention(
         lengths=_int32(lengths),
         single_tiles=_int32(single, 2),
         tiles=_int32(many, 2),
-        split_keys=split_keys,
-        num_splits=-(-longest // split_keys),
+        part_keys=part_keys,
         block_rows=block_rows,
         max_queries=max(counts),
         max_keys=longest,

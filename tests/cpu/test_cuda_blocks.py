@@ -46,16 +46,23 @@ class Number(BlockChooser):
         return candidates[self.number % len(candidates)]
 
 
-class Machine:
-    """A clock on which larger blocks are faster, and triton lacks memory for the largest."""
+REFUSALS = (
+    triton.OutOfResources(300_000, 232_448, "shared memory"),
+    RuntimeError("Triton Error [CUDA]: invalid argument"),
+)
 
-    def __init__(self) -> None:
+
+class Machine:
+    """A clock on which larger blocks are faster, and the largest are refused."""
+
+    def __init__(self, refusal: Exception = REFUSALS[0]) -> None:
         self.ran: list[int] = []
         self.now = 0.0
+        self.refusal = refusal
 
     def launch(self, blocks: Blocks) -> None:
         if blocks.size == 256:
-            raise triton.OutOfResources(300_000, 232_448, "shared memory")
+            raise self.refusal
         self.ran.append(blocks.size)
 
     def clock(self, call: Callable[[], object]) -> float:
@@ -64,8 +71,9 @@ class Machine:
         return 1 / self.ran[-1]
 
 
-def test_the_fastest_is_chosen_once_and_kept(tmp_path: Path) -> None:
-    machine, path = Machine(), tmp_path / "cache" / "blocks.json"
+@pytest.mark.parametrize("refusal", REFUSALS, ids=["triton", "driver"])
+def test_the_fastest_is_chosen_once_and_kept(tmp_path: Path, refusal: Exception) -> None:
+    machine, path = Machine(refusal), tmp_path / "cache" / "blocks.json"
     made = BlockChooser(machine.clock, path, lambda: machine.now)
     assert made.choose("a", FEW, machine.launch) == FEW[0]
     assert not machine.ran, "nothing is measured in a step"
@@ -82,6 +90,20 @@ def test_the_fastest_is_chosen_once_and_kept(tmp_path: Path) -> None:
         assert machine.ran == [64, 128]
     assert again.choose("a", FEW[:1], machine.launch) == FEW[0], "a choice of another version"
     assert [file.name for file in path.parent.iterdir()] == ["blocks.json"]
+
+
+def test_what_is_refused_in_every_form_is_not_kept(tmp_path: Path) -> None:
+    machine = Machine()
+    made = BlockChooser(machine.clock, tmp_path / "blocks.json", lambda: machine.now)
+    with made.measuring():
+        assert made.choose("a", FEW[2:], machine.launch) == FEW[2], "its launch tells why"
+    assert not made.chosen
+
+    def full(blocks: Blocks) -> None:
+        raise torch.OutOfMemoryError
+
+    with made.measuring(), pytest.raises(torch.OutOfMemoryError):
+        made.choose("a", FEW, full)
 
 
 def test_measuring_ends_when_its_time_is_up() -> None:

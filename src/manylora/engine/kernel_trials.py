@@ -1,18 +1,20 @@
-"""A few batches with adapters at start, so that the device's operations measure and choose block sizes."""
+"""A few batches with adapters at start, so that the device's operations measure and choose block sizes, and
+compile what a step may launch."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from manylora.engine.inputs import StepInputs
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.row_format import RowFormat
+from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.kernels.spec import BatchLimits, LoraBatch, LoraRow, LoraSegment
 from manylora.kernels.transfer import to_device
 from manylora.lora.modules import LoraModule
@@ -23,7 +25,9 @@ logger = logging.getLogger("manylora")
 # Rows of each sequence, each with an adapter of its own: decoding, a short prompt, a long one.
 TRIALS = ((1,) * 8, (32,), (256,))
 CONTEXT = 1024  # tokens of a sequence that decodes
-RANK = 16
+ADAPTED = RowFormat(16)
+# Adapters whose kernels are other variants, which are compiled but not measured.
+OTHERS = (RowFormat(64), RowFormat(16, encoding=Encoding.FLOAT8), RowFormat(64, encoding=Encoding.FLOAT8))
 ALIGNMENT = 16  # elements; as real pools have it
 
 
@@ -35,18 +39,30 @@ def try_variants(
     limits: BatchLimits,
     device: torch.device,
 ) -> None:
-    """Results are dropped, and no key or value is stored."""
+    """Measures, and compiles what steps may launch besides. Results are dropped, and nothing is stored."""
+
+    def run(adapted: RowFormat) -> None:
+        for lengths in TRIALS:
+            rows = [min(n, limits.max_seq_len) for n in lengths[: limits.max_sequences]]
+            inputs = _inputs(rows, kv.shape[2], limits)
+            lora = _adapters(inputs.starts, modules, adapted, limits, device)
+            batch = replace(inputs, lora=lora).plan(ops)
+            decoder.forward(to_device(batch, device), kv)
+
     with ops.trials() as wanted:
         if not wanted:
             return
+        started = time.perf_counter()
         try:
-            for lengths in TRIALS:
-                rows = [min(n, limits.max_seq_len) for n in lengths[: limits.max_sequences]]
-                inputs = _inputs(rows, kv.shape[2], limits)
-                batch = replace(inputs, lora=_adapters(inputs.starts, modules, limits, device)).plan(ops)
-                decoder.forward(to_device(batch, device), kv)
+            with ops.compiling():
+                run(ADAPTED)
+            run(ADAPTED)
+            with ops.compiling():
+                for adapted in OTHERS if modules else ():
+                    run(adapted)
         except torch.OutOfMemoryError:
             logger.warning("no memory is left to measure block sizes: lower kv_cache_free_gpu_mem_fraction")
+        logger.info("compiled kernels in %.1f s, with measuring", time.perf_counter() - started)
 
 
 def _inputs(counts: list[int], num_blocks: int, limits: BatchLimits) -> StepInputs:
@@ -66,17 +82,25 @@ def _inputs(counts: list[int], num_blocks: int, limits: BatchLimits) -> StepInpu
 
 
 def _adapters(
-    starts: list[int], modules: Collection[LoraModule], limits: BatchLimits, device: torch.device
+    starts: list[int],
+    modules: Collection[LoraModule],
+    adapted: RowFormat,
+    limits: BatchLimits,
+    device: torch.device,
 ) -> LoraBatch | None:
-    """An adapter of zeros for every sequence, with every module in every layer, all at one address."""
-    adapted = RowFormat(RANK)
+    """An adapter of zeros for every sequence, with every module in every layer.
+
+    Adapters and modules have places of their own, as one launch reads them all; the layers share them.
+    """
     sizes = {module.module_id: module.row_elements(adapted) for module in modules if module.counted}
     if not sizes:
         return None
-    pool = torch.zeros(max(sizes.values()), dtype=limits.dtype, device=device)
-    row = LoraRow(0, adapted)
-    segments = [
-        LoraSegment(start, stop, {(layer, m): row for layer in range(limits.num_layers) for m in sizes})
-        for start, stop in pairwise(starts)
-    ]
+    steps = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.values()]
+    offsets = dict(zip(sizes, accumulate([0, *steps]), strict=False))
+    pool = torch.zeros((len(starts) - 1) * sum(steps), dtype=limits.dtype, device=device)
+    segments = []
+    for number, (start, stop) in enumerate(pairwise(starts)):
+        places = {m: LoraRow(number * sum(steps) + offset, adapted) for m, offset in offsets.items()}
+        rows = {(layer, m): row for layer in range(limits.num_layers) for m, row in places.items()}
+        segments.append(LoraSegment(start, stop, rows))
     return LoraBatch(pool, tuple(segments), ALIGNMENT)

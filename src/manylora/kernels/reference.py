@@ -72,6 +72,10 @@ class ReferenceOps:
         """
         return nullcontext(False)
 
+    def compiling(self) -> AbstractContextManager[None]:
+        """Inside, what is compiled before it runs may be compiled only; results are undefined."""
+        return nullcontext()
+
     def keeps(self, stored: torch.dtype, compute: torch.dtype) -> bool:
         """Whether `linear` reads a weight as it is stored, though it computes in `compute`."""
         return stored == compute

@@ -21,9 +21,10 @@ from manylora.kernels.cuda.tables import PagedBatch
 from manylora.kernels.spec import AttentionParams
 
 # Keys that a program reads at a time. The first is the default, where nothing was measured.
-DECODE = (Blocks(32), Blocks(64), Blocks(64, stages=2), Blocks(128, stages=2))
+DECODE = (Blocks(32), Blocks(64), Blocks(64, stages=2), Blocks(128, stages=2), Blocks(32, warps=1))
 PROMPTS = (Blocks(32), Blocks(64, stages=2))
 WIDE_PROMPTS = (Blocks(32, warps=8), Blocks(64, warps=8, stages=2))  # of heads over 128 elements
+FLOAT32_PROMPTS = (Blocks(32, warps=8, stages=2), Blocks(16, warps=4, stages=2))
 PROGRAMS = 256  # that one decoding sequence should give a GPU: about two for each of its units
 FEWEST_PARTS, MOST_PARTS = 16, 64
 JOINED_PARTS = 16  # at a time
@@ -220,6 +221,8 @@ class PagedAttention:
             candidates = tuple(blocks for blocks in DECODE if batch.part_keys % blocks.size == 0)
         else:
             candidates = WIDE_PROMPTS if block_m * block_d > 2**13 else PROMPTS
+            if q.dtype == torch.float32:
+                candidates = FLOAT32_PROMPTS
         kind = f"attention {'decoding' if split else 'prompts'} {q.dtype} cache {k_cache.dtype}"
         shape = f"{kind} heads {heads} {kv_heads} dim {dim} page {page}"
         run(self._chooser.choose(shape, candidates, run))

@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 import triton
 
+from manylora.kernels.cuda.launch import is_compiling
+
 logger = logging.getLogger("manylora")
 
 MOST_SECONDS = 30.0  # of measuring at one start; most of it is compilation, which is cached
@@ -78,21 +80,32 @@ class BlockChooser:
 
     def choose(self, shape: str, candidates: Sequence[Blocks], launch: Callable[[Blocks], object]) -> Blocks:
         """shape: names the kernel and everything its speed depends on except a batch's contents. launch: runs
-        the kernel with given blocks; may be called many times."""
+        the kernel with given blocks; may be called many times. A candidate that raises is not chosen."""
         known = self._chosen.get(shape)
         if known is not None and known in candidates:  # the file may be from another version
             return known
         if self._clock is None or self._until is None or self._now() > self._until:
             return candidates[0]
-        seconds = [self._time(launch, blocks) for blocks in candidates]
-        self._chosen[shape] = candidates[seconds.index(min(seconds))]
-        return self._chosen[shape]
+        if is_compiling():  # all of them now, side by side, and measured afterwards
+            for blocks in candidates[1:]:
+                launch(blocks)
+            return candidates[0]
+        seconds = [self._time(shape, launch, blocks) for blocks in candidates]
+        best = candidates[seconds.index(min(seconds))]
+        if min(seconds) < float("inf"):
+            self._chosen[shape] = best
+        return best
 
-    def _time(self, launch: Callable[[Blocks], object], blocks: Blocks) -> float:
+    def _time(self, shape: str, launch: Callable[[Blocks], object], blocks: Blocks) -> float:
         assert self._clock is not None
         try:
             return self._clock(lambda: launch(blocks))
-        except triton.TritonError:  # too large for this GPU, or the compiler fails
+        except torch.OutOfMemoryError:
+            raise
+        except (triton.TritonError, RuntimeError) as error:
+            # Too large for this GPU, the compiler fails, or the driver refuses it: the others serve.
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            logger.info("%s: %s is not used: %s", shape, blocks, reason)
             return float("inf")
 
     def _write(self) -> None:

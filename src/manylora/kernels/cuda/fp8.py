@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from manylora.kernels.cuda.launch import launch
+
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 
 
@@ -69,7 +71,8 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     if rows:
         block = triton.next_power_of_2(width)
         warps = 4 if block <= 2048 else 8 if block <= 8192 else 16  # so that a row fits into registers
-        _quantise[(rows,)](x, codes, scales, x.stride(0), WIDTH=width, BLOCK=block, num_warps=warps)
+        sizes = {"WIDTH": width, "BLOCK": block, "num_warps": warps}
+        launch(_quantise, (rows,), x, codes, scales, x.stride(0), **sizes)
     return codes.view(FP8), scales
 
 

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from manylora.kernels.cuda.fp8 import FP8, _to_e4m3, as_bytes
+from manylora.kernels.cuda.launch import launch
 from manylora.kernels.spec import Rotary
 
 
@@ -65,8 +66,9 @@ def rotate_and_store(
     else:
         cos, sin = rotary
         out = torch.empty((rows, heads, dim), dtype=q.dtype, device=q.device)
-    _rotate_store[(rows, kv_heads if rotary is None else kv_heads + heads)](
-        q, k, v, cos, sin, out, as_bytes(k_cache), as_bytes(v_cache), slots, q.stride(0), q.stride(1),
+    launch(
+        _rotate_store, (rows, kv_heads if rotary is None else kv_heads + heads), q, k, v, cos, sin, out,
+        as_bytes(k_cache), as_bytes(v_cache), slots, q.stride(0), q.stride(1),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=0 if rotary is None else cos.shape[1] // 2,
         NARROW=k_cache.dtype == FP8, BLOCK=triton.next_power_of_2(dim), num_warps=1,

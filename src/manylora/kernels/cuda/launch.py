@@ -20,9 +20,13 @@ MOST_THREADS = 8  # of compilation; more would need much memory
 _only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
 
 
+def is_compiling() -> bool:
+    return _only_compiles.get()
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """kernel: a function of the Triton language. Under `compiling` nothing runs."""
-    if _only_compiles.get():
+    if is_compiling():
         kernel.warmup(*arguments, grid=grid, **constants)
     else:
         kernel[grid](*arguments, **constants)

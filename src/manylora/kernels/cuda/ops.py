@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from manylora.kernels.cuda import kv, lora, routing, rows
+from manylora.kernels.cuda import kv, launch, lora, routing, rows
 from manylora.kernels.cuda.backends import AttentionBackend, choose
 from manylora.kernels.cuda.blocks import BlockChooser
 from manylora.kernels.cuda.grouped import ALIGNMENTS, WeightTable, grouped_linear, weight_table
@@ -54,7 +54,16 @@ class CudaOps(ReferenceOps):
         self._host_places = Places(slots, limits.num_layers)
         shape = (slots, limits.num_layers, MODULES, PLACE)
         self._places = torch.zeros(shape, dtype=torch.int64, device=device)
+        # Parts of a product are summed in float32: a row of the base model should not depend on how torch
+        # splits it. torch's default rounds them.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self._attention: AttentionBackend = choose(limits, device, chooser=self.chooser)
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        with launch.compiling():
+            yield
 
     @contextmanager
     def trials(self) -> Iterator[bool]:

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from manylora.kernels.cuda.launch import launch
+
 
 @triton.jit
 def _rms_norm(
@@ -64,8 +66,9 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
     width = x.shape[-1]
     block = triton.next_power_of_2(width)
     if x.numel():
-        _rms_norm[(x.numel() // width,)](
-            x, x if delta is None else delta.contiguous(), weight, total, out, eps,
+        launch(
+            _rms_norm, (x.numel() // width,), x, x if delta is None else delta.contiguous(), weight, total,
+            out, eps,
             ADDED=delta is not None, WIDTH=width, BLOCK=block, num_warps=_warps(block),
         )  # fmt: skip
     return total, out
@@ -77,7 +80,6 @@ def gated(y: Tensor, activation: str) -> Tensor:
     out = torch.empty((rows, width), dtype=y.dtype, device=y.device)
     block = min(1024, triton.next_power_of_2(width))
     if rows:
-        _gated[(rows, triton.cdiv(width, block))](
-            y, out, y.stride(0), WIDTH=width, KIND=activation, BLOCK=block
-        )
+        grid = rows, triton.cdiv(width, block)
+        launch(_gated, grid, y, out, y.stride(0), WIDTH=width, KIND=activation, BLOCK=block)
     return out

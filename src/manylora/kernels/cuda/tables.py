@@ -14,6 +14,7 @@ from manylora.kernels.row_format import Encoding
 from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch
 
 BLOCK_ROWS = 64  # rows of a tile of a prompt: queries times the heads of a group
+FLOAT32_BLOCK_ROWS = 32  # so that a tile stays in registers
 PART_KEYS = 128  # of a sequence that decodes, the fewest keys of a program; its partial sum is 1/16 of them
 
 
@@ -66,7 +67,8 @@ def plan_attention(
     starts, lengths = list(batch.query_starts), list(batch.kv_lens)
     counts = [stop - start for start, stop in pairwise(starts)]
     group = limits.num_heads // limits.num_kv_heads
-    block_rows = max(BLOCK_ROWS, 1 << (group - 1).bit_length())
+    least = FLOAT32_BLOCK_ROWS if limits.dtype == torch.float32 else BLOCK_ROWS
+    block_rows = max(least, 1 << (group - 1).bit_length())
     queries = block_rows // group
     single = [(s, 0) for s, count in enumerate(counts) if count == 1]
     many = [(s, first) for s, count in enumerate(counts) if count > 1 for first in range(0, count, queries)]

@@ -1,0 +1,122 @@
+"""Reads what NVIDIA's assembler made of a kernel: registers, spills, widths of loads, and its main loop.
+
+With the tools in triton's wheel; no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+
+__all__ = ["UNITS", "MachineCode", "Unit", "read_code"]
+
+LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);")
+TENSOR_CORES = ("HGMMA", "QGMMA", "HMMA", "QMMA", "IMMA", "UTCHMMA", "UTCQMMA", "OMMA")
+LOADS = ("LDG", "LDGSTS")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A streaming multiprocessor: shared memory of all its blocks and of one, in bytes; warps."""
+
+    shared: int
+    most_shared: int
+    warps: int
+    registers: int = 65536
+
+
+UNITS = {
+    80: Unit(164 * 1024, 163 * 1024, 64),
+    90: Unit(228 * 1024, 227 * 1024, 64),
+    100: Unit(228 * 1024, 227 * 1024, 64),
+}
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """registers: of a thread. spilled: bytes of a thread that lie in local memory. blocks: that fit into a
+    unit. loads: of global memory, by bits. loop: operations of the main loop; instructions in it."""
+
+    registers: int
+    spilled: int
+    shared: int
+    blocks: int
+    loads: dict[int, int]
+    loop: Counter[str]
+    instructions: int
+
+    @property
+    def tensor_cores(self) -> str:
+        """The main loop's instruction of tensor cores; empty: none."""
+        return next((name for name in TENSOR_CORES if self.loop[name]), "")
+
+    @property
+    def barriers(self) -> int:
+        return self.loop["BAR"]
+
+
+def read_code(cubin: bytes, unit: Unit, shared: int, warps: int) -> MachineCode:
+    """cubin: of one kernel. shared: bytes of a block."""
+    text, usage = _dump(cubin, "-sass"), _dump(cubin, "--dump-resource-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+    assert found is not None, usage
+    registers, stack, _, local = map(int, found.groups())
+    code = [(int(m[1], 16), m[2], m[3]) for m in LINE.finditer(text)]
+    loop = _main_loop(code)
+    loads = Counter(_bits(name) for _, name, _ in code if name.split(".")[0] in LOADS)
+    return MachineCode(
+        registers=registers,
+        spilled=max(stack, local),
+        shared=shared,
+        blocks=_blocks(unit, registers, shared, warps),
+        loads=dict(sorted(loads.items())),
+        loop=Counter(name.split(".")[0] for _, name, _ in loop),
+        instructions=len(loop),
+    )
+
+
+def _dump(cubin: bytes, option: str) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def _main_loop(code: list[tuple[int, str, str]]) -> list[tuple[int, str, str]]:
+    """The innermost loop that uses tensor cores, or else loads the most."""
+    spans = []
+    for at, name, rest in code:
+        target = re.search(r"0x([0-9a-f]+)", rest) if name.startswith("BRA") else None
+        if target and int(target[1], 16) < at:
+            spans.append((int(target[1], 16), at))
+    inner = [s for s in spans if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in spans)]
+    bodies = [[line for line in code if low <= line[0] <= high] for low, high in inner]
+    return max(bodies, key=_weight, default=[])
+
+
+def _weight(body: list[tuple[int, str, str]]) -> tuple[int, int]:
+    names = [name for _, name, _ in body]
+    cores = sum(name.split(".")[0] in TENSOR_CORES for name in names)
+    return cores, sum(_bits(name) for name in names if name.split(".")[0] in LOADS)
+
+
+def _bits(name: str) -> int:
+    """Of a load, by its instruction's name."""
+    parts = name.split(".")
+    for bits in (256, 128, 64):
+        if str(bits) in parts:
+            return bits
+    return 8 if {"U8", "S8"} & set(parts) else 16 if {"U16", "S16"} & set(parts) else 32
+
+
+def _blocks(unit: Unit, registers: int, shared: int, warps: int) -> int:
+    by_registers = unit.registers // (-(-registers * 32 // 256) * 256) // warps
+    by_shared = unit.shared // (-(-(shared + 1024) // 128) * 128)  # the system takes 1 KB of each block
+    return min(by_registers, by_shared, unit.warps // warps, 32)

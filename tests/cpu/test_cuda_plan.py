@@ -3,6 +3,8 @@ running adapter."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -61,10 +63,12 @@ def test_places_say_what_is_in_8_bits_and_its_scale() -> None:
     assert np.int64(bits).astype(np.int32).view(np.float32) == -0.75
 
 
-def test_a_padded_plan_has_a_tile_for_each_row() -> None:
-    plan = plan_lora(segments([4, 1], [adapter(0), adapter(1)]), Places(4, 2), 16, fixed=True)
-    assert plan.tiles.shape == (16, TILE)
+def test_a_padded_plan_has_few_empty_tiles() -> None:
+    plan = plan_lora(segments([4, 1], [adapter(0), adapter(1)]), Places(4, 2), 32, fixed=True)
+    assert plan.tiles.shape == (4, TILE)
     assert plan.tiles[2:, 1].sum() == 0
+    one = plan_lora(segments([128], [adapter(0)]), Places(4, 2), 136, fixed=True)
+    assert (one.tile_size, len(one.tiles), int((one.tiles[:, 1] > 0).sum())) == (16, 17, 8)
     many = plan_lora(segments([200], [adapter(0)]), Places(4, 2), 208, fixed=True)
     assert many.tile_size == 16, "prompt tiles are for prompts"
 
@@ -86,6 +90,21 @@ def test_slots_are_written_once_and_the_idle_one_gives_way() -> None:
     assert slots(dict(a)) == ([0], 1)
     with pytest.raises(ValueError, match="at most 2 adapters"):
         slots(a, b, c)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 40])
+def test_padded_plans_have_two_numbers_of_tiles(rows: int) -> None:
+    """For any way of sharing the rows out over adapters."""
+    found: dict[int, set[int]] = {1: set(), 16: set()}
+    for count in range(1, rows + 1):
+        for covered in {count, min(rows, 2 * count), rows}:
+            bounds = [covered * i // count for i in range(count + 1)]
+            uneven = [0, *range(covered - count + 1, covered + 1)]  # one adapter has nearly all rows
+            for cut in (bounds, uneven):
+                parts = [LoraSegment(a, b, adapter(i)) for i, (a, b) in enumerate(pairwise(cut))]
+                plan = plan_lora(parts, Places(rows, 2), rows, fixed=True)
+                found[plan.tile_size].add(len(plan.tiles))
+    assert all(len(numbers) <= 2 for numbers in found.values())
 
 
 def test_classes() -> None:

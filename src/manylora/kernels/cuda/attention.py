@@ -21,7 +21,8 @@ from manylora.kernels.cuda.tables import PagedBatch
 from manylora.kernels.spec import AttentionParams
 
 # Keys that a program reads at a time. The first is the default, where nothing was measured.
-DECODE = (Blocks(32), Blocks(64), Blocks(64, stages=2), Blocks(128, stages=2), Blocks(32, warps=1))
+DECODE = (Blocks(32), Blocks(64), Blocks(64, stages=2), Blocks(128, stages=2))
+ONE_WARP = Blocks(16, warps=1)  # without barriers; a larger tile's registers would spill
 PROMPTS = (Blocks(32), Blocks(64, stages=2))
 WIDE_PROMPTS = (Blocks(32, warps=8), Blocks(64, warps=8, stages=2))  # of heads over 128 elements
 FLOAT32_PROMPTS = (Blocks(32, warps=8, stages=2), Blocks(16, warps=4, stages=2))
@@ -57,9 +58,9 @@ def _attend(
     kv_len = tl.load(kv_lens + sequence)
     part_begin, part_end = 0, 0
     if SPLIT:
-        low, keys = _span(kv_len, window, WINDOWED, PART_KEYS, MOST_PARTS)
-        part_begin = low + split * keys
-        part_end = part_begin + keys
+        low, length = _span(kv_len, window, WINDOWED, PART_KEYS, MOST_PARTS)
+        part_begin = low + split * length
+        part_end = part_begin + length
         if part_begin >= kv_len:
             return
     QUERIES: tl.constexpr = BLOCK_M // GROUP
@@ -128,8 +129,8 @@ def _join(
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(tiles + tile * 2)
     row, kv_len = tl.load(starts + sequence).to(tl.int64), tl.load(kv_lens + sequence)
-    low, keys = _span(kv_len, window, WINDOWED, PART_KEYS, MOST_PARTS)
-    count = tl.cdiv(kv_len - low, keys)
+    low, length = _span(kv_len, window, WINDOWED, PART_KEYS, MOST_PARTS)
+    count = tl.cdiv(kv_len - low, length)
     p, d = tl.arange(0, MOST_PARTS), tl.arange(0, BLOCK_D)
     first = tile.to(tl.int64) * num_parts
     tops = tl.load(part_top + (first + p) * HEADS + head, mask=p < count, other=float("-inf"))
@@ -218,7 +219,8 @@ class PagedAttention:
             )  # fmt: skip
 
         if split:  # a block lies in one of the parts
-            candidates = tuple(blocks for blocks in DECODE if batch.part_keys % blocks.size == 0)
+            offered = (*DECODE, ONE_WARP) if block_m * block_d * q.element_size() <= 2**12 else DECODE
+            candidates = tuple(blocks for blocks in offered if batch.part_keys % blocks.size == 0)
         else:
             candidates = WIDE_PROMPTS if block_m * block_d > 2**13 else PROMPTS
             if q.dtype == torch.float32:

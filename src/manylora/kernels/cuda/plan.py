@@ -103,7 +103,7 @@ def plan_lora(
 ) -> LoraPlan:
     """The tiles of a batch of so many rows.
 
-    fixed: one row for each sequence; pad to a tile for each row.
+    fixed: one row for each sequence; pad to one of two numbers of tiles.
     """
     entries, updates = places.take([segment.rows for segment in segments])
     size = tile_size([segment.stop - segment.start for segment in segments])
@@ -118,7 +118,8 @@ def plan_lora(
         row_slots[segment.start : segment.stop] = entry.slot
     tiles = np.concatenate(parts).astype(np.int32)
     if fixed:
-        tiles = np.concatenate((tiles, np.zeros((num_rows - len(tiles), TILE), np.int32)))
+        padding = fixed_tiles(len(tiles), size, num_rows) - len(tiles)
+        tiles = np.concatenate((tiles, np.zeros((padding, TILE), np.int32)))
     return LoraPlan(
         tiles=tiles,
         row_slots=row_slots,
@@ -128,6 +129,13 @@ def plan_lora(
         encodings=frozenset().union(*(entry.encodings for entry in entries)),
         updates=updates,
     )
+
+
+def fixed_tiles(count: int, size: int, num_rows: int) -> int:
+    """The tiles to launch for so many, one of two numbers: few, or as many as any batch of these rows needs.
+    Tiles of one row are for a mean below 2 rows of an adapter, larger ones for at least 2."""
+    few, most = (num_rows // 4, num_rows) if size == 1 else (num_rows // 8, num_rows // size + num_rows // 2)
+    return next(number for number in (max(1, few), max(1, most), num_rows) if count <= number)
 
 
 def tile_size(lengths: Sequence[int]) -> int:

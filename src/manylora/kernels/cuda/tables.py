@@ -38,7 +38,14 @@ class PlannedLora(LoraBatch):
     def shape(self) -> Hashable:
         """All that decides which kernels are launched, with which grids and on which memory; the rest is
         contents of tables."""
-        return self.tile_size, self.rank, self.modules, self.encodings, self.pool.data_ptr()
+        return (
+            self.tile_size,
+            self.tiles.shape[0],
+            self.rank,
+            self.modules,
+            self.encodings,
+            self.pool.data_ptr(),
+        )
 
 
 @dataclass(frozen=True)

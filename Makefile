@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OPENVINO := build/openvino
 
-.PHONY: help install demo serve test check parity bench bench-peers chaos browser test-gpu bench-gpu clean
+.PHONY: help install demo serve test check parity bench bench-peers chaos browser test-gpu bench-gpu gpu-static clean
 
 demo: $(STAMP) ## convert two adapters, serve them, ask one question three ways
 	@$(BIN)/python examples/demo/run.py demo
@@ -28,6 +28,9 @@ test-gpu: $(STAMP) ## the tests of the GPU and its kernels; needs a CUDA GPU
 
 bench-gpu: ## the GPU benchmark (BENCH_ARGS=...), with any Python that has torch, triton and numpy
 	PYTHONPATH=src $(or $(wildcard $(BIN)/python),python3) benchmarks/gpu.py $(BENCH_ARGS)
+
+gpu-static: $(STAMP) ## docs/gpu_static.md: registers, spills and loops of every GPU kernel, without a GPU; takes minutes
+	PYTHONPATH=src $(BIN)/python benchmarks/gpu_static.py --out docs/gpu_static.md
 
 check: $(STAMP) ## lint, format, types
 	$(BIN)/ruff check .

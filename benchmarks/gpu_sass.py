@@ -14,7 +14,7 @@ from pathlib import Path
 
 import triton
 
-__all__ = ["UNITS", "MachineCode", "Unit", "read_code"]
+__all__ = ["UNITS", "MachineCode", "Unit", "read_code", "registers_of"]
 
 LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);")
 TENSOR_CORES = ("HGMMA", "QGMMA", "HMMA", "QMMA", "IMMA", "UTCHMMA", "UTCQMMA", "OMMA")
@@ -63,22 +63,29 @@ class MachineCode:
 
 def read_code(cubin: bytes, unit: Unit, shared: int, warps: int) -> MachineCode:
     """cubin: of one kernel. shared: bytes of a block."""
-    text, usage = _dump(cubin, "-sass"), _dump(cubin, "--dump-resource-usage")
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
-    assert found is not None, usage
-    registers, stack, _, local = map(int, found.groups())
+    text = _dump(cubin, "-sass")
+    registers, spilled = registers_of(cubin)
     code = [(int(m[1], 16), m[2], m[3]) for m in LINE.finditer(text)]
     loop = _main_loop(code)
     loads = Counter(_bits(name) for _, name, _ in code if name.split(".")[0] in LOADS)
     return MachineCode(
         registers=registers,
-        spilled=max(stack, local),
+        spilled=spilled,
         shared=shared,
         blocks=_blocks(unit, registers, shared, warps),
         loads=dict(sorted(loads.items())),
         loop=Counter(name.split(".")[0] for _, name, _ in loop),
         instructions=len(loop),
     )
+
+
+def registers_of(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and its bytes in local memory."""
+    usage = _dump(cubin, "--dump-resource-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+    assert found is not None, usage
+    registers, stack, _, local = map(int, found.groups())
+    return registers, max(stack, local)
 
 
 def _dump(cubin: bytes, option: str) -> str:

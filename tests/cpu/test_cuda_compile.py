@@ -31,8 +31,10 @@ def compile_only(kernel, grid):
             assert "f32.e4m3.e4m3" in ptx, "no FP8 units"
         narrow = len(re.findall(r"ld\\.global\\.(?:\\w+::\\w+\\.)*[bus](?:8|16) ", ptx))
         wide = ptx.count("ld.global.v4") + ptx.count("cp.async.cg")
-        print(kernel.__name__, wide, narrow, made.metadata.shared)
+        print(kernel.__name__, wide, narrow, made.metadata.shared, registers_of(made.asm["cubin"])[1])
     return launch
+
+from gpu_sass import registers_of
 
 driver.set_active(NoGpu())
 JITFunction.__getitem__ = compile_only
@@ -108,6 +110,8 @@ for activation in ("silu", "gelu", "gelu_tanh", "relu"):
 """
 
 
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SPILLED = 16  # bytes of a thread
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have on a Hopper GPU
 READS_MATRICES = {"_shrink_rows", "_shrink_tiles", "_expand", "_attend", "_grouped"}
 
@@ -115,7 +119,7 @@ READS_MATRICES = {"_shrink_rows", "_shrink_tiles", "_expand", "_attend", "_group
 @pytest.mark.timeout(600)  # the machine may have much else to do
 def test_every_kernel_and_choice_compiles_and_reads_matrices_in_wide_words(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(BENCHMARKS)}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=580
     )
@@ -123,11 +127,12 @@ def test_every_kernel_and_choice_compiles_and_reads_matrices_in_wide_words(tmp_p
     wide: dict[str, int] = {}
     for line in done.stdout.splitlines():
         name, *counts = line.split()
-        loads, narrow, shared = map(int, counts)
+        loads, narrow, shared, spilled = map(int, counts)
         wide[name] = min(wide.get(name, 1000), loads)
         # Scales of outputs are read one by one, once behind the loop.
         assert name not in READS_MATRICES or narrow <= 16, f"{line}: elements one by one"
         assert shared <= SHARED_MEMORY, line
+        assert spilled <= SPILLED, f"{line}: registers are spilled"
     others = {"_join", "_rotate_store", "_rms_norm", "_gated", "_pair", "_tile", "_quantise"}
     assert set(wide) == READS_MATRICES | others
     assert all(wide[name] for name in (*READS_MATRICES, "_gated"))

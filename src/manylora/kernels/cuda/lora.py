@@ -33,7 +33,7 @@ SHRINK_TILES = (Blocks(64), Blocks(64, stages=4), Blocks(128))
 EXPAND_ROWS = (Blocks(128), Blocks(256), Blocks(64, warps=2))
 EXPAND_TILES = (Blocks(64), Blocks(128), Blocks(128, warps=8))
 # Integers that differ between batches of one model. Triton would compile a variant for each kind of value.
-CHANGING = ["layer", "num_rows", "num_targets", "rank_stride", "num_splits"]
+CHANGING = ["layer", "num_rows", "num_targets", "rank_blocks", "num_splits"]
 
 
 @dataclass(frozen=True)
@@ -114,15 +114,15 @@ def _scale(place, FLOAT8: tl.constexpr):
 
 
 @triton.jit
-def _partial(split, rows, target, num_rows, num_targets, rank_stride):
-    """Where the sums of rows for a target begin; rank_stride: whole blocks of ranks."""
-    return ((split * num_rows + rows) * num_targets + target) * tl.multiple_of(rank_stride, 16)
+def _partial(split, rows, target, num_rows, num_targets, rank_blocks):
+    """Where the sums of rows for a target begin. rank_blocks: of 16 ranks, so that this is aligned."""
+    return ((split * num_rows + rows) * num_targets + target) * (rank_blocks * 16)
 
 
 @triton.jit(do_not_specialize=CHANGING)
 def _shrink_rows(
     x, pool, codes, places, tiles, targets, partial, layer, layers, x_stride, num_rows, in_dim,
-    num_targets, rank_stride, num_splits, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, ALIGN: tl.constexpr,
+    num_targets, rank_blocks, num_splits, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, ALIGN: tl.constexpr,
     MODULES: tl.constexpr, PLACE: tl.constexpr, TILE: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(2)
@@ -147,14 +147,14 @@ def _shrink_rows(
         weights = _read(pool, codes, a, r[:, None] * in_dim + k[None, :], inside, narrow, FLOAT8)
         total += tl.sum(weights.to(tl.float32) * xs[None, :], axis=1)
     total *= _scale(place, FLOAT8)
-    to = partial + _partial(split, row, target, num_rows, num_targets, rank_stride)
+    to = partial + _partial(split, row, target, num_rows, num_targets, rank_blocks)
     tl.store(to + r, total)  # with zeros from the rank to the end of the block
 
 
 @triton.jit(do_not_specialize=CHANGING)
 def _shrink_tiles(
     x, pool, codes, places, tiles, targets, partial, layer, layers, x_stride, num_rows, in_dim,
-    num_targets, rank_stride, num_splits, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, ALIGN: tl.constexpr,
+    num_targets, rank_blocks, num_splits, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, ALIGN: tl.constexpr,
     MODULES: tl.constexpr, PLACE: tl.constexpr, TILE: tl.constexpr, FLOAT8: tl.constexpr,
     BLOCK_M: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -183,14 +183,14 @@ def _shrink_tiles(
         weights = _read(pool, codes, a, r[None, :] * in_dim + k[:, None], inside, narrow, FLOAT8)
         total = _dot(xs, weights, total, WIDEN)
     total *= _scale(place, FLOAT8)
-    to = partial + _partial(split, rows, target, num_rows, num_targets, rank_stride)[:, None]
+    to = partial + _partial(split, rows, target, num_rows, num_targets, rank_blocks)[:, None]
     tl.store(to + r[None, :], total, mask=(m < count)[:, None])  # zeros from the rank to the block's end
 
 
 @triton.jit(do_not_specialize=CHANGING[:-1])
 def _expand(
     y, partial, pool, codes, places, tiles, targets, bias, layer, layers, y_stride, num_rows, in_dim,
-    num_columns, num_targets, rank_stride, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
+    num_columns, num_targets, rank_blocks, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, MODULES: tl.constexpr, PLACE: tl.constexpr,
     TILE: tl.constexpr, FLOAT8: tl.constexpr, BLOCK_M: tl.constexpr, BIASED: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -234,7 +234,7 @@ def _expand(
                     r = bottom + tl.arange(0, BLOCK_R)
                     low_rank = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
                     for split in tl.static_range(SPLITS):
-                        at = _partial(split, rows, target, num_rows, num_targets, rank_stride)[:, None]
+                        at = _partial(split, rows, target, num_rows, num_targets, rank_blocks)[:, None]
                         low_rank += tl.load(partial + at + r[None, :], mask=(m < count)[:, None], other=0)
                     both = (r < rank)[:, None] & inside[None, :]
                     index = r[:, None] * width + column[None, :]
@@ -268,7 +268,7 @@ def shrink(x: Tensor, tables: LoraTables) -> Tensor:
     grid = (tables.tiles.shape[0], num_targets * triton.cdiv(tables.rank, block_r), splits)
     arguments = (
         x, tables.pool, tables.codes, tables.places, tables.tiles, tables.targets, partial, tables.layer,
-        tables.places.shape[1], x.stride(0), num_rows, in_dim, num_targets, tables.rank, splits,
+        tables.places.shape[1], x.stride(0), num_rows, in_dim, num_targets, tables.rank // 16, splits,
     )  # fmt: skip
     constants = {
         "BLOCK_R": block_r, "ALIGN": tables.align, "MODULES": MODULES, "PLACE": PLACE, "TILE": TILE,
@@ -302,7 +302,7 @@ def expand_add(y: Tensor, partial: Tensor, in_dim: int, tables: LoraTables, bias
         launch(
             _expand, grid, y, partial, tables.pool, tables.codes, tables.places, tables.tiles, tables.targets,
             y if bias is None else bias, tables.layer, tables.places.shape[1], y.stride(0), num_rows, in_dim,
-            num_columns, tables.targets.shape[0], tables.rank, SPLITS=partial.shape[0],
+            num_columns, tables.targets.shape[0], tables.rank // 16, SPLITS=partial.shape[0],
             BLOCK_R=tables.block_rank, BLOCK_N=blocks.size, ALIGN=tables.align, MODULES=MODULES, PLACE=PLACE,
             TILE=TILE, FLOAT8=tables.float8, BLOCK_M=tables.tile_size, BIASED=bias is not None,
             WIDEN=widens(y.dtype), num_warps=blocks.warps, num_stages=blocks.stages,

@@ -102,6 +102,7 @@ def _adapters(
     segments = []
     for number, (start, stop) in enumerate(pairwise(starts)):
         places = {m: LoraRow(number * sum(steps) + offset, adapted) for m, offset in offsets.items()}
-        rows = {(layer, m): row for layer in range(limits.num_layers) for m, row in places.items()}
+        layers = range(limits.num_layers)
+        rows: dict[tuple[int, int], LoraRow] = {(at, m): row for at in layers for m, row in places.items()}
         segments.append(LoraSegment(start, stop, rows))
     return LoraBatch(pool, tuple(segments), ALIGNMENT)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from manylora.engine.sequence import Sequence
+from manylora.kernels.extras import with_logits
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, LoraBatch
 from manylora.kernels.transfer import upload
 from manylora.model.batch import ForwardBatch
+
+Blocks = Rows[Rows[int] | np.ndarray]
+"""The KV blocks of each sequence."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,8 @@ class StepInputs:
     """T rows of S sequences. Created by the runner.
 
     input_ids, positions, slots: [T]. starts: [S + 1], lengths: [S], as `AttentionBatch` has them.
-    blocks: [S], the KV blocks each sequence uses. logits_rows: rows whose logits are wanted.
+    blocks: [S], the KV blocks each sequence uses, lists or int32 arrays.
+    logits_rows: rows whose logits are wanted.
     cross_lengths, cross_blocks: [S], of the encoder's output; empty without an encoder.
     pending: tokens that `fill` writes over zeros in input_ids.
     rope_lengths: [T], see `ForwardBatch`; None: positions + 1.
@@ -40,13 +47,13 @@ class StepInputs:
     positions: list[int]
     starts: list[int]
     lengths: list[int]
-    blocks: list[list[int]]
+    blocks: Blocks
     slots: list[int]
     logits_rows: list[int]
     lora: LoraBatch | None = None
     embeddings: tuple[Tensor, Tensor] | None = None
     cross_lengths: list[int] = field(default_factory=list)
-    cross_blocks: list[list[int]] = field(default_factory=list)
+    cross_blocks: Blocks = field(default_factory=list)
     pending: Pending | None = None
     rope_lengths: list[int] | None = None
 
@@ -70,7 +77,7 @@ class StepInputs:
             positions=self.positions + [0] * count,
             starts=[*self.starts, *range(len(self.input_ids) + 1, rows + 1)],
             lengths=self.lengths + [1] * count,
-            blocks=self.blocks + [[0]] * count,
+            blocks=[*self.blocks, *[[0]] * count],
             slots=self.slots + [-1] * count,
             logits_rows=self.logits_rows + list(range(len(self.input_ids), rows)),
         )
@@ -83,7 +90,10 @@ class StepInputs:
             block_table=_table(self.blocks, width),
             slots=_int(self.slots),
         )
-        planned, lora = ops.plan(attention, self.lora, fixed)
+        lora = self.lora
+        if lora is not None and lora.extras:
+            lora = replace(lora, extras=with_logits(lora.extras, self.logits_rows))
+        planned, lora = ops.plan(attention, lora, fixed)
         return ForwardBatch(
             input_ids=_int(self.input_ids),
             positions=_int(self.positions),
@@ -129,11 +139,13 @@ def slots_of(spans: Iterable[tuple[range, list[int]]], size: int) -> list[int]:
     return [blocks[p // size] * size + p % size for positions, blocks in spans for p in positions]
 
 
-def _table(rows: list[list[int]], width: int = 0) -> Tensor:
+def _table(rows: Blocks, width: int = 0) -> Tensor:
     """[S, width] int32, padded with zeros. width: 0: as the longest row needs."""
-    width = width or max(map(len, rows))
-    return _int([blocks + [0] * (width - len(blocks)) for blocks in rows], dtype=torch.int32)
+    table = np.zeros((len(rows), width or max(map(len, rows))), np.int32)
+    for target, blocks in zip(table, rows, strict=True):
+        target[: len(blocks)] = blocks
+    return torch.from_numpy(table)
 
 
-def _int(values: list, dtype: torch.dtype = torch.long) -> Tensor:
-    return torch.tensor(values, dtype=dtype)
+def _int(values: list) -> Tensor:
+    return torch.from_numpy(np.array(values, np.int64))

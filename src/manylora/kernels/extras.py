@@ -5,8 +5,9 @@ They are views of the page pool, computed with in plain PyTorch on any device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -53,8 +54,20 @@ class Extra:
 
 @dataclass(frozen=True)
 class ExtraSegment:
-    """Token rows [start, stop) of the batch have an adapter with these extras, by name."""
+    """Token rows [start, stop) of the batch have an adapter with these extras, by name.
+
+    logits: which of the rows whose logits are wanted these are, see `with_logits`.
+    """
 
     start: int
     stop: int
     values: Mapping[str, Extra]
+    logits: slice = field(default_factory=lambda: slice(0))
+
+
+def with_logits(extras: Sequence[ExtraSegment], rows: Sequence[int]) -> tuple[ExtraSegment, ...]:
+    """rows: whose logits are wanted, ascending; known on the host, so that no layer waits for the device."""
+    return tuple(
+        replace(one, logits=slice(bisect_left(rows, one.start), bisect_left(rows, one.stop)))
+        for one in extras
+    )

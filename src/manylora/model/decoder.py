@@ -84,7 +84,7 @@ class Decoder(Transformer):
             return self._ops.linear(x, self._head, self._head_bias).float()
         x = self._final_norm.add(x, delta, lora)[1][rows]
         logits = self._ops.linear(x, self._head, self._head_bias).float()
-        adapt_head(logits, x, rows, lora.extras, self._head_bias, self.config.tie_word_embeddings)
+        adapt_head(logits, x, lora.extras, self._head_bias, self.config.tie_word_embeddings)
         return logits
 
     def _embed(self, batch: ForwardBatch) -> Tensor:

@@ -189,7 +189,7 @@ class EncoderDecoder(Transformer):
         if self._head_bias is not None:
             logits += self._head_bias.float()
         if lora is not None and lora.extras:
-            adapt_head(logits, x, rows, lora.extras, self._head_bias, tied=True)
+            adapt_head(logits, x, lora.extras, self._head_bias, tied=True)
         return logits
 
     def _decode(

@@ -64,10 +64,8 @@ def adapt_embedding(x: Tensor, ids: Tensor, extras: Extras, name: str = "embed")
             mine *= values[f"{name}.magnitude"].vector(x.dtype)
 
 
-def adapt_head(
-    logits: Tensor, x: Tensor, rows: Tensor, extras: Extras, bias: Tensor | None, tied: bool
-) -> None:
-    """logits [L, vocab] float32 of x [L, hidden], the batch's rows [L]; changed in place. bias: the base's.
+def adapt_head(logits: Tensor, x: Tensor, extras: Extras, bias: Tensor | None, tied: bool) -> None:
+    """logits [L, vocab] float32 of x [L, hidden]; changed in place. bias: the base's.
 
     tied: the head is the embedding, so rows of the embedding that are trained for some tokens count here too.
     """
@@ -76,9 +74,8 @@ def adapt_head(
         trained = values.get("head.tokens", values.get("embed.tokens") if tied else None)
         if trained is None and not any(name.startswith("head.") for name in values):
             continue
-        mine = torch.nonzero((rows >= segment.start) & (rows < segment.stop)).squeeze(1)
-        seen = x[mine]
-        logits[mine] = _head(logits[mine], seen, values, trained, bias)
+        mine = segment.logits
+        logits[mine] = _head(logits[mine], x[mine], values, trained, bias)
 
 
 def _head(

@@ -120,7 +120,11 @@ class Driver:
         segments = tuple(
             LoraSegment(start, stop, rows) for start, stop, rows, extras in spans if rows or extras
         )
-        extras = tuple(ExtraSegment(start, stop, extras) for start, stop, _, extras in spans if extras)
+        extras = tuple(
+            ExtraSegment(start, stop, extras, slice(start, stop))
+            for start, stop, _, extras in spans
+            if extras
+        )
         return LoraBatch(self._pool, segments, extras=extras) if segments else None
 
     def _cross(self, members: list[int], starts: Sequence[int]) -> AttentionBatch | None:

@@ -137,6 +137,13 @@ class SamplingConfig:
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
     @cached_property
+    def reads_tokens(self) -> bool:
+        """Whether the host must know a token before the next can be drawn, or collects logits."""
+        decays = self.top_p and self.top_p_decay != 1
+        logits = self.return_context_logits or self.return_generation_logits
+        return bool(self.bad_words or self.has_penalties or decays or logits)
+
+    @cached_property
     def divisor(self) -> float:
         """Of the logits: the temperature; 1 where it is 0, or could change nothing."""
         matters = not self.greedy or self.has_penalties or self.return_log_probs or self.beam_width > 1
@@ -312,7 +319,8 @@ class Event:
     context_logits: [prompt, vocab] float32, on the first event, when asked for.
     generation_logits: [output, vocab] float32, on the last event of the sequence, when asked for; of a stream
                [len(token_ids), vocab] on each of its events.
-    metrics: on the last event of each sequence, and on every event of a stream.
+    metrics: on the last event of each sequence, and on every event of a stream, where they are those of the
+             first event until the last.
     """
 
     token_ids: tuple[int, ...] = ()

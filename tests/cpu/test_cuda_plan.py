@@ -56,7 +56,7 @@ def test_places_say_where_each_layer_and_module_lies() -> None:
 
 def test_places_say_what_is_in_8_bits_and_its_scale() -> None:
     narrow = {(0, 1): LoraRow(64, RowFormat(5, encoding=Encoding.FLOAT8, scale=-0.75))}
-    plan = plan_lora(segments([1, 1], [adapter(0), narrow]), Places(2, 2), 4)
+    plan = plan_lora(segments([1, 1], [adapter(0), narrow]), Places(2, 2), 9)
     offset, rank, dora, encoding, bits = plan.updates[1].places[0, 1].tolist()
     assert (offset, rank, dora, encoding) == (64, 5, 0, Encoding.FLOAT8)
     assert plan.encodings == {Encoding.FLOAT8}
@@ -119,3 +119,20 @@ def test_classes() -> None:
         1024,
     ]
     assert [tile_size(n) for n in ([1, 1], [1, 2, 9], [500, 1], [8, 8])] == [1, 16, 64, 16]
+
+
+def test_recorded_steps_know_few_sets_of_modules() -> None:
+    def having(*modules: int) -> dict:
+        return {(0, module): LoraRow(0, RowFormat(8)) for module in modules}
+
+    places = Places(8, 2)
+
+    def planned(rows: dict, fixed: bool = True) -> frozenset[int]:
+        return plan_lora(segments([1], [rows]), places, 4, fixed).modules
+
+    everything = having(1, 2, 3, 4, 5, 6, 7)
+    assert planned(everything) == set(range(1, 8))
+    assert planned(having(1, 3)) == planned(having(2)) == {1, 2, 3}
+    assert planned(having(4)) == planned(having(1, 4)) == {1, 2, 3, 4}
+    assert planned(having(7)) == set(range(1, 8))
+    assert planned(having(1, 3), fixed=False) == {1, 3}, "a step that is launched plainly has what it needs"

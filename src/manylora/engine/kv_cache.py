@@ -171,6 +171,7 @@ class KvCache:
     def make_writable(self, sequence: Sequence, reserve: list[int]) -> tuple[int, int] | None:
         """Give a beam a block of its own for the next token. Returns (from, to) when one must be copied."""
         blocks, index = sequence.kv.blocks, sequence.num_computed // self.tokens_per_block
+        sequence.kv.replaced()
         self._give_back(blocks[index + 1 :], reserve)
         del blocks[index + 1 :]
         if index == len(blocks):

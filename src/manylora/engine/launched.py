@@ -57,6 +57,9 @@ class LaunchedStep:
         tokens = self._tokens.wait().tolist()
         log_probs = self._log_probs.wait().tolist() if self._log_probs else [None] * len(tokens)
         for (sequence, length), token, log_prob in zip(self._rows, tokens, log_probs, strict=True):
+            if not sequence.num_draft:
+                sampled[sequence] = [(token, log_prob if sequence.request.params.return_log_probs else None)]
+                continue
             accepted = sampled.setdefault(sequence, [])
             position = length - (len(sequence.tokens) - sequence.num_draft - sequence.is_pending)
             # A later token counts only if the draft tokens before it are those that the model has chosen.

@@ -73,7 +73,8 @@ class ResultProcessor:
             if sequence.finished:
                 break
         # There are logits of every row: drop those after the last token.
-        del sequence.output.generation_logits[sequence.num_output - sequence.output.num_reported :]
+        if sequence.output.generation_logits:
+            del sequence.output.generation_logits[sequence.num_output - sequence.output.num_reported :]
 
     @staticmethod
     def _explain_missing_token(sequence: Sequence) -> None:

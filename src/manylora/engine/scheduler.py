@@ -22,7 +22,7 @@ MAX_PREFETCHED = 8  # waiting sequences whose adapters are copied to the device 
 MAX_OVERTAKES = 64
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, which takes longer to make: there is one for each row that decodes
 class Chunk:
     """Tokens [start, start + count) of a sequence.
 
@@ -66,6 +66,10 @@ class _Round:
 
     def add(self, sequence: Sequence) -> None:
         """Schedule as much of a sequence as fits. All rows of its encoder come first."""
+        if self.budget and sequence.is_decoding:
+            self.chunks.append(Chunk(sequence, sequence.num_computed, 1, True))
+            self.budget -= 1
+            return
         encoded = sequence.num_unencoded
         count = min(sequence.num_due, self.budget - encoded)
         left = sequence.num_due - count
@@ -129,7 +133,7 @@ class Scheduler:
         self._still_pinned = {}
         self._in_flight = frozenset(c.sequence for c in in_flight.chunks) if in_flight else frozenset()
         this = _Round(self._config.max_num_tokens, self._config.chunk_tokens)
-        for sequence in [s for s in self.running if s.outgrows_rope]:
+        for sequence in [s for s in self.running if s.rope_limit is not None and s.outgrows_rope]:
             self._preempt(sequence, this)
             sequence.rotate_long()
         unfinished = [sequence for sequence in self.running if not sequence.is_full]
@@ -179,6 +183,8 @@ class Scheduler:
         if sequence.beams is not None:  # reserved at admission
             return True
         target = sequence.num_computed + min(sequence.num_due, this.budget)
+        if target <= len(sequence.kv.blocks) * self._kv.tokens_per_block:
+            return True
         while not self._kv.grow(sequence, target):
             victim = next(s for s in reversed(self.running) if s.beams is None)
             self._preempt(victim, this)

@@ -31,6 +31,18 @@ class KvBlocks:
     num_reused: int = 0
     num_claimed: int = 0  # see `RequestMetrics.kv_taken_blocks`
     num_new: int = 0
+    _array: np.ndarray | None = None  # `blocks` as they were when it was made,
+    _array_of: list[int] | None = None  # of this list
+
+    def first(self, count: int) -> np.ndarray:
+        """The first `count` of `blocks`, int32; made again only when others were added."""
+        if self._array is None or self._array_of is not self.blocks or len(self._array) < count:
+            self._array, self._array_of = np.array(self.blocks, np.int32), self.blocks
+        return self._array[:count]
+
+    def replaced(self) -> None:
+        """To be called when a block in `blocks` was exchanged for another."""
+        self._array = None
 
 
 @dataclass
@@ -64,6 +76,7 @@ class Output:
     beams: tuple[Beam, ...] = ()  # results of a beam search that has ended
     context_logits: np.ndarray | None = None  # [prompt, vocab] float32
     generation_logits: list[np.ndarray] = field(default_factory=list)  # [vocab] float32 for each token
+    metrics: RequestMetrics | None = None  # of the last event
 
 
 @dataclass(eq=False)
@@ -109,6 +122,7 @@ class Sequence:
     output: Output = field(default_factory=Output)
 
     def __post_init__(self) -> None:
+        self.num_prompt = len(self.request.prompt)
         draft = self.request.draft
         if self.rope_limit is not None and self.num_prompt <= self.rope_limit:
             draft = draft[: self.rope_limit - self.num_prompt]  # the rest could not be verified in one step
@@ -145,10 +159,6 @@ class Sequence:
         self.root += self._rope_root
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt)
-
-    @property
     def num_encoder(self) -> int:
         """Tokens that the encoder reads, all in one step; 0: there is no encoder."""
         return len(self.request.encoder_prompt)
@@ -172,6 +182,11 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
+    def is_decoding(self) -> bool:
+        """Whether its next step computes one token and nothing else."""
+        return self.num_due == 1 and not self.num_draft and not self.num_unencoded
+
+    @property
     def in_prefill(self) -> bool:
         return self.num_due > 1 or self.num_output == 0
 
@@ -192,16 +207,9 @@ class Sequence:
     @property
     def can_run_ahead(self) -> bool:
         """Whether its next step can be launched before the host knows the token of the last one."""
-        params = self.request.params
-        reads_tokens = (
-            params.bad_words
-            or params.has_penalties
-            or self.guide is not None
-            or (self.top_p and params.top_p_decay != 1)
-        )
-        # Logits are collected on the host; draft tokens and beams are chosen there.
-        on_host = params.return_context_logits or params.return_generation_logits or self.num_draft
-        return not reads_tokens and not on_host and self.beams is None
+        # Draft tokens and beams are chosen on the host.
+        on_host = self.guide is not None or self.num_draft or self.beams is not None
+        return not on_host and not self.request.params.reads_tokens
 
     def append_pending_token(self) -> None:
         """Go on as if the next token were known, until `remove_pending_token`."""
@@ -241,7 +249,7 @@ class Sequence:
             reset = token == params.top_p_reset_id
             self.top_p = params.top_p if reset else max(self.top_p * params.top_p_decay, params.top_p_min)
         done = self.guide is not None and self.guide.is_stopped
-        if done or any(self._ends_with(word) for word in params.stop_words):
+        if done or (params.stop_words and any(self._ends_with(word) for word in params.stop_words)):
             self.finish_reason = FinishReason.STOP
         elif len(self.tokens) >= self.max_len:
             self.finish_reason = FinishReason.LENGTH
@@ -251,13 +259,13 @@ class Sequence:
 
     def take_event(self, last: bool) -> Event:
         """What happened since the last event."""
-        output = self.output
-        start, output.num_reported = output.num_reported, self.num_output
+        output, num_output = self.output, self.num_output
+        start, output.num_reported = output.num_reported, num_output
         first, logits = self.num_prompt + start, list[np.ndarray]()
         if self.finished or self.request.streaming:
             logits, output.generation_logits = output.generation_logits, []
         return Event(
-            token_ids=() if output.beams else tuple(self.tokens[first : self.num_prompt + self.num_output]),
+            token_ids=() if output.beams else tuple(self.tokens[first : self.num_prompt + num_output]),
             log_probs=tuple(output.log_probs[start:]),
             sequence_index=self.index,
             finish_reason=self.finish_reason,
@@ -270,6 +278,12 @@ class Sequence:
         )
 
     def _metrics(self) -> RequestMetrics:
+        """Made with the first event and the last."""
+        if self.output.metrics is None or self.finished:
+            self.output.metrics = self._new_metrics()
+        return self.output.metrics
+
+    def _new_metrics(self) -> RequestMetrics:
         beams, times, kv = self.output.beams, self.times, self.kv
         return RequestMetrics(
             arrival_ns=times.arrival_ns,

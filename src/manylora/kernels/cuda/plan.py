@@ -23,6 +23,10 @@ TILE_SIZES = (1, 16, 64)
 EXPERT_TILE_SIZES = (16, 64)
 RANK_CLASSES = (16, 64, 512)
 
+# Of attention's input and of all attention, as ids of `lora.modules`: with every module that was ever seen,
+# the sets that a recorded step is planned for.
+MODULE_CLASSES = (frozenset(range(4)), frozenset(range(5)))
+
 Rows = Mapping[tuple[int, int], LoraRow]
 
 
@@ -71,6 +75,7 @@ class Places:
     def __init__(self, num_slots: int, num_layers: int) -> None:
         self.num_slots = num_slots
         self.num_layers = num_layers
+        self.modules = frozenset[int]()  # that any adapter had so far
         self._slots: OrderedDict[int, _Slot] = OrderedDict()
 
     def take(self, batch: Sequence[Rows]) -> tuple[list[_Slot], tuple[SlotUpdate, ...]]:
@@ -94,6 +99,7 @@ class Places:
         rank = max((one.rank for one in formats), default=0)
         modules = frozenset(module for _, module in rows)
         encodings = frozenset(one.encoding for one in formats) - {Encoding.PLAIN}
+        self.modules |= modules
         self._slots[id(rows)] = _Slot(rows, slot, rank, modules, encodings)
         return SlotUpdate(slot, places.view(np.int64).reshape(self.num_layers, MODULES, PLACE))
 
@@ -109,24 +115,17 @@ def plan_lora(
     size = tile_size([segment.stop - segment.start for segment in segments])
     if fixed:
         size = min(size, TILE_SIZES[1])
-    parts, row_slots = [], np.full(num_rows, -1, np.int32)
-    for segment, entry in zip(segments, entries, strict=True):
-        starts = np.arange(segment.start, segment.stop, size, np.int32)
-        counts = np.minimum(segment.stop - starts, size)
-        slots = np.full_like(starts, entry.slot)
-        parts.append(np.stack((starts, counts, slots, np.zeros_like(starts)), axis=1))
-        row_slots[segment.start : segment.stop] = entry.slot
-    tiles = np.concatenate(parts).astype(np.int32)
-    if fixed:
-        padding = fixed_tiles(len(tiles), size, num_rows) - len(tiles)
-        tiles = np.concatenate((tiles, np.zeros((padding, TILE), np.int32)))
+    modules = frozenset().union(*{entry.modules for entry in entries})
+    starts = np.array([segment.start for segment in segments], np.int32)
+    stops = np.array([segment.stop for segment in segments], np.int32)
+    slots = np.array([entry.slot for entry in entries], np.int32)
     return LoraPlan(
-        tiles=tiles,
-        row_slots=row_slots,
+        tiles=_tiles(starts, stops, slots, size, num_rows if fixed else 0),
+        row_slots=_row_slots(starts, stops, slots, num_rows),
         tile_size=size,
         rank=rank_class(max(entry.rank for entry in entries)),
-        modules=frozenset().union(*(entry.modules for entry in entries)),
-        encodings=frozenset().union(*(entry.encodings for entry in entries)),
+        modules=module_class(modules, places.modules) if fixed else modules,
+        encodings=frozenset().union(*{entry.encodings for entry in entries}),
         updates=updates,
     )
 
@@ -136,6 +135,30 @@ def fixed_tiles(count: int, size: int, num_rows: int) -> int:
     Tiles of one row are for a mean below 2 rows of an adapter, larger ones for at least 2."""
     few, most = (num_rows // 4, num_rows) if size == 1 else (num_rows // 8, num_rows // size + num_rows // 2)
     return next(number for number in (max(1, few), max(1, most), num_rows) if count <= number)
+
+
+def _tiles(starts: np.ndarray, stops: np.ndarray, slots: np.ndarray, size: int, fixed_rows: int) -> np.ndarray:
+    """Tiles of `size` rows of each segment, as `LoraPlan` has them. fixed_rows: of a batch whose tables have
+    fixed shapes, else 0."""
+    counts = -(-(stops - starts) // size)
+    total = int(counts.sum())
+    nth = np.arange(total, dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = np.repeat(starts, counts) + nth * size
+    number = fixed_tiles(total, size, fixed_rows) if fixed_rows else total
+    tiles = np.zeros((number, TILE), np.int32)
+    tiles[:total, 0] = first
+    tiles[:total, 1] = np.minimum(np.repeat(stops, counts) - first, size)
+    tiles[:total, 2] = np.repeat(slots, counts)
+    return tiles
+
+
+def _row_slots(starts: np.ndarray, stops: np.ndarray, slots: np.ndarray, num_rows: int) -> np.ndarray:
+    """As `LoraPlan` has them. Segments are ascending and disjoint."""
+    ends = np.stack((starts, stops), axis=1).ravel()
+    counts = np.diff(ends, prepend=0, append=num_rows)  # rows before a segment, of it, before the next, ...
+    values = np.full(len(counts), -1, np.int32)
+    values[1::2] = slots
+    return np.repeat(values, counts)
 
 
 def tile_size(lengths: Sequence[int]) -> int:
@@ -151,6 +174,12 @@ def tile_size_of(mean: float) -> int:
 def expert_tile_size(mean: float) -> int:
     """By the mean rows of an expert, whose weight is always multiplied by tensor cores."""
     return EXPERT_TILE_SIZES[0] if mean < 32 else EXPERT_TILE_SIZES[1]
+
+
+def module_class(present: frozenset[int], known: frozenset[int]) -> frozenset[int]:
+    """Modules rounded up to few sets, for few graphs. Those that no adapter has add nothing, for the time of
+    their launches. known: all that adapters had so far."""
+    return next((group & known for group in MODULE_CLASSES if present <= group), known)
 
 
 def rank_class(rank: int) -> int:

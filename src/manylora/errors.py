@@ -26,6 +26,10 @@ class EngineDeadError(ManyloraError):
     """The engine thread ended; nothing more will be answered."""
 
 
+class DeviceLostError(ManyloraError):
+    """The device answers nothing any more; the process must be started again."""
+
+
 class RequestError(ManyloraError):
     """This one request cannot be served as asked."""
 

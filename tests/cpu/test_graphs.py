@@ -49,6 +49,11 @@ class Recorder:
         return replay
 
 
+@pytest.fixture(autouse=True)
+def _at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manylora.engine.runner.PLAIN_USES", 0)
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[LoraInput]]:
     path = tmp_path_factory.mktemp("graphs")
@@ -98,7 +103,7 @@ def test_replayed_steps_give_the_tokens_of_the_plain_loop(
         model, monkeypatch, Device(CPU, CudaOps(part_keys=32), "interpreted", recorder), max_batch_size=4
     )
     warmed = recorder.recorded
-    assert warmed == graphed._runner.num_graphs == len(buckets_for(4)) == 3
+    assert warmed == graphed._runner.num_graphs == 2 * len(buckets_for(4)) == 6, "two widths of tables"
     loads = [[None, None, None], [*adapters, None], [adapters[0]] * 3]  # base, distinct, one for all
     for loras in loads:
         assert answers(graphed, loras) == answers(plain, loras)
@@ -238,9 +243,8 @@ def test_without_memory_to_record_steps_are_plain(
 
     engine = open_engine(model, monkeypatch, Device(CPU, CudaOps(), "interpreted", full), max_batch_size=1)
     assert "no memory is left to record" in caplog.text
-    engine._runner.record_decoding(4, warm=False)
     plain = open_engine(model, monkeypatch, None)
-    assert answers(engine, [None]) == answers(plain, [None])
+    assert answers(engine, [None], new=5) == answers(plain, [None], new=5)
     assert "launched plainly" in caplog.text
 
 
@@ -300,6 +304,7 @@ def test_a_recording_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(made))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: present)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: happened.append(f"on {stream.name}"))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", recording)
     capture, answer = CudaCapture(CPU), torch.ones(1)
@@ -314,7 +319,7 @@ def test_a_recording_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         assert replay() is answer
         begin = ("begin", "side", "pool", "thread_local")
         waits = ["side waits for present", "run", "present waits for side"]
-        assert happened == [*waits, begin, "run", "end", "replay"]
+        assert happened == [*waits, begin, "run", "end", "on present", "replay"]
 
 
 def test_buckets_and_widths() -> None:

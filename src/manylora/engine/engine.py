@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("manylora")
 
-
 Events = list[tuple[int, Event]]  # each with the handle of its request
 
 
@@ -265,13 +264,14 @@ class Engine:
             return FailedStep(step, error)
 
     def _process(self, launched: LaunchedStep | None) -> Events:
-        """Wait for the results of a step and apply them."""
+        """Wait for the results of a step and apply them. Raises DeviceLostError."""
         if launched is None:
             return []
         try:
             sampled = launched.wait()
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(launched.step.chunks))
+            self._parts.device.probe()
             return self._fail(launched.step, error)
         events, ended = self._results.apply(launched, sampled)
         return events + self._retire(ended)

@@ -13,7 +13,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,22 +22,30 @@ from manylora.engine.inputs import StepInputs
 from manylora.kernels.device import Capture
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import BatchLimits
-from manylora.kernels.transfer import copy_into, to_device
+from manylora.kernels.transfer import TableCopy, to_device
 from manylora.model.batch import ForwardBatch
 
 logger = logging.getLogger("manylora")
 
 FEWEST_COLUMNS = 16  # of a block table
+WARM_COLUMNS = (16, 64)  # of tables that are recorded at start
+MOST_FAILURES = 3  # of recordings; after them none is tried
+MOST_SHAPES = 1024  # whose uses are counted
 
 
 @dataclass(frozen=True)
 class _Graph:
     batch: ForwardBatch  # the buffers
+    load: TableCopy  # into them
     replay: Callable[[], Tensor]
 
 
 class DecodeGraphs:
-    """forward: logits of a batch. max_graphs: beyond that many, the least recently used one is dropped."""
+    """forward: logits of a batch. max_graphs: beyond that many, the least recently used one is dropped.
+
+    plain_uses: how often a shape is left to be launched plainly before it is recorded: recording takes the
+    time of many steps, and most shapes of a batch with adapters do not come back.
+    """
 
     def __init__(
         self,
@@ -47,8 +55,9 @@ class DecodeGraphs:
         device: torch.device,
         limits: BatchLimits,
         max_graphs: int,
+        plain_uses: int = 0,
     ) -> None:
-        self.num_recorded = 0
+        self.num_recorded = self.num_failures = 0
         self._forward = forward
         self._ops = ops
         self._capture = capture
@@ -56,43 +65,105 @@ class DecodeGraphs:
         self._buckets = buckets_for(limits.max_sequences)
         self._columns = -(-limits.max_seq_len // limits.tokens_per_block)
         self._max_graphs = max_graphs
+        self._plain_uses = plain_uses
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+        self._uses: OrderedDict[Hashable, int] = OrderedDict()  # of shapes that are not recorded
+        self._logits: Tensor | None = None  # of every graph: see `_run_into_one`
 
-    def run(self, inputs: StepInputs) -> Tensor:
-        """Logits [rows, vocab] float32 of a step that `decodes`; overwritten by the next call."""
+    def run(self, inputs: StepInputs) -> Tensor | None:
+        """Logits [rows, vocab] float32 of a step that `decodes`; overwritten by the next call. None: it is to
+        be launched plainly."""
+        may_record = self.num_failures < MOST_FAILURES
+        if not (self._graphs or may_record):
+            return None
         count = len(inputs.input_ids)
         rows = next(bucket for bucket in self._buckets if bucket >= count)
         width = width_class(max(map(len, inputs.blocks)), self._columns)
         batch = inputs.pad(rows).plan(self._ops, width, fixed=True)
         key = rows, width, getattr(batch.lora, "shape", None)
         graph = self._graphs.get(key)
-        if graph is None:
-            graph = self._record(key, batch, inputs)
-        else:
+        if graph is not None:
             self._graphs.move_to_end(key)
-            copy_into(graph.batch, batch)
+            graph.load(batch)
             inputs.fill(graph.batch.input_ids)
-        return graph.replay()[:count]
+        elif may_record and self._is_due(key):
+            graph = self._try_to_record(key, batch, inputs)
+        return graph.replay()[:count] if graph is not None else None
 
     def warm(self) -> None:
-        """Record the base model's graphs for short sequences, so that the first requests do not wait for it.
-        Graphs with adapters are recorded when their shape first appears."""
+        """Record the base model's graphs for common lengths, so that requests do not wait for it. Others, and
+        those with adapters, are recorded when their shape has come up before."""
         started = time.perf_counter()
-        for rows in self._buckets[::-1][: self._max_graphs]:  # the largest first: others share its memory
-            self.run(StepInputs([0], [0], [0, 1], [1], [[0]], [-1], [0]).pad(rows))
+        widths = dict.fromkeys(width_class(columns, self._columns) for columns in WARM_COLUMNS)
+        shapes = [(rows, width) for width in widths for rows in self._buckets[::-1]]
+        plain_uses, self._plain_uses = self._plain_uses, 0
+        for rows, width in shapes[: self._max_graphs]:  # the largest first: others share its memory
+            blocks = [[0] * width]
+            if self.run(StepInputs([0], [0], [0, 1], [1], blocks, [-1], [0]).pad(rows)) is None:
+                break
+        self._plain_uses = plain_uses
         seconds = time.perf_counter() - started
         logger.info("recorded %d CUDA graphs in %.1f s", self.num_recorded, seconds)
 
+    def _is_due(self, key: Hashable) -> bool:
+        """Whether a shape has come up often enough to be recorded."""
+        uses = self._uses.pop(key, 0) + 1
+        if uses > self._plain_uses:
+            return True
+        self._uses[key] = uses
+        if len(self._uses) > MOST_SHAPES:
+            self._uses.popitem(last=False)
+        return False
+
+    def _try_to_record(self, key: Hashable, batch: ForwardBatch, inputs: StepInputs) -> _Graph | None:
+        """None: this failed, and the step is to be launched plainly. An error that is the step's own comes
+        again there."""
+        try:
+            return self._record(key, batch, inputs)
+        except torch.OutOfMemoryError:
+            self._make_room()
+        except Exception:
+            self.num_failures += 1
+            logger.exception("a decode step could not be recorded: its shape is launched plainly")
+        self._uses[key] = -self._plain_uses  # not again at its next use
+        if self.num_failures == MOST_FAILURES:
+            logger.error("recording has failed %d times: other shapes are launched plainly", MOST_FAILURES)
+        return None
+
+    def _make_room(self) -> None:
+        """No memory is left for one more graph: drop the half that was not used for longest."""
+        num_kept = -(-len(self._graphs) // 2)
+        if num_kept == len(self._graphs):  # there is none to drop
+            self.num_failures += 1
+        while len(self._graphs) > num_kept:
+            self._graphs.popitem(last=False)
+        text = "no memory is left to record a decode step: %d graphs are kept; lower %s"
+        logger.warning(text, num_kept, "kv_cache_free_gpu_mem_fraction")
+
     def _record(self, key: Hashable, batch: ForwardBatch, inputs: StepInputs) -> _Graph:
+        began = time.perf_counter()
         buffers = to_device(batch, self._device)
+        if buffers.lora is not None:  # kernels read the tables; adapters that leave are not to be held here
+            buffers = replace(buffers, lora=replace(buffers.lora, segments=()))
         inputs.fill(buffers.input_ids)
-        graph = _Graph(buffers, self._capture(lambda: self._forward(buffers)))
+        replay = self._capture(lambda: self._run_into_one(buffers))
+        graph = _Graph(buffers, TableCopy(buffers), replay)
         # Only now: recording has waited for the previous step, whose graph may be the one to drop.
         while len(self._graphs) >= self._max_graphs:
             self._graphs.popitem(last=False)
         self._graphs[key] = graph
         self.num_recorded += 1
+        milliseconds = 1e3 * (time.perf_counter() - began)
+        logger.debug("recorded a decode step of %s rows in %.0f ms", len(batch.input_ids), milliseconds)
         return graph
+
+    def _run_into_one(self, batch: ForwardBatch) -> Tensor:
+        """The logits of a batch in a tensor that all graphs share: each of its own would take gigabytes."""
+        logits = self._forward(batch)
+        if self._logits is None:  # before anything is recorded: see `CudaCapture`
+            shape = (self._buckets[-1], *logits.shape[1:])
+            self._logits = torch.empty(shape, dtype=logits.dtype, device=logits.device)
+        return self._logits[: len(logits)].copy_(logits)
 
 
 def buckets_for(max_rows: int) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -26,6 +25,8 @@ from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder
 
 logger = logging.getLogger("manylora")
+
+PLAIN_USES = 1  # of a decode step's shape before it is recorded
 
 
 class Runner:
@@ -74,15 +75,10 @@ class Runner:
             self._device.torch,
             self._limits,
             max_graphs,
+            PLAIN_USES,
         )
         if warm:
-            try:
-                self._graphs.warm()
-            except torch.OutOfMemoryError:
-                logger.warning(
-                    "no memory is left to record decode steps: lower kv_cache_free_gpu_mem_fraction"
-                )
-                self._graphs = None
+            self._graphs.warm()
 
     def try_variants(self) -> None:
         """Let operations that have several variants measure and choose one now, rather than in a step."""
@@ -102,7 +98,8 @@ class Runner:
         beams: dict[BeamGroup, list[tuple[int, Row]]] = {}
         first = 0
         for chunk, positions in zip(chunks, wanted, strict=True):
-            self._keep_context(chunk, positions, logits[first : first + len(positions)])
+            if chunk.sequence.request.params.return_context_logits:
+                self._keep_context(chunk, positions, logits[first : first + len(positions)])
             for index, position in enumerate(positions, first):
                 sequence = chunk.sequence
                 if chunk.samples and position >= len(sequence.tokens) - 1 - sequence.num_draft:
@@ -146,7 +143,7 @@ class Runner:
     def _keep_context(chunk: Chunk, positions: range, logits: Tensor) -> None:
         sequence = chunk.sequence
         count = min(positions.stop, sequence.num_prompt) - positions.start
-        if count <= 0 or not sequence.request.params.return_context_logits:
+        if count <= 0:
             return
         if sequence.output.context_logits is None:
             sequence.output.context_logits = np.empty((sequence.num_prompt, logits.shape[-1]), np.float32)
@@ -165,13 +162,9 @@ class Runner:
 
     def _logits(self, inputs: StepInputs) -> Tensor:
         if self._graphs is not None and inputs.decodes:
-            try:
-                return self._graphs.run(inputs)
-            except torch.OutOfMemoryError:
-                logger.warning(
-                    "no memory is left to record decode steps: from now on they are launched plainly"
-                )
-                self._graphs = None
+            logits = self._graphs.run(inputs)
+            if logits is not None:
+                return logits
         batch = inputs.plan(self._ops)
         if inputs.embeddings is not None:
             batch = replace(batch, embeddings=inputs.embeddings)
@@ -180,26 +173,37 @@ class Runner:
         return self._decoder.forward(moved, self._kv)
 
     def _inputs(self, chunks: list[Chunk], wanted: list[range], previous: LaunchedStep | None) -> StepInputs:
-        size = self._tokens_per_block
-        starts = [0, *accumulate(chunk.count for chunk in chunks)]
-        ids = [t for c in chunks for t in c.sequence.tokens[c.start : c.start + c.count]]
-        spans = [(range(c.start, c.start + c.count), c.sequence.kv.blocks) for c in chunks]
+        size, starts = self._tokens_per_block, [0]
+        ids, positions, slots, lengths, logits_rows = (list[int]() for _ in range(5))
+        blocks: list[np.ndarray] = []
+        for chunk, range_ in zip(chunks, wanted, strict=True):  # one pass: it runs for each row that decodes
+            sequence, start, count = chunk.sequence, chunk.start, chunk.count
+            kv, stop, row = sequence.kv, start + count, len(ids)
+            if count == 1:
+                ids.append(sequence.tokens[start])
+                positions.append(start)
+                slots.append(kv.blocks[start // size] * size + start % size)
+            else:
+                ids += sequence.tokens[start:stop]
+                positions += range(start, stop)
+                slots += slots_of([(range(start, stop), kv.blocks)], size)
+            starts.append(row + count)
+            lengths.append(stop)
+            blocks.append(kv.first(-(-stop // size)))
+            logits_rows += [row + position - start for position in range_]
+        encoded = [c.sequence for c in chunks] if isinstance(self._decoder, EncoderDecoder) else []
         return StepInputs(
             input_ids=[i if 0 <= i < self._vocab_size else 0 for i in ids],
-            positions=[position for span, _ in spans for position in span],
+            positions=positions,
             starts=starts,
-            lengths=[span.stop for span, _ in spans],
-            blocks=[blocks[: -(-span.stop // size)] for span, blocks in spans],
-            slots=slots_of(spans, size),
-            logits_rows=[
-                start + position - chunk.start
-                for chunk, start, range_ in zip(chunks, starts, wanted, strict=False)
-                for position in range_
-            ],
+            lengths=lengths,
+            blocks=blocks,
+            slots=slots,
+            logits_rows=logits_rows,
             lora=self._lora([chunk.sequence for chunk in chunks], starts),
             embeddings=self._embeddings(chunks, ids, starts),
-            cross_lengths=[c.sequence.num_encoder for c in chunks],
-            cross_blocks=[c.sequence.kv.cross_blocks for c in chunks if c.sequence.num_encoder],
+            cross_lengths=[sequence.num_encoder for sequence in encoded],
+            cross_blocks=[sequence.kv.cross_blocks for sequence in encoded if sequence.num_encoder],
             pending=_pending(chunks, ids, starts, previous),
             rope_lengths=_rope_lengths(chunks),
         )
@@ -243,6 +247,8 @@ class Runner:
 def _wanted(chunk: Chunk) -> range:
     """The positions of a chunk whose logits are needed."""
     sequence, stop = chunk.sequence, chunk.start + chunk.count
+    if not chunk.in_context and not sequence.num_draft:
+        return range(stop - chunk.samples, stop)
     in_prompt = chunk.start < sequence.num_prompt and not sequence.num_output
     if sequence.request.params.return_context_logits and in_prompt:
         return range(chunk.start, stop)

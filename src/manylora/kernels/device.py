@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.errors import ConfigError
+from manylora.errors import ConfigError, DeviceLostError
 from manylora.kernels import native
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.reference import ReferenceOps
 
 logger = logging.getLogger("manylora")
+
+ALIGN_BYTES = 64
+ABSENT = ("No CUDA GPUs are available", "Found no NVIDIA driver")  # how torch says that there is none
 
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 """Records what a function runs on the device. The result replays it on the current contents of the same
@@ -52,6 +58,22 @@ class CopyStream:
         """Wait for all copies, so that their sources may change."""
         if self._stream is not None:
             self._stream.synchronize()
+
+
+def host_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros on the host, which `CopyStream` copies to the device without a wait. They take memory once they
+    are written; beside a GPU at once. Raises RuntimeError, MemoryError.
+
+    Not torch's pinned memory: its allocator rounds the size up to a power of two.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + ALIGN_BYTES, np.uint8)
+    first = -memory.ctypes.data % ALIGN_BYTES
+    if device.type == "cuda":
+        cuda, start = torch.cuda.cudart(), memory.ctypes.data
+        torch.cuda.check_error(cuda.cudaHostRegister(start, memory.nbytes, 0))
+        weakref.finalize(memory, cuda.cudaHostUnregister, start).atexit = False
+    return torch.from_numpy(memory[first : first + size]).view(dtype).view(shape)
 
 
 class Arrival:
@@ -89,6 +111,30 @@ class Device:
         if self.torch.type == "cuda":
             torch.cuda.set_device(self.torch)
 
+    def probe(self) -> None:
+        """Raises DeviceLostError when the device answers nothing any more, as a GPU after an illegal access:
+        only a new process gets it back."""
+        if self.torch.type != "cuda":
+            return
+        try:
+            torch.ones(1, device=self.torch).item()
+        except torch.OutOfMemoryError:
+            return
+        except RuntimeError as error:
+            raise DeviceLostError(f"{self.name} is lost to this process: {error}") from error
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        """What `run` takes at most beside what is allocated; 0 on a CPU, where it does not run."""
+        if self.torch.type != "cuda":
+            return 0
+        before = torch.cuda.memory_allocated(self.torch)
+        torch.cuda.reset_peak_memory_stats(self.torch)
+        run()
+        torch.cuda.synchronize(self.torch)
+        peak = torch.cuda.max_memory_allocated(self.torch) - before
+        torch.cuda.empty_cache()
+        return peak
+
     def free_bytes(self) -> int:
         """Bytes that can still be allocated on the GPU, or on the host within its cgroup's limit."""
         if self.torch.type == "cuda":
@@ -107,7 +153,7 @@ class Device:
 def open_device(name: str) -> Device:
     """name: auto (a GPU if there is one), cpu, cuda, cuda:N. Raises ConfigError when it is not there."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if _has_gpu() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -119,10 +165,44 @@ def open_device(name: str) -> Device:
     if device.type != "cuda":
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
     if not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r} was asked for, but no CUDA GPU is available; use device cpu")
+        reason = _why_no_gpu() or "no CUDA GPU is available"
+        raise ConfigError(f"device {name!r} was asked for, but {reason}; use device cpu")
     if (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {name!r} does not exist: there are {torch.cuda.device_count()} GPUs")
     return _open_cuda(device)
+
+
+def _has_gpu() -> bool:
+    """Raises ConfigError for a GPU that cannot be used: a CPU in its place would be slow, in silence."""
+    if torch.cuda.is_available():
+        return True
+    reason = _why_no_gpu()
+    if reason is not None:
+        raise ConfigError(f"there may be a GPU, but it cannot be used: {reason}. Or serve with device cpu")
+    return False
+
+
+def _why_no_gpu() -> str | None:
+    """CUDA's own reason, on one line; None where there is simply no GPU, or torch is built without CUDA."""
+    if torch.version.cuda is None:
+        return None
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        reason = " ".join(str(error).split())
+        return None if reason.startswith(ABSENT) else reason.rstrip(".")
+    return None
+
+
+def _check_launch(ops: ReferenceOps, device: torch.device) -> None:
+    """Launch a kernel, for which triton compiles a part of its own first. Raises ConfigError."""
+    try:
+        ops.rms_norm(torch.ones((1, 16), device=device), torch.ones(16, device=device), 1e-5)
+    except Exception as error:
+        raise ConfigError(
+            f"triton cannot launch a kernel ({type(error).__name__}: {error}): it needs a C compiler and "
+            "Python's headers (Debian: gcc, python3-dev)"
+        ) from error
 
 
 def _open_cuda(device: torch.device) -> Device:
@@ -138,7 +218,9 @@ def _open_cuda(device: torch.device) -> Device:
             "the GPU's kernels cannot be used (%s); the reference runs, slowly: install triton", error
         )
         return Device(device, ReferenceOps(), name)
-    return Device(device, CudaOps(chooser=device_chooser(device)), name, CudaCapture(device), overlaps=True)
+    ops = CudaOps(chooser=device_chooser(device))
+    _check_launch(ops, device)
+    return Device(device, ops, name, CudaCapture(device), overlaps=True)
 
 
 def _meminfo_available() -> int:

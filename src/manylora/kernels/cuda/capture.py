@@ -28,8 +28,11 @@ class CudaCapture:
         present.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads may wait for copies of adapters meanwhile, which `global` forbids.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            output = function()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                output = function()
+        finally:  # where the end of a failed recording fails too, torch leaves the thread on its stream
+            torch.cuda.set_stream(present)
 
         def replay() -> Tensor:
             graph.replay()

@@ -56,7 +56,7 @@ INSIDE = {
     ],
     "engine": [
         "token_counts", "sequence", "kv_cache", "scheduler", "memory", "guide_trial", "guide", "beam",
-        "sampler", "launched", "inputs", "graphs", "kernel_trials", "runner", "checks", "build",
+        "sampler", "launched", "inputs", "peak", "graphs", "kernel_trials", "runner", "checks", "build",
         "results", "engine", "loop",
     ],
     "launcher": [

@@ -56,6 +56,18 @@ class LoraCacheConfig:
         return (*filter(None, (self.prefetch_dir, self.catalog_dir)), *self.allowed_paths)
 
     @property
+    def sizes_device(self) -> bool:
+        """Whether a size of the device level was chosen."""
+        fraction = self.gpu_memory_fraction != LoraCacheConfig.gpu_memory_fraction
+        return fraction or bool(self.gpu_memory_bytes or self.num_device_module_layer or self.max_loras)
+
+    @property
+    def sizes_host(self) -> bool:
+        """Whether a size of the host level was chosen."""
+        size = self.host_memory_bytes != LoraCacheConfig.host_memory_bytes
+        return size or bool(self.num_host_module_layer or self.max_cpu_loras)
+
+    @property
     def rank_limit(self) -> int:
         """The largest rank an adapter may have."""
         return self.max_adapter_size if self.max_lora_rank is None else self.max_lora_rank

@@ -11,13 +11,16 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig, ModelConfig
 from manylora.engine.guide import Guides
 from manylora.engine.memory import (
     KvPlan,
+    adapter_room,
     allocate_kv,
     batch_limits,
     check_length,
     kv_cache_dtype,
     plan_kv,
     usable_bytes,
+    with_room,
 )
+from manylora.engine.peak import peak_bytes
 from manylora.engine.runner import Runner
 from manylora.kernels.device import Device, open_device
 from manylora.lora.expert_rules import targets_beside_quantised_experts
@@ -66,14 +69,21 @@ def build_parts(config: EngineConfig) -> EngineParts:
     dtype = compute_dtype(config.dtype, model, device)
     decoder = load_decoder(config.model_dir, model, dtype, device, config.max_seq_len, config.quant)
     kv_dtype = kv_cache_dtype(config, dtype)
-    plan = plan_kv(config, model, kv_dtype, device.torch, usable_bytes(config, device, before))
+    lora = _lora_config(config, model, decoder)
+    pages_dtype = adapter_dtype(config, model, dtype, device)
+    free_bytes = usable_bytes(config, device, before)
+    if isinstance(decoder, Decoder):
+        limits = batch_limits(config, model, dtype, config.max_seq_len or model.max_seq_len)
+        free_bytes = max(0, free_bytes - peak_bytes(decoder, device, limits, config))
+    on_gpu = device.torch.type == "cuda"
+    room = adapter_room(config, lora, model, pages_dtype, free_bytes) if on_gpu else 0
+    plan = plan_kv(config, model, kv_dtype, device.torch, free_bytes - room)
     kv_tensor = allocate_kv(plan, config, model, kv_dtype, device.torch)
     # On a CPU the cache's pages are not touched yet, so the system still counts them as free.
     untouched = plan.num_bytes if device.torch.type == "cpu" else 0
     free_bytes = max(0, usable_bytes(config, device, before) - untouched)
     base = BaseWeights(config.model_dir, EffectiveWeights(model, config.quant, dtype))
-    lora = _lora_config(config, model, decoder)
-    pages_dtype = adapter_dtype(config, model, dtype, device)
+    lora = with_room(lora, room, free_bytes)
     adapters = AdapterStore.open(model, lora, device.torch, pages_dtype, free_bytes, base)
     limits = batch_limits(config, model, dtype, plan.max_seq_len)
     runner = Runner(decoder, kv_tensor, device, adapters, limits)

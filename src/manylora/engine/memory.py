@@ -1,20 +1,24 @@
-"""The size of the KV cache. The adapter cache is sized from the memory that is left."""
+"""The size of the KV cache, and what it leaves to adapters."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.config.engine import EngineConfig, ModelConfig
+from manylora.config.engine import EngineConfig, LoraCacheConfig, ModelConfig
 from manylora.errors import ConfigError
-from manylora.kernels.device import Device
+from manylora.kernels.device import Device, host_tensor
 from manylora.kernels.spec import BatchLimits
+from manylora.lora.geometry import usual_bytes
+from manylora.lora.modules import lora_modules
 
 logger = logging.getLogger("manylora")
+
+USUAL_ADAPTERS = 32
+MOST_ROOM = 0.3
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,42 @@ def plan_kv(
     return KvPlan(num_blocks, max_seq_len, block_bytes)
 
 
+def adapter_room(
+    config: EngineConfig, lora: LoraCacheConfig, model: ModelConfig, dtype: torch.dtype, free_bytes: int
+) -> int:
+    """Bytes that the KV cache leaves to adapters on a GPU; 0 where the user has sized their level.
+
+    They hold as many adapters of the optimal rank as run in a batch, up to USUAL_ADAPTERS, and one of the
+    largest, but take no more than MOST_ROOM of what is free. dtype: of the adapters' pages.
+    """
+    if lora.sizes_device:
+        return 0
+    modules = lora_modules(model, lora.target_modules).values()
+    count = min(config.max_batch_size, USUAL_ADAPTERS)
+    wanted = usual_bytes(modules, model.num_layers, lora, dtype.itemsize, count)
+    room = min(wanted, int(MOST_ROOM * free_bytes))
+    if room > lora.gpu_memory_fraction * (1 - config.kv_cache_free_gpu_mem_fraction) * free_bytes:
+        logger.info(
+            "the KV cache leaves %d MiB to adapters, %d of rank %d and one of rank %d where they fit: "
+            "lora_cache_gpu_memory_fraction chooses another size",
+            room // 2**20,
+            count,
+            min(lora.optimal_adapter_size, lora.rank_limit),
+            lora.rank_limit,
+        )
+    return room
+
+
+def with_room(lora: LoraCacheConfig, room: int, free_bytes: int) -> LoraCacheConfig:
+    """The settings for what `adapter_room` has found: at least so large on both levels. free_bytes: after
+    the KV cache."""
+    if not room:
+        return lora
+    device = max(room, int(lora.gpu_memory_fraction * free_bytes))
+    host = lora.host_memory_bytes if lora.sizes_host else max(lora.host_memory_bytes, device)
+    return replace(lora, gpu_memory_bytes=device, host_memory_bytes=host)
+
+
 def batch_limits(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, max_seq_len: int
 ) -> BatchLimits:
@@ -117,14 +157,13 @@ def allocate_kv(
 ) -> Tensor:
     """The cache itself: [layers, 2, blocks, tokens_per_block, kv_heads, head_dim], zeros.
 
-    Zeros matter: masked positions are multiplied by a probability of 0, which gives NaN for a NaN. On a CPU
-    np.zeros takes no memory until pages are written; torch.zeros would write them.
+    Zeros matter: masked positions are multiplied by a probability of 0, which gives NaN for a NaN.
     """
     heads = (model.num_kv_heads, model.head_dim)
     shape = (model.kv_layers, 2, plan.num_blocks, config.tokens_per_block, *heads)
     try:
         if device.type == "cpu":
-            return torch.from_numpy(np.zeros(plan.num_bytes, np.uint8)).view(dtype).view(shape)
+            return host_tensor(shape, dtype, device)
         return torch.zeros(shape, dtype=dtype, device=device)
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(

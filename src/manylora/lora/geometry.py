@@ -85,16 +85,38 @@ class CachePlan:
 
     def adapters_of_rank(self, modules: Iterable[LoraModule], num_layers: int, rank: int) -> tuple[int, int]:
         """How many adapters of this rank, with every counted module, fit host and device."""
-        row = RowFormat(rank)
-        rows = [
-            RowShape(m, layer, row)
-            for m in modules
-            if m.counted
-            for layer in range(num_layers)
-            if m.layers is None or layer in m.layers
-        ]
-        _, pages = place_rows(rows, self.geometry)
+        pages = pages_of_rank(self.geometry, modules, num_layers, rank)
         return self.host_pages // pages, self.device_pages // pages
+
+
+def pages_of_rank(geometry: CacheGeometry, modules: Iterable[LoraModule], num_layers: int, rank: int) -> int:
+    """Pages of an adapter of this rank with every counted module."""
+    row = RowFormat(rank)
+    rows = [
+        RowShape(m, layer, row)
+        for m in modules
+        if m.counted
+        for layer in range(num_layers)
+        if m.layers is None or layer in m.layers
+    ]
+    return place_rows(rows, geometry)[1]
+
+
+def usual_bytes(
+    modules: Iterable[LoraModule],
+    num_layers: int,
+    config: LoraCacheConfig,
+    element_bytes: int,
+    num_adapters: int,
+) -> int:
+    """Of `num_adapters` of the optimal rank and one of the largest, with every counted module."""
+    modules, limit = tuple(modules), config.rank_limit
+    optimal, largest = min(config.optimal_adapter_size, limit), min(config.max_adapter_size, limit)
+    geometry = cache_geometry(modules, num_layers, optimal, largest)
+    ranks = ((optimal, num_adapters), (limit, 1))
+    pages = sum(count * pages_of_rank(geometry, modules, num_layers, rank) for rank, count in ranks)
+    least = _ceil(geometry.min_total_slots, geometry.slots_per_page)
+    return max(pages, least) * geometry.page_elements * element_bytes
 
 
 def plan_cache(

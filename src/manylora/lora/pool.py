@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from manylora.errors import AdapterInvalidError, ConfigError
-from manylora.kernels.device import CopyStream
+from manylora.kernels.device import CopyStream, host_tensor
 from manylora.kernels.extras import Extra
 from manylora.kernels.loading import FILE_ROW, can_lay_out, lay_out, read_rows
 from manylora.kernels.row_format import Encoding
 from manylora.kernels.spec import LoraRow
+from manylora.kernels.transfer import upload
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.geometry import CacheGeometry, ExtraPiece, ExtraPlace, Layout, Placement
 from manylora.lora.number_types import BFLOAT16, NUMBER_TYPES, is_bfloat16
@@ -23,12 +24,13 @@ from manylora.request import LoraExtra
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
 ENCODED = {one.encoding: one.dtype for one in NUMBER_TYPES}  # of those beside PLAIN
+PIECE_BYTES = 2**22  # of a copy to the device: between two of them a step's tables can pass
 PARALLEL_BYTES = 2**23  # of an adapter that several threads lay out
 THREADS = 4
 
 
 class AdapterPool:
-    """Host level: [host_pages, page elements]; pinned memory beside a GPU. Device level: one flat tensor.
+    """Host level: [host_pages, page elements]; page-locked beside a GPU. Device level: one flat tensor.
 
     A CPU computes from the host level's memory: there the device level is a number of pages that may be in
     use, and no bytes of its own.
@@ -51,14 +53,14 @@ class AdapterPool:
         self._geometry = geometry
         size = geometry.page_elements
         try:
-            self._host = torch.empty((host_pages, size), dtype=dtype, pin_memory=device.type == "cuda")
+            self._host = host_tensor((host_pages, size), dtype, device)
             self._shared = device.type == "cpu"
             self.flat = (
                 self._host.view(-1)
                 if self._shared
                 else torch.empty(device_pages * size, dtype=dtype, device=device)
             )
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             raise ConfigError(
                 f"the LoRA cache of {host_pages} host and {device_pages} device pages of "
                 f"{size * dtype.itemsize} bytes cannot be allocated; lower lora_cache_host_memory_bytes or "
@@ -162,11 +164,17 @@ class AdapterPool:
         """Begin to copy an adapter host to device: the slots in use, not whole pages. None: it is there."""
         if self._shared:
             return None
+        piece = PIECE_BYTES // self.element_bytes
 
         def copy() -> None:
             for source, target, slots in zip(host_pages, device_pages, layout.used_slots, strict=True):
                 used = slots * self._geometry.page_width
-                self._device_pages[target, :used].copy_(self._host[source, :used], non_blocking=True)
+                for old, new in zip(
+                    self._device_pages[target, :used].split(piece),
+                    self._host[source, :used].split(piece),
+                    strict=True,
+                ):
+                    old.copy_(new, non_blocking=True)
 
         return self._copies.start(copy)
 
@@ -195,8 +203,8 @@ class AdapterPool:
                 flat[start : start + piece.rows * place.columns].view(piece.rows, place.columns)
                 for start, piece in zip(starts, place.pieces, strict=True)
             )
-            ids = torch.tensor(place.token_ids, device=flat.device) if place.token_ids else None
-            found[place.name] = Extra(flat, views, torch.tensor(starts, device=flat.device), ids)
+            ids = upload(place.token_ids, torch.long, flat.device) if place.token_ids else None
+            found[place.name] = Extra(flat, views, upload(starts, torch.long, flat.device), ids)
         return found
 
     def _read_extra(self, place: ExtraPlace, pages: Sequence[int]) -> LoraExtra:

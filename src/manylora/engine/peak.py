@@ -1,0 +1,70 @@
+"""What the largest step takes beside weights and caches, measured before the KV cache takes the rest."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from manylora.config.engine import EngineConfig
+from manylora.engine.inputs import StepInputs
+from manylora.engine.sampler import sample
+from manylora.engine.sequence import Sequence
+from manylora.errors import ConfigError
+from manylora.kernels.device import Device
+from manylora.kernels.spec import BatchLimits
+from manylora.kernels.transfer import to_device
+from manylora.model.decoder import Decoder
+from manylora.request import Request, SamplingConfig
+
+logger = logging.getLogger("manylora")
+
+
+def peak_bytes(decoder: Decoder, device: Device, limits: BatchLimits, config: EngineConfig) -> int:
+    """Of a prefill of `max_num_tokens` and of drawing the tokens of a full batch; 0 on a CPU. Raises
+    ConfigError when they do not fit."""
+
+    def run() -> None:
+        _prefill(decoder, device, limits, config.max_num_tokens)
+        _draw(device.torch, config.max_batch_size, decoder.config.vocab_size)
+
+    try:
+        peak = device.peak_bytes(run)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"a step of {config.max_num_tokens} tokens and {config.max_batch_size} sequences does not fit "
+            "beside the weights: lower max_num_tokens or max_batch_size"
+        ) from error
+    if peak:
+        logger.info("the largest step takes %d MiB beside weights and caches", peak // 2**20)
+    return peak
+
+
+def _prefill(decoder: Decoder, device: Device, limits: BatchLimits, num_tokens: int) -> None:
+    """Prompts of so many tokens in all, whose keys and values all lie in one block."""
+    size, ops = limits.tokens_per_block, device.ops
+    lengths = [min(limits.max_seq_len, num_tokens)]
+    while sum(lengths) < num_tokens and len(lengths) < limits.max_sequences:
+        lengths.append(min(limits.max_seq_len, num_tokens - sum(lengths)))
+    starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    inputs = StepInputs(
+        input_ids=[0] * starts[-1],
+        positions=[position for length in lengths for position in range(length)],
+        starts=starts,
+        lengths=lengths,
+        blocks=[[0] * -(-length // size) for length in lengths],
+        slots=[0] * starts[-1],
+        logits_rows=[stop - 1 for stop in starts[1:]],
+    )
+    heads = (limits.num_kv_heads, limits.head_dim)
+    dtype = limits.kv_dtype or limits.dtype
+    kv = torch.zeros((decoder.config.kv_layers, 2, 1, size, *heads), dtype=dtype, device=device.torch)
+    ops.reserve(limits, device.torch)
+    decoder.forward(to_device(inputs.plan(ops), device.torch), kv)
+
+
+def _draw(device: torch.device, num_rows: int, vocab: int) -> None:
+    params = SamplingConfig(temperature=0.8, top_p=0.9, min_p=0.01, return_log_probs=True)
+    request = Request((0,), params)
+    rows = [(Sequence(0, request, 0, 2), 1) for _ in range(num_rows)]
+    sample(torch.zeros((num_rows, vocab), device=device), rows)

@@ -157,3 +157,40 @@ def test_a_penalty_that_overflows_is_its_own_request_s_fault_only() -> None:
     calm = sequence(SamplingConfig(top_p=0.5), (0,))
     tokens, _ = sample(torch.tensor([[0.0, 3e38, 1.0], [0.0, 9.0, 1.0]]), [(wild, 2), (calm, 1)])
     assert 0 <= tokens[0] < 3 and tokens[1] == 1
+
+
+def test_rows_of_every_cut_in_one_batch_follow_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only a top-p alone puts a whole vocabulary in order."""
+    generator = torch.Generator().manual_seed(3)
+    cuts = [{"top_k": 5}, {"top_k": 40, "top_p": 0.7}, {"top_p": 0.8}, {"top_k": 200, "min_p": 0.02}]
+    made = [sequence(SamplingConfig(seed=i, **cuts[i % 4])) for i in range(24)]  # type: ignore[arg-type]
+    logits = torch.randn(24, 1000, generator=generator).mul(3).round()  # with many that are equal
+    sorted_rows: list[int] = []
+    sort = torch.sort
+
+    def watched(values: torch.Tensor, *arguments: object, **options: object) -> object:
+        if values.shape[-1] == 1000:
+            sorted_rows.append(len(values))
+        return sort(values, *arguments, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(torch, "sort", watched)
+    tokens, _ = sample(logits.clone(), [(s, 1) for s in made])
+    assert sorted_rows == [6]
+    assert tokens.tolist() == [_by_definition(logits[i].double().numpy(), s) for i, s in enumerate(made)]
+    sorted_rows.clear()
+    free = [sequence(SamplingConfig(seed=i, top_p=1.0)) for i in range(400)]
+    tokens, _ = sample(torch.tensor([-90.0, 0.0]).repeat(400, 500), [(s, 1) for s in free])
+    assert not sorted_rows and all(token % 2 for token in tokens.tolist())
+    assert len(set(tokens.tolist())) > 200
+
+
+def _by_definition(logits: np.ndarray, made: Sequence) -> int:
+    params = made.request.params
+    order = np.argsort(-logits, kind="stable")[: params.top_k or None]
+    weights = np.exp(logits[order] - logits[order[0]])
+    weights[weights < params.min_p] = 0
+    probs = weights / weights.sum()
+    probs[np.cumsum(probs) - probs >= (params.top_p or 1)] = 0
+    cumulated = np.cumsum(probs)
+    target = uniform(params.seed or 0, 0, 1) * cumulated[-1]
+    return int(order[np.searchsorted(cumulated, target, side="right")])

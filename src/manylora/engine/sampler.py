@@ -18,6 +18,7 @@ from manylora.request import SamplingConfig
 
 NOT_FINITE = -1  # in place of a token: the row's logits hold a NaN or an infinity
 MASK64 = 2**64 - 1
+LEAST_ORDERED = 64  # logits, of a row with a top-k
 GUIDES_S = 0.05  # at most for the masks of all guides of a step
 
 Row = tuple[Sequence, int]
@@ -171,27 +172,80 @@ def _index(tokens: Iterable[int], row: Tensor) -> Tensor:
 
 
 def _draw(logits: Tensor, rows: Rows[Row]) -> Tensor:
-    """Inverse-CDF sampling over the sorted distribution, cut by top-k and min-p, then by top-p.
+    """Inverse-CDF sampling, cut by top-k and min-p, then by top-p. logits [R, vocab] -> [R] int64.
 
-    logits [R, vocab] -> [R] int64.
+    How it is done depends on the row alone: only the largest logits are put in order, where top-k leaves no
+    others; all of them for a top-p alone; none without either.
     """
-    vocab = logits.shape[-1]
-    params = [sequence.request.params for sequence, _ in rows]
+    tokens = torch.empty(len(rows), dtype=torch.long, device=logits.device)
+    groups: dict[int, list[int]] = {}
+    for i, (sequence, _) in enumerate(rows):
+        groups.setdefault(_num_ordered(sequence, logits.shape[-1]), []).append(i)
+    for size, members in groups.items():
+        picked, where = _select(logits, members)
+        chosen = [rows[i] for i in members]
+        drawn = _draw_ordered(picked, chosen, size) if size else _draw_uncut(picked, chosen)
+        tokens.index_copy_(0, where, drawn)
+    return tokens
+
+
+def _num_ordered(sequence: Sequence, vocab: int) -> int:
+    """How many of the largest logits must be in order: a few sizes, so that rows go together. Twice top-k, as
+    of equal logits the first ones count."""
+    top_k = sequence.request.params.top_k
+    if top_k:
+        return min(vocab, max(LEAST_ORDERED, 1 << (2 * top_k - 1).bit_length()))
+    return vocab if (sequence.top_p or 1.0) < 1 else 0
+
+
+def _draw_ordered(logits: Tensor, rows: Rows[Row], size: int) -> Tensor:
+    """From the `size` largest logits in descending order; equal ones by their ids."""
     device = logits.device
-    top_k = upload([[p.top_k or vocab] for p in params], torch.long, device)
+    params = [sequence.request.params for sequence, _ in rows]
+    ordered, order = _largest(logits, size)
+    top_k = upload([[p.top_k or size] for p in params], torch.long, device)
     top_p = upload([[sequence.top_p or 1.0] for sequence, _ in rows], torch.float32, device)
-    draws = [uniform(s.request.params.seed or 0, s.index, length) for s, length in rows]
-    ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
-    ordered = ordered.masked_fill(torch.arange(vocab, device=device) >= top_k, -torch.inf)
-    if any(p.min_p for p in params):
-        least = upload([[p.min_p] for p in params], logits.dtype, device).log()
-        ordered = ordered.masked_fill(ordered < ordered[:, :1] + least, -torch.inf)
+    ordered = ordered.masked_fill(torch.arange(size, device=device) >= top_k, -torch.inf)
+    ordered = _cut_by_min_p(ordered, ordered[:, :1], params)
     probs = torch.softmax(ordered, dim=-1)
     before = torch.cumsum(probs, dim=-1) - probs
     probs = probs.masked_fill(before >= top_p, 0.0)
-    cumulative = torch.cumsum(probs.double(), dim=-1)
-    target = upload([[draw] for draw in draws], torch.float64, device) * cumulative[:, -1:]
-    rank = torch.searchsorted(cumulative, target, right=True)
+    rank = _place(probs, rows)
     # Penalties that overflow leave a row without probabilities; the other rows must not fail with it.
     rank = torch.minimum(rank, (probs > 0).sum(dim=-1, keepdim=True) - 1).clamp_(min=0)
     return torch.gather(order, 1, rank).squeeze(1)
+
+
+def _draw_uncut(logits: Tensor, rows: Rows[Row]) -> Tensor:
+    """From all logits, in the order of their ids."""
+    largest = logits.amax(dim=-1, keepdim=True)
+    cut = _cut_by_min_p(logits, largest, [sequence.request.params for sequence, _ in rows])
+    rank = _place(torch.softmax(cut, dim=-1), rows)
+    return rank.clamp_(max=logits.shape[-1] - 1).squeeze(1)
+
+
+def _largest(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The largest logits of each row in descending order, equal ones by their ids; and the ids."""
+    if size == logits.shape[-1]:
+        return torch.sort(logits, dim=-1, descending=True, stable=True)
+    ids = torch.topk(logits, size, dim=-1, sorted=False).indices.sort(dim=-1).values
+    ordered, order = torch.sort(logits.gather(1, ids), dim=-1, descending=True, stable=True)
+    return ordered, ids.gather(1, order)
+
+
+def _cut_by_min_p(logits: Tensor, largest: Tensor, params: Rows[SamplingConfig]) -> Tensor:
+    if not any(p.min_p for p in params):
+        return logits
+    least = upload([[p.min_p] for p in params], logits.dtype, logits.device).log()
+    return logits.masked_fill(logits < largest + least, -torch.inf)
+
+
+def _place(probs: Tensor, rows: Rows[Row]) -> Tensor:
+    """[R, 1] int64: where in the cumulated probabilities [R, N] each row's number falls."""
+    draws = [[uniform(s.request.params.seed or 0, s.index, length)] for s, length in rows]
+    cumulated = torch.cumsum(probs.double(), dim=-1)
+    total = cumulated[:, -1:]
+    target = torch.minimum(
+        upload(draws, torch.float64, probs.device) * total, torch.nextafter(total, torch.zeros_like(total))
+    )
+    return torch.searchsorted(cumulated, target, right=True)

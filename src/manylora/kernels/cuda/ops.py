@@ -77,10 +77,11 @@ class CudaOps(ReferenceOps):
         if lora is None:
             return paged, None
         num_rows = len(attention.slots)
-        plan = plan_lora(lora.segments, self._host_places, num_rows, fixed)
+        routed = bool(self._limits.num_experts)
+        plan = plan_lora(lora.segments, self._host_places, num_rows, fixed, routed)
         for update in plan.updates:
             self._places[update.slot].copy_(upload(update.places, torch.int64, self._places.device))
-        routed = {"row_slots": torch.from_numpy(plan.row_slots)} if self._limits.num_experts else {}
+        row_slots = {"row_slots": torch.from_numpy(plan.row_slots)} if routed else {}
         planned = PlannedLora(
             pool=lora.pool,
             segments=lora.segments,
@@ -93,7 +94,7 @@ class CudaOps(ReferenceOps):
             modules=plan.modules,
             encodings=plan.encodings,
             most_adapters=num_rows if fixed else len(lora.segments),
-            **routed,
+            **row_slots,
         )
         return paged, planned
 

@@ -105,11 +105,16 @@ class Places:
 
 
 def plan_lora(
-    segments: Sequence[LoraSegment], places: Places, num_rows: int, fixed: bool = False
+    segments: Sequence[LoraSegment],
+    places: Places,
+    num_rows: int,
+    fixed: bool = False,
+    routed: bool = True,
 ) -> LoraPlan:
     """The tiles of a batch of so many rows.
 
-    fixed: one row for each sequence; pad to one of two numbers of tiles.
+    fixed: one row for each sequence; pad to one of two numbers of tiles. routed: whether the model has
+    experts, whose kernels alone read `row_slots`.
     """
     entries, updates = places.take([segment.rows for segment in segments])
     size = tile_size([segment.stop - segment.start for segment in segments])
@@ -121,7 +126,7 @@ def plan_lora(
     slots = np.array([entry.slot for entry in entries], np.int32)
     return LoraPlan(
         tiles=_tiles(starts, stops, slots, size, num_rows if fixed else 0),
-        row_slots=_row_slots(starts, stops, slots, num_rows),
+        row_slots=_row_slots(starts, stops, slots, num_rows) if routed else slots[:0],
         tile_size=size,
         rank=rank_class(max(entry.rank for entry in entries)),
         modules=module_class(modules, places.modules) if fixed else modules,
@@ -137,15 +142,21 @@ def fixed_tiles(count: int, size: int, num_rows: int) -> int:
     return next(number for number in (max(1, few), max(1, most), num_rows) if count <= number)
 
 
-def _tiles(starts: np.ndarray, stops: np.ndarray, slots: np.ndarray, size: int, fixed_rows: int) -> np.ndarray:
+def _tiles(
+    starts: np.ndarray, stops: np.ndarray, slots: np.ndarray, size: int, fixed_rows: int
+) -> np.ndarray:
     """Tiles of `size` rows of each segment, as `LoraPlan` has them. fixed_rows: of a batch whose tables have
     fixed shapes, else 0."""
-    counts = -(-(stops - starts) // size)
+    lengths = stops - starts
+    counts = -(-lengths // size)
     total = int(counts.sum())
-    nth = np.arange(total, dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
-    first = np.repeat(starts, counts) + nth * size
     number = fixed_tiles(total, size, fixed_rows) if fixed_rows else total
     tiles = np.zeros((number, TILE), np.int32)
+    if total == len(starts):  # as in most decode steps: nothing to repeat
+        tiles[:total, 0], tiles[:total, 1], tiles[:total, 2] = starts, lengths, slots
+        return tiles
+    nth = np.arange(total, dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = np.repeat(starts, counts) + nth * size
     tiles[:total, 0] = first
     tiles[:total, 1] = np.minimum(np.repeat(stops, counts) - first, size)
     tiles[:total, 2] = np.repeat(slots, counts)

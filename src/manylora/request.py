@@ -305,7 +305,7 @@ class Beam:
     cum_log_prob: float
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen, which takes longer to make: a stream has one for each token
 class Event:
     """New tokens of one sequence of a request, or its end.
 

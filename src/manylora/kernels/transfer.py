@@ -8,6 +8,7 @@ for each tensor costs more than its bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from ctypes import memmove
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -118,9 +119,10 @@ def _ends(tensors: Sequence[Tensor]) -> list[int]:
 def _pack(tensors: Sequence[Tensor], *, pinned: bool) -> Tensor:
     ends = _ends(tensors)
     buffer = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=pinned)
-    target = buffer.numpy()  # for small copies NumPy takes a fraction of the time
+    address = buffer.data_ptr()
     for start, tensor in zip([0, *ends], tensors, strict=False):
-        target[start : start + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8).numpy()
+        whole = tensor.contiguous()
+        memmove(address + start, whole.data_ptr(), whole.nbytes)  # torch's copy takes several times longer
     return buffer
 
 

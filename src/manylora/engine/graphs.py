@@ -153,8 +153,10 @@ class DecodeGraphs:
             self._graphs.popitem(last=False)
         self._graphs[key] = graph
         self.num_recorded += 1
-        milliseconds = 1e3 * (time.perf_counter() - began)
-        logger.debug("recorded a decode step of %s rows in %.0f ms", len(batch.input_ids), milliseconds)
+        if self._plain_uses:  # not at start, where one line tells of all
+            seconds, kept = time.perf_counter() - began, len(self._graphs)
+            rows = len(batch.input_ids)
+            logger.info("recorded a decode step of %d rows in %.2f s; %d are kept", rows, seconds, kept)
         return graph
 
     def _run_into_one(self, batch: ForwardBatch) -> Tensor:

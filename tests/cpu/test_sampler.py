@@ -9,6 +9,7 @@ import pytest
 import torch
 from penalties import Formula, tensorrt_llm, vllm
 
+from manylora.engine import sampler
 from manylora.engine.sampler import NOT_FINITE, adjust, sample, uniform
 from manylora.engine.sequence import Sequence
 from manylora.engine.token_counts import TokenCounts
@@ -194,3 +195,20 @@ def _by_definition(logits: np.ndarray, made: Sequence) -> int:
     cumulated = np.cumsum(probs)
     target = uniform(params.seed or 0, 0, 1) * cumulated[-1]
     return int(order[np.searchsorted(cumulated, target, side="right")])
+
+
+def test_penalties_of_many_rows_are_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some operations for each row took longer than a step; and a row is what it is alone."""
+    cases = [{"repetition_penalty": 1.3}, {"presence_penalty": 0.4, "frequency_penalty": 0.2}, {}]
+    made = [sequence(SamplingConfig(**cases[i % 3]), (i, 7, 7), (i + 1,)) for i in range(9)]  # type: ignore[arg-type]
+    logits = torch.randn(9, 30, generator=torch.Generator().manual_seed(1))
+    alone = logits.clone()
+    for i, one_sequence in enumerate(made):
+        adjust(alone[i : i + 1], [(one_sequence, 4)])
+    uploads: list[int] = []
+    upload = sampler.upload
+    monkeypatch.setattr(sampler, "upload", lambda *args: (uploads.append(1), upload(*args))[1])
+    together = logits.clone()
+    adjust(together, [(one_sequence, 4) for one_sequence in made])
+    assert torch.equal(together, alone) and not torch.equal(together, logits)
+    assert len(uploads) == 3

@@ -60,10 +60,11 @@ def adjust(logits: Tensor, rows: Rows[Row]) -> Tensor:
     ]
     if ruled:
         _scale(logits, {row: sequence.request.params for row, sequence, _ in ruled})
+    penalised = [one for one in ruled if one[1].request.params.has_penalties]
+    if penalised:
+        _penalise(logits, penalised)
     for row, sequence, length in ruled:
         params = sequence.request.params
-        if params.has_penalties:
-            _penalise(logits[row], sequence, length)
         if params.bad_words or params.min_tokens:
             _ban(logits[row], sequence, length)
         if sequence.guide is not None:
@@ -116,18 +117,21 @@ def _scale(logits: Tensor, params_of: dict[int, SamplingConfig]) -> None:
         logits /= upload(divisors, logits.dtype, logits.device).unsqueeze(1)
 
 
-def _penalise(row: Tensor, sequence: Sequence, length: int) -> None:
-    """Repetition over all tokens; presence and frequency over those that are counted."""
-    params, seen = sequence.request.params, _counts(sequence, length, row.shape[-1])
-    ids = upload(seen.ids, torch.long, row.device)
-    scores = row[ids]
-    if params.repetition_penalty != 1:
-        rate = params.repetition_penalty
-        scores = torch.where(scores < 0, scores * rate, scores / rate)
-    if params.presence_penalty or params.frequency_penalty:
-        weights = params.presence_penalty * (seen.counts > 0) + params.frequency_penalty * seen.counts
-        scores -= upload(weights, row.dtype, row.device)
-    row[ids] = scores
+def _penalise(logits: Tensor, rows: Rows[tuple[int, Sequence, int]]) -> None:
+    """Repetition over all tokens; presence and frequency over those that are counted. In one pass."""
+    vocab = logits.shape[-1]
+    places, rates, weights = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+    for row, sequence, length in rows:
+        params, seen = sequence.request.params, _counts(sequence, length, vocab)
+        places.append(seen.ids + row * vocab)
+        rates.append(np.full(len(seen.ids), params.repetition_penalty, np.float32))
+        weights.append(params.presence_penalty * (seen.counts > 0) + params.frequency_penalty * seen.counts)
+    where = upload(np.concatenate(places), torch.long, logits.device)
+    rate = upload(np.concatenate(rates), logits.dtype, logits.device)
+    flat = logits.view(-1)
+    scores = flat[where]
+    scores = torch.where(scores < 0, scores * rate, scores / rate)
+    flat[where] = scores - upload(np.concatenate(weights), logits.dtype, logits.device)
 
 
 def _counts(sequence: Sequence, length: int, vocab: int) -> TokenCounts:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from manylora.kernels.cpu import CpuOps
-from manylora.kernels.decode_step import DecoderParts, DecodeStep
+from manylora.kernels.decode_step import SHORT, DecoderParts, DecodeStep
 from manylora.kernels.integer import IntegerPanels, integer_linear, to_integer_panels
 from manylora.kernels.panels import Panels, PanelsLinear, WeightRows, address, read_panels, to_panels
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
@@ -209,6 +209,9 @@ class CompiledOps(CpuOps):
         )  # fmt: skip
         return out
 
+    def rows_alone(self, q: Tensor, k_cache: Tensor) -> int:
+        return SHORT if _can_attend(q, k_cache) else 0
+
     def decode(
         self,
         q: Tensor,
@@ -218,7 +221,7 @@ class CompiledOps(CpuOps):
         lengths: list[int],
         params: AttentionParams,
     ) -> Tensor:
-        if not q.dtype == k_cache.dtype == torch.float32 or q.shape[2] > LARGEST_HEAD:
+        if not _can_attend(q, k_cache):
             return super().decode(q, k_cache, v_cache, table, lengths, params)
         q, table = q.contiguous(), table.contiguous()
         count, heads, dim = q.shape
@@ -302,6 +305,10 @@ def _without_overlap(targets: tuple[LoraTarget, ...]) -> list[tuple[LoraTarget, 
 
 def _can_add(x: Tensor, pool: Tensor) -> bool:
     return x.dtype == torch.float32 and pool.dtype in POOLS and x.stride(1) == 1
+
+
+def _can_attend(q: Tensor, k_cache: Tensor) -> bool:
+    return q.dtype == k_cache.dtype == torch.float32 and q.shape[2] <= LARGEST_HEAD
 
 
 def _plain(*tensors: Tensor) -> bool:

@@ -76,17 +76,27 @@ class CpuOps(ReferenceOps):
             lengths = list(batch.kv_lens)
             return self.decode(q, k_cache, v_cache, batch.block_table, lengths, params)
         pieces = _pieces(batch, self._chunk_tokens)
-        single = [piece for piece in pieces if piece[2] - piece[1] == 1]
+        short = self.rows_alone(q, k_cache)
+        single = [
+            (s, row, row + 1, kv_len - stop + row + 1)
+            for s, start, stop, kv_len in pieces
+            if stop - start == 1 or kv_len <= short
+            for row in range(start, stop)
+        ]
         out = torch.empty_like(q)
         if single:
             sequences, first, _, lengths = map(list, zip(*single, strict=True))
             rows, table = torch.tensor(first), batch.block_table[torch.tensor(sequences)]
             out[rows] = self.decode(q[rows], k_cache, v_cache, table, lengths, params)
         for s, start, stop, kv_len in pieces:
-            if stop - start > 1:
+            if stop - start > 1 and kv_len > short:
                 blocks = batch.block_table[s]
                 out[start:stop] = self.attend_one(q[start:stop], k_cache, v_cache, blocks, kv_len, params)
         return out
+
+    def rows_alone(self, q: Tensor, k_cache: Tensor) -> int:
+        """With so many keys or fewer, the rows of a prompt are attended one by one, as decoding rows are."""
+        return 0
 
     def attend_one(
         self,

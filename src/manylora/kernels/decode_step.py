@@ -1,4 +1,6 @@
-"""DecodeStep: a decoder's step of one token for each sequence as one call of compiled code.
+"""DecodeStep: a decoder's step as one call of compiled code, where all rows are attended one by one.
+
+Those are the tokens that are decoded, and short prompts.
 
 Called from Python, the operations of a small model take as long to call as to run. The same ones, in the
 same order, are called from C here, so that a row's bits are those of `Decoder.forward`.
@@ -19,6 +21,10 @@ from torch import Tensor
 from manylora.kernels.panels import KINDS, Panels, address
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Rotary, Weight
 
+SHORT = (
+    256  # tokens of a prompt that is attended row by row: no slower than torch's attention, without its start
+)
+MOST_ROWS = 1024
 CALLS = 2  # for the adapters of a linear layer: a fused projection's, then those of its parts
 NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "k_norm")
 SIZES = (
@@ -47,8 +53,8 @@ LAYER = _structure(
 )
 DECODER = _structure("layer", *SIZES, "norm", ("head", WEIGHT), ("eps", "f4"))
 STEP = _structure(
-    *("x", "logits", "memory", ("cos", "i8", 2), ("sin", "i8", 2), "slots", "lengths", "table", "adapters"),
-    *("pool", "pool_kind", "rows", "turned", "columns", "longest"),
+    *("x", "logits", "memory", ("cos", "i8", 2), ("sin", "i8", 2), "slots", "lengths", "wanted", "table"),
+    *("adapters", "pool", "pool_kind", "rows", "turned", "columns", "longest", "wanted_rows"),
 )
 ADAPTERS = _structure("segments", "count", "parts", "rows")
 POOLS = (torch.float32, torch.bfloat16)  # by their numbers in native/vectors.h
@@ -150,32 +156,38 @@ class DecodeStep:
         self._decoder["norm"], self._decoder["head"] = parts.norm.data_ptr(), _weight(parts.head)
 
     def __call__(
-        self, x: Tensor, rotary: list[Rotary], batch: AttentionBatch, lora: LoraBatch | None, kv: Tensor
+        self,
+        x: Tensor,
+        rotary: list[Rotary],
+        batch: AttentionBatch,
+        lora: LoraBatch | None,
+        kv: Tensor,
+        logits_rows: Tensor,
     ) -> Tensor | None:
-        """Logits [T, vocab] float32, or None where something must be done by other code.
+        """Logits [L, vocab] float32, or None where something must be done by other code.
 
-        x [T, hidden] float32, is changed. The rest as for `Decoder.forward`.
+        x [T, hidden] float32, is changed. logits_rows [L]. The rest as for `Decoder.forward`.
         """
-        plain = (
-            x.dtype == kv.dtype == torch.float32 and x.is_contiguous() and (lora is None or not lora.extras)
-        )
-        if not plain or x.shape[0] != len(batch.kv_lens):
+        plain = x.dtype == kv.dtype == torch.float32 and x.is_contiguous()
+        if not plain or len(x) > MOST_ROWS or (lora is not None and lora.extras):
             return None
+        tables = _one_by_one(batch)
         adapters = None if lora is None else self._find_adapters(lora)
-        if lora is not None and (adapters is None or lora.pool.dtype not in POOLS):
+        if tables is None or (lora is not None and (adapters is None or lora.pool.dtype not in POOLS)):
             return None
         if kv is not self._kv:
             self._place(kv)
-        table, ends = batch.block_table.contiguous(), np.array(batch.kv_lens, np.int64)
+        table, ends = tables
         turns = [part.contiguous() for pair in rotary for part in pair]
         cos, sin = ([address(part) for part in turns[i::2]] for i in (0, 1))
-        logits = torch.empty(x.shape[0], _panels(self._parts.head).rows)
+        logits = torch.empty(len(logits_rows), _panels(self._parts.head).rows)
         step = np.zeros((), STEP)
         step["x"], step["logits"], step["slots"] = x.data_ptr(), logits.data_ptr(), batch.slots.data_ptr()
         step["cos"][: len(cos)], step["sin"][: len(sin)] = cos, sin
         step["lengths"], step["table"] = ends.ctypes.data, table.data_ptr()
         step["columns"], step["longest"] = table.shape[1], max(batch.kv_lens)
         step["rows"], step["turned"] = x.shape[0], turns[0].shape[1] if turns else 0
+        step["wanted"], step["wanted_rows"] = logits_rows.data_ptr(), len(logits_rows)
         if lora is not None and adapters is not None:
             step["adapters"], step["pool"] = adapters.ctypes.data, lora.pool.data_ptr()
             step["pool_kind"] = POOLS.index(lora.pool.dtype)
@@ -216,6 +228,20 @@ class DecodeStep:
                     place["parts"], place["rows"] = call.most_parts, call.most_rows
         self._adapters = found, table
         return table
+
+
+def _one_by_one(batch: AttentionBatch) -> tuple[Tensor, np.ndarray] | None:
+    """The blocks [T, columns] and number of tokens [T] that each row sees; None where a prompt is long."""
+    ends = np.array(batch.kv_lens, np.int64)
+    if batch.query_starts[-1] == len(ends):
+        return batch.block_table.contiguous(), ends
+    counts = np.diff(np.asarray(batch.query_starts))
+    if (ends[counts > 1] > SHORT).any():
+        return None
+    stops = np.repeat(np.cumsum(counts), counts)
+    sequences = np.repeat(np.arange(len(ends)), counts)
+    seen = ends[sequences] - stops + np.arange(1, len(stops) + 1)
+    return batch.block_table[torch.from_numpy(sequences)].contiguous(), seen
 
 
 def _panels(one: LinearParts) -> Panels:

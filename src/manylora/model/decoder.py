@@ -55,8 +55,8 @@ class Decoder(Transformer):
         x = self._embed(batch)
         rotary = [self._rotary(batch, rope) for rope in self._ropes]
         logits = None
-        if self._decode_step is not None and len(batch.logits_rows) == len(x):
-            logits = self._decode_step(x, rotary, batch.attention, batch.lora, kv)
+        if self._decode_step is not None:
+            logits = self._decode_step(x, rotary, batch.attention, batch.lora, kv, batch.logits_rows)
         if logits is None:
             logits = self._layers(x, rotary, batch, kv)
         if config.logits_scale != 1:

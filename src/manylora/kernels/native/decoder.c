@@ -1,5 +1,5 @@
-/* A step of one token for each of some sequences through a decoder, as one parallel region: between its operations
- * threads meet at a barrier, which takes a microsecond, where a call from outside takes ten and lets them fall asleep.
+/* A step through a decoder as one parallel region: each row attends to tokens of its sequence one by one, as decoding
+ * rows do; short prompts are so many of them. Between operations threads meet at a barrier, which takes a microsecond, where a call from outside takes ten and lets them fall asleep.
  * The operations are those that are called one by one otherwise, so the bits are the same. float32 but for weights,
  * pages of adapters, and the tables. */
 
@@ -34,14 +34,15 @@ typedef struct {
 
 typedef struct {
     float *x;      /* [rows, hidden], is changed */
-    float *logits; /* [rows, vocabulary] */
+    float *logits; /* [wanted, vocabulary] */
     float *memory; /* room for decode_memory(...) floats */
     const float *cos[2], *sin[2]; /* [rows, turned] */
-    const int64_t *slots, *lengths;
+    const int64_t *slots, *lengths; /* [rows] */
+    const int64_t *wanted;          /* rows whose logits are computed */
     const int32_t *table; /* [rows, columns] */
     const Adapters *adapters; /* [layers, LINEARS, CALLS]; NULL: none */
     const char *pool;
-    int64_t pool_kind, rows, turned, columns, longest;
+    int64_t pool_kind, rows, turned, columns, longest, wanted_rows;
 } Step;
 
 typedef struct {
@@ -130,7 +131,15 @@ static void step(const Decoder *d, const Step *s, const Memory *m) {
         apply(&l->linear[DOWN], of(adapters, DOWN), s, m, m->delta, m->gated);
         delta = post_norm(d, s, m, m->delta, l->mlp_post_norm);
     }
-    apply(&d->head, NULL, s, m, s->logits, add(d, s, m->x, delta, d->norm, m->seen));
+    const float *seen = add(d, s, m->x, delta, d->norm, m->seen);
+    if (s->wanted_rows < s->rows) {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < s->wanted_rows; i++)
+            memcpy(m->post + i * d->hidden, seen + s->wanted[i] * d->hidden, d->hidden * sizeof *seen);
+        seen = m->post;
+    }
+    const Step last = {.rows = s->wanted_rows};
+    if (last.rows) apply(&d->head, NULL, &last, m, s->logits, seen);
 }
 
 /* Floats that a step needs. s->memory may be any address. */

@@ -26,6 +26,7 @@ enum {
     STREAMS = 4,      /* panels that few rows read at once, at most */
     FEW = TILE_ROWS / 2, /* rows */
     RUN = 4,          /* panels in a row, so that the next one is this thread's, too */
+    TALL = 128,       /* tiles whose sums are kept at once */
     AHEAD = 2048,     /* bytes between reading and fetching, for rows of one tile */
     SMALL = 1 << 15   /* multiplications that other threads are not woken for */
 };
@@ -191,33 +192,35 @@ INLINE void widen_chunk(const Kind kind, float *wide, const char *w, int64_t dep
             UNROLL for (int v = 0; v < VECTORS; v++) store(wide + v * LANES, weights(kind, w, v, i));
 }
 
-INLINE void many_rows(const Kind kind, const Linear *c, int64_t p, int64_t tiles) {
-    const int64_t row_bytes = bytes_of(kind), inputs = inputs_of(kind), block = block_of(c);
+/* Tiles [first, last) of panel p. */
+INLINE void many_rows(const Kind kind, const Linear *c, int64_t p, int64_t first, int64_t last, int64_t tiles) {
+    const int64_t row_bytes = bytes_of(kind), inputs = inputs_of(kind), block = block_of(c), count = last - first;
     const int widens = kind != FLOAT32 && c->rows > (kind == BFLOAT16 ? WIDENED : 2 * TILE_ROWS);
     const Kind read = widens ? FLOAT32 : kind;
-    float sums[tiles][TILE_ROWS * PANEL], wide[widens ? CHUNK * PANEL : 1];
+    float sums[TALL][TILE_ROWS * PANEL], wide[CHUNK * PANEL];
     for (int64_t k = 0; k < c->in; k += block) {
         const int64_t stop = least(c->in, k + block);
-        memset(sums, 0, sizeof sums);
+        memset(sums, 0, count * sizeof *sums);
         for (int64_t at = k; at < stop; at += CHUNK) {
             const int64_t depth = least(stop - at, CHUNK), height = depth / inputs;
             const char *const w = c->w + (p * c->in + at) / inputs * row_bytes, *const next = w + height * row_bytes;
-            const int64_t pace = row_bytes / tiles / (widens ? inputs : 1); /* each tile fetches its share */
+            const int64_t pace = row_bytes / count / (widens ? inputs : 1); /* each tile fetches its share */
             if (widens) widen_chunk(kind, wide, w, depth);
-            for (int64_t t = 0; t < tiles; t++) {
-                const int64_t row = start_of(c, t, tiles), rows = start_of(c, t + 1, tiles) - row;
+            for (int64_t t = 0; t < count; t++) {
+                const int64_t row = start_of(c, first + t, tiles), rows = start_of(c, first + t + 1, tiles) - row;
                 TILES[read][rows - 1]((Tile){sums[t], c->room + row * c->in + at * rows, 0,
                                              widens ? (const char *)wide : w, 0, depth,
-                                             tiles == 1 ? w + AHEAD : next + height * row_bytes * t / tiles, pace});
+                                             count == 1 ? w + AHEAD : next + height * row_bytes * t / count, pace});
             }
         }
-        for (int64_t t = 0; t < tiles; t++) {
-            const int64_t row = start_of(c, t, tiles);
-            finish(c, sums[t], row, start_of(c, t + 1, tiles) - row, p, k);
+        for (int64_t t = 0; t < count; t++) {
+            const int64_t row = start_of(c, first + t, tiles);
+            finish(c, sums[t], row, start_of(c, first + t + 1, tiles) - row, p, k);
         }
     }
 }
 
+/* By all threads of a team. */
 INLINE void linear(const Kind kind, const Linear *c) {
     const int64_t panels = (c->out + PANEL - 1) / PANEL, tiles = (c->rows + TILE_ROWS - 1) / TILE_ROWS;
     const int few = c->rows <= FEW;
@@ -237,7 +240,8 @@ INLINE void linear(const Kind kind, const Linear *c) {
     for (int64_t first = 0; first < panels; first += run) {
         const int64_t last = least(first + run, panels);
         if (few) few_rows(kind, c, first, last);
-        else for (int64_t p = first; p < last; p++) many_rows(kind, c, p, tiles);
+        else for (int64_t p = first; p < last; p++)
+            for (int64_t t = 0; t < tiles; t += TALL) many_rows(kind, c, p, t, least(tiles, t + TALL), tiles);
     }
 }
 

@@ -10,7 +10,7 @@ from running import tokens
 
 from manylora.kernels import native
 from manylora.kernels.device import open_device
-from manylora.kernels.huge_pages import PIECE, empty_huge
+from manylora.kernels.huge_pages import PIECE, huge_zeros
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.weights import load_decoder
@@ -71,6 +71,6 @@ def test_other_layers_run_one_by_one(family: str, tmp_path: Path) -> None:
 
 def test_tensors_in_huge_pages_do_not_overlap() -> None:
     sizes = [100, 2**20, 2**20 + 12, PIECE // 8, PIECE // 2, 2**16]
-    made = [empty_huge((size // 4,), torch.float32).fill_(n) for n, size in enumerate(sizes)]
+    made = [huge_zeros((size // 4,), torch.float32).fill_(n) for n, size in enumerate(sizes)]
     assert all(bool((one == n).all()) for n, one in enumerate(made))
     assert all(one.data_ptr() % 16 == 0 for one in made)

@@ -18,6 +18,7 @@ from manylora.errors import ConfigError, DeviceLostError
 from manylora.kernels import native
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
+from manylora.kernels.huge_pages import huge_zeros
 from manylora.kernels.reference import ReferenceOps
 
 logger = logging.getLogger("manylora")
@@ -66,13 +67,14 @@ def host_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
     Not torch's pinned memory: its allocator rounds the size up to a power of two.
     """
+    if device.type != "cuda":
+        return huge_zeros(shape, dtype)
     size = math.prod(shape) * dtype.itemsize
     memory = np.zeros(size + ALIGN_BYTES, np.uint8)
     first = -memory.ctypes.data % ALIGN_BYTES
-    if device.type == "cuda":
-        cuda, start = torch.cuda.cudart(), memory.ctypes.data
-        torch.cuda.check_error(cuda.cudaHostRegister(start, memory.nbytes, 0))
-        weakref.finalize(memory, cuda.cudaHostUnregister, start).atexit = False
+    cuda, start = torch.cuda.cudart(), memory.ctypes.data
+    torch.cuda.check_error(cuda.cudaHostRegister(start, memory.nbytes, 0))
+    weakref.finalize(memory, cuda.cudaHostUnregister, start).atexit = False
     return torch.from_numpy(memory[first : first + size]).view(dtype).view(shape)
 
 

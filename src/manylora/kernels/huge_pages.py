@@ -23,13 +23,13 @@ _piece: mmap.mmap | None = None
 _used = 0
 
 
-def empty_huge(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised CPU tensor, from memory that is shared with other such tensors and freed with the last
-    of a piece."""
+def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros on the CPU, which take memory once they are written. Small tensors share a piece of memory, which
+    is freed with the last of them. Raises MemoryError."""
     count = torch.Size(shape).numel()
     size = count * dtype.itemsize
     if size < LEAST:
-        return torch.empty(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype)
     piece, offset = _take(size)
     return torch.frombuffer(piece, dtype=dtype, count=count, offset=offset).view(shape)
 
@@ -49,7 +49,10 @@ def _take(size: int) -> tuple[mmap.mmap, int]:
 def _allocate(size: int) -> mmap.mmap:
     if sys.platform != "linux":
         return mmap.mmap(-1, size)
-    piece = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has none
+    try:  # shared memory, the default, has no huge pages
+        piece = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{size} bytes cannot be allocated: {error}") from error
     with suppress(OSError):  # a system without huge pages
         piece.madvise(mmap.MADV_HUGEPAGE)
     return piece

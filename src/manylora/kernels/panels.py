@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora.kernels.huge_pages import empty_huge
+from manylora.kernels.huge_pages import huge_zeros
 from manylora.kernels.quantised import QuantisedWeight
 
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8", torch.uint8: "int4"}
@@ -95,7 +95,7 @@ def read_panels(library: ctypes.CDLL, rows: WeightRows, width: int) -> Panels | 
         return None
     words, panels, depth = WORDS.get(rows.dtype, rows.dtype), -(-count // width), columns // inputs
     size = words.itemsize
-    values = empty_huge((panels, depth, width), words)
+    values = huge_zeros((panels, depth, width), words)
     step = max(1, CHUNK_BYTES // (width * depth * size))  # panels
 
     def lay_out(first: int) -> None:
@@ -145,7 +145,7 @@ def _to_width(matrix: Tensor, width: int) -> Tensor:
     """[N, C] -> [panels, C, width]."""
     rows, columns = matrix.shape
     panels, whole = -(-rows // width), rows // width
-    turned = empty_huge((panels, columns, width), matrix.dtype)
+    turned = huge_zeros((panels, columns, width), matrix.dtype)
     turned[:whole].copy_(matrix[: whole * width].view(whole, width, columns).transpose(1, 2))
     if whole < panels:
         turned[whole].copy_(F.pad(matrix[whole * width :], (0, 0, 0, panels * width - rows)).T)

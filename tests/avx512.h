@@ -34,6 +34,7 @@ static inline __m512 widen_sixteen_float16(simde__m256i code) {
 }
 
 #define __AVX512F__ 1
+#define EMULATED 1 /* vectors are in no register, for which instructions could be asked by name */
 #ifndef __F16C__
 #define __F16C__ 1
 #endif

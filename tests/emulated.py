@@ -56,6 +56,8 @@ class EmulatedLibrary:
         self._machine.hook_add(UC_HOOK_CODE, lambda machine, at, *_: self._answer(at), None, begin, end)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):  # of this class, which has none
+            raise AttributeError(f"the C library's part has no {name}")
         kinds, _, given = FUNCTIONS.get(name, ">i").partition(">")
         try:
             start = self._names[name]
@@ -170,6 +172,10 @@ class EmulatedLibrary:
         self._machine.reg_write(FLOATS[0], struct.unpack("<I", struct.pack("<f", math.erf(value)))[0])
 
     def _c_sched_yield(self) -> None: ...
+
+    def _c_getauxval(self) -> None:
+        """A processor without extensions."""
+        self._machine.reg_write(INTEGERS[0], 0)
 
     def _c___errno_location(self) -> None:
         self._machine.reg_write(INTEGERS[0], self._thread + PAGE - 8)

@@ -41,7 +41,9 @@ typedef enum { PAIRS, BYTES, DOTS } Form;
 
 #define NOT_UNROLLED _Pragma("GCC unroll 1")
 /* One row's sums are in registers before the words of the next are read: all at once would leave no room for them. */
-#if defined(__AVX512F__)
+#if defined(EMULATED)
+#define SETTLE(sum) __asm__ volatile("" ::: "memory")
+#elif defined(__AVX512F__)
 #define SETTLE(sum) __asm__ volatile("" : "+v"(sum)::"memory")
 #elif defined(__AVX2__)
 #define SETTLE(sum) __asm__ volatile("" : "+x"(sum)::"memory")

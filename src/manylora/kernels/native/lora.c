@@ -180,7 +180,7 @@ INLINE void both(const int rows, const Kind kind, const Work w) {
 
 /* Loaded once, rather than by each instruction that has it as an operand. */
 INLINE vector in_register(vector value) {
-#ifdef __AVX2__
+#if defined(__AVX2__) && !defined(EMULATED)
     __asm__("" : "+v"(value));
 #endif
     return value;

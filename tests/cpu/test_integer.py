@@ -24,6 +24,7 @@ from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
 from manylora.quant.config import INTEGER
 from manylora.system.compiler import build_library, find_compiler
+from manylora.system.processor import find_levels
 from manylora.testing.tiny_models import make_model
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
@@ -36,14 +37,9 @@ def emulated() -> ctypes.CDLL:
     compiler = find_compiler()
     if compiler is None:
         pytest.skip("there is no C compiler")
-    options = (*native.COMPILE, "-DEMULATED")
-    path = build_library(compiler, "emulated", [native.FOLDER / "integer.c"], options, native.LINK)
-    library = ctypes.CDLL(str(path))
-    for name in ("linear_w8a8", "linear_w4a8", "integer_room", "integer_width", "integer_dots"):
-        taken, _, given = native.FUNCTIONS[name].partition(">")
-        getattr(library, name).argtypes = [native.KINDS[kind] for kind in taken]
-        getattr(library, name).restype = native.KINDS.get(given)
-    return library
+    options = (*native.SOURCE.options, "-DEMULATED")
+    source = replace(native.SOURCE, name="emulated", options=options)
+    return native.open_library(build_library(compiler, source, find_levels()[0]))
 
 
 def inputs(rows: int, columns: int) -> torch.Tensor:

@@ -153,7 +153,7 @@ def test_a_recording_that_fails_does_not_change_an_answer(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = Failing(lambda number: RuntimeError("capturing") if number % 2 else None)
-    device = Device(CPU, CudaOps(split_keys=32), "interpreted", recorder, overlaps=True)
+    device = Device(CPU, CudaOps(part_keys=32), "interpreted", recorder, overlaps=True)
     failing = open_engine(model, monkeypatch, device, max_batch_size=2, max_seq_len=32)
     plain = open_engine(model, monkeypatch, None, max_batch_size=2, max_seq_len=32)
     assert answers(failing, [None, None], new=6) == answers(plain, [None, None], new=6)

@@ -21,10 +21,10 @@ from torch import Tensor
 from manylora.kernels.panels import KINDS, Panels, address
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Rotary, Weight
 
-SHORT = (
-    256  # tokens of a prompt that is attended row by row: no slower than torch's attention, without its start
-)
+# Tokens of a prompt that is attended row by row: no slower than torch's attention, without its start.
+SHORT = 256
 MOST_ROWS = 1024
+MOST_SCORES = 2**26  # of all rows and heads, for each token of the longest sequence
 CALLS = 2  # for the adapters of a linear layer: a fused projection's, then those of its parts
 NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "k_norm")
 SIZES = (
@@ -170,6 +170,8 @@ class DecodeStep:
         """
         plain = x.dtype == kv.dtype == torch.float32 and x.is_contiguous()
         if not plain or len(x) > MOST_ROWS or (lora is not None and lora.extras):
+            return None
+        if len(x) * self._parts.heads * max(batch.kv_lens) > MOST_SCORES:
             return None
         tables = _one_by_one(batch)
         adapters = None if lora is None else self._find_adapters(lora)

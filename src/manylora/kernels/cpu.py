@@ -77,15 +77,17 @@ class CpuOps(ReferenceOps):
             return self.decode(q, k_cache, v_cache, batch.block_table, lengths, params)
         pieces = _pieces(batch, self._chunk_tokens)
         short = self.rows_alone(q, k_cache)
-        single = [
-            (s, row, row + 1, kv_len - stop + row + 1)
+        out = torch.empty_like(q)
+        # Apart: scores take memory for all rows times the longest sequence among them.
+        decoding = [(s, start, kv_len) for s, start, stop, kv_len in pieces if stop - start == 1]
+        prompts = [
+            (s, row, kv_len - stop + row + 1)
             for s, start, stop, kv_len in pieces
-            if stop - start == 1 or kv_len <= short
+            if stop - start > 1 and kv_len <= short
             for row in range(start, stop)
         ]
-        out = torch.empty_like(q)
-        if single:
-            sequences, first, _, lengths = map(list, zip(*single, strict=True))
+        for single in filter(None, (decoding, prompts)):
+            sequences, first, lengths = map(list, zip(*single, strict=True))
             rows, table = torch.tensor(first), batch.block_table[torch.tensor(sequences)]
             out[rows] = self.decode(q[rows], k_cache, v_cache, table, lengths, params)
         for s, start, stop, kv_len in pieces:

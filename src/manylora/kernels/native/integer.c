@@ -297,15 +297,19 @@ INLINE void one_tile(const Bits bits, const Form form, const Call *c, int64_t ro
     }
 }
 
-/* Takes the sums of some rows, from `row` on, to y. A function of its own, so that no form rounds otherwise. */
+/* Takes the sums of some rows, from `row` on, to y. A function of its own, with its product and sum in one
+ * instruction, so that no form and no compiler rounds otherwise. */
 static void ONCE finish(const Call *c, int64_t row, int64_t rows, int64_t column, const float *scale,
                         const float *sums) {
     const int64_t columns = least(c->out - column, PANEL);
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t i = 0; i < columns; i++) {
-            const float one = scale ? sums[r * PANEL + i] * scale[i] : sums[r * PANEL + i];
-            c->y[(row + r) * c->y_stride + column + i] = one + (c->bias ? c->bias[column + i] : 0);
-        }
+    float bias[PANEL] = {0};
+    if (c->bias) memcpy(bias, c->bias + column, columns * sizeof *bias);
+    for (int64_t r = 0; r < rows; r++) {
+        float *y = c->y + (row + r) * c->y_stride + column, some[PANEL], *to = columns < PANEL ? some : y;
+        for (int64_t i = 0; i < PANEL; i += LANES)
+            store(to + i, multiply_add(load(sums + r * PANEL + i), scale ? load(scale + i) : all(1), load(bias + i)));
+        if (columns < PANEL) memcpy(y, some, columns * sizeof *y);
+    }
 }
 
 INLINE void one_panel(const Bits bits, const Form form, const Call *c, int64_t p) {

@@ -8,16 +8,17 @@
  * A tile of up to TILE_ROWS rows and one panel is summed in registers. A few rows are bound by memory, which is read
  * fastest as several streams: they take several panels at once. More rows are packed first, those of a tile side by
  * side, so that a tile reads one stream; a chunk of W stays in the nearest cache for all tiles, and the next one is
- * fetched meanwhile. For many rows a chunk is widened once for all of them. No block is in two groups: integers are
+ * fetched meanwhile. For many rows a chunk is widened once for all of them, but not from bfloat16 with AVX2, which widens
+ * beside its multiplications: then a longer chunk stays in that cache. No block is in two groups: integers are
  * summed, and scale and offset enter once for each block. A sum is one chain of multiply-adds over a block, kept in
  * memory between chunks, so it is the same whatever rows come with it. */
 
 #include "team.h"
 
 #ifdef __AVX512F__
-enum { VECTORS = 3, TILE_ROWS = 8, CHUNK = 128, WIDENED = 2 * TILE_ROWS };
+enum { VECTORS = 3, TILE_ROWS = 8, CHUNK = 128, MANY = 2 * TILE_ROWS, WIDENS_PAIRS = 1 };
 #else
-enum { VECTORS = 2, TILE_ROWS = 6, CHUNK = 256, WIDENED = 6 * TILE_ROWS };
+enum { VECTORS = 2, TILE_ROWS = 6, CHUNK = 256, MANY = 6 * TILE_ROWS, WIDENS_PAIRS = 0 };
 #endif
 
 enum {
@@ -195,14 +196,16 @@ INLINE void widen_chunk(const Kind kind, float *wide, const char *w, int64_t dep
 /* Tiles [first, last) of panel p. */
 INLINE void many_rows(const Kind kind, const Linear *c, int64_t p, int64_t first, int64_t last, int64_t tiles) {
     const int64_t row_bytes = bytes_of(kind), inputs = inputs_of(kind), block = block_of(c), count = last - first;
-    const int widens = kind != FLOAT32 && c->rows > (kind == BFLOAT16 ? WIDENED : 2 * TILE_ROWS);
+    const int many = kind != FLOAT32 && c->rows > (kind == BFLOAT16 ? MANY : 2 * TILE_ROWS);
+    const int widens = many && (kind != BFLOAT16 || WIDENS_PAIRS);
     const Kind read = widens ? FLOAT32 : kind;
+    const int64_t chunk = many && !widens ? 2 * CHUNK : CHUNK;
     float sums[TALL][TILE_ROWS * PANEL], wide[CHUNK * PANEL];
     for (int64_t k = 0; k < c->in; k += block) {
         const int64_t stop = least(c->in, k + block);
         memset(sums, 0, count * sizeof *sums);
-        for (int64_t at = k; at < stop; at += CHUNK) {
-            const int64_t depth = least(stop - at, CHUNK), height = depth / inputs;
+        for (int64_t at = k; at < stop; at += chunk) {
+            const int64_t depth = least(stop - at, chunk), height = depth / inputs;
             const char *const w = c->w + (p * c->in + at) / inputs * row_bytes, *const next = w + height * row_bytes;
             const int64_t pace = row_bytes / count / (widens ? inputs : 1); /* each tile fetches its share */
             if (widens) widen_chunk(kind, wide, w, depth);

@@ -66,9 +66,10 @@ def test_adapters_add_what_the_reference_adds(
 
 @pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dora", [None, "magnitude and bias"])
-@pytest.mark.parametrize("count", [7, 139])
+@pytest.mark.parametrize("count", [7, 75])
 @pytest.mark.parametrize(
-    ("in_dim", "width", "rank"), [(1, 1, 5), (53, 21, 1), (96, 300, 64), (160, 1100, 5), (300, 52, 550)]
+    ("in_dim", "width", "rank"),
+    [(1, 1, 5), (53, 21, 1), (96, 300, 30), (160, 1100, 5), (300, 52, 20), (48, 36, 550)],
 )
 def test_adapters_of_any_size_add_the_same_alone_and_in_company(
     ops: CpuOps, in_dim: int, width: int, rank: int, count: int, dora: str | None, pool: torch.dtype
@@ -91,11 +92,11 @@ def test_adapters_of_any_size_add_the_same_alone_and_in_company(
     assert torch.equal(got[:, [0, -1]], y[:, [0, -1]]), "a column of another target was touched"
     if type(ops) is CpuOps:
         return  # products of torch are free to sum in another order
-    for start in range(0, count, 9):
-        for stop in (start + 1, min(count, start + 3), min(count, start + 40)):
-            some, batch = y[start:stop].clone(), LoraBatch(flat, (LoraSegment(0, stop - start, rows),))
-            ops.lora_add(some, x[start:stop], batch, 0, (target,), bias)
-            assert torch.equal(some, got[start:stop]), (start, stop)
+    for start, stop in [(0, 1), (1, 3), (2, 6), (3, 40), (count - 1, count)]:
+        part = slice(start, min(stop, count))
+        some, batch = y[part].clone(), LoraBatch(flat, (LoraSegment(0, len(y[part]), rows),))
+        ops.lora_add(some, x[part], batch, 0, (target,), bias)
+        assert torch.equal(some, got[part]), (start, stop)
 
 
 def test_a_fused_projection_and_its_parts_add_the_same_in_company(ops: CpuOps) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import httpx2
 import numpy as np
@@ -23,10 +24,11 @@ from safetensors.numpy import load_file, save_file
 from serving import DEMO, Running, wait_for
 
 from manylora.errors import RequestError
-from manylora.llmapi.lora import LoraConfig
+from manylora.llmapi import LoraConfig, PeftCacheConfig
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.library.memory import MemoryLevel
 from manylora.lora.pool import AdapterPool
+from manylora.lora.tensors import Adapter
 from manylora.openai.serving.backend import Backend
 from manylora.request import Event
 from manylora.text.tokenizer import Tokenizer
@@ -390,14 +392,17 @@ def test_adapters_that_cannot_serve_say_why(
 
 
 def test_evicted_adapters_come_straight_from_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache holds one. Beside it no values stay in memory once they are on disk."""
+    """The host level holds one. Beside it no values stay in memory once they are on disk."""
     written: list[type] = []
+    with_values: WeakSet[Adapter] = WeakSet()
     write = AdapterPool.write_host
     levels: list[MemoryLevel] = []
     open_level = MemoryLevel.__init__
 
     def note(pool: AdapterPool, adapter: Any, *rest: Any) -> None:
         written.append(type(adapter))
+        if isinstance(adapter, Adapter):
+            with_values.add(adapter)
         write(pool, adapter, *rest)
 
     def note_level(level: MemoryLevel, max_bytes: int) -> None:
@@ -406,13 +411,14 @@ def test_evicted_adapters_come_straight_from_their_files(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(AdapterPool, "write_host", note)
     monkeypatch.setattr(MemoryLevel, "__init__", note_level)
-    room = LoraConfig(max_lora_rank=16, max_loras=1, max_cpu_loras=1)
-    server = Running(lora_root=(DEMO / "adapters",), sections={"lora_config": room})
+    adapters = LoraConfig(max_lora_rank=16, lora_target_modules=["attn_q", "attn_k", "attn_v"])
+    sections = {"lora_config": adapters, "peft_cache_config": PeftCacheConfig(host_cache_size=300_000)}
+    server = Running(lora_root=(DEMO / "adapters",), sections=sections)
     try:
         for _ in range(2):
             assert {name: ask(server, name) for name in LANGUAGES} == CAPITALS
-            wait_for(lambda: [level.num_bytes for level in levels] == [0])
-        assert written[-2:] == [FileAdapter, FileAdapter]
+            wait_for(lambda: [level.num_bytes for level in levels] == [0] and not with_values)
+        assert len(written) == 4 and written[-2:] == [FileAdapter, FileAdapter]
     finally:
         server.close()
 

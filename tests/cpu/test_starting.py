@@ -393,6 +393,7 @@ def test_a_share_of_the_memory_is_kept(models: Path) -> None:
     device = SimpleNamespace(free_bytes=lambda: 60, total_bytes=lambda: 100)
     assert usable_bytes(config, device, before=80) == 30  # 20 of the 50 are the weights
     assert usable_bytes(config, device, before=115) == 0
+    assert usable_bytes(config, device, before=30) == 50, "others freed some meanwhile"
     assert usable_bytes(replace(config, gpu_memory_utilization=1.0), device, before=80) == 60
     assert usable_bytes(replace(config, gpu_memory_utilization=None), device, before=80) == 60
     with pytest.raises(ConfigError, match="no room for a KV cache"):

@@ -58,7 +58,7 @@ def usable_bytes(config: EngineConfig, device: Device, before: int) -> int:
     free = device.free_bytes()
     if config.gpu_memory_utilization is None:
         return free
-    own = before - free
+    own = max(0, before - free)  # others may have freed more than this process took
     return max(0, min(free, int(config.gpu_memory_utilization * device.total_bytes()) - own))
 
 

@@ -28,7 +28,6 @@ SHAPES = [
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     library = None if request.param == "numpy" else open_library(request.param)
     monkeypatch.setattr(native, "loaded", lambda: library)
-    monkeypatch.setattr(loading, "SMALL", 0)
 
 
 def numbers(size: int, seed: int = 0) -> np.ndarray:

@@ -12,7 +12,6 @@ import numpy as np
 
 from manylora.kernels import native
 
-SMALL = 2**14  # elements below which NumPy is faster than calling the library
 WIDE, NARROW = "float32", "bfloat16"
 COPIED = (WIDE, NARROW, "float16")
 # A row in a file: offsets of A [rank, in] and B [out, rank] in bytes, target address, sizes, factor of B.
@@ -27,7 +26,7 @@ def widen(target: np.ndarray, source: np.ndarray, scale: np.float32) -> bool:
     target: float32, contiguous. source: as many values, float32, or bfloat16 as uint16 bits. It may be the
     target itself, or bfloat16 in the second half of the target's memory.
     """
-    library = native.loaded() if target.size >= SMALL else None
+    library = native.loaded()
     if library is not None and source.flags.c_contiguous and target.flags.c_contiguous:
         call = library.widen_float32 if source.dtype == np.float32 else library.widen_bfloat16
         return bool(call(target.ctypes.data, source.ctypes.data, target.size, float(scale)))
@@ -44,7 +43,7 @@ def widen(target: np.ndarray, source: np.ndarray, scale: np.float32) -> bool:
 def narrow(target: np.ndarray, source: np.ndarray) -> None:
     """Set target to source in bfloat16, rounded to nearest even. target: uint16 bits; source: as many
     float32, contiguous, without NaN."""
-    if source.size >= SMALL and native.loaded() is not None:
+    if native.loaded() is not None:
         lay_out([(source.ctypes.data, target.ctypes.data, 1, 1, 0, 0, source.size)], NARROW, WIDE, 1)
         return
     bits = source.view(np.uint32)

@@ -27,6 +27,11 @@ VARIANTS = {**FAMILIES, **MOE_FAMILIES, **ENCODER_DECODER_FAMILIES}
 BESIDE_FIELDS = {"rope_theta", "partial_rotary_factor", "rotary_emb_base", "rotary_pct", "head_dim"}
 BESIDE_FIELDS |= {"rope_local_base_freq", "sliding_window_pattern", "tie_word_embeddings", "hidden_act"}
 MULTIMODAL = "Gemma3ForConditionalGeneration"
+BESIDE_CAUSAL = {
+    MULTIMODAL: "gemma3",
+    "Mistral3ForConditionalGeneration": "mistral3",
+    "InternLM3ForCausalLM": "internlm3",
+}
 WINDOWS = {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}
 
 
@@ -38,7 +43,7 @@ def classes() -> dict[str, Any]:
 
     tables = (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     kinds = {one: kind for table in tables for kind, one in table.items() if one in ARCHITECTURES}
-    kinds |= {MULTIMODAL: "gemma3"}
+    kinds |= BESIDE_CAUSAL
     return {architecture: type(AutoConfig.for_model(kind)) for architecture, kind in kinds.items()}
 
 

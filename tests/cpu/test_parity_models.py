@@ -33,6 +33,7 @@ from manylora.model.decoder import Decoder
 from manylora.model.families import FAMILIES as ARCHITECTURES
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
+from manylora.testing import tiny_configs
 from manylora.testing.driver import Driver, agree
 from manylora.testing.parity import NEMO_SOURCES, linear_names, make_kind, read_from, read_nemo_from
 from manylora.testing.parity import main as compare
@@ -69,7 +70,8 @@ def test_every_architecture_has_a_tiny_model() -> None:
     made = {auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for kind, _ in (FAMILIES | MOE_FAMILIES).values()}
     pairs = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     made |= {pairs[kind] for kind, _ in ENCODER_DECODER_FAMILIES.values()}
-    assert made | {"Gemma3ForConditionalGeneration"} == set(ARCHITECTURES)
+    others = {"Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration", "InternLM3ForCausalLM"}
+    assert made | others == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -127,6 +129,13 @@ SETTINGS = {
     ),
     "gemma3": ({"rope_local_theta": None},),
     "granite": ({"residual_scale": 1.0}, {"attention_scale": None}, {"logits_scale": 1.0}),
+    "ministral3": ({"rope_scaling": {**tiny_configs.MINISTRAL3, "llama_4_scaling_beta": None}},),
+    "olmo3": ({"rope_local_theta": None},),
+    "smollm3": ({"unrotated_layers": frozenset()},),
+    "glm": ({"rope_interleaved": False},),
+    "cohere2": ({"unrotated_layers": frozenset()},),
+    "exaone4": ({"unrotated_layers": frozenset()},),
+    "nemotron": ({"norm": "layer"}, {"activation": "relu"}),
     "gpt-neox": ({"partial_rotary_factor": 0.5}, {"parallel_blocks": False}, {"qkv_groups": 1}),
 }  # fmt: skip
 
@@ -145,6 +154,20 @@ def test_each_setting_changes_the_logits(family: str, workshop: Path) -> None:
 def change_config(model: Path, **settings: object) -> None:
     path = model / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+
+def test_internlm3_as_it_was_released(workshop: Path) -> None:
+    """With a class and names of its own, where transformers has Llama's."""
+    model = make_model(workshop / "internlm3-r", "internlm3", seed=4)
+    expected, now = reference_logits(model, None, tokens(20)), read_model_config(model)
+    raw = json.loads((model / "config.json").read_text())
+    raw = {key: value for key, value in raw.items() if key not in ("attention_bias", "mlp_bias")}
+    (model / "config.json").write_text(json.dumps(raw))
+    change_config(model, architectures=["InternLM3ForCausalLM"], qkv_bias=True, bias=True)
+    then = read_model_config(model)
+    assert replace(then, architecture=now.architecture) == now
+    [found] = Driver(decoder_of(model), [tokens(20)], [None]).run()
+    assert agree(found, expected)
 
 
 def test_gpt2_as_it_was_released(workshop: Path) -> None:
@@ -217,9 +240,32 @@ def test_the_text_of_a_multimodal_gemma3(workshop: Path) -> None:
                 store.parts.reader(store.modules).read(vision_too)
 
 
+@pytest.mark.parametrize("family", ["mistral", "ministral3"])
+def test_the_text_of_a_multimodal_mistral(family: str, workshop: Path) -> None:
+    """Mistral Small 3.x and Ministral 3, whose head is separate whatever the outer config.json says."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    text = json.loads((make_model(workshop / f"{family}-t", family) / "config.json").read_text())
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14, "head_dim": 16}
+    config = AutoConfig.for_model("mistral3", text_config=text, vision_config=vision)
+    config.tie_word_embeddings = False
+    model = workshop / f"{family}-mm"
+    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(model)
+    targets = r".*language_model.*\.(q_proj|o_proj|up_proj)"
+    adapter = make_adapter(workshop / f"{family}-mma", model, 1, rank=3, target_modules=targets)
+    found = Driver(decoder_of(model), [tokens(30)] * 2, [None, read_from("peft", adapter, model)]).run()
+    assert agree(found[0], reference_logits(model, None, tokens(30)))
+    assert agree(found[1], reference_logits(model, adapter, tokens(30)))
+    assert not agree(found[0], found[1])
+
+
 @pytest.mark.parametrize(
     ("family", "settings", "reason"),
     [
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 entries for num_hidden_layers 4"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before False is not supported"),
+        ("opt", {"word_embed_proj_dim": 32}, r"word_embed_proj_dim \(32\) other than hidden_size \(64\)"),
         ("llama", {"architectures": ["BertModel"]}, "BertModel is not supported; supported are LlamaFor"),
         ("llama", {"hidden_act": "mish"}, "activation 'mish' is not supported; supported are silu"),
         ("llama", {"hidden_size": None, "num_attention_heads": 4}, "must be a whole number"),

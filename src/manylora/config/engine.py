@@ -137,7 +137,8 @@ class MoeConfig:
     intermediate_size: int  # of one expert
     norm_topk_prob: bool  # the weights of a token's experts add up to 1
     layers: frozenset[int]  # that have experts; the others have a plain MLP
-    shared_intermediate_size: int = 0  # of the expert that every token takes, behind its own gate; 0: none
+    shared_intermediate_size: int = 0  # of the expert that every token takes; 0: none
+    shared_gated: bool = True  # that one has a gate of its own
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,6 @@ class EncoderConfig:
     decoder_start_id: int  # the decoder's prompt, when a request brings none
     forced_bos_id: int | None = None  # the only token that may follow a decoder prompt of one token
     post_norm: bool = False  # norms are on the sums, not on what attention and MLP get
-    position_offset: int = 0  # rows of the table of learned positions before that of position 0
     relative_buckets: int = 0  # > 0: a bias by the distance of query and key, in place of any positions
     relative_max_distance: int = 128  # tokens; all that are farther share a bucket
 
@@ -173,22 +173,29 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     # positions
     learned_positions: bool = False  # a table added to the embedding, in place of rotary ones
+    position_offset: int = 0  # rows of that table before the one of position 0
     rope_scaling: Mapping[str, Any] | None = None
     rope_local_theta: float | None = None  # of layers with a window, unscaled; None: as the other layers
     rope_restarts: bool = False  # when a sequence outgrows rope_limit, all of it is computed again
     partial_rotary_factor: float = 1.0  # the share of head_dim that is rotated, from its start
+    rope_interleaved: bool = False  # neighbours are rotated together, not the two halves' elements
+    unrotated_layers: frozenset[int] = frozenset()  # that know no positions
     # norms
-    norm: str = "rms"  # rms, rms_plus_one (its weight is 1 + the stored one), layer
-    qk_norm: str = ""  # of q and k before rotary: head (over head_dim), all (over all heads at once), or none
+    norm: str = "rms"  # rms, layer; with _plus_one, its weight is 1 + the stored one
+    norm_bias: bool = True  # of LayerNorm
+    # of q and k before rotary: head (over head_dim), each (so, with weights for each head and no biases), all
+    # (over all heads at once), or none
+    qk_norm: str = ""
     # attention
     attention_bias: bool = False  # on q, k, v
     attention_out_bias: bool = False
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_softcap: float | None = None
+    qkv_clip: float | None = None  # the largest magnitude in q, k and v, after their norms
     sliding_windows: tuple[int | None, ...] = ()  # per layer; empty: full attention everywhere
     qkv_groups: int = 1  # a fused matrix of the checkpoint is so many [q; k; v], one after another
     # MLP
-    activation: str = "silu"  # silu, gelu, gelu_tanh, relu
+    activation: str = "silu"  # silu, gelu, gelu_tanh, relu, relu2 (its square)
     gated_mlp: bool = True
     mlp_bias: bool = False
     moe: MoeConfig | None = None
@@ -220,6 +227,14 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def query_growth(self) -> tuple[float, int] | None:
+        """(b, n): queries at position p are multiplied by 1 + b * log(1 + p // n). None: they are not."""
+        scaling = self.rope_scaling or {}
+        if not scaling.get("llama_4_scaling_beta"):
+            return None
+        return float(scaling["llama_4_scaling_beta"]), int(scaling["original_max_position_embeddings"])
 
     @property
     def rope_limit(self) -> int | None:

@@ -72,7 +72,7 @@ class LinearParts:
 @dataclass(frozen=True)
 class LayerParts:
     """norms: by their names in NORMS, None where there is none. linears: qkv, out, up and gate, down.
-    rotary: which of a step's."""
+    rotary: which of a step's; -1: none."""
 
     norms: dict[str, Tensor | None]
     linears: tuple[LinearParts, LinearParts, LinearParts, LinearParts]

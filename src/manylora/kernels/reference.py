@@ -232,8 +232,14 @@ class ReferenceOps:
         return ACTIVATIONS[activation](gate) * up
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """Semantics: (x - mean(x, -1)) * rsqrt(var(x, -1) + eps) * weight + bias, in float32, to x.dtype."""
-        return F.layer_norm(x, weight.shape, weight, bias, eps)
+        """Semantics: (x - mean(x, -1)) * rsqrt(var(x, -1) + eps) * weight + bias, in float32, to x.dtype.
+
+        x [..., N]; weight, bias [N], or [H, N] for the last two dimensions of x.
+        """
+        if weight.dim() == 1 and weight.dtype == x.dtype:
+            return F.layer_norm(x, weight.shape, weight, bias, eps)
+        normed = F.layer_norm(x.float(), weight.shape[-1:], None, None, eps)
+        return (normed * weight + bias).to(x.dtype)
 
     def pair_up(
         self, choices: Tensor, num_experts: int, lora: LoraBatch | None

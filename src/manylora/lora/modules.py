@@ -100,6 +100,8 @@ class LoraModule:
     layers:  that have the module; None: every one.
     encoder_layers: of the model; they come before its decoder's. 0: there is no encoder.
     gate_first: whether PEFT directories have a fused gate and up as PEFT trains them, [gate; up].
+    gated: whether the model's MLPs have a gate.
+    named_decoder: whether PEFT's names of the layers begin with `decoder.`, though there is no encoder.
     """
 
     module_id: LoraModuleId
@@ -114,6 +116,8 @@ class LoraModule:
     layers: frozenset[int] | None = None
     encoder_layers: int = 0
     gate_first: bool = True
+    gated: bool = True
+    named_decoder: bool = False
 
     @property
     def name(self) -> str:
@@ -172,6 +176,8 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
                 experts=experts,
                 layers=_layers(name, model),
                 encoder_layers=model.encoder.num_layers if model.encoder else 0,
+                gated=model.gated_mlp,
+                named_decoder=model.architecture == "OPTForCausalLM",
             )
     return found
 
@@ -218,7 +224,7 @@ def _moe_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
         return routed
     return {
         **routed,
-        "mlp_router": (hidden, 1, Split.NONE),
+        **({"mlp_router": (hidden, 1, Split.NONE)} if model.moe.shared_gated else {}),
         "shared_expert_h_to_4h": (hidden, shared, Split.B_ROWS),
         "shared_expert_4h_to_h": (shared, hidden, Split.A_COLS),
         "shared_expert_gate": (hidden, shared, Split.B_ROWS),

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from manylora.config.engine import ModelConfig, MoeConfig
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import AttentionParams, LoraTarget, Rotary
+from manylora.kernels.spec import AttentionParams, LoraTarget
 from manylora.lora.modules import LoraModuleId
 from manylora.model.batch import ForwardBatch
 from manylora.model.decoder_parts import decoder_parts
 from manylora.model.extras import adapt_head
 from manylora.model.families import FAMILIES
-from manylora.model.layers import Attention, Block, FeedForward, Mlp
+from manylora.model.layers import Attention, Block, FeedForward, Mlp, Turns
 from manylora.model.moe import Experts, Moe, SharedExpert
 from manylora.model.rope import Rope, make_rope
 from manylora.model.transformer import Transformer
@@ -41,7 +41,7 @@ class Decoder(Transformer):
                 self._ropes.append(make_rope(config, self._device, local=True))
 
         self._decode_step = None
-        parts = decoder_parts(config, self._blocks, norm, self._head, self._head_bias, self._rotary_of)
+        parts = decoder_parts(config, self._blocks, norm, self._head, self._head_bias)
         if parts is not None and dtype == torch.float32:
             self._decode_step = ops.decode_step(parts)
 
@@ -54,27 +54,37 @@ class Decoder(Transformer):
         config = self.config
         x = self._embed(batch)
         rotary = [self._rotary(batch, rope) for rope in self._ropes]
+        growth = self._growth(batch)
         logits = None
-        if self._decode_step is not None:
+        if self._decode_step is not None and growth is None:
             logits = self._decode_step(x, rotary, batch.attention, batch.lora, kv, batch.logits_rows)
         if logits is None:
-            logits = self._layers(x, rotary, batch, kv)
+            turns = [Turns(None, growth), *(Turns(one, growth) for one in rotary)]
+            logits = self._layers(x, turns, batch, kv)
         if config.logits_scale != 1:
             logits *= config.logits_scale
         if config.logits_softcap is not None:
             logits = torch.tanh(logits / config.logits_softcap) * config.logits_softcap
         return logits
 
-    def _layers(self, x: Tensor, rotary: list[Rotary], batch: ForwardBatch, kv: Tensor) -> Tensor:
+    def _layers(self, x: Tensor, turns: list[Turns], batch: ForwardBatch, kv: Tensor) -> Tensor:
+        """turns: without a rotation, then with each."""
         delta: Tensor | None = None  # the last block's output, not added to x yet
         for layer, block in enumerate(self._blocks):
-            angles = rotary[self._rotary_of(block)] if rotary else None
-            x, delta = block(x, delta, angles, batch.attention, batch.lora, kv[layer])
+            seen = turns[block.attention.rotary + 1]
+            x, delta = block(x, delta, seen, batch.attention, batch.lora, kv[layer])
         return self._logits(x, delta, batch)
 
-    def _rotary_of(self, block: Block) -> int:
-        """With two rotary bases, the second is for layers with a window."""
-        return len(self._ropes) - 1 if block.attention.params.window is not None else 0
+    def _growth(self, batch: ForwardBatch) -> Tensor | None:
+        """Of queries, [T, 1, 1]. On a CPU None where no position is so far on that it matters."""
+        config = self.config
+        if config.query_growth is None:
+            return None
+        rate, length = config.query_growth
+        if self._device.type == "cpu" and max(batch.attention.kv_lens) <= length:
+            return None
+        growth = 1 + rate * torch.log(1 + torch.floor(batch.positions / length))
+        return growth.to(self.dtype).view(-1, 1, 1)
 
     def _logits(self, x: Tensor, delta: Tensor | None, batch: ForwardBatch) -> Tensor:
         rows, lora = batch.logits_rows, batch.lora
@@ -111,6 +121,9 @@ class Decoder(Transformer):
     def _attention(self, layer: int) -> Attention:
         config = self.config
         window = config.sliding_windows[layer] if config.sliding_windows else None
+        still = config.learned_positions or layer in config.unrotated_layers
+        # With two rotary bases, the second is for layers with a window.
+        rotary = -1 if still else int(window is not None and config.rope_local_theta is not None)
         return Attention(
             config,
             self._ops,
@@ -119,6 +132,7 @@ class Decoder(Transformer):
             q_norm=self._norm(f"{layer}.q_norm", f"layers.{layer}.{self._names.q_norm}"),
             k_norm=self._norm(f"{layer}.k_norm", f"layers.{layer}.{self._names.k_norm}"),
             params=AttentionParams(self._attention_scale, window, config.attention_softcap),
+            rotary=rotary,
         )
 
     def _feed_forward(self, layer: int) -> FeedForward:
@@ -138,10 +152,11 @@ class Decoder(Transformer):
             up_gate=self._experts(layer, moe, "up_gate", *up_gate),
             down=self._experts(layer, moe, "down", down),
             activation=self.config.activation,
-            shared=self._shared_expert(layer, moe.shared_intermediate_size),
+            shared=self._shared_expert(layer, moe),
         )
 
-    def _shared_expert(self, layer: int, inner: int) -> SharedExpert | None:
+    def _shared_expert(self, layer: int, moe: MoeConfig) -> SharedExpert | None:
+        inner = moe.shared_intermediate_size
         if not inner:
             return None
         up_gate = (
@@ -155,9 +170,10 @@ class Decoder(Transformer):
             activation=self.config.activation,
             gated=True,
         )
-        return SharedExpert(
-            mlp, self._linear(layer, "shared_gate", LoraTarget(LoraModuleId.MLP_ROUTER, 0, 1))
-        )
+        if not moe.shared_gated:
+            return SharedExpert(mlp, None)
+        gate = self._linear(layer, "shared_gate", LoraTarget(LoraModuleId.MLP_ROUTER, 0, 1))
+        return SharedExpert(mlp, gate)
 
     def _experts(self, layer: int, moe: MoeConfig, name: str, *targets: LoraTarget) -> Experts:
         numbers = range(moe.num_experts)

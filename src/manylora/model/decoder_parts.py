@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -19,12 +19,13 @@ def decoder_parts(
     norm: Norm,
     head: Weight,
     head_bias: Tensor | None,
-    rotary_of: Callable[[Block], int],
 ) -> DecoderParts | None:
     """None where layers differ from a sequence of attention and gated MLP with RMS norms."""
     if config.parallel_blocks or config.residual_scale != 1 or norm.bias is not None:
         return None
-    layers = [_layer(block, rotary_of(block)) for block in blocks]
+    if config.rope_interleaved or config.qkv_clip is not None:
+        return None
+    layers = [_layer(block) for block in blocks]
     plain = [layer for layer in layers if layer is not None]
     if len(plain) < len(layers):
         return None
@@ -43,7 +44,7 @@ def decoder_parts(
     )
 
 
-def _layer(block: Block, rotary: int) -> LayerParts | None:
+def _layer(block: Block) -> LayerParts | None:
     attention, mlp = block.attention, block.mlp
     if not isinstance(mlp, Mlp) or not mlp.gated or mlp.activation not in GATES:
         return None
@@ -60,7 +61,7 @@ def _layer(block: Block, rotary: int) -> LayerParts | None:
     weights = {name: None if norm is None else norm.weight for name, norm in norms.items()}
     linears = (attention.qkv, attention.out, mlp.up_gate, mlp.down)
     qkv, out, up_gate, down = map(_linear, linears)
-    return LayerParts(weights, (qkv, out, up_gate, down), attention.params, rotary)
+    return LayerParts(weights, (qkv, out, up_gate, down), attention.params, attention.rotary)
 
 
 def _linear(one: LoraLinear) -> LinearParts:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from manylora.config.engine import ModelConfig
@@ -53,7 +55,7 @@ class Norm:
 
     def _renormalise(self, x: Tensor, stored: Tensor) -> Tensor:
         weight = stored + 1 if self.plus_one else stored
-        return self._norm(x, weight.to(self.weight.dtype))
+        return self._norm(x, weight.to(self.weight.dtype).view_as(self.weight))
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,20 @@ class LoraLinear:
         return y
 
 
+class Turns(NamedTuple):
+    """What the positions of a step's rows do to queries and keys: how they are rotated, and what queries are
+    multiplied by, [T, 1, 1]. None: nothing."""
+
+    rotary: Rotary | None = None
+    growth: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Attention:
     """Grouped-query attention over paged keys and values.
 
-    q_norm, k_norm: over head_dim, or over all heads at once when config.qk_norm is `all`.
+    q_norm, k_norm: over head_dim, or over all heads at once when config.qk_norm is `all`. rotary: which of a
+    step's rotations the layer uses; -1: none.
     """
 
     config: ModelConfig
@@ -92,11 +103,12 @@ class Attention:
     q_norm: Norm | None
     k_norm: Norm | None
     params: AttentionParams
+    rotary: int = -1
 
     def __call__(
         self,
         x: Tensor,
-        rotary: Rotary | None,
+        turns: Turns,
         batch: AttentionBatch,
         lora: LoraBatch | None,
         kv: Tensor,
@@ -108,15 +120,30 @@ class Attention:
         q = q.reshape(rows, config.num_heads, config.head_dim)
         k = k.reshape(rows, config.num_kv_heads, config.head_dim)
         v = v.reshape(rows, config.num_kv_heads, config.head_dim)
-        if config.qk_norm == "head":
+        if config.qk_norm in ("head", "each"):
             q, k = self._normalise(q, k, lora)
-        q = ops.rotate_and_store(q, k, v, rotary, kv[0], kv[1], batch)
+        if config.qkv_clip is not None:
+            q, k, v = (part.clamp(-config.qkv_clip, config.qkv_clip) for part in (q, k, v))
+        if config.rope_interleaved and turns.rotary is not None:
+            q, k = (halves_first(part, config.rotary_dim) for part in (q, k))
+        if turns.growth is not None:
+            q = q * turns.growth
+        q = ops.rotate_and_store(q, k, v, turns.rotary, kv[0], kv[1], batch)
         mixed = ops.attention(q, kv[0], kv[1], batch, self.params)
         return self.out(mixed.reshape(rows, config.q_size), lora)
 
     def _normalise(self, q: Tensor, k: Tensor, lora: LoraBatch | None) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None and self.k_norm is not None
         return self.q_norm(q, lora), self.k_norm(k, lora)
+
+
+def halves_first(x: Tensor, count: int) -> Tensor:
+    """The first `count` elements of each head, which are pairs, as the pairs' first ones and then their
+    second ones. Scores stay as they are where queries and keys are both reordered. x [T, H, D]."""
+    if count == x.shape[-1]:
+        return x.unflatten(-1, (-1, 2)).transpose(-1, -2).reshape(x.shape)
+    pairs = x[..., :count]
+    return torch.cat((pairs[..., ::2], pairs[..., 1::2], x[..., count:]), dim=-1)
 
 
 FeedForward = Callable[[Tensor, LoraBatch | None], Tensor]
@@ -159,13 +186,13 @@ class Block:
         self,
         x: Tensor,
         delta: Tensor | None,
-        rotary: Rotary | None,
+        turns: Turns,
         batch: AttentionBatch,
         lora: LoraBatch | None,
         kv: Tensor,
     ) -> tuple[Tensor, Tensor]:
         x, seen = _add(self.attention_norm, x, delta, lora)
-        mixed = _apply(self.attention_post_norm, self.attention(seen, rotary, batch, lora, kv), lora)
+        mixed = _apply(self.attention_post_norm, self.attention(seen, turns, batch, lora, kv), lora)
         if self.config.parallel_blocks:
             seen = seen if self.config.shared_norm else _apply(self.mlp_norm, x, lora)
             return x + mixed, self.mlp(seen, lora)

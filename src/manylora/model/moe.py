@@ -39,13 +39,14 @@ class Experts:
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """The expert that every token uses, times the sigmoid of its gate [1, hidden]."""
+    """The expert that every token uses, times the sigmoid of its gate [1, hidden] if it has one."""
 
     mlp: Mlp
-    gate: LoraLinear
+    gate: LoraLinear | None
 
     def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
-        return torch.sigmoid(self.gate(x, lora)) * self.mlp(x, lora)
+        y = self.mlp(x, lora)
+        return y if self.gate is None else torch.sigmoid(self.gate(x, lora)) * y
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,9 @@ class WeightSpec:
         return (self.columns, piece.total) if self.transposed else (piece.total, self.columns)
 
 
+# Names of the tensors of all experts of a layer: as transformers has them, and as Granite was released.
+STACKS = (("experts.gate_up_proj", "experts.down_proj"), ("input_linear.weight", "output_linear.weight"))
+
 Plan = dict[str, WeightSpec]
 """Our names of the model's weights, and where they come from."""
 
@@ -66,8 +69,7 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
     hidden = config.hidden_size
     plan = {"embed": WeightSpec((_whole(f"{root}{names.embed}.weight", config.vocab_size),), hidden)}
     if config.learned_positions:
-        table = _whole(f"{root}{names.positions}.weight", config.max_position_embeddings)
-        plan["positions"] = WeightSpec((table,), hidden)
+        plan["positions"] = _positions(f"{root}{names.positions}.weight", config)
     plan |= _norm("norm", f"{root}{names.norm}", hidden, config)
     if not config.tie_word_embeddings:
         plan["head.weight"] = _matrix(f"{names.head}.weight", config.vocab_size, hidden)
@@ -123,15 +125,18 @@ def _around_layers(config: ModelConfig, names: TensorNames, root: str) -> Plan:
     own, hidden, specs = config.encoder, config.hidden_size, {}
     assert own is not None
     if config.learned_positions:
-        first, count = own.position_offset, config.max_position_embeddings
-        table = RowSlice(f"{root}{names.positions}.weight", first, count, first + count)
-        specs["positions"] = WeightSpec((table,), hidden)
+        specs["positions"] = _positions(f"{root}{names.positions}.weight", config)
     if own.relative_buckets:
         buckets = _whole(f"{root}{names.relative}.weight", own.relative_buckets)
         specs["relative"] = WeightSpec((buckets,), config.num_heads)
     for ours, theirs in (("embedding_norm", names.embedding_norm), ("norm", names.norm)):
         specs |= _norm(ours, root + theirs, hidden, config) if theirs else {}
     return specs
+
+
+def _positions(source: str, config: ModelConfig) -> WeightSpec:
+    first, count = config.position_offset, config.max_position_embeddings
+    return WeightSpec((RowSlice(source, first, count, first + count),), config.hidden_size)
 
 
 def _cross(config: ModelConfig, names: TensorNames, source: str) -> Plan:
@@ -159,10 +164,19 @@ def _layer(config: ModelConfig, names: TensorNames, source: str) -> Plan:
     for ours, theirs in names.block_norms.items():
         specs |= _norm(ours, source + theirs, hidden, config)
     if config.qk_norm:
-        whole = config.qk_norm == "all"
-        specs |= _norm("q_norm", source + names.q_norm, config.q_size if whole else config.head_dim, config)
-        specs |= _norm("k_norm", source + names.k_norm, config.kv_size if whole else config.head_dim, config)
+        specs |= _qk_norm("q_norm", source + names.q_norm, config.num_heads, config)
+        specs |= _qk_norm("k_norm", source + names.k_norm, config.num_kv_heads, config)
     return specs
+
+
+def _qk_norm(name: str, source: str, heads: int, config: ModelConfig) -> Plan:
+    dim = config.head_dim
+    if config.qk_norm != "each":
+        return _norm(name, source, heads * dim if config.qk_norm == "all" else dim, config)
+    if "{}" not in source:
+        return {f"{name}.weight": WeightSpec((_whole(f"{source}.weight", heads),), dim)}
+    weights = tuple(_whole(f"{source.format(head)}.weight", dim) for head in range(heads))
+    return {f"{name}.weight": WeightSpec(weights)}
 
 
 def _mlp(config: ModelConfig, names: TensorNames, source: str) -> Plan:
@@ -184,16 +198,16 @@ def _sparse(config: ModelConfig, names: TensorNames, source: str, stored: Collec
     assert config.moe is not None
     moe, hidden = config.moe, config.hidden_size
     inner, count = moe.intermediate_size, moe.num_experts
-    stacked = f"{source}mlp.experts."
-    is_stacked = f"{stacked}gate_up_proj" in stored
-    block = source + ("mlp" if is_stacked else names.sparse)
-    specs = {"router.weight": _matrix(f"{block}.gate.weight", count, hidden)}
+    block, stacks = _stacked(names, source, stored)
+    routers = [f"{block}.{name}.weight" for name in names.routers]
+    router = next((name for name in routers if name in stored), routers[0])
+    specs = {"router.weight": _matrix(router, count, hidden)}
     for e in range(count):
         up_gate: tuple[RowSlice, ...]
-        if is_stacked:
-            fused = f"{stacked}gate_up_proj"
+        if stacks is not None:
+            fused, lower = stacks
             up_gate = tuple(RowSlice(fused, start, inner, 2 * inner, e, count) for start in (inner, 0))
-            down = RowSlice(f"{stacked}down_proj", 0, hidden, hidden, e, count)
+            down = RowSlice(lower, 0, hidden, hidden, e, count)
         else:
             expert = f"{block}.experts.{e}."
             up_gate = tuple(_whole(f"{expert}{name}.weight", inner) for name in names.expert_up_gate)
@@ -201,12 +215,33 @@ def _sparse(config: ModelConfig, names: TensorNames, source: str, stored: Collec
         specs[f"expert.{e}.up_gate.weight"] = WeightSpec(up_gate, hidden, True)
         specs[f"expert.{e}.down.weight"] = WeightSpec((down,), inner, True)
     if moe.shared_intermediate_size:
-        size, shared = moe.shared_intermediate_size, f"{block}.shared_expert."
-        ups = tuple(_whole(f"{shared}{name}.weight", size) for name in names.expert_up_gate)
-        specs["shared.up_gate.weight"] = WeightSpec(ups, hidden, True)
-        specs["shared.down.weight"] = _matrix(f"{shared}{names.expert_down}.weight", hidden, size)
-        specs["shared_gate.weight"] = _matrix(f"{block}.shared_expert_gate.weight", 1, hidden)
+        specs |= _shared(moe.shared_intermediate_size, hidden, names, source, block)
     return specs
+
+
+def _stacked(names: TensorNames, source: str, stored: Collection[str]) -> tuple[str, tuple[str, str] | None]:
+    """The block of a layer's experts, and its tensors of all experts: gate and up, and down. None: each
+    expert has its own."""
+    for block in (f"{source}mlp", source + names.sparse):
+        for first, second in STACKS:
+            if f"{block}.{first}" in stored:
+                return block, (f"{block}.{first}", f"{block}.{second}")
+    return source + names.sparse, None
+
+
+def _shared(size: int, hidden: int, names: TensorNames, source: str, block: str) -> Plan:
+    """The expert that every token uses: without a gate where its up and gate are fused."""
+    if names.shared:
+        fused, down = (f"{source}{name}.weight" for name in names.shared)
+        ups = tuple(RowSlice(fused, start, size, 2 * size) for start in (size, 0))
+        gate: Plan = {}
+    else:
+        shared = f"{block}.shared_expert."
+        ups = tuple(_whole(f"{shared}{name}.weight", size) for name in names.expert_up_gate)
+        down = f"{shared}{names.expert_down}.weight"
+        gate = {"shared_gate.weight": _matrix(f"{block}.shared_expert_gate.weight", 1, hidden)}
+    matrices = {"shared.up_gate.weight": WeightSpec(ups, hidden, True)}
+    return {**matrices, "shared.down.weight": _matrix(down, hidden, size), **gate}
 
 
 def _qkv(config: ModelConfig, names: TensorNames, source: str) -> tuple[RowSlice, ...]:
@@ -233,8 +268,8 @@ def _linear(name: str, pieces: Iterable[RowSlice], columns: int, biased: bool, c
 
 
 def _norm(name: str, source: str, size: int, config: ModelConfig) -> Plan:
-    weight = WeightSpec((_whole(f"{source}.weight", size),), plus_one=config.norm == "rms_plus_one")
-    if config.norm != "layer":
+    weight = WeightSpec((_whole(f"{source}.weight", size),), plus_one=config.norm.endswith("plus_one"))
+    if config.norm.startswith("rms") or not config.norm_bias:
         return {f"{name}.weight": weight}
     return {f"{name}.weight": weight, f"{name}.bias": WeightSpec((_whole(f"{source}.bias", size),))}
 

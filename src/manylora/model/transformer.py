@@ -90,11 +90,15 @@ class Transformer:
 
     def _norm(self, name: str, extra: str) -> Norm | None:
         """name: of our weights. extra: in an adapter's extras. None: the family has no such norm."""
+        config = self.config
         weight, bias = (self._weights.get(f"{name}.{part}") for part in ("weight", "bias"))
         if weight is None:
             return None
-        config = self.config
-        return Norm(self._ops, weight, bias, config.norm_eps, extra, config.norm == "rms_plus_one")
+        if config.qk_norm == "each" and name.endswith(("q_norm", "k_norm")):
+            weight = weight.view(-1, config.head_dim)
+        if bias is None and config.norm.startswith("layer"):
+            bias = torch.zeros_like(weight)
+        return Norm(self._ops, weight, bias, config.norm_eps, extra, config.norm.endswith("plus_one"))
 
 
 def _is_quantised(weight: Weight) -> bool:

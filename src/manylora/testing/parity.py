@@ -102,7 +102,7 @@ def linear_names(model: ModelConfig) -> LayerNames:
     names = family.names(model)
     stacks = [names] if family.encoder is None else [names, family.encoder(model)]
     norms = [n for s in stacks for n in (s.norm, s.embedding_norm, *s.block_norms.values()) if n]
-    norms += [names.q_norm, names.k_norm] if model.qk_norm else []
+    norms += [n for n in (names.q_norm, names.k_norm) if model.qk_norm and "{}" not in n]
     linears = (*names.qkv, names.out, *names.up_gate, names.down)
     return LayerNames(_last_parts(linears), names.layers, names.embed, _last_parts(norms))
 

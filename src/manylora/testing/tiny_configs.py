@@ -32,6 +32,11 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+# Shorter than the prompts, whose later queries grow then.
+MINISTRAL3 = {
+    **YARN, "original_max_position_embeddings": 16, "rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}  # fmt: skip
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5, 3.1, 3.8],
@@ -66,6 +71,17 @@ FAMILIES: Table = {
     "llama-yarn": ("llama", {"rope_scaling": YARN}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-sliding": ("mistral", {"sliding_window": 9}),
+    "ministral": (
+        "ministral",
+        {"sliding_window": 9, "head_dim": 24, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "ministral3": ("ministral3", {"head_dim": 24, "rope_parameters": MINISTRAL3}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "smollm3-sliding": (
+        "smollm3",
+        {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 9, "attention_bias": True,
+         "mlp_bias": True, "rope_scaling": YARN},
+    ),
     "qwen2": ("qwen2", {}),
     "qwen2-sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
@@ -74,10 +90,30 @@ FAMILIES: Table = {
     "phi3-longrope": ("phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 40}),
     "granite": ("granite", GRANITE),
     "olmo2": ("olmo2", {}),
+    "olmo3": (
+        "olmo3",
+        {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"], "rope_scaling": YARN},
+    ),
+    "exaone4": (
+        "exaone4",
+        {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 24},
+    ),
+    "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "internlm3": ("internlm3", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "glm": ("glm", {"head_dim": 24}),
+    "glm4": ("glm4", {"head_dim": 24, "attention_bias": False, "tie_word_embeddings": True}),
+    "cohere": ("cohere", {"logit_scale": 0.3, "use_qk_norm": True, "attention_bias": True}),
+    "cohere-plain": ("cohere", {"tie_word_embeddings": True}),
+    "cohere2": ("cohere2", {"sliding_window": 9, "sliding_window_pattern": 2}),
+    "ernie4.5": ("ernie4_5", {"head_dim": 24, "use_bias": True, "tie_word_embeddings": True}),
     "gemma": ("gemma", {"head_dim": 24, "tie_word_embeddings": True}),
     "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("gemma3_text", {**GEMMA, "layer_types": ["sliding_attention", "full_attention"]}),
     "gpt2": ("gpt2", {"n_inner": 96, "tie_word_embeddings": True}),
+    "opt": ("opt", {"ffn_dim": 96, "init_std": 0.2, "tie_word_embeddings": True}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "stablelm-parallel": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
+    "nemotron": ("nemotron", {"head_dim": 24}),
     "gpt-neox": ("gpt_neox", {}),
     "gpt-neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "falcon": ("falcon", FALCON),
@@ -92,7 +128,7 @@ FAMILIES: Table = {
     ),
     "phi": ("phi", {"partial_rotary_factor": 0.5}),
     "starcoder2": ("starcoder2", {"sliding_window": 9}),
-}
+}  # fmt: skip
 QWEN2_MOE = {
     "num_experts": 5,
     "num_experts_per_tok": 3,
@@ -103,6 +139,12 @@ QWEN3_MOE = {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_in
 MOE_FAMILIES: Table = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral-sliding": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 9}),
+    "granitemoe": ("granitemoe", {**GRANITE, "num_local_experts": 4}),
+    "granitemoe-shared": (
+        "granitemoeshared",
+        {**GRANITE, "num_local_experts": 3, "num_experts_per_tok": 1, "shared_intermediate_size": 72},
+    ),
+    "olmoe": ("olmoe", {"num_experts": 5, "num_experts_per_tok": 2, "clip_qkv": 0.8}),
     "qwen2-moe": ("qwen2_moe", QWEN2_MOE),
     "qwen2-moe-sparse": (
         "qwen2_moe",

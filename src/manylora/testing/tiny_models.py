@@ -203,8 +203,10 @@ def load_transformers(model_dir: Path) -> Any:
 
 def auto_class(config: Any) -> Any:
     """The AutoModel class for a configuration of transformers."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
+    if config.model_type == "mistral3":
+        return AutoModelForImageTextToText
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 

@@ -19,7 +19,7 @@ typedef struct {
     const float *q_norm, *k_norm;                                                 /* both or none */
     Weight linear[LINEARS];
     float *keys, *values; /* of this layer, [blocks, size, kv_heads, dim] */
-    int64_t window, rotary; /* window < 0: none; which cos and sin */
+    int64_t window, rotary; /* < 0: none; which cos and sin */
     float scale, cap;
 } Layer;
 
@@ -91,9 +91,10 @@ static void norm_heads(const Decoder *d, const Step *s, float *out, const float 
 static const float *attend(const Decoder *d, const Layer *l, const Adapters *adapters, const Step *s, const Memory *m,
                            const float *seen) {
     const int64_t q_size = d->heads * d->dim, kv_size = d->kv_heads * d->dim, width = l->linear[QKV].out;
+    const int64_t turned = l->rotary < 0 ? 0 : s->turned, number = l->rotary < 0 ? 0 : l->rotary;
     Rotation r = {m->q, m->wide, m->wide + q_size, m->wide + q_size + kv_size, width, width, width,
-                  s->cos[l->rotary], s->sin[l->rotary], l->keys, l->values, s->slots, s->rows, d->heads, d->kv_heads,
-                  d->dim, s->turned};
+                  s->cos[number], s->sin[number], l->keys, l->values, s->slots, s->rows, d->heads, d->kv_heads,
+                  d->dim, turned};
     apply(&l->linear[QKV], of(adapters, QKV), s, m, m->wide, seen);
     if (l->q_norm) { /* `mixed` is not in use yet */
         float *const q = m->mixed, *const k = m->mixed + s->rows * q_size;
@@ -102,10 +103,10 @@ static const float *attend(const Decoder *d, const Layer *l, const Adapters *ada
         r.q = q, r.k = k, r.q_stride = q_size, r.k_stride = kv_size;
     }
     rotate_team(&r);
-    const float *const queries = s->turned ? m->q : r.q;
+    const float *const queries = turned ? m->q : r.q;
     float *const mixed = queries == m->mixed ? m->q : m->mixed;
     const Attention a = {mixed, queries, l->keys, l->values, s->table, s->lengths, m->scores, q_size,
-                         s->turned ? q_size : r.q_stride, s->columns, s->rows, d->heads, d->kv_heads, d->dim, d->size,
+                         turned ? q_size : r.q_stride, s->columns, s->rows, d->heads, d->kv_heads, d->dim, d->size,
                          s->longest, l->window, l->scale, l->cap};
     attention_team(&a);
     apply(&l->linear[OUT], of(adapters, OUT), s, m, m->delta, mixed);

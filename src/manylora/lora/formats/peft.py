@@ -32,12 +32,11 @@ from manylora.lora.formats.peft_experts import (
 )
 from manylora.lora.formats.peft_extras import check_extra_shapes, is_extra, read_extras
 from manylora.lora.formats.peft_names import (
-    ATTENTION_IDS,
-    MLP_IDS,
     PEFT_KEY,
     VISION,
     in_our_order,
     in_peft_order,
+    module_id_of,
 )
 from manylora.lora.formats.peft_stacks import STACK_KEY, Parts, check_stacks, stack_parts
 from manylora.lora.formats.pickled import read_pickled
@@ -49,7 +48,7 @@ from manylora.lora.formats.tensor_files import (
     read_encoded,
     read_safetensors,
 )
-from manylora.lora.modules import EXPERT_IDS, LoraModuleId
+from manylora.lora.modules import EXPERT_IDS, LoraModule, LoraModuleId
 from manylora.lora.number_types import BFLOAT16, BY_SAFETENSORS, NumberType
 from manylora.lora.tensors import AdapterRow, check_dims, digest_values
 from manylora.request import LoraExtra
@@ -134,7 +133,7 @@ def stored_rows(folder: Path, options: ReadOptions = DEFAULT) -> FileRows | None
     if special or config.use_dora or len(kinds) != 1 or not kinds <= IN_PLACE.keys():
         return None
     rows = []
-    for (layer, module_id), parts in _gather(tensors, None).items():
+    for (layer, module_id), parts in _gather(tensors, None, options.modules).items():
         if set(parts) != {"A", "B"} or module_id in SPECIAL_MODULES:
             return None
         (path, _, a), (_, _, b) = parts["A"], parts["B"]
@@ -194,7 +193,9 @@ def _find_encoding(tensors: Mapping[str, RawTensor], config: PeftConfig) -> Numb
     return kind
 
 
-def _gather(tensors: Mapping[str, RawTensor], partial: list[str] | None) -> dict[tuple[int, int], Parts]:
+def _gather(
+    tensors: Mapping[str, RawTensor], partial: list[str] | None, modules: Mapping[int, LoraModule] | None
+) -> dict[tuple[int, int], Parts]:
     seen = sorted(key for key in tensors if VISION.search(key))
     if seen and partial is None:
         rest = f" and {len(seen) - 1} other tensors are " if len(seen) > 1 else " is "
@@ -203,12 +204,12 @@ def _gather(tensors: Mapping[str, RawTensor], partial: list[str] | None) -> dict
     roots: dict[str, str] = {}
     for key, tensor in sorted(tensors.items()):
         match = PEFT_KEY.fullmatch(key)
-        ids = MLP_IDS if match and match["mlp"] else ATTENTION_IDS
-        if match is None or match["name"] not in ids:
+        module_id = module_id_of(match, modules) if match else None
+        if match is None or module_id is None:
             _leave_out(key, partial)
             continue
         roots.setdefault(match["root"], key)
-        parts = found.setdefault((int(match["layer"]), ids[match["name"]]), {})
+        parts = found.setdefault((int(match["layer"]), module_id), {})
         part = match["side"] or "magnitude"
         if part in parts:
             raise AdapterInvalidError(f"{key} and {parts[part][0]} mean the same module")
@@ -248,7 +249,7 @@ class _Reading:
         stacks = {key: tensor for key, tensor in tensors.items() if STACK_KEY.fullmatch(key)}
         plain = {key: tensor for key, tensor in tensors.items() if key not in experts and key not in stacks}
         check_stacks((key for key in plain if PEFT_KEY.fullmatch(key)), modules)
-        found = _gather(plain, partial) | stack_parts(stacks, modules)
+        found = _gather(plain, partial, modules) | stack_parts(stacks, modules)
         elements = check_expert_shapes(experts, modules, bounds)
         for place, parts in found.items():
             elements += self._check_shapes(*place, parts)

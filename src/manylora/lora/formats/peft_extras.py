@@ -14,13 +14,12 @@ from manylora.lora.bounds import Bounds
 from manylora.lora.formats.base_weights import BaseReader
 from manylora.lora.formats.peft_config import PeftConfig
 from manylora.lora.formats.peft_names import (
-    ATTENTION_IDS,
     LAYER,
-    MLP_IDS,
     MODULE,
     ROOT,
     in_our_order,
     in_peft_order,
+    module_id_of,
 )
 from manylora.lora.formats.peft_shared import check_tokens, read_shared
 from manylora.lora.formats.peft_stacks import (
@@ -48,7 +47,7 @@ from manylora.request import LoraExtra
 
 BIAS = re.compile(MODULE + r"(?P<part>(?:base_layer|lora_B)\.bias|bias)")
 NORM = re.compile(
-    rf"(?P<path>{ROOT}(?:{LAYER}(?P<name>self_attn\.[qk]_norm|\w*layernorm|ln_\w+)"
+    rf"(?P<path>{ROOT}(?:{LAYER}(?P<name>self_attn\.[qk]_norm|\w*layernorm|ln_\w+|attention_norm|ffn_norm)"
     r"|(?P<final>norm|ln_f|final_layer_?norm)))\.(?P<part>weight|bias)"
 )
 Tensors = Mapping[str, RawTensor]
@@ -58,7 +57,7 @@ Modules = Mapping[int, LoraModule] | None
 def is_extra(key: str) -> bool:
     """Whether PEFT's tensor of this name is, or is part of, an extra."""
     if found := BIAS.fullmatch(key):
-        return found["name"] in (MLP_IDS if found["mlp"] else ATTENTION_IDS)
+        return module_id_of(found, None) is not None
     return bool(_stack_bias(key) or STACK_NORM.fullmatch(key) or NORM.fullmatch(key) or TABLE.fullmatch(key))
 
 
@@ -149,10 +148,10 @@ def _module_bias(
     path = match["path"]
     if match.re is STACK_BIAS:
         module_id, layer = stack_module_id(match), stack_layer(key, match, modules)
-        assert module_id is not None
     else:
-        module_id, layer = (MLP_IDS if match["mlp"] else ATTENTION_IDS)[match["name"]], int(match["layer"])
+        module_id, layer = module_id_of(match, modules), int(match["layer"])
         check_stacks([key], modules)
+    assert module_id is not None
     module = modules.get(module_id) if modules else None
     if len(tensor.shape) != 1 or (module is not None and tensor.shape[0] != module.out_dim):
         raise AdapterInvalidError(
@@ -176,7 +175,8 @@ def _norm(match: re.Match[str], key: str, tensor: RawTensor, modules: Modules, b
     values = decode(key, tensor)
     shift = without_base(key, values, base)
     if match.re is STACK_NORM:
-        own = f"{match['stack']}.{'norm' if match['final'] else 'embedding_norm'}"
+        stack = f"{match['stack']}." if encoder_layers(modules) else ""
+        own = f"{stack}{'norm' if match['final'] else 'embedding_norm'}"
         number = stack_layer(key, match, modules) if match["layer"] else None
     else:
         own, number = "norm", None if match["final"] else int(match["layer"])

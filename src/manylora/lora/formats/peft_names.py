@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from manylora.lora.modules import LoraModuleId as Id
 ATTENTION_IDS = {
     "qkv_proj": Id.ATTN_QKV, "query_key_value": Id.ATTN_QKV, "c_attn": Id.ATTN_QKV, "q_proj": Id.ATTN_Q,
     "k_proj": Id.ATTN_K, "v_proj": Id.ATTN_V, "o_proj": Id.ATTN_DENSE, "dense": Id.ATTN_DENSE,
-    "c_proj": Id.ATTN_DENSE,
+    "c_proj": Id.ATTN_DENSE, "wqkv": Id.ATTN_QKV, "wo": Id.ATTN_DENSE,
 }  # fmt: skip
 MLP_IDS = {
     "gate_proj": Id.MLP_H_TO_4H, "c_fc": Id.MLP_H_TO_4H, "fc1": Id.MLP_H_TO_4H,
@@ -21,16 +22,17 @@ MLP_IDS = {
     "fc2": Id.MLP_4H_TO_H, "dense_4h_to_h": Id.MLP_4H_TO_H, "up_proj": Id.MLP_GATE,
     "gate_up_proj": Id.MLP_GATE_UP, "gate": Id.MOE_ROUTER, "shared_expert_gate": Id.MLP_ROUTER,
     "shared_expert.gate_proj": Id.SHARED_EXPERT_H_TO_4H, "shared_expert.up_proj": Id.SHARED_EXPERT_GATE,
-    "shared_expert.down_proj": Id.SHARED_EXPERT_4H_TO_H,
+    "shared_expert.down_proj": Id.SHARED_EXPERT_4H_TO_H, "w1": Id.MLP_H_TO_4H, "w3": Id.MLP_GATE,
+    "w2": Id.MLP_4H_TO_H, "router": Id.MOE_ROUTER, "router.layer": Id.MOE_ROUTER,
 }  # fmt: skip
 # Names under which some families stack [q; k; v] once for each group of heads, others once.
-GROUPED = "query_key_value"
+GROUPED = ("query_key_value", "wqkv")
 ROOT = r"(?P<root>(?:(?:base_model|model|language_model|transformer|gpt_neox)\.)*)"
 LAYER = r"(?:layers|h)\.(?P<layer>\d{1,5})\."
 MODULE = (
     rf"(?P<path>{ROOT}{LAYER}"
-    r"(?:(?P<mlp>mlp|block_sparse_moe)|self_attn|self_attention|attention|attn)"
-    r"\.(?P<name>(?:shared_expert\.)?\w+))\."
+    r"(?:(?P<mlp>mlp|block_sparse_moe|feed_forward)|self_attn|self_attention|attention|attn)"
+    r"\.(?P<name>(?:shared_expert\.)?\w+|router\.layer))\."
 )
 PEFT_KEY = re.compile(
     MODULE + r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
@@ -40,6 +42,15 @@ NVlabs name it."""
 
 VISION = re.compile(r"(?:^|\.)(?:vision_\w+|visual|image_\w+|multi_modal_projector|mm_projector)\.")
 """In the name of a tensor that belongs to the vision part of a multimodal model."""
+
+
+def module_id_of(match: re.Match[str], modules: Mapping[int, LoraModule] | None) -> Id | None:
+    """Of a match that begins with MODULE; None: no linear layer is called so. modules: the model's."""
+    found = (MLP_IDS if match["mlp"] else ATTENTION_IDS).get(match["name"])
+    plain = (modules or {}).get(Id.MLP_H_TO_4H)
+    if found == Id.MLP_GATE and plain is not None and not plain.gated:
+        return Id.MLP_H_TO_4H  # up_proj is the only matrix into the MLP
+    return found
 
 
 def in_our_order(path: str, module_id: int, rows: np.ndarray, module: LoraModule | None) -> np.ndarray:

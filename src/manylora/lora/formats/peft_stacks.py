@@ -74,6 +74,11 @@ def encoder_layers(modules: Mapping[int, LoraModule] | None) -> int:
     return max((module.encoder_layers for module in (modules or {}).values()), default=0)
 
 
+def is_named_decoder(modules: Mapping[int, LoraModule] | None) -> bool:
+    """Whether this is a decoder alone whose names begin with `decoder.` nevertheless, as OPT's do."""
+    return any(module.named_decoder for module in (modules or {}).values())
+
+
 def stack_module_id(match: re.Match[str]) -> Id | None:
     """Of a match of STACK_KEY or STACK_BIAS; None: no linear layer is called so."""
     module_id = (ATTENTION if match["attention"] or match["cross"] else MLP).get(match["name"])
@@ -89,6 +94,8 @@ def stack_layer(key: str, match: re.Match[str], modules: Mapping[int, LoraModule
             "`manylora convert --base`"
         )
     count, layer = encoder_layers(modules), int(match["layer"])
+    if match["stack"] == "decoder" and is_named_decoder(modules):
+        return layer
     if not count:
         raise AdapterInvalidError(f"{key} belongs to an encoder-decoder model; this model has no encoder")
     if match["stack"] == "decoder":

@@ -12,14 +12,14 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.base_weights import BaseReader
 from manylora.lora.formats.peft_config import PeftConfig
 from manylora.lora.formats.peft_names import ROOT
-from manylora.lora.formats.peft_stacks import encoder_layers
+from manylora.lora.formats.peft_stacks import encoder_layers, is_named_decoder
 from manylora.lora.formats.tensor_files import NUMPY_TYPES, RawTensor, decode
 from manylora.lora.modules import LoraModule
 from manylora.lora.tensors import check_dims
 from manylora.request import LoraExtra
 
-EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
-HEADS = ("lm_head", "embed_out")
+EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings")
+HEADS = ("lm_head", "embed_out", "output")
 SHARED = "shared"
 TABLE = re.compile(
     rf"(?P<path>{ROOT}(?:(?:(?P<stack>encoder|decoder)\.)?(?P<embed>{'|'.join(EMBEDDINGS)})"
@@ -39,6 +39,8 @@ def table_name(match: re.Match[str], modules: Mapping[int, LoraModule] | None) -
     if match["head"]:
         return "head"
     stacks = encoder_layers(modules) > 0
+    if match["stack"] == "decoder" and is_named_decoder(modules):
+        return "embed"
     if modules is not None and stacks != bool(match["stack"] or match["shared"]):
         has = "an embedding for each of encoder and decoder" if stacks else "no encoder"
         raise AdapterInvalidError(f"{match['path']}: this model has {has}")

@@ -41,12 +41,12 @@ def _bart(raw: Mapping[str, Any]) -> dict[str, Any]:
         decoder_start_id=start,
         forced_bos_id=raw.get("forced_bos_token_id"),
         post_norm=True,
-        position_offset=POSITION_OFFSET,
     )
     return {
         "norm": "layer",
         "norm_eps": 1e-5,
         "learned_positions": True,
+        "position_offset": POSITION_OFFSET,
         "activation": read_activation(raw["activation_function"]),
         "gated_mlp": False,
         **dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias", "head_bias"), True),

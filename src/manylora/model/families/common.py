@@ -11,7 +11,7 @@ ROPE_NAMES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 DTYPES = ("float32", "float16", "bfloat16")
 SU = {"su": "longrope"}
 ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu",
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu", "relu2": "relu2",
     "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
 }  # fmt: skip
 
@@ -68,6 +68,29 @@ def read_rope(
         "rope_scaling": None if kind == "default" else {**scaling, "rope_type": kind},
         "partial_rotary_factor": float(share) if partial else 1.0,
     }
+
+
+def flat_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys from before each kind of layer had rotary parameters of its own: `rope_local_base_freq` is the
+    base of layers with a window, which have no scaling."""
+    parameters = raw.get("rope_parameters") or {}
+    own = parameters.get("sliding_attention") or {}
+    if own.get("rope_type", "default") != "default":
+        raise ConfigError(
+            f"config.json: rope scaling {own['rope_type']!r} of sliding_attention is not supported"
+        )
+    return {
+        **raw,
+        "rope_local_base_freq": own.get("rope_theta", raw["rope_local_base_freq"]),
+        "rope_parameters": {**(parameters.get("full_attention") or {}), **(raw.get("rope_scaling") or {})},
+        "rope_scaling": None,
+    }
+
+
+def text_settings(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The text part of a multimodal config.json, with the dtype and the head of the whole model."""
+    outer = {name: raw.get(name) for name in ("dtype", "torch_dtype", "tie_word_embeddings")}
+    return {**defaults, **(raw["text_config"] or {}), **outer}
 
 
 def _rope_kind(scaling: dict[str, Any], renamed: Mapping[str, str]) -> str:

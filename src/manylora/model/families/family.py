@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from manylora.config.engine import ModelConfig
@@ -25,10 +25,12 @@ class TensorNames:
     embedding_norm: on the input of the first layer. norm: on the output of the last; empty: there is none.
     qkv: three names, or one of a fused tensor, whose rows are in `ModelConfig.qkv_groups` groups of q, k, v.
     up_gate: two names, one of a fused [gate; up], or one of an MLP without a gate.
-    sparse: the mixture of experts of a layer, which has `gate`, `experts`.N and perhaps `shared_expert` and
-        `shared_expert_gate`. expert_up_gate, expert_down: below each expert.
+    sparse: the mixture of experts of a layer, which has a router, `experts`.N and perhaps `shared_expert` and
+        `shared_expert_gate`. expert_up_gate, expert_down: below each expert. routers: names that a router may
+        have. shared: of a shared expert without a gate, fused [gate; up] and down, below the layer.
     block_norms: from our names (attention_norm, attention_post_norm, mlp_norm, mlp_post_norm, cross_norm) to
         the checkpoint's; norms that the family does not have are left out.
+    q_norm, k_norm: with `{}` for the number of a head, where each has a tensor of its own.
     cross: q, k, v and out of cross-attention.
     """
 
@@ -51,7 +53,20 @@ class TensorNames:
     sparse: str = "mlp"
     expert_up_gate: tuple[str, str] = ("up_proj", "gate_proj")
     expert_down: str = "down_proj"
+    routers: tuple[str, ...] = ("gate",)
+    shared: tuple[str, ...] = ()
     block_norms: Mapping[str, str] = field(default_factory=lambda: BLOCK_NORMS)
+
+
+def text_tower(names: TensorNames) -> TensorNames:
+    """Of the text model of one that sees images too."""
+    parts = ("vision_tower.", "multi_modal_projector.")
+    return replace(
+        names,
+        roots=("language_model.model.", "model.language_model."),
+        head="language_model.lm_head",
+        unused=(*parts, *(f"model.{part}" for part in parts)),
+    )
 
 
 @dataclass(frozen=True)

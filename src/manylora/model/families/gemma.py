@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from manylora.errors import ConfigError
-from manylora.model.families.common import read_activation, read_biases, read_windows, refuse
-from manylora.model.families.family import ModelFamily, TensorNames
+from manylora.model.families.common import (
+    flat_rope,
+    read_activation,
+    read_biases,
+    read_windows,
+    refuse,
+    text_settings,
+)
+from manylora.model.families.family import ModelFamily, TensorNames, text_tower
 
 GEMMA2 = TensorNames(
     block_norms={
@@ -17,12 +22,6 @@ GEMMA2 = TensorNames(
         "mlp_norm": "pre_feedforward_layernorm",
         "mlp_post_norm": "post_feedforward_layernorm",
     }
-)
-GEMMA3_TEXT = replace(
-    GEMMA2,
-    roots=("language_model.model.", "model.language_model."),
-    head="language_model.lm_head",
-    unused=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
 )
 GEMMA = {
     "vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28,
@@ -76,26 +75,8 @@ def _gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _flat_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys from before each kind of layer had rotary parameters of its own."""
-    parameters = raw.get("rope_parameters") or {}
-    own = parameters.get("sliding_attention") or {}
-    if own.get("rope_type", "default") != "default":
-        raise ConfigError(
-            f"config.json: rope scaling {own['rope_type']!r} of sliding_attention is not supported"
-        )
-    return {
-        **raw,
-        "rope_local_base_freq": own.get("rope_theta", raw["rope_local_base_freq"]),
-        "rope_parameters": {**(parameters.get("full_attention") or {}), **(raw.get("rope_scaling") or {})},
-        "rope_scaling": None,
-    }
-
-
 def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The text part of a multimodal config.json, with the dtype and the head of the whole model."""
-    outer = {name: raw.get(name) for name in ("dtype", "torch_dtype", "tie_word_embeddings")}
-    return _flat_rope({**GEMMA3, **(raw["text_config"] or {}), **outer})
+    return flat_rope(text_settings(raw, GEMMA3))
 
 
 def _capped(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,6 +92,8 @@ def _capped(raw: Mapping[str, Any]) -> dict[str, Any]:
 FAMILIES = {
     "GemmaForCausalLM": ModelFamily(GEMMA, _gemma),
     "Gemma2ForCausalLM": ModelFamily(GEMMA2_DEFAULTS, _gemma2, lambda _: GEMMA2),
-    "Gemma3ForCausalLM": ModelFamily(GEMMA3, _gemma3, lambda _: GEMMA2, _flat_rope),
-    "Gemma3ForConditionalGeneration": ModelFamily(MULTIMODAL, _gemma3, lambda _: GEMMA3_TEXT, _text_config),
+    "Gemma3ForCausalLM": ModelFamily(GEMMA3, _gemma3, lambda _: GEMMA2, flat_rope),
+    "Gemma3ForConditionalGeneration": ModelFamily(
+        MULTIMODAL, _gemma3, lambda _: text_tower(GEMMA2), _text_config
+    ),
 }

@@ -1,11 +1,14 @@
-"""GPT-2, GPT-NeoX, Falcon, Phi and StarCoder2: LayerNorm, an MLP without a gate, often parallel blocks."""
+"""GPT-2, OPT, GPT-NeoX, Falcon, Phi, StarCoder2, StableLM and Nemotron: LayerNorm, mostly no gate in the MLP,
+often parallel blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from manylora.config.engine import ModelConfig
+from manylora.errors import ConfigError
 from manylora.model.families.common import read_activation, read_biases, read_windows, refuse
 from manylora.model.families.family import ModelFamily, TensorNames
 
@@ -39,6 +42,21 @@ PHI = TensorNames(
     block_norms={"attention_norm": "input_layernorm"},
 )
 STARCODER2 = TensorNames(up_gate=("mlp.c_fc",), down="mlp.c_proj")
+
+OPT = TensorNames(
+    roots=("model.decoder.", "decoder."),
+    positions="embed_positions",
+    norm="final_layer_norm",
+    out="self_attn.out_proj",
+    up_gate=("fc1",),
+    down="fc2",
+    block_norms={"attention_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"},
+)
+NEMOTRON = TensorNames(up_gate=("mlp.up_proj",))
+STABLELM = TensorNames(
+    q_norm="self_attn.q_layernorm.norms.{}",
+    k_norm="self_attn.k_layernorm.norms.{}",
+)
 
 GPT2_DEFAULTS = {
     "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
@@ -76,6 +94,26 @@ STARCODER2_DEFAULTS = {
     "num_attention_heads": 24, "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh",
     "max_position_embeddings": 4096, "norm_epsilon": 1e-5, "tie_word_embeddings": True,
     "rope_theta": 10000.0, "sliding_window": None, "use_bias": True,
+}  # fmt: skip
+
+OPT_DEFAULTS = {
+    "vocab_size": 50272, "hidden_size": 768, "num_hidden_layers": 12, "ffn_dim": 3072,
+    "max_position_embeddings": 2048, "do_layer_norm_before": True, "_remove_final_layer_norm": False,
+    "word_embed_proj_dim": None, "num_attention_heads": 12, "activation_function": "relu",
+    "enable_bias": True, "layer_norm_elementwise_affine": True, "tie_word_embeddings": True,
+}  # fmt: skip
+STABLELM_DEFAULTS = {
+    "vocab_size": 50304, "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_act": "silu",
+    "max_position_embeddings": 4096, "layer_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "use_qkv_bias": False, "qk_layernorm": False,
+    "use_parallel_residual": False,
+}  # fmt: skip
+NEMOTRON_DEFAULTS = {
+    "vocab_size": 256000, "hidden_size": 6144, "intermediate_size": 24576, "num_hidden_layers": 32,
+    "num_attention_heads": 48, "num_key_value_heads": None, "head_dim": None, "hidden_act": "relu2",
+    "max_position_embeddings": 4096, "norm_eps": 1e-5, "tie_word_embeddings": False,
+    "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "attention_bias": False, "mlp_bias": False,
 }  # fmt: skip
 
 
@@ -173,6 +211,56 @@ def _starcoder2(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _opt(raw: Mapping[str, Any]) -> dict[str, Any]:
+    refuse(raw, "_remove_final_layer_norm")
+    for name in ("do_layer_norm_before", "layer_norm_elementwise_affine"):
+        if not raw[name]:
+            raise ConfigError(f"config.json: {name} {raw[name]!r} is not supported")
+    if raw["word_embed_proj_dim"] not in (None, raw["hidden_size"]):
+        raise ConfigError(
+            f"config.json: word_embed_proj_dim ({raw['word_embed_proj_dim']}) other than hidden_size "
+            f"({raw['hidden_size']}) is not supported"
+        )
+    return {
+        **_one_key_per_head(raw),
+        **_plain_layers({**raw, "eps": 1e-5}, "eps", "activation_function"),
+        "learned_positions": True,
+        "position_offset": 2,
+        **_all_biased(bool(raw["enable_bias"])),
+    }
+
+
+def _rename_opt(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {**raw, "intermediate_size": raw["ffn_dim"]}
+
+
+def _stablelm(raw: Mapping[str, Any]) -> dict[str, Any]:
+    parallel = bool(raw["use_parallel_residual"])
+    return {
+        **_plain_layers(raw, "layer_norm_eps", "hidden_act"),
+        "gated_mlp": True,
+        "head_dim": raw["hidden_size"] // raw["num_attention_heads"],
+        "qk_norm": "each" if raw["qk_layernorm"] else "",
+        "attention_bias": bool(raw["use_qkv_bias"]),
+        "parallel_blocks": parallel,
+        "shared_norm": parallel,
+    }
+
+
+def _stablelm_names(config: ModelConfig) -> TensorNames:
+    norms = {"attention_norm": "input_layernorm"}
+    return replace(STABLELM, block_norms=norms) if config.parallel_blocks else STABLELM
+
+
+def _nemotron(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **_plain_layers(raw, "norm_eps", "hidden_act"),
+        "norm": "layer_plus_one",
+        **read_biases(raw),
+        "mlp_bias": bool(raw["mlp_bias"]),
+    }
+
+
 def _plain_layers(raw: Mapping[str, Any], eps: str, activation: str) -> dict[str, Any]:
     """LayerNorm and an MLP without a gate. eps, activation: their names in config.json."""
     return {
@@ -195,6 +283,9 @@ def _all_biased(biased: bool) -> dict[str, Any]:
 
 FAMILIES = {
     "GPT2LMHeadModel": ModelFamily(GPT2_DEFAULTS, _gpt2, lambda _: GPT2, _rename_gpt2, aliases=GPT2_ALIASES),
+    "OPTForCausalLM": ModelFamily(OPT_DEFAULTS, _opt, lambda _: OPT, _rename_opt),
+    "StableLmForCausalLM": ModelFamily(STABLELM_DEFAULTS, _stablelm, _stablelm_names, rope=PHI_ROPE),
+    "NemotronForCausalLM": ModelFamily(NEMOTRON_DEFAULTS, _nemotron, lambda _: NEMOTRON, rope=PHI_ROPE),
     "GPTNeoXForCausalLM": ModelFamily(NEOX_DEFAULTS, _neox, lambda _: NEOX, rope=NEOX_ROPE),
     "FalconForCausalLM": ModelFamily(FALCON, _falcon, _falcon_names, _rename_falcon, aliases=FALCON_ALIASES),
     "PhiForCausalLM": ModelFamily(PHI_DEFAULTS, _phi, lambda _: PHI, rope=PHI_ROPE),

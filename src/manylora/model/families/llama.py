@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from manylora.model.families.common import read_biases, read_windows
-from manylora.model.families.family import ModelFamily, TensorNames
+from manylora.errors import ConfigError
+from manylora.model.families.common import flat_rope, read_biases, read_windows, text_settings
+from manylora.model.families.family import ModelFamily, TensorNames, text_tower
 
 PHI3 = TensorNames(qkv=("self_attn.qkv_proj",), up_gate=("mlp.gate_up_proj",))
 # As transformers 5.23 has them; 4.44 and 4.57 have the same, but for what docs/models.md names.
@@ -20,6 +21,27 @@ LLAMA = {**PLAIN, "attention_bias": False, "mlp_bias": False}
 MISTRAL = {
     **PLAIN, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
     "sliding_window": 4096,
+}  # fmt: skip
+MINISTRAL = {**MISTRAL, "layer_types": None}
+MINISTRAL3 = {
+    **MISTRAL, "vocab_size": 131072, "num_hidden_layers": 34, "head_dim": 128, "sliding_window": None,
+    "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+# What its class takes without any rotary parameters, instead of a plain base.
+MINISTRAL3_ROPE = {
+    "type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+MISTRAL3_TEXT = {
+    **MISTRAL, "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768, "head_dim": 128,
+    "num_hidden_layers": 40, "rms_norm_eps": 1e-5, "sliding_window": None, "rope_theta": 1000000000.0,
+}  # fmt: skip
+MISTRAL3 = {"text_config": None, "tie_word_embeddings": True}
+SMOLLM3 = {
+    **LLAMA, "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+    "rope_theta": 2000000.0, "use_sliding_window": False, "sliding_window": None, "layer_types": None,
+    "no_rope_layers": None, "no_rope_layer_interval": 4,
 }  # fmt: skip
 QWEN2 = {
     **PLAIN, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32,
@@ -37,6 +59,19 @@ GRANITE = {
     "attention_multiplier": 1.0,
 }  # fmt: skip
 OLMO2_DEFAULTS = {**PLAIN, "vocab_size": 50304, "rms_norm_eps": 1e-5, "attention_bias": False}
+OLMO3 = {
+    **OLMO2_DEFAULTS, "rope_theta": 500000.0, "rope_local_base_freq": 500000.0, "sliding_window": 4096,
+    "layer_types": None,
+}  # fmt: skip
+
+EXAONE4 = {
+    **PLAIN, "vocab_size": 102400, "intermediate_size": 16384, "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None,
+}  # fmt: skip
+INTERNLM3 = {
+    **LLAMA, "vocab_size": 128512, "intermediate_size": 10240, "num_hidden_layers": 48,
+    "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 
 # Its first releases say su or yarn.
 PHI3_ROPE = {
@@ -59,6 +94,48 @@ def _mistral(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_windows": read_windows(raw)}
 
 
+def _ministral(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {"sliding_windows": read_windows(raw, [True] * raw["num_hidden_layers"])}
+
+
+def _ministral3_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or MINISTRAL3_ROPE
+    # Its own max_position_embeddings has no effect.
+    scaling = {name: value for name, value in given.items() if name != "max_position_embeddings"}
+    return {**raw, "rope_scaling": None, "rope_parameters": scaling}
+
+
+def _mistral3(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Mistral Small 3.x has a Mistral inside, Ministral 3 one of its own kind."""
+    text = raw["text_config"] or {}
+    kind = text.get("model_type", "mistral")
+    if kind == "ministral3":
+        return _ministral3_rope(text_settings(raw, MINISTRAL3))
+    if kind != "mistral":
+        raise ConfigError(
+            f"config.json: text_config.model_type {kind!r} is not supported: it must be mistral or ministral3"
+        )
+    return text_settings(raw, MISTRAL if text else MISTRAL3_TEXT)
+
+
+def _smollm3(raw: Mapping[str, Any]) -> dict[str, Any]:
+    count, rotated = raw["num_hidden_layers"], raw["no_rope_layers"]
+    if rotated is None:
+        interval = raw["no_rope_layer_interval"]
+        rotated = [(layer + 1) % interval != 0 for layer in range(count)]
+    if len(rotated) < count:
+        raise ConfigError(
+            f"config.json: no_rope_layers has {len(rotated)} entries for num_hidden_layers {count}"
+        )
+    still = [not one for one in rotated[:count]]
+    sliding = still if raw["use_sliding_window"] else [False] * count
+    return {
+        **_llama(raw),
+        "unrotated_layers": frozenset(layer for layer in range(count) if still[layer]),
+        "sliding_windows": read_windows(raw, sliding),
+    }
+
+
 def _qwen2(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"attention_bias": True, "sliding_windows": _qwen_windows(raw)}
 
@@ -72,8 +149,12 @@ def _phi3(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _granite(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_llama(raw), **read_granite(raw)}
+
+
+def read_granite(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Its multipliers."""
     return {
-        **_llama(raw),
         "embedding_scale": float(raw["embedding_multiplier"]),
         "residual_scale": float(raw["residual_multiplier"]),
         "attention_scale": float(raw["attention_multiplier"]),
@@ -83,6 +164,33 @@ def _granite(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _olmo2(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**read_biases(raw), "qk_norm": "all"}
+
+
+def _olmo3(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary scaling is for the layers without a window."""
+    sliding = [(layer + 1) % 4 != 0 for layer in range(raw["num_hidden_layers"])]
+    return {
+        **_olmo2(raw),
+        "rope_local_theta": float(raw["rope_local_base_freq"]),
+        "sliding_windows": read_windows(raw, sliding),
+    }
+
+
+def _exaone4(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Where some layers have a window, the others know no positions."""
+    windows: tuple[int | None, ...] = ()
+    if raw["sliding_window"] is not None:
+        count, pattern = raw["num_hidden_layers"], raw["sliding_window_pattern"]
+        sliding = [] if raw["layer_types"] else [(layer + 1) % pattern != 0 for layer in range(count)]
+        windows = read_windows(raw, sliding)
+    still = frozenset(layer for layer, window in enumerate(windows) if window is None)
+    return {"qk_norm": "head", "sliding_windows": windows, "unrotated_layers": still}
+
+
+def _internlm3(raw: Mapping[str, Any]) -> dict[str, Any]:
+    if raw["attention_bias"] != raw["mlp_bias"]:
+        raise ConfigError("config.json: qkv_bias and bias must be equal")
+    return _llama(raw)
 
 
 def _qwen_windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
@@ -95,9 +203,20 @@ def _qwen_windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
 FAMILIES = {
     "LlamaForCausalLM": ModelFamily(LLAMA, _llama),
     "MistralForCausalLM": ModelFamily(MISTRAL, _mistral),
+    "MinistralForCausalLM": ModelFamily(MINISTRAL, _ministral),
+    "Ministral3ForCausalLM": ModelFamily(MINISTRAL3, _mistral, rename=_ministral3_rope),
+    "Mistral3ForConditionalGeneration": ModelFamily(
+        MISTRAL3, _mistral, lambda _: text_tower(TensorNames()), _mistral3
+    ),
+    "SmolLM3ForCausalLM": ModelFamily(SMOLLM3, _smollm3),
     "Qwen2ForCausalLM": ModelFamily(QWEN2, _qwen2),
     "Qwen3ForCausalLM": ModelFamily(QWEN3, _qwen3),
     "Phi3ForCausalLM": ModelFamily(PHI3_DEFAULTS, _phi3, lambda _: PHI3, rope=PHI3_ROPE),
     "GraniteForCausalLM": ModelFamily(GRANITE, _granite),
     "Olmo2ForCausalLM": ModelFamily(OLMO2_DEFAULTS, _olmo2, lambda _: OLMO2),
+    "Exaone4ForCausalLM": ModelFamily(EXAONE4, _exaone4, lambda _: OLMO2),
+    "InternLM3ForCausalLM": ModelFamily(
+        INTERNLM3, _internlm3, aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"}
+    ),
+    "Olmo3ForCausalLM": ModelFamily(OLMO3, _olmo3, lambda _: OLMO2, flat_rope),
 }

@@ -9,6 +9,7 @@ from manylora.config.engine import MoeConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import read_biases, read_windows
 from manylora.model.families.family import ModelFamily, TensorNames
+from manylora.model.families.llama import GRANITE, read_granite
 
 MIXTRAL_DEFAULTS = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -31,6 +32,23 @@ QWEN3_MOE = {
     **QWEN_MOE, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4,
     "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128, "attention_bias": False,
 }  # fmt: skip
+OLMOE_DEFAULTS = {
+    "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16,
+    "num_attention_heads": 16, "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu",
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "rope_theta": 10000.0, "attention_bias": False, "clip_qkv": None, "num_experts_per_tok": 8,
+    "num_experts": 64, "norm_topk_prob": False,
+}  # fmt: skip
+GRANITE_MOE = {
+    **{name: value for name, value in GRANITE.items() if name not in ("head_dim", "mlp_bias")},
+    "head_dim": None, "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+GRANITE_MOE_SHARED = {**GRANITE_MOE, "shared_intermediate_size": 0}
+GRANITE_NAMES = TensorNames(
+    sparse="block_sparse_moe",
+    routers=("router.layer", "router"),
+    shared=("shared_mlp.input_linear", "shared_mlp.output_linear"),
+)
 
 MIXTRAL = TensorNames(sparse="block_sparse_moe", expert_up_gate=("w3", "w1"), expert_down="w2")
 
@@ -41,6 +59,26 @@ def _mixtral(raw: Mapping[str, Any]) -> dict[str, Any]:
         raw["num_local_experts"], raw["num_experts_per_tok"], raw["intermediate_size"], True, layers
     )
     return {"sliding_windows": read_windows(raw), "moe": _checked(moe)}
+
+
+def _olmoe(raw: Mapping[str, Any]) -> dict[str, Any]:
+    layers, normalised = frozenset(range(raw["num_hidden_layers"])), bool(raw["norm_topk_prob"])
+    count, top_k, inner = raw["num_experts"], raw["num_experts_per_tok"], raw["intermediate_size"]
+    return {
+        **read_biases(raw),
+        "qk_norm": "all",
+        "qkv_clip": raw["clip_qkv"],
+        "moe": _checked(MoeConfig(count, top_k, inner, normalised, layers)),
+    }
+
+
+def _granite_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Experts are weighted by the softmax of the chosen ones' scores."""
+    layers, inner = frozenset(range(raw["num_hidden_layers"])), raw["intermediate_size"]
+    count, top_k = raw["num_local_experts"], raw["num_experts_per_tok"]
+    shared = raw.get("shared_intermediate_size") or 0
+    moe = MoeConfig(count, top_k, inner, True, layers, shared, shared_gated=False)
+    return {**read_granite(raw), **read_biases(raw), "moe": _checked(moe)}
 
 
 def _qwen2_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,6 +127,9 @@ FAMILIES = {
     "MixtralForCausalLM": ModelFamily(
         MIXTRAL_DEFAULTS, _mixtral, lambda _: MIXTRAL, aliases={"num_experts": "num_local_experts"}
     ),
+    "GraniteMoeForCausalLM": ModelFamily(GRANITE_MOE, _granite_moe, lambda _: GRANITE_NAMES),
+    "GraniteMoeSharedForCausalLM": ModelFamily(GRANITE_MOE_SHARED, _granite_moe, lambda _: GRANITE_NAMES),
+    "OlmoeForCausalLM": ModelFamily(OLMOE_DEFAULTS, _olmoe, aliases={"num_local_experts": "num_experts"}),
     "Qwen2MoeForCausalLM": ModelFamily(QWEN2_MOE, _qwen2_moe),
     "Qwen3MoeForCausalLM": ModelFamily(QWEN3_MOE, _qwen3_moe, aliases={"num_local_experts": "num_experts"}),
 }

@@ -20,7 +20,7 @@ from manylora.testing.tiny_models import make_model
 
 KINDS = (None, "patterns", "rank 64", "DoRA + rsLoRA + patterns", "some layers", None, "patterns")
 FAMILIES = ("llama-biases", "qwen3", "olmo2", "gemma2", "gemma3", "phi3-partial-rotary", "mistral-sliding")
-FAMILIES += ("smollm3", "olmo3")
+FAMILIES += ("smollm3", "olmo3", "glm4", "ernie4.5")
 OTHERS = ("gpt-neox", "granite", "starcoder2")  # layers that one call does not have
 
 

@@ -38,6 +38,7 @@ SIZES = (
     "widest",
     "activation",
     "norm_heads",
+    "pairs",
 )
 
 
@@ -84,8 +85,8 @@ class LayerParts:
 class DecoderParts:
     """A decoder whose layers are RMS norms, attention and a gated MLP, each added to the residual stream.
 
-    norm_heads: q and k are normalised head by head. activation: its number in native/elementwise.c. eps: of
-    all norms.
+    norm_heads: q and k are normalised head by head. pairs: neighbours are rotated together. activation: its
+    number in native/elementwise.c. eps: of all norms.
     """
 
     layers: tuple[LayerParts, ...]
@@ -97,6 +98,7 @@ class DecoderParts:
     dim: int
     inner: int
     norm_heads: bool
+    pairs: bool
     activation: int
     eps: float
 
@@ -149,7 +151,17 @@ class DecodeStep:
             row["scale"], row["cap"] = layer.params.scale, layer.params.softcap or 0
         self._decoder = np.zeros(1, DECODER)
         self._decoder["layer"] = self._layers.ctypes.data
-        for name in ("hidden", "heads", "kv_heads", "dim", "inner", "norm_heads", "activation", "eps"):
+        for name in (
+            "hidden",
+            "heads",
+            "kv_heads",
+            "dim",
+            "inner",
+            "norm_heads",
+            "pairs",
+            "activation",
+            "eps",
+        ):
             self._decoder[name] = getattr(parts, name)
         self._decoder["layers"] = len(parts.layers)
         self._decoder["widest"] = max(max(w.rows, w.columns) for w in map(_panels, parts.linears()))

@@ -23,7 +23,7 @@ def decoder_parts(
     """None where layers differ from a sequence of attention and gated MLP with RMS norms."""
     if config.parallel_blocks or config.residual_scale != 1 or norm.bias is not None:
         return None
-    if config.rope_interleaved or config.qkv_clip is not None:
+    if config.qkv_clip is not None:
         return None
     layers = [_layer(block) for block in blocks]
     plain = [layer for layer in layers if layer is not None]
@@ -39,6 +39,7 @@ def decoder_parts(
         dim=config.head_dim,
         inner=config.intermediate_size,
         norm_heads=config.qk_norm == "head",
+        pairs=config.rope_interleaved,
         activation=GATES.index(config.activation),
         eps=config.norm_eps,
     )

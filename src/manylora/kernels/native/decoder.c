@@ -27,6 +27,7 @@ typedef struct {
     const Layer *layer;
     int64_t layers, hidden, heads, kv_heads, dim, size, inner, widest, activation;
     int64_t norm_heads; /* whether q and k are normalised head by head */
+    int64_t pairs;      /* whether neighbours are rotated together */
     const float *norm;
     Weight head;
     float eps;
@@ -94,7 +95,7 @@ static const float *attend(const Decoder *d, const Layer *l, const Adapters *ada
     const int64_t turned = l->rotary < 0 ? 0 : s->turned, number = l->rotary < 0 ? 0 : l->rotary;
     Rotation r = {m->q, m->wide, m->wide + q_size, m->wide + q_size + kv_size, width, width, width,
                   s->cos[number], s->sin[number], l->keys, l->values, s->slots, s->rows, d->heads, d->kv_heads,
-                  d->dim, turned};
+                  d->dim, turned, d->pairs};
     apply(&l->linear[QKV], of(adapters, QKV), s, m, m->wide, seen);
     if (l->q_norm) { /* `mixed` is not in use yet */
         float *const q = m->mixed, *const k = m->mixed + s->rows * q_size;

@@ -63,14 +63,20 @@ void gated(float *out, const float *y, int64_t y_stride, int64_t rows, int64_t w
     gate_team(out, y, y_stride, rows, width, activation);
 }
 
-/* x [heads, dim] with its first `turned` dimensions turned: x cos + (-x2, x1) sin, halves of these */
-static void ONCE turn(float *to, const float *x, const float *cos, const float *sin, int64_t heads, int64_t dim, int64_t turned) {
+/* x [heads, dim] with its first `turned` dimensions turned: x cos + (-x2, x1) sin, halves of these. pairs: they are the
+ * first and the second ones of pairs, and are put in halves before. */
+static void ONCE turn(float *to, const float *x, const float *cos, const float *sin, int64_t heads, int64_t dim, int64_t turned,
+                      int64_t pairs) {
     const int64_t half = turned / 2;
     for (int64_t h = 0; h < heads; h++, x += dim, to += dim) {
+        const float *const from = pairs ? to : x;
+        if (pairs)
+            for (int64_t i = 0; i < half; i++) to[i] = x[2 * i], to[half + i] = x[2 * i + 1];
 #pragma omp simd
         for (int64_t i = 0; i < half; i++) {
-            to[i] = x[i] * cos[i] - x[half + i] * sin[i];
-            to[half + i] = x[half + i] * cos[half + i] + x[i] * sin[half + i];
+            const float first = from[i], second = from[half + i];
+            to[i] = first * cos[i] - second * sin[i];
+            to[half + i] = second * cos[half + i] + first * sin[half + i];
         }
         for (int64_t i = turned; i < dim; i++) to[i] = x[i];
     }
@@ -83,8 +89,8 @@ void rotate_team(const Rotation *r) {
         const float *const c = r->cos + row * r->turned, *const s = r->sin + row * r->turned;
         const int64_t at = r->slots[row] * width;
         if (r->turned)
-            turn(r->q_out + row * r->heads * r->dim, r->q + row * r->q_stride, c, s, r->heads, r->dim, r->turned);
-        turn(r->k_cache + at, r->k + row * r->k_stride, c, s, r->kv_heads, r->dim, r->turned);
+            turn(r->q_out + row * r->heads * r->dim, r->q + row * r->q_stride, c, s, r->heads, r->dim, r->turned, r->pairs);
+        turn(r->k_cache + at, r->k + row * r->k_stride, c, s, r->kv_heads, r->dim, r->turned, r->pairs);
         memcpy(r->v_cache + at, r->v + row * r->v_stride, width * sizeof *r->v);
     }
 }
@@ -95,7 +101,7 @@ void rotate_and_store(float *q_out, const float *q, int64_t q_stride, const floa
                       int64_t v_stride, const float *cos, const float *sin, float *k_cache, float *v_cache,
                       const int64_t *slots, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t turned) {
     const Rotation r = {q_out, q, k, v, q_stride, k_stride, v_stride, cos, sin, k_cache, v_cache, slots, rows, heads,
-                        kv_heads, dim, turned};
+                        kv_heads, dim, turned, 0};
 #pragma omp parallel if (rows > MANY)
     rotate_team(&r);
 }

@@ -44,6 +44,7 @@ typedef struct { /* of elementwise.c */
     float *k_cache, *v_cache;
     const int64_t *slots;
     int64_t rows, heads, kv_heads, dim, turned; /* turned 0: q is left alone */
+    int64_t pairs;                              /* neighbours are turned together, not the two halves' elements */
 } Rotation;
 
 void linear_team(Kind kind, const Linear *c);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +71,8 @@ def test_every_architecture_has_a_tiny_model() -> None:
     made = {auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for kind, _ in (FAMILIES | MOE_FAMILIES).values()}
     pairs = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     made |= {pairs[kind] for kind, _ in ENCODER_DECODER_FAMILIES.values()}
-    others = {"Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration", "InternLM3ForCausalLM"}
+    others = {"Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"}
+    others |= {"InternLM2ForCausalLM", "InternLM3ForCausalLM"}
     assert made | others == set(ARCHITECTURES)
 
 
@@ -154,6 +156,61 @@ def test_each_setting_changes_the_logits(family: str, workshop: Path) -> None:
 def change_config(model: Path, **settings: object) -> None:
     path = model / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+
+def as_internlm2(model: Path, adapter: Path, path: Path) -> tuple[Path, Path]:
+    """A Llama and its adapter in the layout of InternLM 2: q, k and v as one matrix, by groups of heads."""
+    config = read_model_config(model)
+    groups, dim = config.num_kv_heads, config.head_dim
+    own = {"embed_tokens": "tok_embeddings", "lm_head": "output", "self_attn.o_proj": "attention.wo",
+           "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj":
+           "feed_forward.w2", "input_layernorm": "attention_norm", "post_attention_layernorm":
+           "ffn_norm"}  # fmt: skip
+
+    def renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, value in tensors.items():
+            for theirs, ours in own.items():
+                name = name.replace(theirs, ours)
+            if "_proj" not in name:
+                found[name] = value
+            elif "q_proj" in name and "lora_A" in name:  # the three have the same one
+                found[name.replace("self_attn.q_proj", "attention.wqkv")] = value
+            elif "q_proj" in name:
+                parts = [tensors[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+                stacks = [part.unflatten(0, (groups, -1, dim)) for part in parts]
+                rows = torch.cat(stacks, dim=1).flatten(0, 2).contiguous()
+                found[name.replace("self_attn.q_proj", "attention.wqkv")] = rows
+        return found
+
+    for source, file in ((model, "model.safetensors"), (adapter, "adapter_model.safetensors")):
+        shutil.copytree(source, path / source.name)
+        save_file(renamed(load_file(source / file)), path / source.name / file, {"format": "pt"})
+    change_config(path / model.name, architectures=["InternLM2ForCausalLM"], model_type="internlm2")
+    return path / model.name, path / adapter.name
+
+
+def test_internlm2_is_a_llama_in_another_layout(workshop: Path) -> None:
+    model = make_model(workshop / "as-llama", "llama", seed=4)
+    change_config(model, bias=False)
+    adapter = make_kind(workshop / "as-llama-a", model, "LoRA", 2)
+    weights = load_file(adapter / "adapter_model.safetensors")
+    for name in weights:  # of one fused matrix
+        if re.search("[kv]_proj.lora_A", name):
+            weights[name] = weights[re.sub("[kv]_proj", "q_proj", name)].clone()
+    save_file(weights, adapter / "adapter_model.safetensors", {"format": "pt"})
+    theirs, lora = as_internlm2(model, adapter, workshop / "internlm2")
+    tensors = read_from("peft", lora, theirs)
+    decoder = decoder_of(theirs)
+    found = Driver(decoder, [tokens(30)] * 2, [None, tensors]).run()
+    assert agree(found[0], reference_logits(model, None, tokens(30)))
+    assert agree(found[1], reference_logits(model, adapter, tokens(30)))
+    out = workshop / "internlm2-c"
+    arguments = ["-i", str(lora), "-o", str(out), "--base", str(theirs), "--storage-type", "float32"]
+    assert hf_lora_convert(arguments) == 0
+    np.testing.assert_array_equal(read_adapter_folder(out)[0], tensors[0])
+    with pytest.raises(AdapterInvalidError, match="wqkv: the order of its rows depends"):
+        read_adapter_folder(lora)
 
 
 def test_internlm3_as_it_was_released(workshop: Path) -> None:

@@ -1,4 +1,4 @@
-"""How a base model orders the rows of its fused `query_key_value`, from its config.json alone."""
+"""How a base model orders the rows of its fused `query_key_value` or `wqkv`, from its config.json alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def find_model_config(adapter: Path, base: Path | None) -> Path | None:
 def read_fused_rows(file: Path) -> dict[int, LoraModule]:
     """attn_qkv of a model that keeps q, k, v in groups of heads, by its id; empty for other models.
 
-    file: config.json of a Falcon, GPT-NeoX or Bloom model. Raises AdapterInvalidError.
+    file: config.json of a Falcon, GPT-NeoX, Bloom or InternLM 2 model. Raises AdapterInvalidError.
     """
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
@@ -49,9 +49,11 @@ def read_fused_rows(file: Path) -> dict[int, LoraModule]:
 def _heads_and_groups(raw: Mapping[str, Any]) -> tuple[int, int] | None:
     """Query heads, and how many groups of them a key head each; those are the groups of rows, too."""
     kind = raw.get("model_type")
-    if kind not in ("falcon", "RefinedWeb", "RefinedWebModel", "gpt_neox", "bloom"):
+    if kind not in ("falcon", "RefinedWeb", "RefinedWebModel", "gpt_neox", "bloom", "internlm2"):
         return None
     heads = int(raw.get("n_head") or raw["num_attention_heads"])
+    if kind == "internlm2":
+        return heads, int(raw.get("num_key_value_heads") or heads)
     if kind in ("gpt_neox", "bloom"):
         return heads, heads
     if raw.get("new_decoder_architecture", kind == "RefinedWeb"):

@@ -72,11 +72,22 @@ INTERNLM3 = {
     **LLAMA, "vocab_size": 128512, "intermediate_size": 10240, "num_hidden_layers": 48,
     "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
 }  # fmt: skip
+# The defaults of its own code; transformers has no class of it.
+INTERNLM2 = {**PLAIN, "vocab_size": 103168, "bias": True}
 
 # Its first releases say su or yarn.
 PHI3_ROPE = {
     "partial": "partial_rotary_factor", "renamed": {"su": "longrope", "yarn": "longrope"},
 }  # fmt: skip
+INTERNLM2_NAMES = TensorNames(
+    head="output",
+    embed="tok_embeddings",
+    qkv=("attention.wqkv",),
+    out="attention.wo",
+    up_gate=("feed_forward.w3", "feed_forward.w1"),
+    down="feed_forward.w2",
+    block_norms={"attention_norm": "attention_norm", "mlp_norm": "ffn_norm"},
+)
 # Olmo 2 normalises the outputs of attention and MLP in place of their inputs.
 OLMO2 = TensorNames(
     block_norms={
@@ -187,6 +198,16 @@ def _exaone4(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"qk_norm": "head", "sliding_windows": windows, "unrotated_layers": still}
 
 
+def _internlm2(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Rows of q, k and v are in groups, one for each key head."""
+    biased = bool(raw["bias"])
+    return {
+        "qkv_groups": raw["num_key_value_heads"] or raw["num_attention_heads"],
+        "attention_bias": biased,
+        "attention_out_bias": biased,
+    }
+
+
 def _internlm3(raw: Mapping[str, Any]) -> dict[str, Any]:
     if raw["attention_bias"] != raw["mlp_bias"]:
         raise ConfigError("config.json: qkv_bias and bias must be equal")
@@ -215,6 +236,7 @@ FAMILIES = {
     "GraniteForCausalLM": ModelFamily(GRANITE, _granite),
     "Olmo2ForCausalLM": ModelFamily(OLMO2_DEFAULTS, _olmo2, lambda _: OLMO2),
     "Exaone4ForCausalLM": ModelFamily(EXAONE4, _exaone4, lambda _: OLMO2),
+    "InternLM2ForCausalLM": ModelFamily(INTERNLM2, _internlm2, lambda _: INTERNLM2_NAMES),
     "InternLM3ForCausalLM": ModelFamily(
         INTERNLM3, _internlm3, aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"}
     ),

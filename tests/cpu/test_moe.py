@@ -319,6 +319,21 @@ def test_broken_adapters_are_refused_with_the_reason(workshop: Path) -> None:
             read_adapter_folder(path, modules=more)
 
 
+def test_what_granite_cannot_adapt_is_named(workshop: Path) -> None:
+    """Its fused shared expert, and experts as transformers 4 named them."""
+    model = make_model(workshop / "granite-shared", "granitemoe-shared", seed=12)
+    modules = lora_modules(read_model_config(model))
+    shared = make_adapter(workshop / "granite-s", model, 1, rank=4, modules=("q_proj", "input_linear"))
+    with pytest.raises(AdapterInvalidError, match=r"shared_mlp.input_linear.lora_A.weight: no such"):
+        read_adapter_folder(shared, modules=modules)
+    plain = make_adapter(workshop / "granite-q", model, 1, rank=4, modules=("q_proj",))
+    low = "base_model.model.model.layers.0.block_sparse_moe."
+    key = f"{low}input_linear.lora_A.weight"
+    old = broken(plain, workshop / "granite-old", lambda tensors: tensors.update({key: torch.ones(12, 64)}))
+    with pytest.raises(AdapterInvalidError, match=r"input_linear.lora_A.weight: no such LoRA module"):
+        read_adapter_folder(old, modules=modules)
+
+
 def test_tensors_that_do_not_fit_the_layer_are_refused(workshop: Path) -> None:
     model = make_model(workshop / "dense-first", "qwen3-moe-dense-first", seed=12)
     store = open_store(read_model_config(model))

@@ -54,6 +54,7 @@ LENGTHS = (1, 37, 18, 60, 23)
 MIXED = (None, "patterns", "rank 64", "DoRA + rsLoRA + patterns", "some layers")
 # Families that differ in what the engine touches: names, fused rows, windows, positions.
 ENGINE_FAMILIES = ("falcon-new", "gemma3", "gpt-neox", "gpt2", "olmo2", "phi3")
+ENGINE_FAMILIES += ("cohere2", "ministral3", "opt")  # positions of some layers, or for queries alone; names
 
 
 def decoder_of(model: Path, dtype: torch.dtype = torch.float32, max_seq_len: int | None = None) -> Decoder:
@@ -423,7 +424,7 @@ def test_the_reference_ops_agree(workshop: Path) -> None:
             assert torch.allclose(a, b, rtol=1e-5, atol=5e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "cohere", "glm4", "nemotron"])
 def test_bfloat16_is_no_farther_from_the_truth_than_transformers(family: str, workshop: Path) -> None:
     model = make_model(workshop / f"bf16-{family}", family, seed=6)
     adapter = make_kind(workshop / f"bf16-{family}-a", model, "LoRA", 6)

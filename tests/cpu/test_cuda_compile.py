@@ -105,7 +105,7 @@ ops.rotate_and_store(q, k, k, angles, cache, cache, batch)
 ops.rotate_and_store(q, k, k, None, cache.to(FP8), cache.to(FP8), batch)
 ops.rms_norm(x, x[0], 1e-5)
 ops.add_rms_norm(x, x, x[0].float(), 1e-5)
-for activation in ("silu", "gelu", "gelu_tanh", "relu"):
+for activation in ("silu", "gelu", "gelu_tanh", "relu", "relu2"):
     ops.gated(y, activation)
 """
 

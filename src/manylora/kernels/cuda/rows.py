@@ -43,8 +43,10 @@ def _gated(y, out, y_stride, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.
     elif KIND == "gelu_tanh":  # (1 + tanh(z)) / 2 is the logistic function of 2 z
         active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     else:
-        tl.static_assert(KIND == "relu")
+        tl.static_assert(KIND == "relu" or KIND == "relu2")
         active = tl.maximum(gate, 0.0)
+        if KIND == "relu2":
+            active = active * active
     rounded = active.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * WIDTH + column, (rounded * up).to(out.dtype.element_ty), mask=inside)
 

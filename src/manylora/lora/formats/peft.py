@@ -31,13 +31,7 @@ from manylora.lora.formats.peft_experts import (
     expert_rows,
 )
 from manylora.lora.formats.peft_extras import check_extra_shapes, is_extra, read_extras
-from manylora.lora.formats.peft_names import (
-    PEFT_KEY,
-    VISION,
-    in_our_order,
-    in_peft_order,
-    module_id_of,
-)
+from manylora.lora.formats.peft_names import PEFT_KEY, VISION, in_our_order, in_peft_order, module_id_of
 from manylora.lora.formats.peft_stacks import STACK_KEY, Parts, check_stacks, stack_parts
 from manylora.lora.formats.pickled import read_pickled
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions

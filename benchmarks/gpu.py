@@ -174,8 +174,7 @@ class Bench:
         for shape, blocks in chosen.items():
             known = any(row["shape"] == shape for row in self.report.sections.get("Block sizes", ()))
             if not known:
-                row = {"size": blocks.size, "warps": blocks.warps, "stages": blocks.stages}
-                self.report.add("Block sizes", shape=shape, **row)
+                self.report.add("Block sizes", shape=shape, chosen=str(blocks))
 
     def _ratios(self, steps: Steps, mixes: tuple[tuple[int, ...], ...]) -> None:
         from gpu_steps import ranks_text

@@ -76,12 +76,13 @@ class Collector:
         self.wanted.append((kernel, self.case, Every.now, arguments, constants))
 
     def compile(self) -> Iterator[Compiled]:
-        seen = set()
+        once = {
+            (kernel.__name__, case, blocks): all_
+            for all_ in self.wanted
+            for kernel, case, blocks, *_ in [all_]
+        }
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            for row in threads.map(self._one, self.wanted):
-                if (key := (row.kernel, row.case, row.blocks)) not in seen:
-                    seen.add(key)
-                    yield row
+            yield from threads.map(self._one, once.values())
 
     def _one(self, wanted: tuple[Any, str, Blocks | None, tuple, dict]) -> Compiled:
         kernel, case, blocks, arguments, constants = wanted
@@ -200,10 +201,10 @@ def _weights(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
         for name, weight in kinds.items():
             table = weight_table([weight])
             case = f"{name}, {rows} rows"
-            yield case, lambda x=x, t=table: quantised_rows(x, t, None, Every())  # type: ignore[misc]
+            yield case, lambda x=x, t=table: quantised_rows(x, t, Every())  # type: ignore[misc]
         if capability >= 89:
             units = weight_table([kinds["e4m3"]], narrow=True)
-            yield f"FP8 units, {rows} rows", lambda x=x, t=units: quantised_rows(x, t, None, Every())  # type: ignore[misc]
+            yield f"FP8 units, {rows} rows", lambda x=x, t=units: quantised_rows(x, t, Every())  # type: ignore[misc]
 
 
 def _rows(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -116,7 +116,7 @@ def test_measuring_ends_when_its_time_is_up() -> None:
     assert machine.ran == [64, 128]
 
 
-@pytest.mark.parametrize("content", ["[1, 2", "[]", '{"a": []}', '{"a": "x"}', '{"a": [1, 2, 3, 4]}'])
+@pytest.mark.parametrize("content", ["[1, 2", "[]", '{"a": []}', '{"a": 1}', '{"a": [1, 2, 3, 4, 5]}'])
 def test_a_broken_file_is_not_used(content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "blocks.json"
     path.write_text(content, encoding="utf-8")
@@ -125,7 +125,7 @@ def test_a_broken_file_is_not_used(content: str, tmp_path: Path, caplog: pytest.
     assert f"{path} is not used" in caplog.text
     with made.measuring():
         assert made.choose("a", FEW, machine.launch) == FEW[1]
-    assert json.loads(path.read_text(encoding="utf-8")) == {"a": [128, 4, 3]}
+    assert json.loads(path.read_text(encoding="utf-8")) == {"a": [128, 4, 3, 1]}
 
 
 def test_choices_that_cannot_be_kept_are_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -161,12 +161,12 @@ def test_adapters_add_the_same_with_every_choice(lengths: list[int], ranks: list
 
 
 @pytest.mark.parametrize("rows", [5, 40])
-@pytest.mark.parametrize("number", _most(grouped.SMALL_TILES, grouped.LARGE_TILES))
+@pytest.mark.parametrize("number", _most(grouped.SMALL_TILES + grouped.SMALL_SPLIT))
 def test_weights_multiply_the_same_with_every_choice(number: int, rows: int) -> None:
     torch.manual_seed(0)
     chooser, weight = Number(number), weight_of("W4A16", torch.float32)
     x = torch.randn(rows, weight.shape[1], device=DEVICE)
-    close(quantised_rows(x, weight_table([weight]), None, chooser), quantised_linear(x, weight, None))
+    close(quantised_rows(x, weight_table([weight]), chooser), quantised_linear(x, weight, None))
     made = CudaOps(chooser=chooser)
     made.reserve(limits(num_experts=EXPERTS), DEVICE)
     weights = tuple(torch.randn(24, 32, device=DEVICE) for _ in range(EXPERTS))
@@ -175,6 +175,27 @@ def test_weights_multiply_the_same_with_every_choice(number: int, rows: int) -> 
     got = made.expert_linear(x[pairs.rows], pairs, weights)[places].view(rows, 2, 24)
     want = [torch.stack([weights[e] @ row for e in es]) for row, es in zip(x, choices.tolist(), strict=True)]
     close(got, torch.stack(want))
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_few_rows_of_one_weight_may_fill_a_gpu(rows: int) -> None:
+    """With the inputs in parts, whose sums are added in one order whatever rows are beside."""
+    offered: list[Sequence[Blocks]] = []
+
+    class Parts(BlockChooser):
+        def choose(self, shape, candidates, launch):  # type: ignore[no-untyped-def]
+            offered.append(candidates)
+            return candidates[-1]
+
+    torch.manual_seed(0)
+    weight, chooser = weight_of("W8A16", torch.float32, columns=160), Parts()
+    x = torch.randn(rows, 160, device=DEVICE)
+    table = weight_table([weight])
+    many, few = quantised_rows(x, table, chooser), quantised_rows(x[: rows // 4 + 1], table, chooser)
+    close(many, quantised_linear(x, weight, None))
+    assert torch.equal(many[: len(few)], few)
+    assert offered[0] == offered[1] and offered[0][-1].splits > 1
+    assert max(4096 // blocks.size * blocks.splits for blocks in offered[0]) >= 132
 
 
 @pytest.mark.parametrize("counts", [[1, 1, 1], [30, 2, 5]], ids=["decoding", "prompts"])

@@ -93,12 +93,12 @@ for values, groups, offsets in (
     (torch.zeros(widths[0], hidden // 2, dtype=torch.uint8), 32, scales),
 ):
     table = weight_table([QuantisedWeight(values, scales[:, :groups].contiguous(), offsets)])
-    quantised_rows(x, table, None, chooser)
-    quantised_rows(x[:1], table, None, chooser)
+    quantised_rows(x, table, chooser)
+    quantised_rows(x[:1], table, chooser)
     if values.dtype == FP8:
         table = weight_table([QuantisedWeight(values, scales[:, :1].contiguous(), None)], narrow=True)
-        quantised_rows(x, table, None, chooser)
-        quantised_rows(x[:1], table, None, chooser)
+        quantised_rows(x, table, chooser)
+        quantised_rows(x[:1], table, chooser)
 quantise_rows(x)
 angles = torch.zeros(len(q), 128, dtype=dtype), torch.zeros(len(q), 128, dtype=dtype)
 ops.rotate_and_store(q, k, k, angles, cache, cache, batch)
@@ -133,6 +133,6 @@ def test_every_kernel_and_choice_compiles_and_reads_matrices_in_wide_words(tmp_p
         assert name not in READS_MATRICES or narrow <= 16, f"{line}: elements one by one"
         assert shared <= SHARED_MEMORY, line
         assert spilled <= SPILLED, f"{line}: registers are spilled"
-    others = {"_join", "_rotate_store", "_rms_norm", "_gated", "_pair", "_tile", "_quantise"}
+    others = {"_join", "_rotate_store", "_rms_norm", "_gated", "_pair", "_tile", "_quantise", "_add_parts"}
     assert set(wide) == READS_MATRICES | others
     assert all(wide[name] for name in (*READS_MATRICES, "_gated"))

@@ -216,11 +216,11 @@ def test_block_sizes_are_measured_once_and_kept(
         model, device="cuda", max_seq_len=128, max_tokens_in_paged_kv_cache=2**13, lora=lora
     )
     Engine(config)
-    assert "measured block sizes of" in caplog.text
+    assert "measured choices of" in caplog.text
     assert [file.suffix for file in cache.iterdir() if file.name.startswith("blocks-")] == [".json"]
     caplog.clear()
     Engine(config)
-    assert "measured block sizes of" not in caplog.text
+    assert "measured choices of" not in caplog.text
 
 
 def test_tables_go_to_the_device_as_one_piece() -> None:

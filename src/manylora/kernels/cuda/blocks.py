@@ -1,4 +1,4 @@
-"""Chooses the block sizes of kernels: the fastest of a few candidates, measured once for each kind of shape.
+"""Chooses block sizes, and kernels: the fastest of a few candidates, measured once for each kind of shape.
 
 The order of sums depends on the block size. So it is chosen by the shape of a layer, never by a batch's
 contents, and the choice is kept on disk for the GPU and the version of triton. Nothing is measured outside
@@ -15,8 +15,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import triton
@@ -27,6 +28,7 @@ logger = logging.getLogger("manylora")
 
 MOST_SECONDS = 30.0  # of measuring at one start; most of it is compilation, which is cached
 REPEATS = 5
+NOISE = 0.05  # of a time: what differs by less is as fast
 FLUSH_BYTES = 2**28  # more than any GPU's L2 cache: in a step an adapter is read from memory
 
 Clock = Callable[[Callable[[], object]], float]
@@ -35,11 +37,21 @@ Clock = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Blocks:
-    """size: along the kernel's main dimension. warps, stages: num_warps and num_stages of triton."""
+    """size: along the kernel's main dimension. warps, stages: num_warps and num_stages of triton. splits:
+    parts of a sum, each by a program of its own, that are added in order."""
 
     size: int
     warps: int = 4
     stages: int = 3
+    splits: int = 1
+
+    def __str__(self) -> str:
+        parts = f", {self.splits} parts" if self.splits > 1 else ""
+        return f"{self.size}, {self.warps} warp{'s' * (self.warps > 1)}, {self.stages} stages{parts}"
+
+
+Candidate = TypeVar("Candidate", Blocks, str)
+"""Block sizes, or the name of a kernel."""
 
 
 class BlockChooser:
@@ -52,11 +64,11 @@ class BlockChooser:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock, self._path, self._now = clock, path, now
-        self._chosen: dict[str, Blocks] = _read(path) if path is not None else {}
+        self._chosen: dict[str, Blocks | str] = _read(path) if path is not None else {}
         self._until: float | None = None
 
     @property
-    def chosen(self) -> Mapping[str, Blocks]:
+    def chosen(self) -> Mapping[str, Blocks | str]:
         """The choices by shape, measured in this process or before."""
         return self._chosen
 
@@ -65,9 +77,9 @@ class BlockChooser:
         return self._clock is not None
 
     @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Inside, a new shape is measured when its kernel is launched, for MOST_SECONDS in all."""
-        known, self._until = len(self._chosen), self._now() + MOST_SECONDS
+    def measuring(self, seconds: float = MOST_SECONDS) -> Iterator[None]:
+        """Inside, a new shape is measured when its kernel is launched, for so long in all."""
+        known, self._until = len(self._chosen), self._now() + seconds
         started = self._now()
         try:
             yield
@@ -75,15 +87,22 @@ class BlockChooser:
             self._until = None
             made = len(self._chosen) - known
             if made:
-                logger.info("measured block sizes of %d shapes in %.1f s", made, self._now() - started)
+                logger.info(
+                    "measured choices of block sizes and kernels for %d shapes in %.1f s",
+                    made,
+                    self._now() - started,
+                )
                 self._write()
 
-    def choose(self, shape: str, candidates: Sequence[Blocks], launch: Callable[[Blocks], object]) -> Blocks:
+    def choose(
+        self, shape: str, candidates: Sequence[Candidate], launch: Callable[[Candidate], object]
+    ) -> Candidate:
         """shape: names the kernel and everything its speed depends on except a batch's contents. launch: runs
-        the kernel with given blocks; may be called many times. A candidate that raises is not chosen."""
+        a candidate; may be called many times. One that raises is not chosen; of those that are as fast as the
+        fastest, but for NOISE, the first is."""
         known = self._chosen.get(shape)
-        if known is not None and known in candidates:  # the file may be from another version
-            return known
+        if known in candidates:  # the file may be from another version
+            return candidates[candidates.index(known)]
         if self._clock is None or self._until is None or self._now() > self._until:
             return candidates[0]
         if is_compiling():  # all of them now, side by side, and measured afterwards
@@ -91,21 +110,22 @@ class BlockChooser:
                 launch(blocks)
             return candidates[0]
         seconds = [self._time(shape, launch, blocks) for blocks in candidates]
-        best = candidates[seconds.index(min(seconds))]
-        if min(seconds) < float("inf"):
+        limit = min(seconds) * (1 + NOISE)
+        best = next(c for c, taken in zip(candidates, seconds, strict=True) if taken <= limit)
+        if limit < float("inf"):
             self._chosen[shape] = best
         return best
 
-    def _time(self, shape: str, launch: Callable[[Blocks], object], blocks: Blocks) -> float:
+    def _time(self, shape: str, launch: Callable[[Candidate], object], candidate: Candidate) -> float:
         assert self._clock is not None
         try:
-            return self._clock(lambda: launch(blocks))
+            return self._clock(lambda: launch(candidate))
         except torch.OutOfMemoryError:
             raise
         except (triton.TritonError, RuntimeError) as error:
             # Too large for this GPU, the compiler fails, or the driver refuses it: the others serve.
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            logger.info("%s: %s is not used: %s", shape, blocks, reason)
+            logger.info("%s: %s is not used: %s", shape, candidate, reason)
             return float("inf")
 
     def _write(self) -> None:
@@ -113,7 +133,10 @@ class BlockChooser:
         start measures again."""
         if self._path is None:
             return
-        content = {shape: [b.size, b.warps, b.stages] for shape, b in sorted(self._chosen.items())}
+        content = {
+            shape: chosen if isinstance(chosen, str) else list(astuple(chosen))
+            for shape, chosen in sorted(self._chosen.items())
+        }
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=self._path.parent)
@@ -155,10 +178,10 @@ def _device_clock(device: torch.device) -> Clock:
     return clock
 
 
-def _read(path: Path) -> dict[str, Blocks]:
+def _read(path: Path) -> dict[str, Blocks | str]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return {shape: Blocks(size, warps, stages) for shape, (size, warps, stages) in found.items()}
+        return {shape: one if isinstance(one, str) else Blocks(*one) for shape, one in found.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:

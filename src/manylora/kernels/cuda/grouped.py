@@ -28,9 +28,15 @@ PARTS = 3  # of one weight: values, scales, offsets
 KINDS = {torch.int8: INT8, FP8: E4M3, torch.uint8: INT4}
 ALIGNMENTS = (16, 8, 4, 2, 1)
 SMALLEST_GROUP = 16  # inputs of one block, at least
+ADDED = 1024  # sums that a program adds up
 # Outputs of a program, for small tiles and large ones. They are no part of the order of a sum.
 SMALL_TILES = (Blocks(64), Blocks(32, stages=4), Blocks(128, stages=4))
 LARGE_TILES = (Blocks(128), Blocks(128, warps=8), Blocks(64, stages=4))
+# For few rows of one weight also with the inputs in parts, of which 4096 outputs give 256 programs: a GPU's
+# 132 units would else have fewer to draw the memory's bandwidth with.
+SMALL_SPLIT = (Blocks(64, splits=4), Blocks(32, stages=4, splits=2))
+LARGE_SPLIT = (Blocks(64, splits=4), Blocks(32, stages=4, splits=2))
+ROW_CLASSES = (16, 64, 256)  # up to so many rows of one weight a row is summed in one order
 
 
 @dataclass(frozen=True)
@@ -85,11 +91,12 @@ def _weights(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _grouped(
-    y, x, x_scales, bias, tiles, all_values, all_scales, all_offsets, distances, x_stride, num_rows, num_in,
+    y, x, x_scales, tiles, all_values, all_scales, all_offsets, distances, x_stride, num_rows, num_in,
     num_out,
     KIND: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr, TILED: tl.constexpr,
-    BIASED: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr, PARTS: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr, NARROW: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     first, number = tile.to(tl.int64) * BLOCK_M, 0
@@ -105,7 +112,13 @@ def _grouped(
     m, n = tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = first + m
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, num_in, BLOCK_K):
+    begin, end = 0, num_in
+    if SPLITS > 1:
+        span = tl.cdiv(tl.cdiv(num_in, BLOCK_K), SPLITS) * BLOCK_K
+        begin = tl.program_id(2) * span
+        end = tl.minimum(num_in, begin + span)
+        y += tl.program_id(2) * num_rows * num_out  # few rows: 32 bits are enough
+    for start in range(begin, end, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         mine = (m < count)[:, None] & (k < num_in)[None, :]
         xs = tl.load(x + rows[:, None] * x_stride + k[None, :], mask=mine, other=0)
@@ -121,10 +134,18 @@ def _grouped(
         total *= tl.load(x_scales + rows, mask=m < count, other=0)[:, None]
     if KIND != 0 and GROUP == 0:
         total *= tl.load(scales + n, mask=n < num_out, other=0).to(tl.float32)[None, :]
-    if BIASED:
-        total += tl.load(bias + n, mask=n < num_out, other=0).to(tl.float32)[None, :]
     to = y + rows[:, None] * num_out + n[None, :]
     tl.store(to, total.to(y.dtype.element_ty), mask=(m < count)[:, None] & (n < num_out)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_parts(y, parts, num_rows, num_out, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """y = parts.sum(0), in order."""
+    at, elements = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), num_rows * num_out
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(parts + split * elements + at, mask=at < elements, other=0)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=at < elements)
 
 
 def weight_table(weights: Sequence[Weight], narrow: bool = False) -> WeightTable:
@@ -170,25 +191,17 @@ def grouped_linear(
     x [P, K] in the dtype of plain weights or of scales, last dimension contiguous -> [P, N]. tiles [n, TILE]
     int32, covering all of x, none with more than tile_size rows.
     """
-    return _launch(x, tiles, tile_size, tiles.shape[0], table, None, chooser or BlockChooser())
+    return _launch(x, tiles, tile_size, tiles.shape[0], table, chooser or BlockChooser())
 
 
-def quantised_rows(
-    x: Tensor, table: WeightTable, bias: Tensor | None, chooser: BlockChooser | None = None
-) -> Tensor:
-    """Semantics: x @ W.T + bias, of a table of one weight; x [T, K] -> [T, N]."""
+def quantised_rows(x: Tensor, table: WeightTable, chooser: BlockChooser | None = None) -> Tensor:
+    """Semantics: x @ W.T, of a table of one weight; x [T, K] -> [T, N]."""
     size = 16 if x.shape[0] <= 16 else 64
-    return _launch(x, None, size, triton.cdiv(x.shape[0], size), table, bias, chooser or BlockChooser())
+    return _launch(x, None, size, triton.cdiv(x.shape[0], size), table, chooser or BlockChooser())
 
 
 def _launch(
-    x: Tensor,
-    tiles: Tensor | None,
-    tile_size: int,
-    count: int,
-    table: WeightTable,
-    bias: Tensor | None,
-    chooser: BlockChooser,
+    x: Tensor, tiles: Tensor | None, tile_size: int, count: int, table: WeightTable, chooser: BlockChooser
 ) -> Tensor:
     num_out, num_in = table.shape
     dtype, widen, x_scales = x.dtype, widens(x.dtype), x
@@ -204,19 +217,35 @@ def _launch(
         group = 0
 
     def run(blocks: Blocks) -> None:
+        parts, splits = y, blocks.splits
+        if splits > 1:
+            parts = torch.empty((splits, *y.shape), dtype=torch.float32, device=y.device)
         launch(
-            _grouped, (count, triton.cdiv(num_out, blocks.size)), y, x, x_scales,
-            y if bias is None else bias, y if tiles is None else tiles, table.values, table.scales,
+            _grouped, (count, triton.cdiv(num_out, blocks.size), splits), parts, x, x_scales,
+            y if tiles is None else tiles, table.values, table.scales,
             table.offsets, table.distances, x.stride(0), x.shape[0], num_in, num_out,
-            KIND=table.kind, GROUP=group,
-            OFFSETS=table.has_offsets, TILED=tiles is not None, BIASED=bias is not None, TILE=TILE,
+            KIND=table.kind, GROUP=group, OFFSETS=table.has_offsets, TILED=tiles is not None, TILE=TILE,
             PARTS=PARTS, ALIGN=table.align, BLOCK_M=tile_size, BLOCK_N=blocks.size, BLOCK_K=block_k,
-            WIDEN=widen, NARROW=table.narrow, num_warps=blocks.warps, num_stages=blocks.stages,
+            WIDEN=widen, NARROW=table.narrow, SPLITS=splits, num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
+        if splits > 1:
+            grid = (triton.cdiv(y.numel(), ADDED),)
+            launch(_add_parts, grid, y, parts, len(y), num_out, SPLITS=splits, BLOCK=ADDED)
 
     if count:
-        candidates = SMALL_TILES if tile_size == 16 else LARGE_TILES
         kind = ("plain", "int8", "e4m3", "int4")[table.kind] + " units" * table.narrow
-        shape = f"{kind} {dtype} tile {tile_size} in {num_in} out {num_out} groups {table.groups}"
-        run(chooser.choose(shape, candidates, run))
+        rows = f"tile {tile_size}" if tiles is not None else f"rows {_row_class(len(x))}"
+        shape = f"{kind} {dtype} {rows} in {num_in} out {num_out} groups {table.groups}"
+        run(chooser.choose(shape, _candidates(tile_size, tiles is not None, len(x)), run))
     return y
+
+
+def _candidates(tile_size: int, tiled: bool, rows: int) -> tuple[Blocks, ...]:
+    candidates = SMALL_TILES if tile_size == 16 else LARGE_TILES
+    if tiled or rows > ROW_CLASSES[1]:  # then tiles give programs enough
+        return candidates
+    return (*candidates, *(SMALL_SPLIT if tile_size == 16 else LARGE_SPLIT))
+
+
+def _row_class(rows: int) -> int:
+    return next((most for most in ROW_CLASSES if rows <= most), ROW_CLASSES[-1])

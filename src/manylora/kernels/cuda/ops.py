@@ -14,7 +14,7 @@ from manylora.kernels.cuda.backends import AttentionBackend, choose
 from manylora.kernels.cuda.blocks import BlockChooser
 from manylora.kernels.cuda.grouped import ALIGNMENTS, WeightTable, grouped_linear, weight_table
 from manylora.kernels.cuda.plan import MODULES, PLACE, Places, plan_lora
-from manylora.kernels.cuda.quantised import KERNELS, QuantisedLinears, Widened
+from manylora.kernels.cuda.products import QuantisedLinears
 from manylora.kernels.cuda.tables import PART_KEYS, PagedBatch, PlannedLora, plan_attention
 from manylora.kernels.quantised import PackedInt4, QuantisedWeight, StackedWeight
 from manylora.kernels.reference import ReferenceOps
@@ -44,7 +44,7 @@ class CudaOps(ReferenceOps):
     def __init__(self, part_keys: int = PART_KEYS, chooser: BlockChooser | None = None) -> None:
         self._part_keys = part_keys
         self.chooser = chooser or BlockChooser()
-        self._quantised = QuantisedLinears((*KERNELS[:-1], Widened(self.chooser)))
+        self._quantised = QuantisedLinears(chooser=self.chooser)
         self._targets: dict[tuple[LoraTarget, ...], Tensor] = {}
         self._tables: dict[int, tuple[Sequence[Weight], WeightTable]] = {}
 

@@ -1,14 +1,8 @@
-"""Linear layers on quantised weights: for each format the first kernel whose result equals the reference's.
-
-A kernel is tried with the first weight of a format, and the choice is logged. Weights are dequantised before
-the product, some rows at a time, where x has more rows than the kernel's most_rows or no kernel fits.
-"""
+"""Kernels for linear layers on quantised weights: PyTorch's and our own."""
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +12,6 @@ from manylora.kernels.cuda.blocks import BlockChooser
 from manylora.kernels.cuda.fp8 import FP8, has_units, quantise_rows
 from manylora.kernels.cuda.grouped import SMALLEST_GROUP, quantised_rows, weight_table
 from manylora.kernels.quantised import INT4_GROUPS, PackedInt4, QuantisedWeight, quantised_linear
-
-logger = logging.getLogger("manylora")
 
 FEW_ROWS = 256  # up to here weights are widened in registers; with more rows, once before the product
 INT8_ROWS = 64  # torch's 8-bit kernel is for decoding
@@ -31,12 +23,14 @@ TOLERANCE = 0.02  # of the largest output; rounding to bfloat16 takes 0.004
 class QuantisedKernel(ABC):
     """One implementation of the product with quantised weights.
 
-    most_rows: of x for which it is fast. narrows: whether it quantises x to e4m3, with a scale for each row.
+    most_rows: of x that it is offered. narrows: whether it quantises x to e4m3, with a scale for each row.
+    repacks: whether `pack` changes the layout, so that no other kernel takes the weight.
     """
 
     name: str
     most_rows: int | None = None
     narrows = False
+    repacks = False
 
     @abstractmethod
     def takes(self, weight: QuantisedWeight) -> bool:
@@ -109,6 +103,7 @@ class TorchInt4(QuantisedKernel):
     """Its layout replaces ours, so it is used for any number of rows."""
 
     name = "torch._weight_int4pack_mm"
+    repacks = True
 
     def takes(self, weight: QuantisedWeight) -> bool:
         rows, columns = weight.shape
@@ -149,11 +144,11 @@ class Widened(QuantisedKernel):
         return weight_table([packed])
 
     def __call__(self, x: Tensor, packed: QuantisedWeight, prepared: Any) -> Tensor:
-        return quantised_rows(x, prepared, None, self._chooser)
+        return quantised_rows(x, prepared, self._chooser)
 
 
-class Units(QuantisedKernel):
-    """Our own kernel on the FP8 units, for experts: torch's have no tables."""
+class Units(Widened):
+    """Our own kernel on the FP8 units. Experts always use it: torch's have no tables."""
 
     name = "our own kernel on FP8 units"
     narrows = True
@@ -164,59 +159,26 @@ class Units(QuantisedKernel):
     def prepare(self, packed: QuantisedWeight) -> Any:
         return weight_table([packed], narrow=True)
 
-    def __call__(self, x: Tensor, packed: QuantisedWeight, prepared: Any) -> Tensor:
-        return quantised_rows(x, prepared, None)
+
+class WidenedBefore(QuantisedKernel):
+    """Dequantises weights before the product, some rows at a time."""
+
+    name = "widened before the product"
+
+    def takes(self, weight: QuantisedWeight) -> bool:
+        return True
+
+    def __call__(self, x: Tensor, packed: QuantisedWeight, prepared: None) -> Tensor:
+        return quantised_linear(x, packed, None)
 
 
-KERNELS: tuple[QuantisedKernel, ...] = (ScaledRows(), ScaledAfterwards(), TorchInt8(), TorchInt4(), Widened())
+def all_kernels(chooser: BlockChooser | None = None) -> tuple[QuantisedKernel, ...]:
+    """In the order in which they are preferred where nothing is measured. chooser: of block sizes."""
+    torch_kernels = ScaledRows(), ScaledAfterwards(), TorchInt8(), TorchInt4()
+    return (*torch_kernels, Widened(chooser), WidenedBefore(), Units(chooser))
 
 
-class QuantisedLinears:
-    """Chooses the kernel of each weight and runs it. The last of `kernels` needs no trial."""
-
-    def __init__(self, kernels: Sequence[QuantisedKernel] = KERNELS) -> None:
-        self._kernels, self._units = kernels, Units()
-        self._works: dict[tuple[Hashable, QuantisedKernel], bool] = {}
-        self._ready: dict[int, tuple[Any, QuantisedKernel, Any]] = {}  # with the weights, so ids stay theirs
-
-    def pack(self, weight: QuantisedWeight) -> QuantisedWeight | PackedInt4:
-        """A weight in its kernel's layout; the original may be freed."""
-        for kernel in self._kernels if weight.is_plain else ():
-            if kernel.takes(weight) and self._passes(kernel, weight):
-                packed = kernel.pack(weight)
-                self._ready[id(packed)] = packed, kernel, kernel.prepare(packed)
-                return packed
-        return weight
-
-    def narrows_experts(self, weight: QuantisedWeight) -> bool:
-        """Whether experts with such weights use FP8 tensor cores. The first call tries the kernel and waits
-        for the device."""
-        return self._units.takes(weight) and self._passes(self._units, weight)
-
-    def __call__(self, x: Tensor, weight: QuantisedWeight | PackedInt4, bias: Tensor | None) -> Tensor:
-        """As `ReferenceOps.linear`."""
-        known = self._ready.get(id(weight))
-        if known is None or (known[1].most_rows is not None and len(x) > known[1].most_rows):
-            assert isinstance(weight, QuantisedWeight), "only what was packed here is in a layout of torch's"
-            return quantised_linear(x, weight, bias)
-        y = known[1](x.contiguous(), known[0], known[2])
-        return y if bias is None else y.add_(bias)
-
-    def _passes(self, kernel: QuantisedKernel, weight: QuantisedWeight) -> bool:
-        """Whether its product with some rows of the first weight of this format was right."""
-        size = 0 if _per_output(weight) else weight.group_size
-        key = (weight.values.dtype, weight.scales.dtype, weight.offsets is None, size), kernel
-        if key not in self._works:
-            reason = None if kernel is self._kernels[-1] else _refusal(kernel, weight)
-            self._works[key] = reason is None
-            four = weight.values.dtype == torch.uint8
-            kind = "4-bit" if four else str(weight.values.dtype).removeprefix("torch.")
-            says = "" if reason is None else f" is not used: {reason}"
-            logger.info("%s weights: %s%s", kind, kernel.name, says)
-        return self._works[key]
-
-
-def _refusal(kernel: QuantisedKernel, weight: QuantisedWeight) -> str | None:
+def refusal(kernel: QuantisedKernel, weight: QuantisedWeight) -> str | None:
     """Why a kernel cannot serve, None if it can: it raised, or its answer is not the reference's."""
     some = weight.rows(slice(256))
     made = torch.Generator().manual_seed(0)

@@ -3,8 +3,8 @@ it to a table. No GPU is needed: triton brings the compiler and NVIDIA's assembl
 
     PYTHONPATH=src python benchmarks/gpu_static.py --out docs/gpu_static.md
 
-Shapes are those of a Llama 3 8B, its experts those of a Mixtral. Fails where a kernel spills registers, needs
-more shared memory than a GPU has, or cannot be compiled.
+Shapes are those of a Llama 3 8B. Fails where a kernel spills registers, needs more shared memory than a GPU
+has, or cannot be compiled. Takes a quarter of an hour of one core; --only, --arch and --case take a part.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -48,20 +48,53 @@ HIDDEN, WIDTHS = 4096, (4096, 1024, 1024)
 TARGETS = [LoraTarget(i, sum(WIDTHS[:i]), width) for i, width in enumerate(WIDTHS)]
 LENGTHS = {1: (1,) * 32, 16: (8,) * 4, 64: (128, 128)}  # rows of each adapter, by the size of a tile
 GROUPS = ("adapters", "attention", "weights", "rows")
-HEAD = (
-    "| kernel | case | block | registers | spilled | shared | blocks | loads of 128, 64, ≤ 32 bits "
-    "| tensor cores | loop | barriers |"
-)
+HEAD = "| case | block | registers | spilled | shared | blocks | loads | tensor cores | loop | barriers |"
+INTRODUCTION = """# Machine code of the GPU kernels
+
+`make gpu-static` compiles every kernel in the Triton language, with every choice of block sizes that a start
+may measure, for {targets}, and reads what NVIDIA's assembler made of it. Nothing runs, so it
+needs no GPU and shows no time. It was made with triton {version}. Shapes are those of a Llama 3 8B;
+heads of 256 are those of a Gemma.
+
+A row is a case with one choice. Where the kinds of GPU differ, a cell has the value of each, in that order.
+
+| column | meaning |
+|---|---|
+| block | size along the kernel's main dimension, warps, stages of loads in flight, parts of the sum |
+| registers | of a thread; a GPU has 65,536 for a unit (SM) |
+| spilled | bytes of a thread in local memory; more than 16 is a fault, and `make gpu-static` fails |
+| shared | bytes of shared memory of a thread block |
+| blocks | thread blocks that fit into a unit at once |
+| loads | instructions that load 128, 64, and 32 or fewer bits of global memory for each thread |
+| tensor cores | the main loop's instruction |
+| loop, barriers | instructions of the main loop, and its barriers |"""
 
 
 @dataclass(frozen=True)
 class Compiled:
+    """A kernel in one of its cases, with one choice of block sizes, for GPUs of one compute capability."""
+
+    capability: int
     kernel: str
     case: str
     blocks: Blocks | None
     warps: int
-    code: MachineCode | None
+    code: MachineCode | None = None
     error: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.kernel, self.case, str(self.blocks or f"{self.warps} warps")
+
+    @property
+    def cells(self) -> list[str]:
+        if self.code is None:
+            return [self.error.splitlines()[0], *[""] * 7]
+        code = self.code
+        narrow = sum(count for bits, count in code.loads.items() if bits <= 32)
+        loads = f"{code.loads.get(128, 0)}, {code.loads.get(64, 0)}, {narrow}"
+        numbers = (code.registers, code.spilled, code.shared, code.blocks)
+        return [*map(str, numbers), loads, code.tensor_cores, str(code.instructions), str(code.barriers)]
 
 
 class Collector:
@@ -70,30 +103,27 @@ class Collector:
     def __init__(self, capability: int) -> None:
         self.capability = capability
         self.case = ""
-        self.wanted: list[tuple[Any, str, Blocks | None, tuple, dict]] = []
+        self.wanted: dict[tuple[str, str, Blocks | None], tuple[Any, tuple, dict]] = {}
 
     def run(self, kernel: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
-        self.wanted.append((kernel, self.case, Every.now, arguments, constants))
+        blocks = Every.now if "num_stages" in constants else None  # else it has no choice
+        self.wanted[kernel.__name__, self.case, blocks] = kernel, arguments, constants
 
     def compile(self) -> Iterator[Compiled]:
-        once = {
-            (kernel.__name__, case, blocks): all_
-            for all_ in self.wanted
-            for kernel, case, blocks, *_ in [all_]
-        }
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            yield from threads.map(self._one, once.values())
+        return (self._one(*key, *launch) for key, launch in self.wanted.items())
 
-    def _one(self, wanted: tuple[Any, str, Blocks | None, tuple, dict]) -> Compiled:
-        kernel, case, blocks, arguments, constants = wanted
+    def _one(
+        self, name: str, case: str, blocks: Blocks | None, kernel: Any, arguments: tuple, constants: dict
+    ) -> Compiled:
         warps = constants.get("num_warps", 4)
         try:
             made = JIT_RUN(kernel, *arguments, grid=(1,), warmup=True, **constants)
-            unit = UNITS[self.capability]
-            code = read_code(made.asm["cubin"], unit, made.metadata.shared, warps)
+            code = read_code(made.asm["cubin"], UNITS[self.capability], made.metadata.shared, warps)
         except Exception as error:  # whatever the compiler raises is a row of the table
-            return Compiled(kernel.__name__, case, blocks, warps, None, f"{type(error).__name__}: {error}")
-        return Compiled(kernel.__name__, case, blocks, warps, code)
+            return Compiled(
+                self.capability, name, case, blocks, warps, error=f"{type(error).__name__}: {error}"
+            )
+        return Compiled(self.capability, name, case, blocks, warps, code)
 
 
 class Every(BlockChooser):
@@ -111,8 +141,9 @@ class Every(BlockChooser):
 JIT_RUN = JITFunction.run
 
 
-def compile_all(capability: int, groups: Sequence[str] = GROUPS, part: str = "") -> list[Compiled]:
-    """Every kernel of the groups for GPUs of one compute capability, times 10. part: of a case's name."""
+def collect(capability: int, groups: Sequence[str] = GROUPS, part: str = "") -> Collector:
+    """The launches of the groups' kernels, for GPUs of one compute capability (times 10). A process compiles
+    for one of them only, as triton keeps what it compiled. part: of a case's name."""
 
     class NoGpu:
         get_current_target = staticmethod(lambda: GPUTarget("cuda", capability, 32))
@@ -129,7 +160,12 @@ def compile_all(capability: int, groups: Sequence[str] = GROUPS, part: str = "")
                 case()
     finally:
         JITFunction.run = JIT_RUN  # type: ignore[method-assign]
-    return list(collector.compile())
+    return collector
+
+
+def _compile(task: tuple[int, str, str]) -> list[Compiled]:
+    capability, group, part = task
+    return list(collect(capability, (group,), part).compile())
 
 
 def _cases(groups: Sequence[str], capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -152,22 +188,29 @@ def _batch(lengths: Sequence[int], keys: int = 1024) -> AttentionBatch:
 
 
 def _adapters(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    for dtype, size, rank, encoding in _kinds_of_adapters():
+        attention = _batch(LENGTHS[size])
+        row = LoraRow(0, RowFormat(rank, encoding=encoding))
+        spans = zip(attention.query_starts, attention.query_starts[1:], strict=False)
+        segments = tuple(LoraSegment(*span, {(0, t.module_id): row for t in TARGETS}) for span in spans)
+        ops = _ops(dtype)
+        _, lora = ops.plan(attention, LoraBatch(torch.zeros(64, dtype=dtype), segments, 16))
+        x = torch.zeros(sum(LENGTHS[size]), HIDDEN, dtype=dtype)
+        y = torch.zeros(sum(LENGTHS[size]), sum(WIDTHS), dtype=dtype)
+        name = f"{_name(dtype)}, tile {size}, rank {rank}{', 8-bit' * encoding}"
+        yield name, lambda o=ops, y=y, x=x, b=lora: o.lora_add(y, x, b, 0, TARGETS)  # type: ignore[misc]
+
+
+def _kinds_of_adapters() -> Iterator[tuple[torch.dtype, int, int, Encoding]]:
+    """Type, rows of a tile, rank, encoding. Of single rows no rank has a kernel of its own; higher ranks than
+    16 have larger blocks."""
     for dtype in (torch.bfloat16, torch.float32):
-        for size, lengths in LENGTHS.items():
-            for rank, encoding in ((16, 0), (64, 0), (16, 1), (64, 1)):
-                if size == 1 and rank == 64:
-                    continue  # the same kernels
-                attention = _batch(lengths)
-                row = LoraRow(0, RowFormat(rank, encoding=Encoding(encoding)))
-                spans = zip(attention.query_starts, attention.query_starts[1:], strict=False)
-                rows = {(0, t.module_id): row for t in TARGETS}
-                segments = tuple(LoraSegment(start, stop, dict(rows)) for start, stop in spans)
-                ops = _ops(dtype)
-                _, lora = ops.plan(attention, LoraBatch(torch.zeros(64, dtype=dtype), segments, 16))
-                x = torch.zeros(sum(lengths), HIDDEN, dtype=dtype)
-                y = torch.zeros(sum(lengths), sum(WIDTHS), dtype=dtype)
-                name = f"{_name(dtype)}, tile {size}, rank {rank}{', 8-bit' * encoding}"
-                yield name, lambda o=ops, y=y, x=x, b=lora: o.lora_add(y, x, b, 0, TARGETS)  # type: ignore[misc]
+        for encoding in (Encoding.PLAIN, Encoding.FLOAT8):
+            yield dtype, 1, 16, encoding
+            for size in (16, 64):
+                yield dtype, size, 64, encoding
+                if dtype == torch.bfloat16 and encoding == Encoding.PLAIN:
+                    yield dtype, size, 16, encoding
 
 
 def _attention(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -224,58 +267,53 @@ def _name(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float32: "float32"}[dtype]
 
 
-def faults(rows: Sequence[Compiled], capability: int) -> list[str]:
+def faults(rows: Sequence[Compiled]) -> list[str]:
     """What a kernel that may be chosen must not have."""
     found = []
     for row in rows:
-        what = f"sm_{capability} {row.kernel} {row.case} {row.blocks}"
+        what = f"sm_{row.capability} {', '.join(row.key)}"
         if row.code is None:
             found.append(f"{what}: {row.error}")
         elif row.code.spilled > SPILLED:
             found.append(f"{what}: spills {row.code.spilled} bytes")
-        elif row.code.shared > UNITS[capability].most_shared:
+        elif row.code.shared > UNITS[row.capability].most_shared:
             found.append(f"{what}: {row.code.shared} bytes of shared memory")
     return found
 
 
-def _line(row: Compiled) -> str:
-    code, blocks = row.code, row.blocks
-    size = f"{blocks.size}, {row.warps} warps, {blocks.stages} stages" if blocks else f"{row.warps} warps"
-    if code is None:
-        return f"| {row.kernel} | {row.case} | {size} | {row.error.splitlines()[0]} |" + " |" * 7
-    narrow = sum(count for bits, count in code.loads.items() if bits <= 32)
-    loads = f"{code.loads.get(128, 0)}, {code.loads.get(64, 0)}, {narrow}"
-    return (
-        f"| {row.kernel} | {row.case} | {size} | {code.registers} | {code.spilled} | {code.shared} | "
-        f"{code.blocks} | {loads} | {code.tensor_cores} | {code.instructions} | {code.barriers} |"
-    )
+def page(rows: Sequence[Compiled], capabilities: Sequence[int]) -> str:
+    """A table for each kernel. A cell holds one value, or that of each kind of GPU where they differ."""
+    tables: dict[str, dict[tuple[str, str, str], dict[int, list[str]]]] = {}
+    for row in rows:
+        tables.setdefault(row.kernel, {}).setdefault(row.key, {})[row.capability] = row.cells
+    lines = [
+        INTRODUCTION.format(version=triton.__version__, targets=" / ".join(f"sm_{c}" for c in capabilities))
+    ]
+    for kernel in sorted(tables):
+        lines += ["", f"## `{kernel}`", "", HEAD, "|---" * HEAD.count(" |") + "|"]
+        for (_, case, blocks), found in tables[kernel].items():
+            columns = zip(*(found.get(c, ["–"] * 8) for c in capabilities), strict=True)
+            cells = (" / ".join(cell) if len(set(cell)) > 1 else cell[0] for cell in columns)
+            lines.append(f"| {case} | {blocks} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", type=lambda text: [int(n) for n in text.split(",")], default=[80, 90, 100])
-    parser.add_argument("--only", type=lambda text: text.split(","), default=GROUPS)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=GROUPS, help=", ".join(GROUPS))
     parser.add_argument("--case", default="", help="only cases with this text")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    lines = [
-        "# Machine code of the GPU kernels",
-        "",
-        f"Made by `benchmarks/gpu_static.py` with triton {triton.__version__}, without a GPU: nothing ran.",
-        "A row is a kernel with one choice of block sizes. Registers are a thread's, spilled its bytes in",
-        "local memory, shared bytes of a block; blocks: how many fit into a unit (SM). The loop is the main",
-        "one's instructions, with its barriers.",
-    ]
-    wrong = []
-    for capability in given.arch:
-        rows = compile_all(capability, given.only, given.case)
-        wrong += faults(rows, capability)
-        lines += ["", f"## sm_{capability}", "", HEAD, "|" + "---|" * 11, *map(_line, rows)]
-    text = "\n".join(lines) + "\n"
+    tasks = [(capability, group, given.case) for group in given.only for capability in given.arch]
+    with get_context("spawn").Pool(os.cpu_count(), maxtasksperchild=1) as processes:
+        rows = [row for some in processes.imap(_compile, tasks, chunksize=1) for row in some]
+    text = page(rows, given.arch)
     if given.out is None:
         print(text)
     else:
         given.out.write_text(text, encoding="utf-8")
+    wrong = faults(rows)
     print("\n".join(wrong) or "no spills", file=sys.stderr)
     sys.exit(bool(wrong))
 

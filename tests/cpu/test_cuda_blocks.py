@@ -210,6 +210,19 @@ def test_attention_is_the_same_with_every_choice(counts: list[int], number: int)
     close(PagedAttention(Number(number))(q, k, v, planned, AttentionParams(0.2, 40)), want)
 
 
+def test_wide_heads_of_prompts_in_float32_are_multiplied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    spy = Spy(attention._attend)
+    monkeypatch.setattr(attention, "_attend", spy)
+    k, v = (torch.randn(128, 4, 1, 200, device=DEVICE) for _ in "kv")
+    batch, q = attention_batch([9, 1], [30, 7]), torch.randn(10, 2, 200, device=DEVICE)
+    shape = limits(num_heads=2, num_kv_heads=1, head_dim=200)
+    planned = to_device(plan_attention(batch, shape, fixed=False, part_keys=32), DEVICE)
+    want = ReferenceOps().attention(q, k, v, batch, AttentionParams(0.1, 20))
+    close(PagedAttention()(q, k, v, planned, AttentionParams(0.1, 20)), want)
+    assert [seen[-1] for seen in spy.seen] == [256, attention.PIECE], "the row that decodes, and the prompt"
+
+
 def test_a_block_of_keys_lies_in_one_part() -> None:
     offered: list[Sequence[Blocks]] = []
 
@@ -229,7 +242,7 @@ def test_a_block_of_keys_lies_in_one_part() -> None:
 class Spy:
     """A kernel that keeps what decides how it sums."""
 
-    ORDER = ("BLOCK_R", "BLOCK_K", "BLOCK_N", "BLOCK_M", "SPLITS", "num_warps", "num_stages")
+    ORDER = ("BLOCK_R", "BLOCK_K", "BLOCK_N", "BLOCK_M", "SPLITS", "num_warps", "num_stages", "PIECE_D")
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.seen = kernel, list[Any]()

@@ -26,6 +26,8 @@ ONE_WARP = Blocks(16, warps=1)  # without barriers; a larger tile's registers wo
 PROMPTS = (Blocks(32), Blocks(64, stages=2))
 WIDE_PROMPTS = (Blocks(32, warps=8), Blocks(64, warps=8, stages=2))  # of heads over 128 elements
 FLOAT32_PROMPTS = (Blocks(32, warps=8, stages=2), Blocks(16, warps=4, stages=2))
+WIDE_FLOAT32_PROMPTS = (Blocks(16, warps=8, stages=2),)  # others spill registers
+PIECE = 32  # elements of a wide head in float32 whose products are made at a time, for prompts
 PROGRAMS = 256  # that one decoding sequence should give a GPU: about two for each of its units
 FEWEST_PARTS, MOST_PARTS = 16, 64
 JOINED_PARTS = 16  # at a time
@@ -49,7 +51,8 @@ def _attend(
     softcap, q_stride, table_stride, num_parts, PART_KEYS: tl.constexpr, MOST_PARTS: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, NARROW: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PIECE_D: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence, first = tl.load(tiles + tile * 2), tl.load(tiles + tile * 2 + 1)
@@ -71,7 +74,9 @@ def _attend(
     position = before + query
     rows = (row + query).to(tl.int64)
     mine = valid[:, None] & (d < DIM)[None, :]
-    queries = tl.load(q + rows[:, None] * q_stride + (head * DIM)[:, None] + d[None, :], mask=mine, other=0)
+    from_q = q + rows[:, None] * q_stride + (head * DIM)[:, None]
+    if PIECE_D == BLOCK_D:
+        queries = tl.load(from_q + d[None, :], mask=mine, other=0)
     begin, end = 0, before + tl.minimum(first + QUERIES, num_queries)
     if WINDOWED:
         begin = tl.maximum(0, before + first - window + 1)
@@ -86,11 +91,18 @@ def _attend(
         there = n < end
         page = tl.load(table + sequence.to(tl.int64) * table_stride + n // PAGE, mask=there, other=0)
         place = ((page.to(tl.int64) * PAGE + n % PAGE) * KV_HEADS + kv_head) * DIM
-        k_mask = (d < DIM)[:, None] & there[None, :]
-        keys = tl.load(k_cache + place[None, :] + d[:, None], mask=k_mask, other=0)
-        if NARROW:
-            keys = _from_e4m3(keys).to(queries.dtype)
-        scores = _dot(queries, keys, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN) * scale
+        scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for piece in tl.static_range(0, BLOCK_D, PIECE_D):
+            e = piece + tl.arange(0, PIECE_D)
+            if PIECE_D < BLOCK_D:  # read again for each block of keys: registers cannot hold them all
+                some = valid[:, None] & (e < DIM)[None, :]
+                queries = tl.load(from_q + e[None, :], mask=some, other=0, volatile=True)
+            k_mask = (e < DIM)[:, None] & there[None, :]
+            keys = tl.load(k_cache + place[None, :] + e[:, None], mask=k_mask, other=0)
+            if NARROW:
+                keys = _from_e4m3(keys).to(queries.dtype)
+            scores = _dot(queries, keys, scores, WIDEN)
+        scores *= scale
         if CAPPED:  # tanh by way of the logistic function, which overflows on neither side
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
         seen = there[None, :] & (n[None, :] <= position[:, None])
@@ -202,6 +214,7 @@ class PagedAttention:
         part_out = torch.empty((*size, dim), dtype=torch.float32, device=q.device)
         block_d = max(16, triton.next_power_of_2(dim))
         block_m = max(16, triton.next_power_of_2(heads // kv_heads)) if split else batch.block_rows
+        candidates = _candidates(block_m * block_d, q.dtype, batch.part_keys, split)
         shared = {
             "PART_KEYS": batch.part_keys, "MOST_PARTS": most_parts(kv_heads), "WINDOWED": window is not None,
             "DIM": dim, "BLOCK_D": block_d,
@@ -215,16 +228,10 @@ class PagedAttention:
                 **shared,
                 GROUP=heads // kv_heads, KV_HEADS=kv_heads, PAGE=page, CAPPED=softcap is not None,
                 NARROW=k_cache.dtype == FP8, SPLIT=split, BLOCK_M=block_m, BLOCK_N=blocks.size,
+                PIECE_D=min(PIECE, block_d) if candidates is WIDE_FLOAT32_PROMPTS else block_d,
                 WIDEN=widens(q.dtype), num_warps=blocks.warps, num_stages=blocks.stages,
             )  # fmt: skip
 
-        if split:  # a block lies in one of the parts
-            offered = (*DECODE, ONE_WARP) if block_m * block_d * q.element_size() <= 2**12 else DECODE
-            candidates = tuple(blocks for blocks in offered if batch.part_keys % blocks.size == 0)
-        else:
-            candidates = WIDE_PROMPTS if block_m * block_d > 2**13 else PROMPTS
-            if q.dtype == torch.float32:
-                candidates = FLOAT32_PROMPTS
         kind = f"attention {'decoding' if split else 'prompts'} {q.dtype} cache {k_cache.dtype}"
         shape = f"{kind} heads {heads} {kv_heads} dim {dim} page {page}"
         run(self._chooser.choose(shape, candidates, run))
@@ -233,3 +240,14 @@ class PagedAttention:
                 _join, (tiles.shape[0], heads), out, part_out, part_top, part_sum, tiles, batch.starts,
                 batch.lengths, window or 0, parts, HEADS=heads, BLOCK_P=JOINED_PARTS, **shared,
             )  # fmt: skip
+
+
+def _candidates(elements: int, dtype: torch.dtype, part_keys: int, split: bool) -> tuple[Blocks, ...]:
+    """elements: of a tile of queries."""
+    if split:
+        offered = (*DECODE, ONE_WARP) if elements * dtype.itemsize <= 2**12 else DECODE
+        return tuple(blocks for blocks in offered if part_keys % blocks.size == 0)  # each lies in one part
+    wide = elements * dtype.itemsize > 2**14
+    if dtype == torch.float32:
+        return WIDE_FLOAT32_PROMPTS if wide else FLOAT32_PROMPTS
+    return WIDE_PROMPTS if wide else PROMPTS

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from limits import Limits, adapter_elements, measure_machine, wide_dtype
+from limits import Limits, adapter_elements, measure_machine
 from loads import ALL, AT_ONCE, MODELS, OUTPUT, QKV, Case, prompts, save_model
 from machine import QUIET, Others, see_machine
 from peers.tables import case_words, line
@@ -126,7 +126,7 @@ def _measure(setting: Setting, options: argparse.Namespace, folder: Path, answer
     path = folder / f"{setting.model}-{stored}"
     if not path.exists():
         save_model(path, setting.model, stored)
-    bandwidth, rate = measure_machine(wide_dtype())
+    bandwidth, rate = measure_machine()
     others = Others()
     began = time.perf_counter()
     engine = _start(path, setting)

@@ -44,9 +44,9 @@ HEAD_BYTES = {"float32": 4, "bfloat16": 2, "int8": 2, "int4": 2}
 READ_BYTES, READS, GEMMS = 2**28, 16, 12
 
 
-def measure_machine(dtype: torch.dtype) -> tuple[float, float]:
+def measure_machine() -> tuple[float, float]:
     """Bytes per second of a large read by all threads, FLOPs per second of a large GEMM."""
-    return _bandwidth(torch.get_num_threads()), max(_gemm_rates(dtype).values())
+    return _bandwidth(torch.get_num_threads()), max(_gemm_rates().values())
 
 
 def _bandwidth(threads: int) -> float:
@@ -70,11 +70,14 @@ def _bandwidth(threads: int) -> float:
     return threads * part / min(_seconds(read) for _ in range(READS))
 
 
-def _gemm_rates(dtype: torch.dtype) -> dict[str, float]:
-    """FLOPs per second, of torch and of our kernel with weights in bfloat16, as prompts meet them."""
+def _gemm_rates() -> dict[str, float]:
+    """FLOPs per second, of torch and of our kernel with weights in bfloat16, as prompts meet them. Both
+    multiply bfloat16 where the processor does."""
+    ops = open_device("cpu").ops
+    dtype = torch.bfloat16 if ops.has_bfloat16 else torch.float32
+    ops.compute_in(dtype)
     x, weight = torch.randn(1024, 1024, dtype=dtype), torch.randn(2048, 1024, dtype=dtype)
     turned = weight.t().contiguous()
-    ops = open_device("cpu").ops
     packed = ops.pack(weight.to(torch.bfloat16))
     flops = 2 * x.numel() * weight.shape[0]
     work: dict[str, Callable[[], object]] = {
@@ -85,8 +88,9 @@ def _gemm_rates(dtype: torch.dtype) -> dict[str, float]:
 
 
 def wide_dtype() -> torch.dtype:
-    """The engine computes in float32 unless the processor multiplies bfloat16 itself; so do the limits."""
-    return torch.bfloat16 if open_device("cpu").ops.has_bfloat16 else torch.float32
+    """Of the engine's keys, values and other tensors beside a bfloat16 model's weights."""
+    ops = open_device("cpu").ops
+    return ops.compute_in(torch.bfloat16) if ops.has_bfloat16 else torch.float32
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -169,13 +173,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--json", type=Path, metavar="FILE", help="written besides what is printed")
     options = parser.parse_args()
-    machine, dtype = see_machine(), wide_dtype()
+    machine = see_machine()
     threads = torch.get_num_threads()
-    one, all_of_them, rates = _bandwidth(1), _bandwidth(threads), _gemm_rates(dtype)
+    one, all_of_them, rates = _bandwidth(1), _bandwidth(threads), _gemm_rates()
     print(machine)
     print(f"read: {all_of_them / 1e9:.1f} GB/s in {threads} threads, {one / 1e9:.1f} in one")
     kinds = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in rates.items())
-    print(f"GEMM in {str(dtype).removeprefix('torch.')}, GFLOP/s: {kinds}")
+    print(f"GEMM of a bfloat16 model, GFLOP/s: {kinds}")
     figures = {
         "machine": machine.as_dict(), "threads": threads, "bandwidth": all_of_them,
         "bandwidth_one_thread": one, "gemm": rates,

@@ -75,7 +75,7 @@ def main() -> None:
     print(machine, file=sys.stderr)
     share = wait_for_quiet(options.wait)
     wide = wide_dtype()
-    bandwidth, rate = measure_machine(wide)
+    bandwidth, rate = measure_machine()
     if share > QUIET:
         print(f"others use {share:.2f} CPUs: figures, and the limits, say little", file=sys.stderr)
     found = Found(machine.as_dict(), {"bandwidth": bandwidth, "gemm": rate, "wide": wide.itemsize})

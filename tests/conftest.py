@@ -15,7 +15,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from levels import NAMES, open_library
+from levels import NAMES, open_library, open_products
 
 from manylora.kernels import native
 from manylora.kernels.compiled import CompiledOps
@@ -36,6 +36,12 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     library = open_library(request.param)
     monkeypatch.setattr(native, "loaded", lambda: library)
     return library
+
+
+@pytest.fixture
+def emulated() -> Any:
+    """The compiled kernels, with products that this processor may not have in plain C."""
+    return open_products()
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,18 @@ def _simulated(ours: dict[str, Level]) -> ctypes.CDLL:
     return native.open_library(build_library(gcc, source, ours.get("x86-64-v3")))
 
 
+@lru_cache
+def open_products() -> ctypes.CDLL:
+    """The library of this process, with the products of bytes and of bfloat16 that some processors have in
+    plain C. Skips the test where there is no compiler."""
+    compiler = find_compiler()
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    options = (*native.SOURCE.options, "-DEMULATED")
+    source = dataclasses.replace(native.SOURCE, name="emulated", options=options)
+    return native.open_library(build_library(compiler, source, find_levels()[0]))
+
+
 def _emulated(level: Level) -> Any:
     emulated = pytest.importorskip("emulated", reason="needs unicorn and pyelftools: pip install -e '.[dev]'")
     path = native.SOURCE.prebuilt / native.SOURCE.file_name(level)

@@ -23,23 +23,10 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
 from manylora.quant.config import INTEGER
-from manylora.system.compiler import build_library, find_compiler
-from manylora.system.processor import find_levels
 from manylora.testing.tiny_models import make_model
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 PROMPT = "Where is the capital of Egypt? \\nAnswer:"
-
-
-@pytest.fixture(scope="module")
-def emulated() -> ctypes.CDLL:
-    """The kernels with the products of bytes that some processors have, in plain C."""
-    compiler = find_compiler()
-    if compiler is None:
-        pytest.skip("there is no C compiler")
-    options = (*native.SOURCE.options, "-DEMULATED")
-    source = replace(native.SOURCE, name="emulated", options=options)
-    return native.open_library(build_library(compiler, source, find_levels()[0]))
 
 
 def inputs(rows: int, columns: int) -> torch.Tensor:

@@ -173,11 +173,10 @@ def test_a_decoded_row_keeps_its_bits_in_company(
 @pytest.mark.parametrize("columns", [2, 33, 130, 2500])
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 def test_weights_are_read_as_they_are_and_rows_keep_their_bits(
-    compiled: Any, columns: int, kept: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    compiled: Any, columns: int, kept: torch.dtype
 ) -> None:
     """Inputs over several blocks, and an odd number of them; each row alone and in company."""
     ops = CompiledOps(compiled)
-    monkeypatch.setattr(ops, "has_bfloat16", False)
     torch.manual_seed(columns)
     weight, x, bias = torch.randn(101, columns).to(kept), torch.randn(40, columns), torch.randn(101)
     packed = ops.pack(weight)

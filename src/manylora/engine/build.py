@@ -95,11 +95,12 @@ def build_parts(config: EngineConfig) -> EngineParts:
     overlap = device.overlaps if config.enable_overlap is None else config.enable_overlap
     overlap = overlap and model.encoder is None  # an encoder runs between the steps
     logger.info(
-        "engine ready in %.1f s: %s on %s, %s, %d KV blocks of %d tokens",
+        "engine ready in %.1f s: %s on %s, %s%s, %d KV blocks of %d tokens",
         time.perf_counter() - started,
         model.architecture,
         device.name,
         str(dtype).removeprefix("torch."),
+        " with products of bfloat16" if device.ops.rounds_inputs else "",
         plan.num_blocks,
         config.tokens_per_block,
     )

@@ -21,6 +21,7 @@ from manylora.kernels.cpu import CpuOps
 from manylora.kernels.decode_step import SHORT, DecoderParts, DecodeStep
 from manylora.kernels.integer import IntegerPanels, integer_linear, to_integer_panels
 from manylora.kernels.panels import Panels, PanelsLinear, WeightRows, address, read_panels, to_panels
+from manylora.kernels.products import NONE, choose_form
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.kernels.row_format import TABLE_ROW
 from manylora.kernels.spec import (
@@ -69,11 +70,18 @@ class CompiledOps(CpuOps):
         self._library = library
         self._panels_linear = PanelsLinear(library)
         self._dots = library.integer_dots()
+        self._form = choose_form(library)
+        self.has_bfloat16 = self._form != NONE
         self._scores = torch.empty(0)
         self._parts: dict[tuple[int, tuple[LoraTarget, ...]], dict[int, _Parts]] = {}
         self._calls: dict[tuple[int, tuple[LoraTarget, ...]], list[_LoraCall]] = {}  # for `_segments`
         self._segments: tuple[LoraSegment, ...] = ()
         self._known: tuple[tuple[int, int, int], ...] = ()
+
+    def compute_in(self, dtype: torch.dtype) -> torch.dtype:
+        """Products of bfloat16 round float32 tensors: all else is as exact and as fast as in float32."""
+        self.rounds_inputs = dtype == torch.bfloat16 and self.has_bfloat16
+        return torch.float32 if self.rounds_inputs else dtype
 
     def keeps(self, stored: torch.dtype, compute: torch.dtype) -> bool:
         """bfloat16 weights are widened to float32 in registers, exactly, and half the bytes are read."""
@@ -86,15 +94,15 @@ class CompiledOps(CpuOps):
             return to_integer_panels(weight, self._library.integer_width()) or super().pack(weight)
         if isinstance(weight, QuantisedWeight) and weight.scales.dtype != torch.float32:
             return super().pack(weight)
-        if isinstance(weight, Tensor) and weight.dtype == torch.bfloat16 and self.has_bfloat16:
-            return super().pack(weight)
-        return to_panels(weight, self._panels_linear.width, self._panels_linear.block) or super().pack(weight)
+        panels = to_panels(weight, self._panels_linear.width, self._panels_linear.block)
+        return super().pack(weight) if panels is None else self._rounding(panels)
 
     def pack_rows(self, rows: WeightRows, routed: bool = False) -> Weight:
-        panels = None
-        if not (rows.dtype == torch.bfloat16 and self.has_bfloat16):
-            panels = read_panels(self._library, rows, self._panels_linear.width)
-        return super().pack_rows(rows, routed) if panels is None else panels
+        panels = read_panels(self._library, rows, self._panels_linear.width)
+        return super().pack_rows(rows, routed) if panels is None else self._rounding(panels)
+
+    def _rounding(self, panels: Panels) -> Panels:
+        return panels.rounding(self._form) if self.rounds_inputs else panels
 
     def decode_step(self, parts: DecoderParts) -> DecodeStep | None:
         fits = parts.dim <= LARGEST_HEAD and parts.is_plain

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.kernels.panels import KINDS, Panels, address
+from manylora.kernels.panels import Panels, address
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Rotary, Weight
 
 # Tokens of a prompt that is attended row by row: no slower than torch's attention, without its start.
@@ -266,6 +266,5 @@ def _panels(one: LinearParts) -> Panels:
 def _weight(one: LinearParts) -> tuple[int, ...]:
     """As WEIGHT."""
     weight = _panels(one)
-    pointers = (weight.values, weight.scales, weight.offsets, one.bias)
-    kind = list(KINDS).index(weight.values.dtype)
-    return (*(address(part) or 0 for part in pointers), kind, weight.columns, weight.rows, weight.group_size)
+    pointers = (address(part) or 0 for part in (weight.values, weight.scales, weight.offsets, one.bias))
+    return (*pointers, weight.kind, weight.columns, weight.rows, weight.group_size)

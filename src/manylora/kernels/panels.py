@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -19,10 +19,12 @@ from torch import Tensor
 from manylora.kernels.huge_pages import huge_zeros
 from manylora.kernels.quantised import QuantisedWeight
 
-KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8", torch.uint8: "int4"}
+KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)  # by their numbers in native/vectors.h
 WORDS = {torch.bfloat16: torch.int32}  # dtypes laid out as pairs of inputs, and the dtype of a pair
 CHUNK_BYTES = 2**21  # rows read at a time, so that they are still in the cache when they are laid out
 THREADS = 4
+FORMS = 8  # of native/team.h
+ROUNDED_INPUTS = 128  # of a layer that rounds them, at least: its memory is too small for fewer
 
 
 class WeightRows(Protocol):
@@ -41,12 +43,13 @@ class WeightRows(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Panels:
-    """A weight [N, K] in float32, bfloat16, int8 or int4, laid out for native/linear.c.
+    """A weight [N, K] in float32, bfloat16, int8 or int4, laid out as native/panels.h says.
 
     values:  [panels, K, width], zeros past the last row; of bfloat16 [panels, K / 2, width, 2]; of int4
              uint8 [panels, K / 2, width], an even input in the low half of a byte, the next in the high half.
     scales:  float32 [panels, groups, width], int8 and int4 only. offsets: likewise, or None for 0.
     rows: N. columns: K.
+    form: of products with inputs that are rounded to bfloat16 (`products.FORMS`), or 0: in float32.
     """
 
     values: Tensor
@@ -54,6 +57,17 @@ class Panels:
     offsets: Tensor | None
     rows: int
     columns: int
+    form: int = 0
+
+    @property
+    def kind(self) -> int:
+        """As the compiled kernels know it."""
+        return KINDS.index(self.values.dtype) + FORMS * self.form
+
+    def rounding(self, form: int) -> Panels:
+        """The same weight, for another form of products where there are such."""
+        fits = self.values.dtype != torch.float32 and self.columns >= ROUNDED_INPUTS
+        return replace(self, form=form if fits else 0)
 
     @property
     def group_size(self) -> int:
@@ -117,7 +131,7 @@ class PanelsLinear:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.width, self.block = library.panel_width(), library.panel_block()
-        self._calls = {dtype: getattr(library, f"linear_{kind}") for dtype, kind in KINDS.items()}
+        self._multiply = library.linear_layer
         self._room = torch.empty(0)
 
     def __call__(self, x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
@@ -125,10 +139,11 @@ class PanelsLinear:
         if x.stride(1) != 1:
             x = x.contiguous()
         y = torch.empty(x.shape[0], weight.rows)
-        self._calls[weight.values.dtype](
-            y.data_ptr(), weight.rows, x.data_ptr(), x.stride(0), x.shape[0], weight.values.data_ptr(),
-            weight.columns, weight.rows, address(weight.scales), address(weight.offsets),
-            self.room(x.shape[0], weight), weight.group_size, address(bias),
+        self._multiply(
+            weight.kind, y.data_ptr(), weight.rows, x.data_ptr(), x.stride(0), x.shape[0],
+            weight.values.data_ptr(), weight.columns, weight.rows,
+            address(weight.scales), address(weight.offsets), self.room(x.shape[0], weight),
+            weight.group_size, address(bias),
         )  # fmt: skip
         return y
 

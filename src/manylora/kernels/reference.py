@@ -49,6 +49,9 @@ class ReferenceOps:
 
     has_bfloat16 = True
     """Whether the processor multiplies bfloat16 itself."""
+    rounds_inputs = False
+    """Whether linear layers round their inputs to bfloat16, which holds their weights exactly, and all other
+    tensors are float32."""
 
     def reserve(self, limits: BatchLimits, device: torch.device) -> None:
         """Allocate what lives as long as the engine, and choose between implementations. Once, first."""
@@ -75,6 +78,11 @@ class ReferenceOps:
     def compiling(self) -> AbstractContextManager[None]:
         """Inside, what is compiled before it runs may be compiled only; results are undefined."""
         return nullcontext()
+
+    def compute_in(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of all tensors but weights, for a model that is to compute in `dtype`. Once, before any
+        weight is packed."""
+        return dtype
 
     def keeps(self, stored: torch.dtype, compute: torch.dtype) -> bool:
         """Whether `linear` reads a weight as it is stored, though it computes in `compute`."""

@@ -41,35 +41,38 @@ Files = dict[str, SafetensorsFile]
 
 
 def compute_dtype(choice: str, config: ModelConfig, device: Device) -> torch.dtype:
-    """The compute dtype. `auto`: the checkpoint's; on a CPU float32 in place of float16, and of bfloat16
-    where the processor lacks it: both are slow there, and float32 loses nothing."""
+    """The dtype of all tensors but weights. `auto`: the checkpoint's; on a CPU float32 in place of float16,
+    and of bfloat16 where the processor lacks it: both are slow there, and float32 loses nothing. float32 also
+    where products of bfloat16 round it themselves. Once, before weights are loaded."""
     if choice == "auto":
         choice = config.dtype
         slow = choice == "float16" or (choice == "bfloat16" and not device.ops.has_bfloat16)
         if device.torch.type == "cpu" and slow:
             choice = "float32"
-    return DTYPES[choice]
+    return device.ops.compute_in(DTYPES[choice])
 
 
 def adapter_dtype(
     settings: EngineConfig, config: ModelConfig, compute: torch.dtype, device: Device
 ) -> torch.dtype:
-    """The dtype of adapters in memory. `auto`: the compute dtype, or the checkpoint's where the kernels widen
-    it as they read, unless `dtype` was said. That halves their bytes, and rounds float32 adapters.
+    """The dtype of adapters in memory. `auto`: `dtype` as it was said, or the checkpoint's, where the kernels
+    widen it as they read, else the compute dtype. That halves their bytes, and rounds float32 adapters.
 
     Raises ConfigError for one that the kernels cannot read.
     """
-    wanted, stored = settings.lora.lora_adapter_dtype, DTYPES[config.dtype]
+    wanted, name = settings.lora.lora_adapter_dtype, settings.dtype
     if wanted == "auto":
-        if settings.dtype != "auto" or not device.ops.keeps(stored, compute):
+        if name == "auto":
+            name = config.dtype
+        if not device.ops.keeps(DTYPES[name], compute):
             return compute
-        if stored != compute:
+        if DTYPES[name] != compute:
             logger.info(
-                "adapters are kept in %s, as the checkpoint is: those saved in float32 are rounded; "
+                "adapters are kept in %s, as the weights are: those saved in float32 are rounded; "
                 "lora_adapter_dtype float32 keeps them as they are, in twice the bytes",
-                config.dtype,
+                name,
             )
-        return stored
+        return DTYPES[name]
     if DTYPES[wanted] != compute and (device.torch.type != "cpu" or compute != torch.float32):
         name = str(compute).removeprefix("torch.")
         raise ConfigError(
@@ -150,7 +153,8 @@ def _with_own_head(config: ModelConfig, files: Files) -> ModelConfig:
 def _loaded_dtype(
     name: str, spec: WeightSpec, files: Files, compute: torch.dtype, device: Device
 ) -> torch.dtype:
-    """A tensor's dtype in memory: the compute dtype, or the checkpoint's where kernels widen that exactly."""
+    """A tensor's dtype in memory: the compute dtype, or the checkpoint's where kernels widen that exactly, or
+    what linear layers round their inputs to."""
     if spec.plus_one:
         return torch.float32
     if not (spec.is_matrix or name == "embed"):
@@ -158,6 +162,8 @@ def _loaded_dtype(
     sources = {piece.source for piece in spec.slices} & files.keys()
     stored = {PLAIN_DTYPES.get(files[source].get_slice(source).get_dtype(), compute) for source in sources}
     narrow = stored.pop() if len(stored) == 1 else compute
+    if device.ops.rounds_inputs:
+        narrow = torch.bfloat16
     return narrow if device.ops.keeps(narrow, compute) else compute
 
 

@@ -31,10 +31,8 @@ POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 KINDS = {"p": POINTER, "i": INTEGER, "f": REAL}
 # Arguments: p pointer, i integer, f float; after ">" the result. The C files have their names.
 FUNCTIONS = {
-    "linear_float32": "pipiipiipppip",
-    "linear_bfloat16": "pipiipiipppip",
-    "linear_int8": "pipiipiipppip",
-    "linear_int4": "pipiipiipppip",
+    "linear_layer": "ipipiipiipppip",
+    "bfloat16_forms": ">i",
     "lay_out_panels": "ppiii",
     "linear_w8a8": "pipiipiippip",
     "linear_w4a8": "pipiipiippip",

@@ -51,12 +51,6 @@ typedef enum { PAIRS, BYTES, DOTS } Form;
 #define SETTLE(sum) __asm__ volatile("" ::: "memory")
 #endif
 
-#ifdef __clang__
-#define KNOWN_SINCE(gcc, clang) (__clang_major__ >= clang)
-#else
-#define KNOWN_SINCE(gcc, clang) (__GNUC__ >= gcc)
-#endif
-
 /* Compilers whose assemblers know the instruction of DOTS; EMULATED: in plain C, for tests. */
 #if defined(EMULATED)
 #define HAS_DOTS 1

@@ -1,9 +1,4 @@
-/* y = x W^T + bias in float32, W kept in float32, bfloat16, int8 or int4. The last two are integers v with
- * W[n, k] = scale[n, g] v[n, k] + offset[n, g], g = k / group; offsets may be missing.
- *
- * W [out, in] is packed in panels of PANEL outputs: [panels, in, PANEL], the last one padded with zeros; of bfloat16
- * and int4 [panels, in / 2, PANEL] pairs of an even input, in the low half, and the next one: 4 bytes, which take one
- * instruction each to widen, or 1, 8 being zero; scales and offsets [panels, groups, PANEL].
+/* y = x W^T + bias in float32, W in panels of any kind.
  *
  * A tile of up to TILE_ROWS rows and one panel is summed in registers. A few rows are bound by memory, which is read
  * fastest as several streams: they take several panels at once. More rows are packed first, those of a tile side by
@@ -13,17 +8,15 @@
  * summed, and scale and offset enter once for each block. A sum is one chain of multiply-adds over a block, kept in
  * memory between chunks, so it is the same whatever rows come with it. */
 
-#include "team.h"
+#include "panels.h"
 
 #ifdef __AVX512F__
-enum { VECTORS = 3, TILE_ROWS = 8, CHUNK = 128, MANY = 2 * TILE_ROWS, WIDENS_PAIRS = 1 };
+enum { TILE_ROWS = 8, CHUNK = 128, MANY = 2 * TILE_ROWS, WIDENS_PAIRS = 1 };
 #else
-enum { VECTORS = 2, TILE_ROWS = 6, CHUNK = 256, MANY = 6 * TILE_ROWS, WIDENS_PAIRS = 0 };
+enum { TILE_ROWS = 6, CHUNK = 256, MANY = 6 * TILE_ROWS, WIDENS_PAIRS = 0 };
 #endif
 
 enum {
-    PANEL = LANES * VECTORS,
-    BLOCK = 1024,
     STREAMS = 4,      /* panels that few rows read at once, at most */
     FEW = TILE_ROWS / 2, /* rows */
     RUN = 4,          /* panels in a row, so that the next one is this thread's, too */
@@ -31,16 +24,6 @@ enum {
     AHEAD = 2048,     /* bytes between reading and fetching, for rows of one tile */
     SMALL = 1 << 15   /* multiplications that other threads are not woken for */
 };
-
-/* Inputs whose weights lie in one row of a panel, and its bytes. */
-INLINE int inputs_of(Kind kind) { return kind == INT4 || kind == BFLOAT16 ? 2 : 1; }
-INLINE int64_t bytes_of(Kind kind) { return kind == INT4 ? PANEL : PANEL * size_of(kind) * inputs_of(kind); }
-
-INLINE vector weights(Kind kind, const char *row, int v, int input) {
-    if (kind == INT4) return widen_halves(row + v * LANES, input);
-    if (kind == BFLOAT16) return widen_pairs(row + v * LANES * 4, input);
-    return widen(kind, row + v * LANES * size_of(kind));
-}
 
 typedef struct {
     float *sums;    /* [panels, rows, PANEL] */
@@ -110,10 +93,6 @@ typedef void Run(Tile t);
 #define STREAMS_OF(kind) [kind] = {FEW_HEIGHTS(STREAM_NAME, kind)},
 static Run *const TILES[FLOAT8][TILE_ROWS] = {KINDS(COLUMNS)}, *const FEW_TILES[FLOAT8][FEW] = {KINDS(STREAMS_OF)};
 
-INLINE int64_t block_of(const Linear *c) { return least(c->group, BLOCK); }
-INLINE int64_t blocks_of(const Linear *c) { return (c->in + block_of(c) - 1) / block_of(c); }
-INLINE float *totals_of(const Linear *c) { return c->room + c->rows * c->in; }
-
 /* The rows of a tile: 9 are 4 and 5. */
 INLINE int64_t start_of(const Linear *c, int64_t tile, int64_t tiles) { return c->rows * tile / tiles; }
 
@@ -131,7 +110,6 @@ static void pack(const Linear *c, int64_t row, int64_t rows) {
         for (int64_t r = 0; r < rows; r++) to[k * rows + r] = x[r * c->x_stride + k];
 }
 
-/* What an offset meets: the sums of a row over the inputs of each block. */
 static void sum_blocks(const Linear *c, int64_t row) {
     const int64_t block = block_of(c), count = blocks_of(c);
     for (int64_t g = 0; g < count; g++) {
@@ -145,9 +123,8 @@ static void sum_blocks(const Linear *c, int64_t row) {
     }
 }
 
-/* Takes the sums [rows, PANEL] of the block that begins at input k to y. A function of its own, so that no height
- * rounds otherwise. */
-static void ONCE finish(const Linear *c, const float *sums, int64_t row, int64_t rows, int64_t p, int64_t k) {
+/* A function of its own, so that no height rounds otherwise. */
+void ONCE finish_panel(const Linear *c, const float *sums, int64_t row, int64_t rows, int64_t p, int64_t k) {
     const int64_t column = p * PANEL, columns = least(c->out - column, PANEL);
     const int64_t at = (p * (c->in / c->group) + k / c->group) * PANEL;
     const float *const scale = c->scale ? c->scale + at : NULL, *const offset = c->offset ? c->offset + at : NULL;
@@ -183,7 +160,7 @@ INLINE void few_rows(const Kind kind, const Linear *c, int64_t first, int64_t la
                 t.x = some;
                 TILES[kind][c->rows - 1](t);
             } else FEW_TILES[kind][c->rows - 1](t);
-            for (int64_t i = 0; i < count; i++) finish(c, sums + i * c->rows * PANEL, 0, c->rows, p + i, k);
+            for (int64_t i = 0; i < count; i++) finish_panel(c, sums + i * c->rows * PANEL, 0, c->rows, p + i, k);
         }
 }
 
@@ -218,7 +195,7 @@ INLINE void many_rows(const Kind kind, const Linear *c, int64_t p, int64_t first
         }
         for (int64_t t = 0; t < count; t++) {
             const int64_t row = start_of(c, first + t, tiles);
-            finish(c, sums[t], row, start_of(c, first + t + 1, tiles) - row, p, k);
+            finish_panel(c, sums[t], row, start_of(c, first + t + 1, tiles) - row, p, k);
         }
     }
 }
@@ -248,30 +225,29 @@ INLINE void linear(const Kind kind, const Linear *c) {
     }
 }
 
-void linear_team(Kind kind, const Linear *c) {
+void linear_team(int64_t kind, const Linear *c) {
     if (!c->rows) return;
+    if (kind >= FORMS) {
+        bfloat16_team(kind, c);
+        return;
+    }
     switch (kind) { /* known to the compiler in each case */
         case FLOAT32: linear(FLOAT32, c); break;
         case BFLOAT16: linear(BFLOAT16, c); break;
         case INT8: linear(INT8, c); break;
         case INT4: linear(INT4, c); break;
-        case FLOAT8: break; /* no weights are */
     }
 }
 
 /* room: for x, [rows, in], and where there are offsets for [rows, in / the lesser of group and BLOCK, rounded up] more.
  * group: inputs that share a scale, a divisor of `in` and, above BLOCK, a multiple of it; without scales `in`. */
-#define LINEAR(name, kind)                                                                                           \
-    void name(float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t rows, const char *w, int64_t in, \
-              int64_t out, const float *scale, const float *offset, float *room, int64_t group, const float *bias) { \
-        const Linear c = {y, x, y_stride, x_stride, rows, w, in, out, scale, offset, group, bias, room};             \
-        _Pragma("omp parallel if (rows * in * out > SMALL)") linear_team(kind, &c);                                  \
-    }
-
-LINEAR(linear_float32, FLOAT32)
-LINEAR(linear_bfloat16, BFLOAT16)
-LINEAR(linear_int8, INT8)
-LINEAR(linear_int4, INT4)
+void linear_layer(int64_t kind, float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t rows,
+                  const char *w, int64_t in, int64_t out, const float *scale, const float *offset, float *room,
+                  int64_t group, const float *bias) {
+    const Linear c = {y, x, y_stride, x_stride, rows, w, in, out, scale, offset, group, bias, room};
+#pragma omp parallel if (rows * in * out > SMALL)
+    linear_team(kind, &c);
+}
 
 /* Rows of W, elements of `size` bytes, to panels; `rows` may end within the last. A few inputs at a time, so that
  * the lines that are written stay in the cache until they are full. */

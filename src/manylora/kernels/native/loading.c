@@ -65,26 +65,6 @@ int64_t widen_bfloat16(float *target, const char *source, int64_t count, float s
     return widen_all(BFLOAT16, target, source, count, scale);
 }
 
-/* The upper half of float32, to the nearest, ties to even; bfloat16 that was widened comes out as it was. */
-INLINE words nearest(words bits) { return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16; }
-
-INLINE void narrow(Kind kind, char *at, words bits) {
-    if (kind == FLOAT32) {
-        memcpy(at, &bits, sizeof bits);
-        return;
-    }
-    const words upper = nearest(bits);
-#if defined(__AVX512F__)
-    _mm256_storeu_si256((__m256i *)at, _mm512_cvtepi32_epi16((__m512i)upper));
-#elif defined(__AVX2__)
-    const __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)upper, (__m256i)upper), 8);
-    _mm_storeu_si128((__m128i *)at, _mm256_castsi256_si128(both));
-#else
-    const halves made = __builtin_convertvector(upper, halves);
-    memcpy(at, &made, sizeof made);
-#endif
-}
-
 INLINE void narrow_one(Kind kind, char *at, float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);

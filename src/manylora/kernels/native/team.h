@@ -47,7 +47,10 @@ typedef struct { /* of elementwise.c */
     int64_t pairs;                              /* neighbours are turned together, not the two halves' elements */
 } Rotation;
 
-void linear_team(Kind kind, const Linear *c);
+enum { FORMS = 8 }; /* of a linear layer that rounds x to bfloat16, kind is that of W + FORMS * form of bfloat16.c */
+
+void linear_team(int64_t kind, const Linear *c);
+void bfloat16_team(int64_t kind, const Linear *c);
 void lora_team(Kind pool_kind, const char *pool, float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t in,
                const float *bias, const Adapters *adapters); /* bias: part of y, or NULL */
 void attention_team(const Attention *a);

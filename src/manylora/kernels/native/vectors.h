@@ -31,6 +31,11 @@ typedef uint8_t octets __attribute__((vector_size(LANES), aligned(1)));
 #else
 #define ONCE __attribute__((noipa)) /* neither is it cloned for constant arguments */
 #endif
+#ifdef __clang__
+#define KNOWN_SINCE(gcc, clang) (__clang_major__ >= clang)
+#else
+#define KNOWN_SINCE(gcc, clang) (__GNUC__ >= gcc)
+#endif
 #define UNROLL _Pragma("GCC unroll 16")
 /* Loads that follow stay behind it: values that could be kept from before would take registers. */
 #define KEEP_ORDER __asm__ volatile("" ::: "memory")
@@ -149,6 +154,26 @@ INLINE vector widen_pairs(const char *at, int high) {
     typedef uint32_t pairs __attribute__((vector_size(4 * LANES), aligned(2)));
     const words both = *(const pairs *)at;
     return (vector)(high ? both & UPPER : both << 16);
+}
+
+/* The upper half of float32, to the nearest, ties to even; bfloat16 that was widened comes out as it was. */
+INLINE words nearest(words bits) { return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16; }
+
+INLINE void narrow(Kind kind, char *at, words bits) {
+    if (kind == FLOAT32) {
+        memcpy(at, &bits, sizeof bits);
+        return;
+    }
+    const words upper = nearest(bits);
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i *)at, _mm512_cvtepi32_epi16((__m512i)upper));
+#elif defined(__AVX2__)
+    const __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)upper, (__m256i)upper), 8);
+    _mm_storeu_si128((__m128i *)at, _mm256_castsi256_si128(both));
+#else
+    const halves made = __builtin_convertvector(upper, halves);
+    memcpy(at, &made, sizeof made);
+#endif
 }
 
 /* A single float32, bfloat16 or 8-bit float. */

@@ -1,0 +1,274 @@
+/* y = x W^T + bias by the processor's products of bfloat16. x is rounded to it once for a call; W is bfloat16, or
+ * integers of 8 or 4 bits, which bfloat16 holds exactly; sums are float32.
+ *
+ * DOTS:  vdpbf16ps. A sum takes the product of the odd input of a pair, then that of the even one, each fused.
+ * TILES: tdpbf16ps. Of 32 inputs the even ones are summed from zero, one fused product after the other, and so are the
+ *        odd ones; both are added, then this to the sum.
+ * Both round to nearest, even, and take numbers below 2^-126, in and out, as zeros, whatever MXCSR says. A process
+ * uses one of them: their bits differ.
+ *
+ * All rows pass over CHUNK inputs of a panel, which stay in the nearest cache; integers are unpacked for that. Sums
+ * wait in memory meanwhile. A tile has as many rows as every other of the call, so the last one begins among the rows
+ * of the one before it. A row's sums are one chain over the inputs of a block, whatever rows are beside it. */
+
+#include "panels.h"
+#if defined(__x86_64__) && defined(__linux__)
+#include <unistd.h>
+#endif
+
+enum {
+    DEPTH = 32,       /* inputs of a tile */
+    CHUNK = 8 * DEPTH,
+    TALL = 16,        /* rows of a tile of TILES */
+    WIDE = 8,         /* rows of DOTS */
+    BAND = 256,       /* rows whose sums are kept at once */
+    PANELS_IN_A_ROW = 4, /* so that the next one is this thread's, too */
+    AHEAD = 4096      /* bytes between reading and fetching */
+};
+
+typedef enum { NONE, DOTS, TILES } Form;
+
+/* Compilers whose assemblers know both instructions; EMULATED: in plain C, for tests. */
+#if defined(EMULATED)
+#define HAS_FORMS 1
+#elif defined(__x86_64__) && defined(__AVX512F__) && defined(__linux__)
+#define HAS_FORMS KNOWN_SINCE(11, 12)
+#else
+#define HAS_FORMS 0
+#endif
+
+#if HAS_FORMS
+#if defined(EMULATED)
+INLINE vector flush(vector value) {
+    const words size = (words)value & 0x7fffffff;
+    return (vector)((words)value & ~((words)(size < 0x00800000) & 0x7fffffff));
+}
+
+INLINE vector fused(words a, words b, vector sum) {
+    return flush(multiply_add(flush((vector)a), flush((vector)b), flush(sum)));
+}
+#endif
+
+/* sum + a[1] b[1] + a[0] b[0], of pairs of bfloat16. */
+INLINE vector add_pairs(vector sum, words a, words b) {
+#if defined(EMULATED)
+    return fused(a << 16, b << 16, fused(a & 0xffff0000u, b & 0xffff0000u, sum));
+#else
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+    return sum;
+#endif
+}
+
+/* sums [rows, PANEL] += x W^T over `inputs`. x: bfloat16, rows `stride` elements apart. w: pairs [inputs / 2, PANEL];
+ * up to a whole tile both have more, w zeros. */
+typedef void Run(int rows, float *sums, const uint16_t *x, int64_t stride, const char *w, int64_t inputs);
+
+INLINE words load_words(const char *at) {
+    words some;
+    memcpy(&some, at, sizeof some);
+    return some;
+}
+
+INLINE void dots(const int rows, float *sums, const uint16_t *x, int64_t stride, const char *w, int64_t inputs) {
+    vector sum[WIDE][VECTORS];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = load(sums + r * PANEL + v * LANES);
+    for (int64_t k = 0; k < inputs; k += 2, w += 4 * PANEL) {
+        words in[VECTORS];
+        fetch(w + AHEAD, 4 * PANEL);
+        UNROLL for (int v = 0; v < VECTORS; v++) in[v] = load_words(w + v * 4 * LANES);
+        UNROLL for (int r = 0; r < rows; r++) {
+            uint32_t pair;
+            memcpy(&pair, x + r * stride + k, sizeof pair);
+            const words one = (words){0} + pair;
+            UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = add_pairs(sum[r][v], one, in[v]);
+        }
+        KEEP_ORDER;
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < VECTORS; v++) store(sums + r * PANEL + v * LANES, sum[r][v]);
+}
+
+#define CASE(n)                                  \
+    case n:                                      \
+        dots(n, sums, x, stride, w, inputs); \
+        break;
+
+static void ONCE run_dots(int rows, float *sums, const uint16_t *x, int64_t stride, const char *w, int64_t inputs) {
+    switch (rows) {
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+    }
+}
+
+#if defined(EMULATED)
+static void configure(int rows) { (void)rows; }
+static void release(void) {}
+
+static void run_tiles(int rows, float *sums, const uint16_t *x, int64_t stride, const char *w, int64_t inputs) {
+    for (int64_t k = 0; k < inputs; k += DEPTH)
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < VECTORS; v++) {
+                vector even = all(0), odd = all(0);
+                for (int i = 0; i < DEPTH; i += 2) {
+                    const uint16_t *const one = x + r * stride + k + i;
+                    const words in = load_words(w + (k + i) * 2 * PANEL + v * 4 * LANES);
+                    even = fused((words){0} + ((uint32_t)one[0] << 16), in << 16, even);
+                    odd = fused((words){0} + ((uint32_t)one[1] << 16), in & 0xffff0000u, odd);
+                }
+                float *const sum = sums + r * PANEL + v * LANES;
+                store(sum, flush(WHOLE(flush(load(sum)) + flush(WHOLE(even + odd)))));
+            }
+}
+#else
+/* Sums are in tiles 0 to 2, rows of x in 3, weights in 4 to 6. No compiler uses them by itself. */
+static void configure(int rows) {
+    struct {
+        uint8_t palette, start, zeros[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } tiles = {.palette = 1};
+    for (int i = 0; i < 7; i++) {
+        tiles.bytes[i] = 4 * LANES;
+        tiles.rows[i] = i < 4 ? rows : DEPTH / 2;
+    }
+    __asm__ volatile("ldtilecfg %0" ::"m"(tiles));
+}
+
+static void release(void) { __asm__ volatile("tilerelease"); }
+
+#define LOAD(tile, at, step) __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(at), "r"(step) : "memory")
+#define STORE(tile, at, step) __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(at), "r"(step) : "memory")
+#define ADD(sum, w) __asm__ volatile("tdpbf16ps %%tmm" #w ", %%tmm3, %%tmm" #sum ::)
+
+static void run_tiles(int rows, float *sums, const uint16_t *x, int64_t stride, const char *w, int64_t inputs) {
+    const int64_t row = 4 * PANEL, step = 2 * stride;
+    (void)rows;
+    LOAD(0, sums, row);
+    LOAD(1, sums + LANES, row);
+    LOAD(2, sums + 2 * LANES, row);
+    for (int64_t k = 0; k < inputs; k += DEPTH, w += DEPTH / 2 * row) {
+        for (int i = 0; i < DEPTH / 2; i++) fetch(w + AHEAD + i * row, row);
+        LOAD(3, x + k, step);
+        LOAD(4, w, row);
+        LOAD(5, w + 4 * LANES, row);
+        LOAD(6, w + 8 * LANES, row);
+        ADD(0, 4);
+        ADD(1, 5);
+        ADD(2, 6);
+    }
+    STORE(0, sums, row);
+    STORE(1, sums + LANES, row);
+    STORE(2, sums + 2 * LANES, row);
+}
+#endif
+
+/* Elements from row to row of the rounded x: zeros for a whole tile that begins anywhere, and an odd number of lines,
+ * as rows a power of two apart would push each other out of the cache. */
+INLINE int64_t stride_of(const Linear *c) { return (((c->in + DEPTH - 1) / DEPTH + 1) | 1) * DEPTH; }
+INLINE uint16_t *rounded(const Linear *c, int64_t row) { return (uint16_t *)c->room + row * stride_of(c); }
+
+static void round_row(const Linear *c, int64_t row) {
+    const float *const x = c->x + row * c->x_stride;
+    uint16_t *const to = rounded(c, row);
+    for (int64_t k = 0; k < c->in; k += LANES) {
+        const words bits = (words)load_some(x + k, c->in - k), nan = (words)((bits & 0x7fffffff) > 0x7f800000);
+        narrow(BFLOAT16, (char *)(to + k), (bits & ~nan) | (nan & 0x7fc00000)); /* of some NaNs it would make zeros */
+    }
+    memset(to + c->in, 0, (stride_of(c) - c->in) * sizeof *to);
+    for (int64_t g = 0; c->offset && g < blocks_of(c); g++) {
+        const int64_t first = g * block_of(c), stop = least(c->in, first + block_of(c));
+        float sum = 0;
+        for (int64_t k = first; k < stop; k++) sum += widen_one(BFLOAT16, (const char *)(to + k));
+        totals_of(c)[row * blocks_of(c) + g] = sum;
+    }
+}
+
+/* Two inputs' weights side by side; `odd` may be past the last input. */
+INLINE words pair(const Kind kind, const char *row, int v, int odd) {
+    const vector low = weights(kind, row, v, 0), none = all(0);
+    const vector high = kind == INT4 ? weights(kind, row, v, 1) : odd ? weights(kind, row + PANEL, v, 0) : none;
+    return (words)low >> 16 | ((words)high & 0xffff0000u);
+}
+
+/* Weights of the inputs [k, k + depth) of a panel as a Run reads them; `room` is used unless W is so itself. */
+INLINE const char *pairs_of(const Kind kind, const Linear *c, int64_t p, int64_t k, int64_t depth, char *room) {
+    const char *w = c->w + (p * c->in + k) / inputs_of(kind) * bytes_of(kind);
+    const int64_t used = (depth + 1) / 2 * 4 * PANEL, whole = (depth + DEPTH - 1) / DEPTH * DEPTH / 2 * 4 * PANEL;
+    if (kind == BFLOAT16 && used == whole) return w;
+    if (kind == BFLOAT16) memcpy(room, w, used);
+    else for (int64_t i = 0; i < depth; i += 2, w += bytes_of(kind) * (2 / inputs_of(kind))) {
+        fetch(w + AHEAD, bytes_of(kind) * (2 / inputs_of(kind)));
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            const words made = pair(kind, w, v, i + 1 < depth);
+            memcpy(room + i * 2 * PANEL + v * 4 * LANES, &made, sizeof made);
+        }
+    }
+    memset(room + used, 0, whole - used);
+    return room;
+}
+
+INLINE void one_panel(const Kind kind, Run *run, int64_t height, const Linear *c, int64_t p) {
+    float sums[BAND * PANEL];
+    char room[CHUNK * 2 * PANEL] __attribute__((aligned(LINE)));
+    const int64_t stride = stride_of(c), block = block_of(c), last = c->rows - height;
+    for (int64_t first = 0; first < c->rows; first += BAND)
+        for (int64_t k = 0; k < c->in; k += block) {
+            const int64_t stop = least(c->in, k + block), rows = least(c->rows - first, BAND);
+            memset(sums, 0, (rows + height - 1) / height * height * PANEL * sizeof *sums);
+            for (int64_t at = k; at < stop; at += CHUNK) {
+                const int64_t depth = least(stop - at, CHUNK);
+                const char *const w = pairs_of(kind, c, p, at, depth, room);
+                for (int64_t r = 0; r < rows; r += height)
+                    run(height, sums + r * PANEL, rounded(c, least(first + r, last)) + at, stride, w, depth);
+            }
+            for (int64_t r = 0; r < rows; r += height) {
+                const int64_t again = first + r - least(first + r, last); /* rows of the tile before */
+                finish_panel(c, sums + (r + again) * PANEL, first + r, least(rows - r, height), p, k);
+            }
+        }
+}
+
+INLINE void linear(const Kind kind, const Form form, const Linear *c) {
+    const int64_t panels = (c->out + PANEL - 1) / PANEL, height = least(c->rows, form == TILES ? TALL : WIDE);
+    const int64_t count = panels < 16 ? 1 : PANELS_IN_A_ROW;
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < c->rows; r++) round_row(c, r);
+    if (form == TILES) configure(height);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t first = 0; first < panels; first += count)
+        for (int64_t p = first; p < least(panels, first + count); p++)
+            one_panel(kind, form == TILES ? run_tiles : run_dots, height, c, p);
+    if (form == TILES) release();
+}
+
+/* Bits of the forms that this processor has and the system allows; its answer for TILES is the process's. */
+int64_t bfloat16_forms(void) {
+#if defined(EMULATED)
+    return 0;
+#else
+    unsigned eax = 7, ebx, ecx = 0, edx, more = 7, one = 1;
+    __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
+    const int has_tiles = edx >> 22 & edx >> 24 & 1; /* AMX-BF16, AMX-TILE */
+    if (eax >= 1) __asm__("cpuid" : "+a"(more), "=b"(ebx), "+c"(one), "=d"(edx));
+    else more = 0;
+    const int allowed = has_tiles && !syscall(158, 0x1023, 18); /* arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA */
+    return (more >> 5 & 1) << DOTS | allowed << TILES;
+#endif
+}
+#else
+INLINE void linear(const Kind kind, const Form form, const Linear *c) { (void)kind, (void)form, (void)c; }
+int64_t bfloat16_forms(void) { return 0; }
+#endif
+
+/* By all threads of a team. kind: of W, + FORMS * form. `in` is at least ROUNDED_INPUTS of panels.py: then x, rounded,
+ * takes no more memory than it did. */
+void bfloat16_team(int64_t kind, const Linear *c) {
+    switch (kind) { /* known to the compiler in each case */
+        case BFLOAT16 + FORMS * DOTS: linear(BFLOAT16, DOTS, c); break;
+        case INT8 + FORMS * DOTS: linear(INT8, DOTS, c); break;
+        case INT4 + FORMS * DOTS: linear(INT4, DOTS, c); break;
+        case BFLOAT16 + FORMS * TILES: linear(BFLOAT16, TILES, c); break;
+        case INT8 + FORMS * TILES: linear(INT8, TILES, c); break;
+        case INT4 + FORMS * TILES: linear(INT4, TILES, c); break;
+    }
+}

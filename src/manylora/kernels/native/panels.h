@@ -1,0 +1,38 @@
+/* The weights of linear layers, as linear.c and bfloat16.c read them.
+ *
+ * W is kept in float32, bfloat16, int8 or int4. The last two are integers v with
+ * W[n, k] = scale[n, g] v[n, k] + offset[n, g], g = k / group; offsets may be missing.
+ *
+ * W [out, in] is packed in panels of PANEL outputs: [panels, in, PANEL], the last one padded with zeros; of bfloat16
+ * and int4 [panels, in / 2, PANEL] pairs of an even input, in the low half, and the next one: 4 bytes, which take one
+ * instruction each to widen, or 1, 8 being zero; scales and offsets [panels, groups, PANEL]. */
+
+#pragma once
+
+#include "team.h"
+
+#ifdef __AVX512F__
+enum { VECTORS = 3 };
+#else
+enum { VECTORS = 2 };
+#endif
+enum { PANEL = LANES * VECTORS, BLOCK = 1024 /* inputs that are summed before scale and offset enter, at most */ };
+
+/* Inputs whose weights lie in one row of a panel, and its bytes. */
+INLINE int inputs_of(Kind kind) { return kind == INT4 || kind == BFLOAT16 ? 2 : 1; }
+INLINE int64_t bytes_of(Kind kind) { return kind == INT4 ? PANEL : PANEL * size_of(kind) * inputs_of(kind); }
+
+INLINE vector weights(Kind kind, const char *row, int v, int input) {
+    if (kind == INT4) return widen_halves(row + v * LANES, input);
+    if (kind == BFLOAT16) return widen_pairs(row + v * LANES * 4, input);
+    return widen(kind, row + v * LANES * size_of(kind));
+}
+
+INLINE int64_t block_of(const Linear *c) { return least(c->group, BLOCK); }
+INLINE int64_t blocks_of(const Linear *c) { return (c->in + block_of(c) - 1) / block_of(c); }
+
+/* What an offset meets: the sums of each row over the inputs of each block, [rows, blocks]. */
+INLINE float *totals_of(const Linear *c) { return c->room + c->rows * c->in; }
+
+/* Takes the sums [rows, PANEL] of the block that begins at input k of panel p to y. */
+void finish_panel(const Linear *c, const float *sums, int64_t row, int64_t rows, int64_t p, int64_t k);

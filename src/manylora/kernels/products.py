@@ -1,0 +1,70 @@
+"""Which of the processor's products of bfloat16 native/bfloat16.c uses, if any: a trial says so."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from functools import lru_cache
+
+import torch
+
+from manylora.kernels.panels import PanelsLinear, to_panels
+from manylora.kernels.quantised import QuantisedWeight
+
+logger = logging.getLogger("manylora")
+
+FORMS = {1: "AVX512-BF16", 2: "AMX"}
+"""By their numbers in native/bfloat16.c."""
+NONE = 0
+ROWS, COLUMNS, OUTPUTS = 64, 1024, 1536  # of the trial: what a step of many requests multiplies
+ROUNDS = 5
+
+
+@lru_cache
+def choose_form(library: ctypes.CDLL) -> int:
+    """The fastest that gives the right answers, or NONE where products of float32 are faster. One for a
+    process, as each rounds in its own way."""
+    offered = library.bfloat16_forms()
+    multiply = PanelsLinear(library)
+    forms = [form for form in FORMS if offered >> form & 1 and is_right(multiply, form)]
+    form = fastest(multiply, [NONE, *forms]) if forms else NONE
+    logger.info(
+        "products of the processor: of bytes %s, of bfloat16 %s",
+        "used" if library.integer_dots() else "none",
+        FORMS.get(form, "slower than of float32" if forms else "none"),
+    )
+    return form
+
+
+def fastest(multiply: PanelsLinear, forms: list[int]) -> int:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, COLUMNS, generator=generator)
+    weight = torch.randn(OUTPUTS, COLUMNS, generator=generator).bfloat16()
+    packed = to_panels(weight, multiply.width, multiply.block)
+    assert packed is not None
+    seconds = dict.fromkeys(forms, float("inf"))
+    for form in forms * ROUNDS:
+        began = time.perf_counter()
+        multiply(x, packed.rounding(form), None)
+        seconds[form] = min(seconds[form], time.perf_counter() - began)
+    return min(forms, key=lambda form: seconds[form])
+
+
+def is_right(multiply: PanelsLinear, form: int) -> bool:
+    """For every kind of weights, over several blocks and with panels, rows and inputs that are not full."""
+    generator = torch.Generator().manual_seed(0)
+    plain = torch.randn(101, 1100, generator=generator).bfloat16()
+    scales = torch.rand(101, 11, generator=generator)
+    eight = torch.randint(-128, 128, (101, 1100), generator=generator).to(torch.int8)
+    four = torch.randint(0, 256, (101, 550), generator=generator).to(torch.uint8)
+    x = torch.randn(19, 1100, generator=generator)
+    for weight in (plain, QuantisedWeight(eight, scales), QuantisedWeight(four, scales, scales)):
+        packed = to_panels(weight, multiply.width, multiply.block)
+        assert packed is not None
+        wide = weight.to(torch.float64)
+        want = x.bfloat16().double() @ (wide if isinstance(wide, torch.Tensor) else wide.wide()).T
+        found = multiply(x, packed.rounding(form), None).double()
+        if not torch.allclose(found, want, rtol=0, atol=1e-5 * float(want.abs().max())):
+            return False
+    return True

@@ -1,0 +1,233 @@
+"""Protects products of bfloat16: sums in the order that docs/cpu.md says, in any company, by instructions
+emulated where there are none; these are chosen only where they are right; models compute with them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from levels import SIMULATED, open_library, open_products
+from torch import Tensor
+
+from manylora import LLM, QuantConfig, SamplingParams
+from manylora.config.engine import EngineConfig
+from manylora.kernels import compiled as compiled_ops
+from manylora.kernels import native, products
+from manylora.kernels.device import open_device
+from manylora.kernels.panels import Panels, PanelsLinear, to_panels
+from manylora.kernels.products import FORMS, NONE, choose_form, is_right
+from manylora.kernels.quantised import QuantisedWeight
+from manylora.model.checkpoint import read_model_config
+from manylora.model.weights import adapter_dtype, compute_dtype, load_decoder
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
+PROMPT = "Where is the capital of Egypt? \\nAnswer:"
+DOTS, TILES = FORMS
+
+
+@pytest.fixture(params=["emulated", SIMULATED])
+def multiply(request: pytest.FixtureRequest) -> PanelsLinear:
+    """For panels of this processor's width, and of AVX-512's."""
+    return PanelsLinear(open_products() if request.param == "emulated" else open_library(request.param))
+
+
+def weights(kind: str, rows: int, columns: int) -> Tensor | QuantisedWeight:
+    if kind == "bfloat16":
+        return torch.randn(rows, columns).bfloat16()
+    groups = 1 if kind == "int8" else columns // 4
+    scales, offsets = torch.rand(rows, groups), torch.randn(rows, groups)
+    if kind == "int4":
+        values = torch.randint(0, 256, (rows, columns // 2)).to(torch.uint8)
+        return QuantisedWeight(values, torch.rand(rows, columns // 32), torch.randn(rows, columns // 32))
+    values = torch.randint(-128, 128, (rows, columns)).to(torch.int8)
+    return QuantisedWeight(values, scales, offsets if kind == "int8 in groups" else None)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int8 in groups", "int4"])
+@pytest.mark.parametrize(("rows", "columns"), [(53, 128), (20, 224), (7, 1056), (101, 2336)])
+def test_products_are_those_of_rounded_inputs_in_any_company(
+    multiply: PanelsLinear, rows: int, columns: int, kind: str, form: int
+) -> None:
+    torch.manual_seed(columns)
+    weight, x, bias = weights(kind, rows, columns), torch.randn(41, columns), torch.randn(rows)
+    packed = to_panels(weight, multiply.width, multiply.block)
+    assert packed is not None
+    made = packed.rounding(form)
+    assert made.form == form and made.values is packed.values
+    wide = weight if isinstance(weight, Tensor) else weight.to(torch.float64).wide()
+    want = x.bfloat16().double() @ wide.double().T + bias
+    found = multiply(x, made, bias)
+    torch.testing.assert_close(found.double(), want, rtol=0, atol=2e-6 * float(want.abs().max()))
+    assert not torch.equal(found, multiply(x, packed, bias)), "nothing was rounded"
+    for start, stop in ((0, 1), (0, 5), (3, 11), (0, 9), (20, 36), (24, 41), (40, 41)):
+        assert torch.equal(multiply(x[start:stop], made, bias), found[start:stop]), (start, stop)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_many_rows_are_as_few(multiply: PanelsLinear, form: int) -> None:
+    """More than are summed at once."""
+    weight, x = torch.randn(20, 130).bfloat16(), torch.randn(275, 130)
+    packed = to_panels(weight, multiply.width, multiply.block)
+    assert packed is not None
+    whole = multiply(x, packed.rounding(form), None)
+    for start in (0, 250, 260, 274):
+        assert torch.equal(
+            multiply(x[start : start + 7], packed.rounding(form), None), whole[start : start + 7]
+        )
+
+
+def flush(value: Tensor) -> Tensor:
+    return torch.where(value.abs() < 2**-126, 0.0, value)
+
+
+def fused(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
+    """a [T], b [N]: exact in float64, as both have 8 bits."""
+    return flush((flush(a)[:, None].double() * flush(b).double() + total.double()).float())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("columns", [160, 174])
+def test_sums_have_the_order_of_the_instructions(multiply: PanelsLinear, columns: int, form: int) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(30, columns).bfloat16(), torch.randn(6, columns)
+    x[1] *= 1e-37  # sums and products that are flushed
+    x[2] *= 1e-38
+    packed = to_panels(weight, multiply.width, multiply.block)
+    assert packed is not None
+    found = multiply(x, packed.rounding(form), None)
+    a, b, total = x.bfloat16().float(), weight.float(), torch.zeros(6, 30)
+    if form == DOTS:
+        for k in range(0, columns, 2):
+            for one in (k + 1, k):
+                total = fused(a[:, one], b[:, one], total)
+    else:
+        for start in range(0, columns, 32):
+            even, odd = torch.zeros(2, 6, 30)
+            for k in range(start, min(columns, start + 32), 2):
+                even, odd = fused(a[:, k], b[:, k], even), fused(a[:, k + 1], b[:, k + 1], odd)
+            total = flush(total + flush(even + odd))
+    assert torch.equal(found, total)
+    assert not found[2].any() or found[1].any(), "nothing was flushed"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_so_in_its_row_only(multiply: PanelsLinear, value: float, form: int) -> None:
+    packed = to_panels(torch.randn(40, 192).bfloat16(), multiply.width, multiply.block)
+    assert packed is not None
+    made, x = packed.rounding(form), torch.randn(18, 192)
+    whole = multiply(x, made, None)
+    x[17, 40] = value
+    if value != value:
+        x.view(torch.int32)[17, 40] = 0x7FFFFFFF  # which plain rounding would make a zero
+    found = multiply(x, made, None)
+    assert not torch.isfinite(found[17]).any() and torch.equal(found[:17], whole[:17])
+
+
+def test_narrow_layers_and_float32_weights_are_left_alone() -> None:
+    for weight in (torch.randn(40, 64).bfloat16(), torch.randn(40, 192)):
+        packed = to_panels(weight, 16, 1024)
+        assert packed is not None and packed.rounding(DOTS).form == NONE
+
+
+class Offering:
+    """A library that says it has all forms; form `wrong` gives other answers."""
+
+    def __init__(self, library: Any, wrong: int = NONE) -> None:
+        self._library, self._wrong = library, wrong
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+    def bfloat16_forms(self) -> int:
+        return sum(1 << form for form in FORMS)
+
+    def linear_layer(self, kind: int, *others: Any) -> None:
+        self._library.linear_layer(kind % 8 if kind // 8 == self._wrong else kind, *others)
+
+
+@pytest.mark.parametrize("wrong", [NONE, *FORMS])
+def test_only_a_form_with_the_right_answers_is_tried(
+    wrong: int, emulated: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A form that does not round is as wrong as one that rounds badly."""
+    tried: list[int] = []
+    monkeypatch.setattr(products, "fastest", lambda multiply, forms: tried.extend(forms) or forms[-1])
+    with caplog.at_level(logging.INFO, "manylora"):
+        chosen = choose_form(Offering(emulated, wrong))
+    assert tried == [NONE, *(form for form in FORMS if form != wrong)] and chosen == tried[-1]
+    assert FORMS[chosen] in caplog.text
+
+
+def test_the_faster_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent = {NONE: 3.0, DOTS: 1.0, TILES: 2.0}
+    clock = SimpleNamespace(now=0.0)
+
+    def multiply(x: Tensor, weight: Panels, bias: Tensor | None) -> None:
+        clock.now += spent[weight.form]
+
+    multiply.width, multiply.block = 16, 1024  # type: ignore[attr-defined]
+    monkeypatch.setattr(products.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(products, "OUTPUTS", 32)
+    for wanted in (DOTS, TILES, NONE):
+        assert products.fastest(multiply, [NONE, *FORMS]) == wanted  # type: ignore[arg-type]
+        spent[wanted] += 4
+
+
+def test_levels_that_have_no_such_products_offer_none(compiled: Any) -> None:
+    """Where one offers some, they are right."""
+    offered = compiled.bfloat16_forms()
+    assert all(is_right(PanelsLinear(compiled), form) for form in FORMS if offered >> form & 1)
+    assert choose_form(compiled) in (NONE, *FORMS)
+
+
+@pytest.fixture(params=[NONE, *FORMS])
+def processor(request: pytest.FixtureRequest, emulated: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A form, which this process's processor has meanwhile."""
+    for name in ("load", "loaded"):
+        monkeypatch.setattr(native, name, lambda: emulated)
+    monkeypatch.setattr(compiled_ops, "choose_form", lambda library: request.param)
+    return int(request.param)
+
+
+def context_logits(dtype: str, prompts: list[str], algo: str | None = None) -> list[Tensor]:
+    quant = QuantConfig(algo) if algo else None
+    params = SamplingParams(max_tokens=2, return_context_logits=True)
+    with LLM(DEMO / "base", device="cpu", dtype=dtype, quant_config=quant) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [torch.from_numpy(one.context_logits) for one in outputs]
+
+
+@pytest.mark.parametrize("algo", [None, "W8A16", "W4A16"])
+def test_a_model_rounds_what_its_linear_layers_read(processor: int, algo: str | None) -> None:
+    """Its answers are nearly those of float32, where nothing is rounded, and the same in company."""
+    exact, whole = (context_logits(dtype, [PROMPT], algo)[0] for dtype in ("float32", "bfloat16"))
+    largest, distance = float(exact.abs().max()), float((whole - exact).abs().max())
+    assert 1e-5 * largest < distance < 0.05 * largest
+    if processor == NONE:
+        return  # torch computes in bfloat16
+    together = context_logits("bfloat16", ["Hello", PROMPT, PROMPT + " Cairo"], algo)
+    assert torch.equal(together[1], whole)
+
+
+def test_float32_is_exact_on_every_processor(processor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = context_logits("float32", [PROMPT])[0]
+    monkeypatch.setattr(compiled_ops, "choose_form", lambda library: NONE)
+    assert torch.equal(found, context_logits("float32", [PROMPT])[0])
+
+
+def test_adapters_and_weights_stay_bfloat16_beside_float32_tensors(processor: int) -> None:
+    """So nothing takes more memory than in bfloat16, but keys and values."""
+    device, config = open_device("cpu"), read_model_config(DEMO / "base")
+    compute = compute_dtype("bfloat16", config, device)
+    assert compute == (torch.float32 if processor else torch.bfloat16)
+    decoder = load_decoder(DEMO / "base", config, compute, device)
+    settings = EngineConfig(DEMO / "base", device="cpu", dtype="bfloat16")
+    assert adapter_dtype(settings, config, compute, device) == torch.bfloat16
+    stored = sum(file.stat().st_size for file in (DEMO / "base").glob("*.safetensors"))
+    assert decoder.weight_bytes < 1.1 * (stored + 2 * config.vocab_size * config.hidden_size)

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 import manylora.engine.build as build
-import manylora.engine.runner as runner
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.engine.inputs import StepInputs
+from manylora.engine.sampler import Sampler
 from manylora.kernels import transfer
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device
@@ -132,7 +132,7 @@ class Parts:
         self._wrap(engine._runner._graphs, "run")
         self._wrap(engine._runner._ops, "plan")
         self._wrap(StepInputs, "plan")
-        self._wrap(runner, "sample")
+        self._wrap(Sampler, "__call__")
 
     def _wrap(self, owner: Any, name: str) -> None:
         inner = getattr(owner, name)

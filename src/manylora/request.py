@@ -139,20 +139,19 @@ class SamplingConfig:
     @cached_property
     def reads_tokens(self) -> bool:
         """Whether the host must know a token before the next can be drawn, or collects logits."""
-        decays = self.top_p and self.top_p_decay != 1
         logits = self.return_context_logits or self.return_generation_logits
-        return bool(self.bad_words or self.has_penalties or decays or logits)
+        return logits or any(len(word) > 1 for word in self.bad_words)
+
+    @cached_property
+    def counts_tokens(self) -> bool:
+        """Whether each token changes how the next is drawn, which a device keeps account of itself."""
+        return self.has_penalties or bool(self.top_p and self.top_p_decay != 1)
 
     @cached_property
     def divisor(self) -> float:
         """Of the logits: the temperature; 1 where it is 0, or could change nothing."""
         matters = not self.greedy or self.has_penalties or self.return_log_probs or self.beam_width > 1
         return max(self.temperature, LEAST_DIVISOR) if self.temperature and matters else 1.0
-
-    @cached_property
-    def changes_logits(self) -> bool:
-        scales = self.divisor != 1 or self.logit_bias is not None or self.has_penalties
-        return bool(scales or self.bad_words or self.min_tokens)
 
     def with_output_penalties(self) -> SamplingConfig:
         """The same with the penalties of OpenAI and vLLM: presence and frequency are counted over the output

@@ -36,6 +36,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[LoraInpu
     return model, adapters
 
 
+RUNNING_AHEAD: list[dict[str, Any]] = [  # though each token changes how the next is drawn
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": 0.5, "temperature": 1.5, "top_p": 0.9, "seed": 3},
+    {"presence_penalty": 0.6, "prompt_ignore_length": 4, "top_k": 30, "seed": 5},
+    {"top_p": 0.99, "top_p_decay": 0.8, "temperature": 1.5, "seed": 1},
+    {"top_p": 0.9, "top_p_decay": 0.5, "top_p_reset_id": 9, "top_k": 50, "seed": 2},
+    {"bad_words": tuple((word,) for word in range(0, 250, 3))},
+]
+
+
 def open_engine(model: Path, overlap: bool, **options: Any) -> Engine:
     lora = LoraCacheConfig(gpu_memory_bytes=2**21, host_memory_bytes=2**22)
     settings = {"max_seq_len": 96, "tokens_per_block": 4, "max_batch_size": 4, "device": "cpu", **options}
@@ -55,11 +65,13 @@ def wishes(adapters: list[LoraInput], seed: int, count: int = 14) -> list[Reques
                 {"top_k": 40, "seed": number, "return_log_probs": True},
                 {"top_p": 0.9, "top_p_decay": 0.8, "seed": number},
                 {"stop_words": tuple((word,) for word in range(0, 250, 4))},
-                {"bad_words": tuple((word,) for word in range(0, 250, 3))},
+                {"bad_words": ((5, 6), *((word,) for word in range(0, 250, 3)))},
                 {"repetition_penalty": 1.3, "presence_penalty": 0.2},
                 {"return_generation_logits": True},
                 {"beam_width": 2},
             ][: 10 if seed % 2 else 4]
+            if seed < 6
+            else RUNNING_AHEAD
         )
         prompt = tuple(picks.randrange(250) for _ in range(picks.randrange(1, 20)))
         params = SamplingConfig(max_tokens=picks.randrange(1, 14), **options)  # type: ignore[arg-type]
@@ -102,7 +114,7 @@ def _said(events: list[Event]) -> Any:
     )
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
 def test_overlapped_steps_give_the_answers_of_the_plain_loop(
     world: tuple[Path, list[LoraInput]], seed: int, policy: str
@@ -153,6 +165,23 @@ def test_the_next_step_is_launched_before_the_tokens_are_seen(
                 engine.step()
         order = ["launch", "launch", "wait", "launch", "wait", "launch", "wait", "wait"]
         assert happened == (order if overlap else ["launch", "wait"] * 4)
+
+
+@pytest.mark.parametrize("options", RUNNING_AHEAD)
+def test_penalties_and_a_decaying_top_p_run_ahead(
+    world: tuple[Path, list[LoraInput]], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone and for longer than counts stay on the device, with what the plain loop draws."""
+    model, adapters = world
+    monkeypatch.setattr("manylora.engine.penalties.SPARE", 5)
+    params = SamplingConfig(max_tokens=24, **options)
+    requests = [Request((3, 4, 4, 5), params, lora) for lora in (None, *adapters)]
+    plain, overlapped = (open_engine(model, overlap) for overlap in (False, True))
+    ahead: list[bool] = []
+    assume = overlapped._assume_done
+    monkeypatch.setattr(overlapped, "_assume_done", lambda step: ahead.append(assume(step)) or ahead[-1])
+    assert run(overlapped, requests) == run(plain, requests)
+    assert all(ahead) and len(ahead) > 20
 
 
 def test_a_step_that_fails_ends_its_own_requests_only(

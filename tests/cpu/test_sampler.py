@@ -9,10 +9,11 @@ import pytest
 import torch
 from penalties import Formula, tensorrt_llm, vllm
 
-from manylora.engine import sampler
-from manylora.engine.sampler import NOT_FINITE, adjust, sample, uniform
-from manylora.engine.sequence import Sequence
+from manylora.engine import penalties, sampler
+from manylora.engine.sampler import NOT_FINITE, Sampler, adjust, sample, uniform
+from manylora.engine.sequence import PENDING, Sequence
 from manylora.engine.token_counts import TokenCounts
+from manylora.engine.top_p import NEARLY, UNITS, cut_by_top_p
 from manylora.request import Request, SamplingConfig
 
 
@@ -139,7 +140,10 @@ def test_a_draw_depends_on_its_own_seed_only() -> None:
     together, _ = sample(rows.clone(), [(s, len(s.tokens)) for s in made])
     alone = [sample(rows[i : i + 1].clone(), [(made[i], len(made[i].tokens))])[0].item() for i in range(8)]
     assert together.tolist() == alone
-    assert len({uniform(1, i, p) for i in range(3) for p in range(50)}) == 150
+    words = [(i, p) for i in range(3) for p in range(50)]
+    numbers = uniform([1] * 150, [i for i, _ in words], [p for _, p in words]).ravel().tolist()
+    assert len(set(numbers)) == 150 and min(numbers) >= 0 and max(numbers) < 1
+    assert uniform([2**64 - 1], [3], [70000]).item() == 0.645034529875876
 
 
 def test_log_probs_and_broken_rows() -> None:
@@ -161,7 +165,7 @@ def test_a_penalty_that_overflows_is_its_own_request_s_fault_only() -> None:
 
 
 def test_rows_of_every_cut_in_one_batch_follow_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And only a top-p alone puts a whole vocabulary in order."""
+    """And none puts a whole vocabulary in order."""
     generator = torch.Generator().manual_seed(3)
     cuts = [{"top_k": 5}, {"top_k": 40, "top_p": 0.7}, {"top_p": 0.8}, {"top_k": 200, "min_p": 0.02}]
     made = [sequence(SamplingConfig(seed=i, **cuts[i % 4])) for i in range(24)]  # type: ignore[arg-type]
@@ -176,7 +180,7 @@ def test_rows_of_every_cut_in_one_batch_follow_the_definition(monkeypatch: pytes
 
     monkeypatch.setattr(torch, "sort", watched)
     tokens, _ = sample(logits.clone(), [(s, 1) for s in made])
-    assert sorted_rows == [6]
+    assert not sorted_rows
     assert tokens.tolist() == [_by_definition(logits[i].double().numpy(), s) for i, s in enumerate(made)]
     sorted_rows.clear()
     free = [sequence(SamplingConfig(seed=i, top_p=1.0)) for i in range(400)]
@@ -192,8 +196,11 @@ def _by_definition(logits: np.ndarray, made: Sequence) -> int:
     weights[weights < params.min_p] = 0
     probs = weights / weights.sum()
     probs[np.cumsum(probs) - probs >= (params.top_p or 1)] = 0
+    if not params.top_k:  # drawn in the order of ids
+        back = np.argsort(order)
+        order, probs = order[back], probs[back]
     cumulated = np.cumsum(probs)
-    target = uniform(params.seed or 0, 0, 1) * cumulated[-1]
+    target = uniform([params.seed or 0], [0], [1]).item() * cumulated[-1]
     return int(order[np.searchsorted(cumulated, target, side="right")])
 
 
@@ -207,8 +214,106 @@ def test_penalties_of_many_rows_are_one_pass(monkeypatch: pytest.MonkeyPatch) ->
         adjust(alone[i : i + 1], [(one_sequence, 4)])
     uploads: list[int] = []
     upload = sampler.upload
-    monkeypatch.setattr(sampler, "upload", lambda *args: (uploads.append(1), upload(*args))[1])
+    for module in (sampler, penalties):
+        monkeypatch.setattr(module, "upload", lambda *args: (uploads.append(1), upload(*args))[1])
     together = logits.clone()
     adjust(together, [(one_sequence, 4) for one_sequence in made])
     assert torch.equal(together, alone) and not torch.equal(together, logits)
-    assert len(uploads) == 3
+    number = len(uploads)
+    adjust(logits[:2].clone(), [(one_sequence, 4) for one_sequence in made[:2]])
+    assert len(uploads) == 2 * number
+
+
+KINDS = [
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.7},
+    {"top_p": 0.9, "top_p_decay": 0.6, "top_p_min": 0.2, "top_p_reset_id": 4, "temperature": 2.0},
+    {"presence_penalty": 0.4, "frequency_penalty": -0.2, "prompt_ignore_length": 2, "top_p": 0.8},
+    {"top_k": 5, "top_p": 0.95, "top_p_decay": 0.9},
+    {"top_p": 0.7, "return_log_probs": True},
+    {"end_id": 3, "min_tokens": 99, "bad_words": ((5,),)},
+    {},
+]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_sampler_that_is_kept_draws_what_new_ones_draw(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over many steps, whether the host knows the tokens before or only the device does."""
+    monkeypatch.setattr(penalties, "SPARE", 7)  # so that counts are taken from the host again in between
+    vocab, device = 12, torch.device("cpu")
+    made = [sequence(SamplingConfig(seed=i, **kind), (i, 7, 7)) for i, kind in enumerate(KINDS)]  # type: ignore[arg-type]
+    virtual = sequence(SamplingConfig(repetition_penalty=1.5, top_p=0.9), (vocab + 2,))
+    made.append(virtual)  # it has seen no token that has a logit
+    generator = torch.Generator().manual_seed(2)
+    kept = None
+    tokens = torch.full((len(made),), -1)
+    for _ in range(30):
+        logits = torch.randn(len(made), vocab, generator=generator) * 2
+        rows = [(one_sequence, len(one_sequence.tokens)) for one_sequence in made]
+        expected, expected_log_probs = sample(logits.clone(), rows)
+        if not known and kept is not None:
+            for one_sequence in made:
+                one_sequence.tokens[-1] = PENDING
+        if kept is None:
+            kept = Sampler(rows, vocab, device)
+        else:
+            kept.go_on([length for _, length in rows], tokens)
+        found, log_probs = kept(logits.clone())
+        assert found.tolist() == expected.tolist()
+        assert torch.equal(log_probs, expected_log_probs)
+        for one_sequence, before, token in zip(made, tokens.tolist(), expected.tolist(), strict=True):
+            if before >= 0:
+                one_sequence.tokens[-1] = before
+            one_sequence.append(token, None)
+            assert not one_sequence.finished
+        tokens = found
+
+
+def test_a_pending_token_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the first step of a sampler, where the last token of some rows is on the device alone."""
+    kinds = [KINDS[0], KINDS[1], {"frequency_penalty": 2.0, "temperature": 0.7}]
+    made = [sequence(SamplingConfig(**kind), (4, 7, 7), (4,)) for kind in kinds]  # type: ignore[arg-type]
+    logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(4))
+    rows = [(one_sequence, 4) for one_sequence in made]
+    made[1].top_p = 0.3
+    expected = logits.clone()
+    adjust(expected, rows)
+    tokens, _ = sample(logits[[0, 2]], [(made[0], 4), (made[2], 4)])
+    for one_sequence in made[:2]:
+        one_sequence.tokens[-1] = PENDING
+    kept = Sampler(rows, 12, torch.device("cpu"), torch.tensor([4, 4, -1]))
+    found = logits.clone()
+    kept.adjust(found)
+    assert torch.equal(found, expected)
+    assert kept(logits.clone())[0].tolist()[::2] == tokens.tolist()
+
+
+def _kept(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """By the definition: in descending order, equal ones by their ids."""
+    order = torch.sort(logits, dim=-1, descending=True, stable=True).indices
+    weights = (torch.softmax(logits, dim=-1).double() * UNITS).long()
+    sorted_weights = weights.gather(1, order)
+    needed = (weights.sum(dim=-1, keepdim=True) * (top_p * NEARLY)).ceil()
+    before = sorted_weights.cumsum(dim=-1) - sorted_weights
+    return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, order, before < needed) | (top_p == 1)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 50, 3000])
+def test_top_p_keeps_what_sorting_keeps(vocab: int) -> None:
+    """Of random rows, rows of equal logits, one-hot ones, with infinities, tiny numbers and both zeros."""
+    generator = torch.Generator().manual_seed(vocab)
+    for turn in range(12):
+        logits = torch.randn(10, vocab, generator=generator) * (0.01, 1, 5, 30)[turn % 4]
+        logits[0], logits[1] = 0.0, -torch.inf
+        logits[1, vocab // 2] = 3.0
+        logits[2, 1::2] = -torch.inf
+        logits[3] = 1e-39 * torch.arange(vocab)
+        logits[4, : vocab // 2], logits[4, vocab // 2 :] = -0.0, 0.0
+        logits[5:7] = logits[5:7].round()
+        top_p = torch.rand(10, 1, generator=generator, dtype=torch.float64).clamp(min=1e-9)
+        top_p[turn % 10] = (0.5, 1.0, 1e-9)[turn % 3]
+        found = ~cut_by_top_p(logits, top_p).isneginf()
+        assert torch.equal(found, _kept(logits, top_p) & ~logits.isneginf())
+        assert found.any(dim=-1).all()
+        assert torch.equal(cut_by_top_p(logits[3:4], top_p[3:4])[0], cut_by_top_p(logits, top_p)[3])

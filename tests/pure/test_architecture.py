@@ -55,7 +55,8 @@ INSIDE = {
         "weights", "builder",
     ],
     "engine": [
-        "token_counts", "sequence", "kv_cache", "scheduler", "memory", "guide_trial", "guide", "beam",
+        "token_counts", "top_p", "sequence", "penalties", "kv_cache", "decode_run", "scheduler", "memory",
+        "guide_trial", "guide", "beam",
         "sampler", "launched", "inputs", "peak", "graphs", "kernel_trials", "runner", "checks", "build",
         "results", "engine", "loop",
     ],
@@ -97,7 +98,8 @@ NO_TORCH = [
     "wire", "text", "launcher", "lora.pages", "lora.modules", "lora.geometry", "lora.bounds",
     "lora.number_types", "lora.tensors", "lora.staging", "lora.extras", "lora.rules", "lora.slicing",
     "lora.cache", "cli", "engine.sequence", "engine.guide", "engine.guide_trial", "engine.kv_cache",
-    "engine.scheduler", "kernels.row_format", "kernels.cuda.plan", "llmapi", "bench", "openai", "contracts",
+    "engine.decode_run", "engine.scheduler", "kernels.row_format", "kernels.cuda.plan", "llmapi", "bench",
+    "openai", "contracts",
     "lora_helper", "lora_manager", "executor", "sampling_params", "models", "quantization",
 ]  # fmt: skip
 CUDA_ROOMS = ("kernels.device", "kernels.cuda")

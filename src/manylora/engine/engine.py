@@ -247,7 +247,7 @@ class Engine:
         if not launched.can_run_ahead:
             return False
         for chunk in launched.step.chunks:
-            if chunk.samples and not chunk.sequence.finished:
+            if chunk.samples and chunk.sequence.finish_reason is None:
                 chunk.sequence.append_pending_token()
         self._scheduler.advance(launched.step)
         launched.assumed_done = True
@@ -288,7 +288,8 @@ class Engine:
 
     def _find_lost_adapters(self, step: Step) -> Mapping[str, RequestError]:
         """Adapters of a step that could not be read, by digest."""
-        leases = (chunk.sequence.lease for chunk in step.chunks)
+        chunks = step.chunks if step.run is None else ()  # else all of them have arrived
+        leases = (chunk.sequence.lease for chunk in chunks)
         return self.adapters.find_lost(lease for lease in leases if lease is not None)
 
     def _fail_lost_adapters(self, lost: Mapping[str, RequestError]) -> Events:

@@ -78,7 +78,7 @@ class DecodeGraphs:
             return None
         count = len(inputs.input_ids)
         rows = next(bucket for bucket in self._buckets if bucket >= count)
-        width = width_class(max(map(len, inputs.blocks)), self._columns)
+        width = width_class(inputs.columns, self._columns)
         batch = inputs.pad(rows).plan(self._ops, width, fixed=True)
         key = rows, width, getattr(batch.lora, "shape", None)
         graph = self._graphs.get(key)

@@ -11,23 +11,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manylora.engine.decode_run import DecodeRun
 from manylora.engine.sequence import Sequence
 from manylora.kernels.extras import with_logits
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, LoraBatch
-from manylora.kernels.transfer import upload
 from manylora.model.batch import ForwardBatch
 
-Blocks = Rows[Rows[int] | np.ndarray]
-"""The KV blocks of each sequence."""
+Ints = Rows[int] | np.ndarray
+Blocks = Rows[Ints] | np.ndarray
+"""The KV blocks of each sequence; or [S, columns], where anything may follow those that it uses."""
 
 
 @dataclass(frozen=True)
 class Pending:
-    """Tokens that only the device knows: rows [P] of a step, and for each its index into `tokens` [D]."""
+    """Tokens that only the device knows. where: [2, P] int64 on the device, rows of a step and for each its
+    index into `tokens` [D]; None: `tokens` are those of all rows, in order."""
 
-    rows: list[int]
-    indices: list[int]
+    where: Tensor | None
     tokens: Tensor
 
 
@@ -43,13 +44,13 @@ class StepInputs:
     rope_lengths: [T], see `ForwardBatch`; None: positions + 1.
     """
 
-    input_ids: list[int]
-    positions: list[int]
+    input_ids: Ints
+    positions: Ints
     starts: list[int]
     lengths: list[int]
     blocks: Blocks
-    slots: list[int]
-    logits_rows: list[int]
+    slots: Ints
+    logits_rows: Ints
     lora: LoraBatch | None = None
     embeddings: tuple[Tensor, Tensor] | None = None
     cross_lengths: list[int] = field(default_factory=list)
@@ -70,17 +71,31 @@ class StepInputs:
 
     def pad(self, rows: int) -> StepInputs:
         """The same, padded to `rows` rows with sequences of one token, which store nothing."""
-        count = rows - len(self.input_ids)
+        known = len(self.input_ids)
+        count = rows - known
+        if not count:
+            return self
         return replace(
             self,
-            input_ids=self.input_ids + [0] * count,
-            positions=self.positions + [0] * count,
-            starts=[*self.starts, *range(len(self.input_ids) + 1, rows + 1)],
+            input_ids=_pad(self.input_ids, count, 0),
+            positions=_pad(self.positions, count, 0),
+            starts=[*self.starts, *range(known + 1, rows + 1)],
             lengths=self.lengths + [1] * count,
-            blocks=[*self.blocks, *[[0]] * count],
-            slots=self.slots + [-1] * count,
-            logits_rows=self.logits_rows + list(range(len(self.input_ids), rows)),
+            blocks=self._padded_blocks(count),
+            slots=_pad(self.slots, count, -1),
+            logits_rows=np.concatenate((self.logits_rows, np.arange(known, rows))),
         )
+
+    def _padded_blocks(self, count: int) -> Blocks:
+        if isinstance(self.blocks, np.ndarray):
+            return np.pad(self.blocks, ((0, count), (0, 0)))
+        return [*self.blocks, *[[0]] * count]
+
+    @property
+    def columns(self) -> int:
+        """Of the block table."""
+        blocks = self.blocks
+        return blocks.shape[1] if isinstance(blocks, np.ndarray) else max(map(len, blocks))
 
     def plan(self, ops: ReferenceOps, width: int = 0, fixed: bool = False) -> ForwardBatch:
         """The tensors, on the host. width: of the block table; 0: as the longest sequence needs."""
@@ -108,9 +123,11 @@ class StepInputs:
         """Write the pending tokens over their zeros, on the device; NOT_FINITE becomes 0."""
         if self.pending is None:
             return
-        where = upload([self.pending.rows, self.pending.indices], torch.long, input_ids.device)
-        tokens = self.pending.tokens.index_select(0, where[1]).clamp_(min=0)
-        input_ids.index_copy_(0, where[0], tokens)
+        where, tokens = self.pending.where, self.pending.tokens
+        if where is None:
+            input_ids[: len(tokens)] = tokens.clamp(min=0)
+        else:
+            input_ids.index_copy_(0, where[0], tokens.index_select(0, where[1]).clamp_(min=0))
 
     def _cross(self) -> AttentionBatch | None:
         if not self.cross_blocks:
@@ -139,13 +156,56 @@ def slots_of(spans: Iterable[tuple[range, list[int]]], size: int) -> list[int]:
     return [blocks[p // size] * size + p % size for positions, blocks in spans for p in positions]
 
 
+class KeptInputs:
+    """Of the steps of a run: those of its first step, with other tokens, positions and blocks."""
+
+    def __init__(self, run: DecodeRun, first: StepInputs, tokens_per_block: int) -> None:
+        self.run = run
+        self._first, self._size = first, tokens_per_block
+        self._places = np.arange(len(run.sequences))
+        self._known = np.zeros(len(run.sequences), np.int64)  # blocks of each sequence that are in the table
+        self._table = np.zeros((len(run.sequences), 0), np.int32)
+
+    def next(self, tokens: Tensor | None) -> StepInputs:
+        """Of the next step. tokens: [S] of the step before, in flight; None: the host has them."""
+        positions = self.run.positions
+        columns = positions // self._size
+        self._add_blocks(columns)
+        ids = [0] * len(positions) if tokens is not None else [one.tokens[-1] for one in self.run.sequences]
+        return replace(
+            self._first,
+            input_ids=ids,
+            positions=positions,
+            lengths=(positions + 1).tolist(),
+            blocks=self._table[:, : int(columns.max()) + 1],
+            slots=self._table[self._places, columns] * np.int64(self._size) + positions % self._size,
+            pending=None if tokens is None else Pending(None, tokens),
+        )
+
+    def _add_blocks(self, columns: np.ndarray) -> None:
+        for row in np.flatnonzero(columns >= self._known):
+            blocks = self.run.sequences[row].kv.blocks
+            missing = len(blocks) - self._table.shape[1]
+            if missing > 0:
+                self._table = np.pad(self._table, ((0, 0), (0, missing)))
+            self._table[row, : len(blocks)], self._known[row] = blocks, len(blocks)
+
+
+def _pad(values: Ints, count: int, value: int) -> np.ndarray:
+    return np.concatenate((values, np.full(count, value)))
+
+
 def _table(rows: Blocks, width: int = 0) -> Tensor:
     """[S, width] int32, padded with zeros. width: 0: as the longest row needs."""
+    if isinstance(rows, np.ndarray):
+        table = np.zeros((len(rows), width or rows.shape[1]), np.int32)
+        table[:, : rows.shape[1]] = rows
+        return torch.from_numpy(table)
     table = np.zeros((len(rows), width or max(map(len, rows))), np.int32)
     for target, blocks in zip(table, rows, strict=True):
         target[: len(blocks)] = blocks
     return torch.from_numpy(table)
 
 
-def _int(values: list) -> Tensor:
+def _int(values: Ints) -> Tensor:
     return torch.from_numpy(np.array(values, np.int64))

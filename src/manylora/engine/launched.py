@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -30,26 +32,31 @@ class LaunchedStep:
         rows: list[Row],
         tokens: Tensor,
         log_probs: Tensor | None,
-        candidates: dict[BeamGroup, list[BeamCandidate]],
+        candidates: dict[BeamGroup, list[BeamCandidate]] | None = None,
     ) -> None:
         self.step = step
         self.tokens = tokens
-        self.candidates = candidates
+        self.candidates = candidates or {}
         self.assumed_done = False
         self._rows = rows
-        self._indices = {sequence: index for index, (sequence, _) in enumerate(rows)}
         self._tokens = Arrival(tokens)
         self._log_probs = Arrival(log_probs) if log_probs is not None else None
 
     @property
     def can_run_ahead(self) -> bool:
         """Whether the next step can be launched before the tokens of this one are known."""
+        if self.step.run is not None:
+            return self.step.run.can_run_ahead
         sampled = (chunk.sequence for chunk in self.step.chunks if chunk.samples)
         return all(sequence.can_run_ahead for sequence in sampled if not sequence.finished)
 
     def index_of(self, sequence: Sequence) -> int:
         """Index into `tokens` of the sequence's next token."""
         return self._indices[sequence]
+
+    @cached_property
+    def _indices(self) -> dict[Sequence, int]:
+        return {sequence: index for index, (sequence, _) in enumerate(self._rows)}
 
     def wait(self) -> SampledTokens:
         """Wait until the tokens are on the host. Raises what the device raised."""
@@ -74,7 +81,7 @@ class FailedStep(LaunchedStep):
     """A step whose launch raised an error; `wait` raises it."""
 
     def __init__(self, step: Step, error: Exception) -> None:
-        super().__init__(step, [], torch.empty(0, dtype=torch.long), None, {})
+        super().__init__(step, [], torch.empty(0, dtype=torch.long), None)
         self._error = error
 
     def wait(self) -> SampledTokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from manylora.engine.beam import BeamCandidate, extend_beams, select_beams
@@ -40,15 +41,17 @@ class ResultProcessor:
         step = launched.step
         self._counters.steps += 1
         self._counters.prompt_tokens += step.num_context_tokens
+        now_ns = time.monotonic_ns()
         for chunk in step.chunks:
-            chunk.sequence.remove_pending_token()
+            if chunk.sequence.is_pending:
+                chunk.sequence.remove_pending_token()
         events: list[tuple[int, Event]] = []
         ended: list[Sequence] = []
         for sequence, tokens in sampled.items():
-            if sequence.finished:  # cancelled while this step ran, or ended by the step before
+            if sequence.finish_reason is not None:  # cancelled meanwhile, or ended by the step before
                 continue
-            self._append(sequence, tokens)
-            if sequence.finished:
+            self._append(sequence, tokens, now_ns)
+            if sequence.finish_reason is not None:
                 ended.append(sequence)
             elif sequence.request.streaming and sequence.num_output > sequence.output.num_reported:
                 events.append((sequence.handle, sequence.take_event(last=False)))
@@ -56,21 +59,24 @@ class ResultProcessor:
             self._scheduler.advance(step)
         for group, candidates in launched.candidates.items():
             if not group.leader.finished:
+                group.leader.times.mark_token(now_ns)
                 self._advance_beams(group, candidates)
                 if group.leader.finished:
                     ended.append(group.leader)
         return events, ended
 
-    def _append(self, sequence: Sequence, tokens: list[tuple[int, float | None]]) -> None:
+    def _append(self, sequence: Sequence, tokens: list[tuple[int, float | None]], now_ns: int) -> None:
         """Append the tokens of one step, up to the one that ends the sequence."""
-        sequence.drop_draft(len(tokens) - 1)
+        if sequence.num_draft:
+            sequence.drop_draft(len(tokens) - 1)
         for token, log_prob in tokens:
             if token == NOT_FINITE:
                 self._explain_missing_token(sequence)
             else:
                 self._counters.generated_tokens += 1
+                sequence.times.mark_token(now_ns)
                 sequence.append(token, log_prob)
-            if sequence.finished:
+            if sequence.finish_reason is not None:
                 break
         # There are logits of every row: drop those after the last token.
         if sequence.output.generation_logits:
@@ -88,7 +94,6 @@ class ResultProcessor:
     def _advance_beams(self, group: BeamGroup, candidates: list[BeamCandidate]) -> None:
         """Move the beams of one search to the candidates for their next tokens."""
         leader = group.leader
-        leader.times.mark_token()
         if not candidates:
             leader.fail(_not_finite(leader))
             return

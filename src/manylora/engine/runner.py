@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as Rows
 from dataclasses import replace
 
 import numpy as np
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor
 
 from manylora.engine.beam import BeamCandidate, best_candidates
+from manylora.engine.decode_run import DecodeRun
 from manylora.engine.graphs import DecodeGraphs
-from manylora.engine.inputs import Pending, StepInputs, encoder_inputs, slots_of
+from manylora.engine.inputs import KeptInputs, Pending, StepInputs, encoder_inputs, slots_of
 from manylora.engine.kernel_trials import try_variants
 from manylora.engine.launched import LaunchedStep
-from manylora.engine.sampler import Row, adjust, sample
+from manylora.engine.sampler import Row, Sampler, adjust
 from manylora.engine.scheduler import Chunk, Step
 from manylora.engine.sequence import PENDING, BeamGroup, Sequence
 from manylora.kernels.device import Device
@@ -53,6 +55,8 @@ class Runner:
         self._limits = limits
         self._tokens_per_block = limits.tokens_per_block
         self._graphs: DecodeGraphs | None = None
+        self._kept: KeptInputs | None = None  # of the step before,
+        self._sampler: Sampler | None = None  # as this
         self._ops.reserve(limits, device.torch)
         self._vocab_size = decoder.config.vocab_size
 
@@ -89,11 +93,33 @@ class Runner:
 
     def launch(self, step: Step, previous: LaunchedStep | None = None) -> LaunchedStep:
         """previous: still in flight; pending tokens of its sequences are read from it on the device."""
-        chunks = sorted(step.chunks, key=lambda chunk: chunk.sequence.root)
         self._device.activate()
+        kept, run = self._kept, step.run
+        if run is not None and kept is not None and kept.run is run:
+            return self._launch_next(step, run, previous)
+        return self._launch_anew(step, previous)
+
+    def _launch_next(self, step: Step, run: DecodeRun, previous: LaunchedStep | None) -> LaunchedStep:
+        """Of a run whose step before was launched, and whose first tables are kept."""
+        kept, sampler = self._kept, self._sampler
+        assert kept is not None and sampler is not None
+        tokens = None if previous is None else previous.tokens
+        inputs = kept.next(tokens)
+        logits = self._logits(inputs)
+        if sampler.sees_tokens and tokens is None:
+            tokens = self._tensor(list(inputs.input_ids))
+        sampler.go_on(inputs.lengths, tokens if sampler.sees_tokens else None)
+        if not run.can_run_ahead:  # as those whose logits are returned cannot
+            self._return_logits(logits, sampler.rows)
+        return LaunchedStep(step, sampler.rows, *sampler(logits))
+
+    def _launch_anew(self, step: Step, previous: LaunchedStep | None) -> LaunchedStep:
+        chunks = sorted(step.chunks, key=lambda chunk: chunk.sequence.root)
         wanted = [_wanted(chunk) for chunk in chunks]
         self._encode([chunk.sequence for chunk in chunks if chunk.num_encoded])
-        logits = self._logits(self._inputs(chunks, wanted, previous))
+        inputs = self._inputs(chunks, wanted, previous)
+        self._kept = None if step.run is None else KeptInputs(step.run, inputs, self._tokens_per_block)
+        logits = self._logits(inputs)
         indices, rows = list[int](), list[Row]()  # rows of `logits` to sample from
         beams: dict[BeamGroup, list[tuple[int, Row]]] = {}
         first = 0
@@ -112,8 +138,12 @@ class Runner:
         candidates = {group: self._candidates(logits, members, group) for group, members in beams.items()}
         if not rows:
             return LaunchedStep(step, [], logits[:0, 0], None, candidates)
-        tokens, log_probs = self._sample(logits, indices, rows)
-        return LaunchedStep(step, rows, tokens, log_probs, candidates)
+        if len(rows) < logits.shape[0]:
+            logits = logits.index_select(0, self._tensor(indices))
+        self._return_logits(logits, rows)
+        pending = self._last_tokens(rows, previous)
+        self._sampler = Sampler(rows, logits.shape[-1], logits.device, pending)
+        return LaunchedStep(step, rows, *self._sampler(logits), candidates)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy keys and values of whole blocks. pairs: (from, to); no block is in both columns."""
@@ -121,13 +151,26 @@ class Runner:
             source, target = (self._tensor(list(side)) for side in zip(*pairs, strict=True))
             self._kv[:, :, target] = self._kv[:, :, source]
 
-    def _sample(self, logits: Tensor, indices: list[int], rows: list[Row]) -> tuple[Tensor, Tensor | None]:
-        for index, (sequence, _) in zip(indices, rows, strict=True):
+    @staticmethod
+    def _return_logits(logits: Tensor, rows: Rows[Row]) -> None:
+        """Keep those that requests ask for. This waits for the device."""
+        for values, (sequence, _) in zip(logits, rows, strict=True):
             if sequence.request.params.return_generation_logits:
-                sequence.output.generation_logits.append(_numpy(logits[index]))
-        if len(rows) < logits.shape[0]:
-            logits = logits.index_select(0, self._tensor(indices))
-        return sample(logits, rows)
+                sequence.output.generation_logits.append(_numpy(values))
+
+    def _last_tokens(self, rows: Rows[Row], previous: LaunchedStep | None) -> Tensor | None:
+        """As `Sampler` has them pending."""
+        found = [
+            (row, previous.index_of(sequence))
+            for row, (sequence, length) in enumerate(rows)
+            if previous is not None and sequence.is_pending and sequence.tokens[length - 1] == PENDING
+            if sequence.request.params.counts_tokens
+        ]
+        if previous is None or not found:
+            return None
+        where = self._tensor([*zip(*found, strict=True)])
+        tokens = torch.full((len(rows),), -1, device=self._device.torch)
+        return tokens.index_copy_(0, where[0], previous.tokens.index_select(0, where[1]))
 
     @staticmethod
     def _candidates(logits: Tensor, members: list[tuple[int, Row]], group: BeamGroup) -> list[BeamCandidate]:
@@ -204,7 +247,7 @@ class Runner:
             embeddings=self._embeddings(chunks, ids, starts),
             cross_lengths=[sequence.num_encoder for sequence in encoded],
             cross_blocks=[sequence.kv.cross_blocks for sequence in encoded if sequence.num_encoder],
-            pending=_pending(chunks, ids, starts, previous),
+            pending=self._pending(chunks, ids, starts, previous),
             rope_lengths=_rope_lengths(chunks),
         )
 
@@ -225,6 +268,19 @@ class Runner:
             return None
         values = torch.from_numpy(np.stack(vectors).astype(np.float32)).to(self._decoder.dtype)
         return self._tensor(rows), values.to(self._device.torch)
+
+    def _pending(
+        self, chunks: list[Chunk], ids: list[int], starts: list[int], previous: LaunchedStep | None
+    ) -> Pending | None:
+        """Rows whose token the previous step has sampled, and its index among the tokens of that step."""
+        if previous is None:
+            return None
+        found = [
+            (stop - 1, previous.index_of(chunk.sequence))
+            for chunk, stop in zip(chunks, starts[1:], strict=True)
+            if chunk.sequence.is_pending and ids[stop - 1] == PENDING
+        ]
+        return Pending(self._tensor([*zip(*found, strict=True)]), previous.tokens) if found else None
 
     def _lora(self, sequences: list[Sequence], starts: list[int]) -> LoraBatch | None:
         segments: dict[str, tuple[int, int, AdapterLease]] = {}
@@ -263,23 +319,6 @@ def _rope_lengths(chunks: list[Chunk]) -> list[int] | None:
         for chunk in chunks
         for position in range(chunk.start, chunk.start + chunk.count)
     ]
-
-
-def _pending(
-    chunks: list[Chunk], ids: list[int], starts: list[int], previous: LaunchedStep | None
-) -> Pending | None:
-    """Rows whose token the previous step has sampled, and its index among the tokens of that step."""
-    if previous is None:
-        return None
-    found = [
-        (stop - 1, previous.index_of(chunk.sequence))
-        for chunk, stop in zip(chunks, starts[1:], strict=True)
-        if chunk.sequence.is_pending and ids[stop - 1] == PENDING
-    ]
-    if not found:
-        return None
-    rows, indices = zip(*found, strict=True)
-    return Pending(list(rows), list(indices), previous.tokens)
 
 
 def _numpy(logits: Tensor) -> np.ndarray:

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.engine.sequence import Sequence
-from manylora.engine.token_counts import TokenCounts
+from manylora.engine.penalties import Penalties
+from manylora.engine.sequence import PENDING, Sequence
+from manylora.engine.top_p import cut_by_top_p
 from manylora.kernels.transfer import upload
 from manylora.request import SamplingConfig
 
 NOT_FINITE = -1  # in place of a token: the row's logits hold a NaN or an infinity
-MASK64 = 2**64 - 1
+NO_TOKEN = -2  # equal to none that is drawn
 LEAST_ORDERED = 64  # logits, of a row with a top-k
 GUIDES_S = 0.05  # at most for the masks of all guides of a step
 
@@ -27,59 +28,137 @@ Row = tuple[Sequence, int]
 
 @torch.inference_mode()
 def sample(logits: Tensor, rows: Rows[Row]) -> tuple[Tensor, Tensor | None]:
-    """A token for each row [L] int64, NOT_FINITE where the logits are not finite; and log probabilities [L]
-    float32 for the rows that ask for them, None where none does.
-
-    logits [L, vocab] float32, changed in place; row i is for rows[i].
-    """
-    finite = adjust(logits, rows)
-    tokens = _best(logits)
-    random = [i for i, (sequence, _) in enumerate(rows) if not sequence.request.params.greedy]
-    if random:
-        picked, where = _select(logits, random)
-        tokens = tokens.index_copy(0, where, _draw(picked, [rows[i] for i in random]))
-    wanted = [i for i, (sequence, _) in enumerate(rows) if sequence.request.params.return_log_probs]
-    log_probs = None
-    if wanted:
-        picked, where = _select(logits, wanted)
-        taken = tokens.index_select(0, where).unsqueeze(1)
-        found = torch.log_softmax(picked, dim=-1).gather(1, taken).squeeze(1)
-        log_probs = torch.zeros(len(rows), device=logits.device).index_copy_(0, where, found)
-    return torch.where(finite, tokens, NOT_FINITE), log_probs
+    """What a `Sampler` does, once."""
+    return Sampler(rows, logits.shape[-1], logits.device)(logits)
 
 
 def adjust(logits: Tensor, rows: Rows[Row]) -> Tensor:
-    """Apply in place, in this order: biases, temperatures, penalties, bans, guides. Returns which rows can be
-    sampled, [L] bool: their logits were finite, and their guide was ready."""
-    finite = _are_finite(logits)
-    deadline = time.monotonic() + GUIDES_S
-    ruled = [
-        (row, sequence, length)
-        for row, (sequence, length) in enumerate(rows)
-        if sequence.request.params.changes_logits or sequence.guide is not None
-    ]
-    if ruled:
-        _scale(logits, {row: sequence.request.params for row, sequence, _ in ruled})
-    penalised = [one for one in ruled if one[1].request.params.has_penalties]
-    if penalised:
-        _penalise(logits, penalised)
-    for row, sequence, length in ruled:
-        params = sequence.request.params
-        if params.bad_words or params.min_tokens:
-            _ban(logits[row], sequence, length)
-        if sequence.guide is not None:
-            allowed = sequence.guide.mask(deadline)
-            if allowed is None:
-                finite[row] = False
-            else:
-                _apply_guide(logits[row], allowed)
-    return finite
+    """What `Sampler.adjust` does, once."""
+    return Sampler(rows, logits.shape[-1], logits.device).adjust(logits)
 
 
-def _select(values: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
-    """These rows of values, and their indices on its device."""
-    where = upload(rows, torch.long, values.device)
-    return (values if len(rows) == len(values) else values.index_select(0, where)), where
+class Sampler:
+    """What rows of logits ask for, found out once: the steps of a run keep it.
+
+    pending: [L] int64 on the device, of each row the last token where only the device knows it, else a
+    negative number; None: the host knows all.
+    """
+
+    def __init__(
+        self, rows: Rows[Row], vocab: int, device: torch.device, pending: Tensor | None = None
+    ) -> None:
+        self.rows, self._vocab, self._device = rows, vocab, device
+        params = [sequence.request.params for sequence, _ in rows]
+        kinds = [*enumerate(params)]
+        self._ruled = [i for i, p in kinds if p.bad_words or p.min_tokens or rows[i][0].guide is not None]
+        self._biases = [(i, p.logit_bias[:vocab]) for i, p in kinds if p.logit_bias is not None]
+        self._divisors = _column(params, "divisor", 1.0, torch.float32, device)
+        self._penalised = _Some([i for i, p in kinds if p.has_penalties], len(rows), device)
+        self._drawn = _Some([i for i, p in kinds if not p.greedy], len(rows), device)
+        self._wanted = _Some([i for i, p in kinds if p.return_log_probs], len(rows), device)
+        self._penalties = self._new_penalties(pending) if self._penalised.rows else None
+        self._groups = self._new_groups()
+        if pending is not None:
+            self._see_drawn(pending)
+
+    @property
+    def sees_tokens(self) -> bool:
+        """Whether `go_on` needs the tokens."""
+        return self._penalties is not None or any(group.decays for group in self._groups)
+
+    def go_on(self, lengths: Rows[int], tokens: Tensor | None) -> None:
+        """Each sequence has one token more, and `lengths` in all. tokens: [L] int64 on the device, those; a
+        negative one is none."""
+        self.rows = [(sequence, n) for (sequence, _), n in zip(self.rows, lengths, strict=True)]
+        if tokens is None:
+            return
+        self._see_drawn(tokens)
+        if self._penalties is not None and self._penalties.is_full:
+            self._penalties = self._new_penalties(tokens)
+        elif self._penalties is not None:
+            self._penalties.count(self._penalised.of(tokens))
+
+    @torch.inference_mode()
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A token for each row [L] int64, NOT_FINITE where the logits are not finite; and log probabilities
+        [L] float32 for the rows that ask for them, None where none does.
+
+        logits [L, vocab] float32, changed in place.
+        """
+        finite = self.adjust(logits)
+        tokens = _best(logits)
+        for group in self._groups:
+            drawn = group.draw(group.some.of(logits), [self.rows[i] for i in group.some.rows])
+            tokens = drawn if group.some.is_all else tokens.index_copy(0, group.some.where, drawn)
+        log_probs = None
+        if self._wanted.rows:
+            taken = self._wanted.of(tokens).unsqueeze(1)
+            found = torch.log_softmax(self._wanted.of(logits), dim=-1).gather(1, taken).squeeze(1)
+            log_probs = torch.zeros(len(logits), device=logits.device)
+            log_probs.index_copy_(0, self._wanted.where, found)
+        return torch.where(finite, tokens, NOT_FINITE), log_probs
+
+    def adjust(self, logits: Tensor) -> Tensor:
+        """Apply in place, in this order: biases, temperatures, penalties, bans, guides.
+
+        Returns which rows can be sampled, [L] bool: their logits were finite, and their guide was ready.
+        """
+        finite = _are_finite(logits)
+        deadline = time.monotonic() + GUIDES_S
+        for row, bias in self._biases:
+            logits[row, : len(bias)] += upload(bias, torch.float32, logits.device)
+        if self._divisors is not None:
+            logits /= self._divisors
+        if self._penalties is not None:
+            self._penalties.apply(logits)
+        for row in self._ruled:
+            sequence, length = self.rows[row]
+            params = sequence.request.params
+            if params.bad_words or length - sequence.num_prompt < params.min_tokens:
+                _ban(logits[row], sequence, length)
+            if sequence.guide is not None:
+                allowed = sequence.guide.mask(deadline)
+                if allowed is None:
+                    finite[row] = False
+                else:
+                    _apply_guide(logits[row], allowed)
+        return finite
+
+    def _new_penalties(self, pending: Tensor | None) -> Penalties:
+        rows = [(i, *self.rows[i]) for i in self._penalised.rows]
+        made = Penalties(rows, self._vocab, self._device)
+        if pending is not None:
+            known = [self.rows[i][0].tokens[self.rows[i][1] - 1] != PENDING for i in self._penalised.rows]
+            made.count(self._penalised.of(pending).masked_fill(upload(known, torch.bool, self._device), -1))
+        return made
+
+    def _new_groups(self) -> list[_Drawing]:
+        """The drawn rows, those that are drawn in the same way together."""
+        groups: dict[int, list[int]] = {}
+        for i in self._drawn.rows:
+            groups.setdefault(_num_ordered(self.rows[i][0], self._vocab), []).append(i)
+        count, device = len(self.rows), self._device
+        return [
+            _Drawing(size, _Some(rows, count, device), [self.rows[i][0] for i in rows], device)
+            for size, rows in groups.items()
+        ]
+
+    def _see_drawn(self, tokens: Tensor) -> None:
+        for group in self._groups:
+            if group.decays:
+                group.decay(group.some.of(tokens))
+
+
+class _Some:
+    """Some of L rows. where: their indices on the device."""
+
+    def __init__(self, rows: list[int], count: int, device: torch.device) -> None:
+        self.rows, self.is_all = rows, len(rows) == count
+        self.where = upload(rows, torch.long, device) if rows else torch.empty(0, dtype=torch.long)
+
+    def of(self, values: Tensor) -> Tensor:
+        """values [L, ...] -> [R, ...]"""
+        return values if self.is_all else values.index_select(0, self.where)
 
 
 def _are_finite(logits: Tensor) -> Tensor:
@@ -94,55 +173,15 @@ def _best(logits: Tensor) -> Tensor:
     return torch.argmax(logits, dim=-1)
 
 
-def uniform(seed: int, index: int, position: int) -> float:
-    """A number in [0, 1) from (seed, return sequence, position): splitmix64, the same on every device."""
-    state = seed
-    for word in (index, position):
-        state = (state + 0x9E3779B97F4A7C15 * (word + 1)) & MASK64
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK64
-        state ^= state >> 31
-    return (state >> 11) / 2**53
-
-
-def _scale(logits: Tensor, params_of: dict[int, SamplingConfig]) -> None:
-    """Add biases, and divide by temperatures, in these rows."""
-    divisors = [1.0] * len(logits)
-    for row, params in params_of.items():
-        divisors[row] = params.divisor
-        if params.logit_bias is not None:
-            bias = params.logit_bias[: logits.shape[-1]]
-            logits[row, : len(bias)] += upload(bias, torch.float32, logits.device)
-    if any(divisor != 1 for divisor in divisors):
-        logits /= upload(divisors, logits.dtype, logits.device).unsqueeze(1)
-
-
-def _penalise(logits: Tensor, rows: Rows[tuple[int, Sequence, int]]) -> None:
-    """Repetition over all tokens; presence and frequency over those that are counted. In one pass."""
-    vocab = logits.shape[-1]
-    places, rates, weights = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
-    for row, sequence, length in rows:
-        params, seen = sequence.request.params, _counts(sequence, length, vocab)
-        places.append(seen.ids + row * vocab)
-        rates.append(np.full(len(seen.ids), params.repetition_penalty, np.float32))
-        weights.append(params.presence_penalty * (seen.counts > 0) + params.frequency_penalty * seen.counts)
-    where = upload(np.concatenate(places), torch.long, logits.device)
-    rate = upload(np.concatenate(rates), logits.dtype, logits.device)
-    flat = logits.view(-1)
-    scores = flat[where]
-    scores = torch.where(scores < 0, scores * rate, scores / rate)
-    flat[where] = scores - upload(np.concatenate(weights), logits.dtype, logits.device)
-
-
-def _counts(sequence: Sequence, length: int, vocab: int) -> TokenCounts:
-    """Of the first `length` tokens of the sequence."""
-    counts = sequence.counts
-    if counts is None or counts.length > length:
-        ignored = min(sequence.request.params.prompt_ignore_length, sequence.num_prompt)
-        counts = sequence.counts = TokenCounts(sequence.tokens[:length], ignored, vocab)
-    for token in sequence.tokens[counts.length : length]:
-        counts.add(token)
-    return counts
+def uniform(seeds: Rows[int], indices: Rows[int], positions: Rows[int]) -> np.ndarray:
+    """Numbers in [0, 1), [R, 1] float64, from (seed, return sequence, position) of each row: splitmix64."""
+    state = np.array(seeds, np.uint64)
+    for words in (indices, positions):
+        state = state + np.uint64(0x9E3779B97F4A7C15) * (np.array(words, np.uint64) + np.uint64(1))
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state ^= state >> np.uint64(31)
+    return ((state >> np.uint64(11)) / 2.0**53)[:, None]
 
 
 def _ban(row: Tensor, sequence: Sequence, length: int) -> None:
@@ -175,57 +214,77 @@ def _index(tokens: Iterable[int], row: Tensor) -> Tensor:
     return upload(list(tokens), torch.long, row.device)
 
 
-def _draw(logits: Tensor, rows: Rows[Row]) -> Tensor:
-    """Inverse-CDF sampling, cut by top-k and min-p, then by top-p. logits [R, vocab] -> [R] int64.
-
-    How it is done depends on the row alone: only the largest logits are put in order, where top-k leaves no
-    others; all of them for a top-p alone; none without either.
-    """
-    tokens = torch.empty(len(rows), dtype=torch.long, device=logits.device)
-    groups: dict[int, list[int]] = {}
-    for i, (sequence, _) in enumerate(rows):
-        groups.setdefault(_num_ordered(sequence, logits.shape[-1]), []).append(i)
-    for size, members in groups.items():
-        picked, where = _select(logits, members)
-        chosen = [rows[i] for i in members]
-        drawn = _draw_ordered(picked, chosen, size) if size else _draw_uncut(picked, chosen)
-        tokens.index_copy_(0, where, drawn)
-    return tokens
-
-
 def _num_ordered(sequence: Sequence, vocab: int) -> int:
-    """How many of the largest logits must be in order: a few sizes, so that rows go together. Twice top-k, as
-    of equal logits the first ones count."""
+    """How many of the largest logits must be in order, 0 without a top-k: a few sizes, so that rows go
+    together. Twice top-k, as of equal logits the first ones count."""
     top_k = sequence.request.params.top_k
-    if top_k:
-        return min(vocab, max(LEAST_ORDERED, 1 << (2 * top_k - 1).bit_length()))
-    return vocab if (sequence.top_p or 1.0) < 1 else 0
+    return min(vocab, max(LEAST_ORDERED, 1 << (2 * top_k - 1).bit_length())) if top_k else 0
 
 
-def _draw_ordered(logits: Tensor, rows: Rows[Row], size: int) -> Tensor:
-    """From the `size` largest logits in descending order; equal ones by their ids."""
-    device = logits.device
-    params = [sequence.request.params for sequence, _ in rows]
-    ordered, order = _largest(logits, size)
-    top_k = upload([[p.top_k or size] for p in params], torch.long, device)
-    top_p = upload([[sequence.top_p or 1.0] for sequence, _ in rows], torch.float32, device)
-    ordered = ordered.masked_fill(torch.arange(size, device=device) >= top_k, -torch.inf)
-    ordered = _cut_by_min_p(ordered, ordered[:, :1], params)
-    probs = torch.softmax(ordered, dim=-1)
-    before = torch.cumsum(probs, dim=-1) - probs
-    probs = probs.masked_fill(before >= top_p, 0.0)
-    rank = _place(probs, rows)
-    # Penalties that overflow leave a row without probabilities; the other rows must not fail with it.
-    rank = torch.minimum(rank, (probs > 0).sum(dim=-1, keepdim=True) - 1).clamp_(min=0)
-    return torch.gather(order, 1, rank).squeeze(1)
+class _Drawing:
+    """Inverse-CDF sampling of rows, cut by top-k and min-p, then by top-p. How it is done depends on each row
+    alone: only the largest logits are put in order, where top-k leaves no others; none otherwise.
 
+    size: see `_num_ordered`. decays: whether any top-p follows the drawn tokens.
+    """
 
-def _draw_uncut(logits: Tensor, rows: Rows[Row]) -> Tensor:
-    """From all logits, in the order of their ids."""
-    largest = logits.amax(dim=-1, keepdim=True)
-    cut = _cut_by_min_p(logits, largest, [sequence.request.params for sequence, _ in rows])
-    rank = _place(torch.softmax(cut, dim=-1), rows)
-    return rank.clamp_(max=logits.shape[-1] - 1).squeeze(1)
+    def __init__(self, size: int, some: _Some, sequences: list[Sequence], device: torch.device) -> None:
+        self.some, self._size = some, size
+        params = [sequence.request.params for sequence in sequences]
+        self._least = _column(params, "min_p", 0.0, torch.float32, device)
+        self._top_k = upload([[p.top_k or 0] for p in params], torch.long, device)
+        shares = [[sequence.top_p or 1.0] for sequence in sequences]
+        self._seeds = [p.seed or 0 for p in params]
+        self._indices = [sequence.index for sequence in sequences]
+        self.decays = any(p.top_p and p.top_p_decay != 1 for p in params)
+        cuts = self.decays or any(share != [1.0] for share in shares)
+        self._top_p = upload(shares, torch.float64, device) if cuts else None
+        if self.decays:
+            first = [(p.top_p, p.top_p_decay, p.top_p_min) if p.top_p else (1.0, 1.0, 0.0) for p in params]
+            resets = [[NO_TOKEN if p.top_p_reset_id is None else p.top_p_reset_id] for p in params]
+            self._course = upload(np.array(first).T[:, :, None], torch.float64, device)
+            self._resets = upload(resets, torch.long, device)
+
+    def decay(self, tokens: Tensor) -> None:
+        """The next token of each row, [R] int64; a negative one is none."""
+        assert self._top_p is not None
+        tokens, (first, decay, least) = tokens.unsqueeze(1), self._course
+        after = torch.where(tokens == self._resets, first, torch.maximum(self._top_p * decay, least))
+        self._top_p = torch.where(tokens >= 0, after, self._top_p)
+
+    def draw(self, logits: Tensor, rows: Rows[Row]) -> Tensor:
+        """logits [R, vocab] -> [R] int64."""
+        positions = [length for _, length in rows]
+        draws = upload(uniform(self._seeds, self._indices, positions), torch.float64, logits.device)
+        return (self._draw_ordered if self._size else self._draw_anywhere)(logits, draws)
+
+    def _draw_ordered(self, logits: Tensor, draws: Tensor) -> Tensor:
+        """From the largest logits in descending order; equal ones by their ids."""
+        ordered, order = _largest(logits, self._size)
+        ordered = ordered.masked_fill(
+            torch.arange(self._size, device=logits.device) >= self._top_k, -torch.inf
+        )
+        probs = torch.softmax(self._cut_by_min_p(ordered, ordered[:, :1]), dim=-1)
+        if self._top_p is not None:
+            before = torch.cumsum(probs, dim=-1) - probs
+            probs = probs.masked_fill(before >= self._top_p.float(), 0.0)
+        rank = _place(probs, draws)
+        # Penalties that overflow leave a row without probabilities; the other rows must not fail with it.
+        rank = torch.minimum(rank, (probs > 0).sum(dim=-1, keepdim=True) - 1).clamp_(min=0)
+        return torch.gather(order, 1, rank).squeeze(1)
+
+    def _draw_anywhere(self, logits: Tensor, draws: Tensor) -> Tensor:
+        """From all logits, in the order of their ids."""
+        cut = self._cut_by_min_p(logits, logits.amax(dim=-1, keepdim=True))
+        if self._top_p is not None:
+            cut = cut_by_top_p(cut, self._top_p)
+        rank = _place(torch.softmax(cut, dim=-1), draws)
+        return rank.clamp_(max=logits.shape[-1] - 1).squeeze(1)
+
+    def _cut_by_min_p(self, logits: Tensor, largest: Tensor) -> Tensor:
+        if self._least is None:
+            return logits
+        return logits.masked_fill(logits < largest + self._least.log(), -torch.inf)
 
 
 def _largest(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -237,19 +296,17 @@ def _largest(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return ordered, ids.gather(1, order)
 
 
-def _cut_by_min_p(logits: Tensor, largest: Tensor, params: Rows[SamplingConfig]) -> Tensor:
-    if not any(p.min_p for p in params):
-        return logits
-    least = upload([[p.min_p] for p in params], logits.dtype, logits.device).log()
-    return logits.masked_fill(logits < largest + least, -torch.inf)
+def _column(
+    params: Rows[SamplingConfig], name: str, default: float, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """[R, 1]: one parameter of each row; None where all have the default."""
+    values = [[getattr(one, name)] for one in params]
+    return upload(values, dtype, device) if any(value != [default] for value in values) else None
 
 
-def _place(probs: Tensor, rows: Rows[Row]) -> Tensor:
-    """[R, 1] int64: where in the cumulated probabilities [R, N] each row's number falls."""
-    draws = [[uniform(s.request.params.seed or 0, s.index, length)] for s, length in rows]
+def _place(probs: Tensor, draws: Tensor) -> Tensor:
+    """[R, 1] int64: where in the cumulated probabilities [R, N] each row's number [R, 1] falls."""
     cumulated = torch.cumsum(probs.double(), dim=-1)
     total = cumulated[:, -1:]
-    target = torch.minimum(
-        upload(draws, torch.float64, probs.device) * total, torch.nextafter(total, torch.zeros_like(total))
-    )
+    target = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulated, target, right=True)

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from manylora.config.engine import EngineConfig
+from manylora.engine.decode_run import DecodeRun
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.sequence import Sequence
 
@@ -47,12 +48,18 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Step:
-    """One forward pass."""
+    """One forward pass.
+
+    run: where the next step may well have the same sequences, in the order of these chunks.
+    """
 
     chunks: tuple[Chunk, ...]
+    run: DecodeRun | None = None
 
     @property
     def num_context_tokens(self) -> int:
+        if self.run is not None:
+            return 0
         return sum(chunk.num_rows for chunk in self.chunks if chunk.in_context or chunk.num_encoded)
 
 
@@ -107,7 +114,8 @@ class Scheduler:
         self._adapters = adapters
         self._config = config
         self._reserve_all = config.batch_scheduler_policy == "guaranteed_no_evict"
-        self._in_flight: frozenset[Sequence] = frozenset()
+        self._run: DecodeRun | None = None  # of the step before, while the running sequences are the same
+        self._in_flight: Step | None = None
         self._still_pinned: dict[Sequence, AdapterLease] = {}  # preempted, but in flight: adapters are in use
 
     @property
@@ -131,8 +139,37 @@ class Scheduler:
         for lease in self._still_pinned.values():
             self._adapters.suspend(lease)
         self._still_pinned = {}
-        self._in_flight = frozenset(c.sequence for c in in_flight.chunks) if in_flight else frozenset()
+        self._in_flight = in_flight
         this = _Round(self._config.max_num_tokens, self._config.chunk_tokens)
+        run = self._run
+        if run is None or not self._repeat(run, this):
+            self._run = None
+            self._schedule_running(this)
+        self._admit(this)
+        self._prefetch()
+        if not this.chunks:  # nobody is ready: wait for an adapter or a guide within the step
+            for sequence in self.running:
+                if sequence.kv.blocks and not sequence.is_full:
+                    this.add(sequence)
+        elif self._run is None and len(this.chunks) == len(self.running):
+            self._begin_run(this)
+        return Step(tuple(this.chunks), self._run)
+
+    def _repeat(self, run: DecodeRun, this: _Round) -> bool:
+        """Schedule the sequences of the step before again. False, and nothing scheduled: one of them does
+        something else now."""
+        if not run.goes_on:
+            return False
+        for sequence in run.without_room():
+            if not self._ensure_blocks(sequence, this) or self._run is not run:  # one of them was preempted
+                return False
+            run.has_grown(sequence)
+        chunks = zip(run.sequences, run.positions.tolist(), strict=True)
+        this.chunks = [Chunk(sequence, start, 1, True) for sequence, start in chunks]
+        this.budget -= len(this.chunks)
+        return True
+
+    def _schedule_running(self, this: _Round) -> None:
         for sequence in [s for s in self.running if s.rope_limit is not None and s.outgrows_rope]:
             self._preempt(sequence, this)
             sequence.rotate_long()
@@ -142,36 +179,43 @@ class Scheduler:
                 continue
             if sequence.kv.blocks and self._ensure_blocks(sequence, this) and self._is_loaded(sequence):
                 this.add(sequence)
-        self._admit(this)
-        self._prefetch()
-        if not this.chunks:  # nobody is ready: wait for an adapter or a guide within the step
-            for sequence in self.running:
-                if sequence.kv.blocks and not sequence.is_full:
-                    this.add(sequence)
-        return Step(tuple(this.chunks))
+
+    def _begin_run(self, this: _Round) -> None:
+        if all(chunk.sequence.is_decoding and DecodeRun.takes(chunk.sequence) for chunk in this.chunks):
+            self._run = run = DecodeRun(self.running, self._kv.tokens_per_block)
+            chunk_of = {chunk.sequence: chunk for chunk in this.chunks}
+            this.chunks = [chunk_of[sequence] for sequence in run.sequences]
 
     def advance(self, step: Step) -> None:
         """Count a step as computed, after its tokens were appended, and offer full blocks for reuse.
 
         With pending tokens the step may still be in flight: whatever reads its blocks is queued behind it.
         """
+        size = self._kv.tokens_per_block
         for chunk in step.chunks:
             sequence = chunk.sequence
-            if not sequence.kv.blocks:  # removed while the step ran
+            kv, computed = sequence.kv, sequence.num_computed + chunk.count
+            if not kv.blocks:  # removed while the step ran
                 continue
             # The token just appended is not computed yet; of draft tokens, those rejected do not count.
             limit = len(sequence.tokens) - (sequence.beams is None)
-            sequence.num_computed = min(sequence.num_computed + chunk.count, limit)
-            self._kv.commit(sequence)
+            sequence.num_computed = computed if computed < limit else limit
+            if computed >= (len(kv.nodes) + 1) * size:
+                self._kv.commit(sequence)
+        if step.run is not None:
+            step.run.step_done()
 
     def fork(self, leader: Sequence, beams: list[Sequence]) -> None:
         """Let the beams of a search run, next to the sequence that computed their prompt."""
+        self._run = None
         index = self.running.index(leader) + 1
         self.running[index:index] = beams
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """Remove sequences, waiting or running, and free their blocks. The caller releases their leases."""
         removed = set(sequences)
+        if removed:
+            self._run = None
         for sequence in removed:
             self._kv.free(sequence)
         self.running = [s for s in self.running if s not in removed]
@@ -193,15 +237,19 @@ class Scheduler:
         return True
 
     def _preempt(self, victim: Sequence, this: _Round) -> None:
+        self._run = None
         this.remove(victim)
         self.running.remove(victim)
         self._kv.free(victim)
-        if victim.lease and victim in self._in_flight:
+        if victim.lease and self._is_in_flight(victim):
             self._still_pinned[victim] = victim.lease
         elif victim.lease:
             self._adapters.suspend(victim.lease)
         self.waiting.appendleft(victim)
         self.num_preemptions += 1
+
+    def _is_in_flight(self, sequence: Sequence) -> bool:
+        return self._in_flight is not None and any(c.sequence is sequence for c in self._in_flight.chunks)
 
     def _admit(self, this: _Round) -> None:
         """Admit the oldest first, passing over those whose adapters find no space, within MAX_OVERTAKES."""
@@ -230,6 +278,7 @@ class Scheduler:
         self.waiting.extendleft(reversed(passed))
 
     def _start(self, sequence: Sequence, this: _Round) -> None:
+        self._run = None
         self.running.append(sequence)
         times = sequence.times
         times.first_scheduled_ns = times.first_scheduled_ns or time.monotonic_ns()

@@ -62,9 +62,9 @@ class Times:
     first_token_ns: int = 0
     last_token_ns: int = 0
 
-    def mark_token(self) -> None:
-        self.last_token_ns = time.monotonic_ns()
-        self.first_token_ns = self.first_token_ns or self.last_token_ns
+    def mark_token(self, now_ns: int) -> None:
+        self.last_token_ns = now_ns
+        self.first_token_ns = self.first_token_ns or now_ns
 
 
 @dataclass
@@ -233,7 +233,6 @@ class Sequence:
     def append(self, token: int, log_prob: float | None) -> None:
         """Append the next token, and see whether it ends the sequence. The end id itself is not output."""
         params = self.request.params
-        self.times.mark_token()
         if token == params.end_id:
             self.finish_reason = FinishReason.STOP
             return
@@ -261,12 +260,14 @@ class Sequence:
         """What happened since the last event."""
         output, num_output = self.output, self.num_output
         start, output.num_reported = output.num_reported, num_output
-        first, logits = self.num_prompt + start, list[np.ndarray]()
-        if self.finished or self.request.streaming:
-            logits, output.generation_logits = output.generation_logits, []
+        first, logits = self.num_prompt + start, output.generation_logits
+        if logits and (self.finished or self.request.streaming):
+            output.generation_logits = []
+        elif logits:
+            logits = []
         return Event(
             token_ids=() if output.beams else tuple(self.tokens[first : self.num_prompt + num_output]),
-            log_probs=tuple(output.log_probs[start:]),
+            log_probs=tuple(output.log_probs[start:]) if output.log_probs else (),
             sequence_index=self.index,
             finish_reason=self.finish_reason,
             last=last,
@@ -274,13 +275,12 @@ class Sequence:
             beams=output.beams,
             context_logits=output.context_logits if start == 0 else None,
             generation_logits=np.stack(logits) if logits else None,
-            metrics=self._metrics(),
+            metrics=self._metrics() if self.finish_reason or output.metrics is None else output.metrics,
         )
 
     def _metrics(self) -> RequestMetrics:
         """Made with the first event and the last."""
-        if self.output.metrics is None or self.finished:
-            self.output.metrics = self._new_metrics()
+        self.output.metrics = self._new_metrics()
         return self.output.metrics
 
     def _new_metrics(self) -> RequestMetrics:

@@ -47,11 +47,13 @@ class CudaOps(ReferenceOps):
         self._quantised = QuantisedLinears(chooser=self.chooser)
         self._targets: dict[tuple[LoraTarget, ...], Tensor] = {}
         self._tables: dict[int, tuple[Sequence[Weight], WeightTable]] = {}
+        self._last_plan: tuple[tuple[LoraBatch, int, bool] | None, PlannedLora | None] = None, None
 
     def reserve(self, limits: BatchLimits, device: torch.device) -> None:
         slots = limits.max_sequences + SPARE_SLOTS
         self._limits = limits
         self._host_places = Places(slots, limits.num_layers)
+        self._last_plan = None, None
         shape = (slots, limits.num_layers, MODULES, PLACE)
         self._places = torch.zeros(shape, dtype=torch.int64, device=device)
         # Parts of a product are summed in float32: a row of the base model should not depend on how torch
@@ -77,6 +79,9 @@ class CudaOps(ReferenceOps):
         if lora is None:
             return paged, None
         num_rows = len(attention.slots)
+        known, planned = self._last_plan
+        if known is not None and known[0] is lora and known[1:] == (num_rows, fixed):  # in a run of steps
+            return paged, planned
         routed = bool(self._limits.num_experts)
         plan = plan_lora(lora.segments, self._host_places, num_rows, fixed, routed)
         for update in plan.updates:
@@ -96,6 +101,7 @@ class CudaOps(ReferenceOps):
             most_adapters=num_rows if fixed else len(lora.segments),
             **row_slots,
         )
+        self._last_plan = (lora, num_rows, fixed), planned
         return paged, planned
 
     def pack(self, weight: Tensor | QuantisedWeight | StackedWeight, routed: bool = False) -> Weight:

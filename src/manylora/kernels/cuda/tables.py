@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -71,31 +70,29 @@ def plan_attention(
     batch: AttentionBatch, limits: BatchLimits, fixed: bool, part_keys: int = PART_KEYS
 ) -> PagedBatch:
     """The tables of a batch, on the host."""
-    starts, lengths = list(batch.query_starts), list(batch.kv_lens)
-    counts = [stop - start for start, stop in pairwise(starts)]
+    starts, lengths = (np.array(values, np.int32) for values in (batch.query_starts, batch.kv_lens))
+    counts = np.diff(starts)
     group = limits.num_heads // limits.num_kv_heads
     least = FLOAT32_BLOCK_ROWS if limits.dtype == torch.float32 else BLOCK_ROWS
     block_rows = max(least, 1 << (group - 1).bit_length())
     queries = block_rows // group
-    single = [(s, 0) for s, count in enumerate(counts) if count == 1]
-    many = [(s, first) for s, count in enumerate(counts) if count > 1 for first in range(0, count, queries)]
-    longest = batch.block_table.shape[1] * limits.tokens_per_block if fixed else max(lengths)
+    most = int(counts.max())
+    single = np.zeros((int((counts == 1).sum()), 2), np.int32)
+    single[:, 0] = np.flatnonzero(counts == 1)
+    long = np.flatnonzero(counts > 1).tolist() if most > 1 else ()
+    many = [(s, first) for s in long for first in range(0, counts[s], queries)]
+    longest = batch.block_table.shape[1] * limits.tokens_per_block if fixed else int(lengths.max())
     return PagedBatch(
         query_starts=batch.query_starts,
         kv_lens=batch.kv_lens,
         block_table=batch.block_table,
         slots=batch.slots,
-        starts=_int32(starts),
-        lengths=_int32(lengths),
-        single_tiles=_int32(single, 2),
-        tiles=_int32(many, 2),
+        starts=torch.from_numpy(starts),
+        lengths=torch.from_numpy(lengths),
+        single_tiles=torch.from_numpy(single),
+        tiles=torch.from_numpy(np.array(many, np.int32).reshape(-1, 2)),
         part_keys=part_keys,
         block_rows=block_rows,
-        max_queries=max(counts),
+        max_queries=most,
         max_keys=longest,
     )
-
-
-def _int32(values: Sequence, columns: int = 0) -> Tensor:
-    array = np.array(values, np.int32)
-    return torch.from_numpy(array.reshape(-1, columns) if columns else array)

@@ -1,0 +1,63 @@
+"""DecodeRun: steps in a row that decode one token of each of the same sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from manylora.engine.sequence import Sequence
+
+
+class DecodeRun:
+    """What stays the same from one such step to the next need not be found out again for each sequence.
+
+    sequences: in the order of their rows; those of an adapter are side by side.
+    positions: [S] int64, of the token that each computes next; a new array after each step.
+    can_run_ahead: see `Sequence`.
+    """
+
+    def __init__(self, sequences: Iterable[Sequence], tokens_per_block: int) -> None:
+        self.sequences = tuple(sorted(sequences, key=lambda sequence: sequence.root))
+        self.positions = np.array([sequence.num_computed for sequence in self.sequences])
+        self.can_run_ahead = all(sequence.can_run_ahead for sequence in self.sequences)
+        self._size = tokens_per_block
+        self._rooms = np.array([self._room(sequence) for sequence in self.sequences])
+        self._num_left = min(map(_steps_left, self.sequences))
+
+    @staticmethod
+    def takes(sequence: Sequence) -> bool:
+        """Whether a sequence that decodes its next token now will go on to do so, until it ends."""
+        alone = sequence.guide is None and sequence.beams is None
+        length = sequence.num_computed + 1
+        return alone and sequence.num_prompt < length and sequence.rope_length <= length
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether all of them may compute one token more, as far as their lengths tell."""
+        return self._num_left > 0
+
+    def step_done(self) -> None:
+        self.positions = self.positions + 1
+        self._num_left -= 1
+
+    def without_room(self) -> list[Sequence]:
+        """Those whose blocks have no place for the token that they compute next."""
+        if self.positions.max() < self._rooms.min():
+            return []
+        return [self.sequences[row] for row in np.flatnonzero(self.positions >= self._rooms)]
+
+    def has_grown(self, sequence: Sequence) -> None:
+        """It was given blocks."""
+        self._rooms[self.sequences.index(sequence)] = self._room(sequence)
+
+    def _room(self, sequence: Sequence) -> int:
+        return len(sequence.kv.blocks) * self._size
+
+
+def _steps_left(sequence: Sequence) -> int:
+    """Steps until its last token, or its rotary scaling, makes another kind of step of it."""
+    last, limit = sequence.max_len - 1, sequence.rope_limit
+    if limit is not None and sequence.rope_length <= limit:
+        last = min(last, limit)
+    return last - sequence.num_computed

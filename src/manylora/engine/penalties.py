@@ -1,0 +1,84 @@
+"""Penalties: repetition, presence and frequency, by counts on the device that drawn tokens are added to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manylora.engine.sequence import PENDING, Sequence
+from manylora.engine.token_counts import TokenCounts
+from manylora.kernels.transfer import upload
+
+SPARE = 64  # tokens that are counted on the device before the host's counts are taken again
+
+
+class Penalties:
+    """Of some rows of logits, and of the steps of a run.
+
+    Of each row its distinct tokens, as places [R, W] in the flat logits, and how often each was counted,
+    [R, W] float32, -1: not seen. Entries that are left over repeat the row's first one, so that all entries
+    of a place give it the same value, whichever is written last.
+
+    rows: of the logits [., vocab], each with its sequence and how many of its tokens come before the next.
+    """
+
+    def __init__(self, rows: Rows[tuple[int, Sequence, int]], vocab: int, device: torch.device) -> None:
+        seen = [_counts(sequence, length, vocab) for _, sequence, length in rows]
+        width = max(len(one.ids) for one in seen)
+        places = np.zeros((len(rows), width + SPARE), np.int64)
+        counts = np.full(places.shape, -1, np.float32)
+        for i, one in enumerate(seen):
+            number = len(one.ids)
+            if number:
+                places[i, :number], places[i, number:] = one.ids, one.ids[0]
+                counts[i, :number], counts[i, number:] = one.counts, one.counts[0]
+        bases = np.array([[row * vocab] for row, _, _ in rows])
+        params = [sequence.request.params for _, sequence, _ in rows]
+        rates = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
+        self._bases, self._places = (
+            upload(bases, torch.long, device),
+            upload(places + bases, torch.long, device),
+        )
+        self._counts = upload(counts, torch.float32, device)
+        self._rates = upload(np.array(rates).T[:, :, None], torch.float32, device)
+        self._next, self._room = width, width + SPARE
+
+    @property
+    def is_full(self) -> bool:
+        return self._next == self._room
+
+    def count(self, tokens: Tensor) -> None:
+        """The next token of each row, [R] int64; a negative one is none."""
+        tokens = tokens.unsqueeze(1)
+        places = self._bases + tokens
+        same = self._places == places  # of none: a place of another row, or a negative one
+        same &= tokens >= 0
+        after = torch.where(same, self._counts, 0).amax(dim=1, keepdim=True) + 1
+        self._counts.copy_(torch.where(same, after, self._counts))
+        self._places[:, self._next : self._next + 1] = torch.where(tokens >= 0, places, self._places[:, :1])
+        self._counts[:, self._next : self._next + 1] = torch.where(tokens >= 0, after, self._counts[:, :1])
+        self._next += 1
+
+    def apply(self, logits: Tensor) -> None:
+        """logits [., vocab], contiguous, are changed in place."""
+        flat, counts = logits.view(-1), self._counts
+        repetition, presence, frequency = self._rates
+        scores = before = flat[self._places]
+        scores = torch.where(scores < 0, scores * repetition, scores / repetition)
+        scores = scores - (presence * (counts > 0) + frequency * counts)
+        flat[self._places] = torch.where(counts < 0, before, scores)
+
+
+def _counts(sequence: Sequence, length: int, vocab: int) -> TokenCounts:
+    """Of the first `length` tokens of the sequence, without one that is pending."""
+    length -= sequence.tokens[length - 1] == PENDING
+    counts = sequence.counts
+    if counts is None or counts.length > length:
+        ignored = min(sequence.request.params.prompt_ignore_length, sequence.num_prompt)
+        counts = sequence.counts = TokenCounts(sequence.tokens[:length], ignored, vocab)
+    for token in sequence.tokens[counts.length : length]:
+        counts.add(token)
+    return counts

@@ -24,6 +24,7 @@ class DecodeRun:
         self._size = tokens_per_block
         self._rooms = np.array([self._room(sequence) for sequence in self.sequences])
         self._num_left = min(map(_steps_left, self.sequences))
+        self._num_fit = int((self._rooms - self.positions).min())  # steps that all of them have blocks for
 
     @staticmethod
     def takes(sequence: Sequence) -> bool:
@@ -40,16 +41,18 @@ class DecodeRun:
     def step_done(self) -> None:
         self.positions = self.positions + 1
         self._num_left -= 1
+        self._num_fit -= 1
 
     def without_room(self) -> list[Sequence]:
         """Those whose blocks have no place for the token that they compute next."""
-        if self.positions.max() < self._rooms.min():
+        if self._num_fit > 0:
             return []
         return [self.sequences[row] for row in np.flatnonzero(self.positions >= self._rooms)]
 
     def has_grown(self, sequence: Sequence) -> None:
         """It was given blocks."""
         self._rooms[self.sequences.index(sequence)] = self._room(sequence)
+        self._num_fit = int((self._rooms - self.positions).min())
 
     def _room(self, sequence: Sequence) -> int:
         return len(sequence.kv.blocks) * self._size

@@ -32,7 +32,7 @@ class Pending:
     tokens: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen, which takes longer to make
 class StepInputs:
     """T rows of S sequences. Created by the runner.
 
@@ -107,7 +107,7 @@ class StepInputs:
         )
         lora = self.lora
         if lora is not None and lora.extras:
-            lora = replace(lora, extras=with_logits(lora.extras, self.logits_rows))
+            lora = replace(lora, extras=with_logits(lora.extras, list(self.logits_rows)))
         planned, lora = ops.plan(attention, lora, fixed)
         return ForwardBatch(
             input_ids=_int(self.input_ids),
@@ -165,22 +165,33 @@ class KeptInputs:
         self._places = np.arange(len(run.sequences))
         self._known = np.zeros(len(run.sequences), np.int64)  # blocks of each sequence that are in the table
         self._table = np.zeros((len(run.sequences), 0), np.int32)
+        self._slots = self._known
+        self._columns = self._num_same = 0  # steps for which no sequence begins another block
 
     def next(self, tokens: Tensor | None) -> StepInputs:
         """Of the next step. tokens: [S] of the step before, in flight; None: the host has them."""
         positions = self.run.positions
-        columns = positions // self._size
-        self._add_blocks(columns)
+        if self._num_same:
+            self._slots, self._num_same = self._slots + 1, self._num_same - 1
+        else:
+            self._find_slots(positions)
         ids = [0] * len(positions) if tokens is not None else [one.tokens[-1] for one in self.run.sequences]
         return replace(
             self._first,
             input_ids=ids,
             positions=positions,
             lengths=(positions + 1).tolist(),
-            blocks=self._table[:, : int(columns.max()) + 1],
-            slots=self._table[self._places, columns] * np.int64(self._size) + positions % self._size,
+            blocks=self._table[:, : self._columns],
+            slots=self._slots,
             pending=None if tokens is None else Pending(None, tokens),
         )
+
+    def _find_slots(self, positions: np.ndarray) -> None:
+        columns, places = np.divmod(positions, self._size)
+        self._add_blocks(columns)
+        self._columns = int(columns.max()) + 1
+        self._slots = self._table[self._places, columns] * np.int64(self._size) + places
+        self._num_same = self._size - 1 - int(places.max())
 
     def _add_blocks(self, columns: np.ndarray) -> None:
         for row in np.flatnonzero(columns >= self._known):

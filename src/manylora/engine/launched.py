@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
 from functools import cached_property
 
 import torch
@@ -29,7 +30,7 @@ class LaunchedStep:
     def __init__(
         self,
         step: Step,
-        rows: list[Row],
+        rows: Rows[Row],
         tokens: Tensor,
         log_probs: Tensor | None,
         candidates: dict[BeamGroup, list[BeamCandidate]] | None = None,

@@ -45,21 +45,26 @@ class Penalties:
         self._counts = upload(counts, torch.float32, device)
         self._rates = upload(np.array(rates).T[:, :, None], torch.float32, device)
         self._next, self._room = width, width + SPARE
+        self._subtracts = any(presence or frequency for _, presence, frequency in rates)
+        self._has_empty = not all(len(one.ids) for one in seen)
 
     @property
     def is_full(self) -> bool:
         return self._next == self._room
 
-    def count(self, tokens: Tensor) -> None:
-        """The next token of each row, [R] int64; a negative one is none."""
-        tokens = tokens.unsqueeze(1)
-        places = self._bases + tokens
-        same = self._places == places  # of none: a place of another row, or a negative one
-        same &= tokens >= 0
+    def count(self, tokens: Tensor, real: Tensor | None = None) -> None:
+        """The next token of each row, [R] int64; what a row counts that was not finite does not matter.
+        real: [R] bool, the rows that have one; None: all."""
+        places = self._bases + tokens.clamp(min=0).unsqueeze(1)
+        same = self._places == places
         after = torch.where(same, self._counts, 0).amax(dim=1, keepdim=True) + 1
-        self._counts.copy_(torch.where(same, after, self._counts))
-        self._places[:, self._next : self._next + 1] = torch.where(tokens >= 0, places, self._places[:, :1])
-        self._counts[:, self._next : self._next + 1] = torch.where(tokens >= 0, after, self._counts[:, :1])
+        if real is not None:  # the others repeat their first entry
+            same &= real[:, None]
+            places = torch.where(real[:, None], places, self._places[:, :1])
+            after = torch.where(real[:, None], after, self._counts[:, :1])
+        self._counts = torch.where(same, after, self._counts)
+        self._places[:, self._next : self._next + 1] = places
+        self._counts[:, self._next : self._next + 1] = after
         self._next += 1
 
     def apply(self, logits: Tensor) -> None:
@@ -68,8 +73,9 @@ class Penalties:
         repetition, presence, frequency = self._rates
         scores = before = flat[self._places]
         scores = torch.where(scores < 0, scores * repetition, scores / repetition)
-        scores = scores - (presence * (counts > 0) + frequency * counts)
-        flat[self._places] = torch.where(counts < 0, before, scores)
+        if self._subtracts:
+            scores = scores - (presence * (counts > 0) + frequency * counts)
+        flat[self._places] = torch.where(counts < 0, before, scores) if self._has_empty else scores
 
 
 def _counts(sequence: Sequence, length: int, vocab: int) -> TokenCounts:

@@ -48,7 +48,8 @@ class Sampler:
         self, rows: Rows[Row], vocab: int, device: torch.device, pending: Tensor | None = None
     ) -> None:
         self.rows, self._vocab, self._device = rows, vocab, device
-        params = [sequence.request.params for sequence, _ in rows]
+        self._sequences = [sequence for sequence, _ in rows]
+        params = [sequence.request.params for sequence in self._sequences]
         kinds = [*enumerate(params)]
         self._ruled = [i for i, p in kinds if p.bad_words or p.min_tokens or rows[i][0].guide is not None]
         self._biases = [(i, p.logit_bias[:vocab]) for i, p in kinds if p.logit_bias is not None]
@@ -69,7 +70,7 @@ class Sampler:
     def go_on(self, lengths: Rows[int], tokens: Tensor | None) -> None:
         """Each sequence has one token more, and `lengths` in all. tokens: [L] int64 on the device, those; a
         negative one is none."""
-        self.rows = [(sequence, n) for (sequence, _), n in zip(self.rows, lengths, strict=True)]
+        self.rows = [*zip(self._sequences, lengths, strict=True)]
         if tokens is None:
             return
         self._see_drawn(tokens)
@@ -128,8 +129,8 @@ class Sampler:
         rows = [(i, *self.rows[i]) for i in self._penalised.rows]
         made = Penalties(rows, self._vocab, self._device)
         if pending is not None:
-            known = [self.rows[i][0].tokens[self.rows[i][1] - 1] != PENDING for i in self._penalised.rows]
-            made.count(self._penalised.of(pending).masked_fill(upload(known, torch.bool, self._device), -1))
+            pending_rows = [sequence.tokens[length - 1] == PENDING for _, sequence, length in rows]
+            made.count(self._penalised.of(pending), upload(pending_rows, torch.bool, self._device))
         return made
 
     def _new_groups(self) -> list[_Drawing]:

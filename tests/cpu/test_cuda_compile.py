@@ -38,7 +38,10 @@ from gpu_sass import registers_of
 
 driver.set_active(NoGpu())
 JITFunction.__getitem__ = compile_only
-
+"""
+# Launches of every kernel, with every choice.
+LAUNCHES = """
+import torch
 from manylora.kernels.cuda.blocks import BlockChooser
 from manylora.kernels.cuda.fp8 import FP8, quantise_rows
 from manylora.kernels.cuda.grouped import quantised_rows, weight_table
@@ -120,9 +123,8 @@ READS_MATRICES = {"_shrink_rows", "_shrink_tiles", "_expand", "_attend", "_group
 def test_every_kernel_and_choice_compiles_and_reads_matrices_in_wide_words(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(BENCHMARKS)}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=580
-    )
+    command = [sys.executable, "-c", SCRIPT + LAUNCHES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr[-3000:]
     wide: dict[str, int] = {}
     for line in done.stdout.splitlines():

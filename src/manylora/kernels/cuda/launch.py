@@ -2,22 +2,33 @@
 
 Numbers that change from batch to batch are not specialised (`do_not_specialize`, without a constant's
 `constexpr`), so that few variants of a kernel exist, and all can be compiled before the first request.
+
+triton's own launch finds a kernel's variant anew each time, which takes several times as long as the launch.
+Here the first launch of a variant is triton's. Later ones find it by what triton specialises on, and more:
+a key that is too fine only makes triton look once more.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import triton
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 MOST_THREADS = 8  # of compilation; more would need much memory
+MOST_VARIANTS = 4096  # known ones of a kernel and kinds of arguments; a model has a few dozen
+ALIGN_BYTES = 16  # triton specialises on whether an address is a multiple
+INT32 = 2**31  # beyond it an integer is passed in 64 bits
 
 _only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
+_layouts: dict[tuple[Any, ...], _Layout | None] = {}  # by a kernel's id: kernels are never released
 
 
 def is_compiling() -> bool:
@@ -25,11 +36,106 @@ def is_compiling() -> bool:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """kernel: a function of the Triton language. Under `compiling` nothing runs."""
-    if is_compiling():
+    """kernel: a function of the Triton language. arguments: in its order, and then only constants, by name.
+    Under `compiling` nothing runs."""
+    if _only_compiles.get():
         kernel.warmup(*arguments, grid=grid, **constants)
-    else:
+        return
+    kinds = (id(kernel), *map(type, arguments), *constants, *map(type, constants.values()))
+    try:
+        layout = _layouts[kinds]
+    except KeyError:
+        layout = _layouts[kinds] = _layout(kernel, arguments, constants)
+    if layout is None or _is_observed():
         kernel[grid](*arguments, **constants)
+    else:
+        layout.launch(kernel, grid, arguments, constants)
+
+
+def _is_observed() -> bool:
+    """Whether a profiler has hooks at triton's launches, which get what only triton makes."""
+    known = triton.knobs.runtime
+    return bool(known.launch_enter_hook.calls or known.launch_exit_hook.calls)
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """run: of triton's compiled kernel, with what it takes. constants: as it takes them, behind the rest."""
+
+    run: Callable[..., None]
+    function: int
+    metadata: tuple[Any, ...]
+    constants: tuple[Any, ...]
+
+
+class _Layout:
+    """Of a kernel with arguments of these types. The numbers are indices of arguments.
+
+    pointers: tensors. fixed: integers on whose value a variant may depend; the value is part of the key.
+    changing: other integers, of which only the width matters.
+    """
+
+    def __init__(self, pointers: list[int], fixed: list[int], changing: list[int]) -> None:
+        self._pointers, self._fixed, self._changing = pointers, fixed, changing
+        self._variants: dict[tuple[Any, ...], _Variant] = {}
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
+    ) -> None:
+        active = driver.active
+        device = active.get_current_device()
+        values, key, low = list(arguments), [device, *constants.values()], 0
+        for i in self._pointers:
+            tensor = arguments[i]
+            values[i] = address = tensor.data_ptr()
+            low |= address
+            key.append(tensor.dtype)
+        for i in self._fixed:
+            key.append(arguments[i])
+        if low % ALIGN_BYTES:
+            key += [values[i] % ALIGN_BYTES == 0 for i in self._pointers]
+        for i in self._changing:
+            if not -INT32 <= arguments[i] < INT32:
+                kernel[grid](*arguments, **constants)
+                return
+        variant = self._variants.get(tuple(key))
+        if variant is None:
+            self._keep(tuple(key), kernel, kernel[grid](*arguments, **constants), len(arguments), constants)
+            return
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = active.get_current_stream(device)
+        run, function, metadata = variant.run, variant.function, variant.metadata
+        run(x, y, z, stream, function, metadata, None, None, None, *values, *variant.constants)
+
+    def _keep(
+        self, key: tuple[Any, ...], kernel: Any, made: Any, count: int, constants: dict[str, Any]
+    ) -> None:
+        function = getattr(made, "function", None)
+        if function is None:
+            return
+        if len(self._variants) >= MOST_VARIANTS:
+            self._variants.clear()
+        last = tuple(constants[name] for name in kernel.arg_names[count:])
+        self._variants[key] = _Variant(made.run, function, made.packed_metadata, last)
+
+
+def _layout(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> _Layout | None:
+    """None: only triton launches this: under the interpreter, or with arguments of other kinds."""
+    if not isinstance(kernel, JITFunction) or kernel.pre_run_hooks:
+        return None
+    first, last = kernel.params[: len(arguments)], kernel.params[len(arguments) :]
+    plain = all(not p.is_constexpr and not p.annotation_type for p in first)
+    if not plain or not all(p.is_constexpr and p.name in constants for p in last):
+        return None
+    pointers, fixed, changing = list[int](), list[int](), list[int]()
+    for i, (param, argument) in enumerate(zip(first, arguments, strict=True)):
+        if hasattr(argument, "data_ptr"):
+            pointers.append(i)
+        elif type(argument) is int:
+            (changing if param.do_not_specialize else fixed).append(i)
+        elif type(argument) is not float:  # of a float only the type matters
+            return None
+    return _Layout(pointers, fixed, changing)
 
 
 @contextmanager

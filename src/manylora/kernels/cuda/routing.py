@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from manylora.kernels.cuda.launch import launch
 from manylora.kernels.cuda.plan import TILE, expert_tile_size, tile_size_of
 from manylora.kernels.cuda.tables import PlannedLora
 from manylora.kernels.spec import ExpertPairs
@@ -94,8 +95,9 @@ def pair_up(choices: Tensor, num_experts: int, lora: PlannedLora | None) -> tupl
     rows, places = torch.empty_like(order), torch.empty_like(order)
     adapted = lora is not None
     slots = torch.empty(num_pairs if adapted else 0, dtype=torch.int32, device=device)
-    _pair[(triton.cdiv(num_pairs, BLOCK),)](
-        order, lora.row_slots if lora is not None else slots, rows, places, slots, num_pairs,
+    launch(
+        _pair, (triton.cdiv(num_pairs, BLOCK),), order, lora.row_slots if lora is not None else slots, rows,
+        places, slots, num_pairs,
         TOP_K=choices.shape[1], ADAPTED=adapted, BLOCK=BLOCK,
     )  # fmt: skip
     runs = min(num_pairs, num_experts)
@@ -113,5 +115,6 @@ def _tiles(experts: Tensor, slots: Tensor, most_runs: int, size: int, *, adapted
     """[n, TILE] int32, n enough for any such pairs: each run has at most one tile that is not full."""
     most = len(experts) // size + most_runs
     tiles = torch.zeros((min(most, len(experts)), TILE), dtype=torch.int32, device=experts.device)
-    _tile[(1,)](experts, slots, tiles, len(experts), SIZE=size, ADAPTED=adapted, TILE=TILE, BLOCK=BLOCK)
+    options = {"SIZE": size, "ADAPTED": adapted, "TILE": TILE, "BLOCK": BLOCK}
+    launch(_tile, (1,), experts, slots, tiles, len(experts), **options)
     return tiles

@@ -171,10 +171,10 @@ class Bench:
     def _blocks(self) -> None:
         """What the kernels measured at this start or an earlier one."""
         chosen = getattr(self.device.ops, "chooser").chosen  # noqa: B009 - of our own operations only
-        for shape, blocks in chosen.items():
-            known = any(row["shape"] == shape for row in self.report.sections.get("Block sizes", ()))
-            if not known:
-                self.report.add("Block sizes", shape=shape, chosen=str(blocks))
+        for shape, choice in chosen.items():
+            section = "Orders of launches" if hasattr(choice, "beside") else "Block sizes and kernels"
+            if not any(row["shape"] == shape for row in self.report.sections.get(section, ())):
+                self.report.add(section, shape=shape, chosen=str(choice))
 
     def _ratios(self, steps: Steps, mixes: tuple[tuple[int, ...], ...]) -> None:
         from gpu_steps import ranks_text

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import triton
 
-__all__ = ["UNITS", "MachineCode", "Unit", "read_code", "registers_of"]
+__all__ = ["UNITS", "MachineCode", "Unit", "instructions", "read_code", "registers_of"]
 
 LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);")
 TENSOR_CORES = ("HGMMA", "QGMMA", "HMMA", "QMMA", "IMMA", "UTCHMMA", "UTCQMMA", "OMMA")
@@ -86,6 +86,11 @@ def registers_of(cubin: bytes) -> tuple[int, int]:
     assert found is not None, usage
     registers, stack, _, local = map(int, found.groups())
     return registers, max(stack, local)
+
+
+def instructions(cubin: bytes) -> list[str]:
+    """Their names in the machine code, in order."""
+    return [match[2] for match in LINE.finditer(_dump(cubin, "-sass"))]
 
 
 def _dump(cubin: bytes, option: str) -> str:

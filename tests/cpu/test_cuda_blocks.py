@@ -310,7 +310,7 @@ def test_what_steps_launch_was_measured_at_start(tmp_path: Path, monkeypatch: py
         return float(len(measured))
 
     def start() -> Device:
-        chooser = Watched(clock, tmp_path / "blocks.json")
+        chooser = Watched(clock, tmp_path / "blocks.json", now=lambda: 0.0)
         return Device(CPU, CudaOps(part_keys=32, chooser=chooser), "interpreted", Recorder())
 
     graphed = open_engine(model, monkeypatch, start(), max_batch_size=4, max_seq_len=56)

@@ -31,20 +31,30 @@ def compile_only(kernel, grid):
             assert "f32.e4m3.e4m3" in ptx, "no FP8 units"
         narrow = len(re.findall(r"ld\\.global\\.(?:\\w+::\\w+\\.)*[bus](?:8|16) ", ptx))
         wide = ptx.count("ld.global.v4") + ptx.count("cp.async.cg")
+        if constants.get("EARLY"):
+            code = re.findall(r"(?:ld|st|cp|atom|red|prefetch)[\\w.:]*\\.global|griddepcontrol\\.\\w+", ptx)
+            wanted = ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
+            assert code[:2] == wanted, f"{kernel.__name__} reads before it waits: {code[:4]}"
+            names = [name.split(".")[0] for name in instructions(made.asm["cubin"])]
+            assert names.index("ACQBULK") < names.index("LDG"), f"{kernel.__name__}: {names}"
+        else:
+            assert "griddepcontrol" not in ptx
         print(kernel.__name__, wide, narrow, made.metadata.shared, registers_of(made.asm["cubin"])[1])
     return launch
 
-from gpu_sass import registers_of
+from gpu_sass import instructions, registers_of
 
 driver.set_active(NoGpu())
 JITFunction.__getitem__ = compile_only
 """
 # Launches of every kernel, with every choice.
 LAUNCHES = """
+from dataclasses import replace
 import torch
 from manylora.kernels.cuda.blocks import BlockChooser
 from manylora.kernels.cuda.fp8 import FP8, quantise_rows
 from manylora.kernels.cuda.grouped import quantised_rows, weight_table
+from manylora.kernels.cuda.lora import expand_add, shrink
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.kernels.row_format import Encoding, RowFormat
@@ -75,6 +85,8 @@ for lengths, rank, float8 in (
     batch, lora = ops.plan(AttentionBatch(starts, [101, 102], table, slots), LoraBatch(pool, segments, 16))
     x, y, q, k = (torch.zeros(starts[-1], *s, dtype=dtype) for s in ((hidden,), (6144,), (32, 128), (8, 128)))
     ops.lora_add(y, x, lora, 0, targets, y[0])
+    tables = replace(ops._tables_of(x, lora, 0, targets, lora.tiles, lora.tile_size), chooser=BlockChooser())
+    expand_add(y, shrink(x, tables, True), hidden, tables, y[0], True)
     if rank != 64 and not float8:  # a batch of single tokens, and one of prompts
         ops.attention(q, cache, cache, batch, AttentionParams(0.1, 50 if rank == 8 else None))
         capped = AttentionParams(0.1, 50 if rank == 16 else None, 30.0)

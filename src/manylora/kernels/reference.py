@@ -110,6 +110,14 @@ class ReferenceOps:
             return quantised_linear(x, packed, bias)
         return F.linear(x, packed, bias)
 
+    def adapted_linear(
+        self, x: Tensor, packed: Weight, bias: Tensor | None, batch: LoraBatch, layer: int, targets: Targets
+    ) -> Tensor:
+        """`linear`, and `lora_add` to its result."""
+        y = self.linear(x, packed, bias)
+        self.lora_add(y, x, batch, layer, targets, bias)
+        return y
+
     def lora_add(
         self, y: Tensor, x: Tensor, batch: LoraBatch, layer: int, targets: Targets, bias: Tensor | None = None
     ) -> None:

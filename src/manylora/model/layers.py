@@ -72,11 +72,11 @@ class LoraLinear:
     targets: tuple[LoraTarget, ...]
 
     def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
-        y = self.ops.linear(x, self.weight, self.bias)
-        if lora is not None:
-            self.ops.lora_add(y, x, lora, self.layer, self.targets, self.bias)
-            if lora.extras:
-                adapt_linear(y, lora.extras, self.layer, self.targets)
+        if lora is None:
+            return self.ops.linear(x, self.weight, self.bias)
+        y = self.ops.adapted_linear(x, self.weight, self.bias, lora, self.layer, self.targets)
+        if lora.extras:
+            adapt_linear(y, lora.extras, self.layer, self.targets)
         return y
 
 

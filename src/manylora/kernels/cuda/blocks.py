@@ -1,4 +1,5 @@
-"""Chooses block sizes, and kernels: the fastest of a few candidates, measured once for each kind of shape.
+"""Chooses block sizes, kernels, and how the launches of a layer follow one another: the fastest of a few
+candidates, measured once for each kind of shape.
 
 The order of sums depends on the block size. So it is chosen by the shape of a layer, never by a batch's
 contents, and the choice is kept on disk for the GPU and the version of triton. Nothing is measured outside
@@ -15,13 +16,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 import triton
 
+from manylora.kernels.cuda.capture import CudaCapture
 from manylora.kernels.cuda.launch import is_compiling
 
 logger = logging.getLogger("manylora")
@@ -50,31 +52,56 @@ class Blocks:
         return f"{self.size}, {self.warps} warp{'s' * (self.warps > 1)}, {self.stages} stages{parts}"
 
 
-Candidate = TypeVar("Candidate", Blocks, str)
-"""Block sizes, or the name of a kernel."""
+@dataclass(frozen=True)
+class Order:
+    """How a linear layer's product, shrink and expansion follow one another in a recording; by default each
+    begins when the one before has ended.
+
+    beside: the shrink runs on a second stream, while the product does. early: the shrink and the expansion
+    are launched while the kernel before them ends, and wait for it (from Hopper on).
+    """
+
+    beside: bool = False
+    early: bool = False
+
+
+IN_TURN = Order()
+ORDERS = (IN_TURN, Order(beside=True), Order(early=True))
+Choice = Blocks | Order | str  # the last: the name of a kernel
+Candidate = TypeVar("Candidate", Blocks, Order, str)
+_KINDS: dict[int, type[Blocks] | type[Order]] = {len(fields(kind)): kind for kind in (Blocks, Order)}
 
 
 class BlockChooser:
-    """clock: None: always the first candidate. path: of the file that keeps choices; None: no file."""
+    """clock: None: always the first candidate. path: of the file that keeps choices; None: no file.
+
+    recorded_clock: of what runs in a recording; None: the order is always the first.
+    """
 
     def __init__(
         self,
         clock: Clock | None = None,
         path: Path | None = None,
         now: Callable[[], float] = time.monotonic,
+        recorded_clock: Clock | None = None,
     ) -> None:
         self._clock, self._path, self._now = clock, path, now
-        self._chosen: dict[str, Blocks | str] = _read(path) if path is not None else {}
+        self._recorded_clock = recorded_clock
+        self._chosen: dict[str, Choice] = _read(path) if path is not None else {}
         self._until: float | None = None
 
     @property
-    def chosen(self) -> Mapping[str, Blocks | str]:
+    def chosen(self) -> Mapping[str, Choice]:
         """The choices by shape, measured in this process or before."""
         return self._chosen
 
     @property
     def can_measure(self) -> bool:
         return self._clock is not None
+
+    @property
+    def is_measuring(self) -> bool:
+        return self._until is not None
 
     @contextmanager
     def measuring(self, seconds: float = MOST_SECONDS) -> Iterator[None]:
@@ -87,11 +114,7 @@ class BlockChooser:
             self._until = None
             made = len(self._chosen) - known
             if made:
-                logger.info(
-                    "measured choices of block sizes and kernels for %d shapes in %.1f s",
-                    made,
-                    self._now() - started,
-                )
+                logger.info("measured what suits %d shapes in %.1f s", made, self._now() - started)
                 self._write()
 
     def choose(
@@ -100,26 +123,47 @@ class BlockChooser:
         """shape: names the kernel and everything its speed depends on except a batch's contents. launch: runs
         a candidate; may be called many times. One that raises is not chosen; of those that are as fast as the
         fastest, but for NOISE, the first is."""
+        return self._choose(shape, candidates, launch, self._clock)
+
+    def choose_order(self, shape: str, orders: Sequence[Order], launch: Callable[[Order], object]) -> Order:
+        """As `choose`. launch: runs the layer; it is measured in a recording, in which nothing is chosen."""
+
+        def run(order: Order) -> None:
+            until, self._until = self._until, None
+            try:
+                launch(order)
+            finally:
+                self._until = until
+
+        return self._choose(shape, orders, run, self._recorded_clock)
+
+    def _choose(
+        self,
+        shape: str,
+        candidates: Sequence[Candidate],
+        launch: Callable[[Candidate], object],
+        clock: Clock | None,
+    ) -> Candidate:
         known = self._chosen.get(shape)
         if known in candidates:  # the file may be from another version
             return candidates[candidates.index(known)]
-        if self._clock is None or self._until is None or self._now() > self._until:
+        if clock is None or self._until is None or self._now() > self._until:
             return candidates[0]
         if is_compiling():  # all of them now, side by side, and measured afterwards
             for blocks in candidates[1:]:
                 launch(blocks)
             return candidates[0]
-        seconds = [self._time(shape, launch, blocks) for blocks in candidates]
+        seconds = [self._time(shape, launch, candidate, clock) for candidate in candidates]
         limit = min(seconds) * (1 + NOISE)
         best = next(c for c, taken in zip(candidates, seconds, strict=True) if taken <= limit)
         if limit < float("inf"):
             self._chosen[shape] = best
         return best
 
-    def _time(self, shape: str, launch: Callable[[Candidate], object], candidate: Candidate) -> float:
-        assert self._clock is not None
+    @staticmethod
+    def _time(shape: str, launch: Callable[[Candidate], object], candidate: Candidate, clock: Clock) -> float:
         try:
-            return self._clock(lambda: launch(candidate))
+            return clock(lambda: launch(candidate))
         except torch.OutOfMemoryError:
             raise
         except (triton.TritonError, RuntimeError) as error:
@@ -154,7 +198,13 @@ def device_chooser(device: torch.device) -> BlockChooser:
     name = f"{torch.cuda.get_device_name(device)}-triton-{triton.__version__}"
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     slug = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-").lower()
-    return BlockChooser(_device_clock(device), base / "manylora" / f"blocks-{slug}.json")
+    clock = _device_clock(device)
+    path = base / "manylora" / f"blocks-{slug}.json"
+
+    def recorded(call: Callable[[], object]) -> float:
+        return clock(CudaCapture(device)(call))
+
+    return BlockChooser(clock, path, recorded_clock=recorded)
 
 
 def _device_clock(device: torch.device) -> Clock:
@@ -178,12 +228,14 @@ def _device_clock(device: torch.device) -> Clock:
     return clock
 
 
-def _read(path: Path) -> dict[str, Blocks | str]:
+def _read(path: Path) -> dict[str, Choice]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return {shape: one if isinstance(one, str) else Blocks(*one) for shape, one in found.items()}
+        return {
+            shape: one if isinstance(one, str) else _KINDS[len(one)](*one) for shape, one in found.items()
+        }
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         logger.warning("%s is not used: %s", path, error)
         return {}

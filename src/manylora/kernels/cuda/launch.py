@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -136,6 +138,21 @@ def _layout(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) 
         elif type(argument) is not float:  # of a float only the type matters
             return None
     return _Layout(pointers, fixed, changing)
+
+
+@triton.jit
+def _follow(EARLY: tl.constexpr):
+    """First in a kernel that may be launched early: waits until the kernel before has ended, and so all that
+    came before it, and its memory is written. Only then may the next begin to do the same."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+def followed(early: bool) -> dict[str, bool]:
+    """Constants of a kernel with `_follow`. early: it begins while the kernel before it ends (programmatic
+    dependent launch, from Hopper on)."""
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 @contextmanager

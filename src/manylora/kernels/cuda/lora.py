@@ -22,7 +22,7 @@ from torch import Tensor
 from manylora.kernels.cuda.blocks import BlockChooser, Blocks
 from manylora.kernels.cuda.fp8 import _from_e4m3
 from manylora.kernels.cuda.interpreter import _dot, widens
-from manylora.kernels.cuda.launch import launch
+from manylora.kernels.cuda.launch import _follow, followed, launch
 from manylora.kernels.cuda.plan import MODULES, PLACE, TILE
 from manylora.kernels.row_format import Encoding
 
@@ -124,7 +124,9 @@ def _shrink_rows(
     x, pool, codes, places, tiles, targets, partial, layer, layers, x_stride, num_rows, in_dim,
     num_targets, rank_blocks, num_splits, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, ALIGN: tl.constexpr,
     MODULES: tl.constexpr, PLACE: tl.constexpr, TILE: tl.constexpr, FLOAT8: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    _follow(EARLY)
     tile, split = tl.program_id(0), tl.program_id(2)
     target, block = tl.program_id(1) % num_targets, tl.program_id(1) // num_targets
     if tl.load(tiles + tile * TILE + 1) == 0:
@@ -156,8 +158,9 @@ def _shrink_tiles(
     x, pool, codes, places, tiles, targets, partial, layer, layers, x_stride, num_rows, in_dim,
     num_targets, rank_blocks, num_splits, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, ALIGN: tl.constexpr,
     MODULES: tl.constexpr, PLACE: tl.constexpr, TILE: tl.constexpr, FLOAT8: tl.constexpr,
-    BLOCK_M: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    _follow(EARLY)
     tile, split = tl.program_id(0), tl.program_id(2)
     target, block = tl.program_id(1) % num_targets, tl.program_id(1) // num_targets
     count = tl.load(tiles + tile * TILE + 1)
@@ -193,8 +196,9 @@ def _expand(
     num_columns, num_targets, rank_blocks, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, MODULES: tl.constexpr, PLACE: tl.constexpr,
     TILE: tl.constexpr, FLOAT8: tl.constexpr, BLOCK_M: tl.constexpr, BIASED: tl.constexpr,
-    WIDEN: tl.constexpr,
+    WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    _follow(EARLY)
     tile, low = tl.program_id(0), tl.program_id(1) * BLOCK_N
     count = tl.load(tiles + tile * TILE + 1)
     if count == 0:
@@ -252,13 +256,13 @@ def _expand(
     tl.store(out, value.to(y.dtype.element_ty), mask=mine)
 
 
-def shrink(x: Tensor, tables: LoraTables) -> Tensor:
+def shrink(x: Tensor, tables: LoraTables, early: bool = False) -> Tensor:
     """Semantics, for each tile's rows and each target:
         partial.sum(0)[rows, target, :rank] = scale * x[rows] @ A.T
 
     x [T, in], last dimension contiguous -> partial [splits, T, targets, rank class] float32. Beyond an
     adapter's rank it is 0 to the end of a block of ranks. Further entries, and those of rows without an
-    adapter, are not written.
+    adapter, are not written. early: see `launch.followed`.
     """
     num_rows, in_dim = x.shape
     num_targets = tables.targets.shape[0]
@@ -272,7 +276,7 @@ def shrink(x: Tensor, tables: LoraTables) -> Tensor:
     )  # fmt: skip
     constants = {
         "BLOCK_R": block_r, "ALIGN": tables.align, "MODULES": MODULES, "PLACE": PLACE, "TILE": TILE,
-        "FLOAT8": tables.float8,
+        "FLOAT8": tables.float8, **followed(early),
     }  # fmt: skip
 
     def run(blocks: Blocks) -> None:
@@ -289,7 +293,9 @@ def shrink(x: Tensor, tables: LoraTables) -> Tensor:
     return partial
 
 
-def expand_add(y: Tensor, partial: Tensor, in_dim: int, tables: LoraTables, bias: Tensor | None) -> None:
+def expand_add(
+    y: Tensor, partial: Tensor, in_dim: int, tables: LoraTables, bias: Tensor | None, early: bool = False
+) -> None:
     """Semantics, for each tile's rows and each target with columns c, in order:
         y[rows, c] += partial.sum(0)[rows, target, :rank] @ B
         y[rows, c] = m * (y[rows, c] - bias[c]) + bias[c]        (only with a DoRA magnitude m)
@@ -305,7 +311,7 @@ def expand_add(y: Tensor, partial: Tensor, in_dim: int, tables: LoraTables, bias
             num_columns, tables.targets.shape[0], tables.rank // 16, SPLITS=partial.shape[0],
             BLOCK_R=tables.block_rank, BLOCK_N=blocks.size, ALIGN=tables.align, MODULES=MODULES, PLACE=PLACE,
             TILE=TILE, FLOAT8=tables.float8, BLOCK_M=tables.tile_size, BIASED=bias is not None,
-            WIDEN=widens(y.dtype), num_warps=blocks.warps, num_stages=blocks.stages,
+            WIDEN=widens(y.dtype), num_warps=blocks.warps, num_stages=blocks.stages, **followed(early),
         )  # fmt: skip
 
     candidates = EXPAND_ROWS if tables.tile_size == 1 else EXPAND_TILES

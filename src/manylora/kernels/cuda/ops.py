@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from manylora.kernels.cuda import kv, launch, lora, routing, rows
 from manylora.kernels.cuda.backends import AttentionBackend, choose
-from manylora.kernels.cuda.blocks import BlockChooser
+from manylora.kernels.cuda.blocks import IN_TURN, ORDERS, BlockChooser, Order
+from manylora.kernels.cuda.capture import SecondStream, is_recording
 from manylora.kernels.cuda.grouped import ALIGNMENTS, WeightTable, grouped_linear, weight_table
 from manylora.kernels.cuda.plan import MODULES, PLACE, Places, plan_lora
 from manylora.kernels.cuda.products import QuantisedLinears
@@ -31,6 +32,7 @@ from manylora.kernels.spec import (
 )
 from manylora.kernels.transfer import upload
 
+EARLY_FROM = 9, 0  # the first capability with programmatic dependent launch
 SPARE_SLOTS = 64  # places of adapters that no running sequence has, kept for when they come back
 
 
@@ -45,6 +47,7 @@ class CudaOps(ReferenceOps):
         self._part_keys = part_keys
         self.chooser = chooser or BlockChooser()
         self._quantised = QuantisedLinears(chooser=self.chooser)
+        self._orders: tuple[Order, ...] = (IN_TURN,)
         self._targets: dict[tuple[LoraTarget, ...], Tensor] = {}
         self._tables: dict[int, tuple[Sequence[Weight], WeightTable]] = {}
         self._last_plan: tuple[tuple[LoraBatch, int, bool] | None, PlannedLora | None] = None, None
@@ -61,6 +64,10 @@ class CudaOps(ReferenceOps):
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self._attention: AttentionBackend = choose(limits, device, chooser=self.chooser)
+        if device.type == "cuda":
+            self._second = SecondStream(device)
+            early = torch.cuda.get_device_capability(device) >= EARLY_FROM
+            self._orders = tuple(order for order in ORDERS if early or not order.early)
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -125,7 +132,46 @@ class CudaOps(ReferenceOps):
         self, y: Tensor, x: Tensor, batch: LoraBatch, layer: int, targets: Targets, bias: Tensor | None = None
     ) -> None:
         assert isinstance(batch, PlannedLora), "a batch goes through `plan` first"
-        self._add(y, x, batch, layer, targets, bias, batch.tiles, batch.tile_size)
+        tables = self._tables_of(x, batch, layer, targets, batch.tiles, batch.tile_size)
+        if tables is not None:
+            lora.expand_add(y, lora.shrink(x, tables), x.shape[1], tables, bias)
+
+    def adapted_linear(
+        self, x: Tensor, packed: Weight, bias: Tensor | None, batch: LoraBatch, layer: int, targets: Targets
+    ) -> Tensor:
+        assert isinstance(batch, PlannedLora), "a batch goes through `plan` first"
+        tables = self._tables_of(x, batch, layer, targets, batch.tiles, batch.tile_size)
+        if tables is None:
+            return self.linear(x, packed, bias)
+
+        def run(order: Order) -> Tensor:
+            if order.beside:
+                with self._second.fork():
+                    partial = lora.shrink(x, tables)
+                y = self.linear(x, packed, bias)
+                self._second.join()
+            else:
+                y = self.linear(x, packed, bias)
+                partial = lora.shrink(x, tables, order.early)
+            lora.expand_add(y, partial, x.shape[1], tables, bias, order.early)
+            return y
+
+        if len(self._orders) == 1:
+            return run(IN_TURN)
+        columns = sum(target.width for target in targets)
+        shape = f"order {x.dtype} tile {batch.tile_size} in {x.shape[1]} out {columns}"
+        return self._in_order(shape, run)
+
+    def _in_order(self, shape: str, run: Callable[[Order], Tensor]) -> Tensor:
+        """Orders differ in a recording alone: elsewhere the host's launches take longer than they save."""
+        if is_recording():
+            return run(self.chooser.choose_order(shape, self._orders, run))
+        y = run(IN_TURN)  # this chooses block sizes, which no recording can
+        if self.chooser.is_measuring or launch.is_compiling():
+            order = self.chooser.choose_order(shape, self._orders, run)
+            if launch.is_compiling() and order != IN_TURN:
+                run(order)
+        return y
 
     def pair_up(
         self, choices: Tensor, num_experts: int, lora: LoraBatch | None
@@ -141,7 +187,9 @@ class CudaOps(ReferenceOps):
         self, y: Tensor, x: Tensor, batch: LoraBatch, pairs: ExpertPairs, layer: int, targets: Targets
     ) -> None:
         assert isinstance(batch, PlannedLora) and isinstance(pairs, routing.DevicePairs)
-        self._add(y, x, batch, layer, targets, None, pairs.lora_tiles, pairs.lora_tile_size)
+        tables = self._tables_of(x, batch, layer, targets, pairs.lora_tiles, pairs.lora_tile_size)
+        if tables is not None:
+            lora.expand_add(y, lora.shrink(x, tables), x.shape[1], tables, None)
 
     def rotate_and_store(
         self,
@@ -170,23 +218,16 @@ class CudaOps(ReferenceOps):
     def gated(self, y: Tensor, activation: str) -> Tensor:
         return rows.gated(y, activation)
 
-    def _add(
-        self,
-        y: Tensor,
-        x: Tensor,
-        batch: PlannedLora,
-        layer: int,
-        targets: Sequence[LoraTarget],
-        bias: Tensor | None,
-        tiles: Tensor,
-        tile_size: int,
-    ) -> None:
+    def _tables_of(
+        self, x: Tensor, batch: PlannedLora, layer: int, targets: Targets, tiles: Tensor, tile_size: int
+    ) -> lora.LoraTables | None:
+        """None: no adapter of the batch has one of these modules."""
         present = tuple(target for target in targets if target.module_id in batch.modules)
         if not present:
-            return
+            return None
         in_dim = x.shape[1]
         common = math.gcd(batch.alignment, in_dim, *(t.start for t in present), *(t.width for t in present))
-        tables = lora.LoraTables(
+        return lora.LoraTables(
             pool=batch.pool,
             places=batch.places,
             tiles=tiles,
@@ -198,7 +239,6 @@ class CudaOps(ReferenceOps):
             encodings=batch.encodings,
             chooser=self.chooser,
         )
-        lora.expand_add(y, lora.shrink(x, tables), in_dim, tables, bias)
 
     def _target_table(self, targets: tuple[LoraTarget, ...], device: torch.device) -> Tensor:
         """[targets, 3] int32 on the device; one for each kind of linear layer, made once."""

@@ -3,8 +3,10 @@ launched plainly, a step that fails ends its requests alone, a device that is lo
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +44,13 @@ class Failing(Recorder):
         return super().__call__(function)
 
 
-def new_graphs(recorder: Recorder, max_graphs: int = 8, **options: Any) -> DecodeGraphs:
+def new_graphs(
+    recorder: Recorder, max_graphs: int = 8, limits: BatchLimits = LIMITS, **options: Any
+) -> DecodeGraphs:
     ops = CudaOps()
-    ops.reserve(LIMITS, CPU)
+    ops.reserve(limits, CPU)
     forward = lambda batch: batch.positions[:, None].clone()  # noqa: E731
-    return DecodeGraphs(forward, ops, recorder, CPU, LIMITS, max_graphs, **options)
+    return DecodeGraphs(forward, ops, recorder, CPU, limits, max_graphs, **options)
 
 
 def run(graphs: DecodeGraphs, rows: int) -> list[int] | None:
@@ -98,6 +102,34 @@ def test_a_shape_is_recorded_when_it_comes_again() -> None:
     assert recorder.recorded == 1
     graphs.warm()
     assert recorder.recorded == 4, "at start all are recorded at once: 1, 2, 4 and 8 rows"
+
+
+def test_the_start_records_longer_tables_within_bounds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 1, 2, 4 and 8 rows, with up to 16, 64, 256 and 1024 blocks each."""
+    limits = replace(LIMITS, max_seq_len=4096)
+    caplog.set_level(logging.INFO, logger="manylora")
+    for max_graphs, seconds, widths in (
+        (100, 1e9, {16, 64, 256, 1024}),
+        (24, 1e9, {16, 64, 256}),  # the other half is for batches with adapters
+        (100, -1.0, {16, 64}),
+        (6, 1e9, {16, 64}),
+    ):
+        monkeypatch.setattr("manylora.engine.graphs.WARM_SECONDS", seconds)
+        graphs = new_graphs(Recorder(), max_graphs, limits, plain_uses=1)
+        graphs.warm()
+        count = min(max_graphs, 4 * len(widths))
+        assert {width for _, width, _ in graphs._graphs} == widths
+        assert graphs.num_recorded == len(graphs._graphs) == count
+        assert f"recorded {count} CUDA graphs" in caplog.text and f"; {16 - count} longer" in caplog.text
+    for _ in range(2):
+        assert run(graphs, 3)
+        rows = list(range(2))
+        graphs.run(StepInputs(rows, rows, [0, 1, 2], [1, 1], [[5] * 100] * 2, rows, rows))
+    kept = [key[:2] for key in graphs._graphs]
+    assert (2, 256) in kept and (8, 16) in kept and len(kept) == 6, "what is common is dropped last"
+    assert "of 2 rows, up to 256 blocks each, without adapters" in caplog.text
 
 
 def test_graphs_share_their_logits_and_hold_no_adapter() -> None:

@@ -29,8 +29,8 @@ INSIDE = {
     "system": ["lifeline", "threads", "allocator", "text_threads", "processor", "compiler", "progress"],
     "kernels": [
         "activations", "quantised", "integer", "huge_pages", "panels", "products", "extras", "row_format",
-        "spec", "experts", "transfer", "decode_step", "reference", "native", "loading", "cpu", "compiled", "cuda",
-        "device",
+        "spec", "experts", "transfer", "decode_step", "reference", "native", "loading", "cpu", "compiled",
+        "cuda", "device",
     ],
     "quant": ["config", "checkpoint", "layouts", "checkpoint_weights"],
     "config": ["values", "engine", "build_record", "hub", "model_folder", "resolve"],

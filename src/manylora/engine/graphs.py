@@ -28,9 +28,13 @@ from manylora.model.batch import ForwardBatch
 logger = logging.getLogger("manylora")
 
 FEWEST_COLUMNS = 16  # of a block table
-WARM_COLUMNS = (16, 64)  # of tables that are recorded at start
+WARM_COLUMNS = (16, 64)  # of tables that are recorded at start in any case
+WARM_SECONDS = 20.0  # until which wider ones are begun there
 MOST_FAILURES = 3  # of recordings; after them none is tried
 MOST_SHAPES = 1024  # whose uses are counted
+
+Key = tuple[int, int, Hashable]
+"""Rows, columns of the block table, shape of the LoRA batch."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,8 @@ class DecodeGraphs:
         self._columns = -(-limits.max_seq_len // limits.tokens_per_block)
         self._max_graphs = max_graphs
         self._plain_uses = plain_uses
-        self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
-        self._uses: OrderedDict[Hashable, int] = OrderedDict()  # of shapes that are not recorded
+        self._graphs: OrderedDict[Key, _Graph] = OrderedDict()
+        self._uses: OrderedDict[Key, int] = OrderedDict()  # of shapes that are not recorded
         self._logits: Tensor | None = None  # of every graph: see `_run_into_one`
 
     def run(self, inputs: StepInputs) -> Tensor | None:
@@ -91,21 +95,28 @@ class DecodeGraphs:
         return graph.replay()[:count] if graph is not None else None
 
     def warm(self) -> None:
-        """Record the base model's graphs for common lengths, so that requests do not wait for it. Others, and
-        those with adapters, are recorded when their shape has come up before."""
-        started = time.perf_counter()
-        widths = dict.fromkeys(width_class(columns, self._columns) for columns in WARM_COLUMNS)
-        shapes = [(rows, width) for width in widths for rows in self._buckets[::-1]]
+        """Record the base model's graphs for common lengths, so that requests do not wait for it, and for
+        longer ones while there is time and half of the graphs are left for batches with adapters. Others are
+        recorded when their shape has come up before."""
+        started, known = time.perf_counter(), self.num_recorded
+        common = {width_class(columns, self._columns) for columns in WARM_COLUMNS}
+        # The largest first: others share its memory.
+        shapes = [(rows, width) for width in width_classes(self._columns) for rows in self._buckets[::-1]]
         plain_uses, self._plain_uses = self._plain_uses, 0
-        for rows, width in shapes[: self._max_graphs]:  # the largest first: others share its memory
+        for number, (rows, width) in enumerate(shapes):
+            is_late = time.perf_counter() - started > WARM_SECONDS or number >= self._max_graphs // 2
+            if number >= self._max_graphs or (is_late and width not in common):
+                break
             blocks = [[0] * width]
             if self.run(StepInputs([0], [0], [0, 1], [1], blocks, [-1], [0]).pad(rows)) is None:
                 break
+            self._graphs.move_to_end(next(reversed(self._graphs)), last=False)  # the longest is dropped first
         self._plain_uses = plain_uses
-        seconds = time.perf_counter() - started
-        logger.info("recorded %d CUDA graphs in %.1f s", self.num_recorded, seconds)
+        made, seconds = self.num_recorded - known, time.perf_counter() - started
+        text = "recorded %d CUDA graphs in %.1f s; %d longer shapes of the base model are at their second use"
+        logger.info(text, made, seconds, len(shapes) - made)
 
-    def _is_due(self, key: Hashable) -> bool:
+    def _is_due(self, key: Key) -> bool:
         """Whether a shape has come up often enough to be recorded."""
         uses = self._uses.pop(key, 0) + 1
         if uses > self._plain_uses:
@@ -115,7 +126,7 @@ class DecodeGraphs:
             self._uses.popitem(last=False)
         return False
 
-    def _try_to_record(self, key: Hashable, batch: ForwardBatch, inputs: StepInputs) -> _Graph | None:
+    def _try_to_record(self, key: Key, batch: ForwardBatch, inputs: StepInputs) -> _Graph | None:
         """None: this failed, and the step is to be launched plainly. An error that is the step's own comes
         again there."""
         try:
@@ -140,7 +151,7 @@ class DecodeGraphs:
         text = "no memory is left to record a decode step: %d graphs are kept; lower %s"
         logger.warning(text, num_kept, "kv_cache_free_gpu_mem_fraction")
 
-    def _record(self, key: Hashable, batch: ForwardBatch, inputs: StepInputs) -> _Graph:
+    def _record(self, key: Key, batch: ForwardBatch, inputs: StepInputs) -> _Graph:
         began = time.perf_counter()
         buffers = to_device(batch, self._device)
         if buffers.lora is not None:  # kernels read the tables; adapters that leave are not to be held here
@@ -155,8 +166,10 @@ class DecodeGraphs:
         self.num_recorded += 1
         if self._plain_uses:  # not at start, where one line tells of all
             seconds, kept = time.perf_counter() - began, len(self._graphs)
-            rows = len(batch.input_ids)
-            logger.info("recorded a decode step of %d rows in %.2f s; %d are kept", rows, seconds, kept)
+            text = (
+                "recorded a decode step of %d rows, up to %d blocks each, %s adapters, in %.2f s; %d are kept"
+            )
+            logger.info(text, *key[:2], "with" if batch.lora else "without", seconds, kept)
         return graph
 
     def _run_into_one(self, batch: ForwardBatch) -> Tensor:
@@ -172,6 +185,14 @@ def buckets_for(max_rows: int) -> list[int]:
     """Batch sizes, ascending: dense where a padded row is a large part of a step."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, max_rows + 64, 64)]
     return [*(size for size in sizes if size < max_rows), max_rows]
+
+
+def width_classes(most: int) -> list[int]:
+    """All of them, ascending."""
+    found = [width_class(1, most)]
+    while found[-1] < most:
+        found.append(width_class(found[-1] + 1, most))
+    return found
 
 
 def width_class(columns: int, most: int) -> int:

@@ -140,6 +140,8 @@ class CudaOps(ReferenceOps):
         self, x: Tensor, packed: Weight, bias: Tensor | None, batch: LoraBatch, layer: int, targets: Targets
     ) -> Tensor:
         assert isinstance(batch, PlannedLora), "a batch goes through `plan` first"
+        if len(self._orders) == 1:
+            return super().adapted_linear(x, packed, bias, batch, layer, targets)
         tables = self._tables_of(x, batch, layer, targets, batch.tiles, batch.tile_size)
         if tables is None:
             return self.linear(x, packed, bias)
@@ -156,8 +158,6 @@ class CudaOps(ReferenceOps):
             lora.expand_add(y, partial, x.shape[1], tables, bias, order.early)
             return y
 
-        if len(self._orders) == 1:
-            return run(IN_TURN)
         columns = sum(target.width for target in targets)
         shape = f"order {x.dtype} tile {batch.tile_size} in {x.shape[1]} out {columns}"
         return self._in_order(shape, run)

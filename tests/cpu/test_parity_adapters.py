@@ -241,9 +241,9 @@ def test_pages_in_float32_keep_adapters_of_a_bfloat16_model_as_they_were_saved(w
     assert farthest["bfloat16"] > 20 * farthest["float32"], "nothing was rounded"
     assert farthest["float16"] < farthest["bfloat16"]
     narrow = EngineConfig(
-        model, device="cpu", dtype="bfloat16", lora=LoraCacheConfig(lora_adapter_dtype="float32")
+        model, device="cpu", dtype="float16", lora=LoraCacheConfig(lora_adapter_dtype="float32")
     )
-    with pytest.raises(ConfigError, match="lora_adapter_dtype must be auto or bfloat16, the compute dtype"):
+    with pytest.raises(ConfigError, match="lora_adapter_dtype must be auto or float16, the compute dtype"):
         Engine(narrow)
 
 

@@ -256,6 +256,19 @@ def test_lines_for_trtllm_build_are_taken_as_they_stand(
     assert answers(tmp_path / "out", JAPANESE) == answers(BASE, JAPANESE, lora_config=LoraConfig())
 
 
+def test_stacked_experts_are_built_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As Granite was released; of others, transformers' form in memory is refused."""
+    model = make_model(tmp_path / "granite", "granitemoe-shared", seed=2)
+    built = build(tmp_path / "built", "--dtype", "float32", "--quant_algo", "W8A16", model=model)
+    quant = QuantConfig(quant_algo="W8A16")
+    options = {"dtype": "float32", "max_seq_len": 128}
+    assert answers(built, None, **options) == answers(model, None, quant_config=quant, **options)
+    mixtral = make_model(tmp_path / "mixtral", "mixtral", stacked=True)
+    flags = ["--model_dir", str(mixtral), "--output_dir", str(tmp_path / "no"), "--quant_algo", "W8A16"]
+    assert main(["build", *flags]) == 1
+    assert "experts.down_proj holds all experts of a layer as" in capsys.readouterr().err
+
+
 def test_what_tensorrt_llm_made_is_told_from_a_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

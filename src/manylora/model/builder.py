@@ -18,7 +18,9 @@ from manylora.config.engine import EngineConfig, ModelConfig
 from manylora.errors import ConfigError
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.model.checkpoint import read_model_config
-from manylora.model.plan import WeightSpec, checkpoint_plan
+from manylora.model.families import FAMILIES
+from manylora.model.families.family import TensorNames
+from manylora.model.plan import STACKS, WeightSpec, checkpoint_plan
 from manylora.model.quant import is_linear, quantise, should_quantise
 from manylora.model.weights import DTYPES, check_names, open_checkpoint, read_quantised
 from manylora.quant.checkpoint_weights import PARTS
@@ -151,19 +153,46 @@ def _convert(plan: BuildPlan, model: ModelConfig, files: dict[str, Any], writer:
         tensor = file.get_tensor(name)
         before += tensor.nbytes
         if name not in taken and (name in sources or not stored.is_left_out(name)):
-            after += writer.add_all(_cast(name, tensor, wanted.get(name), plan))
+            after += writer.add_all(_cast(name, tensor, wanted.get(name), plan, model))
     algo = plan.quant.quant_algo if model.quant is None else model.quant.algo
     return Built(len(linears), len(wanted) + quantised, algo, before, after)
 
 
-def _cast(name: str, tensor: Tensor, spec: WeightSpec | None, plan: BuildPlan) -> dict[str, Tensor]:
+def _cast(
+    name: str, tensor: Tensor, spec: WeightSpec | None, plan: BuildPlan, model: ModelConfig
+) -> dict[str, Tensor]:
     """The tensors to write for one of the checkpoint's. spec: of its weight, when it is to be quantised."""
     dtype = DTYPES.get(plan.dtype)
     if dtype is not None and tensor.is_floating_point():
         tensor = tensor.to(dtype)
     if spec is None:
         return {name: tensor}
-    return _fields(name, quantise(tensor.T if spec.transposed else tensor, plan.quant))
+    if tensor.dim() == 3:
+        matrices = _of_each_expert(name, tensor, spec, FAMILIES[model.architecture].names(model))
+    else:
+        matrices = {name: tensor.T if spec.transposed else tensor}
+    made: dict[str, Tensor] = {}
+    for part, matrix in matrices.items():
+        made |= _fields(part, quantise(matrix, plan.quant))
+    return made
+
+
+def _of_each_expert(name: str, stack: Tensor, spec: WeightSpec, names: TensorNames) -> dict[str, Tensor]:
+    """The matrices of experts one by one, from a tensor of all. Raises ConfigError."""
+    end = next(one for pair in STACKS for one in pair if name.endswith(one))
+    block = name.removesuffix(end)
+    if not block.endswith(f"{names.sparse}."):
+        raise ConfigError(
+            f"{name} holds all experts of a layer as transformers has them in memory: save the model with "
+            "save_original_format=True, or quantise it when it is served, with quant_algo"
+        )
+    # The stack is [gate; up].
+    parts = names.expert_up_gate[::-1] if len(spec.slices) == 2 else (names.expert_down,)
+    return {
+        f"{block}experts.{number}.{part}.weight": rows
+        for number, matrix in enumerate(stack)
+        for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True)
+    }
 
 
 def _fields(name: str, weight: QuantisedWeight) -> dict[str, Tensor]:

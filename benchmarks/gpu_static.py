@@ -27,25 +27,17 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from manylora.kernels import spec
 from manylora.kernels.cuda.blocks import BlockChooser, Blocks
 from manylora.kernels.cuda.fp8 import FP8, quantise_rows
 from manylora.kernels.cuda.grouped import quantised_rows, weight_table
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.kernels.row_format import Encoding, RowFormat
-from manylora.kernels.spec import (
-    AttentionBatch,
-    AttentionParams,
-    BatchLimits,
-    LoraBatch,
-    LoraRow,
-    LoraSegment,
-    LoraTarget,
-)
 
 SPILLED = 16  # bytes of a thread that are tolerated
 HIDDEN, WIDTHS = 4096, (4096, 1024, 1024)
-TARGETS = [LoraTarget(i, sum(WIDTHS[:i]), width) for i, width in enumerate(WIDTHS)]
+TARGETS = [spec.LoraTarget(i, sum(WIDTHS[:i]), width) for i, width in enumerate(WIDTHS)]
 LENGTHS = {1: (1,) * 32, 16: (8,) * 4, 64: (128, 128)}  # rows of each adapter, by the size of a tile
 GROUPS = ("adapters", "attention", "weights", "rows")
 HEAD = "| case | block | registers | spilled | shared | blocks | loads | tensor cores | loop | barriers |"
@@ -176,25 +168,27 @@ def _cases(groups: Sequence[str], capability: int) -> Iterator[tuple[str, Callab
 
 def _ops(dtype: torch.dtype, heads: int = 32, kv_heads: int = 8, dim: int = 128) -> CudaOps:
     ops = CudaOps(chooser=Every())
-    limits = BatchLimits(1, 256, 131072, 32, heads, kv_heads, dim, dtype, num_experts=8)
+    limits = spec.BatchLimits(1, 256, 131072, 32, heads, kv_heads, dim, dtype, num_experts=8)
     ops.reserve(limits, torch.device("cpu"))
     return ops
 
 
-def _batch(lengths: Sequence[int], keys: int = 1024) -> AttentionBatch:
+def _batch(lengths: Sequence[int], keys: int = 1024) -> spec.AttentionBatch:
     starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     table = torch.zeros(len(lengths), -(-keys // 32), dtype=torch.int32)
-    return AttentionBatch(starts, [keys] * len(lengths), table, torch.zeros(starts[-1], dtype=torch.int64))
+    return spec.AttentionBatch(
+        starts, [keys] * len(lengths), table, torch.zeros(starts[-1], dtype=torch.int64)
+    )
 
 
 def _adapters(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     for dtype, size, rank, encoding in _kinds_of_adapters():
         attention = _batch(LENGTHS[size])
-        row = LoraRow(0, RowFormat(rank, encoding=encoding))
+        row = spec.LoraRow(0, RowFormat(rank, encoding=encoding))
         spans = zip(attention.query_starts, attention.query_starts[1:], strict=False)
-        segments = tuple(LoraSegment(*span, {(0, t.module_id): row for t in TARGETS}) for span in spans)
+        segments = tuple(spec.LoraSegment(*span, {(0, t.module_id): row for t in TARGETS}) for span in spans)
         ops = _ops(dtype)
-        _, lora = ops.plan(attention, LoraBatch(torch.zeros(64, dtype=dtype), segments, 16))
+        _, lora = ops.plan(attention, spec.LoraBatch(torch.zeros(64, dtype=dtype), segments, 16))
         x = torch.zeros(sum(LENGTHS[size]), HIDDEN, dtype=dtype)
         y = torch.zeros(sum(LENGTHS[size]), sum(WIDTHS), dtype=dtype)
         name = f"{_name(dtype)}, tile {size}, rank {rank}{', 8-bit' * encoding}"
@@ -223,7 +217,7 @@ def _attention(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
                     planned, _ = ops.plan(_batch(lengths), None)
                     q = torch.zeros(sum(lengths), heads, dim, dtype=dtype)
                     cache = torch.zeros(4, 32, kv_heads, dim, dtype=FP8 if narrow else dtype)
-                    params = AttentionParams(0.1, 512, 30.0) if narrow else AttentionParams(0.1)
+                    params = spec.AttentionParams(0.1, 512, 30.0) if narrow else spec.AttentionParams(0.1)
                     name = f"{_name(dtype)}, {label}, heads of {dim}{', 8-bit cache, window, cap' * narrow}"
                     yield name, lambda o=ops, q=q, c=cache, b=planned, p=params: o.attention(q, c, c, b, p)  # type: ignore[misc]
 

@@ -287,7 +287,7 @@ def shrink(x: Tensor, tables: LoraTables, early: bool = False) -> Tensor:
             tiled = {"BLOCK_M": tables.tile_size, "WIDEN": widens(x.dtype)}
             launch(_shrink_tiles, grid, *arguments, **constants, **options, **tiled)
 
-    candidates = SHRINK_ROWS if tables.tile_size == 1 else SHRINK_TILES
+    candidates = SHRINK_ROWS if tables.tile_size == 1 else _in_registers(SHRINK_TILES, x.dtype)
     shape = f"shrink {x.dtype} tile {tables.tile_size} in {in_dim}"
     run(tables.chooser.choose(shape, candidates, run))
     return partial
@@ -314,9 +314,14 @@ def expand_add(
             WIDEN=widens(y.dtype), num_warps=blocks.warps, num_stages=blocks.stages, **followed(early),
         )  # fmt: skip
 
-    candidates = EXPAND_ROWS if tables.tile_size == 1 else EXPAND_TILES
+    candidates = EXPAND_ROWS if tables.tile_size == 1 else _in_registers(EXPAND_TILES, y.dtype)
     shape = f"expand {y.dtype} tile {tables.tile_size} out {num_columns}"
     run(tables.chooser.choose(shape, candidates, run))
+
+
+def _in_registers(candidates: tuple[Blocks, ...], dtype: torch.dtype) -> tuple[Blocks, ...]:
+    """Those that do not spill: a tile in float32 is multiplied three times."""
+    return tuple(blocks for blocks in candidates if dtype != torch.float32 or blocks.size <= 64)
 
 
 def _splits(in_dim: int, tile_size: int) -> int:

@@ -317,3 +317,5 @@ def test_top_p_keeps_what_sorting_keeps(vocab: int) -> None:
         assert torch.equal(found, _kept(logits, top_p) & ~logits.isneginf())
         assert found.any(dim=-1).all()
         assert torch.equal(cut_by_top_p(logits[3:4], top_p[3:4])[0], cut_by_top_p(logits, top_p)[3])
+        logits[7], logits[8, 0], logits[9] = torch.nan, torch.inf, -torch.inf  # no index may go astray
+        assert torch.equal(cut_by_top_p(logits, top_p)[:7].isneginf(), ~found[:7])

@@ -15,26 +15,22 @@ def cut_by_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     [R, 1] float64; all of them for 1. Of equal logits the first ones are kept. A row depends on no other."""
     weights = (torch.softmax(logits, dim=-1).double() * UNITS).long()
     needed = (weights.sum(dim=-1, keepdim=True) * (top_p * NEARLY)).ceil().long()
-    keys = _ordered(logits)
-    above = torch.zeros_like(needed)  # weight of the tokens above the bounds that were found so far
-    bound = torch.zeros_like(needed)
+    keys = _descending(logits)
+    bound = torch.zeros_like(needed)  # the leading bits of the last key that is kept
     for shift, bits in ROUNDS:
         size = 1 << bits
-        inside = (keys >> (shift + bits)) == bound
-        buckets = size - 1 - ((keys >> shift) & (size - 1))  # the largest logits first
-        found = weights.new_zeros(len(logits), size).scatter_add_(1, buckets, torch.where(inside, weights, 0))
-        reached = found.cumsum_(dim=-1).add_(above)
-        first = (reached < needed).sum(dim=-1, keepdim=True).clamp_(max=size - 1)
-        before = reached.gather(1, (first - 1).clamp(min=0))
-        above = torch.where(first > 0, before, above)
-        bound = (bound << bits) + (size - 1 - first)
+        # The first bucket has all keys before those with the bits found so far, the last one all after them.
+        buckets = ((keys >> shift) - (bound * size - 1)).clamp_(0, size + 1)
+        reached = weights.new_zeros(len(logits), size + 2).scatter_add_(1, buckets, weights).cumsum_(dim=-1)
+        last = (reached < needed).sum(dim=-1, keepdim=True).clamp_(1, size)  # where a row is not finite too
+        bound = bound * size + (last - 1)
     equal = keys == bound
-    rank = equal.cumsum(dim=-1) - 1
-    kept = (keys > bound) | (equal & (above + rank * weights < needed))
+    left = needed - reached.gather(1, last - 1)  # for the keys that are equal
+    kept = (keys < bound) | (equal & ((equal.cumsum(dim=-1) - 1) * weights < left))
     return logits.masked_fill(~(kept | (top_p >= 1)), -torch.inf)
 
 
-def _ordered(values: Tensor) -> Tensor:
-    """Whole numbers [...] int64 from 0 to 2**32 - 1 in the order of these float32 values."""
+def _descending(values: Tensor) -> Tensor:
+    """Whole numbers [...] int64 from 0 to 2**32 - 1 that fall as these float32 values rise."""
     bits = (values + 0.0).view(torch.int32)  # of -0.0 those of 0.0
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() + 2**31
+    return (2**31 - 1) - (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()

@@ -27,11 +27,11 @@ from manylora.kernels.cuda.plan import MODULES, PLACE, TILE
 from manylora.kernels.row_format import Encoding
 
 # Inputs that a program takes at a time, and outputs of a program. The first is what runs where nothing was
-# measured.
+# measured. By the rows of a tile, where some would spill: docs/gpu_static.md shows that none does.
 SHRINK_ROWS = (Blocks(256), Blocks(512), Blocks(512, warps=8), Blocks(128, warps=2))
 SHRINK_TILES = (Blocks(64), Blocks(64, stages=4), Blocks(128))
 EXPAND_ROWS = (Blocks(128), Blocks(256), Blocks(64, warps=2))
-EXPAND_TILES = (Blocks(64), Blocks(128), Blocks(128, warps=8))
+EXPAND_TILES = {16: (Blocks(64), Blocks(128), Blocks(128, warps=8)), 64: (Blocks(64, warps=8),)}
 # Integers that differ between batches of one model. Triton would compile a variant for each kind of value.
 CHANGING = ["layer", "num_rows", "num_targets", "rank_blocks", "num_splits"]
 
@@ -314,7 +314,9 @@ def expand_add(
             WIDEN=widens(y.dtype), num_warps=blocks.warps, num_stages=blocks.stages, **followed(early),
         )  # fmt: skip
 
-    candidates = EXPAND_ROWS if tables.tile_size == 1 else _in_registers(EXPAND_TILES, y.dtype)
+    candidates = EXPAND_ROWS
+    if tables.tile_size > 1:
+        candidates = _in_registers(EXPAND_TILES[tables.tile_size], y.dtype)
     shape = f"expand {y.dtype} tile {tables.tile_size} out {num_columns}"
     run(tables.chooser.choose(shape, candidates, run))
 

@@ -28,7 +28,7 @@ RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, nam
 INSIDE = {
     "system": ["lifeline", "threads", "allocator", "text_threads", "processor", "compiler", "progress"],
     "kernels": [
-        "activations", "quantised", "integer", "huge_pages", "panels", "products", "extras", "row_format",
+        "activations", "quantised", "huge_pages", "panels", "integer", "products", "extras", "row_format",
         "spec", "experts", "transfer", "decode_step", "reference", "native", "loading", "cpu", "compiled",
         "cuda", "device",
     ],

@@ -252,16 +252,9 @@ class CompiledOps(CpuOps):
         rows = x.reshape(-1, x.shape[-1])
         out = torch.empty(x.shape)
         self._library.add_rms_norm(
-            None,
-            out.data_ptr(),
-            rows.data_ptr(),
-            rows.stride(0),
-            None,
-            0,
-            weight.data_ptr(),
-            *rows.shape,
-            eps,
-        )
+            None, out.data_ptr(), rows.data_ptr(), rows.stride(0), None, 0, weight.data_ptr(),
+            *rows.shape, eps,
+        )  # fmt: skip
         return out
 
     def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -28,18 +28,9 @@ MOST_SCORES = 2**26  # of all rows and heads, for each token of the longest sequ
 CALLS = 2  # for the adapters of a linear layer: a fused projection's, then those of its parts
 NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "k_norm")
 SIZES = (
-    "layers",
-    "hidden",
-    "heads",
-    "kv_heads",
-    "dim",
-    "size",
-    "inner",
-    "widest",
-    "activation",
-    "norm_heads",
+    "layers", "hidden", "heads", "kv_heads", "dim", "size", "inner", "widest", "activation", "norm_heads",
     "pairs",
-)
+)  # fmt: skip
 
 
 def _structure(*fields: str | tuple[Any, ...]) -> np.dtype:
@@ -151,17 +142,7 @@ class DecodeStep:
             row["scale"], row["cap"] = layer.params.scale, layer.params.softcap or 0
         self._decoder = np.zeros(1, DECODER)
         self._decoder["layer"] = self._layers.ctypes.data
-        for name in (
-            "hidden",
-            "heads",
-            "kv_heads",
-            "dim",
-            "inner",
-            "norm_heads",
-            "pairs",
-            "activation",
-            "eps",
-        ):
+        for name in {*SIZES, "eps"} - {"layers", "size", "widest"}:
             self._decoder[name] = getattr(parts, name)
         self._decoder["layers"] = len(parts.layers)
         self._decoder["widest"] = max(max(w.rows, w.columns) for w in map(_panels, parts.linears()))

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from manylora.kernels.panels import address
 from manylora.kernels.quantised import BLOCK, QuantisedWeight
 
 
@@ -67,6 +68,6 @@ def integer_linear(
     multiply(
         y.data_ptr(), weight.rows, x.data_ptr(), x.stride(0), count, weight.values.data_ptr(),
         weight.columns, weight.rows, weight.scales.data_ptr(), room.data_ptr(), dots,
-        None if bias is None else bias.data_ptr(),
+        address(bias),
     )  # fmt: skip
     return y

@@ -314,7 +314,7 @@ def expand_add(
             WIDEN=widens(y.dtype), num_warps=blocks.warps, num_stages=blocks.stages, **followed(early),
         )  # fmt: skip
 
-    candidates = EXPAND_ROWS
+    candidates: tuple[Blocks, ...] = EXPAND_ROWS
     if tables.tile_size > 1:
         candidates = _in_registers(EXPAND_TILES[tables.tile_size], y.dtype)
     shape = f"expand {y.dtype} tile {tables.tile_size} out {num_columns}"

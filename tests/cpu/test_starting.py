@@ -90,7 +90,7 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("half a download", "serve {m}/shards", ["lacks model-00002-of-00002.safetensors (1 of its 2 files"]),
     ("pickles", "serve {m}/pickle",
      ["pytorch_model.bin, a pickle", ".save_pretrained('pickle-safetensors')"]),
-    ("GGUF", "serve {m}/gguf", ["llama-q4.gguf, a format that is not read"]),
+    ("GGUF", "serve {m}/gguf", ["llama-q4.gguf is a GGUF file", "give its own path"]),
     ("a clone without LFS", "serve {m}/lfs", ["git -C {m}/lfs lfs pull"]),
     ("no tokenizer", "serve {m}/no-tokenizer", ["no tokenizer.json", "--tokenizer"]),
     ("an adapter as a root", "serve {m}/good --lora-root {a}",

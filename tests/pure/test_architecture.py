@@ -15,7 +15,7 @@ PACKAGE = ROOT / "src" / "manylora"
 ORDER = [
     ["errors", "request", "stats", "system"],
     ["kernels"],
-    ["quant", "config"],
+    ["quant", "gguf", "config"],
     ["wire", "text"],
     ["lora"],
     ["model"],
@@ -33,6 +33,7 @@ INSIDE = {
         "cuda", "device",
     ],
     "quant": ["config", "checkpoint", "layouts", "checkpoint_weights"],
+    "gguf": ["container", "config", "tokenizer", "folder", "blocks", "file"],
     "config": ["values", "engine", "build_record", "hub", "model_folder", "resolve"],
     "wire": [
         "parameters", "tensor_table", "server_types", "word_lists", "client_errors", "client_disconnects",
@@ -94,7 +95,9 @@ INSIDE = {
 }  # fmt: skip
 NO_TORCH = [
     "errors", "request", "stats", "system.lifeline", "system.threads", "system.text_threads",
-    "system.processor", "system.compiler", "system.progress", "quant.config", "quant.checkpoint", "config",
+    "system.processor", "system.compiler", "system.progress", "quant.config", "quant.checkpoint",
+    "gguf.container",
+    "gguf.config", "gguf.tokenizer", "gguf.folder", "config",
     "wire", "text", "launcher", "lora.pages", "lora.modules", "lora.geometry", "lora.bounds",
     "lora.number_types", "lora.tensors", "lora.staging", "lora.extras", "lora.rules", "lora.slicing",
     "lora.cache", "cli", "engine.sequence", "engine.guide", "engine.guide_trial", "engine.kv_cache",

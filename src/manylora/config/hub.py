@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.errors import ConfigError, printable
+from manylora.gguf.folder import gguf_folder, is_gguf
 from manylora.system.progress import Progress, size
 
 logger = logging.getLogger("manylora")
@@ -42,11 +43,17 @@ def hub_name(given: str | Path) -> str:
 
 
 def local_model(given: str | Path, revision: str | None = None, cache: Path | None = None) -> Path:
-    """A folder as it is; the files of a model's or tokenizer's id, downloaded if they are not in the cache.
+    """A folder as it is; that of a GGUF file; the files of a model's or tokenizer's id, downloaded if they
+    are not in the cache.
 
     revision: branch, tag or commit of an id. cache: in place of huggingface_hub's own. Raises ConfigError.
     """
-    return _local(given, revision, cache, MODEL_FILES)
+    return model_folder(_local(given, revision, cache, MODEL_FILES))
+
+
+def model_folder(path: Path) -> Path:
+    """The folder that stands for a GGUF file; any other path as it is. Raises ConfigError."""
+    return gguf_folder(path) if is_gguf(path) else path
 
 
 def local_adapter(given: str | Path, revision: str | None = None, cache: Path | None = None) -> Path:

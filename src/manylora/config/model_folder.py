@@ -13,6 +13,7 @@ from typing import Any
 
 from manylora.config.hub import is_hub_id
 from manylora.errors import ConfigError, printable
+from manylora.gguf.folder import LINK
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -38,7 +39,7 @@ def check_adapter_path(path: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of the checkpoint, which are all there. Raises ConfigError."""
+    """The safetensors files of the checkpoint, which are all there, or the GGUF file. Raises ConfigError."""
     names = _weights_of(folder)
     if not names:
         raise ConfigError(_no_weights(folder))
@@ -69,7 +70,7 @@ def _weights_of(folder: Path) -> list[str]:
     """Names of the safetensors files that the checkpoint has, or should have. Raises ConfigError."""
     index = folder / INDEX
     if not index.is_file():
-        return [WEIGHTS] if (folder / WEIGHTS).is_file() else []
+        return next(([name] for name in (WEIGHTS, LINK) if (folder / name).is_file()), [])
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         return [Path(name).name for name in names]
@@ -112,7 +113,7 @@ def _no_model(folder: Path) -> str:
         others = f" (or one of {len(inside) - 1} more)" if len(inside) > 1 else ""
         return f"{folder} is no model, but has one in it: give {inside[0]}{others}"
     if found := [name for name in names if name.endswith(".gguf")]:
-        return _gguf(f"{folder} holds {found[0]}")
+        return _gguf(folder / found[0])
     if "params.json" in names and any(name.startswith("consolidated.") for name in names):
         return (
             f"{folder} has the weights in their maker's own layout (params.json): take the Hugging Face "
@@ -145,7 +146,7 @@ def _no_folder(folder: Path, what: str = "model's folder") -> str:
 
 def _no_folder_but_file(file: Path) -> str:
     if file.suffix == ".gguf":
-        return _gguf(f"{file} is a GGUF file")
+        return _gguf(file)
     if (file.parent / "config.json").is_file() or (file.parent / "adapter_config.json").is_file():
         return f"{file} is a file, and a model is a folder: give {file.parent}"
     return f"{file} is a file: give the folder of a Hugging Face model, with config.json and {WEIGHTS}"
@@ -174,7 +175,7 @@ def _no_weights(folder: Path) -> str:
             "with " + _python(folder, "AutoModelForCausalLM", "AutoTokenizer")
         )
     if found := [name for name in names if name.endswith(".gguf")]:
-        return _gguf(f"{folder} holds {found[0]}")
+        return _gguf(folder / found[0])
     if found := [name for name in names if name.endswith(".safetensors")]:
         return (
             f"{folder} has {found[0]}, but neither {WEIGHTS} nor {INDEX}, which say where the weights are: "
@@ -183,8 +184,8 @@ def _no_weights(folder: Path) -> str:
     return f"{folder} has a config.json but no weights ({WEIGHTS}): copy or download it again, whole"
 
 
-def _gguf(found: str) -> str:
-    return f"{found}, a format that is not read: give the original model, a folder with {WEIGHTS}"
+def _gguf(file: Path) -> str:
+    return f"{file} is a GGUF file, which is read by itself: give its own path, {file}"
 
 
 def _engine(folder: Path) -> str:

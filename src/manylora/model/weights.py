@@ -1,4 +1,4 @@
-"""Loads a checkpoint's safetensors files into a model: each tensor is read once, into its fused weight."""
+"""Loads safetensors files, or a GGUF file, into a model: each tensor is read once, into its fused weight."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from manylora.config.build_record import weights_algo
 from manylora.config.engine import EngineConfig, ModelConfig
 from manylora.config.model_folder import weight_files
 from manylora.errors import ConfigError
+from manylora.gguf.file import GgufFile, GgufTensor
 from manylora.kernels.device import Device
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.model.decoder import Decoder
@@ -36,7 +37,7 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".ma
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
-Files = dict[str, SafetensorsFile]
+Files = dict[str, SafetensorsFile | GgufFile]
 """Tensor name -> the open file that has it."""
 
 
@@ -173,7 +174,9 @@ def open_checkpoint(
     """Reads headers only. on_read: as of SafetensorsFile. Raises ConfigError."""
     found: Files = {}
     for path in weight_files(model_dir):
-        file = stack.enter_context(SafetensorsFile(path, on_read))
+        gguf = path.suffix == ".gguf"
+        opened = GgufFile(path, on_read) if gguf else SafetensorsFile(path, on_read)
+        file: SafetensorsFile | GgufFile = stack.enter_context(opened)
         found.update(dict.fromkeys(file.keys(), file))
     return found
 
@@ -244,7 +247,7 @@ class _SpecRows:
         return made.add_(1) if self._spec.plus_one else made
 
 
-def _checked(spec: WeightSpec, piece: RowSlice, files: Files) -> FileTensor:
+def _checked(spec: WeightSpec, piece: RowSlice, files: Files) -> FileTensor | GgufTensor:
     tensor, expected = files[piece.source].get_slice(piece.source), spec.checkpoint_shape(piece)
     if tuple(tensor.get_shape()) != expected:
         raise ConfigError(
@@ -258,7 +261,7 @@ def _checked(spec: WeightSpec, piece: RowSlice, files: Files) -> FileTensor:
     return tensor
 
 
-def _plain_rows(spec: WeightSpec, piece: RowSlice, stored: FileTensor) -> Tensor:
+def _plain_rows(spec: WeightSpec, piece: RowSlice, stored: FileTensor | GgufTensor) -> Tensor:
     if spec.transposed and spec.columns:
         return stored.whole()[:, piece.start : piece.start + piece.rows].T
     shape = (piece.rows, spec.columns) if spec.columns else (piece.rows,)

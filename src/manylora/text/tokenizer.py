@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Library
 
+from manylora.config.hub import model_folder
 from manylora.config.model_folder import check_tokenizer_folder
 from manylora.errors import ConfigError, RequestError, TextTooLongError
 from manylora.system.allocator import release_free_memory
@@ -246,7 +247,7 @@ def open_tokenizer(parameters: Mapping[str, str]) -> Tokenizer:
     if directory is None:
         raise ConfigError("parameter tokenizer_dir must name the tokenizer's directory")
     try:
-        return Tokenizer(Path(directory))
+        return Tokenizer(model_folder(Path(directory)))
     except ConfigError as error:
         raise ConfigError(f"parameter tokenizer_dir: {error}") from error
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from manylora.config import resolve
 from manylora.config.engine import EngineConfig, stretched
+from manylora.config.hub import model_folder
 from manylora.config.values import boolean, whole_number
 from manylora.errors import ConfigError
 from manylora.quant.config import QuantConfig
@@ -134,9 +135,10 @@ def engine_config(parameters: Mapping[str, str], folder: Path | None = None) -> 
         settings["names_file"] = names_file(parameters, folder)
     settings.pop("tokenizer_dir", None)  # is for guided decoding alone
     if value_of(parameters, "guided_decoding_backend") is not None:
-        settings["tokenizer_dir"] = Path(value_of(parameters, "tokenizer_dir") or path)
-    config = resolve.resolve(Path(path), settings)
-    _check_window(parameters, Path(path), config.max_seq_len)
+        settings["tokenizer_dir"] = model_folder(Path(value_of(parameters, "tokenizer_dir") or path))
+    model = model_folder(Path(path))
+    config = resolve.resolve(model, settings)
+    _check_window(parameters, model, config.max_seq_len)
     return config
 
 
@@ -166,9 +168,10 @@ def engine_context(model: Path, name: str = ENGINE) -> int | None:
     """
     parameters = parameters_beside(model, name)
     try:
-        folder = value_of(parameters, "gpt_model_path")
-        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")) if folder else {}
-    except (OSError, ValueError):
+        path = value_of(parameters, "gpt_model_path")
+        folder = model_folder(Path(path)) if path else None
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else {}
+    except (OSError, ValueError, ConfigError):
         return None  # the engine's model says what is wrong with it
     if not isinstance(config, dict) or config.get("is_encoder_decoder"):
         return None  # positions may be relative, and know no longest

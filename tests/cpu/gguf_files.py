@@ -87,6 +87,9 @@ def make_gguf(path: Path, model: Path, kind: Kind, embedding: Kind = Kind.F32, *
         found = found if heads is None else turned_back(found, heads)
         found = found - 1 if arch in PLUS_ONE and name.endswith("norm.weight") else found
         wide[name] = torch.from_numpy(np.ascontiguousarray(found))
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", rotary_factors(rope, 64 // 4))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -95,6 +98,16 @@ def make_gguf(path: Path, model: Path, kind: Kind, embedding: Kind = Kind.F32, *
     shutil.copytree(model, target)
     save_file(wide, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+def rotary_factors(rope: dict[str, Any], size: int) -> np.ndarray:
+    """What llama.cpp's converter makes of Llama 3's scaling: a divisor of each frequency."""
+    waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, size, 2) / size)
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    context = rope["original_max_position_embeddings"]
+    smooth = (context / waves - low) / (high - low)
+    blended = np.where(waves > context / low, factor, 1 / ((1 - smooth) / factor + smooth))
+    return np.where(waves < context / high, 1.0, blended).astype(np.float32)
 
 
 def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> None:

@@ -31,8 +31,8 @@ from manylora.text.tokenizer import Tokenizer
 TARGETS = ("attn_q", "attn_k", "attn_dense", "mlp_4h_to_h")
 WIDE = {"hidden_size": 256, "intermediate_size": 256}  # whole blocks of the K types
 FAMILIES = (
-    "llama", "llama-mha-tied", "llama-biases", "llama-head-dim", "llama-linear", "llama-yarn", "qwen2",
-    "qwen3", "phi3", "phi3-partial-rotary", "gemma", "gemma2", "gemma3",
+    "llama", "llama-mha-tied", "llama-biases", "llama-head-dim", "llama-linear", "llama-yarn", "llama3",
+    "qwen2", "qwen3", "phi3", "phi3-partial-rotary", "gemma", "gemma2", "gemma3",
 )  # fmt: skip
 
 
@@ -95,7 +95,8 @@ def test_an_adapter_in_the_batch_and_a_build(tmp_path: Path) -> None:
     sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     for served in (file, built):
         with LLM(
-            served, dtype="float32", lora_config=LoraConfig(lora_target_modules=list(TARGETS), max_lora_rank=8),
+            served, dtype="float32",
+            lora_config=LoraConfig(lora_target_modules=list(TARGETS), max_lora_rank=8),
             kv_cache_config=KvCacheConfig(max_tokens=512),
         ) as llm:  # fmt: skip
             outputs = llm.generate(prompts, sampling, lora_request=requests)
@@ -104,7 +105,8 @@ def test_an_adapter_in_the_batch_and_a_build(tmp_path: Path) -> None:
 
 
 TEXTS = (
-    "Hello, world! It's 12345 o'clock; we'LL see.", "  two  spaces\n\n\tand a tab ", "naïve café – ÀÉ 東京 🙂🙂",
+    "Hello, world! It's 12345 o'clock; we'LL see.", "  two  spaces\n\n\tand a tab ",
+    "naïve café – ÀÉ 東京 🙂🙂",
     "", " ", "a</s>b<s> c", "def f(x):\n    return x**2  # ok\r\n",
 )  # fmt: skip
 

@@ -78,7 +78,10 @@ class _Metadata:
     @property
     def head_dim(self) -> int:
         usual = self.number("embedding_length") // max(1, self.number("attention.head_count"))
-        return self.number("attention.key_length", usual)
+        found = self.number("attention.key_length", usual)
+        if not isinstance(found, int) or found < 1:
+            raise ConfigError(f"{self.header.path}: metadata says that a head has {found} dimensions")
+        return found
 
 
 def _llama(one: _Metadata) -> dict[str, Any]:
@@ -88,7 +91,7 @@ def _llama(one: _Metadata) -> dict[str, Any]:
 def _phi3(one: _Metadata) -> dict[str, Any]:
     return {
         "partial_rotary_factor": one.number("rope.dimension_count", one.head_dim) / one.head_dim,
-        "sliding_window": one.get("attention.sliding_window") or None,
+        "sliding_window": one.number("attention.sliding_window", 0) or None,
     }
 
 
@@ -106,7 +109,7 @@ def _gemma(one: _Metadata) -> dict[str, Any]:
     elif pattern is not None:
         fields["sliding_window_pattern"] = one.number("attention.sliding_window_pattern")
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        fields[name] = one.get(name)
+        fields[name] = one.number(name, 0) or None
     if one.kind == "gemma3":
         fields["rope_local_base_freq"] = one.number("rope.freq_base_swa", 10000.0)
     return fields

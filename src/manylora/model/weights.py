@@ -174,9 +174,11 @@ def open_checkpoint(
     """Reads headers only. on_read: as of SafetensorsFile. Raises ConfigError."""
     found: Files = {}
     for path in weight_files(model_dir):
-        gguf = path.suffix == ".gguf"
-        opened = GgufFile(path, on_read) if gguf else SafetensorsFile(path, on_read)
-        file: SafetensorsFile | GgufFile = stack.enter_context(opened)
+        file: SafetensorsFile | GgufFile
+        if path.suffix == ".gguf":
+            file = stack.enter_context(GgufFile(path, on_read))
+        else:
+            file = stack.enter_context(SafetensorsFile(path, on_read))
         found.update(dict.fromkeys(file.keys(), file))
     return found
 

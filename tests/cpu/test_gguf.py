@@ -90,6 +90,7 @@ def test_an_adapter_in_the_batch_and_a_build(tmp_path: Path) -> None:
     ]
     built = tmp_path / "built"
     assert main(["build", "--model_dir", str(file), "--output_dir", str(built)]) == 0
+    assert main(["inspect", str(adapters[1]), "--base", str(file)]) == 0
     prompts = [tokens(30), tokens(12, 3), tokens(30)]
     requests = [None, *(LoRARequest(one.name, n, str(one)) for n, one in enumerate(adapters, 1))]
     sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)

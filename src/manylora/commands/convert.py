@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from manylora.config.hub import model_folder
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.convert import ALLOW_BIN, STORAGE_TYPES, convert_source
@@ -51,7 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _read(options: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
     base = model = modules = None
     if options.base:
-        base, model = BaseWeights(options.base), read_model_config(options.base)
+        folder = model_folder(options.base)
+        base, model = BaseWeights(folder), read_model_config(folder)
         modules = lora_modules(model)
     bounds = Bounds.of_any_rank(modules, model.num_layers) if model and modules else ANY_MODEL
     read = ReadOptions(modules, base, bounds, text_only=options.lora_text_only)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from manylora.config.engine import LoraCacheConfig
+from manylora.config.hub import model_folder
 from manylora.errors import ConfigError
 from manylora.lora.modules import MEANINGS, LoraModule, LoraModuleId, lora_modules
 from manylora.lora.report import AdapterReport, BaseModel, inspect_adapter
@@ -31,7 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.base:
             cache = LoraCacheConfig(max_adapter_size=options.max_adapter_size)
-            base = BaseModel(options.base, read_model_config(options.base), cache)
+            folder = model_folder(options.base)
+            base = BaseModel(folder, read_model_config(folder), cache)
     except ConfigError as error:
         print(str(error).replace("max_adapter_size", "--max-adapter-size"), file=sys.stderr)
         return 1

@@ -27,14 +27,14 @@ class Penalties:
 
     def __init__(self, rows: Rows[tuple[int, Sequence, int]], vocab: int, device: torch.device) -> None:
         seen = [_counts(sequence, length, vocab) for _, sequence, length in rows]
-        width = max(len(one.ids) for one in seen)
+        width = max(len(ids) for ids, _ in seen)
         places = np.zeros((len(rows), width + SPARE), np.int64)
         counts = np.full(places.shape, -1, np.float32)
-        for i, one in enumerate(seen):
-            number = len(one.ids)
+        for i, (ids, counted) in enumerate(seen):
+            number = len(ids)
             if number:
-                places[i, :number], places[i, number:] = one.ids, one.ids[0]
-                counts[i, :number], counts[i, number:] = one.counts, one.counts[0]
+                places[i, :number], places[i, number:] = ids, ids[0]
+                counts[i, :number], counts[i, number:] = counted, counted[0]
         bases = np.array([[row * vocab] for row, _, _ in rows])
         params = [sequence.request.params for _, sequence, _ in rows]
         rates = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
@@ -46,7 +46,7 @@ class Penalties:
         self._rates = upload(np.array(rates).T[:, :, None], torch.float32, device)
         self._next, self._room = width, width + SPARE
         self._subtracts = any(presence or frequency for _, presence, frequency in rates)
-        self._has_empty = not all(len(one.ids) for one in seen)
+        self._has_empty = not all(len(ids) for ids, _ in seen)
 
     @property
     def is_full(self) -> bool:
@@ -78,8 +78,8 @@ class Penalties:
         flat[self._places] = torch.where(counts < 0, before, scores) if self._has_empty else scores
 
 
-def _counts(sequence: Sequence, length: int, vocab: int) -> TokenCounts:
-    """Of the first `length` tokens of the sequence, without one that is pending."""
+def _counts(sequence: Sequence, length: int, vocab: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of the first `length` tokens of the sequence, without one that is pending: [n] int64, [n] float32."""
     length -= sequence.tokens[length - 1] == PENDING
     counts = sequence.counts
     if counts is None or counts.length > length:
@@ -87,4 +87,4 @@ def _counts(sequence: Sequence, length: int, vocab: int) -> TokenCounts:
         counts = sequence.counts = TokenCounts(sequence.tokens[:length], ignored, vocab)
     for token in sequence.tokens[counts.length : length]:
         counts.add(token)
-    return counts
+    return counts.ids, counts.counts.copy()  # a draft's next row counts on

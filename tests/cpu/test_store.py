@@ -17,7 +17,6 @@ from safetensors.numpy import save_file
 
 from manylora.config.engine import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterInvalidError, AdapterNotCachedError
-from manylora.kernels import loading
 from manylora.lora import staging, tensors
 from manylora.lora.formats import peft
 from manylora.lora.formats.npy import write_npy
@@ -416,7 +415,6 @@ def test_pages_of_bfloat16_hold_what_those_of_float32_hold_under_the_same_digest
     monkeypatch.setattr(fingerprint, "SETTLED_NS", 5 * 10**7)
     monkeypatch.setattr(peft, "NARROWED", 0)
     if large:
-        monkeypatch.setattr(loading, "SMALL", 0)
         monkeypatch.setattr(peft, "PARALLEL", 0)
         monkeypatch.setattr(peft, "PARALLEL_ROWS", 0)
         monkeypatch.setattr(staging, "LEAST", 0)

@@ -92,6 +92,11 @@ def test_a_start_can_be_stopped(world: World, tmp_path: Path, how: str) -> None:
     assert slow.launch("--status").stdout.startswith("no server was launched")
 
 
+def loading(launcher: subprocess.Popen[bytes]) -> dict[str, int]:
+    """The models' processes below a launcher whose server is still starting."""
+    return {model: pid for child in children(launcher.pid) for model, pid in models(child).items()}
+
+
 def marked(http_port: int) -> list[int]:
     """Processes of the server with this port, whoever their parents are."""
     found = []
@@ -119,9 +124,9 @@ def test_a_process_that_could_not_end_with_its_launcher_is_ended_by_the_next(
     tokenizer = str(never_read(world, tmp_path))
     slow = new_server(fill_repo(tmp_path / "repo", world.model, tokenizer_dir=tokenizer))
     with subprocess.Popen(slow.command("--foreground"), stdout=subprocess.DEVNULL) as launcher:
-        wait_for("its processes", lambda: len(marked(slow.http)) == 6)
-        [loading] = filter(None, map(models, children(launcher.pid)))
-        frozen = loading["preprocessing"]
+        # a process that was only just forked still has its parent's command
+        wait_for("its processes", lambda: len(marked(slow.http)) == 6 and len(loading(launcher)) == 4)
+        frozen = loading(launcher)["preprocessing"]
         os.kill(frozen, signal.SIGSTOP)
         launcher.kill()
     wait_for("the others' end", lambda: marked(slow.http) == [frozen])

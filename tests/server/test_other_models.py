@@ -136,7 +136,7 @@ def test_adapters_by_name_take_turns_in_a_cache_of_two(
             }
             result = client.infer("llmapi", [tensor(n, v) for n, v in (inputs | more).items()])
             assert result.as_numpy("text_output")[0].decode().startswith(answers[name][:1])
-    assert evictions(server) > 4
+    wait_for("the metrics of the last seconds", lambda: evictions(server) > 4)
 
 
 def evictions(server: Running) -> float:

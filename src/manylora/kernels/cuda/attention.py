@@ -23,11 +23,15 @@ from manylora.kernels.spec import AttentionParams
 # Keys that a program reads at a time. The first is the default, where nothing was measured.
 DECODE = (Blocks(32), Blocks(64), Blocks(64, stages=2), Blocks(128, stages=2))
 ONE_WARP = Blocks(16, warps=1)  # without barriers; a larger tile's registers would spill
+# Of tiles of queries over 4 and 8 KiB, which are in registers: more keys at a time would spill.
+LARGE_DECODE = (Blocks(32), Blocks(32, warps=8))
+LARGEST_DECODE = (Blocks(16, warps=8, stages=2), Blocks(32, warps=8, stages=2))
 PROMPTS = (Blocks(32), Blocks(64, stages=2))
 WIDE_PROMPTS = (Blocks(32, warps=8), Blocks(64, warps=8, stages=2))  # of heads over 128 elements
-FLOAT32_PROMPTS = (Blocks(32, warps=8, stages=2), Blocks(16, warps=4, stages=2))
+FLOAT32_PROMPTS = (Blocks(32, warps=8, stages=2), Blocks(16, warps=8, stages=2))
 WIDE_FLOAT32_PROMPTS = (Blocks(16, warps=8, stages=2),)  # others spill registers
-PIECE = 32  # elements of a wide head in float32 whose products are made at a time, for prompts
+IN_PIECES = (WIDE_FLOAT32_PROMPTS, LARGEST_DECODE)
+PIECE = 32  # elements of a wide head in float32 whose products are made at a time
 PROGRAMS = 256  # that one decoding sequence should give a GPU: about two for each of its units
 FEWEST_PARTS, MOST_PARTS = 16, 64
 JOINED_PARTS = 16  # at a time
@@ -228,7 +232,7 @@ class PagedAttention:
                 **shared,
                 GROUP=heads // kv_heads, KV_HEADS=kv_heads, PAGE=page, CAPPED=softcap is not None,
                 NARROW=k_cache.dtype == FP8, SPLIT=split, BLOCK_M=block_m, BLOCK_N=blocks.size,
-                PIECE_D=min(PIECE, block_d) if candidates is WIDE_FLOAT32_PROMPTS else block_d,
+                PIECE_D=min(PIECE, block_d) if candidates in IN_PIECES else block_d,
                 WIDEN=widens(q.dtype), num_warps=blocks.warps, num_stages=blocks.stages,
             )  # fmt: skip
 
@@ -245,7 +249,8 @@ class PagedAttention:
 def _candidates(elements: int, dtype: torch.dtype, part_keys: int, split: bool) -> tuple[Blocks, ...]:
     """elements: of a tile of queries."""
     if split:
-        offered = (*DECODE, ONE_WARP) if elements * dtype.itemsize <= 2**12 else DECODE
+        size = elements * dtype.itemsize
+        offered = (*DECODE, ONE_WARP) if size <= 2**12 else LARGE_DECODE if size <= 2**13 else LARGEST_DECODE
         return tuple(blocks for blocks in offered if part_keys % blocks.size == 0)  # each lies in one part
     wide = elements * dtype.itemsize > 2**14
     if dtype == torch.float32:

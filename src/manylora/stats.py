@@ -79,6 +79,15 @@ class CacheMap:
 
 
 @dataclass(frozen=True)
+class GraphStats:
+    """CUDA graphs of decode steps. Counters since the start; 0 where none are recorded."""
+
+    recorded: int = 0  # graphs
+    replayed: int = 0  # steps that were one launch,
+    plain: int = 0  # and that were launched kernel by kernel
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """The engine between two steps. Counts of sequences, tokens, pages; counters since the start."""
 
@@ -106,3 +115,4 @@ class EngineStats:
     max_adapters_in_step: int = 0  # most distinct adapters that one step has mixed so far
     waiting_adapters: tuple[str, ...] = ()  # names of adapters that waiting requests ask for
     adapters: AdapterStats = field(default_factory=AdapterStats)
+    graphs: GraphStats = field(default_factory=GraphStats)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from manylora.lora.convert import convert_peft
 from manylora.quant.config import QuantConfig
 from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.tiny_models import make_adapter, make_model
+from manylora.wire.metrics import engine_samples
 from manylora.wire.parameters import engine_config
 
 CPU = torch.device("cpu")
@@ -103,11 +105,13 @@ def test_replayed_steps_give_the_tokens_of_the_plain_loop(
         model, monkeypatch, Device(CPU, CudaOps(part_keys=32), "interpreted", recorder), max_batch_size=4
     )
     warmed = recorder.recorded
-    assert warmed == graphed._runner.num_graphs == 2 * len(buckets_for(4)) == 6, "two widths of tables"
+    assert warmed == graphed.stats().graphs.recorded == 2 * len(buckets_for(4)) == 6, "two widths of tables"
     loads = [[None, None, None], [*adapters, None], [adapters[0]] * 3]  # base, distinct, one for all
     for loras in loads:
         assert answers(graphed, loras) == answers(plain, loras)
     assert recorder.replayed > recorder.recorded > warmed
+    counted = graphed.stats().graphs
+    assert counted.recorded == recorder.recorded and counted.replayed == recorder.replayed - warmed
     answers(graphed, loads[1][::-1])  # the first time adapters may come one step after the others
     before = recorder.recorded
     assert answers(graphed, loads[1][::-1]) == answers(plain, loads[1][::-1])
@@ -195,7 +199,7 @@ def test_quantised_models_are_recorded(
     plain = open_engine(model, monkeypatch, None, quant=quant)
     interpreted = Device(CPU, CudaOps(part_keys=32), "interpreted", Recorder())
     graphed = open_engine(model, monkeypatch, interpreted, max_batch_size=2, quant=quant)
-    assert graphed._runner.num_graphs
+    assert graphed.stats().graphs.recorded
     assert answers(graphed, [adapter, None]) == answers(plain, [adapter, None])
 
 
@@ -204,6 +208,7 @@ def test_steps_without_adapters_take_graphs_without_them(
 ) -> None:
     model, adapters = world
     ops = CudaOps()
+    monkeypatch.setattr("manylora.engine.runner.PLAIN_USES", 1)
     engine = open_engine(model, monkeypatch, Device(CPU, ops, "interpreted", Recorder()), max_batch_size=1)
     calls: list[int] = []
     monkeypatch.setattr(ops, "lora_add", lambda *arguments: calls.append(1))
@@ -211,6 +216,9 @@ def test_steps_without_adapters_take_graphs_without_them(
     assert not calls
     answers(engine, [adapters[0]])
     assert calls
+    samples = engine_samples(replace(engine.stats(), on_gpu=True))
+    launches = {one.labels: one.value for one in samples if one.family == "manylora_decode_steps_total"}
+    assert launches == {(("launch", "graph"),): 1, (("launch", "plain"),): 1}, "recorded at its second use"
 
 
 def test_the_switch(
@@ -220,7 +228,7 @@ def test_the_switch(
     recorder = Recorder()
     interpreted = Device(CPU, CudaOps(), "interpreted", recorder)
     off = open_engine(model, monkeypatch, interpreted, enable_cuda_graph=False)
-    assert off._runner.num_graphs == recorder.recorded == 0
+    assert off.stats().graphs.recorded == recorder.recorded == 0
     open_engine(model, monkeypatch, None)
     assert "cuda_graph_mode" not in caplog.text
     open_engine(model, monkeypatch, None, enable_cuda_graph=True)

@@ -87,7 +87,7 @@ def test_a_mixed_batch_answers_as_the_reference(
         enable_cuda_graph=graphs,
     )  # fmt: skip
     engine = Engine(config)
-    assert (engine._runner.num_graphs > 0) == graphs
+    assert (engine.stats().graphs.recorded > 0) == graphs
     for (task_id, prompt), got in zip(cases, answers(engine, cases, inputs), strict=True):
         assert got == reference_generate(model, adapters[task_id] if task_id else None, prompt, NEW)
     if device_rows:
@@ -132,7 +132,7 @@ def test_experts_windows_and_soft_caps_answer_as_the_reference(family: str, tmp_
     engine = Engine(
         EngineConfig(model, device="cuda", max_seq_len=128, max_tokens_in_paged_kv_cache=2**13, lora=lora)
     )
-    assert engine._runner.num_graphs > 0
+    assert engine.stats().graphs.recorded > 0
     for (task_id, prompt), got in zip(cases, answers(engine, cases, inputs), strict=True):
         assert got == reference_generate(model, adapters[task_id] if task_id else None, prompt, NEW)
 

@@ -189,6 +189,7 @@ class Engine:
             max_adapters_in_step=parts.runner.max_adapters_in_step,
             waiting_adapters=tuple(dict.fromkeys(self.adapters.name_of(one.task_id) for one in waiting)),
             adapters=self.adapters.stats(),
+            graphs=parts.runner.graph_stats(),
             **vars(self._counters),
         )
 

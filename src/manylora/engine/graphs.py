@@ -61,7 +61,7 @@ class DecodeGraphs:
         max_graphs: int,
         plain_uses: int = 0,
     ) -> None:
-        self.num_recorded = self.num_failures = 0
+        self.num_recorded = self.num_replayed = self.num_plain = self.num_failures = 0
         self._forward = forward
         self._ops = ops
         self._capture = capture
@@ -77,6 +77,14 @@ class DecodeGraphs:
     def run(self, inputs: StepInputs) -> Tensor | None:
         """Logits [rows, vocab] float32 of a step that `decodes`; overwritten by the next call. None: it is to
         be launched plainly."""
+        logits = self._try_to_run(inputs)
+        if logits is None:
+            self.num_plain += 1
+        else:
+            self.num_replayed += 1
+        return logits
+
+    def _try_to_run(self, inputs: StepInputs) -> Tensor | None:
         may_record = self.num_failures < MOST_FAILURES
         if not (self._graphs or may_record):
             return None
@@ -108,7 +116,7 @@ class DecodeGraphs:
             if number >= self._max_graphs or (is_late and width not in common):
                 break
             blocks = [[0] * width]
-            if self.run(StepInputs([0], [0], [0, 1], [1], blocks, [-1], [0]).pad(rows)) is None:
+            if self._try_to_run(StepInputs([0], [0], [0, 1], [1], blocks, [-1], [0]).pad(rows)) is None:
                 break
             self._graphs.move_to_end(next(reversed(self._graphs)), last=False)  # the longest is dropped first
         self._plain_uses = plain_uses

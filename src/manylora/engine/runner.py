@@ -25,6 +25,7 @@ from manylora.kernels.transfer import to_device, upload
 from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder
+from manylora.stats import GraphStats
 
 logger = logging.getLogger("manylora")
 
@@ -60,10 +61,11 @@ class Runner:
         self._ops.reserve(limits, device.torch)
         self._vocab_size = decoder.config.vocab_size
 
-    @property
-    def num_graphs(self) -> int:
-        """Graphs recorded so far."""
-        return self._graphs.num_recorded if self._graphs is not None else 0
+    def graph_stats(self) -> GraphStats:
+        graphs = self._graphs
+        if graphs is None:
+            return GraphStats()
+        return GraphStats(graphs.num_recorded, graphs.num_replayed, graphs.num_plain)
 
     def record_decoding(self, max_graphs: int, warm: bool = True) -> None:
         """From now on run decode steps as recorded CUDA graphs, keeping at most max_graphs of them.

@@ -61,6 +61,8 @@ FAMILIES = {
         "Time that a request waited before its first step, by adapter", "histogram", SECONDS_BUCKETS
     ),
     "manylora_adapter_resident_bytes": MetricFamily("Bytes of an adapter's pages by level"),
+    "manylora_cuda_graphs_recorded_total": MetricFamily("CUDA graphs that were recorded", "counter"),
+    "manylora_decode_steps_total": MetricFamily("Decode steps on a GPU by how they were launched", "counter"),
 }
 MAX_ADAPTERS = 100  # label values; the adapters after these are counted together
 STAMP = "Timestamp"
@@ -103,6 +105,11 @@ def engine_samples(stats: EngineStats) -> Iterator[Sample]:
         yield Sample("manylora_adapter_resident_bytes", (adapter, ("level", "host")), size)
         if one.on_device:
             yield Sample("manylora_adapter_resident_bytes", (adapter, ("level", "device")), size)
+    if stats.on_gpu:
+        graphs = stats.graphs
+        yield Sample("manylora_cuda_graphs_recorded_total", (), graphs.recorded)
+        yield Sample("manylora_decode_steps_total", (("launch", "graph"),), graphs.replayed)
+        yield Sample("manylora_decode_steps_total", (("launch", "plain"),), graphs.plain)
     yield _lora_info(stats)
 
 

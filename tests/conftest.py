@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell script
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the commands that tests start inherit it
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

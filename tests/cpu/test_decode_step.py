@@ -14,6 +14,7 @@ from manylora.kernels.huge_pages import PIECE, huge_zeros
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.weights import load_decoder
+from manylora.quant.config import QuantConfig
 from manylora.testing.driver import Driver
 from manylora.testing.parity import make_kind, read_from
 from manylora.testing.tiny_models import make_model
@@ -21,11 +22,13 @@ from manylora.testing.tiny_models import make_model
 KINDS = (None, "patterns", "rank 64", "DoRA + rsLoRA + patterns", "some layers", None, "patterns")
 FAMILIES = ("llama-biases", "qwen3", "olmo2", "gemma2", "gemma3", "phi3-partial-rotary", "mistral-sliding")
 FAMILIES += ("smollm3", "olmo3", "glm4", "ernie4.5")
+QUANTISED = (("llama-biases", "W8A8"), ("qwen3", "W4A8"), ("gemma3", "W8A16"))
 OTHERS = ("gpt-neox", "granite", "starcoder2")  # layers that one call does not have
 
 
-def load(model: Path) -> Decoder:
-    return load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
+def load(model: Path, quant: str | None = None) -> Decoder:
+    config = QuantConfig(quant) if quant else None
+    return load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"), quant=config)
 
 
 @pytest.fixture
@@ -36,9 +39,9 @@ def _compiled() -> None:
 
 @pytest.mark.usefixtures("_compiled")
 @pytest.mark.parametrize("num_sequences", [1, 3, 7])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "quant"), [*((family, None) for family in FAMILIES), *QUANTISED])
 def test_a_step_as_one_call_gives_the_same_bits(
-    family: str, num_sequences: int, tmp_path: Path, monkeypatch
+    family: str, quant: str | None, num_sequences: int, tmp_path: Path, monkeypatch
 ) -> None:
     model = make_model(tmp_path / "model", family, seed=4)
     kinds = KINDS[:num_sequences]
@@ -47,7 +50,7 @@ def test_a_step_as_one_call_gives_the_same_bits(
         for seed, kind in enumerate(kinds)
     ]
     sequences = [tokens(5 + 4 * n, n) for n in range(num_sequences)]
-    decoder, calls = load(model), 0
+    decoder, calls = load(model, quant), 0
     step = decoder._decode_step
     assert step is not None
 

@@ -17,7 +17,8 @@ from manylora.kernels import native
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.device import open_device
-from manylora.kernels.integer import IntegerPanels, integer_linear, to_integer_panels
+from manylora.kernels.integer import to_integer_panels
+from manylora.kernels.panels import INTEGERS, Panels, PanelsLinear
 from manylora.kernels.quantised import QuantisedWeight, round_inputs
 from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import quantise
@@ -69,13 +70,15 @@ def test_the_kernels_compute_what_exact_integers_say(
     found = []
     for library in (native.load(), emulated):
         assert library is not None
-        packed = to_integer_panels(weight, library.integer_width())
-        assert packed is not None and packed.nbytes <= (rows + 31) * (columns + 31) * 1.2 + 256
-        for dots in range(library.integer_dots() + 1):
-            y = integer_linear(library, x, packed, bias, dots)
+        made, linear = to_integer_panels(library, weight), PanelsLinear(library)
+        assert made is not None and made.nbytes <= (rows + 31) * (columns + 31) * 1.2 + 256
+        assert made.form == INTEGERS + library.integer_dots()
+        for form in range(INTEGERS, made.form + 1):
+            packed = replace(made, form=form)
+            y = linear(x, packed, bias)
             torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-6 * float(want.abs().max()))
             for count in (1, 5, 7, 97):
-                assert torch.equal(integer_linear(library, x[:count], packed, bias, dots), y[:count]), count
+                assert torch.equal(linear(x[:count], packed, bias), y[:count]), count
             found.append(y)
     assert all(torch.equal(y, found[0]) for y in found)
 
@@ -107,7 +110,7 @@ def test_without_a_compiler_the_same_is_computed(algo: str, dtype: torch.dtype) 
     weight, ops = quantise(torch.randn(48, 96).to(dtype), QuantConfig(algo)), open_device("cpu").ops
     x, bias = torch.randn(11, 96).to(dtype), torch.randn(48).to(dtype)
     packed = ops.pack(weight)
-    assert isinstance(packed, IntegerPanels) == isinstance(ops, CompiledOps)
+    assert isinstance(packed, Panels) == isinstance(ops, CompiledOps)
     slow = CpuOps()
     found, want = ops.linear(x, packed, bias), slow.linear(x, slow.pack(weight), bias)
     assert found.dtype == want.dtype == dtype

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.decode_step import SHORT, DecoderParts, DecodeStep
-from manylora.kernels.integer import IntegerPanels, integer_linear, to_integer_panels
+from manylora.kernels.integer import to_integer_panels
 from manylora.kernels.panels import Panels, PanelsLinear, WeightRows, address, read_panels, to_panels
 from manylora.kernels.products import NONE, choose_form
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
@@ -69,7 +69,6 @@ class CompiledOps(CpuOps):
         super().__init__()
         self._library = library
         self._panels_linear = PanelsLinear(library)
-        self._dots = library.integer_dots()
         self._form = choose_form(library)
         self.has_bfloat16 = self._form != NONE
         self._scores = torch.empty(0)
@@ -91,7 +90,7 @@ class CompiledOps(CpuOps):
         if isinstance(weight, StackedWeight):
             return weight.map(self.pack)
         if isinstance(weight, QuantisedWeight) and weight.rounds_inputs:
-            return to_integer_panels(weight, self._library.integer_width()) or super().pack(weight)
+            return to_integer_panels(self._library, weight) or super().pack(weight)
         if isinstance(weight, QuantisedWeight) and weight.scales.dtype != torch.float32:
             return super().pack(weight)
         panels = to_panels(weight, self._panels_linear.width, self._panels_linear.block)
@@ -109,12 +108,10 @@ class CompiledOps(CpuOps):
         return DecodeStep(self._library, parts, self._find_calls) if fits else None
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:
-        if not isinstance(packed, Panels | IntegerPanels):
+        if not isinstance(packed, Panels):
             return super().linear(x, packed, bias)
-        wide, shift = x.float(), None if bias is None else bias.float()
-        if isinstance(packed, IntegerPanels):
-            return integer_linear(self._library, wide, packed, shift, self._dots).to(x.dtype)
-        return self._panels_linear(wide, packed, shift).to(x.dtype)
+        shift = None if bias is None else bias.float()
+        return self._panels_linear(x.float(), packed, shift).to(x.dtype)
 
     def lora_add(
         self, y: Tensor, x: Tensor, batch: LoraBatch, layer: int, targets: Targets, bias: Tensor | None = None

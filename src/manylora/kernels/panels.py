@@ -17,13 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.kernels.huge_pages import huge_zeros
-from manylora.kernels.quantised import QuantisedWeight
+from manylora.kernels.quantised import BLOCK, QuantisedWeight
 
 KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)  # by their numbers in native/vectors.h
 WORDS = {torch.bfloat16: torch.int32}  # dtypes laid out as pairs of inputs, and the dtype of a pair
 CHUNK_BYTES = 2**21  # rows read at a time, so that they are still in the cache when they are laid out
 THREADS = 4
-FORMS = 8  # of native/team.h
+FORMS, INTEGERS = 8, 3  # of native/team.h
+BLOCK_ROOM = 18  # floats for 32 inputs of a row that is rounded to 8 bits
 ROUNDED_INPUTS = 128  # of a layer that rounds them, at least: its memory is too small for fewer
 
 
@@ -49,7 +50,8 @@ class Panels:
              uint8 [panels, K / 2, width], an even input in the low half of a byte, the next in the high half.
     scales:  float32 [panels, groups, width], int8 and int4 only. offsets: likewise, or None for 0.
     rows: N. columns: K.
-    form: of products with inputs that are rounded to bfloat16 (`products.FORMS`), or 0: in float32.
+    form: of products with inputs that are rounded: to bfloat16 (`products.FORMS`), to 8 bits (`integer.py`,
+          with a layout of its own); or 0: in float32.
     """
 
     values: Tensor
@@ -151,6 +153,8 @@ class PanelsLinear:
         """Address of what a call needs: the rows packed, and the sums of their blocks."""
         blocks = 0 if weight.offsets is None else -(-weight.columns // min(self.block, weight.group_size))
         size = rows * (weight.columns + blocks)
+        if weight.form >= INTEGERS:
+            size = rows * -(-weight.columns // BLOCK) * BLOCK_ROOM
         if self._room.numel() < size:
             self._room = torch.empty(size)
         return self._room.data_ptr()

@@ -16,7 +16,6 @@ from torch import Tensor
 from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.decode_step import DecoderParts, DecodeStep
 from manylora.kernels.experts import HostPairs, group_segments, pair_up
-from manylora.kernels.integer import IntegerPanels
 from manylora.kernels.panels import Panels, WeightRows
 from manylora.kernels.quantised import (
     QuantisedWeight,
@@ -106,7 +105,7 @@ class ReferenceOps:
         if isinstance(packed, StackedWeight):
             return stacked_linear(self.linear, x, packed, bias)
         if not isinstance(packed, Tensor):
-            assert not isinstance(packed, Panels | IntegerPanels)
+            assert not isinstance(packed, Panels)
             return quantised_linear(x, packed, bias)
         return F.linear(x, packed, bias)
 

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from manylora.kernels.extras import ExtraSegment
-from manylora.kernels.integer import IntegerPanels
 from manylora.kernels.panels import Panels
 from manylora.kernels.quantised import PackedInt4, QuantisedWeight, StackedWeight
 from manylora.kernels.row_format import RowFormat
 
-Weight = Tensor | QuantisedWeight | PackedInt4 | StackedWeight | Panels | IntegerPanels
+Weight = Tensor | QuantisedWeight | PackedInt4 | StackedWeight | Panels
 """A weight [N, K] of a linear layer, as it is or packed."""
 Rotary = tuple[Tensor, Tensor]
 """cos and sin [T, R], contiguous, of the R elements of a head that are rotated."""

@@ -7,6 +7,7 @@
  * W [out, in] lies in panels of PANEL outputs, `in` padded with zeros to whole blocks. 8 bits: [panels, in / 4, PANEL,
  * 4], signed. 4 bits: [panels, in / 8, PANEL, 4] bytes, inputs 0 to 3 in the low halves, 4 to 7 in the high ones, as
  * value + 8. A block is unpacked for the form at hand, then all rows pass over it: W is read once, whatever the rows.
+ * For a FEW it is unpacked in registers.
  *
  * PAIRS: 16-bit integers, two products to a sum of 32 bits (pmaddwd).
  * BYTES: 4 bits only: unsigned times signed bytes, two products to a sum of 16 bits (pmaddubsw). It cannot saturate:
@@ -14,7 +15,7 @@
  * DOTS:  four products of bytes to a sum of 32 bits (vpdpbusd, sdot), which never saturates.
  * Where weights are unsigned there, they are value + zero, and zero times the sum of the inputs is taken off. */
 
-#include "vectors.h"
+#include "team.h"
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
@@ -28,7 +29,8 @@ enum { HEIGHT = 8, ROWS = 64 }; /* rows of a tile, whose sums are in registers; 
 #else
 enum { HEIGHT = 6, ROWS = 96 };
 #endif
-enum { WORD = 4 * LANES, AHEAD = 4096 };
+enum { WORD = 4 * LANES, MOST_WORDS = 4, AHEAD = 4096 };
+enum { FEW = 4 }; /* rows, at most, for which blocks are unpacked in registers */
 
 typedef enum { EIGHT, FOUR } Bits;
 typedef enum { PAIRS, BYTES, DOTS } Form;
@@ -149,37 +151,39 @@ INLINE integers load_word(const char *at) {
 INLINE void store_word(char *at, integers word) { memcpy(at, &word, sizeof word); }
 
 /* Even and odd bytes to 16 bits. */
-INLINE void store_pairs(char *to, integers word, int is_signed) {
+INLINE void to_pairs(integers word, int is_signed, integers *even, integers *odd) {
     typedef int16_t shorts __attribute__((vector_size(WORD)));
     typedef uint16_t others __attribute__((vector_size(WORD)));
-    const integers even = is_signed ? (integers)((shorts)((others)word << 8) >> 8) : word & 0x00ff00ff;
-    const integers odd = is_signed ? (integers)((shorts)word >> 8) : (integers)((words)word >> 8) & 0x00ff00ff;
-    store_word(to, even);
-    store_word(to + VECTORS * WORD, odd);
+    *even = is_signed ? (integers)((shorts)((others)word << 8) >> 8) : word & 0x00ff00ff;
+    *odd = is_signed ? (integers)((shorts)word >> 8) : (integers)((words)word >> 8) & 0x00ff00ff;
+}
+
+INLINE int words_of(Bits bits, Form form) { return (bits == FOUR ? 2 : 1) * (form == PAIRS ? 2 : 1); }
+
+/* A word of W to those that a form multiplies with, words_of(bits, form) of them, in order of their inputs. */
+INLINE void expand(const Bits bits, const Form form, integers word, integers *to) {
+    if (bits == FOUR) {
+        const integers low = word & 0x0f0f0f0f, high = (integers)((words)word >> 4) & 0x0f0f0f0f;
+        if (form == PAIRS) {
+            to_pairs(low, 0, to, to + 1);
+            to_pairs(high, 0, to + 2, to + 3);
+        } else to[0] = low, to[1] = high;
+    } else if (form == PAIRS) to_pairs(word, 1, to, to + 1);
+    else to[0] = zero_of(bits, form) ? word ^ (int32_t)0x80808080 : word;
 }
 
 /* `count` blocks of a panel to the words that a form multiplies with: [steps, VECTORS] of WORD bytes. `ahead`: bytes
  * from what is read to what is fetched. */
 INLINE void unpack(const Bits bits, const Form form, char *to, const char *w, int64_t count, int64_t ahead) {
     const int64_t lines = count * BLOCK / (bits == FOUR ? 8 : 4), step = VECTORS * WORD;
-    for (int64_t i = 0; i < lines; i++, w += step) {
+    const int wide = words_of(bits, form);
+    for (int64_t i = 0; i < lines; i++, w += step, to += wide * step) {
         fetch(w + ahead, step);
         UNROLL for (int v = 0; v < VECTORS; v++) {
-            const integers word = load_word(w + v * WORD);
-            char *at = to + v * WORD;
-            if (bits == FOUR) {
-                const integers low = word & 0x0f0f0f0f, high = (integers)((words)word >> 4) & 0x0f0f0f0f;
-                if (form == PAIRS) {
-                    store_pairs(at, low, 0);
-                    store_pairs(at + 2 * step, high, 0);
-                } else {
-                    store_word(at, low);
-                    store_word(at + step, high);
-                }
-            } else if (form == PAIRS) store_pairs(at, word, 1);
-            else store_word(at, zero_of(bits, form) ? word ^ (int32_t)0x80808080 : word);
+            integers made[MOST_WORDS];
+            expand(bits, form, load_word(w + v * WORD), made);
+            UNROLL for (int j = 0; j < wide; j++) store_word(to + j * step + v * WORD, made[j]);
         }
-        to += step * (bits == FOUR ? 2 : 1) * (form == PAIRS ? 2 : 1);
     }
 }
 
@@ -237,10 +241,11 @@ INLINE void round_row(const Bits bits, const Form form, const Call *c, int64_t r
     }
 }
 
-/* Adds the products of some rows, from `row` on, with `count` unpacked blocks from `block` on. */
-INLINE void tile(const int rows, const Bits bits, const Form form, const Call *c, int64_t row, int64_t block,
-                 int64_t count, const char *wide, const char *scale, float *sums) {
-    const int steps = steps_of(form);
+/* Adds the products of some rows, from `row` on, with `count` blocks from `block` on: those of W itself where it is
+ * `packed`, else unpacked ones. */
+INLINE void tile(const int rows, const int packed, const Bits bits, const Form form, const Call *c, int64_t row,
+                 int64_t block, int64_t count, const char *w, const char *scale, float *sums) {
+    const int steps = steps_of(form), wide = packed ? words_of(bits, form) : 1;
     const int64_t stride = c->blocks * steps * 4;
     const char *x = c->rounded + row * stride + block * steps * 4;
     for (int64_t b = 0; b < count; b++) {
@@ -249,19 +254,25 @@ INLINE void tile(const int rows, const Bits bits, const Form form, const Call *c
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int v = 0; v < VECTORS; v++)
                 sum[r][v] = (integers){0} + (form == DOTS ? c->moves[at + r * c->blocks] : 0);
-        NOT_UNROLLED for (int s = 0; s < steps; s++, x += 4, wide += VECTORS * WORD) {
-            integers in[VECTORS];
-            UNROLL for (int v = 0; v < VECTORS; v++) in[v] = load_word(wide + v * WORD);
-            UNROLL for (int r = 0; r < rows; r++) {
-                int32_t some;
-                memcpy(&some, x + r * stride, sizeof some);
-                const integers one = (integers){0} + some;
-                UNROLL for (int v = 0; v < VECTORS; v++)
-                    sum[r][v] = form == PAIRS   ? add_pairs(sum[r][v], in[v], one)
-                                : form == BYTES ? add_bytes(sum[r][v], in[v], one)
-                                                : add_dots(sum[r][v], in[v], one);
-                UNROLL for (int v = 0; v < VECTORS; v++) SETTLE(sum[r][v]);
+        NOT_UNROLLED for (int s = 0; s < steps; s += wide, w += VECTORS * WORD) {
+            integers in[VECTORS][MOST_WORDS];
+            if (packed) fetch(w + AHEAD, VECTORS * WORD);
+            UNROLL for (int v = 0; v < VECTORS; v++) {
+                const integers word = load_word(w + v * WORD);
+                if (packed) expand(bits, form, word, in[v]);
+                else in[v][0] = word;
             }
+            UNROLL for (int j = 0; j < wide; j++, x += 4)
+                UNROLL for (int r = 0; r < rows; r++) {
+                    int32_t some;
+                    memcpy(&some, x + r * stride, sizeof some);
+                    const integers one = (integers){0} + some;
+                    UNROLL for (int v = 0; v < VECTORS; v++)
+                        sum[r][v] = form == PAIRS   ? add_pairs(sum[r][v], in[v][j], one)
+                                    : form == BYTES ? add_bytes(sum[r][v], in[v][j], one)
+                                                    : add_dots(sum[r][v], in[v][j], one);
+                    UNROLL for (int v = 0; v < VECTORS; v++) SETTLE(sum[r][v]);
+                }
         }
         UNROLL for (int r = 0; r < rows; r++) {
             const vector step = all(c->steps[at + r * c->blocks]);
@@ -279,7 +290,9 @@ INLINE void tile(const int rows, const Bits bits, const Form form, const Call *c
 }
 
 #define CASE(n) \
-    case n: tile(n, bits, form, c, row, block, count, wide, scale, sums); break;
+    case n: tile(n, 0, bits, form, c, row, block, count, wide, scale, sums); break;
+#define FEW_CASE(n) \
+    case n: tile(n, 1, bits, form, c, 0, 0, c->blocks, w, scale, sums); break;
 
 INLINE void one_tile(const Bits bits, const Form form, const Call *c, int64_t rows, int64_t row, int64_t block,
                      int64_t count, const char *wide, const char *scale, float *sums) {
@@ -289,6 +302,10 @@ INLINE void one_tile(const Bits bits, const Form form, const Call *c, int64_t ro
         CASE(7) CASE(8)
 #endif
     }
+}
+
+INLINE void few_rows(const Bits bits, const Form form, const Call *c, const char *w, const char *scale, float *sums) {
+    switch (c->rows) { FEW_CASE(1) FEW_CASE(2) FEW_CASE(3) FEW_CASE(4) }
 }
 
 /* Takes the sums of some rows, from `row` on, to y. A function of its own, with its product and sum in one
@@ -314,7 +331,8 @@ INLINE void one_panel(const Bits bits, const Form form, const Call *c, int64_t p
         float sums[ROWS * PANEL] = {0};
         const int64_t rows = least(c->rows - row, ROWS), tiles = (rows + HEIGHT - 1) / HEIGHT;
         const int64_t depth = tiles == 1 ? 1 : DEPTH;
-        for (int64_t b = 0; b < c->blocks; b += depth) {
+        if (c->rows <= FEW) few_rows(bits, form, c, c->w + p * panel, scale, sums);
+        else for (int64_t b = 0; b < c->blocks; b += depth) {
             const int64_t count = least(c->blocks - b, depth);
             unpack(bits, form, wide, c->w + p * panel + b * bytes, count, tiles == 1 ? AHEAD : count * bytes);
             for (int64_t i = 0; i < tiles; i++) { /* of equal height: 7 rows are 3 and 4 */
@@ -327,37 +345,29 @@ INLINE void one_panel(const Bits bits, const Form form, const Call *c, int64_t p
     }
 }
 
-/* In the loop: the body of a parallel one is a function that its form is an argument of. */
-#define IN_FORM(bits, dots, function, ...)                                                          \
-    do {                                                                                            \
-        if (bits == FOUR && dots) function(FOUR, DOTS, __VA_ARGS__);                                \
-        else if (bits == FOUR) function(FOUR, HAS_BYTES ? BYTES : PAIRS, __VA_ARGS__);              \
-        else if (dots) function(EIGHT, DOTS, __VA_ARGS__);                                          \
-        else function(EIGHT, PAIRS, __VA_ARGS__);                                                   \
-    } while (0)
-
-static void linear(const Bits bits, int64_t dots, const Call c) {
-    const int64_t panels = (c.out + PANEL - 1) / PANEL;
-    const int64_t chunk = panels < 16 ? 1 : 4; /* panels in a row, so that the next one is this thread's, too */
-    if (!c.rows) return;
-#pragma omp parallel for if (c.rows > HEIGHT)
-    for (int64_t r = 0; r < c.rows; r++) IN_FORM(bits, dots, round_row, &c, r);
-#pragma omp parallel for schedule(dynamic, chunk)
-    for (int64_t p = 0; p < panels; p++) IN_FORM(bits, dots, one_panel, &c, p);
+/* By all threads of a team. */
+INLINE void linear(const Bits bits, const Form form, const Linear *l) {
+    const int64_t blocks = (l->in + BLOCK - 1) / BLOCK, all = l->rows * blocks, panels = (l->out + PANEL - 1) / PANEL;
+    const int64_t run = panels < 16 ? 1 : 4; /* panels in a row, so that the next one is this thread's, too */
+    float *const steps = l->room;
+    const Call c = {l->y, l->x, l->y_stride, l->x_stride, l->rows, l->w, l->in, l->out, l->scale, l->bias,
+                    (char *)(steps + 2 * all), steps, (int32_t *)(steps + all), blocks};
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < c.rows; r++) round_row(bits, form, &c, r);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t first = 0; first < panels; first += run)
+        for (int64_t p = first; p < least(panels, first + run); p++) one_panel(bits, form, &c, p);
 }
 
-/* room: integer_room(rows, in) bytes. dots: whether to use DOTS, where integer_dots() says so. */
-#define LINEAR(name, bits)                                                                                           \
-    void name(float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t rows, const char *w, int64_t in, \
-              int64_t out, const void *scale, char *room, int64_t dots, const float *bias) {                         \
-        const int64_t blocks = (in + BLOCK - 1) / BLOCK, all = rows * blocks;                                        \
-        float *steps = (float *)room;                                                                                \
-        linear(bits, dots, (Call){y, x, y_stride, x_stride, rows, w, in, out, scale, bias,                           \
-                                  (char *)(steps + 2 * all), steps, (int32_t *)(steps + all), blocks});              \
+/* By all threads of a team. kind: of W, + FORMS * (INTEGERS or, where integer_dots() says so, INTEGER_DOTS). c->room
+ * has 18 floats for each row and BLOCK inputs. */
+void integer_team(int64_t kind, const Linear *c) {
+    switch (kind) { /* known to the compiler in each case */
+        case INT8 + FORMS * INTEGERS: linear(EIGHT, PAIRS, c); break;
+        case INT4 + FORMS * INTEGERS: linear(FOUR, HAS_BYTES ? BYTES : PAIRS, c); break;
+        case INT8 + FORMS * INTEGER_DOTS: linear(EIGHT, DOTS, c); break;
+        case INT4 + FORMS * INTEGER_DOTS: linear(FOUR, DOTS, c); break;
     }
+}
 
-LINEAR(linear_w8a8, EIGHT)
-LINEAR(linear_w4a8, FOUR)
-
-int64_t integer_room(int64_t rows, int64_t in) { return rows * ((in + BLOCK - 1) / BLOCK) * (2 * BLOCK + 8); }
 int64_t integer_width(void) { return PANEL; }

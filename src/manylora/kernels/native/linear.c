@@ -228,7 +228,7 @@ INLINE void linear(const Kind kind, const Linear *c) {
 void linear_team(int64_t kind, const Linear *c) {
     if (!c->rows) return;
     if (kind >= FORMS) {
-        bfloat16_team(kind, c);
+        (kind >= FORMS * INTEGERS ? integer_team : bfloat16_team)(kind, c);
         return;
     }
     switch (kind) { /* known to the compiler in each case */

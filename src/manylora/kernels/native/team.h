@@ -47,10 +47,12 @@ typedef struct { /* of elementwise.c */
     int64_t pairs;                              /* neighbours are turned together, not the two halves' elements */
 } Rotation;
 
-enum { FORMS = 8 }; /* of a linear layer that rounds x to bfloat16, kind is that of W + FORMS * form of bfloat16.c */
+/* Of a linear layer that rounds x, kind is that of W + FORMS * form: one of bfloat16.c, or of integer.c. */
+enum { FORMS = 8, INTEGERS = 3, INTEGER_DOTS };
 
 void linear_team(int64_t kind, const Linear *c);
 void bfloat16_team(int64_t kind, const Linear *c);
+void integer_team(int64_t kind, const Linear *c);
 void lora_team(Kind pool_kind, const char *pool, float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t in,
                const float *bias, const Adapters *adapters); /* bias: part of y, or NULL */
 void attention_team(const Attention *a);

@@ -20,7 +20,7 @@ ORDER = [
     ["lora"],
     ["model"],
     ["engine"],
-    ["launcher", "testing", "llmapi", "bench", "openai", "contracts", "commands", "cli"],
+    ["launcher", "testing", "llmapi", "bench", "openai", "fleet", "contracts", "commands", "cli"],
     ["lora_helper", "lora_manager", "executor", "sampling_params", "models", "quantization", "_torch"],
 ]
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
@@ -89,6 +89,7 @@ INSIDE = {
         "models", "ollama_api", "uploads", "in_process", "triton",
     ],
     "openai.page": ["page", "docs", "cache_status"],
+    "fleet": ["routing"],
     "contracts": [
         "tensors", "prompts", "vllm_sampling", "vllm_metrics", "vllm_model", "llmapi_model",
     ],
@@ -102,7 +103,7 @@ NO_TORCH = [
     "lora.number_types", "lora.tensors", "lora.staging", "lora.extras", "lora.rules", "lora.slicing",
     "lora.cache", "cli", "engine.sequence", "engine.guide", "engine.guide_trial", "engine.kv_cache",
     "engine.decode_run", "engine.scheduler", "kernels.row_format", "kernels.cuda.plan", "llmapi", "bench",
-    "openai", "contracts",
+    "openai", "fleet", "contracts",
     "lora_helper", "lora_manager", "executor", "sampling_params", "models", "quantization",
 ]  # fmt: skip
 CUDA_ROOMS = ("kernels.device", "kernels.cuda")

@@ -1,0 +1,1 @@
+"""Several servers behind one endpoint, chosen by which adapters they hold."""

@@ -1,0 +1,242 @@
+"""Which replica answers a request: the one that holds the adapter, unless it has too much to do.
+
+A pure policy: no clock, no network, no torch. The caller gives the state of the replicas and the time, asks
+`choose`, and tells `sent` where the request went. In the order in which they count:
+
+1. Base model: the least busy replica.
+2. A replica that holds the adapter, or had a request for it moments ago, and is not overloaded.
+3. Nobody holds it, or all that do are overloaded: the least busy of the adapter's few *homes*, which loads
+   it. Homes are the first replicas by rendezvous hashing, so every router finds the same ones without
+   talking, and a replica that comes or goes moves only its own adapters.
+4. Everyone else, the least busy first.
+
+An adapter gets as many homes as its share of the traffic keeps replicas busy: cold ones concentrate on one
+replica, hot ones spread. A pinned adapter has a fixed number of homes and waits there.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from math import ceil
+
+MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """What a router knows of one server. `device`, `host`: the adapters on each cache level, or on both."""
+
+    name: str
+    capacity: int  # requests it runs at the same time
+    running: int = 0
+    waiting: int = 0
+    device: Collection[str] = frozenset()
+    host: Collection[str] = frozenset()
+
+    @property
+    def busy(self) -> float:
+        """Requests in it per request it can run: above 1, some wait."""
+        return (self.running + self.waiting) / self.capacity
+
+
+@dataclass(frozen=True)
+class RoutingSettings:
+    """The policy's few numbers; benchmarks/fleet_simulation.py shows what each one does.
+
+    overload    A replica is overloaded when it is this busy ...
+    imbalance   ... and busier than the fleet's mean by this factor: when all are, cold loads only add work.
+    candidates  A replica that must load an adapter is the least busy of this many homes.
+    target      A hot adapter gets a home for every `target` of a replica that it keeps busy.
+    half_life   Seconds after which a past request counts half in an adapter's rate.
+    loading     Seconds for which a replica that was sent a request counts as a holder: reports take time.
+    remembered  Adapters whose rate and placement are kept; the one seen longest ago is dropped first.
+    """
+
+    overload: float = 1.0
+    imbalance: float = 1.25
+    candidates: int = 2
+    target: float = 0.5
+    half_life: float = 30.0
+    loading: float = 5.0
+    remembered: int = 8192
+
+    def __post_init__(self) -> None:
+        for name in ("overload", "target", "half_life", "candidates", "remembered"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"routing: {name} must be above 0, not {getattr(self, name)}")
+        if self.imbalance < 1 or self.loading < 0:
+            raise ValueError("routing: imbalance must be at least 1 and loading at least 0")
+
+
+@dataclass(slots=True)
+class Count:
+    """Requests, each halved every half_life seconds."""
+
+    value: float = 0.0
+    at: float = 0.0
+
+    def read(self, now: float, half_life: float) -> float:
+        return self.value * 0.5 ** (max(0.0, now - self.at) / half_life)
+
+    def add(self, now: float, half_life: float) -> None:
+        self.value, self.at = self.read(now, half_life) + 1, max(now, self.at)
+
+
+@dataclass(slots=True)
+class Seen:
+    """One remembered adapter: its requests, and when it was last sent to which replica."""
+
+    count: Count = field(default_factory=Count)
+    placed: dict[str, float] = field(default_factory=dict)
+
+
+class AffinityRouting:
+    """See the module's text. Not for several threads at once. Times are seconds that never run backwards."""
+
+    def __init__(
+        self, settings: RoutingSettings | None = None, pinned: Mapping[str, int] | None = None
+    ) -> None:
+        """`pinned`: adapter → number of homes. The attribute may be changed later."""
+        self.settings = settings or RoutingSettings()
+        self.pinned = dict(pinned or {})
+        self.total = Count()
+        self.turn = 0
+        self.seen: OrderedDict[str, Seen] = OrderedDict()
+        self.hashes: dict[str, int] = {}  # of the replicas of the last call
+        self.homes: OrderedDict[str, tuple[str, ...]] = OrderedDict()  # of the same replicas
+
+    def choose(
+        self, adapter: str | None, replicas: Sequence[Replica], now: float, limit: int | None = None
+    ) -> list[Replica]:
+        """The replicas in order of preference, at most `limit`. `adapter`: name or digest; None: base model.
+
+        Changes no later answer: ask as often as you like, then call `sent` once.
+        """
+        least_busy = self._least_busy_first(replicas)
+        limit = len(replicas) if limit is None else limit
+        if adapter is None or len(replicas) < 2:
+            return heapq.nsmallest(limit, replicas, key=least_busy)
+        preferred = self._preferred(adapter, replicas, now, least_busy)[:limit]
+        if len(preferred) == limit:
+            return preferred
+        names = {replica.name for replica in preferred}
+        rest = [replica for replica in replicas if replica.name not in names]
+        return preferred + heapq.nsmallest(limit - len(preferred), rest, key=least_busy)
+
+    def sent(self, adapter: str | None, replica: str, now: float) -> None:
+        """A request went to the replica of this name (once per request, after its last retry)."""
+        self.turn += 1
+        self.total.add(now, self.settings.half_life)
+        if adapter is None:
+            return
+        seen = self.seen.setdefault(adapter, Seen())
+        self.seen.move_to_end(adapter)
+        seen.count.add(now, self.settings.half_life)
+        seen.placed[replica] = now
+        if len(seen.placed) > self.settings.candidates:
+            oldest = now - self.settings.loading
+            seen.placed = {name: at for name, at in seen.placed.items() if at >= oldest}
+        while len(self.seen) > self.settings.remembered:
+            self.seen.popitem(last=False)
+
+    def copies(self, adapter: str, replicas: Sequence[Replica], now: float) -> int:
+        """How many replicas should hold it: by its share of the requests, and by how busy the fleet is."""
+        if adapter in self.pinned:
+            return max(1, min(self.pinned[adapter], len(replicas)))
+        seen, total = self.seen.get(adapter), self.total.read(now, self.settings.half_life)
+        if seen is None or total <= 0:
+            return 1
+        share = min(1.0, seen.count.read(now, self.settings.half_life) / total)
+        demand = share * sum(replica.busy for replica in replicas) / self.settings.target
+        return max(1, min(ceil(demand), len(replicas)))
+
+    def first_homes(self, adapter: str, replicas: Sequence[Replica], count: int) -> list[str]:
+        """The names of the adapter's first `count` replicas by rendezvous hashing."""
+        self._know(replicas)
+        homes = self.homes.get(adapter, ())
+        if len(homes) < min(count, len(replicas)):
+            own = hash_of(adapter)
+            homes = tuple(heapq.nlargest(max(count, 8), self.hashes, key=lambda n: mix(own ^ self.hashes[n])))
+            self.homes[adapter] = homes
+        self.homes.move_to_end(adapter)
+        while len(self.homes) > self.settings.remembered:
+            self.homes.popitem(last=False)
+        return list(homes[:count])
+
+    def _preferred(
+        self,
+        adapter: str,
+        replicas: Sequence[Replica],
+        now: float,
+        least_busy: Callable[[Replica], tuple[float, int]],
+    ) -> list[Replica]:
+        """Holders with room, then homes with room; another order where one copy more is due."""
+        by_name = {replica.name: replica for replica in replicas}
+        copies = self.copies(adapter, replicas, now)
+        pinned = adapter in self.pinned
+        count = copies if pinned else max(copies, self.settings.candidates)
+        homes = [by_name[name] for name in self.first_homes(adapter, replicas, count)]
+        if pinned:
+            return sorted(homes, key=least_busy)
+        limit = self._limit(replicas)
+        levels = self._levels(adapter, replicas, now)
+        free = sorted((r for r in replicas if r.name in levels and r.busy < limit), key=least_busy)
+        if len(levels) > copies:  # more copies than needed: those at home stay, the others grow cold
+            places = {home.name: place for place, home in enumerate(homes)}
+            kept = sorted(free, key=lambda r: places.get(r.name, len(homes)))[:copies]
+            free = sorted(kept, key=least_busy) + [r for r in free if r not in kept]
+        free.sort(key=lambda r: levels[r.name] if copies == 1 else 0)
+        fresh = sorted((h for h in homes if h.name not in levels and h.busy < limit), key=least_busy)
+        due = (
+            len(levels) < copies
+            and fresh
+            and (not free or fresh[0].busy + self.settings.target < free[0].busy)
+        )
+        return fresh[:1] + free + fresh[1:] if due else free + fresh
+
+    def _levels(self, adapter: str, replicas: Sequence[Replica], now: float) -> dict[str, int]:
+        """The replicas that hold the adapter: 0 on the device, 1 on the host, or on its way there."""
+        seen = self.seen.get(adapter)
+        placed = seen.placed if seen else {}
+        oldest = now - self.settings.loading
+        levels = {}
+        for replica in replicas:
+            if adapter in replica.device:
+                levels[replica.name] = 0
+            elif adapter in replica.host or placed.get(replica.name, oldest) > oldest:
+                levels[replica.name] = 1
+        return levels
+
+    def _limit(self, replicas: Sequence[Replica]) -> float:
+        """How busy a replica is that counts as overloaded."""
+        mean = sum(replica.busy for replica in replicas) / len(replicas)
+        return max(self.settings.overload, self.settings.imbalance * mean)
+
+    def _least_busy_first(self, replicas: Sequence[Replica]) -> Callable[[Replica], tuple[float, int]]:
+        """A sort key: how busy, and among equals another order for every request."""
+        turn = self.turn
+        self._know(replicas)
+        return lambda replica: (replica.busy, mix(self.hashes[replica.name] ^ turn))
+
+    def _know(self, replicas: Sequence[Replica]) -> None:
+        """Other replicas than in the last call: other hashes, and the homes found so far are out of date."""
+        names = [replica.name for replica in replicas]
+        if len(names) != len(self.hashes) or any(name not in self.hashes for name in names):
+            self.hashes = {name: hash_of(name) for name in names}
+            self.homes.clear()
+
+
+def hash_of(name: str) -> int:
+    """64 bits that depend on the name alone: the same in every process."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def mix(value: int) -> int:
+    """The finishing steps of splitmix64: every bit of the 64 depends on every one of `value`."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
+    return value ^ (value >> 31)

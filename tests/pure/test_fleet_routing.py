@@ -1,0 +1,204 @@
+"""The fleet's routing policy: holders first, few copies of cold adapters, several of hot ones."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from manylora.fleet.routing import AffinityRouting, Replica, RoutingSettings
+
+
+def fleet(count: int, **changes: Replica) -> list[Replica]:
+    """`count` idle replicas r0, r1 ..., those named in `changes` replaced."""
+    return [changes.get(f"r{i}", Replica(f"r{i}", capacity=8)) for i in range(count)]
+
+
+def names(replicas: list[Replica]) -> list[str]:
+    return [replica.name for replica in replicas]
+
+
+def first(routing: AffinityRouting, adapter: str | None, replicas: list[Replica], now: float = 0.0) -> str:
+    return routing.choose(adapter, replicas, now)[0].name
+
+
+def test_a_holder_comes_first_and_every_replica_comes_once() -> None:
+    routing = AffinityRouting()
+    for holder in ("r0", "r3", "r6"):
+        replicas = fleet(7, **{holder: Replica(holder, 8, running=5, device={"a"})})
+        order = names(routing.choose("a", replicas, 0.0))
+        assert order[0] == holder
+        assert sorted(order) == sorted(names(replicas))
+        assert names(routing.choose("a", replicas, 0.0, limit=3)) == order[:3]
+
+
+def test_the_device_level_counts_more_than_the_host_level() -> None:
+    on_host, on_device = Replica("r1", 8, host={"a"}), Replica("r2", 8, running=3, device={"a"}, host={"a"})
+    assert names(AffinityRouting().choose("a", fleet(4, r1=on_host, r2=on_device), 0.0))[:2] == ["r2", "r1"]
+
+
+def test_an_overloaded_holder_gives_way_to_the_less_busy_home() -> None:
+    routing = AffinityRouting()
+    homes = routing.first_homes("a", fleet(6), 2)
+    holder = next(name for name in names(fleet(6)) if name not in homes)
+    changes = {
+        holder: Replica(holder, 8, running=8, waiting=8, device={"a"}),
+        homes[0]: Replica(homes[0], 8, running=4),
+    }
+    assert first(routing, "a", fleet(6, **changes)) == homes[1]
+
+
+def test_when_all_are_equally_busy_the_holder_stays() -> None:
+    changes = {f"r{i}": Replica(f"r{i}", 8, 8, 20) for i in range(5)}
+    changes["r2"] = Replica("r2", 8, 8, 20, device={"a"})
+    assert first(AffinityRouting(), "a", fleet(5, **changes)) == "r2"
+
+
+def test_base_requests_go_to_the_least_busy_and_equals_take_turns() -> None:
+    routing = AffinityRouting()
+    assert first(routing, None, fleet(4, r0=Replica("r0", 8, 2), r1=Replica("r1", 4, 2))) in ("r2", "r3")
+    chosen = Counter()
+    for _ in range(400):
+        name = first(routing, None, fleet(4))
+        routing.sent(None, name, 0.0)
+        chosen[name] += 1
+    assert min(chosen.values()) > 60
+
+
+def test_choosing_changes_nothing_until_the_request_is_sent() -> None:
+    routing, replicas = AffinityRouting(), fleet(9)
+    order = names(routing.choose("a", replicas, 1.0))
+    assert all(names(routing.choose("a", replicas, 1.0)) == order for _ in range(5))
+
+
+def test_a_replica_that_loads_an_adapter_counts_as_its_holder_until_its_report_is_due() -> None:
+    routing = AffinityRouting(RoutingSettings(loading=5.0))
+    homes = routing.first_homes("a", fleet(6), 2)
+    for _ in range(20):  # it is one of many: no second copy is due
+        routing.sent(None, "r0", 10.0)
+    routing.sent("a", homes[0], 10.0)
+    busier = fleet(6, **{homes[0]: Replica(homes[0], 8, running=6)})
+    assert first(routing, "a", busier, 14.0) == homes[0]
+    assert first(routing, "a", busier, 16.0) == homes[1]
+
+
+def test_homes_are_even_and_the_same_in_every_router() -> None:
+    replicas, adapters = fleet(10), [f"adapter-{i}" for i in range(5000)]
+    routing = AffinityRouting()
+    homes = {a: routing.first_homes(a, replicas, 1)[0] for a in adapters}
+    again = AffinityRouting()
+    assert homes == {a: again.first_homes(a, replicas[::-1], 1)[0] for a in adapters}
+    counts = Counter(homes.values())
+    assert min(counts.values()) > 400 and max(counts.values()) < 600  # 500 ± 4.7 standard deviations
+
+
+def test_a_replica_that_leaves_or_comes_moves_only_its_own_adapters() -> None:
+    adapters = [f"adapter-{i}" for i in range(3000)]
+    routing = AffinityRouting()
+    ten = {a: routing.first_homes(a, fleet(10), 1)[0] for a in adapters}
+    nine = {a: routing.first_homes(a, fleet(9), 1)[0] for a in adapters}
+    moved = [a for a in adapters if ten[a] != nine[a]]
+    assert {ten[a] for a in moved} == {"r9"}
+    assert 200 < len(moved) < 400
+    assert {a: routing.first_homes(a, fleet(10), 1)[0] for a in adapters} == ten
+
+
+class World:
+    """Replicas that hold what they were sent (the last `room` adapters); a request takes `seconds`."""
+
+    def __init__(self, count: int, room: int, seconds: float) -> None:
+        self.held: dict[str, list[str]] = {f"r{i}": [] for i in range(count)}
+        self.ends: dict[str, list[float]] = {name: [] for name in self.held}
+        self.room, self.seconds, self.loads = room, seconds, 0
+        self.sent: Counter[str] = Counter()
+
+    def replicas(self, now: float) -> list[Replica]:
+        self.ends = {name: [end for end in ends if end > now] for name, ends in self.ends.items()}
+        return [Replica(n, 8, len(self.ends[n]), 0, device=self.held[n]) for n in self.held]
+
+    def request(self, routing: AffinityRouting, adapter: str | None, now: float) -> str:
+        name = routing.choose(adapter, self.replicas(now), now, limit=1)[0].name
+        routing.sent(adapter, name, now)
+        self.ends[name].append(now + self.seconds)
+        self.sent[name] += 1
+        if adapter is not None:
+            held = self.held[name]
+            self.loads += adapter not in held
+            held[:] = [*[a for a in held if a != adapter][-self.room + 1 :], adapter]
+        return name
+
+
+def test_a_hot_adapter_spreads_and_cold_ones_stay_on_one_replica() -> None:
+    world, routing, chance = World(8, room=50, seconds=1.0), AffinityRouting(), random.Random(1)
+    used: dict[str, set[str]] = {}
+    for i in range(4000):
+        adapter = "hot" if chance.random() < 0.6 else f"cold-{chance.randrange(100)}"
+        used.setdefault(adapter, set()).add(world.request(routing, adapter, i / 40))
+    assert len(used["hot"]) >= 5  # 60 % of 40 busy places of 64, at half of a replica each: 6 copies
+    assert sum(len(where) for name, where in used.items() if name != "hot") / 100 < 2
+    assert max(world.sent.values()) < 2 * 4000 / 8
+
+
+def test_a_hot_adapter_that_cools_down_goes_back_to_few_replicas() -> None:
+    world, routing, chance = World(8, room=5, seconds=1.0), AffinityRouting(), random.Random(2)
+    for i in range(2000):
+        world.request(routing, "hot", i / 40)
+    late = set()
+    for i in range(4000):
+        adapter = "hot" if i % 50 == 0 else f"other-{chance.randrange(20)}"
+        where = world.request(routing, adapter, 50 + i / 40)
+        if adapter == "hot" and i > 2000:
+            late.add(where)
+    assert len(late) <= 2
+
+
+def test_cold_loads_are_far_fewer_than_with_random_routing() -> None:
+    chance = random.Random(3)
+    weights = [1 / (i + 1) for i in range(60)]
+    arrivals = chance.choices([f"a{i}" for i in range(60)], weights, k=3000)
+    world, routing = World(3, room=10, seconds=0.5), AffinityRouting()
+    for i, adapter in enumerate(arrivals):
+        world.request(routing, adapter, i / 20)
+    held: list[list[str]] = [[], [], []]
+    loads = 0
+    for adapter in arrivals:
+        mine = held[chance.randrange(3)]
+        loads += adapter not in mine
+        mine[:] = [*[a for a in mine if a != adapter][-9:], adapter]
+    assert world.loads < loads / 2, (world.loads, loads)
+    assert max(world.sent.values()) < 0.5 * len(arrivals)
+
+
+def test_a_pinned_adapter_stays_on_its_homes_however_busy_they_are() -> None:
+    routing = AffinityRouting(pinned={"p": 2})
+    homes = routing.first_homes("p", fleet(6), 2)
+    busy = {name: Replica(name, 8, 8, 50) for name in homes}
+    other = next(name for name in names(fleet(6)) if name not in homes)
+    busy[other] = Replica(other, 8, device={"p"})
+    order = names(routing.choose("p", fleet(6, **busy), 0.0))
+    assert set(order[:2]) == set(homes)
+    gone = [replica for replica in fleet(6, **busy) if replica.name not in homes]
+    assert names(routing.choose("p", gone, 0.0))[0] in names(gone)
+
+
+def test_memory_of_names_is_bounded() -> None:
+    routing, replicas = AffinityRouting(RoutingSettings(remembered=100)), fleet(4)
+    for i in range(1000):
+        routing.sent(f"a{i}", first(routing, f"a{i}", replicas, i), float(i))
+    assert len(routing.seen) == 100 and len(routing.homes) <= 100
+    assert "a999" in routing.seen and "a0" not in routing.seen
+
+
+def test_no_replica_and_one_replica() -> None:
+    routing = AffinityRouting()
+    assert routing.choose("a", [], 0.0) == [] and routing.choose(None, [], 0.0) == []
+    assert first(routing, "a", fleet(1)) == "r0"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"overload": 0}, {"candidates": 0}, {"half_life": -1.0}, {"imbalance": 0.5}, {"loading": -1.0}]
+)
+def test_a_wrong_setting_is_named(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        RoutingSettings(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,232 @@
+#!/usr/bin/env python3
+"""A fleet of servers in simulated time: how routing, adapters and size decide who waits and what is loaded.
+
+The router is the one of `manylora.fleet`, the scheduler, KV cache and adapter cache are the engine's own;
+only the seconds of a step and of a load are numbers, which fleet_calibrate.py measures. Requests arrive by
+chance (Poisson), for adapters whose popularity follows Zipf's law, and may shift or come in bursts.
+
+    fleet_simulation.py                                  one fleet, every policy
+    fleet_simulation.py --replicas 100 --adapters 10000 --zipf 1.0 --burst 4
+    fleet_simulation.py --study all --json found.json    the tables of docs/scaling.md
+
+A policy is judged by its cold loads (requests whose adapter their server had to read) and by the times to the
+first token. Bounds: no routing loads less often than one cache as large as all together that knows the
+future; `free` is the time to first token where loading takes no time and the least busy server answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fleet_policies import LeastBusy, PlainAffinity, Policy, RandomChoice, RoundRobin, fewest_loads
+from simulated_server import Arrival, Clock, Costs, Shape, SimulatedServer
+
+from manylora.fleet.routing import AffinityRouting, RoutingSettings
+
+# The 125M model of benchmarks/loads.py in bfloat16, adapters of rank 16 on all linear layers, on two cores of
+# an AMD EPYC Zen 3; see docs/scaling.md.
+MEASURED = Costs(step_s=0.020, token_s=0.0006, row_s=0.0012, adapter_s=0.0007, read_s=0.040, write_s=0.010)
+POLICIES: dict[str, Callable[[RoutingSettings], Policy]] = {
+    "random": lambda _: RandomChoice(),
+    "round robin": lambda _: RoundRobin(),
+    "plain affinity": lambda _: PlainAffinity(),
+    "manylora": lambda settings: AffinityRouting(settings),
+}
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """One case. rate: requests a second for each replica. zipf: the n-th adapter is asked for n ** -zipf as
+    often as the first; 0: all alike. shift_s: every so many seconds other adapters are the popular ones; 0:
+    never. burst: so many times the rate for 3 s of every 15 s; 1: no bursts. base: share of requests without
+    an adapter. warm_s: at the beginning, not counted."""
+
+    replicas: int = 10
+    adapters: int = 1000
+    rate: float = 3.0
+    zipf: float = 1.0
+    shift_s: float = 0.0
+    burst: float = 1.0
+    base: float = 0.0
+    seconds: float = 60.0
+    warm_s: float = 20.0
+    prompt: int = 32
+    output: int = 32
+    room: int = 20
+    host_room: int = 40
+    batch: int = 16
+    seed: int = 1
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.room, self.host_room, self.batch)
+
+
+def arrivals(fleet: Fleet) -> Iterator[Arrival]:
+    """In order of time; the same for every policy."""
+    chance = np.random.default_rng(fleet.seed)
+    weights = np.arange(1, fleet.adapters + 1) ** -fleet.zipf
+    total = np.cumsum(weights / weights.sum())
+    order, shifted = chance.permutation(fleet.adapters), 0
+    now, stop = 0.0, fleet.warm_s + fleet.seconds
+    while True:
+        rate = fleet.rate * fleet.replicas * (fleet.burst if now % 15 > 12 else 1)
+        now += chance.exponential(1 / rate)
+        if now >= stop:
+            return
+        if fleet.shift_s and now // fleet.shift_s > shifted:
+            shifted = int(now // fleet.shift_s)
+            order = chance.permutation(fleet.adapters)
+        name = None
+        rank = int(np.searchsorted(total, chance.random()))
+        if chance.random() >= fleet.base:
+            name = f"adapter-{order[min(rank, fleet.adapters - 1)]}"
+        yield Arrival(now, name, fleet.prompt, 1 + int(chance.geometric(1 / fleet.output)))
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of the requests after the warm-up. Times in seconds. loads: of 1000 requests, those that had to wait.
+    busiest: requests of the busiest server by the mean. tokens_per_s: output of the fleet while requests
+    came. router_s: real seconds of processor for one choice."""
+
+    policy: str
+    requests: int
+    loads: float
+    ttft_p50: float
+    ttft_p99: float
+    tokens_per_s: float
+    busiest: float
+    router_s: float
+
+
+def simulate(
+    fleet: Fleet, costs: Costs, policy: Policy, name: str, trace: list[Arrival] | None = None
+) -> tuple[Found, list[Arrival]]:
+    """Run the arrivals through one fleet, until the last request has ended."""
+    clock = Clock()
+    servers = {f"r{i}": SimulatedServer(f"r{i}", costs, fleet.shape, clock) for i in range(fleet.replicas)}
+    requests = list(arrivals(fleet)) if trace is None else trace
+    spent = 0.0
+
+    def take(place: int) -> None:
+        nonlocal spent
+        if place + 1 < len(requests):
+            clock.at(requests[place + 1].at, take, place + 1)
+        states = [server.state for server in servers.values()]
+        adapter = requests[place].adapter
+        began = time.thread_time()
+        chosen = policy.choose(adapter, states, clock.now, 1)[0].name
+        policy.sent(adapter, chosen, clock.now)
+        spent += time.thread_time() - began
+        servers[chosen].arrive(requests[place])
+
+    clock.at(requests[0].at, take, 0)
+    clock.run()
+    return summary(fleet, name, requests, list(servers.values()), spent / len(requests)), requests
+
+
+def summary(
+    fleet: Fleet, name: str, requests: list[Arrival], servers: list[SimulatedServer], router_s: float
+) -> Found:
+    counted = [one for one in requests if one.at >= fleet.warm_s]
+    times = np.array([one.first_token - one.at for one in counted])
+    stop = fleet.warm_s + fleet.seconds
+    done = sum(one.output for one in requests if fleet.warm_s <= one.end <= stop)
+    sent = [server.num_sent for server in servers]
+    return Found(
+        name,
+        len(counted),
+        1000 * sum(one.cold for one in counted) / len(counted),
+        float(np.quantile(times, 0.5)),
+        float(np.quantile(times, 0.99)),
+        done / fleet.seconds,
+        max(sent) * len(sent) / sum(sent),
+        router_s,
+    )
+
+
+def bound(fleet: Fleet, costs: Costs) -> Found:
+    """What nothing that chooses servers can be better than; see the module's text."""
+    free = replace(costs, read_s=0.0, write_s=0.0)
+    found, requests = simulate(replace(fleet, host_room=fleet.adapters), free, LeastBusy(), "bound")
+    pooled = fewest_loads([one.adapter for one in requests], fleet.host_room * fleet.replicas)
+    counted = [load for one, load in zip(requests, pooled, strict=True) if one.at >= fleet.warm_s]
+    return replace(found, loads=1000 * sum(counted) / len(counted))
+
+
+def compare(
+    fleet: Fleet, costs: Costs, names: list[str] | None = None, settings: RoutingSettings | None = None
+) -> list[Found]:
+    """Every policy with the same requests, then the bound."""
+    chosen = list(POLICIES) if names is None else names
+    found = [simulate(fleet, costs, POLICIES[n](settings or RoutingSettings()), n)[0] for n in chosen]
+    return [*found, bound(fleet, costs)]
+
+
+def lines(found: list[Found]) -> list[str]:
+    head = "| policy | cold loads of 1000 | TTFT P50 ms | P99 ms | tokens/s | busiest / mean | choice µs |"
+    rows = [
+        f"| {one.policy} | {one.loads:.0f} | {1000 * one.ttft_p50:.0f} | {1000 * one.ttft_p99:.0f} | "
+        f"{one.tokens_per_s:.0f} | {one.busiest:.2f} | {1e6 * one.router_s:.0f} |"
+        for one in found
+    ]
+    return [head, "|---|---|---|---|---|---|---|", *rows]
+
+
+BASE = Fleet()
+STUDIES: dict[str, list[Fleet]] = {
+    "popularity": [replace(BASE, zipf=zipf) for zipf in (0.0, 0.6, 0.9, 1.2, 1.6)],
+    "change": [replace(BASE, shift_s=15.0), replace(BASE, burst=2.5), replace(BASE, shift_s=15.0, burst=2.5)],
+    "adapters": [
+        replace(BASE, adapters=many, seconds=40.0) for many in (100, 300, 1000, 3000, 10000, 100000)
+    ],
+    "load": [replace(BASE, rate=rate, seconds=40.0) for rate in (1.0, 2.0, 3.0, 4.0, 5.0)],
+    "size": [
+        replace(BASE, replicas=many, adapters=100 * many, seconds=seconds, warm_s=15.0)
+        for many, seconds in ((1, 60.0), (3, 60.0), (10, 60.0), (30, 40.0), (100, 20.0))
+    ],
+    "large": [
+        replace(BASE, replicas=many, adapters=100 * many, seconds=8.0, warm_s=8.0) for many in (300, 1000)
+    ],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, value in asdict(BASE).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    parser.add_argument("--policies", nargs="+", choices=list(POLICIES), help="default: all")
+    parser.add_argument("--costs", type=Path, help="JSON of fleet_calibrate.py in place of the 125M model's")
+    parser.add_argument("--study", choices=[*STUDIES, "all"], help="the cases of docs/scaling.md instead")
+    parser.add_argument("--json", type=Path, help="write what was found")
+    options = parser.parse_args()
+    costs = MEASURED
+    if options.costs is not None:
+        costs = Costs(**json.loads(options.costs.read_text(encoding="utf-8"))["costs"])
+    one = Fleet(**{name: getattr(options, name) for name in asdict(BASE)})
+    studies = STUDIES if options.study == "all" else {options.study: STUDIES.get(options.study, [one])}
+    written: list[dict[str, Any]] = []
+    for study, fleets in studies.items():
+        for fleet in fleets:
+            began = time.perf_counter()
+            found = compare(fleet, costs, options.policies)
+            changed = {k: v for k, v in asdict(fleet).items() if v != getattr(BASE, k) or k == "replicas"}
+            print(f"\n{study or 'fleet'}: {changed}, {time.perf_counter() - began:.0f} s", flush=True)
+            print("\n".join(lines(found)), flush=True)
+            written.append({"study": study, "fleet": asdict(fleet), "found": [asdict(row) for row in found]})
+    if options.json is not None:
+        options.json.write_text(json.dumps({"costs": asdict(costs), "cases": written}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -14,9 +14,13 @@ from typing import Any
 from charts import GREY, MARK, OURS, STYLE
 
 COLOURS = {
-    "random": "#e39b3a", "round robin": "#9467bd", "plain affinity": "#4c9f70", "manylora": OURS, "bound": GREY,
-}  # fmt: skip
-# Study, what is on the x axis, figure on the y axis, its factor, words for both, logarithmic x.
+    "random": "#e39b3a",
+    "round robin": "#9467bd",
+    "plain affinity": "#4c9f70",
+    "manylora": OURS,
+    "bound": GREY,
+}
+# Study, what is on the x axis, figure on the y axis, its factor, words for both.
 PANELS = (
     (
         "adapters",
@@ -27,7 +31,7 @@ PANELS = (
         "cold loads of 1000",
     ),
     ("load", "rate", "ttft_p99", 1000.0, "requests a second for each server", "P99 time to first token, ms"),
-    ("large", "replicas", "loads", 1.0, "servers; 100 adapters and room for 8 each", "cold loads of 1000"),
+    ("large", "replicas", "loads", 1.0, "servers; 100 adapters and room for 4 each", "cold loads of 1000"),
     ("large", "replicas", "router_s", 1e6, "servers", "processor time of one choice, µs"),
 )
 
@@ -42,7 +46,7 @@ def draw(cases: list[dict[str, Any]], folder: Path) -> list[Path]:
     for axes, (study, key, value, factor, x_words, y_words) in zip(
         figure.subplots(2, 2).flat, PANELS, strict=True
     ):
-        some = [case for case in cases if study in (case["study"], case.get("also"))]
+        some = [case for case in cases if study in (case["study"],)]
         some.sort(key=lambda case: case["fleet"][key])
         names = [row["policy"] for row in some[0]["found"]] if some else []
         for name in names:

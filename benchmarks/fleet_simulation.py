@@ -28,17 +28,17 @@ import numpy as np
 from fleet_policies import LeastBusy, PlainAffinity, Policy, RandomChoice, RoundRobin, fewest_loads
 from simulated_server import Arrival, Clock, Costs, Shape, SimulatedServer
 
-from manylora.fleet.routing import AffinityRouting, RoutingSettings
+from manylora.fleet.routing import AffinityRouting
 
-# Steps: the 125M model in bfloat16, fitted to 8.7, 17.2 and 40.3 ms for 1, 4 and 16 rows and 61.7 ms for 64 of a
-# prompt, on two cores of an AMD EPYC Zen 3. Loads: an adapter of rank 16 on every linear layer of Llama-2-7B's
-# shape, 160 MB, for the first time. Both from docs/benchmarks.md.
+# Steps: the 125M model in bfloat16, fitted to 8.7, 17.2 and 40.3 ms for 1, 4 and 16 rows and to 61.7 ms for
+# 64 of a prompt, on two cores of an AMD EPYC Zen 3. Loads: an adapter of rank 16 on every linear layer of
+# Llama-2-7B's shape, 160 MB, for the first time. Both from docs/benchmarks.md.
 MEASURED = Costs(step_s=0.0066, token_s=0.00086, row_s=0.0021, adapter_s=0.00025, read_s=0.146, write_s=0.051)
-POLICIES: dict[str, Callable[[RoutingSettings], Policy]] = {
-    "random": lambda _: RandomChoice(),
-    "round robin": lambda _: RoundRobin(),
-    "plain affinity": lambda _: PlainAffinity(),
-    "manylora": lambda settings: AffinityRouting(settings),
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "random": RandomChoice,
+    "round robin": RoundRobin,
+    "plain affinity": PlainAffinity,
+    "manylora": AffinityRouting,
 }
 
 
@@ -164,12 +164,12 @@ def bound(fleet: Fleet, costs: Costs) -> Found:
 
 
 def compare(
-    fleet: Fleet, costs: Costs, names: list[str] | None = None, settings: RoutingSettings | None = None
+    fleet: Fleet, costs: Costs, names: list[str] | None = None, with_bound: bool = True
 ) -> list[Found]:
     """Every policy with the same requests, then the bound."""
     chosen = list(POLICIES) if names is None else names
-    found = [simulate(fleet, costs, POLICIES[n](settings or RoutingSettings()), n)[0] for n in chosen]
-    return [*found, bound(fleet, costs)]
+    found = [simulate(fleet, costs, POLICIES[n](), n)[0] for n in chosen]
+    return [*found, bound(fleet, costs)] if with_bound else found
 
 
 def lines(found: list[Found]) -> list[str]:
@@ -183,14 +183,14 @@ def lines(found: list[Found]) -> list[str]:
 
 
 BASE = Fleet()
-LARGE = replace(BASE, rate=2.0, output=8, room=4, host_room=8, seconds=6.0, warm_s=8.0)
+LARGE = replace(BASE, rate=2.0, output=4, room=4, host_room=4, seconds=4.0, warm_s=4.0)
 STUDIES: dict[str, list[Fleet]] = {
     "popularity": [replace(BASE, zipf=zipf) for zipf in (0.0, 0.8, 1.0, 1.5)],
     "change": [replace(BASE, shift_s=15.0), replace(BASE, burst=2.0)],
     "adapters": [replace(BASE, adapters=many) for many in (100, 300, 3000, 100000)],
     "load": [replace(BASE, rate=rate) for rate in (1.0, 6.0, 8.0)],
     "size": [replace(BASE, replicas=many, adapters=100 * many) for many in (1, 3, 30)],
-    "large": [replace(LARGE, replicas=many, adapters=100 * many) for many in (10, 100, 1000)],
+    "large": [replace(LARGE, replicas=many, adapters=100 * many) for many in (10, 100, 300, 1000)],
 }
 
 
@@ -201,6 +201,7 @@ def main() -> None:
     for name, value in asdict(BASE).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), help="default: all")
+    parser.add_argument("--no-bound", action="store_true", help="it takes as long as a policy")
     parser.add_argument("--costs", type=Path, help="JSON of fleet_calibrate.py in place of the 125M model's")
     parser.add_argument("--study", choices=[*STUDIES, "all"], help="the cases of docs/scaling.md instead")
     parser.add_argument("--json", type=Path, help="write what was found")
@@ -214,7 +215,7 @@ def main() -> None:
     for study, fleets in studies.items():
         for fleet in fleets:
             began = time.perf_counter()
-            found = compare(fleet, costs, options.policies)
+            found = compare(fleet, costs, options.policies, not options.no_bound)
             changed = {k: v for k, v in asdict(fleet).items() if v != getattr(BASE, k) or k == "replicas"}
             print(f"\n{study or 'fleet'}: {changed}, {time.perf_counter() - began:.0f} s", flush=True)
             print("\n".join(lines(found)), flush=True)

@@ -3,8 +3,9 @@ bounds hold."""
 
 from __future__ import annotations
 
+import random
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 
@@ -13,8 +14,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))  # scripts, not a package
 
+from fleet_calibrate import fit  # noqa: E402
+from fleet_charts import PANELS, draw  # noqa: E402
 from fleet_policies import fewest_loads  # noqa: E402
-from fleet_simulation import Fleet, arrivals, compare, lines  # noqa: E402
+from fleet_simulation import Fleet, Found, arrivals, compare, lines  # noqa: E402
 from simulated_server import Arrival, Clock, Costs, Shape, SimulatedServer  # noqa: E402
 
 COSTS = Costs(step_s=0.01, token_s=0.001, row_s=0.002, adapter_s=0.003, read_s=0.5, write_s=0.25)
@@ -100,10 +103,29 @@ def test_arrivals_follow_their_rate_and_popularity() -> None:
 
 def test_affinity_loads_less_than_random_and_never_less_than_the_bound() -> None:
     shape = {"replicas": 3, "adapters": 60, "room": 10, "host_room": 10, "output": 3}
-    fleet = Fleet(**shape, rate=3.0, seconds=90.0, warm_s=20.0)
+    fleet = Fleet(**shape, rate=3.0, seconds=60.0, warm_s=15.0)
     costs = replace(COSTS, read_s=0.05, write_s=0.01)
-    random, ours, bound = compare(fleet, costs, ["random", "manylora"])
-    assert ours.loads < random.loads / 2
+    by_chance, ours, bound = compare(fleet, costs, ["random", "manylora"])
+    assert ours.loads < by_chance.loads / 2
     assert bound.loads <= ours.loads
-    assert bound.ttft_p50 <= ours.ttft_p50 < random.ttft_p50
-    assert len(lines([random, ours, bound])) == 5
+    assert bound.ttft_p50 <= ours.ttft_p50 < by_chance.ttft_p50
+    assert len(lines([by_chance, ours, bound])) == 5
+
+
+def test_the_fit_finds_the_costs_behind_steps_and_ignores_waits() -> None:
+    chance = random.Random(5)
+    rows = []
+    for _ in range(400):
+        prompt, decode, adapters = chance.choice((0, 0, 20, 40)), chance.randrange(1, 16), chance.randrange(4)
+        seconds = 0.01 + 0.001 * prompt + 0.002 * decode + 0.003 * adapters
+        rows.append((seconds, prompt, decode, adapters))
+    assert fit(rows) == pytest.approx((0.01, 0.001, 0.002, 0.003), rel=0.01)
+
+
+def test_the_chart_has_every_panel(tmp_path: Path) -> None:
+    fleet = asdict(Fleet())
+    found = [asdict(Found(name, 9, 100.0, 0.1, 0.2, 50.0, 1.1, 1e-4)) for name in ("random", "manylora")]
+    studies = {panel[0] for panel in PANELS}
+    cases = [{"study": study, "fleet": fleet, "found": found} for study in sorted(studies)]
+    for path in draw(cases, tmp_path):
+        assert path.stat().st_size > 10_000

@@ -39,6 +39,7 @@ from manylora.engine.loop import EngineLoop
 from manylora.request import Event, LoraInput, Request, SamplingConfig
 
 STRETCHED = Costs(step_s=0.1, token_s=0.002, row_s=0.004, adapter_s=0.005, read_s=0.4, write_s=0.0)
+STOPPED_S = 0.5
 Row = tuple[float, int, int, int]  # seconds, prompt rows, decode rows, adapters
 
 
@@ -75,6 +76,23 @@ class Watched(Engine):
     @property
     def num_loads(self) -> int:
         return self.adapters.stats().host_stores
+
+
+class Stops:
+    """How long this process ever stood still since the last `reset`, as when it is stopped from outside."""
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def reset(self) -> None:
+        self.longest = 0.0
+
+    def _watch(self) -> None:
+        while True:
+            began = time.perf_counter()
+            time.sleep(0.02)
+            self.longest = max(self.longest, time.perf_counter() - began)
 
 
 def answer(loop: EngineLoop, trace: list[Arrival], vocabulary: int) -> list[Arrival]:
@@ -234,13 +252,21 @@ def main() -> None:
         answer(loop, [Arrival(0.0, "adapter-0", fleet.prompt, 4)], 8192)
         fleet = replace(fleet, **rooms(loop))
         print(f"room for {fleet.room} adapters on the device and {fleet.host_room} on the host")
-        found = []
+        found: list[dict[str, Any]] = []
+        stops = Stops()
         for number in range(given.rounds):
-            found.append(one_round(loop, engine, fleet, number))
+            stops.reset()
+            one = one_round(loop, engine, fleet, number)
+            if stops.longest > STOPPED_S:
+                print(f"round {number + 1} is left out: everything stood still for {stops.longest:.1f} s")
+                continue
+            found.append(one)
             for side in ("simulated", "same"):
                 ratios = found[-1][f"{side}_ratios"].items()
                 print(f"round {number + 1}, {side}:", *(f"{k} {v:.2f}" for k, v in ratios), flush=True)
         loop.close()
+    if not found:
+        raise SystemExit("no round without a stop")
     middle = {name: statistics.median(one["costs"][name] for one in found) for name in found[0]["costs"]}
     print(f"adapters of {size / 2**20:.1f} MiB; costs:", json.dumps(middle))
     for side in ("real", "simulated", "simulated_ratios", "same", "same_ratios"):

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """The chart of docs/scaling.md from what fleet_simulation.py wrote with --json. Needs matplotlib.
 
-fleet_charts.py docs/images found.json more.json
+    fleet_charts.py docs/images found.json more.json
+
+Bars for each case and policy: cold loads of 1000 requests, and P99 of the time to first token.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from charts import GREY, MARK, OURS, STYLE
+from charts import GREY, OURS, STYLE
 
 COLOURS = {
     "random": "#e39b3a",
@@ -20,20 +22,20 @@ COLOURS = {
     "manylora": OURS,
     "bound": GREY,
 }
-# Study, what is on the x axis, figure on the y axis, its factor, words for both.
+# Figure, its factor, words, logarithmic or not.
 PANELS = (
-    (
-        "adapters",
-        "adapters",
-        "loads",
-        1.0,
-        "adapters, 10 servers with room for 40 each",
-        "cold loads of 1000",
-    ),
-    ("load", "rate", "ttft_p99", 1000.0, "requests a second for each server", "P99 time to first token, ms"),
-    ("large", "replicas", "loads", 1.0, "servers; 100 adapters and room for 4 each", "cold loads of 1000"),
-    ("large", "replicas", "router_s", 1e6, "servers", "processor time of one choice, µs"),
+    ("loads", 1.0, "cold loads of 1000 requests", False),
+    ("ttft_p99", 1000.0, "P99 time to first token, ms", True),
 )
+
+
+def words(fleet: dict[str, Any]) -> str:
+    """What is special about a case."""
+    more = [f"{fleet['replicas']} servers", f"{fleet['adapters']:,} adapters", f"{fleet['rate']:g} /s each"]
+    more += ["all alike"] if not fleet["zipf"] else []
+    more += ["popularity shifts"] if fleet["shift_s"] else []
+    more += ["bursts"] if fleet["burst"] > 1 else []
+    return "\n".join([", ".join(more[:2]), ", ".join(more[2:])])
 
 
 def draw(cases: list[dict[str, Any]], folder: Path) -> list[Path]:
@@ -41,33 +43,21 @@ def draw(cases: list[dict[str, Any]], folder: Path) -> list[Path]:
     from matplotlib.figure import Figure
 
     matplotlib.rcParams.update(STYLE)
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    handles: dict[str, Any] = {}
-    for axes, (study, key, value, factor, x_words, y_words) in zip(
-        figure.subplots(2, 2).flat, PANELS, strict=True
-    ):
-        some = [case for case in cases if study in (case["study"],)]
-        some.sort(key=lambda case: case["fleet"][key])
-        names = [row["policy"] for row in some[0]["found"]] if some else []
-        for name in names:
-            if value == "router_s" and name != "manylora":
-                continue
-            points = [
-                (case["fleet"][key], factor * row[value])
-                for case in some
-                for row in case["found"]
-                if row["policy"] == name
-            ]
-            style = "--" if name == "bound" else "-"
-            (handles[name],) = axes.plot(*zip(*points, strict=True), style, marker="o", color=COLOURS[name])
-        if key != "rate":
-            axes.set_xscale("log")
-        axes.set(xlabel=x_words, ylabel=y_words)
-        axes.set_ylim(bottom=0)
-    figure.legend(
-        handles=list(handles.values()), labels=list(handles), loc="outside lower left", ncols=5, frameon=False
-    )
-    figure.suptitle("Fleets in simulated time", x=0.01, ha="left", fontsize=12, weight="bold", color=MARK)
+    figure = Figure(figsize=(9, 0.95 * len(cases) + 1.2), layout="constrained")
+    grid = figure.subplots(1, 2, sharey=True)
+    bars: dict[str, Any] = {}
+    for axes, (value, factor, label, logarithmic) in zip(grid, PANELS, strict=True):
+        for place, case in enumerate(cases):
+            height = 0.8 / len(case["found"])
+            for number, row in enumerate(case["found"]):
+                y = place - 0.4 + (number + 0.5) * height
+                color = COLOURS[row["policy"]]
+                bars[row["policy"]] = axes.barh(y, factor * row[value], 0.9 * height, color=color)
+        axes.set_yticks(range(len(cases)), [words(case["fleet"]) for case in cases])
+        axes.set(xlabel=label, xscale="log" if logarithmic else "linear")
+    grid[0].invert_yaxis()
+    figure.legend(list(bars.values()), list(bars), loc="outside lower left", ncols=5, frameon=False)
+    figure.suptitle("Fleets in simulated time", x=0.01, ha="left", fontsize=12, weight="bold")
     made = []
     for kind in ("png", "svg"):
         made.append(folder / f"scaling.{kind}")

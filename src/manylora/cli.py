@@ -15,6 +15,7 @@ COMMANDS = {
     "bench": ("manylora.commands.bench", "throughput and latency of a model with many adapters"),
     "build": ("manylora.commands.build", "a model directory to one with quantised weights and limits"),
     "convert": ("manylora.commands.convert", "an adapter from any source to the tensors of requests"),
+    "fleet": ("manylora.commands.fleet", "several OpenAI servers behind one endpoint, on Ray Serve"),
     "inspect": ("manylora.commands.inspect", "what an adapter is, and whether a base model would serve it"),
     "prepare-dataset": ("manylora.commands.prepare_dataset", "random requests for bench"),
     "repo": ("manylora.commands.repo", "a filled Triton model repository for a model and its adapters"),

@@ -11,7 +11,7 @@ from manylora.errors import ConfigError
 TRUE, FALSE = ("true", "1", "t", "y", "yes"), ("false", "0", "f", "n", "no")
 
 
-def at_least(least: int, settings: object, *names: str) -> None:
+def at_least(least: float, settings: object, *names: str) -> None:
     """None is no value."""
     for name in names:
         value = getattr(settings, name)

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import manylora
 from manylora.config.engine import EngineConfig
@@ -35,6 +35,9 @@ CACHE_OPTIONS = {
 }
 
 
+OptionsT = TypeVar("OptionsT", bound=ServeOptions)
+
+
 class _Parser(argparse.ArgumentParser):
     """Says in one line what is wrong, with what was meant perhaps."""
 
@@ -51,25 +54,38 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_options(arguments: Sequence[str]) -> ServeOptions:
     """The command line, over the file that it names. Raises ConfigError; argparse ends the process."""
-    parser = _Parser(prog="manylora serve", description="An OpenAI server with adapters.")
+    return parse(arguments, ServeOptions, "serve", "An OpenAI server with adapters.")
+
+
+def parse(arguments: Sequence[str], kind: type[OptionsT], command: str, purpose: str) -> OptionsT:
+    """The same for a command with more options than the server's."""
+    parser = _Parser(prog=f"manylora {command}", description=purpose)
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="Hugging Face folder, or id: org/name[@revision]"
     )
     parser.add_argument("--model", dest="model_flag", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"manylora {manylora.__version__}")
     _add(parser, "config", type=Path, metavar="FILE", help="YAML file: keys as the flags, with underscores")
-    for one in fields(ServeOptions):
+    for one in fields(kind):
         if one.metadata:
             _add_option(parser, one)
     _add_other(parser)
     given = vars(parser.parse_args(arguments))
     positional, flag = given.pop("model"), given.pop("model_flag")
     file = given.pop("config", None)
-    settings = _settings({} if file is None else llm.read_options(file), given, file)
+    settings = _settings({} if file is None else llm.read_options(file), given, file, kind)
     model = positional or flag or settings.pop("model", None)
     if model is None:
-        parser.error("MODEL is missing: manylora serve MODEL [options], with MODEL first")
-    return ServeOptions(model, **{name: value for name, value in settings.items() if name != "model"})
+        parser.error(f"MODEL is missing: manylora {command} MODEL [options], with MODEL first")
+    return kind(model, **{name: value for name, value in settings.items() if name != "model"})
+
+
+def options_of(settings: Mapping[str, Any], kind: type[OptionsT]) -> OptionsT:
+    """The keys of an option file that is in memory. Raises ConfigError."""
+    found = _settings(settings, {}, None, kind)
+    if "model" not in found:
+        raise ConfigError("model is missing: a folder, or an id of the hub")
+    return kind(**found)
 
 
 def _add_option(parser: argparse.ArgumentParser, one: Any) -> None:
@@ -116,8 +132,10 @@ def _whole(text: str) -> int:
         raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
 
 
-def _settings(file: Mapping[str, Any], flags: Mapping[str, Any], path: Path | None) -> dict[str, Any]:
-    """Fields of ServeOptions, and the model if the file has it. path: of the file. Raises ConfigError."""
+def _settings(
+    file: Mapping[str, Any], flags: Mapping[str, Any], path: Path | None, kind: type[ServeOptions]
+) -> dict[str, Any]:
+    """Fields of the kind, and the model if the file has it. path: of the file. Raises ConfigError."""
     own, parts = other_flags.take(flags)
     settings = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
     try:
@@ -129,14 +147,14 @@ def _settings(file: Mapping[str, Any], flags: Mapping[str, Any], path: Path | No
                 found[part] = {**found[part], name: value}
             elif not part:
                 found[name] = value
-        return _of_file(found) | settings
+        return _of_file(found, kind) | settings
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}" if file else str(error)) from error
+        raise ConfigError(f"{path}: {error}" if path else str(error)) from error
 
 
-def _of_file(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ServeOptions. Raises ConfigError."""
-    known = {one.name: one for one in fields(ServeOptions) if one.metadata}
+def _of_file(found: Mapping[str, Any], kind: type[ServeOptions]) -> dict[str, Any]:
+    """Raises ConfigError."""
+    known = {one.name: one for one in fields(kind) if one.metadata}
     llm.check_names("option", found, [*known, "model", *LLM_ARGUMENTS, *sum(ALIASES.values(), ())])
     given: list[tuple[str, Any]] = []
     for key, value in found.items():

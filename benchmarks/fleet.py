@@ -1,0 +1,232 @@
+#!/usr/bin/env python3
+"""Affinity routing beside random routing: real replicas, many adapters, and little room for them in each.
+
+For each kind of routing a fleet is started and gets the same requests at the same times: adapters by Zipf's
+law, an open loop. Printed are the adapters that had to be loaded from their files, and the time to first
+token. At the end, with --kill, a replica of the last fleet is killed by SIGKILL under the same load: how many
+requests were lost (an error before the first text), cut (an error event in the stream), or retried.
+
+    fleet.py
+    fleet.py --routing affinity --seconds 20 --kill
+
+Needs `pip install 'manylora[fleet]'`. Other work on the machine shows in both halves of a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cold_loads import make_adapter
+from loads import make_llama
+from machine import see_machine
+
+TEXT = "Tell me about Japan. \nAnswer:"
+START_S = 300.0
+
+
+@dataclass
+class Asked:
+    """first_s: to the first text. outcome: ok, lost, cut."""
+
+    first_s: float
+    outcome: str
+    replica: str
+    why: str = ""
+
+
+class Fleet:
+    """A running `manylora fleet`."""
+
+    def __init__(self, model: Path, root: Path, routing: str, options: argparse.Namespace) -> None:
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            self.port = one.getsockname()[1]
+        command = [sys.executable, "-m", "manylora.cli", "fleet", model, "--port", str(self.port)]
+        command += ["--lora-root", root, "--replicas", str(options.replicas), "--routing", routing]
+        command += ["--max-lora-rank", str(options.rank), "--max-loras", str(options.room)]
+        command += ["--max-cpu-loras", str(options.room), "--device", "cpu", "--served-model-name", "model"]
+        command += ["--lora-refresh-seconds", "3600", "--log-level", "warning", "--max-batch-size", "8"]
+        self._process = subprocess.Popen([str(part) for part in command])
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
+            return answer.read().decode()
+
+    def wait(self, replicas: int, adapters: int) -> None:
+        """Until every replica runs and has looked at every adapter."""
+        read = 'state="ready",replica='
+        until = time.monotonic() + START_S
+        while time.monotonic() < until and self._process.poll() is None:
+            try:
+                lines = [line for line in self.get("/metrics").splitlines() if read in line]
+                if [line.rpartition(" ")[2] for line in lines] == [str(adapters)] * replicas:
+                    return
+            except OSError:
+                pass
+            time.sleep(0.5)
+        raise RuntimeError("the fleet does not start")
+
+    def status(self) -> dict[str, Any]:
+        return json.loads(self.get("/v1/cache"))
+
+    def retried(self) -> int:
+        name = "manylora_fleet_retried_requests_total "
+        return next(int(line.removeprefix(name)) for line in self.get("/metrics").splitlines() if name in line
+                    and line[0] != "#")  # fmt: skip
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+async def ask(port: int, adapter: str, tokens: int) -> Asked:
+    body = json.dumps(
+        {"model": adapter, "prompt": TEXT, "max_tokens": tokens, "temperature": 0, "stream": True,
+         "ignore_eos": True, "logprobs": 0}
+    ).encode()  # fmt: skip
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    began, answer, first = time.perf_counter(), b"", 0.0
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head.encode() + body)
+        answer = await reader.readuntil(b"data: ")
+        first = time.perf_counter() - began
+        answer += await reader.read()
+        writer.close()
+    except (OSError, asyncio.IncompleteReadError) as error:
+        answer += getattr(error, "partial", b"")
+    replica = answer.partition(b"x-manylora-replica: ")[2].partition(b"\r\n")[0].decode()
+    if answer.startswith(b"HTTP/1.1 200") and b"[DONE]" in answer and b'"error"' not in answer:
+        return Asked(first, "ok", replica)
+    return Asked(first, "cut" if first else "lost", replica, answer[-300:].decode(errors="replace"))
+
+
+async def paced(
+    fleet: Fleet, names: list[str], per_second: float, tokens: int, kill_after: float = 0.0
+) -> list[Asked]:
+    """An open loop: the next request does not wait for the last. kill_after: seconds, 0 for never."""
+    arrivals, at = random.Random(7), 0.0
+    began, tasks = time.perf_counter(), []
+    victim = fleet.status()["replicas"][0]["pid"] if kill_after else 0
+    for name in names:
+        at += arrivals.expovariate(per_second)
+        await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
+        if victim and at > kill_after:
+            os.kill(victim, signal.SIGKILL)
+            victim = 0
+        tasks.append(asyncio.create_task(ask(fleet.port, name, tokens)))
+    return list(await asyncio.gather(*tasks))
+
+
+def zipf(adapters: int, count: int, power: float, seed: int) -> list[str]:
+    weights = [1 / (rank + 1) ** power for rank in range(adapters)]
+    picks = random.Random(seed).choices(range(adapters), weights, k=count)
+    return [f"a{pick:03}" for pick in picks]
+
+
+def measure(fleet: Fleet, options: argparse.Namespace) -> dict[str, float]:
+    warm = zipf(options.adapters, int(options.per_second * options.warm_seconds), options.zipf, 1)
+    asyncio.run(paced(fleet, warm, options.per_second, options.tokens))
+    before = fleet.status()["counts"]["cold_loads"]
+    names = zipf(options.adapters, int(options.per_second * options.seconds), options.zipf, 2)
+    found = asyncio.run(paced(fleet, names, options.per_second, options.tokens))
+    bad = [one for one in found if one.outcome != "ok"]
+    if bad:
+        raise RuntimeError(f"{len(bad)} requests failed: {bad[0]}")
+    times = sorted(one.first_s for one in found)
+    return {
+        "requests": len(found),
+        "cold_loads": fleet.status()["counts"]["cold_loads"] - before,
+        "p50_ms": 1000 * statistics.median(times),
+        "p90_ms": 1000 * times[int(0.90 * len(times))],
+        "p99_ms": 1000 * times[int(0.99 * len(times))],
+        "busiest_replica": max(Counter(one.replica for one in found).values()) / len(found),
+    }
+
+
+def kill(fleet: Fleet, options: argparse.Namespace) -> dict[str, float]:
+    names = zipf(options.adapters, int(options.per_second * options.seconds), options.zipf, 3)
+    retried = fleet.retried()
+    found = asyncio.run(
+        paced(fleet, names, options.per_second, options.kill_tokens, kill_after=options.seconds / 3)
+    )
+    for one in found:
+        if one.outcome == "lost":
+            print(one)
+    outcomes = Counter(one.outcome for one in found)
+    until = time.monotonic() + START_S
+    while len(fleet.status()["replicas"]) < options.replicas and time.monotonic() < until:
+        time.sleep(0.5)
+    return {
+        "requests": len(found),
+        **{name: outcomes[name] for name in ("ok", "lost", "cut")},
+        "retried": fleet.retried() - retried,
+        "replicas_again": len(fleet.status()["replicas"]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--routing", nargs="+", default=["random", "affinity"])
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--adapters", type=int, default=60)
+    parser.add_argument("--room", type=int, default=10, help="adapters that each level of a replica holds")
+    parser.add_argument("--zipf", type=float, default=1.0, help="the power of Zipf's law")
+    parser.add_argument("--hidden", type=int, default=384)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=4)
+    parser.add_argument("--kill-tokens", type=int, default=40, help="of requests while a replica is killed")
+    parser.add_argument("--per-second", type=float, default=5.0)
+    parser.add_argument("--warm-seconds", type=float, default=20.0)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--kill", action=argparse.BooleanOptionalAction, default=True)
+    options = parser.parse_args()
+    results: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        model = make_llama(work / "model", options.hidden, options.layers)
+        for number in range(options.adapters):
+            size = make_adapter(
+                work / "adapters" / f"a{number:03}", options.hidden, options.layers, options.rank, number
+            )
+        for routing in options.routing:
+            fleet = Fleet(model, work / "adapters", routing, options)
+            try:
+                fleet.wait(options.replicas, options.adapters)
+                results[routing] = measure(fleet, options)
+                print(
+                    routing, {name: round(value, 2) for name, value in results[routing].items()}, flush=True
+                )
+                if options.kill and routing == options.routing[-1]:
+                    results["kill"] = kill(fleet, options)
+                    print("kill", results["kill"], flush=True)
+            finally:
+                fleet.close()
+    print(f"{size / 2**20:.1f} MiB an adapter; {see_machine()}")
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""manylora fleet: several servers of one model behind one endpoint, on Ray Serve."""
+
+from __future__ import annotations
+
+import sys
+
+from manylora.errors import ConfigError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        # Imported here, so that a missing extra is one line and not a trace.
+        from manylora.fleet.options import parse_options
+        from manylora.openai.serving.logs import log_to_stderr
+
+        options = parse_options(given)
+        log_to_stderr(options.log_level)
+        from manylora.fleet.local import run
+
+        run(options)
+    except ModuleNotFoundError as error:
+        print(f"manylora fleet needs {error.name}: pip install 'manylora[fleet]'", file=sys.stderr)
+        return 1
+    except (ConfigError, ValueError) as error:
+        print(f"manylora fleet: {error}", file=sys.stderr)
+        return 1
+    return 0

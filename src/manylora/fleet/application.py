@@ -1,0 +1,150 @@
+"""The Ray Serve application: the OpenAI server in each replica, and on a cluster the endpoint before them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message
+
+from manylora.fleet.calls import Answer, Call, answer, whole_answer
+from manylora.fleet.front import DEPLOYMENT, make_front
+from manylora.fleet.options import FleetOptions, read_args
+from manylora.fleet.router import FleetRouter
+from manylora.openai.serving.logs import log_to_stderr
+
+logger = logging.getLogger("manylora")
+
+GONE_S = 0.5  # for the errors of open requests to be sent, before the process of a dead engine ends
+TARGET_REQUESTS = 16.0
+START_TRIES = 2  # of one replica; what is wrong with the options will be wrong again
+FRONT_REQUESTS = 10_000  # at one time; each is a stream that mostly waits
+
+
+class ServerReplica:
+    """The server of `manylora serve`, without its HTTP."""
+
+    async def __init__(self, options: FleetOptions) -> None:  # type: ignore[misc]
+        from manylora.openai.server import open_app
+
+        log_to_stderr(options.log_level)
+        self._loop = asyncio.get_running_loop()
+        self._id = serve.get_replica_context().replica_id.unique_id
+        self._app = open_app(options, self._end)
+        self._running = contextlib.AsyncExitStack()
+        await self._running.enter_async_context(self._app.router.lifespan_context(self._app))
+        self._backend = self._app.state.routes.context.backend
+
+    async def answer(self, call: Call, *, adapter: str | None = None) -> AsyncIterator[list[Message]]:
+        """adapter: for the router, which chose this replica by it."""
+        async for messages in answer(self._app, call):
+            for one in messages:
+                if one["type"] == "http.response.start":
+                    one["headers"] = [*one["headers"], (b"x-manylora-replica", self._id.encode())]
+            yield messages
+
+    async def whole_answer(self, call: Call) -> tuple[Answer, dict[str, Any]]:
+        """And this replica's report."""
+        return await whole_answer(self._app, call, self._id), self.record_routing_stats()
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Asked by Ray's controller, which gives it to every router."""
+        stats = self._backend.stats()
+        residents = stats.adapters.residents
+        return {
+            "capacity": stats.max_batch_size,
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "device": sorted({one.name for one in residents if one.on_device}),
+            "host": sorted({one.name for one in residents if not one.on_device}),
+            "pid": os.getpid(),
+        }
+
+    def check_health(self) -> None:
+        """Asked by Ray's controller; a replica that raises, or does not answer, is replaced."""
+        if not self._backend.alive:
+            raise RuntimeError("the engine has stopped")
+
+    def _end(self, reason: str) -> None:
+        """On any thread. Ray starts another one."""
+        logger.critical("%s: this replica ends", reason)
+        self._loop.call_soon_threadsafe(self._loop.call_later, GONE_S, os._exit, 1)
+
+
+class Endpoint:
+    """The front as a deployment, for a cluster: Ray's HTTP proxies send it every request."""
+
+    def __init__(self, options: FleetOptions, replicas: DeploymentHandle) -> None:
+        self._front = make_front(options, replicas)
+
+    async def __call__(self, request: Request) -> Response:
+        return _Passed(self._front)
+
+
+class _Passed(Response):
+    """Ray's way to answer by an ASGI application."""
+
+    def __init__(self, app: Any) -> None:
+        super().__init__()
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._app(scope, receive, send)
+
+
+def replicas(options: FleetOptions, gpus: float) -> Application:
+    scaling: dict[str, Any] = {"num_replicas": options.replicas}
+    if options.max_replicas is not None:
+        scaling = {
+            "autoscaling_config": {
+                "min_replicas": options.least_replicas,
+                "initial_replicas": options.replicas,
+                "max_replicas": options.max_replicas,
+                "target_ongoing_requests": options.target_requests or TARGET_REQUESTS,
+                "upscale_delay_s": options.upscale_delay,
+                "downscale_delay_s": options.downscale_delay,
+            }
+        }
+    deployment = serve.deployment(
+        name=DEPLOYMENT,
+        max_ongoing_requests=options.replica_requests,
+        max_queued_requests=options.max_queue_size or -1,
+        ray_actor_options={"num_cpus": options.cpus, "num_gpus": gpus},
+        health_check_period_s=2.0,
+        health_check_timeout_s=20.0,
+        graceful_shutdown_timeout_s=options.drain_seconds,
+        graceful_shutdown_wait_loop_s=0.5,
+        max_constructor_retry_count=START_TRIES,
+        logging_config={"log_level": "WARNING", "enable_access_log": False},
+        request_router_config={
+            "request_router_class": FleetRouter,
+            "request_router_kwargs": {"routing": options.routing, "pinned": dict(options.pin)},
+            "request_routing_stats_period_s": options.report_seconds,
+        },
+        **scaling,
+    )(ServerReplica)
+    return deployment.bind(options)
+
+
+def build(args: dict[str, Any]) -> Application:
+    """`import_path` of a Ray Serve configuration: args are the options of `manylora fleet`.
+
+    Raises ConfigError.
+    """
+    options = read_args(args)
+    endpoint = serve.deployment(
+        name="Endpoint",
+        max_ongoing_requests=FRONT_REQUESTS,
+        ray_actor_options={"num_cpus": 0.1},
+        logging_config={"log_level": "WARNING", "enable_access_log": False},
+    )(Endpoint)
+    return endpoint.bind(options, replicas(options, options.replica_gpus or 0))

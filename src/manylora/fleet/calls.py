@@ -1,0 +1,86 @@
+"""Call: an HTTP request as data, to be answered by an ASGI application in another process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message
+
+LEAVE_S = 5.0  # for an application to notice that its client has left, before it is cancelled
+COPIED = ("http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server")
+
+
+@dataclass(frozen=True)
+class Call:
+    """scope: what of the ASGI scope can be sent to another process. body: whole."""
+
+    scope: dict[str, Any]
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+    @classmethod
+    def of(cls, request: Request, body: bytes | bytearray) -> Call:
+        scope = {name: request.scope[name] for name in COPIED if name in request.scope}
+        return cls(scope, list(request.scope["headers"]), bytes(body))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole response of one replica."""
+
+    replica: str
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+async def answer(app: ASGIApp, call: Call) -> AsyncIterator[list[Message]]:
+    """The ASGI messages of its response: all that there are whenever one has come. When the iterator is
+    closed before its end, the application sees a client that has disconnected."""
+    messages: asyncio.Queue[Message | None] = asyncio.Queue()
+    gone = asyncio.Event()
+    body: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
+
+    async def receive() -> Message:
+        if body:
+            return body.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def run() -> None:
+        try:
+            await app({"type": "http", **call.scope, "headers": call.headers}, receive, messages.put)
+        finally:
+            messages.put_nowait(None)
+
+    task = asyncio.create_task(run())
+    try:
+        last = False
+        while not last:
+            found = [await messages.get()]
+            while not messages.empty():
+                found.append(messages.get_nowait())
+            last = found[-1] is None
+            if news := [one for one in found if one is not None]:
+                yield news
+        await task
+    finally:
+        gone.set()
+        if not task.done():
+            await asyncio.wait({task}, timeout=LEAVE_S)
+            task.cancel()
+
+
+async def whole_answer(app: ASGIApp, call: Call, replica: str) -> Answer:
+    status, headers, body = 500, [], bytearray()
+    async for messages in answer(app, call):
+        for one in messages:
+            if one["type"] == "http.response.start":
+                status, headers = one["status"], list(one["headers"])
+            else:
+                body += one.get("body", b"")
+    return Answer(replica, status, headers, bytes(body))

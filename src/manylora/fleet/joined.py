@@ -1,0 +1,97 @@
+"""What several replicas export, as one: their metrics with a label, and the data of the status page."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from manylora.fleet.calls import Answer
+
+PER_SECOND = ("tokens_per_s", "requests_per_s")
+TIMES = ("ttft_p50_ms", "ttft_p95_ms", "latency_p50_ms", "latency_p95_ms")
+
+
+def joined_metrics(texts: Mapping[str, str]) -> str:
+    """Prometheus texts by replica to one, in which every sample has the label `replica`."""
+    heads: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for replica, text in texts.items():
+        family = ""
+        for line in text.splitlines():
+            if line.startswith("# "):
+                family = line.split(" ", 3)[2]
+                known = heads.setdefault(family, [])
+                if line not in known:
+                    known.append(line)
+            elif line:
+                samples.setdefault(family, []).append(_labelled(line, replica))
+    return "".join(
+        "\n".join([*head, *samples.get(family, ())]) + "\n" for family, head in heads.items()
+    )  # fmt: skip
+
+
+def _labelled(line: str, replica: str) -> str:
+    label = f'replica="{replica}"'
+    end = len(line) if "}" not in line else line.rindex("}")
+    if "{" in line:
+        return f"{line[:end]},{label}{line[end:]}"
+    name, _, value = line.partition(" ")
+    return f"{name}{{{label}}} {value}"
+
+
+def fleet_status(
+    answers: Sequence[Answer], reports: Mapping[str, dict[str, Any]], states: Mapping[str, int]
+) -> dict[str, Any]:
+    """The body of GET /v1/cache in a fleet: there is no one map; `replicas` says what each holds.
+
+    answers: of GET /v1/cache by each replica, so with the names that the request's key may see.
+    states: number of replicas by Ray's name of their state.
+    """
+    bodies = {one.replica: json.loads(one.body) for one in answers}
+    counts: Counter[str] = Counter()
+    for body in bodies.values():
+        counts.update(body["counts"])
+    recent = [body["last_minute"] for body in bodies.values()]
+    last_minute: dict[str, float | None] = {
+        name: round(sum(one[name] for one in recent), 2) for name in PER_SECOND
+    }
+    for name in TIMES:  # of several, only the slowest is known
+        last_minute[name] = max((one[name] for one in recent if one[name] is not None), default=None)
+    return {
+        "object": "cache",
+        "feed": "fleet",
+        "mapped": False,
+        "page_bytes": 0,
+        "levels": None,
+        "adapters": [],
+        "changes": [],
+        "last_change": 0,
+        "counts": dict(counts),
+        "point_seconds": 0,
+        "points": [],
+        "last_minute": last_minute,
+        "states": dict(states),
+        "replicas": [_replica(name, body, reports[name]) for name, body in sorted(bodies.items())],
+    }
+
+
+def _replica(name: str, body: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "replica": name,
+        "pid": report["pid"],
+        "capacity": report["capacity"],
+        "running": report["running"],
+        "waiting": report["waiting"],
+        "counts": body["counts"],
+        "adapters": [
+            {
+                "name": one["name"],
+                "who": one["who"],
+                "level": "device" if one["device"] else "host",
+                "in_use": one["in_use"],
+            }
+            for one in body["adapters"]
+        ],
+    }

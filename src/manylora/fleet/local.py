@@ -1,0 +1,87 @@
+"""Runs a fleet on this machine: Ray, the replicas, and the endpoint in this process."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from manylora.errors import ConfigError
+from manylora.fleet.application import replicas
+from manylora.fleet.front import APPLICATION, make_front
+from manylora.fleet.options import FleetOptions
+from manylora.openai.server import http_server
+from manylora.openai.serving.connections import Clients, check_certificate, listen, raise_open_files
+
+logger = logging.getLogger("manylora")
+
+CONTROL_CPUS = 1  # for Ray's own actors
+REASON = re.compile(r"(?:ConfigError|ValueError): (.*)")
+
+
+def run(given: FleetOptions) -> None:
+    """Serve until a signal; requests under way then have drain_seconds to finish. Nothing is left behind.
+
+    Raises ConfigError; KeyboardInterrupt when the signal was Ctrl-C.
+    """
+    options = given.located()
+    assert isinstance(options, FleetOptions)
+    check_certificate(options.ssl_certfile, options.ssl_keyfile)
+    clients = Clients(options.http_limits(raise_open_files(options.max_connections)))
+    sockets = listen(options.host, options.port, clients)
+    try:
+        with tempfile.TemporaryDirectory(prefix="manylora-fleet-", ignore_cleanup_errors=True) as folder:
+            # A replica that is killed cannot remove a folder of its own.
+            shared = replace(options, lora_disk_dir=options.lora_disk_dir or Path(folder) / "adapters")
+            with _ray(shared, folder):
+                front = make_front(shared, _start(shared))
+                http_server(options, front, clients).run(list(sockets))
+    finally:
+        for one in sockets:
+            one.close()
+
+
+@contextmanager
+def _ray(options: FleetOptions, folder: str) -> Iterator[None]:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # or Ray writes one into the home folder
+    ray.init(
+        num_cpus=math.ceil(options.cpus * options.most_replicas) + CONTROL_CPUS,  # shares, not cores
+        object_store_memory=options.object_store_bytes,
+        include_dashboard=options.dashboard,
+        logging_level="warning",
+        _temp_dir=folder,
+    )
+    try:
+        yield
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def _start(options: FleetOptions) -> DeploymentHandle:
+    serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+    gpus = options.replica_gpus
+    if gpus is None:
+        found = ray.cluster_resources().get("GPU", 0)
+        gpus = min(1, found / options.most_replicas) if found and options.device != "cpu" else 0
+    logger.info("starting %d replicas with %g CPUs and %g GPUs each", options.replicas, options.cpus, gpus)
+    try:
+        return serve.run(replicas(options, gpus), name=APPLICATION, route_prefix=None)
+    except RuntimeError as error:  # with the traceback of a replica in its text
+        reasons = REASON.findall(str(error))
+        if not reasons:
+            raise
+        raise ConfigError(reasons[-1]) from error

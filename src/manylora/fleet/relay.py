@@ -1,0 +1,115 @@
+"""Relay: one request's response from a replica; from another one if the first is lost before it began."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import ClassVar
+
+from ray.exceptions import ObjectLostError, RayActorError, WorkerCrashedError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from manylora.fleet.calls import Call
+from manylora.openai.api.errors import ApiError
+
+LOST = (RayActorError, WorkerCrashedError, ObjectLostError)
+TRIES = 5  # replicas that may be lost before a request is given up
+FULL = "Too many requests wait for a replica, try again later"
+RETRIED = "manylora_fleet_retried_requests_total"
+CUT = "manylora_fleet_cut_streams_total"
+
+
+class Relay(Response):
+    """on_end: called once, after the last byte or when the client has left."""
+
+    COUNTERS: ClassVar[dict[str, str]] = {
+        RETRIED: "Requests that were given to another replica, since theirs was lost",
+        CUT: "Streams that ended with an error event, since their replica was lost",
+    }
+
+    def __init__(
+        self, replicas: DeploymentHandle, call: Call, adapter: str | None, counts: Counter[str]
+    ) -> None:
+        super().__init__()
+        self._method = replicas.options(method_name="answer", stream=True)
+        self._call, self._adapter, self._counts = call, adapter, counts
+        self._answer: DeploymentResponseGenerator[list[Message]] | None = None
+        self._begun: list[Message] = []
+        self._left = False
+        self.on_end: Callable[[], None] = lambda: None
+
+    def leave(self) -> None:
+        """The client has left: the replica need not go on."""
+        self._left = True
+        if self._answer is not None:
+            self._answer.cancel()
+
+    async def begin(self) -> None:
+        """Wait for the beginning of the body. Until then nothing was sent, so another replica can answer.
+
+        Raises ApiError.
+        """
+        for attempt in range(TRIES):
+            try:
+                await self._first_messages()
+                return
+            except LOST as error:
+                if self._left:
+                    raise ApiError(499, "client_left", "The client has closed the connection") from error
+                if attempt < TRIES - 1:
+                    self._counts[RETRIED] += 1
+            except BackPressureError as error:
+                raise ApiError(429, "overloaded", FULL, retry_after=1) from error
+            except DeploymentUnavailableError as error:
+                raise _unavailable() from error
+            except RequestCancelledError as error:
+                raise ApiError(499, "client_left", "The client has closed the connection") from error
+        raise _unavailable()
+
+    async def _first_messages(self) -> None:
+        self._begun = []
+        self._answer = self._method.remote(self._call, adapter=self._adapter)
+        if self._left:
+            self._answer.cancel()
+        while not any(one["type"] == "http.response.body" for one in self._begun):
+            self._begun += await anext(self._answer)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert self._answer is not None
+        try:
+            for one in self._begun:
+                await send(one)
+            async for messages in self._answer:
+                for one in messages:
+                    await send(one)
+        except LOST:
+            if not self._left:
+                self._counts[CUT] += 1
+                await self._send_error(send)
+        except RequestCancelledError:
+            if not self._left:
+                raise
+        finally:
+            self.on_end()
+
+    async def _send_error(self, send: Send) -> None:
+        """In the form of the stream, so that nobody takes what came so far for the whole answer."""
+        headers = dict(self._begun[0]["headers"])
+        kind = headers.get(b"content-type", b"").partition(b";")[0]
+        error = ApiError(503, "replica_lost", "The replica that answered has ended: send the request again")
+        if kind == b"text/event-stream":
+            end = error.event() + b"data: [DONE]\n\n"
+        elif kind == b"application/x-ndjson":
+            end = json.dumps({"error": error.message}).encode() + b"\n"
+        else:
+            raise RuntimeError(error.message)  # closes the connection before its length is reached
+        await send({"type": "http.response.body", "body": end, "more_body": False})
+
+
+def _unavailable() -> ApiError:
+    text = "The fleet cannot answer at the moment, try again"
+    return ApiError(503, "engine_unavailable", text, retry_after=1)

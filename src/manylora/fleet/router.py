@@ -1,0 +1,66 @@
+"""FleetRouter: Ray Serve's request router that asks our routing policy, with what the replicas report."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from manylora.fleet.routing import AffinityRouting, Replica
+
+
+class RandomRouting:
+    """For comparison: every replica is as good as every other."""
+
+    def choose(self, adapter: str | None, replicas: Sequence[Replica], now: float) -> list[Replica]:
+        return random.sample(replicas, len(replicas))
+
+    def sent(self, adapter: str | None, replica: str, now: float) -> None:
+        pass
+
+
+class FleetRouter(RequestRouter):
+    """One in each process that sends requests, on that process's routing thread."""
+
+    def initialize_state(self, routing: str = "affinity", pinned: Mapping[str, int] | None = None) -> None:
+        """Called by Ray with `request_router_kwargs`."""
+        self._routing: AffinityRouting | RandomRouting = (
+            RandomRouting() if routing == "random" else AffinityRouting(pinned=dict(pinned or {}))
+        )
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """In order of preference. Ray takes the first that has room."""
+        by_name = {one.replica_id.unique_id: one for one in candidate_replicas}
+        states = [self._state(name, one) for name, one in by_name.items()]
+        order = self._routing.choose(_adapter(pending_request), states, time.monotonic())
+        return [[by_name[one.name]] for one in order]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """The replica has taken it."""
+        self._routing.sent(_adapter(pending_request), replica_id.unique_id, time.monotonic())
+
+    def _state(self, name: str, one: RunningReplica) -> Replica:
+        report = one.routing_stats
+        # What was sent from here since the last report is in Ray's own count.
+        requests = self.replica_queue_len_cache.get(one.replica_id)
+        if requests is None:
+            requests = report.get("running", 0) + report.get("waiting", 0)
+        capacity = report.get("capacity") or one.max_ongoing_requests
+        return Replica(
+            name,
+            capacity,
+            min(requests, capacity),
+            max(0, requests - capacity),
+            frozenset(report.get("device", ())),
+            frozenset(report.get("host", ())),
+        )
+
+
+def _adapter(pending_request: PendingRequest | None) -> str | None:
+    """The adapter that a call of `ServerReplica.answer` is for."""
+    return None if pending_request is None else pending_request.kwargs.get("adapter")

@@ -26,7 +26,12 @@ MAKE = re.compile(r"(?:`|^)make ([a-z][a-z-]*)", re.MULTILINE)
 VARIABLE = re.compile(r"`(\w+)`")
 LAUNCHER = "launch_triton_server.py"
 DATASET = ["prepare-dataset --help", "prepare-dataset --tokenizer x token-norm-dist --help"]
-PAGE_OF_COMMAND = {"docs/openai_server.md": "serve", "docs/build.md": "build", "docs/bench.md": "bench"}
+PAGE_OF_COMMAND = {
+    "docs/openai_server.md": "serve",
+    "docs/build.md": "build",
+    "docs/bench.md": "bench",
+    "docs/fleet.md": "fleet",
+}
 ELSEWHERE = ("docs/migration.md",)  # names files of upstream
 FOREIGN = {
     "--data-binary", "--max_input_len", "--to", "--lora_dir", "--rounds", "--world_size",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import sys
 
 from manylora.errors import ConfigError
@@ -16,6 +18,9 @@ def main(arguments: list[str] | None = None) -> int:
 
         options = parse_options(given)
         log_to_stderr(options.log_level)
+        # Ray reads these when it is imported. A token of its own would stay in the home folder.
+        os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         from manylora.fleet.local import run
 
         run(options)

@@ -87,6 +87,7 @@ def _replica(name: str, body: Mapping[str, Any], report: Mapping[str, Any]) -> d
         "counts": body["counts"],
         "adapters": [
             {
+                "id": one["id"],
                 "name": one["name"],
                 "who": one["who"],
                 "level": "device" if one["device"] else "host",

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
-import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,9 +52,6 @@ def run(given: FleetOptions) -> None:
 
 @contextmanager
 def _ray(options: FleetOptions, folder: str) -> Iterator[None]:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # or Ray writes one into the home folder
     ray.init(
         num_cpus=math.ceil(options.cpus * options.most_replicas) + CONTROL_CPUS,  # shares, not cores
         object_store_memory=options.object_store_bytes,

@@ -6,6 +6,7 @@ import * as cache from "./cache.js";
 import * as charts from "./charts.js";
 import { assignColours } from "./colours.js";
 import { byId, count, dark, setText } from "./dom.js";
+import * as fleet from "./fleet.js";
 
 const EVERY_MS = 500;
 const RETRY_MS = 3000;
@@ -35,6 +36,7 @@ async function poll() {
   feed = state.feed;
   lastChange = state.last_change;
   lastPoint = state.points.at(-1)?.number ?? lastPoint;
+  fleet.show(state);
   cache.show(state);
   charts.show(state);
   byId("change-key").hidden = !hasKey();

@@ -1,0 +1,112 @@
+"""Protects what a fleet makes of its options, and how replicas' metrics become one text. Needs no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, StreamingResponse
+from starlette.routing import Route
+
+from manylora.errors import ConfigError
+from manylora.fleet.calls import Call, answer, whole_answer
+from manylora.fleet.joined import joined_metrics
+from manylora.fleet.options import parse_options, read_args
+
+
+def test_flags_and_the_args_of_an_application_mean_the_same(tmp_path: Path) -> None:
+    flags = ["m", "--lora-root", str(tmp_path), "--replicas", "3", "--max-replicas", "5", "--pin", "a=2"]
+    args = {"model": "m", "lora_root": [str(tmp_path)], "replicas": 3, "max_replicas": 5, "pin": ["a=2"]}
+    assert parse_options(flags) == read_args(args)
+    assert parse_options(flags).pin == (("a", 2),)
+    assert (parse_options(flags).least_replicas, parse_options(flags).most_replicas) == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({"restart": True}, "restart has no effect in a fleet: Ray starts"),
+        ({"triton_url": "localhost:1"}, "triton_url has no effect in a fleet"),
+        ({"allow_runtime_lora_updating": True}, "folders of lora_root"),
+        ({"replicas": 0}, "replicas must be at least 1"),
+        ({"replicas": 3, "max_replicas": 2}, "replicas must be from 3 to 2"),
+        ({"min_replicas": 1}, "need max_replicas"),
+        ({"routing": "fast"}, "routing"),
+        ({"pin": ["a=0"]}, "pin must be NAME or NAME=REPLICAS"),
+        ({"repilcas": 3}, "repilcas"),
+    ],
+)
+def test_what_cannot_act_is_refused_by_name(args: dict[str, object], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        read_args({"model": "m", **args})
+
+
+def test_args_need_a_model() -> None:
+    with pytest.raises(ConfigError, match="model is missing"):
+        read_args({"replicas": 2})
+
+
+def test_metrics_of_replicas_become_one_text_with_a_label() -> None:
+    text = '# HELP a Help\n# TYPE a gauge\na 1\na{x="}"} 2\n# HELP h H\n# TYPE h histogram\n'
+    joined = joined_metrics(
+        {"r1": f"{text}h_sum 3\nh_count 1\n", "r2": "# HELP a Help\n# TYPE a gauge\na 5\n"}
+    )
+    assert joined.splitlines() == [
+        "# HELP a Help",
+        "# TYPE a gauge",
+        'a{replica="r1"} 1',
+        'a{x="}",replica="r1"} 2',
+        'a{replica="r2"} 5',
+        "# HELP h H",
+        "# TYPE h histogram",
+        'h_sum{replica="r1"} 3',
+        'h_count{replica="r1"} 1',
+    ]
+
+
+def call(path: str, body: bytes = b"") -> Call:
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "headers": [(b"x-a", b"1")],
+        "query_string": b"q=2",
+    }
+    return Call.of(Request({**scope, "http_version": "1.1", "app": object()}), body)
+
+
+def test_a_call_is_answered_by_an_application_elsewhere() -> None:
+    async def echo(request: Request) -> PlainTextResponse:
+        return PlainTextResponse(
+            (await request.body()) + request.headers["x-a"].encode() + request.url.query.encode()
+        )
+
+    app = Starlette(routes=[Route("/echo", echo, methods=["POST"])])
+    found = asyncio.run(whole_answer(app, call("/echo", b"body "), "r"))
+    assert (found.replica, found.status, found.body) == ("r", 200, b"body 1q=2")
+
+
+def test_closing_the_answer_is_seen_as_a_client_that_left() -> None:
+    left = []
+
+    async def endless(request: Request) -> StreamingResponse:
+        async def lines():
+            try:
+                while True:
+                    yield b"line\n"
+                    await asyncio.sleep(0)
+            finally:
+                left.append(True)
+
+        return StreamingResponse(lines())
+
+    async def run() -> None:
+        messages = answer(Starlette(routes=[Route("/", endless, methods=["POST"])]), call("/"))
+        assert (await anext(messages))[0]["type"] == "http.response.start"
+        await messages.aclose()
+
+    asyncio.run(run())
+    assert left

@@ -1,0 +1,203 @@
+"""Protects the fleet: real replicas on a real Ray, with requests, kills, and adapters that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from conftest import free_ports
+
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
+
+pytest.importorskip("ray", reason="the extra fleet is not installed: pip install -e '.[fleet]'")
+pytestmark = pytest.mark.timeout(600)
+
+REPLICAS = 2
+ADAPTERS = 4
+PROMPT = [5, 17, 42, 99, 7]
+MAIN = "import sys; from manylora.cli import main; sys.exit(main())"
+
+
+@dataclass
+class Fleet:
+    url: str
+    process: subprocess.Popen[bytes]
+    model: Path
+    root: Path
+
+    def complete(self, adapter: str, tokens: int = 6) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/completions", json=body(adapter, tokens), timeout=60)
+
+    def cache(self) -> dict[str, Any]:
+        return httpx.get(f"{self.url}/v1/cache", timeout=30).json()
+
+    def replicas(self) -> list[dict[str, Any]]:
+        return self.cache()["replicas"]
+
+
+def body(adapter: str, tokens: int, **more: Any) -> dict[str, Any]:
+    fixed = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return {"model": adapter, "prompt": PROMPT, "max_tokens": tokens, **fixed, **more}
+
+
+def wait_for(done: Callable[[], object], seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.1)
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health/ready", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def processes_of(session: int) -> list[str]:
+    """Everything that the command has started, which is in its session."""
+    found = subprocess.run(["ps", "-s", str(session), "-o", "stat=,args="], capture_output=True, text=True)
+    return [line for line in found.stdout.splitlines() if line and not line.startswith("Z")]
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("fleet")
+    model = make_model(folder / "model", "llama", seed=11, max_position_embeddings=4096)
+    root = folder / "adapters"
+    for number in range(ADAPTERS):
+        make_adapter(root / f"a{number}", model, seed=number)
+    (port,) = free_ports(1)
+    flags = ["--replicas", str(REPLICAS), "--port", str(port), "--device", "cpu", "--report-seconds", "0.2"]
+    flags += ["--lora-refresh-seconds", "1", "--served-model-name", "base", "--lora-root", str(root)]
+    log = folder / "fleet.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", MAIN, "fleet", str(model), *flags],
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    folders = temporary()
+    wait_for(lambda: process.poll() is not None or is_ready(url), 300)
+    assert process.poll() is None, log.read_text(encoding="utf-8")
+    wait_for(lambda: len(Fleet(url, process, model, root).replicas()) == REPLICAS)
+    yield Fleet(url, process, model, root)
+    process.terminate()
+    process.wait(60)
+    wait_for(lambda: not processes_of(process.pid), 30)
+    assert temporary() <= folders
+
+
+def temporary() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("manylora-fleet-*"))
+
+
+def test_answers_are_those_of_the_reference(fleet: Fleet) -> None:
+    for name in ("base", "a0", "a1"):
+        answer = fleet.complete(name)
+        assert answer.status_code == 200, answer.text
+        adapter = None if name == "base" else fleet.root / name
+        expected = reference_generate(fleet.model, adapter, PROMPT, 6)
+        assert answer.json()["choices"][0]["token_ids"] == expected
+
+
+def test_an_adapter_stays_where_it_is_and_the_status_says_where(fleet: Fleet) -> None:
+    homes = {}
+    for name in [f"a{number}" for number in range(ADAPTERS)] * 3:
+        homes.setdefault(name, set()).add(fleet.complete(name, 1).headers["x-manylora-replica"])
+    assert all(len(replicas) == 1 for replicas in homes.values()), homes
+    held = {one["name"]: replica["replica"] for replica in fleet.replicas() for one in replica["adapters"]}
+    assert held == {name: next(iter(replicas)) for name, replicas in homes.items()}
+    assert fleet.cache()["counts"]["cold_loads"] == ADAPTERS
+
+
+def test_metrics_of_all_replicas_are_at_one_port(fleet: Fleet) -> None:
+    lines = httpx.get(f"{fleet.url}/metrics", timeout=30).text.splitlines()
+    names = {one["replica"] for one in fleet.replicas()}
+    waiting = [line for line in lines if line.startswith("vllm:num_requests_waiting{")]
+    assert {line.partition('replica="')[2].partition('"')[0] for line in waiting} == names
+    assert lines.count("# TYPE vllm:num_requests_waiting gauge") == 1
+    assert f'manylora_fleet_replicas{{state="running"}} {REPLICAS}' in lines
+
+
+def test_errors_are_those_of_the_server(fleet: Fleet) -> None:
+    missing = fleet.complete("nobody")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "adapter_not_found")
+    wrong = httpx.post(
+        f"{fleet.url}/v1/completions", content=b"{", headers={"content-type": "application/json"}
+    )
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "invalid_json")
+    load = httpx.post(f"{fleet.url}/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "y"})
+    assert load.status_code == 403
+    assert "--lora-root" in load.json()["error"]["message"]
+
+
+def test_adapters_come_and_go_without_a_restart(fleet: Fleet) -> None:
+    shutil.copytree(fleet.root / "a0", fleet.root / "new")
+
+    def everywhere(found: bool) -> bool:
+        return all((fleet.complete("new", 1).status_code == 200) == found for _ in range(4))
+
+    wait_for(lambda: everywhere(True))
+    shutil.rmtree(fleet.root / "new")
+    wait_for(lambda: everywhere(False))
+
+
+def test_a_client_that_leaves_ends_its_generation(fleet: Fleet) -> None:
+    with httpx.stream(
+        "POST", f"{fleet.url}/v1/completions", json=body("a0", 4000, stream=True), timeout=60
+    ) as answer:
+        next(answer.iter_lines())
+        assert sum(one["running"] for one in fleet.replicas()) == 1
+    wait_for(lambda: sum(one["running"] for one in fleet.replicas()) == 0, 20)
+
+
+async def stream(client: httpx.AsyncClient, url: str, adapter: str, tokens: int) -> str:
+    text = ""
+    async with client.stream(
+        "POST", f"{url}/v1/completions", json=body(adapter, tokens, stream=True), timeout=120
+    ) as answer:
+        async for piece in answer.aiter_text():
+            text += piece
+    assert answer.status_code == 200, text
+    return text
+
+
+def test_of_a_killed_replica_only_begun_streams_end_and_they_say_so(fleet: Fleet) -> None:
+    """Streams that are under way, and requests that come while the replica dies."""
+
+    async def run() -> list[str]:
+        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=200)) as client:
+            names = [f"a{number % ADAPTERS}" for number in range(8)]
+            begun = [asyncio.create_task(stream(client, fleet.url, name, 400)) for name in names]
+            busy = lambda: [one for one in fleet.replicas() if one["running"] > 1]  # noqa: E731
+            await asyncio.to_thread(wait_for, lambda: busy() or all(task.done() for task in begun))
+            victim = max(fleet.replicas(), key=lambda one: one["running"])
+            os.kill(victim["pid"], signal.SIGKILL)
+            more = [asyncio.create_task(stream(client, fleet.url, f"a{n % ADAPTERS}", 4)) for n in range(40)]
+            late = await asyncio.gather(*more)
+            assert all(text.endswith("data: [DONE]\n\n") and '"error"' not in text for text in late)
+            return await asyncio.gather(*begun)
+
+    begun = asyncio.run(run())
+    assert all(text.endswith("data: [DONE]\n\n") for text in begun)
+    cut = [json.loads(text.split("data: ")[-2]) for text in begun if '"error"' in text]
+    assert cut
+    assert {one["error"]["code"] for one in cut} == {"replica_lost"}
+    wait_for(lambda: len(fleet.replicas()) == REPLICAS, 120)
+    assert fleet.complete("a0").status_code == 200

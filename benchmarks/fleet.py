@@ -9,13 +9,15 @@ requests were lost (an error before the first text), cut (an error event in the 
     fleet.py
     fleet.py --routing affinity --seconds 20 --kill
 
-Needs `pip install 'manylora[fleet]'`. Other work on the machine shows in both halves of a run.
+Needs `pip install 'manylora[fleet]'`, and a machine without other work. Where this process itself stood still
+for a second, everything was stopped from outside: times of requests under way then are left out, and counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -38,12 +40,15 @@ from machine import see_machine
 
 TEXT = "Tell me about Japan. \nAnswer:"
 START_S = 300.0
+TICK_S, STOPPED_S = 0.05, 1.0
 
 
 @dataclass
 class Asked:
-    """first_s: to the first text. outcome: ok, lost, cut."""
+    """began, ended: of time.perf_counter. first_s: to the first text. outcome: ok, lost, cut."""
 
+    began: float
+    ended: float
     first_s: float
     outcome: str
     replica: str
@@ -82,8 +87,16 @@ class Fleet:
             time.sleep(0.5)
         raise RuntimeError("the fleet does not start")
 
-    def status(self) -> dict[str, Any]:
-        return json.loads(self.get("/v1/cache"))
+    def status(self, replicas: int = 0) -> dict[str, Any]:
+        """replicas: how many must have answered."""
+        until = time.monotonic() + START_S
+        while time.monotonic() < until:
+            with contextlib.suppress(OSError):
+                found = json.loads(self.get("/v1/cache"))
+                if len(found["replicas"]) >= replicas:
+                    return found
+            time.sleep(0.5)
+        raise RuntimeError(f"there are no {replicas} replicas")
 
     def retried(self) -> int:
         name = "manylora_fleet_retried_requests_total "
@@ -116,15 +129,32 @@ async def ask(port: int, adapter: str, tokens: int) -> Asked:
         answer += getattr(error, "partial", b"")
     replica = answer.partition(b"x-manylora-replica: ")[2].partition(b"\r\n")[0].decode()
     if answer.startswith(b"HTTP/1.1 200") and b"[DONE]" in answer and b'"error"' not in answer:
-        return Asked(first, "ok", replica)
-    return Asked(first, "cut" if first else "lost", replica, answer[-300:].decode(errors="replace"))
+        return Asked(began, time.perf_counter(), first, "ok", replica)
+    why = answer[-300:].decode(errors="replace")
+    return Asked(began, time.perf_counter(), first, "cut" if first else "lost", replica, why)
+
+
+async def stops(found: list[tuple[float, float]]) -> None:
+    """Adds the times in which this process stood still."""
+    last = time.perf_counter()
+    while True:
+        await asyncio.sleep(TICK_S)
+        now = time.perf_counter()
+        if now - last > STOPPED_S:
+            found.append((last, now))
+        last = now
 
 
 async def paced(
     fleet: Fleet, names: list[str], per_second: float, tokens: int, kill_after: float = 0.0
-) -> list[Asked]:
-    """An open loop: the next request does not wait for the last. kill_after: seconds, 0 for never."""
+) -> tuple[list[Asked], list[float]]:
+    """An open loop: the next request does not wait for the last. kill_after: seconds, 0 for never.
+
+    Also the times to first token of those during which nothing was stopped.
+    """
     arrivals, at = random.Random(7), 0.0
+    stopped: list[tuple[float, float]] = []
+    watch = asyncio.create_task(stops(stopped))
     began, tasks = time.perf_counter(), []
     victim = fleet.status()["replicas"][0]["pid"] if kill_after else 0
     for name in names:
@@ -134,7 +164,10 @@ async def paced(
             os.kill(victim, signal.SIGKILL)
             victim = 0
         tasks.append(asyncio.create_task(ask(fleet.port, name, tokens)))
-    return list(await asyncio.gather(*tasks))
+    found = list(await asyncio.gather(*tasks))
+    watch.cancel()
+    whole = [one for one in found if not any(s < one.ended and one.began < e for s, e in stopped)]
+    return found, sorted(one.first_s for one in whole)
 
 
 def zipf(adapters: int, count: int, power: float, seed: int) -> list[str]:
@@ -146,16 +179,16 @@ def zipf(adapters: int, count: int, power: float, seed: int) -> list[str]:
 def measure(fleet: Fleet, options: argparse.Namespace) -> dict[str, float]:
     warm = zipf(options.adapters, int(options.per_second * options.warm_seconds), options.zipf, 1)
     asyncio.run(paced(fleet, warm, options.per_second, options.tokens))
-    before = fleet.status()["counts"]["cold_loads"]
+    before = fleet.status(options.replicas)["counts"]["cold_loads"]
     names = zipf(options.adapters, int(options.per_second * options.seconds), options.zipf, 2)
-    found = asyncio.run(paced(fleet, names, options.per_second, options.tokens))
+    found, times = asyncio.run(paced(fleet, names, options.per_second, options.tokens))
     bad = [one for one in found if one.outcome != "ok"]
     if bad:
         raise RuntimeError(f"{len(bad)} requests failed: {bad[0]}")
-    times = sorted(one.first_s for one in found)
     return {
         "requests": len(found),
-        "cold_loads": fleet.status()["counts"]["cold_loads"] - before,
+        "left_out": len(found) - len(times),
+        "cold_loads": fleet.status(options.replicas)["counts"]["cold_loads"] - before,
         "p50_ms": 1000 * statistics.median(times),
         "p90_ms": 1000 * times[int(0.90 * len(times))],
         "p99_ms": 1000 * times[int(0.99 * len(times))],
@@ -166,21 +199,19 @@ def measure(fleet: Fleet, options: argparse.Namespace) -> dict[str, float]:
 def kill(fleet: Fleet, options: argparse.Namespace) -> dict[str, float]:
     names = zipf(options.adapters, int(options.per_second * options.seconds), options.zipf, 3)
     retried = fleet.retried()
-    found = asyncio.run(
+    found, _ = asyncio.run(
         paced(fleet, names, options.per_second, options.kill_tokens, kill_after=options.seconds / 3)
     )
     for one in found:
         if one.outcome == "lost":
             print(one)
     outcomes = Counter(one.outcome for one in found)
-    until = time.monotonic() + START_S
-    while len(fleet.status()["replicas"]) < options.replicas and time.monotonic() < until:
-        time.sleep(0.5)
+    again = len(fleet.status(options.replicas)["replicas"])
     return {
         "requests": len(found),
         **{name: outcomes[name] for name in ("ok", "lost", "cut")},
         "retried": fleet.retried() - retried,
-        "replicas_again": len(fleet.status()["replicas"]),
+        "replicas_again": again,
     }
 
 

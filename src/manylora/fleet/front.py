@@ -31,7 +31,7 @@ from manylora.openai.serving.transport import BodyMemory, read_body, request_id,
 logger = logging.getLogger("manylora")
 
 APPLICATION, DEPLOYMENT = "manylora", "Replicas"
-ALL_S = 5.0  # for all replicas to answer
+ALL_S = 10.0  # for all replicas to answer
 STATES_AGE_S = 1.0
 BODIES_AT_ONCE = 16
 LATEST = ":latest"  # which Ollama's clients add to a name
@@ -55,7 +55,7 @@ def make_front(options: FleetOptions, replicas: DeploymentHandle) -> Starlette:
         Route("/v1/cache", front.cache),
         Route("/{path:path}", front.forward, methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]),
     ]
-    return Starlette(routes=routes)
+    return Starlette(routes=routes, exception_handlers={ApiError: _api_error})
 
 
 class _Front:
@@ -118,15 +118,14 @@ class _Front:
 
     async def load(self, request: Request) -> Response:
         text = "In a fleet adapters come and go in the folders of --lora-root, which every replica watches"
-        return error_at(request.url.path, ApiError(403, "not_allowed", text))
+        raise ApiError(403, "not_allowed", text)
 
     async def live(self, request: Request) -> Response:
         return JSONResponse({"status": "live"})
 
     async def ready(self, request: Request) -> Response:
         if not (await self._replica_states()).get("RUNNING"):
-            error = ApiError(503, "engine_unavailable", "No replica is ready", retry_after=1)
-            return error_at(request.url.path, error)
+            raise ApiError(503, "engine_unavailable", "No replica is ready", retry_after=1)
         return JSONResponse({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:
@@ -158,8 +157,9 @@ class _Front:
         response = self._replicas.broadcast("whole_answer", Call.of(request, b""))
         try:
             found = await response.results_async(timeout_s=ALL_S, return_exceptions=True)
-        except TimeoutError:
-            found = []
+        except TimeoutError as error:
+            text = f"A replica has not answered for {ALL_S:.0f} s"
+            raise ApiError(503, "engine_unavailable", text, retry_after=1) from error
         given = [one for one in found if not isinstance(one, BaseException)]
         return [one for one, _ in given], {one.replica: report for one, report in given}
 
@@ -176,6 +176,10 @@ def _replica_states() -> dict[str, int]:
         if found := application.deployments.get(DEPLOYMENT):
             return {str(getattr(state, "value", state)): n for state, n in found.replica_states.items()}
     return {}
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    return error_at(request.url.path, as_api_error(error))
 
 
 def _adapter_name(named: Sequence[Any], bases: Sequence[str]) -> str | None:

@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
 """Affinity routing beside random routing: real replicas, many adapters, and little room for them in each.
 
-For each kind of routing a fleet is started and gets the same requests at the same times: adapters by Zipf's
-law, an open loop. Printed are the adapters that had to be loaded from their files, and the time to first
-token. At the end, with --kill, a replica of the last fleet is killed by SIGKILL under the same load: how many
-requests were lost (an error before the first text), cut (an error event in the stream), or retried.
+For each kind of routing a fleet is started. In turns they get the same requests at the same intervals:
+adapters by Zipf's law, in an open loop. Printed are the adapters that had to be loaded from their files, and
+the time to first token. At the end, with --kill, a replica of the last fleet is killed by SIGKILL under the
+same load: how many requests were lost (an error before the first text), cut (an error event in the stream),
+or given to another replica.
 
     fleet.py
     fleet.py --routing affinity --seconds 20 --kill
 
-Needs `pip install 'manylora[fleet]'`, and a machine without other work. Where this process itself stood still
-for a second, everything was stopped from outside: times of requests under way then are left out, and counted.
+Needs `pip install 'manylora[fleet]'`, and a machine without other work. Where this process stood still for
+a second, everything was stopped from outside: times of requests under way then are left out, and counted.
 """
 
 from __future__ import annotations
@@ -98,6 +99,9 @@ class Fleet:
             time.sleep(0.5)
         raise RuntimeError(f"there are no {replicas} replicas")
 
+    def cold_loads(self, replicas: int) -> int:
+        return int(self.status(replicas)["counts"]["cold_loads"])
+
     def retried(self) -> int:
         name = "manylora_fleet_retried_requests_total "
         return next(int(line.removeprefix(name)) for line in self.get("/metrics").splitlines() if name in line
@@ -176,19 +180,38 @@ def zipf(adapters: int, count: int, power: float, seed: int) -> list[str]:
     return [f"a{pick:03}" for pick in picks]
 
 
-def measure(fleet: Fleet, options: argparse.Namespace) -> dict[str, float]:
-    warm = zipf(options.adapters, int(options.per_second * options.warm_seconds), options.zipf, 1)
-    asyncio.run(paced(fleet, warm, options.per_second, options.tokens))
-    before = fleet.status(options.replicas)["counts"]["cold_loads"]
-    names = zipf(options.adapters, int(options.per_second * options.seconds), options.zipf, 2)
-    found, times = asyncio.run(paced(fleet, names, options.per_second, options.tokens))
+def warm(fleet: Fleet, options: argparse.Namespace) -> None:
+    names = zipf(options.adapters, int(options.per_second * options.warm_seconds), options.zipf, 1)
+    asyncio.run(paced(fleet, names, options.per_second, options.tokens))
+
+
+def measure(fleets: dict[str, Fleet], options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """In turns, so that other work on the machine meets all of them."""
+    found: dict[str, list[Asked]] = {routing: [] for routing in fleets}
+    times: dict[str, list[float]] = {routing: [] for routing in fleets}
+    before = {routing: fleet.cold_loads(options.replicas) for routing, fleet in fleets.items()}
+    for number in range(options.rounds):
+        count = int(options.per_second * options.seconds / options.rounds)
+        names = zipf(options.adapters, count, options.zipf, 2 + number)
+        for routing, fleet in fleets.items():
+            some, first = asyncio.run(paced(fleet, names, options.per_second, options.tokens))
+            found[routing] += some
+            times[routing] += first
+    return {
+        routing: summary(found[routing], times[routing])
+        | {"cold_loads": fleet.cold_loads(options.replicas) - before[routing]}
+        for routing, fleet in fleets.items()
+    }
+
+
+def summary(found: list[Asked], times: list[float]) -> dict[str, float]:
     bad = [one for one in found if one.outcome != "ok"]
     if bad:
         raise RuntimeError(f"{len(bad)} requests failed: {bad[0]}")
+    times = sorted(times)
     return {
         "requests": len(found),
         "left_out": len(found) - len(times),
-        "cold_loads": fleet.status(options.replicas)["counts"]["cold_loads"] - before,
         "p50_ms": 1000 * statistics.median(times),
         "p90_ms": 1000 * times[int(0.90 * len(times))],
         "p99_ms": 1000 * times[int(0.99 * len(times))],
@@ -232,6 +255,7 @@ def main() -> None:
     parser.add_argument("--per-second", type=float, default=5.0)
     parser.add_argument("--warm-seconds", type=float, default=20.0)
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--rounds", type=int, default=4, help="in which the fleets take turns")
     parser.add_argument("--kill", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
     results: dict[str, dict[str, float]] = {}
@@ -242,18 +266,22 @@ def main() -> None:
             size = make_adapter(
                 work / "adapters" / f"a{number:03}", options.hidden, options.layers, options.rank, number
             )
-        for routing in options.routing:
-            fleet = Fleet(model, work / "adapters", routing, options)
-            try:
-                fleet.wait(options.replicas, options.adapters)
-                results[routing] = measure(fleet, options)
+        fleets: dict[str, Fleet] = {}
+        try:
+            for routing in options.routing:
+                fleets[routing] = Fleet(model, work / "adapters", routing, options)
+                fleets[routing].wait(options.replicas, options.adapters)
+                warm(fleets[routing], options)
+            results |= measure(fleets, options)
+            for routing in fleets:
                 print(
                     routing, {name: round(value, 2) for name, value in results[routing].items()}, flush=True
                 )
-                if options.kill and routing == options.routing[-1]:
-                    results["kill"] = kill(fleet, options)
-                    print("kill", results["kill"], flush=True)
-            finally:
+            if options.kill:
+                results["kill"] = kill(fleets[options.routing[-1]], options)
+                print("kill", results["kill"], flush=True)
+        finally:
+            for fleet in fleets.values():
                 fleet.close()
     print(f"{size / 2**20:.1f} MiB an adapter; {see_machine()}")
     print(json.dumps(results))

@@ -53,6 +53,7 @@ def run(given: FleetOptions) -> None:
 @contextmanager
 def _ray(options: FleetOptions, folder: str) -> Iterator[None]:
     ray.init(
+        address="local",  # of its own, whatever runs here already
         num_cpus=math.ceil(options.cpus * options.most_replicas) + CONTROL_CPUS,  # shares, not cores
         object_store_memory=options.object_store_bytes,
         include_dashboard=options.dashboard,

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import yaml
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
@@ -15,6 +16,8 @@ from manylora.errors import ConfigError
 from manylora.fleet.calls import Call, answer, whole_answer
 from manylora.fleet.joined import joined_metrics
 from manylora.fleet.options import parse_options, read_args
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_flags_and_the_args_of_an_application_mean_the_same(tmp_path: Path) -> None:
@@ -42,6 +45,16 @@ def test_flags_and_the_args_of_an_application_mean_the_same(tmp_path: Path) -> N
 def test_what_cannot_act_is_refused_by_name(args: dict[str, object], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         read_args({"model": "m", **args})
+
+
+def test_the_configuration_for_a_cluster_has_options_of_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    [application] = yaml.safe_load(Path("deploy/ray/fleet.yaml").read_text(encoding="utf-8"))["applications"]
+    assert read_args(application["args"]).bases == ("demo",)
+    module, _, function = application["import_path"].partition(":")
+    assert f"\ndef {function}(" in Path("src", *module.split(".")).with_suffix(".py").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_args_need_a_model() -> None:

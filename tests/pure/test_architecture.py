@@ -19,6 +19,7 @@ ORDER = [
     ["wire", "text"],
     ["lora"],
     ["model"],
+    ["parallel"],
     ["engine"],
     ["launcher", "testing", "llmapi", "bench", "openai", "fleet", "contracts", "commands", "cli"],
     ["lora_helper", "lora_manager", "executor", "sampling_params", "models", "quantization", "_torch"],
@@ -55,6 +56,7 @@ INSIDE = {
         "decoder_parts", "transformer", "decoder", "attend", "encoder_decoder", "quant", "effective_weights",
         "weights", "builder",
     ],
+    "parallel": ["mapping", "rank_model", "collectives", "adapters", "weights", "decoder", "build"],
     "engine": [
         "token_counts", "top_p", "sequence", "penalties", "kv_cache", "decode_run", "scheduler", "memory",
         "guide_trial", "guide", "beam",
@@ -102,8 +104,8 @@ NO_TORCH = [
     "wire", "text", "launcher", "lora.pages", "lora.modules", "lora.geometry", "lora.bounds",
     "lora.number_types", "lora.tensors", "lora.staging", "lora.extras", "lora.rules", "lora.slicing",
     "lora.cache", "cli", "engine.sequence", "engine.guide", "engine.guide_trial", "engine.kv_cache",
-    "engine.decode_run", "engine.scheduler", "kernels.row_format", "kernels.cuda.plan", "llmapi", "bench",
-    "openai", "fleet", "contracts",
+    "engine.decode_run", "engine.scheduler", "kernels.row_format", "kernels.cuda.plan", "parallel.mapping",
+    "parallel.rank_model", "llmapi", "bench", "openai", "fleet", "contracts",
     "lora_helper", "lora_manager", "executor", "sampling_params", "models", "quantization",
 ]  # fmt: skip
 WITH_RAY = ("fleet.router", "fleet.relay", "fleet.front", "fleet.application", "fleet.local")

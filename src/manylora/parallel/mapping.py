@@ -1,0 +1,125 @@
+"""Mapping: which ranks share the layers of a model, which its matrices, and which its experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from manylora.config.engine import ModelConfig
+from manylora.errors import ConfigError
+from manylora.lora.slicing import pipeline_layers
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """One of `world_size` ranks, in TensorRT-LLM's terms. Raises ConfigError for sizes that do not agree.
+
+    tp_size: ranks that share each matrix of a layer. pp_size: stages, which share the layers. Neighbouring
+    ranks share matrices: rank = pp_rank * tp_size + tp_rank.
+    moe_ep_size: of the ranks that share a layer, so many groups have experts of their own; the
+    `moe_tp_size` ranks of a group share each expert's matrices.
+    """
+
+    world_size: int = 1
+    rank: int = 0
+    tp_size: int = 1
+    pp_size: int = 1
+    moe_ep_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "tp_size", "pp_size", "moe_ep_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.tp_size * self.pp_size != self.world_size:
+            raise ConfigError(
+                f"world_size must be tp_size * pp_size = {self.tp_size * self.pp_size}, got {self.world_size}"
+            )
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"rank must be 0 to {self.world_size - 1}, got {self.rank}")
+        if self.tp_size % self.moe_ep_size:
+            raise ConfigError(f"moe_ep_size must divide tp_size ({self.tp_size}), got {self.moe_ep_size}")
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp_size
+
+    @property
+    def pp_rank(self) -> int:
+        return self.rank // self.tp_size
+
+    @property
+    def moe_tp_size(self) -> int:
+        return self.tp_size // self.moe_ep_size
+
+    @property
+    def moe_tp_rank(self) -> int:
+        return self.tp_rank // self.moe_ep_size
+
+    @property
+    def moe_ep_rank(self) -> int:
+        return self.tp_rank % self.moe_ep_size
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def tp_group(self) -> tuple[int, ...]:
+        """The ranks of this stage, ascending."""
+        first = self.pp_rank * self.tp_size
+        return tuple(range(first, first + self.tp_size))
+
+    def at(self, rank: int) -> Mapping:
+        """The same sizes, seen from another rank."""
+        return replace(self, rank=rank)
+
+    def stage_layers(self, num_layers: int) -> range:
+        """Of this stage: equal shares, the remainder one each to the first stages."""
+        return pipeline_layers(num_layers, self.pp_size, self.pp_rank)
+
+    def experts(self, num_experts: int) -> range:
+        """Whose matrices this rank has, or a part of them."""
+        share = num_experts // self.moe_ep_size
+        return range(self.moe_ep_rank * share, (self.moe_ep_rank + 1) * share)
+
+    def vocabulary(self, size: int) -> range:
+        """The tokens whose rows of the embedding and the head this rank has: equal shares, the remainder one
+        each to the first ranks."""
+        return pipeline_layers(size, self.tp_size, self.tp_rank)
+
+
+def check_mapping(model: ModelConfig, mapping: Mapping) -> None:
+    """Raises ConfigError, naming what cannot be shared, unless these ranks can run the model."""
+    if mapping.world_size == 1:
+        return
+    tp, pp = mapping.tp_size, mapping.pp_size
+    if model.encoder is not None:
+        raise ConfigError(
+            f"{model.architecture} has an encoder: such models run on one rank, tp_size and pp_size must be 1"
+        )
+    if pp > model.num_layers:
+        raise ConfigError(f"pp_size must be at most the model's {model.num_layers} layers, got {pp}")
+    if mapping.moe_ep_size > 1 and model.moe is None:
+        raise ConfigError(f"moe_ep_size must be 1: {model.architecture} has no experts")
+    if model.num_heads % tp:
+        raise ConfigError(f"tp_size must divide the model's {model.num_heads} attention heads, got {tp}")
+    kv = model.num_kv_heads
+    if kv % tp and tp % kv:
+        raise ConfigError(f"tp_size must divide the model's {kv} key-value heads, or they it; got {tp}")
+    if tp > model.vocab_size:
+        raise ConfigError(f"tp_size must be at most the model's {model.vocab_size} tokens, got {tp}")
+    moe = model.moe
+    if moe is None or len(moe.layers) < model.num_layers:
+        _check_share("the model's MLP width", model.intermediate_size, "tp_size", tp)
+    if moe is not None:
+        _check_share("the number of experts", moe.num_experts, "moe_ep_size", mapping.moe_ep_size)
+        _check_share("an expert's width", moe.intermediate_size, "tp_size / moe_ep_size", mapping.moe_tp_size)
+        _check_share("the shared expert's width", moe.shared_intermediate_size, "tp_size", tp)
+
+
+def _check_share(what: str, size: int, name: str, count: int) -> None:
+    if size % count:
+        raise ConfigError(f"{name} must divide {what}, {size}, got {count}")

@@ -1,0 +1,41 @@
+"""rank_config: the model that one rank runs, as if there were no others: fewer heads, layers and experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from manylora.config.engine import ModelConfig
+from manylora.parallel.mapping import Mapping, check_mapping
+
+
+def rank_config(model: ModelConfig, mapping: Mapping) -> ModelConfig:
+    """The sizes of this rank's part: its heads, the width of its MLPs, and the layers of its stage, numbered
+    from 0. Vocabulary and hidden size, and the number of experts, stay the model's. Raises ConfigError."""
+    check_mapping(model, mapping)
+    if mapping.world_size == 1:
+        return model
+    tp, layers, moe = mapping.tp_size, mapping.stage_layers(model.num_layers), model.moe
+    if moe is not None:
+        moe = replace(
+            moe,
+            intermediate_size=moe.intermediate_size // mapping.moe_tp_size,
+            shared_intermediate_size=moe.shared_intermediate_size // tp,
+            layers=_of_stage(moe.layers, layers),
+        )
+    dense = moe is None or len(moe.layers) < len(layers)
+    return replace(
+        model,
+        num_layers=len(layers),
+        num_heads=model.num_heads // tp,
+        num_kv_heads=max(1, model.num_kv_heads // tp),
+        # A width that no layer has need not be divisible.
+        intermediate_size=model.intermediate_size // tp if dense else model.intermediate_size,
+        sliding_windows=model.sliding_windows[layers.start : layers.stop],
+        unrotated_layers=_of_stage(model.unrotated_layers, layers),
+        attention_scale=model.head_dim**-0.5 if model.attention_scale is None else model.attention_scale,
+        moe=moe,
+    )
+
+
+def _of_stage(numbers: frozenset[int], layers: range) -> frozenset[int]:
+    return frozenset(number - layers.start for number in numbers if number in layers)

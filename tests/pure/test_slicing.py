@@ -48,7 +48,7 @@ def test_a_slice_has_the_sizes_of_the_layout(module_id: int, dora: bool) -> None
     row = random_row(module, 8, dora)
     [place], _ = place_rows([RowShape(module, 0, RowFormat(8, dora))], CacheGeometry(64, 64, 0, 0), tp=2)
     for rank in range(2):
-        part = slice_row(row, module, 2, rank)
+        part = slice_row(row, module, module.share(2), 2, rank)
         a, b, m = matrices(part, module.local_in(2), module.local_out(2))
         assert (a.size, b.size) == (place.in_size, place.out_size)
         assert part.payload.size == module.row_elements(RowFormat(8, dora), tp=2)
@@ -58,14 +58,41 @@ def test_a_slice_has_the_sizes_of_the_layout(module_id: int, dora: bool) -> None
 
 def test_the_tiny_example() -> None:
     row = AdapterRow(1, 0, RowFormat(2), TINY)
-    q = LoraModule(1, 4, 4, Split.B_ROWS)
-    assert slice_row(row, q, 2, 0).payload.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 2, 0, 0, 2]
-    assert slice_row(row, q, 2, 1).payload.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 2, 2, 4, -2]
-    dense = LoraModule(4, 4, 4, Split.A_COLS)
-    assert slice_row(row, dense, 2, 0).payload.tolist() == [1, 2, 5, 6, 2, 0, 0, 2, 2, 2, 4, -2]
-    assert slice_row(row, dense, 2, 1).payload.tolist() == [3, 4, 7, 8, 2, 0, 0, 2, 2, 2, 4, -2]
+    for split, parts in (
+        (Split.B_ROWS, ([1, 2, 3, 4, 5, 6, 7, 8, 2, 0, 0, 2], [1, 2, 3, 4, 5, 6, 7, 8, 2, 2, 4, -2])),
+        (Split.A_COLS, ([1, 2, 5, 6, 2, 0, 0, 2, 2, 2, 4, -2], [3, 4, 7, 8, 2, 0, 0, 2, 2, 2, 4, -2])),
+    ):
+        module = LoraModule(1, 4, 4, split)
+        for rank, part in enumerate(parts):
+            assert slice_row(row, module, module.share(2), 2, rank).payload.tolist() == part
     router = LoraModule(16, 4, 4, Split.NONE)
-    assert slice_row(row, router, 2, 1) is row
+    assert slice_row(row, router, router.share(2), 2, 1) is row
+
+
+def test_neighbours_have_the_same_key_head_where_there_are_fewer_heads_than_ranks() -> None:
+    k, local = LoraModule(2, 4, 8, Split.B_ROWS), LoraModule(2, 4, 4, Split.B_ROWS)
+    row = random_row(k, 2, dora=True)
+    _, b, m = matrices(row, 4, 8)
+    for rank in range(4):
+        _, local_b, local_m = matrices(slice_row(row, k, local, 4, rank), 4, 4)
+        np.testing.assert_array_equal(local_b, np.split(b, 2)[rank // 2])
+        np.testing.assert_array_equal(local_m, np.split(m, 2)[rank // 2])
+
+
+@pytest.mark.parametrize("module_id", [13, 14])
+def test_experts_that_are_not_shared_go_round(module_id: int) -> None:
+    """4 ranks, in 2 groups of experts, whose 2 ranks share the matrices of each."""
+    split = Split.B_ROWS if module_id == 13 else Split.A_COLS
+    whole = LoraModule(module_id, 8 * 4, 8 * 4, split, parts=(8,) * 4, experts=4)
+    shared = (8 * 2, 4 * 2) if module_id == 13 else (4 * 2, 8 * 2)
+    local = LoraModule(module_id, *shared, split, parts=(shared[1] // 2,) * 2, experts=2)
+    row = random_row(whole, 3, dora=False)
+    a, b = row.payload[: 4 * 3 * 8].reshape(4, 3, 8), row.payload[4 * 3 * 8 :].reshape(4, 8, 3)
+    for rank in range(4):
+        experts, half = slice(rank % 2 * 2, rank % 2 * 2 + 2), slice(rank // 2 * 4, rank // 2 * 4 + 4)
+        kept = (a[experts], b[experts, half]) if module_id == 13 else (a[experts, :, half], b[experts])
+        found = slice_row(row, whole, local, 4, rank).payload
+        np.testing.assert_array_equal(found, np.concatenate([part.ravel() for part in kept]))
 
 
 def test_fused_rows_are_cut_part_by_part() -> None:
@@ -77,7 +104,7 @@ def test_fused_rows_are_cut_part_by_part() -> None:
     contiguous = np.split(interleave_rows(b, qkv, 2), 2)
     magnitudes = np.split(interleave_rows(m, qkv, 2), 2)
     for rank in range(2):
-        _, local_b, local_m = matrices(slice_row(row, qkv, 2, rank), 4, 4)
+        _, local_b, local_m = matrices(slice_row(row, qkv, qkv.share(2), 2, rank), 4, 4)
         np.testing.assert_array_equal(local_b, contiguous[rank])
         np.testing.assert_array_equal(local_m, magnitudes[rank])
 
@@ -96,7 +123,7 @@ def test_the_ranks_together_are_the_whole(tp: int) -> None:
     for module in lora_modules(model).values():
         row, x = random_row(module, 5, dora=True), np.linspace(-1, 1, module.in_dim)
         a, b, m = matrices(row, module.in_dim, module.out_dim)
-        parts = [slice_row(row, module, tp, rank) for rank in range(tp)]
+        parts = [slice_row(row, module, module.share(tp), tp, rank) for rank in range(tp)]
         local = [matrices(part, module.local_in(tp), module.local_out(tp)) for part in parts]
         if module.split is Split.A_COLS:
             shares = zip(local, np.split(x, tp), strict=True)
@@ -111,10 +138,10 @@ def test_the_ranks_together_are_the_whole(tp: int) -> None:
 def test_what_cannot_be_shared_is_refused() -> None:
     qkv = LoraModule(0, 4, 9, Split.B_ROWS, parts=(6, 2, 1))
     with pytest.raises(ConfigError, match="attn_qkv has a dimension of 1, which 2 ranks cannot share"):
-        slice_row(random_row(qkv, 2, False), qkv, 2, 0)
+        qkv.share(2)
     dense = LoraModule(4, 5, 4, Split.A_COLS)
     with pytest.raises(ConfigError, match="attn_dense has a dimension of 5"):
-        slice_row(random_row(dense, 2, False), dense, 2, 0)
+        dense.share(2)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +155,7 @@ def test_layers_of_pipeline_ranks(layers: int, pp: int, counts: list[int]) -> No
 
 def test_a_pipeline_rank_takes_its_own_layers() -> None:
     q = LoraModule(1, 4, 4, Split.B_ROWS)
-    whole = [AdapterRow(1, layer, RowFormat(2), TINY + layer) for layer in range(3)]
-    taken = slice_rows(whole, {1: q}, 2, 1, pipeline_layers(3, 2, 0))
-    assert [row.layer for row in taken] == [0, 1]
-    assert taken[1].payload.tolist() == (TINY[[0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 15]] + 1).tolist()
+    whole = [AdapterRow(1, layer, RowFormat(2), TINY + layer) for layer in range(4)]
+    taken = slice_rows(whole, {1: q}, {1: q.share(2)}, 2, 1, pipeline_layers(4, 2, 1))
+    assert [row.layer for row in taken] == [0, 1]  # its own numbers of 2 and 3
+    assert taken[1].payload.tolist() == (TINY[[0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 15]] + 3).tolist()

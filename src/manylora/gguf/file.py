@@ -135,6 +135,17 @@ class GgufTensor:
             part = out[first : first + step]
             part.copy_(self._read(start + first, len(part)).view(part.shape))
 
+    def read_block(self, rows: range, columns: range) -> Tensor:
+        """As of FileTensor; rows are read whole, some at a time."""
+        made = torch.empty((len(rows), len(columns)), dtype=self.dtype)
+        step = max(1, WIDE_BYTES // self._info.row_bytes)
+        for first in range(0, len(rows), step):
+            part = made[first : first + step]
+            whole = torch.empty((len(part), self._info.shape[-1]), dtype=self.dtype)
+            self.read_rows(rows.start + first, whole)
+            part.copy_(whole[:, columns.start : columns.stop])
+        return made
+
     def __getitem__(self, rows: slice) -> Tensor:
         start, stop, _ = rows.indices(self._info.shape[0])
         made = torch.empty((max(0, stop - start), *self._info.shape[1:]), dtype=self.dtype)

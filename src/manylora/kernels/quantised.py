@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from manylora.errors import ConfigError
+
 WIDE_ELEMENTS = 2**22  # of a weight that are dequantised at a time
 INT8_ROWS = 64  # token rows up to which the 8-bit CPU kernel is faster
 INT4_ROWS = 16  # token rows for which the 4-bit CPU kernel is fastest
@@ -72,6 +74,31 @@ class QuantisedWeight:
         """The part of the weight that makes some of the outputs."""
         parts = {name: part[rows] for name, part in self.tensors().items() if name != "order"}
         return QuantisedWeight(**parts, order=self.order, rounds_inputs=self.rounds_inputs)
+
+    def columns(self, columns: range) -> QuantisedWeight:
+        """The part of the weight that reads some of the inputs. Raises ConfigError where its borders are not
+        those of groups, or the inputs are in another order."""
+        if len(columns) == self.shape[1]:
+            return self
+        size, per_byte = self.group_size, self.shape[1] // self.values.shape[1]
+        if self.order is not None:
+            raise ConfigError("the inputs of a weight that is stored in another order cannot be shared")
+        border = per_byte if self.scales.shape[1] == 1 else size
+        if columns.start % border or columns.stop % border:
+            raise ConfigError(
+                f"a weight quantised in groups of {border} inputs cannot be shared by {len(columns)} of its "
+                f"{self.shape[1]} inputs"
+            )
+        values = self.values[:, columns.start // per_byte : columns.stop // per_byte].contiguous()
+        if self.scales.shape[1] == 1:
+            return replace(self, values=values)
+        groups = slice(columns.start // size, columns.stop // size)
+        tables = {
+            name: table[:, groups].contiguous()
+            for name, table in self.tensors().items()
+            if name in ("scales", "offsets", "zeros")
+        }
+        return QuantisedWeight(values, **tables, rounds_inputs=self.rounds_inputs)
 
     def to(self, dtype: torch.dtype) -> QuantisedWeight:
         """The same weight with scales and offsets in another dtype."""

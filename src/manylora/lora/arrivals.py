@@ -13,6 +13,7 @@ from manylora.lora.cache import AdapterCache
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.geometry import Layout
 from manylora.lora.pool import AdapterPool
+from manylora.lora.slicing import Slicer
 from manylora.lora.tensors import Adapter
 from manylora.system.threads import lower_priority
 
@@ -24,11 +25,11 @@ class Arrivals:
     adapter after the other, so pages that were given to another adapter end with that one's content.
 
     Methods belong to the engine's thread. lost: digests of adapters that could not be written, with the
-    reason; their pages hold nothing of use.
+    reason; their pages hold nothing of use. slicer: as of `AdapterStore`.
     """
 
-    def __init__(self, cache: AdapterCache, pool: AdapterPool) -> None:
-        self._cache, self._pool = cache, pool
+    def __init__(self, cache: AdapterCache, pool: AdapterPool, slicer: Slicer | None = None) -> None:
+        self._cache, self._pool, self._slicer = cache, pool, slicer
         self._writer = ThreadPoolExecutor(1, "manylora-write", lower_priority)
         self._writing: dict[str, Future[None]] = {}
         self._to_copy: set[str] = set()  # of these, which then go to their pages on the device
@@ -40,7 +41,7 @@ class Arrivals:
         self, digest: str, adapter: Adapter | FileAdapter, layout: Layout, pages: Sequence[int]
     ) -> None:
         """Begin to write an adapter into its pages on the host."""
-        self._writing[digest] = self._writer.submit(self._pool.write_host, adapter, layout, pages)
+        self._writing[digest] = self._writer.submit(self._write, adapter, layout, pages)
 
     def load(self, digest: str) -> None:
         """Begin to bring it to its pages on the device, as soon as the host has it."""
@@ -97,6 +98,10 @@ class Arrivals:
     def close(self) -> None:
         """End the thread. Idempotent."""
         self._writer.shutdown(wait=True)
+
+    def _write(self, adapter: Adapter | FileAdapter, layout: Layout, pages: Sequence[int]) -> None:
+        held = adapter if self._slicer is None else self._slicer.slice(adapter)
+        self._pool.write_host(held, layout, pages)
 
     def _copy(self, digest: str) -> None:
         host, device = self._cache.host.entries[digest], self._cache.device.entries[digest]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 
 from manylora.config.engine import ModelConfig
@@ -128,6 +128,21 @@ class LoraModule:
 
     def local_out(self, tp: int = 1) -> int:
         return self.out_dim // tp if self.split is Split.B_ROWS else self.out_dim
+
+    def share(self, tp: int) -> LoraModule:
+        """The module of one of `tp` ranks, which share every part of it. Raises ConfigError when they cannot
+        do so equally."""
+        parts = self.parts or (self.out_dim,)
+        sizes = {Split.NONE: (), Split.B_ROWS: parts, Split.A_COLS: (self.in_dim // self.experts,)}
+        for size in sizes[self.split]:
+            if size % tp:
+                raise ConfigError(
+                    f"{self.name} has a dimension of {size}, which {tp} ranks cannot share equally"
+                )
+        if self.split is Split.B_ROWS:
+            parts = tuple(part // tp for part in self.parts)
+            return replace(self, out_dim=self.local_out(tp), parts=parts)
+        return replace(self, in_dim=self.local_in(tp))
 
     def row_sizes(self, row: RowFormat, tp: int = 1) -> tuple[int, int, int]:
         """Numbers of A, of B and of the magnitude, on one rank of `tp`."""

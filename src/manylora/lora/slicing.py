@@ -6,14 +6,44 @@ source, and need not be interleaved beforehand as TensorRT-LLM's loader does. Ex
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
-from manylora.errors import ConfigError
+from manylora.lora.file_adapter import FileAdapter
+from manylora.lora.geometry import CacheGeometry, Layout
 from manylora.lora.modules import LoraModule, Split
-from manylora.lora.tensors import AdapterRow
+from manylora.lora.tensors import Adapter, AdapterRow
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterPart(Adapter):
+    """One rank's part of an adapter, under the digest of the whole. num_pages: that it takes on each rank;
+    0: not known."""
+
+    num_pages: int = 0
+
+
+class Slicer(Protocol):
+    """What a rank's AdapterStore holds, as `manylora.parallel.adapters` has it.
+
+    modules: of the rank. num_layers: of the largest stage. num_ranks: that share an adapter.
+    """
+
+    modules: Mapping[int, LoraModule]
+    num_layers: int
+    num_ranks: int
+
+    def slice(self, adapter: Adapter | FileAdapter) -> AdapterPart:
+        """This rank's part."""
+
+    def layout(self, adapter: Adapter | FileAdapter, geometry: CacheGeometry, element_bytes: int) -> Layout:
+        """How that lies in its pages."""
+
+    def agree(self, number: int) -> int:
+        """The smallest number that any rank gives."""
 
 
 def pipeline_layers(num_layers: int, pp: int, rank: int) -> range:
@@ -24,49 +54,71 @@ def pipeline_layers(num_layers: int, pp: int, rank: int) -> range:
 
 
 def slice_rows(
-    rows: Iterable[AdapterRow], modules: Mapping[int, LoraModule], tp: int, tp_rank: int, layers: range
+    rows: Iterable[AdapterRow],
+    modules: Mapping[int, LoraModule],
+    local: Mapping[int, LoraModule],
+    tp: int,
+    tp_rank: int,
+    layers: range,
 ) -> list[AdapterRow]:
-    """Rows of `layers`, each cut for one rank of `tp`; layer numbers stay global. Raises ConfigError."""
-    return [slice_row(row, modules[row.module_id], tp, tp_rank) for row in rows if row.layer in layers]
+    """Rows of `layers`, each as `slice_row` cuts it, and numbered from the first of these layers."""
+    return [
+        replace(slice_row(row, modules[row.module_id], local[row.module_id], tp, tp_rank), layer=number)
+        for row in rows
+        if row.layer in layers
+        for number in [layers.index(row.layer)]
+    ]
 
 
-def slice_row(row: AdapterRow, module: LoraModule, tp: int, rank: int) -> AdapterRow:
+def slice_row(row: AdapterRow, module: LoraModule, local: LoraModule, tp: int, rank: int) -> AdapterRow:
     """A [r, local in], B [local out, r] and, with DoRA, m [local out] of one rank; r is never cut.
 
-    Columns of A are cut where the base layer is row-parallel, rows of B and m where it is column-parallel.
-    Raises ConfigError when tp does not divide the dimension, or a part of a fused one.
+    local: the module of one rank. Columns of A are cut where the base layer is row-parallel, rows of B and m
+    where it is column-parallel. Where a dimension is cut into fewer shares than there are ranks, as of few
+    key-value heads, neighbours have the same one; experts that are not shared go round.
     """
-    if tp == 1 or module.split is Split.NONE:
+    if module.split is Split.NONE or (module.in_dim, module.out_dim) == (local.in_dim, local.out_dim):
         return row
-    rank_a, ends = module.experts * row.format.rank, np.cumsum(module.row_sizes(row.format))
+    ends = np.cumsum(module.row_sizes(row.format))
     a, b, m, _ = np.split(row.payload, ends)
-    a, b = a.reshape(rank_a, -1), b.reshape(module.out_dim, row.format.rank)
+    a = a.reshape(module.experts, row.format.rank, -1)[_experts(module, local, rank)]
+    b = b.reshape(module.out_dim, row.format.rank)
     if module.split is Split.A_COLS:
-        start, stop = _share(module, module.in_dim // module.experts, tp, rank)
-        a = a[:, start:stop]
+        a = a[..., _share(a.shape[-1], local.in_dim // local.experts, tp, rank)]
+        b = b.reshape(module.experts, -1)[_experts(module, local, rank)]
     else:
-        keep = _rows_of_rank(module, tp, rank)
+        keep = rows_of_rank(module, local, tp, rank)
         b, m = b[keep], m[keep] if row.format.dora else m
     return replace(row, payload=np.concatenate((a.ravel(), b.ravel(), m)), content=b"")
 
 
-def interleave_rows(b: np.ndarray, module: LoraModule, tp: int) -> np.ndarray:
-    """Rows of a fused B or magnitude, in the rank-major order [q0 k0 v0 q1 k1 v1 …] of upstream's loader, in
-    which a plain contiguous cut is right. Raises ConfigError as `slice_row` does."""
-    return b[np.concatenate([_rows_of_rank(module, tp, rank) for rank in range(tp)])]
-
-
-def _rows_of_rank(module: LoraModule, tp: int, rank: int) -> np.ndarray:
-    found, first = [], 0
-    for part in module.parts or (module.out_dim,):
-        start, stop = _share(module, part, tp, rank)
-        found.append(np.arange(first + start, first + stop))
-        first += part
+def rows_of_rank(module: LoraModule, local: LoraModule, tp: int, rank: int) -> np.ndarray:
+    """Which rows of a column-parallel module's B, magnitude or bias a rank has."""
+    parts, shares = module.parts or (module.out_dim,), local.parts or (local.out_dim,)
+    firsts = np.cumsum((0, *parts))
+    numbers: Sequence[int] = range(len(parts))
+    if module.experts > 1:
+        numbers = numbers[_experts(module, local, rank)]
+    found = []
+    for number, size in zip(numbers, shares, strict=True):
+        share = _share(parts[number], size, tp, rank)
+        found.append(np.arange(firsts[number] + share.start, firsts[number] + share.stop))
     return np.concatenate(found)
 
 
-def _share(module: LoraModule, size: int, tp: int, rank: int) -> tuple[int, int]:
-    share, rest = divmod(size, tp)
-    if rest:
-        raise ConfigError(f"{module.name} has a dimension of {size}, which {tp} ranks cannot share equally")
-    return rank * share, (rank + 1) * share
+def interleave_rows(b: np.ndarray, module: LoraModule, tp: int) -> np.ndarray:
+    """Rows of a fused B or magnitude, in the rank-major order [q0 k0 v0 q1 k1 v1 …] of upstream's loader, in
+    which a plain contiguous cut is right. Raises ConfigError as `LoraModule.share` does."""
+    local = module.share(tp)
+    return b[np.concatenate([rows_of_rank(module, local, tp, rank) for rank in range(tp)])]
+
+
+def _experts(module: LoraModule, local: LoraModule, rank: int) -> slice:
+    number = rank % (module.experts // local.experts)
+    return slice(number * local.experts, (number + 1) * local.experts)
+
+
+def _share(size: int, local: int, tp: int, rank: int) -> slice:
+    """Of `tp` ranks that have so much each, of so much in all."""
+    number = rank * (size // local) // tp
+    return slice(number * local, (number + 1) * local)

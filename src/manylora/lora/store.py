@@ -27,6 +27,7 @@ from manylora.lora.geometry import Layout
 from manylora.lora.library.library import AdapterLibrary
 from manylora.lora.loader import AdapterLoader
 from manylora.lora.modules import LoraModule
+from manylora.lora.slicing import AdapterPart, Slicer
 from manylora.lora.store_parts import StoreParts, build_parts
 from manylora.lora.tensors import Adapter
 from manylora.request import LoraInput
@@ -64,13 +65,13 @@ class _OnDevice:
 class AdapterStore:
     """Methods belong to the engine's thread, except where they say so."""
 
-    def __init__(self, parts: StoreParts, library: AdapterLibrary) -> None:
-        self.parts, self.library = parts, library
+    def __init__(self, parts: StoreParts, library: AdapterLibrary, slicer: Slicer | None = None) -> None:
+        self.parts, self.library, self._slicer = parts, library, slicer
         self.rules = parts.rules
         plan, self._pool = parts.plan, parts.pool
         self._geometry = plan.geometry
         self._cache = AdapterCache(plan.host_pages, plan.device_pages)
-        self._arrivals = Arrivals(self._cache, self._pool)
+        self._arrivals = Arrivals(self._cache, self._pool, slicer)
         most = max(LEAST_LOADED_BYTES, plan.host_pages * self._pool.page_bytes)
         self.loader = AdapterLoader(library, parts.rules, self._cache.on_host, most)
         self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
@@ -87,15 +88,17 @@ class AdapterStore:
         dtype: torch.dtype,
         free_bytes: int,
         base: BaseWeights | None = None,
+        slicer: Slicer | None = None,
     ) -> AdapterStore:
         """Size the levels, allocate them, and prefetch. Raises ConfigError.
 
         dtype: of the pages.
         free_bytes: of the device, after weights and KV cache; the device level takes its fraction of these.
+        slicer: takes this rank's part of adapters of the whole model, where several ranks share them.
         base: what the DoRA magnitudes of PEFT directories are normalised with; None refuses such adapters.
         """
-        parts = build_parts(model, config, device, dtype, free_bytes, base)
-        store = cls(parts, parts.library(config))
+        parts = build_parts(model, config, device, dtype, free_bytes, base, slicer)
+        store = cls(parts, parts.library(config), slicer)
         if config.prefetch_dir is not None:
             store._prefetch(config.prefetch_dir)
         return store
@@ -246,8 +249,13 @@ class AdapterStore:
         return "wire" if lora.has_tensors else "disk"
 
     def _make_layout(self, adapter: Adapter | FileAdapter, task_id: int) -> Layout:
-        layout = Layout.of(adapter.shapes(self.modules), self._geometry, self._pool.element_bytes)
-        layout = with_extras(layout, adapter.extras, self._geometry)
+        sizes = self._geometry, self._pool.element_bytes
+        if self._slicer is not None:
+            layout = self._slicer.layout(adapter, *sizes)
+        else:
+            layout = with_extras(
+                Layout.of(adapter.shapes(self.modules), *sizes), adapter.extras, self._geometry
+            )
         if not self._cache.can_ever_hold(layout.num_pages):
             host, device = self._cache.host.pages.num_pages, self._cache.device.pages.num_pages
             raise AdapterCacheFullError(
@@ -284,6 +292,8 @@ class AdapterStore:
             leases = self._waiting.pop(digest)
             entry = self._cache.host.entries[digest]
             adapter = self._pool.read_host(digest, entry.content, entry.pages)
+            if self._slicer is not None:
+                adapter = AdapterPart(digest, adapter.rows, adapter.extras, num_pages=len(entry.pages))
             shared = self.loader.share(adapter)
             for lease in leases:
                 lease.carried = shared

@@ -24,6 +24,7 @@ from manylora.lora.library.reader import AdapterReader
 from manylora.lora.modules import LoraModule, lora_modules
 from manylora.lora.pool import AdapterPool
 from manylora.lora.rules import AdapterRules
+from manylora.lora.slicing import Slicer
 
 logger = logging.getLogger("manylora")
 
@@ -71,12 +72,14 @@ def build_parts(
     dtype: torch.dtype,
     free_bytes: int,
     base: BaseWeights | None,
+    slicer: Slicer | None = None,
 ) -> StoreParts:
     """Size the levels and allocate them. As `AdapterStore.open`. Raises ConfigError."""
-    modules, plan = _plan(model, config, dtype, free_bytes)
+    modules, plan = _plan(model, config, dtype, free_bytes, slicer)
     native.load()  # not with the first adapter, which would wait for the compiler
     pool = AdapterPool(plan.geometry, plan.host_pages, plan.device_pages, dtype, device)
-    on_host, on_device = plan.adapters_of_rank(modules.values(), model.num_layers, config.rank_limit)
+    held = (modules, model.num_layers) if slicer is None else (slicer.modules, slicer.num_layers)
+    on_host, on_device = plan.adapters_of_rank(held[0].values(), held[1], config.rank_limit)
     logger.info(
         "LoRA cache: host %d pages, device %d pages of %d bytes; adapters of rank %d with every module: "
         "%d on the host, %d on the device",
@@ -89,14 +92,26 @@ def build_parts(
     )
     rules = AdapterRules(modules, model.num_layers, config.rank_limit, dtype == torch.float16)
     largest = min(plan.host_pages, plan.device_pages) * plan.geometry.page_elements
+    largest *= 1 if slicer is None else slicer.num_ranks
     bounds = Bounds.of(modules, model.num_layers, config.rank_limit, largest, pool.element_bytes)
     return StoreParts(plan, pool, rules, bounds, base, on_device, config.text_only)
 
 
 def _plan(
-    model: ModelConfig, config: LoraCacheConfig, dtype: torch.dtype, free_bytes: int
+    model: ModelConfig,
+    config: LoraCacheConfig,
+    dtype: torch.dtype,
+    free_bytes: int,
+    slicer: Slicer | None,
 ) -> tuple[Mapping[int, LoraModule], CachePlan]:
     modules = lora_modules(model, config.target_modules)
+    if slicer is not None:
+        sizes = slicer.num_layers, config, dtype.itemsize, slicer.agree(free_bytes)
+        plan = plan_cache(slicer.modules.values(), *sizes)
+        host = slicer.agree(plan.host_pages)
+        return modules, replace(
+            plan, host_pages=host, device_pages=min(host, slicer.agree(plan.device_pages))
+        )
     sizes = model.num_layers, config, dtype.itemsize, free_bytes
     try:
         plan = plan_cache(modules.values(), *sizes)

@@ -29,6 +29,7 @@ class RowSlice:
 class WeightSpec:
     """One of the model's tensors: slices of the checkpoint's, one below the other. columns 0: a vector.
 
+    first_column, all_columns: where the columns begin in the checkpoint, and how many there are; 0: no more.
     is_matrix: of a linear layer, so it is packed. transposed: the checkpoint has it as [in, out]. plus_one: 1
     is added after loading, in float32, because bfloat16 would round small stored weights away.
     """
@@ -38,18 +39,45 @@ class WeightSpec:
     is_matrix: bool = False
     transposed: bool = False
     plus_one: bool = False
+    first_column: int = 0
+    all_columns: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
         rows = sum(piece.rows for piece in self.slices)
         return (rows, self.columns) if self.columns else (rows,)
 
+    @property
+    def column_range(self) -> range:
+        return range(self.first_column, self.first_column + self.columns)
+
+    def with_all_columns(self) -> WeightSpec:
+        return replace(self, columns=self.all_columns or self.columns, first_column=0, all_columns=0)
+
+    def take_columns(self, columns: range) -> WeightSpec:
+        """Some columns, of a spec that has all."""
+        return replace(self, columns=len(columns), first_column=columns.start, all_columns=self.columns)
+
+    def take_rows(self, *runs: range) -> WeightSpec:
+        """These rows of the fused tensor, one run below the other."""
+        pieces = []
+        for run in runs:
+            first = 0
+            for piece in self.slices:
+                start, stop = max(run.start, first), min(run.stop, first + piece.rows)
+                if start < stop:
+                    at = piece.start + start - first
+                    pieces.append(replace(piece, start=at, rows=stop - start))
+                first += piece.rows
+        return replace(self, slices=tuple(pieces))
+
     def checkpoint_shape(self, piece: RowSlice) -> tuple[int, ...]:
-        if not self.columns:
+        columns = self.all_columns or self.columns
+        if not columns:
             return (piece.total,)
         if piece.experts:
-            return (piece.experts, piece.total, self.columns)
-        return (self.columns, piece.total) if self.transposed else (piece.total, self.columns)
+            return (piece.experts, piece.total, columns)
+        return (columns, piece.total) if self.transposed else (piece.total, columns)
 
 
 # Names of the tensors of all experts of a layer: as transformers has them, and as Granite was released.

@@ -110,3 +110,15 @@ class FileTensor:
         shape = self.get_shape()
         size = self.dtype.itemsize * (shape[-1] if len(shape) > 1 else 1)
         self._file.read(self._offset + start * size, out)
+
+    def read_block(self, rows: range, columns: range) -> Tensor:
+        """Of a matrix, these rows and columns; nothing else is read. Stacked matrices count as one, each
+        below the one before."""
+        made = torch.empty((len(rows), len(columns)), dtype=self.dtype)
+        width, size = self.get_shape()[-1], self.dtype.itemsize
+        if len(columns) == width:
+            self.read_rows(rows.start, made)
+            return made
+        for row, out in zip(rows, made, strict=True):
+            self._file.read(self._offset + (row * width + columns.start) * size, out)
+        return made

@@ -49,10 +49,13 @@ class Transformer:
 
     def _embed_tokens(self, batch: ForwardBatch, table: Tensor, name: str) -> Tensor:
         """Scaled embeddings [T, hidden] of `batch.input_ids`. name: of the table in an adapter's extras."""
-        x = F.embedding(batch.input_ids, table).to(self.dtype)
+        x = self._look_up(batch.input_ids, table)
         if batch.lora is not None and batch.lora.extras:
             adapt_embedding(x, batch.input_ids, batch.lora.extras, name)
         return x if self.config.embedding_scale == 1 else x * self._embedding_scale
+
+    def _look_up(self, ids: Tensor, table: Tensor) -> Tensor:
+        return F.embedding(ids, table).to(self.dtype)
 
     def _qkv(self, layer: int) -> LoraLinear:
         q, kv = self.config.q_size, self.config.kv_size

@@ -96,6 +96,26 @@ def load_decoder(
     the model allows. quant: for linear layers; None: as the checkpoint has them. Raises ConfigError naming a
     missing, unknown or wrongly shaped tensor, or a broken file.
     """
+    config, weights = load_weights(model_dir, config, dtype, device, quant)
+    if "head.weight" not in weights:  # tied to the embedding
+        weights["head.weight"] = device.ops.pack(weights["embed"])
+    if config.encoder is None:
+        return Decoder(config, weights, dtype, device.ops)
+    return EncoderDecoder(config, weights, dtype, device.ops, max_seq_len)
+
+
+def load_weights(
+    model_dir: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: Device,
+    quant: QuantConfig | None = None,
+    take: Callable[[Plan], Plan] = lambda plan: plan,
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """The weights by our names, matrices packed; and the config, corrected by what the checkpoint has.
+
+    take: the part of the plan that is read. Raises ConfigError, as `load_decoder`.
+    """
     rounds_inputs = _check_rounding(weights_algo(model_dir, quant), device)
     with ExitStack() as stack:
         paths = weight_files(Path(model_dir))
@@ -107,7 +127,7 @@ def load_decoder(
         plan = checkpoint_plan(config, files)
         stored = check_names(files, plan, config, quant)
         weights: dict[str, Any] = {}
-        for name, spec in plan.items():  # packed one by one: at most one matrix is in memory twice
+        for name, spec in take(plan).items():  # packed one by one: at most one matrix is in memory twice
             routed = ".expert." in name
             if any(stored.parts(piece.source) for piece in spec.slices):
                 pieces = _read_quantised(spec, files, stored, dtype, device, rounds_inputs)
@@ -116,14 +136,12 @@ def load_decoder(
             rows = _SpecRows(spec, files, _loaded_dtype(name, spec, files, dtype, device), device)
             sources = [piece.source for piece in spec.slices]
             if quant and should_quantise(name, sources, quant):
-                weights[name] = device.ops.pack(quantise(rows.whole().to(dtype), quant), routed)
+                rows = _SpecRows(spec.with_all_columns(), files, rows.dtype, device)
+                made = quantise(rows.whole().to(dtype), quant).columns(spec.column_range)
+                weights[name] = device.ops.pack(made, routed)
             else:
                 weights[name] = device.ops.pack_rows(rows, routed) if spec.is_matrix else rows.whole()
-    if "head.weight" not in weights:  # tied to the embedding
-        weights["head.weight"] = device.ops.pack(weights["embed"])
-    if config.encoder is None:
-        return Decoder(config, weights, dtype, device.ops)
-    return EncoderDecoder(config, weights, dtype, device.ops, max_seq_len)
+    return config, weights
 
 
 def _check_rounding(algo: str | None, device: Device) -> bool:
@@ -224,7 +242,8 @@ class _SpecRows:
         self._spec, self.dtype, self._device = spec, dtype, device.torch
         self._stored = [_checked(spec, piece, files) for piece in spec.slices]
         self.shape = spec.shape
-        self.streams = not (spec.transposed and spec.columns) and all(s.dtype == dtype for s in self._stored)
+        lie_so = not (spec.columns and (spec.transposed or spec.all_columns))
+        self.streams = lie_so and all(s.dtype == dtype for s in self._stored)
 
     def read(self, start: int, out: Tensor) -> None:
         """Rows [start, start + len(out)) into a contiguous tensor on the CPU; where `streams`. Any thread."""
@@ -264,11 +283,14 @@ def _checked(spec: WeightSpec, piece: RowSlice, files: Files) -> FileTensor | Gg
 
 
 def _plain_rows(spec: WeightSpec, piece: RowSlice, stored: FileTensor | GgufTensor) -> Tensor:
-    if spec.transposed and spec.columns:
-        return stored.whole()[:, piece.start : piece.start + piece.rows].T
-    shape = (piece.rows, spec.columns) if spec.columns else (piece.rows,)
-    rows = torch.empty(shape, dtype=stored.dtype)
-    stored.read_rows(piece.expert * piece.total + piece.start, rows)
+    start = piece.expert * piece.total + piece.start
+    numbers = range(start, start + piece.rows)
+    if spec.columns and spec.transposed:
+        return stored.read_block(spec.column_range, numbers).T
+    if spec.columns:
+        return stored.read_block(numbers, spec.column_range)
+    rows = torch.empty(piece.rows, dtype=stored.dtype)
+    stored.read_rows(start, rows)
     return rows
 
 
@@ -284,14 +306,18 @@ def _read_quantised(
     whole: dict[str, QuantisedWeight] = {}
     pieces: list[Tensor | QuantisedWeight] = []
     for piece in spec.slices:
-        source = piece.source
+        source, columns = piece.source, spec.all_columns or spec.columns
         if not stored.parts(source):
             pieces.append(_plain_rows(spec, piece, _checked(spec, piece, files)).to(device.torch, dtype))
             continue
         if source not in whole:
-            read = read_quantised(source, piece.total, spec.columns, files, stored, device.torch)
+            read = read_quantised(source, piece.total, columns, files, stored, device.torch)
             whole[source] = replace(read.to(dtype), rounds_inputs=rounds_inputs)
-        pieces.append(whole[source].rows(slice(piece.start, piece.start + piece.rows)))
+        rows = whole[source].rows(slice(piece.start, piece.start + piece.rows))
+        try:
+            pieces.append(rows.columns(spec.column_range))
+        except ConfigError as error:
+            raise ConfigError(f"{source.removesuffix('.weight')}: {error}") from error
     return stack_weights(pieces)
 
 

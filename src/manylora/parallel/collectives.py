@@ -4,24 +4,88 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from manylora.parallel.mapping import Mapping
 
 
 class Collectives(Protocol):
-    """Every rank of a group calls the same operations in the same order."""
+    """Every rank of a stage calls the same operations in the same order."""
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over the ranks of this stage, in the order of the ranks; the same bits on each."""
 
+    def gather(self, x: Tensor) -> list[Tensor] | None:
+        """x of each rank of this stage, on its first one; None on others. Of one shape on all."""
+
     def send_hidden(self, x: Tensor) -> None:
         """To the rank with the same part of the next stage."""
 
-    def receive_hidden(self, rows: int, like: Tensor) -> Tensor:
-        """[rows, hidden] of the stage before. like: a tensor [*, hidden] of the same type and device."""
+    def receive_hidden(self, x: Tensor) -> Tensor:
+        """Into x, of the rank with the same part of the stage before. Returns x."""
 
-    def logits(self, part: Tensor | None, rows: int, vocab: int) -> Tensor:
-        """[rows, vocab] on rank 0, and [0, vocab] elsewhere; from the parts [rows, share] of the last stage's
-        ranks, None on others."""
+    def send_logits(self, logits: Tensor) -> None:
+        """To rank 0, from the first rank of the last stage."""
+
+    def receive_logits(self, logits: Tensor) -> Tensor:
+        """Into a tensor, on rank 0. Returns it."""
 
     def least(self, number: int) -> int:
         """The smallest number that any rank gives."""
+
+
+class TorchCollectives:
+    """Over the process group of torch.distributed, which has been initialised. Every rank makes one.
+
+    device: of the tensors; `least` uses it too, as NCCL knows no others.
+    """
+
+    def __init__(self, mapping: Mapping, device: torch.device) -> None:
+        self._mapping, self._device = mapping, device
+        self._size = mapping.tp_size
+        stages = [mapping.at(stage * mapping.tp_size).tp_group for stage in range(mapping.pp_size)]
+        groups = [dist.new_group(ranks) for ranks in stages]
+        self._group = groups[mapping.pp_rank]
+        self._leader = mapping.tp_group[0]
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Not by an all-reduce: what order that adds a row's parts in depends on the rows beside it."""
+        if self._size == 1:
+            return x
+        parts = torch.empty((self._size, *x.shape), dtype=x.dtype, device=x.device)
+        dist.all_gather_into_tensor(parts.view(-1), x.contiguous().view(-1), self._group)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        return total.to(x.dtype)
+
+    def gather(self, x: Tensor) -> list[Tensor] | None:
+        if self._size == 1:
+            return [x]
+        x = x.contiguous()
+        leads = self._mapping.tp_rank == 0
+        parts = [torch.empty_like(x) for _ in range(self._size)] if leads else None
+        dist.gather(x, parts, self._leader, self._group)
+        return parts
+
+    def send_hidden(self, x: Tensor) -> None:
+        dist.send(x.contiguous(), self._mapping.rank + self._size)
+
+    def receive_hidden(self, x: Tensor) -> Tensor:
+        dist.recv(x, self._mapping.rank - self._size)
+        return x
+
+    def send_logits(self, logits: Tensor) -> None:
+        dist.send(logits.contiguous(), 0)
+
+    def receive_logits(self, logits: Tensor) -> Tensor:
+        mapping = self._mapping
+        dist.recv(logits, (mapping.pp_size - 1) * mapping.tp_size)
+        return logits
+
+    def least(self, number: int) -> int:
+        given = torch.tensor([number], device=self._device)
+        dist.all_reduce(given, dist.ReduceOp.MIN)
+        return int(given)

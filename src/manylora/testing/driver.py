@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.config.engine import ModelConfig
 from manylora.kernels.extras import Extra, ExtraSegment
 from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraSegment
-from manylora.lora.modules import lora_modules
+from manylora.lora.modules import LoraModule, lora_modules
 from manylora.model.batch import ForwardBatch
 from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder
@@ -36,7 +35,8 @@ def agree(found: Tensor, expected: Tensor) -> bool:
 class Driver:
     """Runs several sequences in packed steps, with scattered KV blocks, and collects all logits.
 
-    adapters: of each sequence. texts: the encoder's prompt of each, for an encoder-decoder model.
+    adapters: of each sequence. modules: which they have rows for; None: the model's.
+    texts: the encoder's prompt of each, for an encoder-decoder model.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Driver:
         sequences: Sequence[Sequence[int]],
         adapters: Sequence[Adapter],
         texts: Sequence[Sequence[int]] = (),
+        modules: Mapping[int, LoraModule] | None = None,
     ) -> None:
         config = decoder.config
         shape = (config.kv_layers, 2, BLOCKS, BLOCK, config.num_kv_heads, config.head_dim)
@@ -53,7 +54,7 @@ class Driver:
         blocks = list(range(BLOCKS))
         random.Random(5).shuffle(blocks)
         self._blocks = [[blocks.pop() for _ in range(-(-len(s) // BLOCK))] for s in sequences]
-        pool, self._rows = _make_pool(adapters, config)
+        pool, self._rows = _make_pool(adapters, modules or lora_modules(config))
         self._pool = pool.to(decoder.dtype)
         self._extras = [
             {e.name: _scattered(e, decoder.dtype) for e in one.extras} if isinstance(one, LoraInput) else {}
@@ -167,10 +168,9 @@ def _scattered(extra: LoraExtra, dtype: torch.dtype) -> Extra:
 
 
 def _make_pool(
-    adapters: Sequence[Adapter], model: ModelConfig
+    adapters: Sequence[Adapter], modules: Mapping[int, LoraModule]
 ) -> tuple[Tensor, list[dict[tuple[int, int], LoraRow]]]:
     """All adapters in one flat pool, and where their rows are: at odd offsets, with NaN between them."""
-    modules = lora_modules(model)
     pieces, adapters_rows, used = [np.full(13, np.nan, np.float32)], [], 13
     for adapter in adapters:
         rows: dict[tuple[int, int], LoraRow] = {}

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,21 +20,20 @@ from torch import Tensor
 from manylora.config.engine import ModelConfig
 from manylora.errors import ManyloraError
 from manylora.kernels.device import open_device
-from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.formats.sources import find_source, read_lora
+from manylora.kernels.row_format import RowFormat
 from manylora.lora.modules import lora_modules
-from manylora.lora.rules import AdapterRules
-from manylora.lora.tensors import Adapter, lora_input
+from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_rows, lora_input
 from manylora.model.batch import ForwardBatch
 from manylora.model.checkpoint import read_model_config
-from manylora.model.effective_weights import EffectiveWeights
+from manylora.model.families import FAMILIES
+from manylora.model.safetensors_file import SafetensorsFile
 from manylora.parallel.adapters import AdapterSlicer
 from manylora.parallel.build import load_rank
 from manylora.parallel.collectives import TorchCollectives
 from manylora.parallel.decoder import RankDecoder
 from manylora.parallel.mapping import Mapping
 from manylora.quant.config import QuantConfig
+from manylora.request import LoraExtra
 from manylora.testing.driver import Driver
 
 LIMIT = timedelta(seconds=60)
@@ -41,14 +41,14 @@ LIMIT = timedelta(seconds=60)
 
 @dataclass(frozen=True)
 class Case:
-    """A model on so many ranks, and the adapters of its sequences: folders, empty for the base."""
+    """A model on so many ranks, and the kinds of adapters of its sequences."""
 
     name: str
     model: str
     tp: int = 1
     pp: int = 1
     ep: int = 1
-    adapters: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
     quant: str | None = None
 
     @property
@@ -56,7 +56,7 @@ class Case:
         return None if self.quant is None else QuantConfig(self.quant)
 
     def sequences(self) -> list[list[int]]:
-        count = len(self.adapters)
+        count = len(self.kinds)
         return [[(7 * s + 13 * i + i * i) % 250 for i in range(24 + s)] for s in range(count)]
 
 
@@ -64,15 +64,45 @@ def write_cases(path: Path, cases: list[Case]) -> None:
     path.write_text(json.dumps([asdict(case) for case in cases]))
 
 
-def read_adapters(case: Case, model: ModelConfig) -> list[Adapter | None]:
-    modules, base = lora_modules(model), BaseWeights(Path(case.model), _effective(case, model))
-    rules = AdapterRules(modules, model.num_layers, 512, half=False)
-    options = ReadOptions(modules, base)
-    return [rules.check(read_lora(find_source(Path(f)), 1, options)) if f else None for f in case.adapters]
+def random_adapter(model: ModelConfig, kind: str, seed: int) -> Adapter | None:
+    """kind: lora, dora, fused (q, k and v; up and gate), extras (beside LoRA), or base."""
+    values = np.random.default_rng(seed)
+    rank = {"base": 0, "lora": 5, "dora": 3, "fused": 40, "extras": 2}[kind]
+    rows = []
+    for module_id, module in lora_modules(model).items() if rank else ():
+        fused = bool(module.parts) and module.experts == 1
+        has_parts = module.name.startswith(("attn_q", "attn_k", "attn_v", "mlp_gate", "mlp_h"))
+        if fused != (kind == "fused" and has_parts):
+            continue
+        row = RowFormat(rank, dora=kind == "dora" and module.experts == 1)
+        sizes = module.row_sizes(row)
+        for layer in range(model.num_layers) if module.layers is None else sorted(module.layers):
+            pair = values.normal(scale=0.3 / rank**0.25, size=sizes[0] + sizes[1])
+            payload = np.concatenate((pair, values.normal(1, 0.2, sizes[2]))).astype(np.float32)
+            rows.append(AdapterRow(module_id, layer, row, payload))
+    extras = _random_extras(model, values) if kind == "extras" else ()
+    return adapter_from_rows(rows, extras=extras) if rank else None
 
 
-def _effective(case: Case, model: ModelConfig) -> EffectiveWeights:
-    return EffectiveWeights(model, case.quant_config)
+def _random_extras(model: ModelConfig, values: np.random.Generator) -> list[LoraExtra]:
+    names, last = FAMILIES[model.architecture].names(model), model.num_layers - 1
+    vocab, hidden = model.vocab_size, model.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {
+        **{f"layers.{layer}.{module.name}.bias": (module.out_dim,) for layer in (0, last)
+           for module in lora_modules(model).values() if module.experts == 1 and module.counted},
+        **{f"layers.{last}.{norm}.weight": (hidden,) for norm in names.block_norms.values()},
+        "norm.weight": (hidden,), "norm.bias": (hidden,), "embed.tokens": (3, hidden),
+        "embed.lora_A": (vocab, 2), "embed.lora_B": (hidden, 2), "embed.magnitude": (hidden,),
+        "head.lora_A": (2, hidden), "head.lora_B": (vocab, 2), "head.bias": (vocab,),
+    }  # fmt: skip
+    return [
+        LoraExtra(name, values.normal(1, 0.3, shape).astype(np.float32), (5, 100, 200) * ("tokens" in name))
+        for name, shape in shapes.items()
+    ]
+
+
+def adapters_of(case: Case, model: ModelConfig) -> list[Adapter | None]:
+    return [random_adapter(model, kind, seed) for seed, kind in enumerate(case.kinds)]
 
 
 class FullRows:
@@ -91,14 +121,23 @@ def run(case: Case, rank: int, world: int) -> dict[str, Any]:
     mapping = Mapping(world, rank, case.tp, case.pp, case.ep)
     collectives = TorchCollectives(mapping, device.torch)
     model = read_model_config(Path(case.model))
+    read, whole = 0, SafetensorsFile.read
+
+    def count(file: SafetensorsFile, offset: int, out: Tensor) -> None:
+        nonlocal read
+        read += out.nbytes
+        whole(file, offset, out)
+
+    SafetensorsFile.read = count  # type: ignore[method-assign]
     decoder = load_rank(Path(case.model), model, dtype, device, mapping, collectives, case.quant_config)
+    SafetensorsFile.read = whole  # type: ignore[method-assign]
     slicer = AdapterSlicer(model, mapping)
-    parts = [a and slicer.slice(a) for a in read_adapters(case, model)]
+    parts = [a and slicer.slice(a) for a in adapters_of(case, model)]
     inputs = [
         None if p is None or not (p.rows or p.extras) else lora_input(1, p.rows, p.extras) for p in parts
     ]
     driver = Driver(FullRows(decoder), case.sequences(), inputs, modules=slicer.modules)  # type: ignore
-    return {"logits": driver.run(), "bytes": decoder.weight_bytes}
+    return {"logits": driver.run(), "held": decoder.weight_bytes, "read": read}
 
 
 def main() -> None:

@@ -56,7 +56,10 @@ INSIDE = {
         "decoder_parts", "transformer", "decoder", "attend", "encoder_decoder", "quant", "effective_weights",
         "weights", "builder",
     ],
-    "parallel": ["mapping", "rank_model", "collectives", "weights", "adapters", "decoder", "build"],
+    "parallel": [
+        "mapping", "rank_model", "collectives", "weights", "adapters", "experts", "decoder",
+        "build",
+    ],
     "engine": [
         "token_counts", "top_p", "sequence", "penalties", "kv_cache", "decode_run", "scheduler", "memory",
         "guide_trial", "guide", "beam",

@@ -84,6 +84,7 @@ class QuantisedWeight:
         if self.order is not None:
             raise ConfigError("the inputs of a weight that is stored in another order cannot be shared")
         border = per_byte if self.scales.shape[1] == 1 else size
+        border = max(border, BLOCK) if self.rounds_inputs else border
         if columns.start % border or columns.stop % border:
             raise ConfigError(
                 f"a weight quantised in groups of {border} inputs cannot be shared by {len(columns)} of its "

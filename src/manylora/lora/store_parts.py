@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,7 +32,8 @@ logger = logging.getLogger("manylora")
 @dataclass(frozen=True)
 class StoreParts:
     """bounds: of what the cache can hold. max_device_adapters: of the largest rank, with every module.
-    text_only: as of `ReadOptions`."""
+    text_only: as of `ReadOptions`. in_parts: ranks share each adapter, so that none is read straight into its
+    pages."""
 
     plan: CachePlan
     pool: AdapterPool
@@ -41,6 +42,7 @@ class StoreParts:
     base: BaseWeights | None
     max_device_adapters: int
     text_only: bool = False
+    in_parts: bool = False
 
     def reader(
         self, modules: Mapping[int, LoraModule], roots: Sequence[Path] | None = None, narrow: bool = True
@@ -51,7 +53,7 @@ class StoreParts:
         narrow = narrow and pages == "bfloat16"
         bounds = self.bounds.within(roots)
         options = ReadOptions(modules, self.base, bounds, bfloat16=narrow, text_only=self.text_only)
-        return AdapterReader(self.rules, options, pages)
+        return AdapterReader(self.rules, options, "" if self.in_parts else pages)
 
     def library(self, config: LoraCacheConfig) -> AdapterLibrary:
         """Of the folders that the settings name. Raises ConfigError."""
@@ -75,11 +77,11 @@ def build_parts(
     slicer: Slicer | None = None,
 ) -> StoreParts:
     """Size the levels and allocate them. As `AdapterStore.open`. Raises ConfigError."""
-    modules, plan = _plan(model, config, dtype, free_bytes, slicer)
+    modules, held, plan = _plan(model, config, dtype, free_bytes, slicer)
     native.load()  # not with the first adapter, which would wait for the compiler
     pool = AdapterPool(plan.geometry, plan.host_pages, plan.device_pages, dtype, device)
-    held = (modules, model.num_layers) if slicer is None else (slicer.modules, slicer.num_layers)
-    on_host, on_device = plan.adapters_of_rank(held[0].values(), held[1], config.rank_limit)
+    num_layers = model.num_layers if slicer is None else slicer.num_layers
+    on_host, on_device = plan.adapters_of_rank(held.values(), num_layers, config.rank_limit)
     logger.info(
         "LoRA cache: host %d pages, device %d pages of %d bytes; adapters of rank %d with every module: "
         "%d on the host, %d on the device",
@@ -94,7 +96,7 @@ def build_parts(
     largest = min(plan.host_pages, plan.device_pages) * plan.geometry.page_elements
     largest *= 1 if slicer is None else slicer.num_ranks
     bounds = Bounds.of(modules, model.num_layers, config.rank_limit, largest, pool.element_bytes)
-    return StoreParts(plan, pool, rules, bounds, base, on_device, config.text_only)
+    return StoreParts(plan, pool, rules, bounds, base, on_device, config.text_only, slicer is not None)
 
 
 def _plan(
@@ -103,23 +105,23 @@ def _plan(
     dtype: torch.dtype,
     free_bytes: int,
     slicer: Slicer | None,
-) -> tuple[Mapping[int, LoraModule], CachePlan]:
-    modules = lora_modules(model, config.target_modules)
+) -> tuple[Mapping[int, LoraModule], Mapping[int, LoraModule], CachePlan]:
+    """The modules that adapters may have; the same as this rank holds them; and the sizes of both levels."""
+    modules = held = lora_modules(model, config.target_modules)
+    num_layers = model.num_layers
+    agree: Callable[[int], int] = int
     if slicer is not None:
-        sizes = slicer.num_layers, config, dtype.itemsize, slicer.agree(free_bytes)
-        plan = plan_cache(slicer.modules.values(), *sizes)
-        host = slicer.agree(plan.host_pages)
-        return modules, replace(
-            plan, host_pages=host, device_pages=min(host, slicer.agree(plan.device_pages))
-        )
-    sizes = model.num_layers, config, dtype.itemsize, free_bytes
+        held = {number: slicer.modules[number] for number in modules}
+        num_layers, agree = slicer.num_layers, slicer.agree
+    sizes = num_layers, config, dtype.itemsize, agree(free_bytes)
     try:
-        plan = plan_cache(modules.values(), *sizes)
+        plan = plan_cache(held.values(), *sizes)
     except ConfigError as error:
         if config.target_modules or model.moe is None:
             raise
-        modules = beside_experts(modules)
-        plan = plan_cache(modules.values(), *sizes)
+        modules, held = beside_experts(modules), beside_experts(held)
+        plan = plan_cache(held.values(), *sizes)
         logger.warning("adapters on routed experts are off: %s", error)
     # What is on the device is on the host too: more pages there could never be used.
-    return modules, replace(plan, device_pages=min(plan.host_pages, plan.device_pages))
+    host, on_device = agree(plan.host_pages), agree(plan.device_pages)
+    return modules, held, replace(plan, host_pages=host, device_pages=min(host, on_device))

@@ -65,11 +65,17 @@ class Moe:
 
     def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
         weights, choices = route(self.router(x, lora), self.config)
-        ops = self.up_gate.ops
-        pairs, places = ops.pair_up(choices, self.config.num_experts, lora)
-        inner = ops.gated(self.up_gate(x[pairs.rows], pairs, lora), self.activation)
-        y = self.down(inner, pairs, lora)
-        # In each token's order of experts, so that its sum does not depend on other tokens.
-        y = y[places].view(*choices.shape, -1).float()
+        y = self.each(x, choices, lora).float()
         mixed = (y * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
         return mixed if self.shared is None else mixed + self.shared(x, lora)
+
+    def each(self, x: Tensor, choices: Tensor, lora: LoraBatch | None) -> Tensor:
+        """What its experts make of each token, [T, k, hidden]: in each token's order of experts, so that its
+        sum does not depend on other tokens."""
+        pairs, places = self.up_gate.ops.pair_up(choices, self.config.num_experts, lora)
+        return self.run(x, pairs, lora)[places].view(*choices.shape, -1)
+
+    def run(self, x: Tensor, pairs: ExpertPairs, lora: LoraBatch | None) -> Tensor:
+        """Of each pair, [P, hidden]."""
+        inner = self.up_gate.ops.gated(self.up_gate(x[pairs.rows], pairs, lora), self.activation)
+        return self.down(inner, pairs, lora)

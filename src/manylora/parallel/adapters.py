@@ -60,11 +60,10 @@ class AdapterSlicer:
 
     def slice(self, adapter: Adapter | FileAdapter) -> AdapterPart:
         """This rank's rows and extras, layers numbered from the stage's first. The digest stays. An
-        AdapterPart is returned as it is. Raises AdapterChangedError, as reading a file does."""
+        AdapterPart is returned as it is. The values must be in memory."""
         if isinstance(adapter, AdapterPart):
             return adapter
-        if isinstance(adapter, FileAdapter):
-            adapter = adapter.read(self._whole)
+        assert isinstance(adapter, Adapter), "readers of several ranks read values"
         mapping = self._mapping
         layers = mapping.stage_layers(self._model.num_layers)
         rows = slice_rows(adapter.rows, self._whole, self.modules, mapping.tp_size, mapping.tp_rank, layers)

@@ -10,14 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora.config.engine import ModelConfig
+from manylora.config.engine import ModelConfig, MoeConfig
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import AttentionBatch, LoraBatch
+from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraTarget
+from manylora.lora.modules import LoraModuleId
 from manylora.model.batch import ForwardBatch
 from manylora.model.decoder import Decoder
 from manylora.model.extras import adapt_head
 from manylora.model.layers import Attention, Block, Norm, Turns
+from manylora.model.moe import Moe
 from manylora.parallel.collectives import Collectives
+from manylora.parallel.experts import MoePart
 from manylora.parallel.mapping import Mapping
 
 
@@ -86,8 +89,11 @@ class RankDecoder(Decoder):
         collectives: Collectives,
     ) -> None:
         self._model, self._mapping, self._collectives = model, mapping, collectives
+        self._quantised_experts = False
         super().__init__(config, weights, dtype, ops)
         self._decode_step = None  # as that is one call from the first layer to the last
+        if model.moe is not None:  # of any stage, as they decide what adapters may have
+            self._quantised_experts = not collectives.least(not super().has_quantised_experts)
         tokens = mapping.vocabulary(model.vocab_size)
         self._tokens = tokens
         self._whole_bias = self._head_bias
@@ -95,6 +101,19 @@ class RankDecoder(Decoder):
             self._head_bias = self._head_bias[tokens.start : tokens.stop].contiguous()
         if mapping.tp_size > 1:
             self._blocks = [self._summed(block) for block in self._blocks]
+
+    @property
+    def has_quantised_experts(self) -> bool:
+        return self._quantised_experts
+
+    def _moe(self, layer: int, moe: MoeConfig) -> Moe:
+        part, whole = super()._moe(layer, moe), self._model.moe
+        if self._mapping.moe_ep_size == 1 or whole is None:
+            return part
+        count = whole.num_experts
+        fields = {name: getattr(part, name) for name in Moe.__dataclass_fields__}
+        fields["router"] = self._linear(layer, "router", LoraTarget(LoraModuleId.MOE_ROUTER, 0, count))
+        return MoePart(**fields, first=self._mapping.experts(count).start)
 
     def _summed(self, block: Block) -> Block:
         add_up = self._collectives.sum

@@ -109,6 +109,8 @@ def check_mapping(model: ModelConfig, mapping: Mapping) -> None:
     kv = model.num_kv_heads
     if kv % tp and tp % kv:
         raise ConfigError(f"tp_size must divide the model's {kv} key-value heads, or they it; got {tp}")
+    if tp > 1 and model.qk_norm == "all" and model.norm.startswith("layer"):
+        raise ConfigError(f"{model.architecture} norms all heads at once: tp_size must be 1, got {tp}")
     if tp > model.vocab_size:
         raise ConfigError(f"tp_size must be at most the model's {model.vocab_size} tokens, got {tp}")
     moe = model.moe

@@ -10,7 +10,7 @@ from manylora.parallel.mapping import Mapping, check_mapping
 
 def rank_config(model: ModelConfig, mapping: Mapping) -> ModelConfig:
     """The sizes of this rank's part: its heads, the width of its MLPs, and the layers of its stage, numbered
-    from 0. Vocabulary and hidden size, and the number of experts, stay the model's. Raises ConfigError."""
+    from 0, and its experts. Vocabulary and hidden size stay the model's. Raises ConfigError."""
     check_mapping(model, mapping)
     if mapping.world_size == 1:
         return model
@@ -18,6 +18,7 @@ def rank_config(model: ModelConfig, mapping: Mapping) -> ModelConfig:
     if moe is not None:
         moe = replace(
             moe,
+            num_experts=len(mapping.experts(moe.num_experts)),
             intermediate_size=moe.intermediate_size // mapping.moe_tp_size,
             shared_intermediate_size=moe.shared_intermediate_size // tp,
             layers=_of_stage(moe.layers, layers),

@@ -1,0 +1,38 @@
+"""MoePart: the mixture of experts of a rank that has some of the experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manylora.kernels.experts import HostPairs
+from manylora.kernels.spec import LoraBatch
+from manylora.model.moe import Moe
+
+
+@dataclass(frozen=True)
+class MoePart(Moe):
+    """As `Moe`, with the experts [first, first + config.num_experts) of those that the router chooses among.
+    What the others make of a token is 0, so that the ranks' results add up."""
+
+    first: int = 0
+
+    def each(self, x: Tensor, choices: Tensor, lora: LoraBatch | None) -> Tensor:
+        count, ops = self.config.num_experts, self.up_gate.ops
+        own = choices - self.first
+        mine = (own >= 0) & (own < count)
+        # The choices of other ranks' experts are those of one more expert, behind all of ours.
+        pairs, places = ops.pair_up(own.where(mine, count), count + 1, lora)
+        if not isinstance(pairs, HostPairs):
+            # A device that does not tell the host how many pairs there are computes all of them.
+            y = super().each(x, own.where(mine, choices % count), lora)
+            return y.where(mine.unsqueeze(-1), 0)
+        used = pairs.starts[count]
+        y = torch.zeros((len(places), x.shape[1]), dtype=x.dtype, device=x.device)
+        if used:
+            groups = pairs.groups[pairs.groups[:, 2] < count]
+            ours = type(pairs)(pairs.rows[:used], pairs.starts[: count + 1], groups)
+            y[:used] = self.run(x, ours, lora)
+        return y[places].view(*choices.shape, -1)

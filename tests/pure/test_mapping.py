@@ -1,0 +1,88 @@
+"""Protects who has what: ranks, stages, experts and tokens in TensorRT-LLM's order, and the errors of sizes
+that cannot be shared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from manylora.config.engine import EncoderConfig, ModelConfig, MoeConfig
+from manylora.errors import ConfigError
+from manylora.parallel.mapping import Mapping, check_mapping
+from manylora.parallel.rank_model import rank_config
+
+LLAMA = ModelConfig("LlamaForCausalLM", 130, 64, 96, 5, 8, 2, 8, 64, 1e-6, 1e4, "float32")
+MOE = MoeConfig(8, 2, 48, True, frozenset({1, 2, 3, 4}), shared_intermediate_size=32)
+
+
+def test_the_order_of_ranks() -> None:
+    ranks = [Mapping(8, rank, 4, 2, 2) for rank in range(8)]
+    assert [m.tp_rank for m in ranks] == [0, 1, 2, 3] * 2
+    assert [m.pp_rank for m in ranks] == [0] * 4 + [1] * 4
+    assert [m.moe_ep_rank for m in ranks[:4]] == [0, 1, 0, 1]
+    assert [m.moe_tp_rank for m in ranks[:4]] == [0, 0, 1, 1]
+    assert ranks[0].moe_tp_size == 2
+    assert ranks[5].tp_group == (4, 5, 6, 7)
+    assert [m.is_first_stage for m in ranks] == [True] * 4 + [False] * 4
+    assert [m.is_last_stage for m in ranks] == [False] * 4 + [True] * 4
+    assert ranks[6].at(1) == ranks[1]
+
+
+def test_shares_cover_everything_once() -> None:
+    ranks = [Mapping(4, rank, 4) for rank in range(4)]
+    assert [len(m.vocabulary(130)) for m in ranks] == [33, 33, 32, 32]
+    assert [token for m in ranks for token in m.vocabulary(130)] == list(range(130))
+    stages = [Mapping(4, rank, 1, 4) for rank in range(4)]
+    assert [list(m.stage_layers(5)) for m in stages] == [[0, 1], [2], [3], [4]]
+    experts = [list(Mapping(4, rank, 4, 1, 2).experts(8)) for rank in range(4)]
+    assert experts == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((4, 0, 2, 1), r"world_size must be tp_size \* pp_size = 2, got 4"),
+        ((2, 2, 2, 1), "rank must be 0 to 1, got 2"),
+        ((0, 0, 1, 1), "world_size must be at least 1, got 0"),
+        ((4, 0, 4, 1, 3), r"moe_ep_size must divide tp_size \(4\), got 3"),
+    ],
+)
+def test_sizes_that_do_not_agree(sizes: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Mapping(*sizes)
+
+
+@pytest.mark.parametrize(
+    ("model", "mapping", "message"),
+    [
+        (LLAMA, Mapping(3, 0, 3), "tp_size must divide the model's 8 attention heads, got 3"),
+        (replace(LLAMA, num_kv_heads=3), Mapping(2, 0, 2), "must divide the model's 3 key-value heads"),
+        (replace(LLAMA, intermediate_size=97), Mapping(2, 0, 2), "must divide the model's MLP width, 97"),
+        (LLAMA, Mapping(6, 0, 1, 6), "pp_size must be at most the model's 5 layers, got 6"),
+        (LLAMA, Mapping(2, 0, 2, 1, 2), "moe_ep_size must be 1: LlamaForCausalLM has no experts"),
+        (replace(LLAMA, moe=replace(MOE, num_experts=7)), Mapping(2, 0, 2, 1, 2), "number of experts, 7"),
+        (replace(LLAMA, moe=replace(MOE, intermediate_size=49)), Mapping(2, 0, 2), "an expert's width, 49"),
+        (replace(LLAMA, encoder=EncoderConfig(2, 0)), Mapping(2, 0, 2), "has an encoder"),
+        (replace(LLAMA, norm="layer", qk_norm="all"), Mapping(2, 0, 2), "norms all heads at once"),
+    ],
+)
+def test_models_that_cannot_be_shared(model: ModelConfig, mapping: Mapping, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_mapping(model, mapping)
+    check_mapping(model, Mapping())
+
+
+def test_the_model_of_a_rank() -> None:
+    windows = (4, None, 4, None, 4)
+    model = replace(LLAMA, moe=MOE, sliding_windows=windows, unrotated_layers=frozenset({1, 4}))
+    local = rank_config(model, Mapping(8, 6, 4, 2, 2))  # stage 1: layers 3 and 4
+    assert (local.num_layers, local.num_heads, local.num_kv_heads, local.head_dim) == (2, 2, 1, 8)
+    assert (local.vocab_size, local.hidden_size) == (130, 64)
+    assert local.sliding_windows == (None, 4)
+    assert local.unrotated_layers == {1}
+    assert local.moe == replace(
+        MOE, num_experts=4, intermediate_size=24, shared_intermediate_size=8, layers=frozenset({0, 1})
+    )
+    assert rank_config(model, Mapping(8, 0, 4, 2, 2)).moe.layers == {1, 2}  # type: ignore[union-attr]
+    assert rank_config(model, Mapping()) is model

@@ -180,7 +180,9 @@ def _make_pool(
             kind = RowFormat(rank, bool(dora))
             a, b, rest, _ = np.split(payload, np.cumsum(module.row_sizes(kind)))
             rows[layer, module_id] = LoraRow(used, kind)
-            pieces += [a, b.reshape(-1, rank).T.ravel(), rest, np.full(5, np.nan, np.float32)]
+            turned = b.reshape(module.experts, -1, rank).swapaxes(1, 2).reshape(module.experts, -1)
+            pairs = np.concatenate((a.reshape(module.experts, -1), turned), axis=1)
+            pieces += [pairs.ravel(), rest, np.full(5, np.nan, np.float32)]
             used += module.row_elements(kind) + 5
         adapters_rows.append(rows)
     return torch.from_numpy(np.concatenate(pieces)), adapters_rows

@@ -30,6 +30,10 @@ class DeviceLostError(ManyloraError):
     """The device answers nothing any more; the process must be started again."""
 
 
+class GroupLostError(ManyloraError):
+    """A rank of the group ended or hangs; all of its processes must be started again."""
+
+
 class RequestError(ManyloraError):
     """This one request cannot be served as asked."""
 

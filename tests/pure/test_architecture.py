@@ -19,7 +19,7 @@ ORDER = [
     ["wire", "text"],
     ["lora"],
     ["model"],
-    ["parallel"],
+    ["parallel", "group"],
     ["engine"],
     ["launcher", "testing", "llmapi", "bench", "openai", "fleet", "contracts", "commands", "cli"],
     ["lora_helper", "lora_manager", "executor", "sampling_params", "models", "quantization", "_torch"],
@@ -47,7 +47,7 @@ INSIDE = {
     "lora": [
         "pages", "modules", "expert_rules", "geometry", "bounds", "number_types", "tensors",
         "file_adapter", "staging", "extras", "rules", "slicing", "formats", "cache", "pool", "library",
-        "arrivals", "loader", "cache_view", "store_parts", "store", "convert", "convert_nemo", "normalize",
+        "loaded", "arrivals", "loader", "cache_view", "store_parts", "store", "convert", "convert_nemo", "normalize",
         "report", "moe_layout",
     ],
     "lora.library": ["names", "fingerprint", "reader", "memory", "disk", "library"],
@@ -60,11 +60,12 @@ INSIDE = {
         "mapping", "rank_model", "collectives", "weights", "adapters", "experts", "decoder",
         "build",
     ],
+    "group": ["channel", "place", "agreement", "rendezvous", "watch", "leader", "collectives"],
     "engine": [
         "token_counts", "top_p", "sequence", "penalties", "kv_cache", "decode_run", "scheduler", "memory",
         "guide_trial", "guide", "beam",
-        "sampler", "launched", "inputs", "peak", "graphs", "kernel_trials", "runner", "checks", "build",
-        "results", "engine", "loop",
+        "sampler", "launched", "inputs", "step_messages", "peak", "graphs", "kernel_trials", "runner", "checks",
+        "build", "follower", "results", "engine", "loop",
     ],
     "launcher": [
         "roles", "state", "logs", "processes", "management_access", "http_checks", "http_proxy",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -79,6 +80,12 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats()
+
+    def on_loss(self, lost: Callable[[str], None]) -> None:
+        self.lost = lost
+
+    def end_ranks(self) -> None:
+        pass
 
 
 class Sink:

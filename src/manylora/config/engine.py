@@ -98,12 +98,16 @@ class EngineConfig:
     enable_cuda_graph: bool | None = None  # decode steps as recorded graphs; None: where the device has them
     cuda_graph_cache_size: int = 0  # graphs kept; 0: 128
     enable_overlap: bool | None = None  # a step is scheduled while the one before runs; None: on a GPU
+    tensor_parallel_size: int = 1  # ranks that share each layer
+    pipeline_parallel_size: int = 1  # groups of these, each with a part of the layers
+    moe_expert_parallel_size: int = 1  # of the ranks that share a layer, those that divide experts by number
     lora: LoraCacheConfig = field(default_factory=LoraCacheConfig)
 
     def __post_init__(self) -> None:
         at_least(1, self, "max_batch_size", "max_num_tokens", "max_beam_width", "max_seq_len")
         at_least(1, self, "tokens_per_block", "max_tokens_in_paged_kv_cache")
         at_least(0, self, "max_queue_size", "cuda_graph_cache_size")
+        at_least(1, self, "tensor_parallel_size", "pipeline_parallel_size", "moe_expert_parallel_size")
         fraction(kv_cache_free_gpu_mem_fraction=self.kv_cache_free_gpu_mem_fraction)
         if self.gpu_memory_utilization is not None:
             fraction(gpu_memory_utilization=self.gpu_memory_utilization)
@@ -119,6 +123,11 @@ class EngineConfig:
                 f"max_num_tokens must be at least max_batch_size ({self.max_batch_size}), "
                 f"got {self.max_num_tokens}"
             )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks: processes that compute one model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def chunk_tokens(self) -> int:

@@ -5,6 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
 
 from manylora.config.build_record import weights_algo
 from manylora.config.engine import EngineConfig, LoraCacheConfig, ModelConfig
@@ -22,15 +27,27 @@ from manylora.engine.memory import (
 )
 from manylora.engine.peak import peak_bytes
 from manylora.engine.runner import Runner
-from manylora.kernels.device import Device, open_device
+from manylora.engine.step_messages import END, Others
+from manylora.group.channel import Message
+from manylora.group.collectives import join_collectives, leave_group
+from manylora.group.leader import Leader
+from manylora.group.place import Place, find_place
+from manylora.kernels.device import Device, device_of_rank, open_device
+from manylora.kernels.spec import BatchLimits
 from manylora.lora.expert_rules import targets_beside_quantised_experts
 from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.pool import AdapterPool
 from manylora.lora.store import AdapterStore
+from manylora.lora.store_parts import build_parts as store_parts
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.effective_weights import EffectiveWeights
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.weights import adapter_dtype, compute_dtype, load_decoder
+from manylora.parallel.adapters import AdapterSlicer
+from manylora.parallel.build import build_rank as load_part
+from manylora.parallel.collectives import TorchCollectives
+from manylora.parallel.mapping import Mapping
 from manylora.system.allocator import keep_memory
 
 logger = logging.getLogger("manylora")
@@ -39,12 +56,40 @@ DEFAULT_NUM_GRAPHS = 128
 
 
 @dataclass(frozen=True)
+class RankParts:
+    """What every rank of an engine has. local: the part of the model that this rank computes.
+
+    lora: the settings of the adapter cache, sized. free_bytes: of the device, for adapters. slicer: None
+    where there is no other rank.
+    """
+
+    model: ModelConfig
+    local: ModelConfig
+    device: Device
+    decoder: Decoder | EncoderDecoder
+    kv_plan: KvPlan
+    kv: Tensor
+    limits: BatchLimits
+    dtype: torch.dtype
+    pages_dtype: torch.dtype
+    lora: LoraCacheConfig
+    free_bytes: int
+    slicer: AdapterSlicer | None
+
+    def open_pool(self) -> AdapterPool:
+        """The pages of adapters, for a rank that decides nothing about them. Raises ConfigError."""
+        sizes = self.device.torch, self.pages_dtype, self.free_bytes
+        return store_parts(self.model, self.lora, *sizes, None, self.slicer).pool
+
+
+@dataclass(frozen=True)
 class EngineParts:
-    """The parts of an engine.
+    """The parts of an engine, on rank 0.
 
     base:    the checkpoint's weights, which adapters on disk are read against (DoRA, trained biases).
     guides:  compiles guides; None when guided decoding is not enabled.
     overlap: whether a step is launched before the tokens of the previous one are known.
+    leader:  tells the other ranks what to do; None where there are none.
     """
 
     model: ModelConfig
@@ -56,55 +101,127 @@ class EngineParts:
     runner: Runner
     guides: Guides | None
     overlap: bool
+    leader: Leader | None = None
+
+
+def meet_group(config: EngineConfig, place: Place, store: Store) -> TorchCollectives:
+    """Join the other ranks' computation. Raises ConfigError."""
+    device = torch.device(device_of_rank(config.device, place.local_rank, place.local_size))
+    join_collectives(place, store, "nccl" if device.type == "cuda" else "gloo")
+    return TorchCollectives(mapping_of(config, place.rank), device)
+
+
+def mapping_of(config: EngineConfig, rank: int) -> Mapping:
+    """Raises ConfigError for sizes that do not agree."""
+    tp, pp = config.tensor_parallel_size, config.pipeline_parallel_size
+    return Mapping(tp * pp, rank, tp, pp, config.moe_expert_parallel_size)
+
+
+def build_rank(config: EngineConfig, place: Place, comm: TorchCollectives | None) -> RankParts:
+    """Load this rank's weights and allocate its KV cache; every rank calls this at the same time. Raises
+    ConfigError when the configuration, the checkpoint or the memory does not allow it."""
+    name = config.device
+    if comm is not None:
+        name = device_of_rank(name, place.local_rank, place.local_size)
+    device = open_device(name)
+    on_cpu = device.torch.type == "cpu"
+    if on_cpu:
+        keep_memory()
+    before = device.free_bytes()
+    held = _load(config, device, place.rank, comm)
+    decoder, local, dtype = held.decoder, held.local, held.dtype
+    kv_dtype = kv_cache_dtype(config, dtype)
+    lora = _lora_config(config, held.model, decoder)
+    pages_dtype = adapter_dtype(config, held.model, dtype, device)
+    share = place.local_size if on_cpu else 1  # ranks that take from the same memory
+    free_bytes = usable_bytes(config, device, before) // share
+    if isinstance(decoder, Decoder):
+        limits = batch_limits(config, local, dtype, config.max_seq_len or local.max_seq_len)
+        free_bytes = max(0, free_bytes - peak_bytes(decoder, device, limits, config))
+    room = 0 if on_cpu else adapter_room(config, lora, local, pages_dtype, free_bytes)
+    plan = plan_kv(config, local, kv_dtype, device.torch, free_bytes - room)
+    if comm is not None:
+        blocks, longest = comm.least(plan.num_blocks), comm.least(plan.max_seq_len)
+        plan = replace(plan, num_blocks=blocks, max_seq_len=longest)
+    kv_tensor = allocate_kv(plan, config, local, kv_dtype, device.torch)
+    # On a CPU the cache's pages are not touched yet, so the system still counts them as free.
+    free_bytes = max(0, usable_bytes(config, device, before) // share - (plan.num_bytes if on_cpu else 0))
+    limits = batch_limits(config, local, dtype, plan.max_seq_len)
+    lora = with_room(lora, room, free_bytes)
+    sizes = plan, kv_tensor, limits, dtype, pages_dtype, lora, free_bytes
+    return RankParts(held.model, local, device, decoder, *sizes, held.slicer)
+
+
+class _Held(NamedTuple):
+    """What a rank has of the model."""
+
+    model: ModelConfig
+    local: ModelConfig
+    dtype: torch.dtype
+    decoder: Decoder | EncoderDecoder
+    slicer: AdapterSlicer | None = None
+
+
+def _load(config: EngineConfig, device: Device, rank: int, comm: TorchCollectives | None) -> _Held:
+    if comm is not None:
+        found = load_part(config, mapping_of(config, rank), comm, device)
+        check_length(config, found.model)
+        return _Held(found.model, found.local, found.dtype, found.decoder, found.slicer)
+    model = read_model_config(config.model_dir)
+    check_length(config, model)
+    dtype = compute_dtype(config.dtype, model, device)
+    decoder = load_decoder(config.model_dir, model, dtype, device, config.max_seq_len, config.quant)
+    return _Held(model, model, dtype, decoder)
 
 
 def build_parts(config: EngineConfig) -> EngineParts:
     """Raises ConfigError when the configuration, the checkpoint or the memory does not allow it."""
-    started = time.perf_counter()
-    model, device = read_model_config(config.model_dir), open_device(config.device)
-    check_length(config, model)
-    if device.torch.type == "cpu":
-        keep_memory()
-    before = device.free_bytes()
-    dtype = compute_dtype(config.dtype, model, device)
-    decoder = load_decoder(config.model_dir, model, dtype, device, config.max_seq_len, config.quant)
-    kv_dtype = kv_cache_dtype(config, dtype)
-    lora = _lora_config(config, model, decoder)
-    pages_dtype = adapter_dtype(config, model, dtype, device)
-    free_bytes = usable_bytes(config, device, before)
-    if isinstance(decoder, Decoder):
-        limits = batch_limits(config, model, dtype, config.max_seq_len or model.max_seq_len)
-        free_bytes = max(0, free_bytes - peak_bytes(decoder, device, limits, config))
-    on_gpu = device.torch.type == "cuda"
-    room = adapter_room(config, lora, model, pages_dtype, free_bytes) if on_gpu else 0
-    plan = plan_kv(config, model, kv_dtype, device.torch, free_bytes - room)
-    kv_tensor = allocate_kv(plan, config, model, kv_dtype, device.torch)
-    # On a CPU the cache's pages are not touched yet, so the system still counts them as free.
-    untouched = plan.num_bytes if device.torch.type == "cpu" else 0
-    free_bytes = max(0, usable_bytes(config, device, before) - untouched)
-    base = BaseWeights(config.model_dir, EffectiveWeights(model, config.quant, dtype))
-    lora = with_room(lora, room, free_bytes)
-    adapters = AdapterStore.open(model, lora, device.torch, pages_dtype, free_bytes, base)
-    limits = batch_limits(config, model, dtype, plan.max_seq_len)
-    runner = Runner(decoder, kv_tensor, device, adapters, limits)
-    runner.try_variants()
-    _record_decoding(runner, config, model, device)
+    started, place = time.perf_counter(), find_place(config.world_size)
+    leader = Leader(config, place) if place.size > 1 else None
+    try:
+        comm = meet_group(config, place, leader.store) if leader is not None else None
+        parts = _rank_0(config, build_rank(config, place, comm), leader)
+    except Exception as error:
+        if leader is None:
+            raise
+        reason = leader.start_error(error)
+        leader.close()
+        leave_group()
+        raise reason from error
+    logger.info(
+        "engine ready in %.1f s: %s on %s, %s%s, %d KV blocks of %d tokens%s",
+        time.perf_counter() - started,
+        parts.model.architecture,
+        parts.device.name,
+        str(parts.decoder.dtype).removeprefix("torch."),
+        " with products of bfloat16" if parts.device.ops.rounds_inputs else "",
+        parts.kv_plan.num_blocks,
+        config.tokens_per_block,
+        f", {place.size} ranks" if leader is not None else "",
+    )
+    return parts
+
+
+def _rank_0(config: EngineConfig, rank: RankParts, leader: Leader | None) -> EngineParts:
+    model, device = rank.model, rank.device
+    base = BaseWeights(config.model_dir, EffectiveWeights(model, config.quant, rank.dtype))
+    sizes = rank.pages_dtype, rank.free_bytes
+    others = None if leader is None else Others(leader)
+    adapters = AdapterStore.open(model, rank.lora, device.torch, *sizes, base, rank.slicer, others)
+    runner = Runner(rank.decoder, rank.kv, device, adapters, rank.limits, leader)
+    if leader is None:
+        runner.try_variants()
+        _record_decoding(runner, config, model, device)
+    elif device.torch.type != "cpu":
+        logger.info("with several ranks steps are neither recorded nor overlapped")
     guides = None
     if config.tokenizer_dir is not None:
         guides = Guides(config.tokenizer_dir, model.vocab_size, model.eos_token_ids)
-    overlap = device.overlaps if config.enable_overlap is None else config.enable_overlap
+    overlaps = device.overlaps and leader is None
+    overlap = overlaps if config.enable_overlap is None else config.enable_overlap
     overlap = overlap and model.encoder is None  # an encoder runs between the steps
-    logger.info(
-        "engine ready in %.1f s: %s on %s, %s%s, %d KV blocks of %d tokens",
-        time.perf_counter() - started,
-        model.architecture,
-        device.name,
-        str(dtype).removeprefix("torch."),
-        " with products of bfloat16" if device.ops.rounds_inputs else "",
-        plan.num_blocks,
-        config.tokens_per_block,
-    )
-    return EngineParts(model, device, decoder, plan, base, adapters, runner, guides, overlap)
+    plan = rank.kv_plan
+    return EngineParts(model, device, rank.decoder, plan, base, adapters, runner, guides, overlap, leader)
 
 
 def _lora_config(
@@ -128,3 +245,9 @@ def _record_decoding(runner: Runner, config: EngineConfig, model: ModelConfig, d
         logger.info("steps are not recorded: encoder-decoder models are not")
     elif wanted is None or wanted:
         runner.record_decoding(config.cuda_graph_cache_size or DEFAULT_NUM_GRAPHS)
+
+
+def end_ranks(parts: EngineParts) -> None:
+    """Of an engine that computes no more. Idempotent."""
+    if parts.leader is not None and parts.leader.end(Message(END)):
+        leave_group()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from manylora.config.engine import EngineConfig
-from manylora.engine.build import build_parts
+from manylora.engine.build import build_parts, end_ranks
 from manylora.engine.checks import LogitsMemory, check_request
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.launched import FailedStep, LaunchedStep
@@ -159,6 +159,17 @@ class Engine:
         self._in_flight = None
         self._free(self._open_sequences())
         self._requests.clear()
+        self.end_ranks()
+
+    def end_ranks(self) -> None:
+        """End the processes of the other ranks, where there are any; nothing can be computed any more.
+        Idempotent."""
+        end_ranks(self._parts)
+
+    def on_loss(self, lost: Callable[[str], None]) -> None:
+        """Call `lost` from any thread, with the reason, when the process of another rank ends or hangs."""
+        if self._parts.leader is not None:
+            self._parts.leader.on_loss(lost)
 
     def check(self) -> None:
         """Assert that blocks and pages add up: what is not free belongs to an open sequence."""
@@ -265,12 +276,14 @@ class Engine:
             return FailedStep(step, error)
 
     def _process(self, launched: LaunchedStep | None) -> Events:
-        """Wait for the results of a step and apply them. Raises DeviceLostError."""
+        """Wait for the results of a step and apply them. Raises DeviceLostError, GroupLostError."""
         if launched is None:
             return []
         try:
             sampled = launched.wait()
         except Exception as error:
+            if self._parts.leader is not None:
+                raise self._parts.leader.lost(error) from error
             logger.exception("a step of %d sequences failed", len(launched.step.chunks))
             self._parts.device.probe()
             return self._fail(launched.step, error)

@@ -42,6 +42,7 @@ class StepInputs:
     cross_lengths, cross_blocks: [S], of the encoder's output; empty without an encoder.
     pending: tokens that `fill` writes over zeros in input_ids.
     rope_lengths: [T], see `ForwardBatch`; None: positions + 1.
+    adapters: rows [start, stop) and digest of each that is in `lora`.
     """
 
     input_ids: Ints
@@ -56,7 +57,8 @@ class StepInputs:
     cross_lengths: list[int] = field(default_factory=list)
     cross_blocks: Blocks = field(default_factory=list)
     pending: Pending | None = None
-    rope_lengths: list[int] | None = None
+    rope_lengths: Ints | None = None
+    adapters: Rows[tuple[int, int, str]] = ()
 
     @property
     def decodes(self) -> bool:
@@ -102,7 +104,7 @@ class StepInputs:
         attention = AttentionBatch(
             query_starts=self.starts,
             kv_lens=self.lengths,
-            block_table=_table(self.blocks, width),
+            block_table=block_table(self.blocks, width),
             slots=_int(self.slots),
         )
         lora = self.lora
@@ -129,10 +131,19 @@ class StepInputs:
         else:
             input_ids.index_copy_(0, where[0], tokens.index_select(0, where[1]).clamp_(min=0))
 
+    def known(self) -> StepInputs:
+        """The same without pending tokens; waits for them."""
+        if self.pending is None:
+            return self
+        where, ids = self.pending.where, _int(self.input_ids)
+        host = Pending(None if where is None else where.cpu(), self.pending.tokens.cpu())
+        replace(self, pending=host).fill(ids)
+        return replace(self, input_ids=ids.numpy(), pending=None)
+
     def _cross(self) -> AttentionBatch | None:
-        if not self.cross_blocks:
+        if not len(self.cross_blocks):
             return None
-        return AttentionBatch(self.starts, self.cross_lengths, _table(self.cross_blocks), _int([]))
+        return AttentionBatch(self.starts, self.cross_lengths, block_table(self.cross_blocks), _int([]))
 
 
 def encoder_inputs(sequences: list[Sequence], tokens_per_block: int) -> StepInputs:
@@ -206,7 +217,7 @@ def _pad(values: Ints, count: int, value: int) -> np.ndarray:
     return np.concatenate((values, np.full(count, value)))
 
 
-def _table(rows: Blocks, width: int = 0) -> Tensor:
+def block_table(rows: Blocks, width: int = 0) -> Tensor:
     """[S, width] int32, padded with zeros. width: 0: as the longest row needs."""
     if isinstance(rows, np.ndarray):
         table = np.zeros((len(rows), width or rows.shape[1]), np.int32)

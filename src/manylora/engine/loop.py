@@ -17,6 +17,7 @@ from manylora.errors import (
     AdapterNotCachedError,
     DrainingError,
     EngineDeadError,
+    GroupLostError,
     QueueFullError,
     RequestError,
 )
@@ -67,6 +68,7 @@ class EngineLoop:
         self._stats, self._stats_at = engine.stats(), time.monotonic()
         self._thread = threading.Thread(target=self._run, name="manylora-engine", daemon=True)
         self._thread.start()
+        engine.on_loss(self.fail)
 
     @classmethod
     def start(cls, config: EngineConfig) -> EngineLoop:
@@ -161,6 +163,7 @@ class EngineLoop:
         self._thread.join(None if self._death is None else STUCK_S)
         if not self._thread.is_alive():
             self._engine.adapters.close()
+            self._engine.end_ranks()
 
     def _dispatch(self, ticket: int, request: Request, matcher: LLMatcher | None = None) -> None:
         """Hand a request to the thread that is next. Under the lock: so no thread ends between."""
@@ -239,8 +242,10 @@ class EngineLoop:
         except BaseException as error:
             if self._death is not None:  # it was given up before
                 return
-            logger.critical("the engine thread died", exc_info=True)
-            self._die(EngineDeadError(f"The engine stopped: {type(error).__name__}"))
+            known = isinstance(error, GroupLostError)
+            logger.critical("the engine thread died", exc_info=not known)
+            reason = str(error) if known else type(error).__name__
+            self._die(EngineDeadError(f"The engine stopped: {reason}"))
 
     def _take_commands(self) -> bool:
         """Run the commands in the inbox; wait while there is no work. False: closed and done, or dead."""

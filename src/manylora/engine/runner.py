@@ -19,8 +19,10 @@ from manylora.engine.launched import LaunchedStep
 from manylora.engine.sampler import Row, Sampler, adjust
 from manylora.engine.scheduler import Chunk, Step
 from manylora.engine.sequence import PENDING, BeamGroup, Sequence
+from manylora.engine.step_messages import ENCODE, FORWARD, copy_message, step_message
+from manylora.group.leader import Leader
 from manylora.kernels.device import Device
-from manylora.kernels.spec import BatchLimits, LoraBatch
+from manylora.kernels.spec import BatchLimits
 from manylora.kernels.transfer import to_device, upload
 from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.model.decoder import Decoder
@@ -46,6 +48,7 @@ class Runner:
         device: Device,
         adapters: AdapterStore,
         limits: BatchLimits,
+        leader: Leader | None = None,
     ) -> None:
         self.max_adapters_in_step = 0
         self._decoder = decoder
@@ -54,6 +57,7 @@ class Runner:
         self._ops = device.ops
         self._adapters = adapters
         self._limits = limits
+        self._leader = leader
         self._tokens_per_block = limits.tokens_per_block
         self._graphs: DecodeGraphs | None = None
         self._kept: KeptInputs | None = None  # of the step before,
@@ -150,6 +154,8 @@ class Runner:
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy keys and values of whole blocks. pairs: (from, to); no block is in both columns."""
         if pairs:
+            if self._leader is not None:
+                self._leader.tell(copy_message(pairs))
             source, target = (self._tensor(list(side)) for side in zip(*pairs, strict=True))
             self._kv[:, :, target] = self._kv[:, :, source]
 
@@ -200,7 +206,10 @@ class Runner:
             return
         assert isinstance(self._decoder, EncoderDecoder)
         inputs = encoder_inputs(sequences, self._tokens_per_block)
-        batch = replace(inputs, lora=self._lora(sequences, inputs.starts)).plan(self._ops)
+        inputs = self._with_adapters(inputs, sequences)
+        if self._leader is not None:
+            self._leader.tell(step_message(ENCODE, inputs))
+        batch = inputs.plan(self._ops)
         self._decoder.encode(to_device(batch, self._device.torch), self._kv)
         for sequence in sequences:
             sequence.kv.is_encoded = True
@@ -210,6 +219,8 @@ class Runner:
             logits = self._graphs.run(inputs)
             if logits is not None:
                 return logits
+        if self._leader is not None:
+            self._leader.tell(step_message(FORWARD, inputs))
         batch = inputs.plan(self._ops)
         if inputs.embeddings is not None:
             batch = replace(batch, embeddings=inputs.embeddings)
@@ -237,7 +248,7 @@ class Runner:
             blocks.append(kv.first(-(-stop // size)))
             logits_rows += [row + position - start for position in range_]
         encoded = [c.sequence for c in chunks] if isinstance(self._decoder, EncoderDecoder) else []
-        return StepInputs(
+        inputs = StepInputs(
             input_ids=[i if 0 <= i < self._vocab_size else 0 for i in ids],
             positions=positions,
             starts=starts,
@@ -245,13 +256,13 @@ class Runner:
             blocks=blocks,
             slots=slots,
             logits_rows=logits_rows,
-            lora=self._lora([chunk.sequence for chunk in chunks], starts),
             embeddings=self._embeddings(chunks, ids, starts),
             cross_lengths=[sequence.num_encoder for sequence in encoded],
             cross_blocks=[sequence.kv.cross_blocks for sequence in encoded if sequence.num_encoder],
             pending=self._pending(chunks, ids, starts, previous),
             rope_lengths=_rope_lengths(chunks),
         )
+        return self._with_adapters(inputs, [chunk.sequence for chunk in chunks])
 
     def _embeddings(
         self, chunks: list[Chunk], ids: list[int], starts: list[int]
@@ -284,7 +295,8 @@ class Runner:
         ]
         return Pending(self._tensor([*zip(*found, strict=True)]), previous.tokens) if found else None
 
-    def _lora(self, sequences: list[Sequence], starts: list[int]) -> LoraBatch | None:
+    def _with_adapters(self, inputs: StepInputs, sequences: list[Sequence]) -> StepInputs:
+        starts = inputs.starts
         segments: dict[str, tuple[int, int, AdapterLease]] = {}
         for sequence, start, stop in zip(sequences, starts, starts[1:], strict=False):
             lease = sequence.lease
@@ -292,11 +304,13 @@ class Runner:
                 first = segments[lease.digest][0] if lease.digest in segments else start
                 segments[lease.digest] = (first, stop, lease)
         if not segments:
-            return None
+            return inputs
         if len(segments) > self.max_adapters_in_step:
             self.max_adapters_in_step = len(segments)
             logger.info("manylora: %d distinct adapters in one step", len(segments))
-        return self._adapters.batch(list(segments.values()))
+        inputs.lora = self._adapters.batch(list(segments.values()))
+        inputs.adapters = [(start, stop, digest) for digest, (start, stop, _) in segments.items()]
+        return inputs
 
     def _tensor(self, values: list, dtype: torch.dtype = torch.long) -> Tensor:
         return upload(values, dtype, self._device.torch)

@@ -174,6 +174,22 @@ def open_device(name: str) -> Device:
     return _open_cuda(device)
 
 
+def device_of_rank(name: str, rank: int, count: int) -> str:
+    """What to open for one of `count` ranks on this host, of which each has a GPU of its own. name: as of
+    `open_device`. Raises ConfigError."""
+    if name.startswith("cuda:"):
+        raise ConfigError(
+            f"device {name} is one device, and each of {count} ranks has its own: say cuda, and choose with "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    if name != "cuda" and (name != "auto" or not _has_gpu()):
+        return name
+    found = torch.cuda.device_count()
+    if count > found:
+        raise ConfigError(f"{count} ranks on this host need a GPU each, and it has {found}")
+    return f"cuda:{rank}"
+
+
 def _has_gpu() -> bool:
     """Raises ConfigError for a GPU that cannot be used: a CPU in its place would be slow, in silence."""
     if torch.cuda.is_available():

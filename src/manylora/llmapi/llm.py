@@ -68,6 +68,9 @@ class LLM:
     batch_scheduler_policy: guaranteed_no_evict or max_utilization.
     disable_overlap_scheduler: on a GPU, see the tokens of a step before the next is launched.
     enable_cuda_graph, cuda_graph_cache_size: record decode steps; None: where the device can. 0: 128 graphs.
+    tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages of such ranks that
+               share the layers; each rank is a process, and has a GPU of its own. moe_expert_parallel_size:
+               of the ranks that share a layer, how many divide experts by number.
     wrap_input_ids: take ids beyond the vocabulary modulo its size instead of refusing them.
 
     Raises ConfigError when it cannot be served so, also for an unknown argument.

@@ -37,6 +37,9 @@ class LlmArguments(TypedDict, total=False):
     enable_cuda_graph: bool | None
     cuda_graph_cache_size: int | None
     wrap_input_ids: bool | None
+    tensor_parallel_size: int | None
+    pipeline_parallel_size: int | None
+    moe_expert_parallel_size: int | None
     quant_config: QuantConfig | None
     lora_config: LoraConfig | None
     peft_cache_config: PeftCacheConfig | None
@@ -96,8 +99,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "backend": ("pytorch",),
     "tokenizer_mode": ("auto",),
     "load_format": ("auto",),
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
     "context_parallel_size": (1,),
     "trust_remote_code": (True, False),
 }

@@ -12,6 +12,7 @@ from manylora.errors import AdapterError, RequestError
 from manylora.lora.cache import AdapterCache
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.geometry import Layout
+from manylora.lora.loaded import OtherRanks
 from manylora.lora.pool import AdapterPool
 from manylora.lora.slicing import Slicer
 from manylora.lora.tensors import Adapter
@@ -28,8 +29,14 @@ class Arrivals:
     reason; their pages hold nothing of use. slicer: as of `AdapterStore`.
     """
 
-    def __init__(self, cache: AdapterCache, pool: AdapterPool, slicer: Slicer | None = None) -> None:
-        self._cache, self._pool, self._slicer = cache, pool, slicer
+    def __init__(
+        self,
+        cache: AdapterCache,
+        pool: AdapterPool,
+        slicer: Slicer | None = None,
+        others: OtherRanks | None = None,
+    ) -> None:
+        self._cache, self._pool, self._slicer, self._others = cache, pool, slicer, others
         self._writer = ThreadPoolExecutor(1, "manylora-write", lower_priority)
         self._writing: dict[str, Future[None]] = {}
         self._to_copy: set[str] = set()  # of these, which then go to their pages on the device
@@ -100,11 +107,15 @@ class Arrivals:
         self._writer.shutdown(wait=True)
 
     def _write(self, adapter: Adapter | FileAdapter, layout: Layout, pages: Sequence[int]) -> None:
+        if self._others is not None:
+            self._others.write(adapter, pages)
         held = adapter if self._slicer is None else self._slicer.slice(adapter)
         self._pool.write_host(held, layout, pages)
 
     def _copy(self, digest: str) -> None:
         host, device = self._cache.host.entries[digest], self._cache.device.entries[digest]
+        if self._others is not None:
+            self._others.load(digest, host.pages, device.pages)
         event = self._pool.load(host.content, host.pages, device.pages)
         if event is not None:
             self._loading[digest] = event

@@ -75,6 +75,10 @@ class AdapterPool:
         return self._geometry.page_width
 
     @property
+    def geometry(self) -> CacheGeometry:
+        return self._geometry
+
+    @property
     def dtype_name(self) -> str:
         """torch's, of the pages."""
         return str(self.flat.dtype).removeprefix("torch.")

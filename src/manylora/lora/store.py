@@ -15,8 +15,7 @@ from manylora.errors import (
     AdapterNotCachedError,
     RequestError,
 )
-from manylora.kernels.extras import Extra, ExtraSegment
-from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment
+from manylora.kernels.spec import LoraBatch
 from manylora.lora.arrivals import Arrivals
 from manylora.lora.cache import AdapterCache
 from manylora.lora.cache_view import CacheView
@@ -25,6 +24,7 @@ from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.geometry import Layout
 from manylora.lora.library.library import AdapterLibrary
+from manylora.lora.loaded import LoadedAdapter, OtherRanks, lora_batch
 from manylora.lora.loader import AdapterLoader
 from manylora.lora.modules import LoraModule
 from manylora.lora.slicing import AdapterPart, Slicer
@@ -54,24 +54,22 @@ class AdapterLease:
     tier: str = ""  # where the adapter was found: device, host, disk (its source), wire (sent along)
 
 
-@dataclass(frozen=True)
-class _OnDevice:
-    """An adapter on the device: where its rows lie, and its extras."""
-
-    rows: dict[tuple[int, int], LoraRow]
-    extras: dict[str, Extra]
-
-
 class AdapterStore:
     """Methods belong to the engine's thread, except where they say so."""
 
-    def __init__(self, parts: StoreParts, library: AdapterLibrary, slicer: Slicer | None = None) -> None:
-        self.parts, self.library, self._slicer = parts, library, slicer
+    def __init__(
+        self,
+        parts: StoreParts,
+        library: AdapterLibrary,
+        slicer: Slicer | None = None,
+        others: OtherRanks | None = None,
+    ) -> None:
+        self.parts, self.library, self._slicer, self._others = parts, library, slicer, others
         self.rules = parts.rules
         plan, self._pool = parts.plan, parts.pool
         self._geometry = plan.geometry
         self._cache = AdapterCache(plan.host_pages, plan.device_pages)
-        self._arrivals = Arrivals(self._cache, self._pool, slicer)
+        self._arrivals = Arrivals(self._cache, self._pool, slicer, others)
         most = max(LEAST_LOADED_BYTES, plan.host_pages * self._pool.page_bytes)
         self.loader = AdapterLoader(library, parts.rules, self._cache.on_host, most)
         self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
@@ -89,6 +87,7 @@ class AdapterStore:
         free_bytes: int,
         base: BaseWeights | None = None,
         slicer: Slicer | None = None,
+        others: OtherRanks | None = None,
     ) -> AdapterStore:
         """Size the levels, allocate them, and prefetch. Raises ConfigError.
 
@@ -96,9 +95,10 @@ class AdapterStore:
         free_bytes: of the device, after weights and KV cache; the device level takes its fraction of these.
         slicer: takes this rank's part of adapters of the whole model, where several ranks share them.
         base: what the DoRA magnitudes of PEFT directories are normalised with; None refuses such adapters.
+        others: those ranks, which do the same with their parts.
         """
         parts = build_parts(model, config, device, dtype, free_bytes, base, slicer)
-        store = cls(parts, parts.library(config), slicer)
+        store = cls(parts, parts.library(config), slicer, others)
         if config.prefetch_dir is not None:
             store._prefetch(config.prefetch_dir)
         return store
@@ -169,7 +169,7 @@ class AdapterStore:
             entry = self._cache.load(digest, {})
             layout, host = lease.layout, self._cache.host.entries[digest]
             pages = self._pool.read_pages(host.pages, entry.pages)
-            entry.content = _OnDevice(self._pool.rows(layout, pages), self._pool.extras(layout, pages))
+            entry.content = LoadedAdapter.at(self._pool, layout, pages)
             self._arrivals.load(digest)
         self._stop_waiting(lease)
         self._cache.host.pin(digest)
@@ -215,18 +215,11 @@ class AdapterStore:
         The pass will wait, on the device, for those that have not arrived; this call for those that are still
         written on the host.
         """
-        if not segments:
-            return None
         for _, _, lease in segments:
             self._arrivals.require(lease.digest)
         entries = self._cache.device.entries
-        loaded = [(start, stop, entries[lease.digest].content) for start, stop, lease in segments]
-        return LoraBatch(
-            self._pool.flat,
-            tuple(LoraSegment(start, stop, content.rows) for start, stop, content in loaded),
-            self._pool.alignment,
-            tuple(ExtraSegment(start, stop, one.extras) for start, stop, one in loaded if one.extras),
-        )
+        loaded = ((start, stop, entries[lease.digest].content) for start, stop, lease in segments)
+        return lora_batch(self._pool, loaded)
 
     def close(self) -> None:
         """End the threads that write; nothing can be acquired any more. Idempotent."""
@@ -295,6 +288,8 @@ class AdapterStore:
             if self._slicer is not None:
                 adapter = AdapterPart(digest, adapter.rows, adapter.extras, num_pages=len(entry.pages))
             shared = self.loader.share(adapter)
+            if self._others is not None and shared is adapter:
+                self._others.keep(shared, entry.pages)
             for lease in leases:
                 lease.carried = shared
         return True

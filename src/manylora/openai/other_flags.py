@@ -21,6 +21,11 @@ FIELDS: dict[str, tuple[type, str]] = {
     "kv_cache_dtype": (str, "kv_cache_config.dtype"),
     "enforce_eager": (bool, "enable_cuda_graph"),
     "max_beam_width": (int, "max_beam_width"),
+    "tensor_parallel_size": (int, "tensor_parallel_size"),
+    "tp_size": (int, "tensor_parallel_size"),
+    "pipeline_parallel_size": (int, "pipeline_parallel_size"),
+    "pp_size": (int, "pipeline_parallel_size"),
+    "ep_size": (int, "moe_expert_parallel_size"),
     "kv_cache_free_gpu_memory_fraction": (float, "kv_cache_config.free_gpu_memory_fraction"),
 }
 # Values that are called otherwise here. True of enforce_eager is no graphs.
@@ -48,9 +53,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "fail_fast_on_attention_window_too_large": (),
 }
 ONLY_ONE = (
-    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "tp_size", "pp_size", "ep_size",
+    "data_parallel_size",
     "cluster_size",
-)  # fmt: skip
+)
 NEUTRAL_VALUES: dict[str, tuple[str, ...]] = {
     # Calls are looked for in the forms of all of these.
     "tool_call_parser": (

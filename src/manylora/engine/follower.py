@@ -1,0 +1,214 @@
+"""Follower: a rank that does what rank 0 tells it. It has a part of the model and of each adapter, and
+decides nothing.
+
+`python -m manylora.engine.follower PARENT STEPS ADAPTERS`: started by rank 0, with two sockets by number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from manylora.config.engine import EngineConfig
+from manylora.engine import step_messages
+from manylora.engine.build import RankParts, build_rank, leave_group, meet_group
+from manylora.engine.inputs import StepInputs
+from manylora.group.agreement import from_values, identity
+from manylora.group.channel import Channel, ChannelClosedError, Message
+from manylora.group.place import Place
+from manylora.group.rendezvous import LOOPBACK, join, open_store
+from manylora.kernels.spec import LoraBatch
+from manylora.kernels.transfer import to_device, upload
+from manylora.lora.geometry import Layout
+from manylora.lora.loaded import LoadedAdapter, lora_batch
+from manylora.lora.tensors import Adapter
+from manylora.model.encoder_decoder import EncoderDecoder
+
+logger = logging.getLogger("manylora")
+
+PR_SET_PDEATHSIG = 1
+ALIVE_S = 0.5
+
+
+@dataclass
+class _Held:
+    """An adapter in its pages on the host. loaded: on the device, after `load`; event: of the copy."""
+
+    layout: Layout
+    pages: Sequence[int]
+    loaded: LoadedAdapter | None = None
+    event: torch.Event | None = None
+
+
+class Follower:
+    """Does what messages say, until the channel ends or `end` comes."""
+
+    def __init__(self, parts: RankParts) -> None:
+        self._parts, self._pool = parts, parts.open_pool()
+        self._held: dict[str, _Held] = {}
+        self._kept: dict[str, tuple[Adapter, Layout]] = {}  # out of their pages, for requests that wait
+        self._do = {
+            step_messages.FORWARD: self._forward,
+            step_messages.ENCODE: self._encode,
+            step_messages.COPY_BLOCKS: self._copy_blocks,
+            step_messages.LOAD: self._load,
+        }
+        self._beside = {
+            step_messages.WRITE: self._write,
+            step_messages.KEEP: self._keep,
+            step_messages.RESTORE: self._restore,
+            step_messages.DROP: self._drop,
+        }
+        parts.device.ops.reserve(parts.limits, parts.device.torch)
+
+    def run(self, steps: Channel) -> None:
+        self._parts.device.activate()
+        while (message := steps.receive()).what != step_messages.END:
+            self._do[message.what](message)
+
+    def take_adapters(self, channel: Channel) -> None:
+        """On a thread of its own, beside the steps."""
+        with suppress(ChannelClosedError):
+            while True:
+                message, error = channel.receive(), None
+                try:
+                    self._beside[message.what](message)
+                except Exception as raised:
+                    logger.exception("an adapter could not be written into the cache")
+                    error = type(raised).__name__
+                channel.send(Message("done", {"error": error}))
+
+    def _write(self, message: Message) -> None:
+        slicer, pages = self._parts.slicer, message.values["pages"]
+        assert slicer is not None
+        whole = step_messages.written_adapter(message)
+        layout = slicer.layout(whole, self._pool.geometry, self._pool.element_bytes)
+        self._put(slicer.slice(whole), layout, pages)
+
+    def _keep(self, message: Message) -> None:
+        digest = message.values["digest"]
+        held = self._held[digest]
+        found = self._pool.read_host(digest, held.layout, held.pages)
+        self._kept[digest] = found, held.layout
+
+    def _restore(self, message: Message) -> None:
+        self._put(*self._kept[message.values["digest"]], message.values["pages"])
+
+    def _drop(self, message: Message) -> None:
+        self._kept.pop(message.values["digest"], None)
+
+    def _put(self, part: Adapter, layout: Layout, pages: Sequence[int]) -> None:
+        for digest in [one for one, held in self._held.items() if not set(pages).isdisjoint(held.pages)]:
+            del self._held[digest]  # rank 0 has evicted it
+        self._pool.write_host(part, layout, pages)
+        self._held[part.digest] = _Held(layout, pages)
+
+    def _load(self, message: Message) -> None:
+        held, pages = self._held[message.values["digest"]], message.values["pages"]
+        held.event = self._pool.load(held.layout, held.pages, pages)
+        held.loaded = LoadedAdapter.at(self._pool, held.layout, self._pool.read_pages(held.pages, pages))
+
+    def _forward(self, message: Message) -> None:
+        inputs, parts = step_messages.step_inputs(message), self._parts
+        batch = replace(inputs, lora=self._lora(inputs)).plan(parts.device.ops)
+        if inputs.embeddings is not None:
+            rows, vectors = inputs.embeddings
+            device = parts.device.torch
+            batch = replace(batch, embeddings=(rows.to(device), vectors.to(parts.decoder.dtype).to(device)))
+        parts.decoder.forward(to_device(batch, parts.device.torch), parts.kv)
+
+    def _encode(self, message: Message) -> None:
+        inputs, parts = step_messages.step_inputs(message), self._parts
+        assert isinstance(parts.decoder, EncoderDecoder)
+        batch = replace(inputs, lora=self._lora(inputs)).plan(parts.device.ops)
+        parts.decoder.encode(to_device(batch, parts.device.torch), parts.kv)
+
+    def _copy_blocks(self, message: Message) -> None:
+        device = self._parts.device.torch
+        source, target = (
+            upload(list(side), torch.long, device) for side in zip(*message.values["pairs"], strict=True)
+        )
+        self._parts.kv[:, :, target] = self._parts.kv[:, :, source]
+
+    def _lora(self, inputs: StepInputs) -> LoraBatch | None:
+        segments = []
+        for start, stop, digest in inputs.adapters:
+            held = self._held[digest]
+            assert held.loaded is not None
+            if held.event is not None:
+                self._pool.hold(held.event)
+            segments.append((start, stop, held.loaded))
+        return lora_batch(self._pool, segments)
+
+
+def follow(config: EngineConfig, place: Place) -> None:
+    """Be a rank that torchrun or mpirun has started, until rank 0 ends. Raises ConfigError."""
+    store = open_store(place)
+    steps, adapters = join(place, store)
+    steps.receive()
+    _serve(config, place, steps, adapters, PrefixStore("manylora", store))
+
+
+def _serve(config: EngineConfig, place: Place, steps: Channel, adapters: Channel, store: Store) -> None:
+    threading.Thread(target=_say_alive, args=(steps,), name="manylora-alive", daemon=True).start()
+    try:
+        steps.send(Message("hello", dict(identity(config))))
+        comm = meet_group(config, place, store)
+        follower = Follower(build_rank(config, place, comm))
+        threading.Thread(target=follower.take_adapters, args=(adapters,), daemon=True).start()
+        follower.run(steps)
+        leave_group()
+    except ChannelClosedError:
+        os._exit(1)  # rank 0 is gone
+    except BaseException as error:
+        reason = " ".join(str(error).split())[:500] or type(error).__name__
+        with suppress(ChannelClosedError):
+            steps.send(Message("failed", {"reason": reason}))
+        raise
+
+
+def _say_alive(steps: Channel) -> None:
+    """Until rank 0 is gone, and then this process goes too, whatever it is doing."""
+    with suppress(ChannelClosedError):
+        while True:
+            steps.send(Message("alive"))
+            time.sleep(ALIVE_S)
+    os._exit(1)
+
+
+def main(arguments: Sequence[str]) -> None:
+    parent, *numbers = map(int, arguments)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
+    steps, adapters = (Channel(socket.socket(fileno=number)) for number in numbers)
+    values = steps.receive().values
+    rank, size = values["rank"], values["size"]
+    logging.basicConfig(stream=sys.stderr, format=f"%(levelname)s rank {rank}: %(message)s")
+    store = TCPStore(LOOPBACK, values["port"], is_master=False)
+    try:
+        place = Place(rank, size, rank, size)
+        _serve(from_values(values["config"]), place, steps, adapters, PrefixStore("manylora", store))
+    except Exception as error:
+        logger.debug("this rank ends", exc_info=error)
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ChannelClosedError:
+        os._exit(1)

@@ -1,0 +1,95 @@
+"""Channel: messages of a name, plain values and arrays over a socket. Arrays cross as their bytes."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+HEAD = struct.Struct("<Q")
+MAX_HEADER = 2**26  # bytes
+
+
+class ChannelClosedError(ConnectionError):
+    """The other end is gone."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """what: its name. values: what JSON can hold."""
+
+    what: str
+    values: dict[str, Any] = field(default_factory=dict)
+    arrays: Sequence[np.ndarray] = ()
+
+
+class Channel:
+    """Any thread sends, one receives. Raises ChannelClosedError when the other end is gone."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._sending = threading.Lock()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Message) -> None:
+        arrays = [np.ascontiguousarray(array) for array in message.arrays]
+        shapes = [(array.dtype.str, array.shape) for array in arrays]
+        header = json.dumps([message.what, message.values, shapes], separators=(",", ":")).encode()
+        parts = [HEAD.pack(len(header)) + header]
+        parts += [array.reshape(-1).view(np.uint8).data for array in arrays if array.size]  # type: ignore[misc]
+        try:
+            with self._sending:
+                for part in parts:
+                    self._socket.sendall(part)
+        except OSError as error:
+            raise ChannelClosedError(str(error)) from error
+
+    def receive(self) -> Message:
+        """Waits for the next message, for ever or as `set_timeout` says: then TimeoutError."""
+        (size,) = HEAD.unpack(self._take(HEAD.size))
+        if size > MAX_HEADER:
+            raise ChannelClosedError(f"a header of {size} bytes")
+        what, values, shapes = json.loads(bytes(self._take(size)))
+        return Message(what, values, [self._array(np.dtype(kind), shape) for kind, shape in shapes])
+
+    def set_timeout(self, seconds: float | None) -> None:
+        """Of each wait for bytes."""
+        self._socket.settimeout(seconds)
+
+    def close(self) -> None:
+        """Idempotent. The other end sees it at once, also where a process has inherited the socket."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _array(self, kind: np.dtype, shape: list[int]) -> np.ndarray:
+        made = np.empty(shape, kind)
+        if made.size:
+            self._fill(memoryview(made.reshape(-1).view(np.uint8).data))
+        return made
+
+    def _take(self, size: int) -> bytearray:
+        made = bytearray(size)
+        self._fill(memoryview(made))
+        return made
+
+    def _fill(self, place: memoryview) -> None:
+        while place:
+            try:
+                count = self._socket.recv_into(place)
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise ChannelClosedError(str(error)) from error
+            if not count:
+                raise ChannelClosedError("the other end closed")
+            place = place[count:]

@@ -1,0 +1,54 @@
+"""Adapters in pages that the device reads, as a forward pass takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from manylora.kernels.extras import Extra, ExtraSegment
+from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment
+from manylora.lora.file_adapter import FileAdapter
+from manylora.lora.geometry import Layout
+from manylora.lora.pool import AdapterPool
+from manylora.lora.tensors import Adapter
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """Where the rows of an adapter lie, and its extras."""
+
+    rows: dict[tuple[int, int], LoraRow]
+    extras: dict[str, Extra]
+
+    @classmethod
+    def at(cls, pool: AdapterPool, layout: Layout, pages: Sequence[int]) -> LoadedAdapter:
+        """pages: of the pool's `flat`."""
+        return cls(pool.rows(layout, pages), pool.extras(layout, pages))
+
+
+class OtherRanks(Protocol):
+    """What the other ranks of a group must do with an adapter, each with its part of it."""
+
+    def write(self, adapter: Adapter | FileAdapter, pages: Sequence[int]) -> None:
+        """Write it into these pages on the host, and wait until all have. An AdapterPart is one that they
+        were told to keep. Any thread. Raises RequestError."""
+
+    def keep(self, part: Adapter, pages: Sequence[int]) -> None:
+        """Take it out of its pages on the host and keep it, as long as `part` exists here."""
+
+    def load(self, digest: str, host_pages: Sequence[int], device_pages: Sequence[int]) -> None:
+        """Bring it to these pages on the device, before the next step."""
+
+
+def lora_batch(pool: AdapterPool, segments: Iterable[tuple[int, int, LoadedAdapter]]) -> LoraBatch | None:
+    """Of token rows [start, stop) and their adapters, ascending; None without any."""
+    loaded = list(segments)
+    if not loaded:
+        return None
+    return LoraBatch(
+        pool.flat,
+        tuple(LoraSegment(start, stop, one.rows) for start, stop, one in loaded),
+        pool.alignment,
+        tuple(ExtraSegment(start, stop, one.extras) for start, stop, one in loaded if one.extras),
+    )

@@ -47,7 +47,8 @@ INSIDE = {
     "lora": [
         "pages", "modules", "expert_rules", "geometry", "bounds", "number_types", "tensors",
         "file_adapter", "staging", "extras", "rules", "slicing", "formats", "cache", "pool", "library",
-        "loaded", "arrivals", "loader", "cache_view", "store_parts", "store", "convert", "convert_nemo", "normalize",
+        "loaded", "arrivals", "loader", "cache_view", "store_parts", "store", "convert",
+        "convert_nemo", "normalize",
         "report", "moe_layout",
     ],
     "lora.library": ["names", "fingerprint", "reader", "memory", "disk", "library"],
@@ -64,7 +65,8 @@ INSIDE = {
     "engine": [
         "token_counts", "top_p", "sequence", "penalties", "kv_cache", "decode_run", "scheduler", "memory",
         "guide_trial", "guide", "beam",
-        "sampler", "launched", "inputs", "step_messages", "peak", "graphs", "kernel_trials", "runner", "checks",
+        "sampler", "launched", "inputs", "step_messages", "peak", "graphs", "kernel_trials", "runner",
+        "checks",
         "build", "follower", "results", "engine", "loop",
     ],
     "launcher": [

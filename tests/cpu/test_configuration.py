@@ -44,7 +44,9 @@ VALUES: dict[str, Any] = {
     "allowed_paths": (Path("/a"), Path("/b")),
     "lora_adapter_dtype": "bfloat16",
     "text_only": True, "disk_cache_dir": Path("/disk"), "disk_cache_bytes": 2**20, "quant_algo": "W4A16",
-    "kv_cache_quant_algo": "FP8", "group_size": 64, "exclude_modules": ["*k_proj"],
+    "kv_cache_quant_algo": "FP8", "group_size": 64,
+    "tensor_parallel_size": 2, "pipeline_parallel_size": 3, "moe_expert_parallel_size": 4,
+    "exclude_modules": ["*k_proj"],
 }  # fmt: skip
 # Keys that a front end has no name for, and why.
 FILES = {

@@ -346,7 +346,7 @@ def test_an_llm_without_lora_config_refuses_adapters() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is not supported, got 2"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1, got 0"),
         ({"max_batch_size": 0}, "max_batch_size must be at least 1"),
         ({"quant_config": object()}, "quant_config must be a QuantConfig"),
         ({"no_such": 1}, "no_such is not supported"),

@@ -348,7 +348,10 @@ def test_an_options_file_is_llm_arguments_with_every_key_known(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--tp", "2"], "--tp: only 1 is supported"),
+        (
+            ["--endpoint", "localhost:1", "--tp", "2"],
+            "--tp: such options belong to an engine in this process",
+        ),
         (["--concurrency", "0"], "--concurrency must be -1 or at least 1"),
         (["--request_rate", "0"], "--request_rate must be > 0"),
         (["--plot", "report.pdf"], "--plot must name a file ending in .png or .html"),

@@ -171,7 +171,7 @@ def test_a_start_that_cannot_work_says_why(world: World, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--world_size=2",), "--world_size must be 1"),
+        (("--world_size=0",), "--world_size must be at least 1"),
         (("--multi-model",), "--multi-model"),
         (("--multi-model", "--disable-spawn-processes"), "--multi-model"),
         (("--disable-spawn-processes",), "--disable-spawn-processes belongs to --multi-model"),

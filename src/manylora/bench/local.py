@@ -81,6 +81,10 @@ def open_llm(
         "element_bytes": dtype.itemsize,
         "device": device.name,
         "world": {
+            "tp_size": config.tensor_parallel_size,
+            "pp_size": config.pipeline_parallel_size,
+            "ep_size": config.moe_expert_parallel_size,
+            "world_size": config.world_size,
             "max_batch_size": config.max_batch_size,
             "max_num_tokens": config.max_num_tokens,
             "scheduling_policy": config.batch_scheduler_policy,

@@ -25,12 +25,17 @@ from manylora.config.hub import local_model
 from manylora.errors import ConfigError
 from manylora.llmapi.options import NAMES, llm_arguments, read_options
 
-WORLD = ("tp", "pp", "ep")
+WORLD = {
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "ep": "moe_expert_parallel_size",
+}
 # Flags that are arguments of `LLM`, as PART.FIELD in a part.
 ENGINE_FLAGS = {name: name for name in NAMES if "." not in name} | {
     "scheduler_policy": "batch_scheduler_policy",
     "enable_chunked_context": "enable_chunked_prefill",
     "kv_cache_free_gpu_mem_fraction": "kv_cache_config.free_gpu_memory_fraction",
+    **WORLD,
 }
 
 
@@ -138,8 +143,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         chunks, "--disable_chunked_context", dest="enable_chunked_context", action="store_false", default=None
     )
     _add(group, "--no_skip_tokenizer_init", action="store_true", help="make text of the answers")
-    for name in WORLD:
-        _add(group, f"--{name}", type=int, default=1, help="only 1")
+    for name, argument in WORLD.items():
+        _add(group, f"--{name}", type=int, help=argument)
 
 
 def _add_reports(parser: argparse.ArgumentParser) -> None:
@@ -152,9 +157,6 @@ def _add_reports(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(options: argparse.Namespace) -> BenchOptions:
-    for name in WORLD:
-        if getattr(options, name) != 1:
-            raise ConfigError(f"--{name}: only 1 is supported")
     if options.concurrency == 0 or options.concurrency < -1:
         raise ConfigError(f"--concurrency must be -1 or at least 1, got {options.concurrency}")
     if options.request_rate is not None and options.request_rate <= 0:

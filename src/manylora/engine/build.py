@@ -31,7 +31,7 @@ from manylora.engine.step_messages import END, Others
 from manylora.group.channel import Message
 from manylora.group.collectives import join_collectives, leave_group
 from manylora.group.leader import Leader
-from manylora.group.place import Place, find_place
+from manylora.group.place import Place
 from manylora.kernels.device import Device, device_of_rank, open_device
 from manylora.kernels.spec import BatchLimits
 from manylora.lora.expert_rules import targets_beside_quantised_experts
@@ -174,9 +174,10 @@ def _load(config: EngineConfig, device: Device, rank: int, comm: TorchCollective
     return _Held(model, model, dtype, decoder)
 
 
-def build_parts(config: EngineConfig) -> EngineParts:
-    """Raises ConfigError when the configuration, the checkpoint or the memory does not allow it."""
-    started, place = time.perf_counter(), find_place(config.world_size)
+def build_parts(config: EngineConfig, place: Place) -> EngineParts:
+    """place: of rank 0. Raises ConfigError when the configuration, the checkpoint or the memory does not
+    allow it."""
+    started = time.perf_counter()
     leader = Leader(config, place) if place.size > 1 else None
     try:
         comm = meet_group(config, place, leader.store) if leader is not None else None

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 from manylora.config.engine import EngineConfig
 from manylora.engine.build import build_parts, end_ranks
 from manylora.engine.checks import LogitsMemory, check_request
+from manylora.engine.follower import follow
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.launched import FailedStep, LaunchedStep
 from manylora.engine.results import Counters, ResultProcessor
 from manylora.engine.scheduler import Scheduler, Step
 from manylora.engine.sequence import BeamGroup, Sequence
 from manylora.errors import AdapterNotCachedError, QueueFullError, RequestError
+from manylora.group.place import find_place
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.store import AdapterLease
 from manylora.lora.tensors import Adapter
@@ -46,12 +48,17 @@ class Prepared:
 class Engine:
     """One model, its KV cache and its adapters. All methods but `compile` and `prepare` belong to one thread.
 
-    Raises ConfigError when the configuration, the checkpoint or the memory cannot serve.
+    Raises ConfigError when the configuration, the checkpoint or the memory cannot serve. In a process that
+    torchrun or mpirun has started as another rank than 0 this serves rank 0 and ends the process with it.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self._parts = parts = build_parts(config)
+        place = find_place(config.world_size)
+        if place.rank:
+            follow(config, place)
+            raise SystemExit(0)
+        self._parts = parts = build_parts(config, place)
         self.model, self.base, self.adapters = parts.model, parts.base, parts.adapters
         self.max_seq_len = parts.kv_plan.max_seq_len
         self._runner = parts.runner

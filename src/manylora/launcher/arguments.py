@@ -17,15 +17,21 @@ REFUSED = {
     "multi_model": "--multi-model: one server serves one base model; start another on other ports",
     "disable_spawn_processes": "--disable-spawn-processes belongs to --multi-model, which is not available",
     "oversubscribe": "--oversubscribe is an option of mpirun, which is not used",
-    "trtllm_llmapi_launch": "--trtllm_llmapi_launch starts a process for each GPU, and one GPU serves here: "
-    "leave it out",
+    "trtllm_llmapi_launch": "--trtllm_llmapi_launch starts a process for each GPU by MPI: leave it out, the "
+    "engine starts them",
     "multimodal_gpu0_cuda_mem_pool_bytes": "--multimodal_gpu0_cuda_mem_pool_bytes: no multimodal models",
 }
 
 
 def argument_parser() -> ArgumentParser:
     parser = ArgumentParser(description="Start tritonserver with a model repository and keep it alive.")
-    parser.add_argument("--world_size", type=int, default=1, help="only 1")
+    parser.add_argument(
+        "--world_size",
+        type=int,
+        metavar="N",
+        help="ranks of the engine, each with a GPU of its own; they share every layer, unless the parameters "
+        "tensor_parallel_size and pipeline_parallel_size say otherwise; default: as these say",
+    )
     parser.add_argument("--tritonserver", help="the executable; default: the container's, PATH, or the wheel")
     parser.add_argument("--grpc_port", type=int, default=8001)
     parser.add_argument("--http_port", type=int, default=8000)
@@ -34,7 +40,7 @@ def argument_parser() -> ArgumentParser:
     parser.add_argument("--force", "-f", action="store_true", help="start although another tritonserver runs")
     parser.add_argument("--log", action="store_true", help="verbose server log into --log-file")
     parser.add_argument("--log-file", default="triton_log.txt")
-    parser.add_argument("--no-mpi", action="store_true", help="always the case")
+    parser.add_argument("--no-mpi", action="store_true", help="always the case: the engine starts its ranks")
     parser.add_argument("--model_repo", type=Path, default=FOLDER)
     parser.add_argument("--tensorrt_llm_model_name", default="tensorrt_llm", help="only tensorrt_llm")
     parser.add_argument("--multi-model", action="store_true", help="refused")
@@ -98,10 +104,12 @@ def check_arguments(options: Namespace) -> None:
         _check_least(options, name, flag, 0)
     _check_least(options, "exit_timeout", "exit_timeout", 1)
     _check_ports(options)
-    if options.world_size != 1:
-        raise ConfigError(f"--world_size must be 1, got {options.world_size}: one process serves one model")
+    if options.world_size is not None:
+        _check_least(options, "world_size", "world_size", 1)
     if options.tensorrt_llm_model_name != "tensorrt_llm":
-        raise ConfigError("--tensorrt_llm_model_name must be tensorrt_llm with --world_size=1")
+        raise ConfigError(
+            "--tensorrt_llm_model_name must be tensorrt_llm: its engine starts the ranks, which load no other"
+        )
     repo = options.model_repo.resolve()
     configs = sorted(repo.glob("*/config.pbtxt"))
     if not configs:

@@ -24,7 +24,14 @@ from manylora.launcher.logs import ServerLog, open_log
 from manylora.launcher.management_access import http_proxy_command, management_flags
 from manylora.launcher.processes import end_marked, exit_text, free_port, spawn, stat_of
 from manylora.launcher.supervisor import StoppedError
-from manylora.system.lifeline import DRAIN_FILE, PERIOD_S, RUN_DIR, STARTING_FILE, read_reports
+from manylora.system.lifeline import (
+    DRAIN_FILE,
+    PERIOD_S,
+    RUN_DIR,
+    STARTING_FILE,
+    WORLD_SIZE,
+    read_reports,
+)
 
 logger = logging.getLogger("manylora.launcher")
 
@@ -58,6 +65,7 @@ class ServerOptions:
     triton_args: tuple[str, ...]
     management_secret: str
     open_management: bool
+    world_size: int | None = None  # ranks of the engine; None: as its parameters say
 
 
 class MemoryLimit:
@@ -107,6 +115,8 @@ class TritonServer:
         log = open_log(self._log.path)
         try:
             environment = installation.environment | mark
+            if options.world_size is not None:
+                environment |= {WORLD_SIZE: str(options.world_size)}
             self._process = spawn(self._command(installation), environment, log, _widen_stacks)
             ports = options.http_port, self._inner_port
             proxy = http_proxy_command(options.address, *ports, run_dir, options.open_management)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 RUN_DIR = "MANYLORA_RUN_DIR"
+WORLD_SIZE = "MANYLORA_WORLD_SIZE"  # variable with the launcher's --world_size, where that was given
 DRAIN_FILE = "drain"
 STARTING_FILE = "starting"
 REPORT = "report."

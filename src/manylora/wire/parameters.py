@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from manylora.config.hub import model_folder
 from manylora.config.values import boolean, whole_number
 from manylora.errors import ConfigError
 from manylora.quant.config import QuantConfig
+from manylora.system.lifeline import WORLD_SIZE
 
 logger = logging.getLogger("manylora")
 
@@ -131,6 +133,7 @@ def engine_config(parameters: Mapping[str, str], folder: Path | None = None) -> 
         if value_of(parameters, name) is not None:
             logger.warning("parameter %s has no effect here", name)
     settings = _settings(parameters)
+    _divide_world(settings, os.environ.get(WORLD_SIZE))
     if folder is not None:
         settings["names_file"] = names_file(parameters, folder)
     settings.pop("tokenizer_dir", None)  # is for guided decoding alone
@@ -140,6 +143,19 @@ def engine_config(parameters: Mapping[str, str], folder: Path | None = None) -> 
     config = resolve.resolve(model, settings)
     _check_window(parameters, model, config.max_seq_len)
     return config
+
+
+def _divide_world(settings: dict[str, Any], world: str | None) -> None:
+    """Parallel sizes of --world_size, where the parameters leave one open. Raises ConfigError."""
+    if world is None:
+        return
+    stages, size = settings.get("pipeline_parallel_size", 1), int(world)
+    share = settings.setdefault("tensor_parallel_size", max(1, size // stages))
+    if share * stages != size:
+        raise ConfigError(
+            f"--world_size must be tensor_parallel_size * pipeline_parallel_size ({share} * {stages}), "
+            f"got {size}"
+        )
 
 
 def quant_config(parameters: Mapping[str, str]) -> QuantConfig | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -127,6 +128,7 @@ def build_rank(config: EngineConfig, place: Place, comm: TorchCollectives | None
     on_cpu = device.torch.type == "cpu"
     if on_cpu:
         keep_memory()
+        _share_cores(place)
     before = device.free_bytes()
     held = _load(config, device, place.rank, comm)
     decoder, local, dtype = held.decoder, held.local, held.dtype
@@ -150,6 +152,12 @@ def build_rank(config: EngineConfig, place: Place, comm: TorchCollectives | None
     lora = with_room(lora, room, free_bytes)
     sizes = plan, kv_tensor, limits, dtype, pages_dtype, lora, free_bytes
     return RankParts(held.model, local, device, decoder, *sizes, held.slicer)
+
+
+def _share_cores(place: Place) -> None:
+    """Threads of several ranks on the same cores would wait for each other."""
+    if place.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // place.local_size))
 
 
 class _Held(NamedTuple):

@@ -1,0 +1,157 @@
+"""Protects an engine of several processes: its answers are those of one process, whatever is asked of it, and
+when one of its processes ends or hangs, all do, and every request is told."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from running import run
+
+from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.engine.engine import Engine
+from manylora.engine.loop import EngineLoop
+from manylora.engine.step_messages import Others
+from manylora.errors import EngineDeadError
+from manylora.lora.convert import convert_peft
+from manylora.request import Event, Guide, LoraInput, Request, SamplingConfig
+from manylora.testing.tiny_models import make_adapter, make_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ENDED_S = 20.0  # within which a loss must be told; it takes at most 4
+NEW = 10
+MODULES = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+# In rows of rank 1: room for a few of the adapters on the device and on the host.
+CACHE = {"max_adapter_size": 16, "num_device_module_layer": 224, "num_host_module_layer": 260}
+SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+
+
+class World:
+    """A tiny model, adapters of several ranks, and what one process answers."""
+
+    def __init__(self, folder: Path) -> None:
+        picks = random.Random(1)
+        self.model = make_model(folder / "model", "llama", seed=1)
+        self.lora: list[LoraInput | None] = [None]
+        for task in range(1, 7):
+            modules = tuple(picks.sample(MODULES, 3))
+            rank = picks.choice([4, 8, 16])
+            made = make_adapter(folder / str(task), self.model, seed=task, rank=rank, modules=modules)
+            self.lora.append(LoraInput(task, *convert_peft(made, "float32")))
+        self.requests = [*self._greedy(picks), *self._others(picks)]
+        engine = self.engine()
+        self.answers = [run(engine, *self.requests), run(engine, *self.requests[:7])]
+
+    def engine(self, **settings: int) -> Engine:
+        lora = LoraCacheConfig(**CACHE)
+        limits = {"max_seq_len": 128, "tokens_per_block": 4, "max_batch_size": 4, "max_beam_width": 3}
+        given = {**limits, "max_num_tokens": 64, **settings}
+        return Engine(EngineConfig(self.model, device="cpu", tokenizer_dir=self.model, lora=lora, **given))
+
+    def _greedy(self, picks: random.Random) -> list[Request]:
+        lengths = [picks.randint(1, 90) for _ in range(14)]
+        prompts = [tuple(picks.randrange(250) for _ in range(length)) for length in lengths]
+        params = SamplingConfig(max_tokens=NEW)
+        return [Request(one, params, self.lora[i % 7]) for i, one in enumerate(prompts)]
+
+    def _others(self, picks: random.Random) -> list[Request]:
+        prompt = tuple(picks.randrange(250) for _ in range(20))
+        table = np.random.default_rng(1).standard_normal((3, 64)).astype(np.float32)
+        vocab = 256
+        return [
+            Request(prompt, SamplingConfig(max_tokens=NEW, beam_width=3), self.lora[1]),
+            Request(prompt, SamplingConfig(max_tokens=NEW, temperature=0.8, top_p=0.9, seed=5), self.lora[2]),
+            Request(prompt, SamplingConfig(max_tokens=NEW, guide=Guide("json_schema", SCHEMA)), self.lora[3]),
+            Request(
+                prompt,
+                SamplingConfig(max_tokens=4, return_context_logits=True, return_generation_logits=True),
+                self.lora[4],
+            ),
+            Request((vocab, *prompt, vocab + 2), SamplingConfig(max_tokens=NEW), prompt_table=table),
+            Request(prompt, SamplingConfig(max_tokens=NEW), self.lora[5], draft=(1, 2, 3)),
+        ]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("group"))
+
+
+@pytest.fixture(scope="module", params=[TENSOR, PIPELINE], ids=["tensor", "pipeline"])
+def engine(world: World, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    made = world.engine(**request.param)
+    yield made
+    made.close()
+    assert not followers()
+
+
+def followers() -> list[int]:
+    """The processes of other ranks that this one has started."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        for pid in map(int, (task / "children").read_text(encoding="utf-8").split()):
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
+            found += [pid] if b"manylora.engine.follower" in line else []
+    return found
+
+
+def assert_same(found: list[list[Event]], expected: list[list[Event]]) -> None:
+    for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert mine[-1].error is None, i
+        assert [e.token_ids for e in mine] == [e.token_ids for e in theirs], i
+        assert [b.token_ids for b in mine[-1].beams] == [b.token_ids for b in theirs[-1].beams], i
+        for name in ("context_logits", "generation_logits"):
+            for one, other in zip(mine, theirs, strict=True):
+                if getattr(other, name) is not None:
+                    np.testing.assert_allclose(getattr(one, name), getattr(other, name), atol=2e-4)
+
+
+def test_answers_are_those_of_one_process(
+    world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, keep = [], Others.keep
+    monkeypatch.setattr(Others, "keep", lambda *given: (kept.append(given), keep(*given)))
+    assert_same(run(engine, *world.requests), world.answers[0])
+    assert_same(run(engine, *world.requests[:7]), world.answers[1])
+    stats = engine.stats()
+    assert stats.adapters.device_evictions
+    if engine.config.tensor_parallel_size > 1:  # half of the layers leave room for all on the host
+        assert stats.adapters.host_evictions
+        assert kept, "no adapter that was waited for had to leave the host"
+    assert stats.kv_tokens_reused
+    assert stats.max_adapters_in_step > 1
+
+
+def test_a_lost_process_ends_the_group_and_tells_every_request(world: World, engine: Engine) -> None:
+    """By SIGKILL or, of a pipeline, by SIGSTOP."""
+    (pid,), number = followers(), signal.SIGKILL
+    reason = "rank 1 of 2 ended with signal 9"
+    if engine.config.pipeline_parallel_size > 1:
+        number, reason = signal.SIGSTOP, "rank 1 of 2 was stopped by a signal"
+    loop, under_way, told = EngineLoop(engine), threading.Event(), threading.Semaphore(0)
+    errors: list[Exception | None] = []
+
+    def sink(event: Event) -> None:
+        under_way.set()
+        if event.last:
+            errors.append(event.error)
+            told.release()
+
+    for _ in range(20):
+        loop.submit(Request((1, 2, 3), SamplingConfig(max_tokens=120), streaming=True), sink)
+    assert under_way.wait(ENDED_S)
+    os.kill(pid, number)
+    assert all(told.acquire(timeout=ENDED_S) for _ in range(20))
+    assert {str(error) for error in errors} == {f"The engine stopped: {reason}"}
+    with pytest.raises(EngineDeadError, match=reason):
+        loop.submit(Request((1,)), sink)
+    loop.close()
+    assert not followers()

@@ -1,0 +1,98 @@
+"""Protects how ranks find each other: what torchrun and mpirun say, and that a rank which does not belong to
+the others is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.errors import ConfigError
+from manylora.group.agreement import check_identity, from_values, identity, to_values
+from manylora.group.place import Place, find_place
+from manylora.quant.config import QuantConfig
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+MPIRUN = {
+    f"OMPI_COMM_WORLD_{name}": value
+    for name, value in {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}.items()
+}
+SCRIPT = """
+import sys
+from manylora import LLM, SamplingParams
+with LLM(sys.argv[1], tensor_parallel_size=2, device="cpu", max_batch_size=2) as llm:
+    print(llm.generate("The", SamplingParams(max_tokens=8, temperature=0)).outputs[0].token_ids)
+"""
+
+
+def test_places_are_those_of_torchrun_and_mpirun() -> None:
+    assert find_place(2, {}) == Place.alone(2)
+    host = {"MASTER_ADDR": "host0"}
+    assert find_place(4, TORCHRUN | host | {"MASTER_PORT": "7"}) == Place(3, 4, 1, 2, "host0", 7)
+    assert find_place(4, MPIRUN | host) == Place(3, 4, 1, 2, "host0", 29500)
+    assert find_place(1, TORCHRUN) == Place.alone(1), "each process has an engine of its own"
+
+
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        (TORCHRUN | {"MASTER_ADDR": "a", "WORLD_SIZE": "8"}, "torchrun has started 8 processes"),
+        (MPIRUN, "ranks on several hosts need MASTER_ADDR"),
+        (TORCHRUN | {"RANK": "x"}, "RANK must be a whole number, got 'x'"),
+    ],
+)
+def test_places_that_cannot_be_are_refused(environment: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        find_place(4, environment)
+
+
+def test_a_configuration_crosses_whole() -> None:
+    lora = LoraCacheConfig(target_modules=("attn_q",), catalog_dir=Path("/a"), allowed_paths=(Path("/b"),))
+    config = EngineConfig(DEMO, quant=QuantConfig("W8A16"), lora=lora, tensor_parallel_size=2)
+    assert from_values(json.loads(json.dumps(to_values(config)))) == config
+
+
+def test_a_rank_with_something_else_is_named(tmp_path: Path) -> None:
+    config = EngineConfig(DEMO, tensor_parallel_size=2)
+    expected = identity(config)
+    check_identity(1, identity(replace(config, tokenizer_dir=Path("/elsewhere"))), expected)
+    with pytest.raises(ConfigError, match="rank 1 was started with another max_batch_size than rank 0: 3,"):
+        check_identity(1, identity(replace(config, max_batch_size=3)), expected)
+    other = shutil.copytree(DEMO, tmp_path / "model")
+    with (other / "model.safetensors").open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(ConfigError, match=r"another checkpoint than rank 0$"):
+        check_identity(1, identity(replace(config, model_dir=other)), expected)
+
+
+def test_two_processes_that_a_launcher_has_started_are_one_engine() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(DEMO)],
+            env=os.environ | both | {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        (answer, log), (nothing, _) = (process.communicate(timeout=100) for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], log
+    assert json.loads(answer) and not nothing

@@ -1,0 +1,66 @@
+"""Protects --world_size=2 under the real server: answers are those of one rank, and a rank that is killed ends
+its streams with an error, comes back with the service, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Running, World, fill_repo, new_server
+from launched import children, is_back, is_gone, processes, streams, wait_for
+from test_server import NEW, PROMPT, ask, inputs, lora, new_ids
+
+from manylora.testing.tiny_models import reference_generate
+
+BACK_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def ranks(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    made = new_server(fill_repo(tmp_path_factory.mktemp("ranks") / "repo", world.model))
+    started = made.launch("--world_size=2")
+    assert started.returncode == 0, started.stderr
+    yield made
+    assert made.launch("--stop").returncode == 0
+
+
+def follower(engine: int) -> int:
+    (found,) = [
+        pid
+        for pid in children(engine)
+        if b"manylora.engine.follower" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    return found
+
+
+def check_answers(server: Running, world: World) -> None:
+    for task in (None, 1, 2, 3):
+        given = {} if task is None else lora(task, world)
+        adapter = None if task is None else world.adapters[task]
+        expected = [*PROMPT, *reference_generate(world.model, adapter, PROMPT, NEW)]
+        assert new_ids(ask(server, inputs(**given))) == expected, task
+
+
+def test_a_killed_rank_ends_its_streams_and_comes_back_with_the_service(ranks: Running, world: World) -> None:
+    check_answers(ranks, world)
+    before = processes(ranks)
+    rank = follower(before["tensorrt_llm"])
+    with streams(ranks, 10) as open_streams:
+        os.kill(rank, signal.SIGKILL)
+        ends = open_streams.wait_for_ends(30)
+    assert any("rank 1 of 2 ended with signal 9" in kind for kind in ends.values()), set(ends.values())
+    wait_for("the service is back", lambda: is_back(ranks, before["server"]), BACK_S)
+    check_answers(ranks, world)
+    assert is_gone(rank)
+    assert follower(processes(ranks)["tensorrt_llm"]) != rank
+
+
+def test_sizes_that_do_not_agree_are_refused(world: World, tmp_path: Path) -> None:
+    repo = fill_repo(tmp_path / "repo", world.model, tensor_parallel_size="2")
+    refused = new_server(repo).launch("--world_size=3")
+    assert refused.returncode == 1
+    text = "--world_size must be tensor_parallel_size * pipeline_parallel_size (2 * 1), got 3"
+    assert text in refused.stderr

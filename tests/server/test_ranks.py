@@ -1,5 +1,5 @@
-"""Protects --world_size=2 under the real server: answers are those of one rank, and a rank that is killed ends
-its streams with an error, comes back with the service, and leaves nothing."""
+"""Protects --world_size=2 under the real server: answers are those of one rank, and a rank that is killed
+ends its streams with an error, comes back with the service, and leaves nothing."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from manylora.errors import ConfigError
+from manylora.group.place import find_place
 from manylora.launcher.processes import port_is_free
 from manylora.launcher.repository import check_filled
 from manylora.launcher.templates import FOLDER
@@ -106,6 +107,11 @@ def check_arguments(options: Namespace) -> None:
     _check_ports(options)
     if options.world_size is not None:
         _check_least(options, "world_size", "world_size", 1)
+        if find_place(options.world_size).address:
+            raise ConfigError(
+                "this was started by torchrun or mpirun: start it without, on one host; its engine starts "
+                f"the {options.world_size} ranks"
+            )
     if options.tensorrt_llm_model_name != "tensorrt_llm":
         raise ConfigError(
             "--tensorrt_llm_model_name must be tensorrt_llm: its engine starts the ranks, which load no other"

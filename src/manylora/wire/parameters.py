@@ -149,8 +149,11 @@ def _divide_world(settings: dict[str, Any], world: str | None) -> None:
     """Parallel sizes of --world_size, where the parameters leave one open. Raises ConfigError."""
     if world is None:
         return
-    stages, size = settings.get("pipeline_parallel_size", 1), int(world)
-    share = settings.setdefault("tensor_parallel_size", max(1, size // stages))
+    tensor, pipeline, size = "tensor_parallel_size", "pipeline_parallel_size", int(world)
+    if tensor in settings:
+        settings.setdefault(pipeline, max(1, size // settings[tensor]))
+    stages = settings.setdefault(pipeline, 1)
+    share = settings.setdefault(tensor, max(1, size // stages))
     if share * stages != size:
         raise ConfigError(
             f"--world_size must be tensor_parallel_size * pipeline_parallel_size ({share} * {stages}), "

@@ -20,7 +20,9 @@ BACK_S = 90.0
 
 @pytest.fixture(scope="module")
 def ranks(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    made = new_server(fill_repo(tmp_path_factory.mktemp("ranks") / "repo", world.model))
+    made = new_server(
+        fill_repo(tmp_path_factory.mktemp("ranks") / "repo", world.model, lora_weights_data_type="TYPE_FP32")
+    )
     started = made.launch("--world_size=2")
     assert started.returncode == 0, started.stderr
     yield made

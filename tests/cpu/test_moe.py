@@ -41,13 +41,15 @@ from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.tiny_configs import MOE_FAMILIES
 from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
+# Of all families; PEFT takes those that there are.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ATTENTION += ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ROUTER = ["mlp.gate.weight"]
 KINDS: dict[str, dict[str, Any]] = {
     "experts": {"rank": 4, "target_parameters": EXPERTS, "modules": ATTENTION},
     "experts and router": {"rank": 3, "target_parameters": [*EXPERTS, *ROUTER], "modules": ()},
-    "rank 1": {"rank": 1, "target_parameters": EXPERTS[1:], "modules": ("q_proj",)},
+    "rank 1": {"rank": 1, "target_parameters": EXPERTS[1:], "modules": ("q_proj", "q_a_proj")},
     "rank 512": {"rank": 512, "target_parameters": EXPERTS[:1], "modules": ()},
     "patterns": {
         "rank": 4,
@@ -56,7 +58,12 @@ KINDS: dict[str, dict[str, Any]] = {
         "rank_pattern": {r".*\.gate_up_proj": 9, "layers.1.mlp.experts.down_proj": 2, "gate.weight": 7},
         "alpha_pattern": {"experts.gate_up_proj": 5, "layers.1.mlp.gate.weight": 20},
     },
-    "rsLoRA": {"rank": 6, "target_parameters": EXPERTS, "modules": ("v_proj",), "use_rslora": True},
+    "rsLoRA": {
+        "rank": 6,
+        "target_parameters": EXPERTS,
+        "modules": ("v_proj", "kv_b_proj"),
+        "use_rslora": True,
+    },
     "attention": {"rank": 8, "modules": ATTENTION},
 }
 SHARED = {

@@ -35,7 +35,7 @@ INSIDE = {
     ],
     "quant": ["config", "checkpoint", "layouts", "checkpoint_weights"],
     "gguf": ["container", "config", "tokenizer", "folder", "blocks", "file"],
-    "config": ["values", "engine", "build_record", "hub", "model_folder", "resolve"],
+    "config": ["blocks", "values", "engine", "build_record", "hub", "model_folder", "resolve"],
     "wire": [
         "parameters", "tensor_table", "server_types", "word_lists", "client_errors", "client_disconnects",
         "shape_guard", "text_worker", "metrics", "bls", "bls_generator", "bls_worker", "server_calls",
@@ -53,7 +53,8 @@ INSIDE = {
     ],
     "lora.library": ["names", "fingerprint", "reader", "memory", "disk", "library"],
     "model": [
-        "families", "safetensors_file", "checkpoint", "plan", "batch", "rope", "extras", "layers", "moe",
+        "families", "safetensors_file", "checkpoint", "plan", "batch", "rope", "extras", "layers", "latent",
+        "routing", "moe",
         "decoder_parts", "transformer", "decoder", "attend", "encoder_decoder", "quant", "effective_weights",
         "weights", "builder",
     ],

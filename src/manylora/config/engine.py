@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from manylora.config.blocks import LatentConfig, RoutingConfig
 from manylora.config.values import at_least, fraction, one_of
 from manylora.errors import ConfigError
 from manylora.quant.checkpoint import CheckpointQuant
@@ -148,6 +149,7 @@ class MoeConfig:
     layers: frozenset[int]  # that have experts; the others have a plain MLP
     shared_intermediate_size: int = 0  # of the expert that every token takes; 0: none
     shared_gated: bool = True  # that one has a gate of its own
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,8 @@ class ModelConfig:
     attention_softcap: float | None = None
     qkv_clip: float | None = None  # the largest magnitude in q, k and v, after their norms
     sliding_windows: tuple[int | None, ...] = ()  # per layer; empty: full attention everywhere
+    # Then num_kv_heads is 1 and head_dim what the cache has of a token.
+    latent: LatentConfig | None = None
     qkv_groups: int = 1  # a fused matrix of the checkpoint is so many [q; k; v], one after another
     # MLP
     activation: str = "silu"  # silu, gelu, gelu_tanh, relu, relu2 (its square)
@@ -229,12 +233,19 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def kv_planes(self) -> int:
+        """Keys and values; of latent attention there is one vector for both."""
+        return 2 if self.latent is None else 1
+
+    @property
     def kv_layers(self) -> int:
         """Layers whose keys and values are in the cache: the decoder's."""
         return self.num_layers - (self.encoder.num_layers if self.encoder else 0)
 
     @property
     def rotary_dim(self) -> int:
+        if self.latent is not None:
+            return self.latent.rope_dim
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property

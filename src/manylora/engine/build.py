@@ -252,6 +252,8 @@ def _record_decoding(runner: Runner, config: EngineConfig, model: ModelConfig, d
             logger.warning("cuda_graph_mode has no effect on %s: steps are not recorded", device.name)
     elif model.encoder is not None:
         logger.info("steps are not recorded: encoder-decoder models are not")
+    elif model.latent is not None:
+        logger.info("steps are not recorded: models with latent attention are not")
     elif wanted is None or wanted:
         runner.record_decoding(config.cuda_graph_cache_size or DEFAULT_NUM_GRAPHS)
 

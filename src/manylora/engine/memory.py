@@ -67,13 +67,13 @@ def plan_kv(
 ) -> KvPlan:
     """Size the cache: a fraction of the free bytes, at most what the user or a full batch can use.
 
-    Bytes of a block = layers * 2 (keys, values) * tokens_per_block * kv_heads * head_dim * bytes of dtype;
-    the layers of an encoder do not count.
+    Bytes of a block = layers * planes (2: keys, values) * tokens_per_block * kv_heads * head_dim * bytes of
+    dtype; the layers of an encoder do not count.
     On a CPU the cache is never larger than max_batch_size sequences of max_seq_len need: host memory is
     shared with everything else on the machine.
     """
     size = config.tokens_per_block
-    block_bytes = model.kv_layers * 2 * size * model.kv_size * dtype.itemsize
+    block_bytes = model.kv_layers * model.kv_planes * size * model.kv_size * dtype.itemsize
     max_seq_len = config.max_seq_len or model.max_seq_len
     prompts = 2 if model.encoder else 1  # the encoder's prompt takes blocks beside the decoder's tokens
     num_blocks = int(config.kv_cache_free_gpu_mem_fraction * free_bytes) // block_bytes
@@ -155,12 +155,12 @@ def batch_limits(
 def allocate_kv(
     plan: KvPlan, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The cache itself: [layers, 2, blocks, tokens_per_block, kv_heads, head_dim], zeros.
+    """The cache itself: [layers, planes, blocks, tokens_per_block, kv_heads, head_dim], zeros.
 
     Zeros matter: masked positions are multiplied by a probability of 0, which gives NaN for a NaN.
     """
     heads = (model.num_kv_heads, model.head_dim)
-    shape = (model.kv_layers, 2, plan.num_blocks, config.tokens_per_block, *heads)
+    shape = (model.kv_layers, model.kv_planes, plan.num_blocks, config.tokens_per_block, *heads)
     try:
         if device.type == "cpu":
             return host_tensor(shape, dtype, device)

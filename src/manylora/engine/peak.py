@@ -58,7 +58,8 @@ def _prefill(decoder: Decoder, device: Device, limits: BatchLimits, num_tokens: 
     )
     heads = (limits.num_kv_heads, limits.head_dim)
     dtype = limits.kv_dtype or limits.dtype
-    kv = torch.zeros((decoder.config.kv_layers, 2, 1, size, *heads), dtype=dtype, device=device.torch)
+    planes = (decoder.config.kv_layers, decoder.config.kv_planes)
+    kv = torch.zeros((*planes, 1, size, *heads), dtype=dtype, device=device.torch)
     ops.reserve(limits, device.torch)
     decoder.forward(to_device(inputs.plan(ops), device.torch), kv)
 

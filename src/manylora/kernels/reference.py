@@ -134,7 +134,7 @@ class ReferenceOps:
                 if row is None:
                     continue
                 columns = slice(target.start, target.start + target.width)
-                a, b, magnitude = _matrices(batch.pool, row, x, target.width)
+                a, b, magnitude = matrices(batch.pool, row, x.shape[-1], target.width, x.dtype)
                 out = y[segment.start : segment.stop, columns]
                 low = rows @ a.T
                 out.addmm_(low if row.format.scale == 1 else low * row.format.scale, b)
@@ -161,15 +161,9 @@ class ReferenceOps:
         layer's; of k's dtype or float8_e4m3fn, to which values are clamped and rounded -> [T, Hq, D].
         """
         if rotary is not None:
-            q, k = (self._rotate(x, *rotary) for x in (q, k))
+            q, k = (rotate(x, *rotary) for x in (q, k))
         self.store_kv(k, v, k_cache, v_cache, batch)
         return q
-
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        turned, rest = x[..., : cos.shape[1]], x[..., cos.shape[1] :]
-        x1, x2 = turned.chunk(2, dim=-1)
-        turned = turned * cos.unsqueeze(1) + torch.cat((-x2, x1), dim=-1) * sin.unsqueeze(1)
-        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
         """k_cache.view(-1, H, D)[slots] = k; the same for v."""
@@ -292,6 +286,14 @@ class ReferenceOps:
             self.lora_add(y, x, LoraBatch(batch.pool, segments), layer, targets)
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, H, D] with its first R elements rotated; cos and sin [T, R], as `rotate_and_store` has them."""
+    turned, rest = x[..., : cos.shape[1]], x[..., cos.shape[1] :]
+    x1, x2 = turned.chunk(2, dim=-1)
+    turned = turned * cos.unsqueeze(1) + torch.cat((-x2, x1), dim=-1) * sin.unsqueeze(1)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
 def gather(cache: Tensor, blocks: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """The keys or values of one sequence's first tokens, [Hkv, length, D]."""
     used = blocks[: -(-length // cache.shape[1])].long()
@@ -307,10 +309,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionParam
     return torch.softmax(scores.float().masked_fill(~mask, float("-inf")), dim=-1).to(v.dtype) @ v
 
 
-def _matrices(pool: Tensor, row: LoraRow, x: Tensor, out_dim: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A, B and the DoRA magnitude of a row, in the dtype of x."""
-    rank, sizes = row.format.rank, row.format.sizes(x.shape[-1], out_dim)
-    numbers = as_encoded(pool, row.format.encoding)[row.offset : row.offset + sum(sizes)].to(x.dtype)
+def matrices(
+    pool: Tensor, row: LoraRow, in_dim: int, out_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A [rank, in], B transposed [rank, out] and the DoRA magnitude [out] of a row."""
+    rank, sizes = row.format.rank, row.format.sizes(in_dim, out_dim)
+    numbers = as_encoded(pool, row.format.encoding)[row.offset : row.offset + sum(sizes)].to(dtype)
     a, b, magnitude = numbers.split(sizes)
     return a.view(rank, -1), b.view(rank, -1), magnitude if row.format.dora else None
 

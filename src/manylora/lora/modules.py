@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 
+from manylora.config.blocks import LatentConfig
 from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
 from manylora.kernels.row_format import RowFormat
 
 
 class LoraModuleId(IntEnum):
-    """TensorRT-LLM's numbers; the name of a module is its member's in small letters."""
+    """TensorRT-LLM's numbers, from 26 on our own; the name of a module is its member's in small letters."""
 
     ATTN_QKV = 0
     ATTN_Q = 1
@@ -40,6 +41,10 @@ class LoraModuleId(IntEnum):
     MAMBA_OUT_PROJ = 23
     MOE_LATENT_FC1 = 24
     MOE_LATENT_FC2 = 25
+    ATTN_Q_A = 26
+    ATTN_Q_B = 27
+    ATTN_KV_A = 28
+    ATTN_KV_B = 29
 
 
 MEANINGS = (
@@ -53,11 +58,12 @@ MEANINGS = (
     "up_proj and gate_proj: B is [up; gate]",
     "shared expert: gate_proj", "shared expert: down_proj", "shared expert: up_proj",
     "not served", "not served", "not served", "not served",
+    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
 )  # fmt: skip
-"""What Hugging Face models call the matrix of each module id, 0 to 25. TensorRT-LLM's converters write 5 for
+"""What Hugging Face models call the matrix of each module id. TensorRT-LLM's converters write 5 for
 the gate and 7 for the other one."""
 MODULE_NAMES = tuple(one.name.lower() for one in LoraModuleId)
-"""Name of each module id, 0 to 25."""
+"""Name of each module id."""
 EXPERT_IDS = (LoraModuleId.MOE_H_TO_4H, LoraModuleId.MOE_4H_TO_H, LoraModuleId.MOE_GATE)
 """Modules of routed experts: one row holds the matrices of all experts of a layer."""
 
@@ -214,6 +220,8 @@ def _dense_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
 
 
 def _attention_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
+    if model.latent is not None:
+        return _latent_dims(model, model.latent)
     hidden, q, kv = model.hidden_size, model.q_size, model.kv_size
     return {
         "attn_qkv": (hidden, q + 2 * kv, Split.B_ROWS),
@@ -221,6 +229,23 @@ def _attention_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
         "attn_k": (hidden, kv, Split.B_ROWS),
         "attn_v": (hidden, kv, Split.B_ROWS),
         "attn_dense": (q, hidden, Split.A_COLS),
+    }
+
+
+def _latent_dims(model: ModelConfig, latent: LatentConfig) -> dict[str, tuple[int, int, Split]]:
+    """What all heads share, tensor parallelism does not cut."""
+    hidden, heads = model.hidden_size, model.num_heads
+    q = {"attn_q": (hidden, heads * latent.query_dim, Split.B_ROWS)}
+    if latent.q_rank:
+        q = {
+            "attn_q_a": (hidden, latent.q_rank, Split.NONE),
+            "attn_q_b": (latent.q_rank, heads * latent.query_dim, Split.B_ROWS),
+        }
+    return {
+        **q,
+        "attn_kv_a": (hidden, latent.cached_dim, Split.NONE),
+        "attn_kv_b": (latent.kv_rank, heads * (latent.plain_dim + latent.value_dim), Split.B_ROWS),
+        "attn_dense": (heads * latent.value_dim, hidden, Split.A_COLS),
     }
 
 

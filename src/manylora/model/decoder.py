@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from manylora.config.blocks import LatentConfig
 from manylora.config.engine import ModelConfig, MoeConfig
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionParams, LoraTarget
@@ -16,9 +18,11 @@ from manylora.model.batch import ForwardBatch
 from manylora.model.decoder_parts import decoder_parts
 from manylora.model.extras import adapt_head
 from manylora.model.families import FAMILIES
-from manylora.model.layers import Attention, Block, FeedForward, Mlp, Turns
+from manylora.model.latent import Expansion, LatentAttention
+from manylora.model.layers import Attention, Block, FeedForward, Mlp, Norm, Turns
 from manylora.model.moe import Experts, Moe, SharedExpert
 from manylora.model.rope import Rope, make_rope
+from manylora.model.routing import Router, WideRouter
 from manylora.model.transformer import Transformer
 
 
@@ -49,7 +53,7 @@ class Decoder(Transformer):
     def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
         """Logits [L, vocab] float32 of `batch.logits_rows`; writes keys and values into kv.
 
-        kv [num_layers, 2, num_blocks, tokens_per_block, num_kv_heads, head_dim].
+        kv [num_layers, kv_planes, num_blocks, tokens_per_block, num_kv_heads, head_dim].
         """
         config = self.config
         x = self._embed(batch)
@@ -116,7 +120,9 @@ class Decoder(Transformer):
             name: self._norm(f"{layer}.{name}", f"layers.{layer}.{self._names.block_norms.get(name)}")
             for name in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
         }
-        return Block(self.config, self._attention(layer), self._feed_forward(layer), **norms)
+        latent = self.config.latent
+        attention = self._attention(layer) if latent is None else self._latent_attention(layer, latent)
+        return Block(self.config, attention, self._feed_forward(layer), **norms)
 
     def _attention(self, layer: int) -> Attention:
         config = self.config
@@ -135,6 +141,38 @@ class Decoder(Transformer):
             rotary=rotary,
         )
 
+    def _latent_attention(self, layer: int, latent: LatentConfig) -> LatentAttention:
+        heads, first = self.config.num_heads, latent.q_rank or self.config.num_heads * latent.query_dim
+        q = LoraTarget(LoraModuleId.ATTN_Q_A if latent.q_rank else LoraModuleId.ATTN_Q, 0, first)
+        kv = LoraTarget(LoraModuleId.ATTN_KV_A, first, latent.cached_dim)
+        up = LoraTarget(LoraModuleId.ATTN_Q_B, 0, heads * latent.query_dim)
+        weight = self._weights[f"{layer}.kv_b.weight"].view(heads, -1, latent.kv_rank)
+        kv_norm = self._inner_norm(layer, "k_norm", self._names.k_norm, latent)
+        assert kv_norm is not None
+        return LatentAttention(
+            latent,
+            heads,
+            self._ops,
+            qkv=self._linear(layer, "qkv", q, kv),
+            q_up=self._linear(layer, "q_b", up) if latent.q_rank else None,
+            q_norm=self._inner_norm(layer, "q_norm", self._names.q_norm, latent),
+            kv_norm=kv_norm,
+            expansion=Expansion(layer, weight, latent.plain_dim),
+            out=self._attention_out(layer),
+            params=AttentionParams(self._attention_scale),
+            pairs=self.config.rope_interleaved,
+        )
+
+    def _inner_norm(self, layer: int, name: str, theirs: str, latent: LatentConfig) -> Norm | None:
+        norm = self._norm(f"{layer}.{name}", f"layers.{layer}.{theirs}")
+        return None if norm is None else replace(norm, eps=latent.norm_eps)
+
+    def _router(self, layer: int, moe: MoeConfig) -> Router:
+        target = LoraTarget(LoraModuleId.MOE_ROUTER, 0, moe.num_experts)
+        if not moe.routing.wide:
+            return self._linear(layer, "router", target)
+        return WideRouter(self._ops, layer, self._weights[f"{layer}.router.weight"], (target,))
+
     def _feed_forward(self, layer: int) -> FeedForward:
         moe = self.config.moe
         return self._moe(layer, moe) if moe is not None and layer in moe.layers else self._mlp(layer)
@@ -148,11 +186,12 @@ class Decoder(Transformer):
         down = LoraTarget(LoraModuleId.MOE_4H_TO_H, 0, self.config.hidden_size)
         return Moe(
             moe,
-            router=self._linear(layer, "router", LoraTarget(LoraModuleId.MOE_ROUTER, 0, moe.num_experts)),
+            router=self._router(layer, moe),
             up_gate=self._experts(layer, moe, "up_gate", *up_gate),
             down=self._experts(layer, moe, "down", down),
             activation=self.config.activation,
             shared=self._shared_expert(layer, moe),
+            correction=self._weights.get(f"{layer}.router.correction"),
         )
 
     def _shared_expert(self, layer: int, moe: MoeConfig) -> SharedExpert | None:

@@ -10,7 +10,7 @@ from manylora.config.engine import ModelConfig
 from manylora.kernels.compiled import GATES
 from manylora.kernels.decode_step import DecoderParts, LayerParts, LinearParts
 from manylora.kernels.spec import Weight
-from manylora.model.layers import Block, LoraLinear, Mlp, Norm
+from manylora.model.layers import Attention, Block, LoraLinear, Mlp, Norm
 
 
 def decoder_parts(
@@ -47,6 +47,8 @@ def decoder_parts(
 
 def _layer(block: Block) -> LayerParts | None:
     attention, mlp = block.attention, block.mlp
+    if not isinstance(attention, Attention):
+        return None
     if not isinstance(mlp, Mlp) or not mlp.gated or mlp.activation not in GATES:
         return None
     norms = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -86,6 +86,18 @@ class Turns(NamedTuple):
 
     rotary: Rotary | None = None
     growth: Tensor | None = None
+
+
+class Attends(Protocol):
+    """The attention of a block; x [T, hidden] -> [T, hidden]. rotary: which of a step's rotations it uses;
+    -1: none. kv: the layer's part of the cache."""
+
+    @property
+    def rotary(self) -> int: ...
+
+    def __call__(
+        self, x: Tensor, turns: Turns, batch: AttentionBatch, lora: LoraBatch | None, kv: Tensor
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -175,7 +187,7 @@ class Block:
     """
 
     config: ModelConfig
-    attention: Attention
+    attention: Attends
     mlp: FeedForward
     attention_norm: Norm | None
     attention_post_norm: Norm | None

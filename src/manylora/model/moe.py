@@ -11,14 +11,7 @@ from manylora.config.engine import MoeConfig
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import ExpertPairs, LoraBatch, LoraTarget, Weight
 from manylora.model.layers import LoraLinear, Mlp
-
-
-def route(logits: Tensor, config: MoeConfig) -> tuple[Tensor, Tensor]:
-    """The chosen experts [T, k] int64 and their weights [T, k] float32, from router logits [T, experts]."""
-    weights, choices = torch.softmax(logits.float(), dim=-1).topk(config.top_k, dim=-1)
-    if config.norm_topk_prob:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return weights, choices
+from manylora.model.routing import Router, route
 
 
 @dataclass(frozen=True)
@@ -53,29 +46,47 @@ class SharedExpert:
 class Moe:
     """Each token's experts, weighted by its router, and the shared expert if there is one.
 
-    The rows of up_gate are [up; gate], as in a plain MLP.
+    The rows of up_gate are [up; gate], as in a plain MLP. correction [experts] float32: as `route` takes it.
     """
 
     config: MoeConfig
-    router: LoraLinear
+    router: Router
     up_gate: Experts
     down: Experts
     activation: str
     shared: SharedExpert | None
+    correction: Tensor | None = None
 
     def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
-        weights, choices = route(self.router(x, lora), self.config)
-        y = self.each(x, choices, lora).float()
-        mixed = (y * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
+        weights, choices = route(self.router(x, lora), self.config, self.correction)
+        if self.config.routing.scores == "top":  # weights are on what experts get
+            mixed = self.each(x, choices, lora, weights).float().sum(dim=1).to(x.dtype)
+        else:
+            y = self.each(x, choices, lora).float()
+            mixed = (y * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
         return mixed if self.shared is None else mixed + self.shared(x, lora)
 
-    def each(self, x: Tensor, choices: Tensor, lora: LoraBatch | None) -> Tensor:
+    def each(
+        self, x: Tensor, choices: Tensor, lora: LoraBatch | None, weights: Tensor | None = None
+    ) -> Tensor:
         """What its experts make of each token, [T, k, hidden]: in each token's order of experts, so that its
-        sum does not depend on other tokens."""
+        sum does not depend on other tokens. weights [T, k]: of what the experts get."""
         pairs, places = self.up_gate.ops.pair_up(choices, self.config.num_experts, lora)
-        return self.run(x, pairs, lora)[places].view(*choices.shape, -1)
+        return self.run(x, pairs, lora, in_pairs(weights, places))[places].view(*choices.shape, -1)
 
-    def run(self, x: Tensor, pairs: ExpertPairs, lora: LoraBatch | None) -> Tensor:
-        """Of each pair, [P, hidden]."""
-        inner = self.up_gate.ops.gated(self.up_gate(x[pairs.rows], pairs, lora), self.activation)
+    def run(self, x: Tensor, pairs: ExpertPairs, lora: LoraBatch | None, weights: Tensor | None) -> Tensor:
+        """Of each pair, [P, hidden]. weights [P]"""
+        seen = x[pairs.rows]
+        if weights is not None:
+            seen = seen * weights.to(x.dtype).unsqueeze(1)
+        inner = self.up_gate.ops.gated(self.up_gate(seen, pairs, lora), self.activation)
         return self.down(inner, pairs, lora)
+
+
+def in_pairs(weights: Tensor | None, places: Tensor) -> Tensor | None:
+    """weights [T, k] in the order of the pairs, [P]."""
+    return (
+        None
+        if weights is None
+        else torch.empty_like(weights).view(-1).index_copy_(0, places, weights.view(-1))
+    )

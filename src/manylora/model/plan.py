@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from manylora.config.engine import ModelConfig
+from manylora.config.blocks import LatentConfig
+from manylora.config.engine import ModelConfig, MoeConfig
 from manylora.model.families import FAMILIES
 from manylora.model.families.family import TensorNames
 
@@ -31,7 +32,8 @@ class WeightSpec:
 
     first_column, all_columns: where the columns begin in the checkpoint, and how many there are; 0: no more.
     is_matrix: of a linear layer, so it is packed. transposed: the checkpoint has it as [in, out]. plus_one: 1
-    is added after loading, in float32, because bfloat16 would round small stored weights away.
+    is added after loading, in float32, because bfloat16 would round small stored weights away. wide: it is
+    kept in float32.
     """
 
     slices: tuple[RowSlice, ...]
@@ -41,6 +43,7 @@ class WeightSpec:
     plus_one: bool = False
     first_column: int = 0
     all_columns: int = 0
+    wide: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -185,16 +188,35 @@ def _root(names: TensorNames, stored: Collection[str]) -> str:
 
 
 def _layer(config: ModelConfig, names: TensorNames, source: str) -> Plan:
-    hidden = config.hidden_size
+    hidden, latent = config.hidden_size, config.latent
     out = (_whole(source + names.out, hidden),)
-    specs = _linear("qkv", _qkv(config, names, source), hidden, config.attention_bias, config)
-    specs |= _linear("out", out, config.q_size, config.attention_out_bias, config)
+    if latent is None:
+        specs = _linear("qkv", _qkv(config, names, source), hidden, config.attention_bias, config)
+    else:
+        specs = _latent(config, latent, names, source)
+    attended = config.q_size if latent is None else config.num_heads * latent.value_dim
+    specs |= _linear("out", out, attended, config.attention_out_bias, config)
     for ours, theirs in names.block_norms.items():
         specs |= _norm(ours, source + theirs, hidden, config)
     if config.qk_norm:
         specs |= _qk_norm("q_norm", source + names.q_norm, config.num_heads, config)
         specs |= _qk_norm("k_norm", source + names.k_norm, config.num_kv_heads, config)
     return specs
+
+
+def _latent(config: ModelConfig, latent: LatentConfig, names: TensorNames, source: str) -> Plan:
+    q_up, kv_up = (source + name for name in names.latent)
+    hidden, q_size = config.hidden_size, config.num_heads * latent.query_dim
+    first = latent.q_rank or q_size
+    rows = zip(names.qkv, (first, latent.kv_rank + latent.rope_dim), strict=True)
+    pieces = tuple(_whole(source + name, size) for name, size in rows)
+    specs = _linear("qkv", pieces, hidden, config.attention_bias, config)
+    specs |= _norm("k_norm", source + names.k_norm, latent.kv_rank, config)
+    if latent.q_rank:
+        specs |= _norm("q_norm", source + names.q_norm, latent.q_rank, config)
+        specs["q_b.weight"] = _matrix(f"{q_up}.weight", q_size, latent.q_rank)
+    values = config.num_heads * (latent.plain_dim + latent.value_dim)
+    return specs | {"kv_b.weight": WeightSpec((_whole(f"{kv_up}.weight", values),), latent.kv_rank)}
 
 
 def _qk_norm(name: str, source: str, heads: int, config: ModelConfig) -> Plan:
@@ -230,6 +252,10 @@ def _sparse(config: ModelConfig, names: TensorNames, source: str, stored: Collec
     routers = [f"{block}.{name}.weight" for name in names.routers]
     router = next((name for name in routers if name in stored), routers[0])
     specs = {"router.weight": _matrix(router, count, hidden)}
+    if moe.routing.wide:
+        specs = {"router.weight": WeightSpec((_whole(router, count),), hidden, wide=True)}
+    if moe.routing.corrected:
+        specs["router.correction"] = WeightSpec((_whole(f"{block}.{names.correction}", count),), wide=True)
     for e in range(count):
         up_gate: tuple[RowSlice, ...]
         if stacks is not None:
@@ -243,7 +269,7 @@ def _sparse(config: ModelConfig, names: TensorNames, source: str, stored: Collec
         specs[f"expert.{e}.up_gate.weight"] = WeightSpec(up_gate, hidden, True)
         specs[f"expert.{e}.down.weight"] = WeightSpec((down,), inner, True)
     if moe.shared_intermediate_size:
-        specs |= _shared(moe.shared_intermediate_size, hidden, names, source, block)
+        specs |= _shared(moe, hidden, names, source, block)
     return specs
 
 
@@ -257,19 +283,21 @@ def _stacked(names: TensorNames, source: str, stored: Collection[str]) -> tuple[
     return source + names.sparse, None
 
 
-def _shared(size: int, hidden: int, names: TensorNames, source: str, block: str) -> Plan:
-    """The expert that every token uses: without a gate where its up and gate are fused."""
+def _shared(moe: MoeConfig, hidden: int, names: TensorNames, source: str, block: str) -> Plan:
+    """The expert that every token uses, and its gate if it has one."""
+    size = moe.shared_intermediate_size
     if names.shared:
         fused, down = (f"{source}{name}.weight" for name in names.shared)
         ups = tuple(RowSlice(fused, start, size, 2 * size) for start in (size, 0))
-        gate: Plan = {}
     else:
-        shared = f"{block}.shared_expert."
+        shared = f"{block}.{names.shared_block}."
         ups = tuple(_whole(f"{shared}{name}.weight", size) for name in names.expert_up_gate)
         down = f"{shared}{names.expert_down}.weight"
-        gate = {"shared_gate.weight": _matrix(f"{block}.shared_expert_gate.weight", 1, hidden)}
-    matrices = {"shared.up_gate.weight": WeightSpec(ups, hidden, True)}
-    return {**matrices, "shared.down.weight": _matrix(down, hidden, size), **gate}
+    specs = {"shared.up_gate.weight": WeightSpec(ups, hidden, True)}
+    specs["shared.down.weight"] = _matrix(down, hidden, size)
+    if moe.shared_gated:
+        specs["shared_gate.weight"] = _matrix(f"{block}.shared_expert_gate.weight", 1, hidden)
+    return specs
 
 
 def _qkv(config: ModelConfig, names: TensorNames, source: str) -> tuple[RowSlice, ...]:

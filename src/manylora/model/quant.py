@@ -14,7 +14,15 @@ from manylora.quant.checkpoint import CheckpointQuant
 from manylora.quant.config import SERVED, QuantAlgo, QuantConfig
 from manylora.quant.layouts import halves_to_bytes
 
-LINEARS = ("qkv.weight", "out.weight", "up_gate.weight", "down.weight", "cross_q.weight", "cross_kv.weight")
+LINEARS = (
+    "qkv.weight",
+    "q_b.weight",
+    "out.weight",
+    "up_gate.weight",
+    "down.weight",
+    "cross_q.weight",
+    "cross_kv.weight",
+)
 SMALLEST_GROUP = 32
 FP8_MAX = 448.0
 

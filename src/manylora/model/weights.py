@@ -131,7 +131,11 @@ def load_weights(
             routed = ".expert." in name
             if any(stored.parts(piece.source) for piece in spec.slices):
                 pieces = _read_quantised(spec, files, stored, dtype, device, rounds_inputs)
-                weights[name] = device.ops.pack(pieces, routed)
+                if spec.is_matrix:
+                    weights[name] = device.ops.pack(pieces, routed)
+                else:  # of what is no plain linear layer
+                    assert isinstance(pieces, QuantisedWeight)
+                    weights[name] = pieces.wide().to(torch.float32 if spec.wide else dtype)
                 continue
             rows = _SpecRows(spec, files, _loaded_dtype(name, spec, files, dtype, device), device)
             sources = [piece.source for piece in spec.slices]
@@ -174,7 +178,7 @@ def _loaded_dtype(
 ) -> torch.dtype:
     """A tensor's dtype in memory: the compute dtype, or the checkpoint's where kernels widen that exactly, or
     what linear layers round their inputs to."""
-    if spec.plus_one:
+    if spec.plus_one or spec.wide:
         return torch.float32
     if not (spec.is_matrix or name == "embed"):
         return compute

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from manylora.kernels.experts import HostPairs
 from manylora.kernels.spec import LoraBatch
-from manylora.model.moe import Moe
+from manylora.model.moe import Moe, in_pairs
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,9 @@ class MoePart(Moe):
 
     first: int = 0
 
-    def each(self, x: Tensor, choices: Tensor, lora: LoraBatch | None) -> Tensor:
+    def each(
+        self, x: Tensor, choices: Tensor, lora: LoraBatch | None, weights: Tensor | None = None
+    ) -> Tensor:
         count, ops = self.config.num_experts, self.up_gate.ops
         own = choices - self.first
         mine = (own >= 0) & (own < count)
@@ -27,12 +29,13 @@ class MoePart(Moe):
         pairs, places = ops.pair_up(own.where(mine, count), count + 1, lora)
         if not isinstance(pairs, HostPairs):
             # A device that does not tell the host how many pairs there are computes all of them.
-            y = super().each(x, own.where(mine, choices % count), lora)
+            y = super().each(x, own.where(mine, choices % count), lora, weights)
             return y.where(mine.unsqueeze(-1), 0)
         used = pairs.starts[count]
         y = torch.zeros((len(places), x.shape[1]), dtype=x.dtype, device=x.device)
         if used:
             groups = pairs.groups[pairs.groups[:, 2] < count]
             ours = type(pairs)(pairs.rows[:used], pairs.starts[: count + 1], groups)
-            y[:used] = self.run(x, ours, lora)
+            sizes = in_pairs(weights, places)
+            y[:used] = self.run(x, ours, lora, None if sizes is None else sizes[:used])
         return y[places].view(*choices.shape, -1)

@@ -48,7 +48,7 @@ class Driver:
         modules: Mapping[int, LoraModule] | None = None,
     ) -> None:
         config = decoder.config
-        shape = (config.kv_layers, 2, BLOCKS, BLOCK, config.num_kv_heads, config.head_dim)
+        shape = (config.kv_layers, config.kv_planes, BLOCKS, BLOCK, config.num_kv_heads, config.head_dim)
         self._kv = torch.full(shape, float("nan"), dtype=decoder.dtype)
         self._decoder, self._sequences = decoder, sequences
         blocks = list(range(BLOCKS))

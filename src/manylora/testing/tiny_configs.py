@@ -136,6 +136,16 @@ QWEN2_MOE = {
     "shared_expert_intermediate_size": 72,
 }
 QWEN3_MOE = {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+DEEPSEEK = {
+    "q_lora_rank": 24, "kv_lora_rank": 40, "qk_nope_head_dim": 20, "qk_rope_head_dim": 16, "v_head_dim": 28,
+    "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+DEEPSEEK_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "original_max_position_embeddings": 32}
+GLM4_MOE = {
+    "head_dim": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1, "num_hidden_layers": 3,
+}  # fmt: skip
 MOE_FAMILIES: Table = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral-sliding": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 9}),
@@ -153,6 +163,29 @@ MOE_FAMILIES: Table = {
     ),
     "qwen3-moe": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True}),
     "qwen3-moe-dense-first": ("qwen3_moe", {**QWEN3_MOE, "num_hidden_layers": 3, "mlp_only_layers": [0]}),
+    "deepseek-v2-lite": (
+        "deepseek_v2", {**DEEPSEEK, "q_lora_rank": None, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    ),
+    "deepseek-v2": (
+        "deepseek_v2",
+        {**DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+         "routed_scaling_factor": 1.7, "rope_scaling": DEEPSEEK_YARN},
+    ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        {**DEEPSEEK, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+         "rope_scaling": DEEPSEEK_YARN},
+    ),
+    "deepseek-v3-plain": (
+        "deepseek_v3",
+        {**DEEPSEEK, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0,
+         "rope_interleave": False, "attention_bias": True},
+    ),
+    "glm4-moe": (
+        "glm4_moe", {**GLM4_MOE, "use_qk_norm": True, "attention_bias": True, "n_group": 2, "topk_group": 1},
+    ),
+    "glm4-moe-plain": ("glm4_moe", {**GLM4_MOE, "routed_scaling_factor": 1.7}),
+    "glm4-moe-lite": ("glm4_moe_lite", DEEPSEEK),
 }  # fmt: skip
 
 T5 = {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}

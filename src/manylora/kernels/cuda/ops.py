@@ -34,6 +34,7 @@ from manylora.kernels.transfer import upload
 
 EARLY_FROM = 9, 0  # the first capability with programmatic dependent launch
 SPARE_SLOTS = 64  # places of adapters that no running sequence has, kept for when they come back
+LARGEST_HEAD = 256  # elements; wider ones are attended by PyTorch
 
 
 class CudaOps(ReferenceOps):
@@ -207,6 +208,8 @@ class CudaOps(ReferenceOps):
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, params: AttentionParams
     ) -> Tensor:
         assert isinstance(batch, PagedBatch), "a batch goes through `plan` first"
+        if q.shape[-1] > LARGEST_HEAD:  # of latents
+            return super().attention(q, k_cache, v_cache, batch, params)
         return self._attention(q, k_cache, v_cache, batch, params)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -47,7 +47,7 @@ from manylora.request import LoraExtra
 
 BIAS = re.compile(MODULE + r"(?P<part>(?:base_layer|lora_B)\.bias|bias)")
 NORM = re.compile(
-    rf"(?P<path>{ROOT}(?:{LAYER}(?P<name>self_attn\.[qk]_norm|\w*layernorm|ln_\w+|attention_norm|ffn_norm)"
+    rf"(?P<path>{ROOT}(?:{LAYER}(?P<name>self_attn\.(?:[qk]_norm|q_a_layernorm|kv_a_layernorm)|\w*layernorm|ln_\w+|attention_norm|ffn_norm)"
     r"|(?P<final>norm|ln_f|final_layer_?norm)))\.(?P<part>weight|bias)"
 )
 Tensors = Mapping[str, RawTensor]

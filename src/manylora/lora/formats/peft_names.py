@@ -14,7 +14,8 @@ from manylora.lora.modules import LoraModuleId as Id
 ATTENTION_IDS = {
     "qkv_proj": Id.ATTN_QKV, "query_key_value": Id.ATTN_QKV, "c_attn": Id.ATTN_QKV, "q_proj": Id.ATTN_Q,
     "k_proj": Id.ATTN_K, "v_proj": Id.ATTN_V, "o_proj": Id.ATTN_DENSE, "dense": Id.ATTN_DENSE,
-    "c_proj": Id.ATTN_DENSE, "wqkv": Id.ATTN_QKV, "wo": Id.ATTN_DENSE,
+    "c_proj": Id.ATTN_DENSE, "wqkv": Id.ATTN_QKV, "wo": Id.ATTN_DENSE, "q_a_proj": Id.ATTN_Q_A,
+    "q_b_proj": Id.ATTN_Q_B, "kv_a_proj_with_mqa": Id.ATTN_KV_A, "kv_b_proj": Id.ATTN_KV_B,
 }  # fmt: skip
 MLP_IDS = {
     "gate_proj": Id.MLP_H_TO_4H, "c_fc": Id.MLP_H_TO_4H, "fc1": Id.MLP_H_TO_4H,
@@ -23,6 +24,8 @@ MLP_IDS = {
     "gate_up_proj": Id.MLP_GATE_UP, "gate": Id.MOE_ROUTER, "shared_expert_gate": Id.MLP_ROUTER,
     "shared_expert.gate_proj": Id.SHARED_EXPERT_H_TO_4H, "shared_expert.up_proj": Id.SHARED_EXPERT_GATE,
     "shared_expert.down_proj": Id.SHARED_EXPERT_4H_TO_H, "w1": Id.MLP_H_TO_4H, "w3": Id.MLP_GATE,
+    "shared_experts.gate_proj": Id.SHARED_EXPERT_H_TO_4H, "shared_experts.up_proj": Id.SHARED_EXPERT_GATE,
+    "shared_experts.down_proj": Id.SHARED_EXPERT_4H_TO_H,
     "w2": Id.MLP_4H_TO_H, "router": Id.MOE_ROUTER, "router.layer": Id.MOE_ROUTER,
 }  # fmt: skip
 # Names under which some families stack [q; k; v] once for each group of heads, others once.
@@ -32,7 +35,7 @@ LAYER = r"(?:layers|h)\.(?P<layer>\d{1,5})\."
 MODULE = (
     rf"(?P<path>{ROOT}{LAYER}"
     r"(?:(?P<mlp>mlp|block_sparse_moe|feed_forward)|self_attn|self_attention|attention|attn)"
-    r"\.(?P<name>(?:shared_expert\.)?\w+|router\.layer))\."
+    r"\.(?P<name>(?:shared_experts?\.)?\w+|router\.layer))\."
 )
 PEFT_KEY = re.compile(
     MODULE + r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"

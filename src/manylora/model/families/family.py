@@ -32,6 +32,9 @@ class TensorNames:
         the checkpoint's; norms that the family does not have are left out.
     q_norm, k_norm: with `{}` for the number of a head, where each has a tensor of its own.
     cross: q, k, v and out of cross-attention.
+    latent: of latent attention, whose qkv are q_a_proj (or q_proj) and kv_a_proj_with_mqa: q_b_proj and
+        kv_b_proj. q_norm and k_norm are of the vectors between these.
+    shared_block: the shared expert, below `sparse`. correction: what is added to a router's scores there.
     """
 
     roots: tuple[str, ...] = ("model.",)
@@ -48,6 +51,9 @@ class TensorNames:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     cross: tuple[str, ...] = ()
+    latent: tuple[str, ...] = ()
+    shared_block: str = "shared_expert"
+    correction: str = "gate.e_score_correction_bias"
     up_gate: tuple[str, ...] = ("mlp.up_proj", "mlp.gate_proj")
     down: str = "mlp.down_proj"
     sparse: str = "mlp"

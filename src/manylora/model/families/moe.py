@@ -58,7 +58,7 @@ def _mixtral(raw: Mapping[str, Any]) -> dict[str, Any]:
     moe = MoeConfig(
         raw["num_local_experts"], raw["num_experts_per_tok"], raw["intermediate_size"], True, layers
     )
-    return {"sliding_windows": read_windows(raw), "moe": _checked(moe)}
+    return {"sliding_windows": read_windows(raw), "moe": checked_moe(moe)}
 
 
 def _olmoe(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _olmoe(raw: Mapping[str, Any]) -> dict[str, Any]:
         **read_biases(raw),
         "qk_norm": "all",
         "qkv_clip": raw["clip_qkv"],
-        "moe": _checked(MoeConfig(count, top_k, inner, normalised, layers)),
+        "moe": checked_moe(MoeConfig(count, top_k, inner, normalised, layers)),
     }
 
 
@@ -78,7 +78,7 @@ def _granite_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
     count, top_k = raw["num_local_experts"], raw["num_experts_per_tok"]
     shared = raw.get("shared_intermediate_size") or 0
     moe = MoeConfig(count, top_k, inner, True, layers, shared, shared_gated=False)
-    return {**read_granite(raw), **read_biases(raw), "moe": _checked(moe)}
+    return {**read_granite(raw), **read_biases(raw), "moe": checked_moe(moe)}
 
 
 def _qwen2_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,10 +111,11 @@ def _qwen_experts(raw: Mapping[str, Any], shared: int = 0) -> MoeConfig | None:
         return None
     normalised = bool(raw["norm_topk_prob"])
     top_k, inner = raw["num_experts_per_tok"], raw["moe_intermediate_size"]
-    return _checked(MoeConfig(count, top_k, inner, normalised, layers, shared))
+    return checked_moe(MoeConfig(count, top_k, inner, normalised, layers, shared))
 
 
-def _checked(moe: MoeConfig) -> MoeConfig:
+def checked_moe(moe: MoeConfig) -> MoeConfig:
+    """Raises ConfigError."""
     if not 1 <= moe.top_k <= moe.num_experts:
         raise ConfigError(
             f"config.json: num_experts_per_tok must be 1 to the number of experts ({moe.num_experts}), "

@@ -1,0 +1,183 @@
+"""DeepSeek V2 and V3, and the GLM mixtures of experts, which route tokens as V3 does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from manylora.config.blocks import LatentConfig, RoutingConfig
+from manylora.config.engine import ModelConfig, MoeConfig
+from manylora.errors import ConfigError
+from manylora.model.families.common import read_biases, refuse
+from manylora.model.families.family import ModelFamily, TensorNames
+from manylora.model.families.moe import checked_moe
+
+LATENT = {
+    "vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "rope_theta": 10000.0, "attention_bias": False, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+DEEPSEEK2 = {
+    **LATENT, "mlp_bias": False, "first_k_dense_replace": 0, "n_group": None, "topk_group": None,
+    "n_routed_experts": 64, "n_shared_experts": 2, "routed_scaling_factor": 1.0, "topk_method": "greedy",
+    "num_experts_per_tok": None, "moe_intermediate_size": 1407,
+}  # fmt: skip
+EXPERTS = {
+    "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+}  # fmt: skip
+DEEPSEEK3 = {
+    **LATENT, **EXPERTS, "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
+    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "n_routed_experts": 256, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
+    "num_experts_per_tok": 8, "first_k_dense_replace": 3, "max_position_embeddings": 4096,
+    "rope_interleave": True,
+}  # fmt: skip
+GLM4_MOE = {
+    **EXPERTS, "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944,
+    "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": None,
+    "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False, "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+    "attention_bias": False, "moe_intermediate_size": 1408, "num_experts_per_tok": 8,
+    "n_routed_experts": 128, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1, "use_qk_norm": False,
+}  # fmt: skip
+GLM4_LITE = {
+    **LATENT, **EXPERTS, "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240,
+    "moe_intermediate_size": 1536, "num_hidden_layers": 47, "num_attention_heads": 20,
+    "n_routed_experts": 64, "routed_scaling_factor": 1.8, "q_lora_rank": 768, "v_head_dim": 256,
+    "qk_nope_head_dim": 192, "num_experts_per_tok": 4, "max_position_embeddings": 202752,
+    "rms_norm_eps": 1e-5, "rope_interleave": True, "mlp_layer_types": None,
+}  # fmt: skip
+ALIASES = {"num_local_experts": "n_routed_experts"}
+PREDICTORS = 8  # layers behind the last one that predict further tokens; released models have 1
+
+
+def _latent(raw: Mapping[str, Any], pairs: bool) -> dict[str, Any]:
+    sizes = LatentConfig(
+        raw["q_lora_rank"] or 0,
+        raw["kv_lora_rank"],
+        raw["qk_nope_head_dim"],
+        raw["qk_rope_head_dim"],
+        raw["v_head_dim"],
+    )
+    if raw["attention_bias"] and not sizes.q_rank:
+        raise ConfigError("config.json: attention_bias without q_lora_rank is not supported")
+    return {
+        **read_biases(raw),
+        "num_kv_heads": 1,
+        "head_dim": sizes.cached_dim,
+        "latent": sizes,
+        "rope_interleaved": pairs,
+        "attention_scale": sizes.query_dim**-0.5 * _yarn_scale(raw) ** 2,
+    }
+
+
+def _yarn_scale(raw: Mapping[str, Any]) -> float:
+    """Of scores, once for queries and once for keys."""
+    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    share, factor = scaling.get("mscale_all_dim"), float(scaling.get("factor") or 1.0)
+    if kind == "default" or not share or factor <= 1:
+        return 1.0
+    return 0.1 * float(share) * math.log(factor) + 1.0
+
+
+def _experts(raw: Mapping[str, Any], layers: frozenset[int], routing: RoutingConfig) -> MoeConfig | None:
+    if not layers:
+        return None
+    count, inner, top_k = raw["n_routed_experts"], raw["moe_intermediate_size"], raw["num_experts_per_tok"]
+    groups, best = routing.groups, routing.top_groups
+    if count % groups or not 1 <= best <= groups or routing.group_best > count // groups:
+        raise ConfigError(
+            f"config.json: n_group {groups} and topk_group {best} do not divide {count} experts into groups "
+            f"of {routing.group_best} or more"
+        )
+    if top_k > count // groups * best:
+        raise ConfigError(
+            f"config.json: num_experts_per_tok {top_k} is more than the experts of {best} groups"
+        )
+    shared = inner * (raw["n_shared_experts"] or 0)
+    normalised = bool(raw.get("norm_topk_prob")) and routing.scores == "sigmoid"
+    return checked_moe(
+        MoeConfig(count, top_k, inner, normalised, layers, shared, shared_gated=False, routing=routing)
+    )
+
+
+def _sigmoid(raw: Mapping[str, Any], layers: frozenset[int]) -> MoeConfig | None:
+    routing = RoutingConfig(
+        "sigmoid",
+        corrected=True,
+        groups=raw["n_group"],
+        top_groups=raw["topk_group"],
+        group_best=2,
+        scale=float(raw["routed_scaling_factor"]),
+        wide=True,
+    )
+    return _experts(raw, layers, routing)
+
+
+def _after_first(raw: Mapping[str, Any]) -> frozenset[int]:
+    return frozenset(range(raw["first_k_dense_replace"], raw["num_hidden_layers"]))
+
+
+def _deepseek2(raw: Mapping[str, Any]) -> dict[str, Any]:
+    refuse(raw, "mlp_bias")
+    method, scale = raw["topk_method"], float(raw["routed_scaling_factor"])
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ConfigError(f"config.json: topk_method {method!r} is not supported")
+    routing = RoutingConfig(scale=scale, wide=True)
+    if method != "greedy":
+        routing = RoutingConfig(groups=raw["n_group"], top_groups=raw["topk_group"], scale=scale, wide=True)
+    return {**_latent(raw, True), "moe": _experts(raw, _after_first(raw), routing)}
+
+
+def _deepseek3(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_latent(raw, bool(raw["rope_interleave"])), "moe": _sigmoid(raw, _after_first(raw))}
+
+
+def _glm4_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "attention_bias": bool(raw["attention_bias"]),
+        "qk_norm": "head" if raw["use_qk_norm"] else "",
+        "moe": _sigmoid(raw, _after_first(raw)),
+    }
+
+
+def _glm4_lite(raw: Mapping[str, Any]) -> dict[str, Any]:
+    count = raw["num_hidden_layers"]
+    kinds = raw["mlp_layer_types"] or ["dense", *["sparse"] * (count - 1)]
+    if len(kinds) != count:
+        raise ConfigError(
+            f"config.json: mlp_layer_types has {len(kinds)} entries for num_hidden_layers {count}"
+        )
+    layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+    return {**_latent(raw, bool(raw["rope_interleave"])), "moe": _sigmoid(raw, layers)}
+
+
+def _names(config: ModelConfig) -> TensorNames:
+    behind = range(config.num_layers, config.num_layers + PREDICTORS)
+    unused = tuple(f"model.layers.{layer}." for layer in behind)
+    if config.latent is None:
+        return TensorNames(unused=unused, shared_block="shared_experts")
+    first = "q_a_proj" if config.latent.q_rank else "q_proj"
+    return TensorNames(
+        unused=unused,
+        qkv=(f"self_attn.{first}", "self_attn.kv_a_proj_with_mqa"),
+        latent=("self_attn.q_b_proj", "self_attn.kv_b_proj"),
+        q_norm="self_attn.q_a_layernorm",
+        k_norm="self_attn.kv_a_layernorm",
+        shared_block="shared_experts",
+    )
+
+
+FAMILIES = {
+    "DeepseekV2ForCausalLM": ModelFamily(
+        DEEPSEEK2, _deepseek2, _names, aliases={"num_experts": "n_routed_experts"}
+    ),
+    "DeepseekV3ForCausalLM": ModelFamily(DEEPSEEK3, _deepseek3, _names, aliases=ALIASES),
+    "Glm4MoeForCausalLM": ModelFamily(
+        GLM4_MOE, _glm4_moe, _names, aliases=ALIASES, rope={"partial": "partial_rotary_factor"}
+    ),
+    "Glm4MoeLiteForCausalLM": ModelFamily(GLM4_LITE, _glm4_lite, _names, aliases=ALIASES),
+}

@@ -1,0 +1,160 @@
+"""Attention over latent keys and values (MLA), as in DeepSeek V2 and V3.
+
+The cache has one vector for each token, for all heads: a rotated key, and the latent of which kv_b_proj makes
+the other part of each head's key, and its value. Those are never made. With W_k and W_v a head's rows of
+kv_b_proj, q_i . (W_k c_j) is (q_i W_k) . c_j, and the sum of p_j W_v c_j is W_v times the sum of p_j c_j. So
+queries are turned into latents, attention is that of one key head of `cached_dim` elements, and what it gives
+is turned into values.
+
+An adapter on kv_b_proj adds B A to W_k and W_v. All tokens of a sequence have the same adapter, so its
+products are with the step's rows alone, r * heads * (head + kv_rank) multiplications for either, however long
+the sequence is. Making keys and values instead would add B A c_j for every token in the cache, in every step.
+
+The price is that scores and sums have `cached_dim` elements (576 in DeepSeek) in place of a head's 192 and
+128, which is what prompts pay. Decoding reads the cache, which is many times smaller for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manylora.config.blocks import LatentConfig
+from manylora.kernels.reference import ReferenceOps, matrices, rotate
+from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch
+from manylora.lora.modules import MODULE_NAMES, LoraModuleId
+from manylora.model.layers import LoraLinear, Norm, Turns, halves_first
+
+KV_B = LoraModuleId.ATTN_KV_B
+
+
+@dataclass(frozen=True)
+class _Adapted:
+    """Rows of the batch under one adapter. A [r, kv_rank]; B transposed [r, H, plain + value]; magnitude
+    [H, plain + value] or None."""
+
+    rows: slice
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor | None
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """kv_b_proj, from latents to the keys and values of each head, which is applied to queries and to sums.
+
+    weight [H, plain_dim + value_dim, kv_rank].
+    """
+
+    layer: int
+    weight: Tensor
+    plain_dim: int
+
+    def of_queries(self, q: Tensor, lora: LoraBatch | None) -> Tensor:
+        """q [T, H, plain_dim] -> [T, H, kv_rank]: q_i W_k, with each row's adapter."""
+        adapted = list(self._adapted(q, lora))
+        scaled = [one for one in adapted if one.magnitude is not None]
+        q = q.clone() if scaled else q
+        for one in scaled:
+            assert one.magnitude is not None
+            q[one.rows] *= one.magnitude[:, : self.plain_dim]
+        y = _by_head(q, self.weight[:, : self.plain_dim])
+        for one in adapted:
+            low = torch.einsum("thd,rhd->thr", q[one.rows], one.b[..., : self.plain_dim])
+            y[one.rows] += low @ one.a
+        return y
+
+    def of_sums(self, mixed: Tensor, lora: LoraBatch | None) -> Tensor:
+        """mixed [T, H, kv_rank] -> [T, H, value_dim]: W_v times the sums, with each row's adapter."""
+        y = _by_head(mixed, self.weight[:, self.plain_dim :].transpose(1, 2))
+        for one in self._adapted(mixed, lora):
+            low = mixed[one.rows] @ one.a.T
+            y[one.rows] += torch.einsum("thr,rhd->thd", low, one.b[..., self.plain_dim :])
+            if one.magnitude is not None:
+                y[one.rows] *= one.magnitude[:, self.plain_dim :]
+        self._add_biases(y, lora)
+        return y
+
+    def _adapted(self, x: Tensor, lora: LoraBatch | None) -> Iterator[_Adapted]:
+        if lora is None:
+            return
+        heads, width, rank = self.weight.shape
+        for segment in lora.segments:
+            row = segment.rows.get((self.layer, KV_B))
+            if row is None:
+                continue
+            a, b, magnitude = matrices(lora.pool, row, rank, heads * width, x.dtype)
+            if row.format.scale != 1:
+                a = a * row.format.scale
+            rows = slice(segment.start, segment.stop)
+            m = None if magnitude is None else magnitude.view(heads, width)
+            yield _Adapted(rows, a, b.view(-1, heads, width), m)
+
+    def _add_biases(self, y: Tensor, lora: LoraBatch | None) -> None:
+        """Trained ones. That of keys adds the same to all scores of a query, which changes nothing."""
+        name = f"layers.{self.layer}.{MODULE_NAMES[KV_B]}.bias"
+        for segment in lora.extras if lora is not None else ():
+            bias = segment.values.get(name)
+            if bias is not None:
+                values = bias.vector(y.dtype).view(self.weight.shape[:2])[:, self.plain_dim :]
+                y[segment.start : segment.stop] += values
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """qkv: fused q_proj, or q_a_proj where queries have a vector of their own, and kv_a_proj_with_mqa.
+
+    q_up: q_b_proj, or None. pairs: neighbours are rotated together.
+    """
+
+    sizes: LatentConfig
+    heads: int
+    ops: ReferenceOps
+    qkv: LoraLinear
+    q_up: LoraLinear | None
+    q_norm: Norm | None
+    kv_norm: Norm
+    expansion: Expansion
+    out: LoraLinear
+    params: AttentionParams
+    pairs: bool
+    rotary: int = 0
+
+    def __call__(
+        self,
+        x: Tensor,
+        turns: Turns,
+        batch: AttentionBatch,
+        lora: LoraBatch | None,
+        kv: Tensor,
+    ) -> Tensor:
+        """kv [1, blocks, tokens_per_block, 1, cached_dim]."""
+        assert turns.rotary is not None
+        sizes, rows = self.sizes, x.shape[0]
+        first = sizes.q_rank or self.heads * sizes.query_dim
+        q, latent, turned = self.qkv(x, lora).split((first, sizes.kv_rank, sizes.rope_dim), dim=-1)
+        if self.q_up is not None:
+            assert self.q_norm is not None
+            q = self.q_up(self.q_norm(q, lora), lora)
+        plain, q = q.reshape(rows, self.heads, -1).split((sizes.plain_dim, sizes.rope_dim), dim=-1)
+        k = torch.cat(
+            (self._rotated(turned.unsqueeze(1), turns), self.kv_norm(latent, lora)[:, None]), dim=-1
+        )
+        cache = kv[0]
+        self.ops.rotate_and_store(k, k, k, None, cache, cache, batch)  # one vector, so stored as both
+        q = torch.cat((self._rotated(q, turns), self.expansion.of_queries(plain, lora)), dim=-1)
+        mixed = self.ops.attention(q, cache, cache, batch, self.params)[..., sizes.rope_dim :]
+        values = self.expansion.of_sums(mixed, lora)
+        return self.out(values.reshape(rows, -1), lora)
+
+    def _rotated(self, x: Tensor, turns: Turns) -> Tensor:
+        assert turns.rotary is not None
+        return rotate(halves_first(x, self.sizes.rope_dim) if self.pairs else x, *turns.rotary)
+
+
+def _by_head(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, H, K], weight [H, K, N] -> [T, H, N], contiguous."""
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1).contiguous()

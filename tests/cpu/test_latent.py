@@ -1,0 +1,301 @@
+"""Protects attention over latents and routing by groups: DeepSeek V2 and V3, GLM-4.5 MoE and its small one.
+`test_moe.py` compares their adapters on experts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from running import read, run, tokens
+from safetensors.torch import load_file, save_file
+
+from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.engine.engine import Engine
+from manylora.errors import AdapterInvalidError, ConfigError
+from manylora.kernels.device import open_device
+from manylora.kernels.row_format import RowFormat
+from manylora.lora.modules import MODULE_NAMES, lora_modules
+from manylora.lora.tensors import AdapterRow, pack_rows
+from manylora.model.checkpoint import read_model_config
+from manylora.model.weights import load_decoder
+from manylora.request import LoraInput, Request, SamplingConfig
+from manylora.testing.driver import Driver, agree
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+NORMS = ["q_a_layernorm", "kv_a_layernorm"]
+KINDS: dict[str, dict[str, Any]] = {
+    "DoRA": {"rank": 5, "modules": LATENT, "use_dora": True},
+    "DoRA + rsLoRA": {"rank": 3, "modules": LATENT[3:], "use_dora": True, "use_rslora": True},
+    "biases": {"rank": 4, "modules": LATENT, "lora_bias": True},
+    "norms": {"rank": 4, "modules": LATENT[:1], "modules_to_save": NORMS},
+    "kv_b_proj": {"rank": 64, "modules": ("kv_b_proj",)},
+    "patterns": {"rank": 4, "modules": LATENT, "rank_pattern": {"layers.1.self_attn.kv_b_proj": 9}},
+}
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("latent")
+
+
+def logits_of(model: Path, ids: list[list[int]], adapters: list[LoraInput | None]) -> list[torch.Tensor]:
+    decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
+    return Driver(decoder, ids, adapters).run()
+
+
+@pytest.mark.parametrize("family", ["deepseek-v2", "deepseek-v3-plain"])
+def test_kinds_of_adapters_in_one_batch(family: str, workshop: Path) -> None:
+    model = make_model(workshop / family, family, seed=21)
+    adapters = [
+        make_adapter(workshop / f"{family}-{i}", model, i, **options)
+        for i, options in enumerate(KINDS.values())
+    ]
+    ids = [tokens(20 + 3 * i, i) for i in range(len(KINDS) + 1)]
+    found = logits_of(model, ids, [None, *(read(adapter, model) for adapter in adapters)])
+    for kind, adapter, one, logits in zip(["base", *KINDS], [None, *adapters], ids, found, strict=True):
+        assert agree(logits, reference_logits(model, adapter, one)), kind
+        assert adapter is None or not agree(logits, reference_logits(model, None, one)), kind
+
+
+@pytest.mark.parametrize(
+    ("family", "setting"),
+    [
+        ("deepseek-v3", {"rope_interleaved": False}),
+        ("deepseek-v3", {"attention_scale": None}),
+        ("deepseek-v3", {"top_groups": 4}),
+        ("deepseek-v3", {"group_best": 1}),
+        ("deepseek-v3", {"scale": 1.0}),
+        ("deepseek-v3", {"corrected": False}),
+        ("deepseek-v3", {"scores": "softmax"}),
+        ("deepseek-v2", {"top_groups": 4}),
+        ("glm4-moe", {"partial_rotary_factor": 1.0}),
+        ("glm4-moe", {"qk_norm": ""}),
+    ],
+)
+def test_each_setting_changes_the_logits(family: str, setting: dict[str, Any], workshop: Path) -> None:
+    path = workshop / f"set-{family}"
+    model = path if path.exists() else make_model(path, family, seed=3)
+    config = read_model_config(model)
+    assert config.moe is not None
+    if hasattr(config, next(iter(setting))):
+        changed = replace(config, **setting)
+    else:
+        routing = replace(config.moe.routing, **setting)
+        changed = replace(config, moe=replace(config.moe, routing=routing))
+    decoder = load_decoder(model, config, torch.float32, open_device("cpu"))
+    weights = decoder._weights
+    if setting == {"corrected": False}:
+        weights = {name: value for name, value in weights.items() if not name.endswith("correction")}
+    [found] = Driver(type(decoder)(changed, weights, torch.float32, decoder._ops), [tokens(40)], [None]).run()
+    assert not agree(found, reference_logits(model, None, tokens(40)))
+
+
+def test_the_cache_has_one_vector_for_each_token(workshop: Path) -> None:
+    model = make_model(workshop / "cache", "deepseek-v3", seed=3)
+    config = read_model_config(model)
+    assert (config.kv_planes, config.num_kv_heads, config.head_dim) == (1, 1, 40 + 16)
+    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, max_batch_size=2, max_num_tokens=64))
+    assert engine._runner._kv.shape[1:2] + engine._runner._kv.shape[4:] == (1, 1, 56)
+    engine.close()
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "deepseek-v2-lite", "glm4-moe"])
+def test_greedy_tokens_of_the_engine(family: str, workshop: Path) -> None:
+    """In chunks, adapters mixed, with reuse of prefixes, alone, and as the only beam."""
+    folder = workshop / f"engine-{family}"
+    model = make_model(folder / "model", family, seed=5)
+    modules = ("q_proj", "k_proj", "v_proj", *LATENT)
+    adapters = [make_adapter(folder / f"{i}", model, i, rank=4 + i, modules=modules) for i in (1, 2)]
+    config = EngineConfig(
+        model, device="cpu", max_seq_len=96, max_num_tokens=40, max_batch_size=8, tokens_per_block=8,
+        max_beam_width=2, lora=LoraCacheConfig(gpu_memory_bytes=2**23),
+    )  # fmt: skip
+    engine = Engine(config)
+    given = [None, *(read(adapter, model, i) for i, adapter in enumerate(adapters, 1))]
+    prompts = [tokens(50, i) for i in range(3)]
+
+    def ask(i: int, **params: Any) -> Request:
+        return Request(tuple(prompts[i]), SamplingConfig(max_tokens=8, **params), lora=given[i])
+
+    def answer(*requests: Request) -> list[list[int]]:
+        return [[t for event in events for t in event.token_ids] for events in run(engine, *requests)]
+
+    wanted = [
+        reference_generate(model, adapter, prompt, 8)
+        for adapter, prompt in zip([None, *adapters], prompts, strict=True)
+    ]
+    assert len({tuple(one) for one in wanted}) == 3
+    assert answer(*map(ask, range(3))) == wanted
+    before = engine.stats().kv_blocks_reused if hasattr(engine.stats(), "kv_blocks_reused") else None
+    assert answer(*map(ask, range(3))) == wanted  # their blocks are known now
+    assert [answer(ask(i))[0] for i in range(3)] == wanted
+    assert before is None or engine.stats().kv_blocks_reused > before
+    [beams] = run(engine, ask(1, beam_width=2, num_return_sequences=2))
+    assert beams[-1].error is None
+    engine.close()
+
+
+NAMES = {
+    "attn_q": "self_attn.q_proj", "attn_q_a": "self_attn.q_a_proj", "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a": "self_attn.kv_a_proj_with_mqa", "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_dense": "self_attn.o_proj",
+    "mlp_h_to_4h": "mlp.gate_proj", "mlp_gate": "mlp.up_proj", "mlp_4h_to_h": "mlp.down_proj",
+    "moe_router": "mlp.gate", "shared_expert_h_to_4h": "mlp.shared_experts.gate_proj",
+    "shared_expert_gate": "mlp.shared_experts.up_proj",
+    "shared_expert_4h_to_h": "mlp.shared_experts.down_proj",
+    "moe_h_to_4h": "mlp.experts.{}.gate_proj", "moe_gate": "mlp.experts.{}.up_proj",
+    "moe_4h_to_h": "mlp.experts.{}.down_proj",
+}  # fmt: skip
+
+
+def directory_and_merged(model: Path, path: Path, root: str) -> tuple[Path, Path]:
+    """An adapter on every linear layer, by the names of the checkpoint, which PEFT cannot train all; and the
+    model with it added to its weights. root: of the names."""
+    modules, random = lora_modules(read_model_config(model)), np.random.default_rng(4)
+    weights, tensors = load_file(model / "model.safetensors"), {}
+    for layer in range(read_model_config(model).num_layers):
+        for module in modules.values():
+            if module.name not in NAMES or (module.layers is not None and layer not in module.layers):
+                continue
+            for expert in range(module.experts):
+                name = f"layers.{layer}.{NAMES[module.name].format(expert)}"
+                weight = weights[f"model.{name}.weight"]
+                a, b = (
+                    torch.from_numpy(random.normal(size=size, scale=0.2).astype(np.float32))
+                    for size in ((3, weight.shape[1]), (weight.shape[0], 3))
+                )
+                tensors[f"{root}{name}.lora_A.weight"], tensors[f"{root}{name}.lora_B.weight"] = a, b
+                weight += 2 * b @ a
+    shutil.copytree(model, path / "merged")
+    save_file(weights, path / "merged" / "model.safetensors", {"format": "pt"})
+    (path / "adapter").mkdir()
+    settings = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
+    (path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(tensors, path / "adapter" / "adapter_model.safetensors", {"format": "pt"})
+    return path / "adapter", path / "merged"
+
+
+@pytest.mark.parametrize("family", ["deepseek-v2-lite", "deepseek-v3", "glm4-moe", "glm4-moe-lite"])
+def test_every_linear_layer_by_its_name(family: str, workshop: Path) -> None:
+    """With the keys of PEFT and unsloth, and those of axolotl's merges of wrapped models."""
+    model = make_model(workshop / f"all-{family}", family, seed=6)
+    for number, root in enumerate(("base_model.model.model.", "base_model.model.base_model.model.model.")):
+        adapter, merged = directory_and_merged(model, workshop / f"all-{family}-{number}", root)
+        [found] = logits_of(model, [tokens(30)], [read(adapter, model)])
+        assert agree(found, reference_logits(merged, None, tokens(30)))
+    known = {MODULE_NAMES[i] for i in lora_modules(read_model_config(model))}
+    assert known - NAMES.keys() <= {"attn_qkv", "mlp_gate_up"}
+
+
+def test_a_key_that_does_not_fit_is_named(workshop: Path) -> None:
+    model = make_model(workshop / "names", "deepseek-v3", seed=6)
+    adapter, _ = directory_and_merged(model, workshop / "names-a", "base_model.model.model.")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    cases = {
+        "self_attn.k_proj": (24, 64),  # of another family
+        "self_attn.kv_b_proj": (7, 40),  # of another size
+        "self_attn.kv_c_proj": (24, 64),
+    }
+    for name, (out, size) in cases.items():
+        path = f"base_model.model.model.layers.0.{name}"
+        sides = {"A": torch.ones(3, size), "B": torch.ones(out, 3)}
+        changed = {**tensors, **{f"{path}.lora_{side}.weight": value for side, value in sides.items()}}
+        save_file(changed, adapter / "adapter_model.safetensors", {"format": "pt"})
+        with pytest.raises(AdapterInvalidError, match=f"{re.escape(name)}|attn_k not enabled"):
+            read(adapter, model)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(workshop: Path) -> None:
+    model = make_model(workshop / "mtp", "deepseek-v3", seed=6)
+    expected, weights = reference_logits(model, None, tokens(20)), load_file(model / "model.safetensors")
+    weights["model.layers.2.eh_proj.weight"] = torch.ones(64, 128)
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    assert agree(logits_of(model, [tokens(20)], [None])[0], expected)
+
+
+def test_a_checkpoint_of_8_bit_blocks(workshop: Path) -> None:
+    """As DeepSeek V3 is released: each block of a linear layer has a scale; kv_b_proj is widened."""
+    model = make_model(workshop / "fp8", "deepseek-v3", seed=6)
+    stored, wide = load_file(model / "model.safetensors"), {}
+    made = dict(stored)
+    for name, weight in stored.items():
+        wide[name] = weight
+        if "_proj" not in name or weight.ndim != 2:
+            continue
+        rows, columns = (-(-size // 16) for size in weight.shape)
+        scales = torch.rand(rows, columns) * 0.01 + 0.002
+        spread = scales.repeat_interleave(16, 0)[: len(weight)].repeat_interleave(16, 1)[:, : weight.shape[1]]
+        narrow = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+        made[name], made[f"{name}_scale_inv"] = narrow, scales
+        wide[name] = narrow.float() * spread
+    shutil.copytree(model, workshop / "fp8-wide")
+    save_file(wide, workshop / "fp8-wide" / "model.safetensors", {"format": "pt"})
+    save_file(made, model / "model.safetensors", {"format": "pt"})
+    raw = json.loads((model / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
+    (model / "config.json").write_text(json.dumps(raw))
+    [found] = logits_of(model, [tokens(30)], [None])
+    assert agree(found, reference_logits(workshop / "fp8-wide", None, tokens(30)))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("deepseek-v3", {"topk_group": 5}, "n_group 4 and topk_group 5 do not divide 8 experts"),
+        ("deepseek-v3", {"num_experts_per_tok": 5}, "5 is more than the experts of 2 groups"),
+        ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
+        ("deepseek-v2-lite", {"attention_bias": True}, "attention_bias without q_lora_rank is not supported"),
+        ("glm4-moe-lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries for"),
+    ],
+)  # fmt: skip
+def test_a_config_that_cannot_be_served_is_named(
+    family: str, settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    model = make_model(tmp_path, family)
+    raw = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**raw, **settings}))
+    with pytest.raises(ConfigError, match=reason):
+        read_model_config(model)
+
+
+def test_bfloat16_is_no_farther_from_the_truth_than_transformers(workshop: Path) -> None:
+    model = make_model(workshop / "bf16", "deepseek-v3", seed=6)
+    adapter = make_adapter(workshop / "bf16-a", model, 1, rank=4, modules=LATENT)
+    decoder = load_decoder(model, read_model_config(model), torch.bfloat16, open_device("cpu"))
+    ids = tokens(60)
+    [found] = Driver(decoder, [ids], [read(adapter, model)]).run()
+    truth = reference_logits(model, adapter, ids)
+    theirs = (reference_logits(model, adapter, ids, torch.bfloat16) - truth).square().mean().sqrt()
+    assert (found - truth).square().mean().sqrt() <= 1.3 * theirs
+
+
+def test_tensors_of_a_request(workshop: Path) -> None:
+    """Ids 26 to 29, in `lora_weights` and `lora_config`."""
+    model = make_model(workshop / "wire", "deepseek-v3", seed=6)
+    modules = lora_modules(read_model_config(model))
+    assert {MODULE_NAMES[i] for i in modules if i >= 26} == {"attn_q_a", "attn_q_b", "attn_kv_a", "attn_kv_b"}
+    random, kind = np.random.default_rng(3), RowFormat(2)
+    rows = [
+        AdapterRow(i, layer, kind, (random.normal(size=m.row_elements(kind)) * 0.2).astype("f4"))
+        for i, m in modules.items() if i >= 26 for layer in range(2)
+    ]  # fmt: skip
+    sent = LoraInput(5, *pack_rows(rows))
+    cache = LoraCacheConfig(gpu_memory_bytes=2**22)
+    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, max_num_tokens=64, lora=cache))
+    params = SamplingConfig(max_tokens=8)
+    plain, adapted = run(
+        engine, Request(tuple(tokens(20)), params), Request(tuple(tokens(20)), params, lora=sent)
+    )
+    engine.close()
+    assert plain[-1].error is None and adapted[-1].error is None
+    assert [e.token_ids for e in plain] != [e.token_ids for e in adapted]

@@ -74,7 +74,7 @@ def mixed_logits(model: Path, inputs: Sequence[LoraInput | None]) -> list[torch.
     decoder, config = decoder_of(model), read_model_config(model)
     store = open_store(config)
     blocks, block = len(inputs), 20
-    shape = (config.num_layers, 2, blocks, block, config.num_kv_heads, config.head_dim)
+    shape = (config.num_layers, config.kv_planes, blocks, block, config.num_kv_heads, config.head_dim)
     spans = [(s * block, (s + 1) * block) for s in range(blocks)]
     segments = []
     for (start, stop), lora in zip(spans, inputs, strict=True):

@@ -107,12 +107,13 @@ def by_number(adapter: Path, path: Path, mixtral: bool) -> Path:
 
 
 def in_block(options: dict[str, Any], family: str) -> dict[str, Any]:
-    """Granite has its experts and its router elsewhere."""
-    if not family.startswith("granite"):
+    """Granite and Llama 4 have their experts and their router elsewhere."""
+    if not family.startswith(("granite", "llama4")):
         return options
+    block = "feed_forward." if family.startswith("llama4") else "block_sparse_moe."
 
     def named(name: str) -> str:
-        return name.replace("gate.weight", "router.weight").replace("mlp.", "block_sparse_moe.")
+        return name.replace("gate.weight", "router.weight").replace("mlp.", block)
 
     moved = dict(options)
     if "target_parameters" in options:
@@ -126,7 +127,7 @@ def in_block(options: dict[str, Any], family: str) -> dict[str, Any]:
 def test_every_kind_in_one_batch(family: str, workshop: Path) -> None:
     model = make_model(workshop / family, family, seed=8, sharded=family == "qwen2-moe")
     shared = {"shared expert": SHARED, "shared expert, DoRA": {**SHARED, "use_dora": True}}
-    kinds = {**KINDS, **shared} if family.startswith("qwen2") else KINDS
+    kinds = {**KINDS, **shared} if family.startswith(("qwen2", "llama4")) else KINDS
     kinds = {name: in_block(options, family) for name, options in kinds.items()}
     adapters: list[Path | None] = [None]
     for number, options in enumerate(kinds.values()):

@@ -53,8 +53,8 @@ INSIDE = {
     ],
     "lora.library": ["names", "fingerprint", "reader", "memory", "disk", "library"],
     "model": [
-        "families", "safetensors_file", "checkpoint", "plan", "batch", "rope", "extras", "layers", "latent",
-        "routing", "moe",
+        "families", "safetensors_file", "checkpoint", "plan", "batch", "chunks", "rope", "extras", "layers",
+        "latent", "routing", "moe",
         "decoder_parts", "transformer", "decoder", "attend", "encoder_decoder", "quant", "effective_weights",
         "weights", "builder",
     ],

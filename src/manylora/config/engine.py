@@ -150,6 +150,7 @@ class MoeConfig:
     shared_intermediate_size: int = 0  # of the expert that every token takes; 0: none
     shared_gated: bool = True  # that one has a gate of its own
     routing: RoutingConfig = field(default_factory=RoutingConfig)
+    transposed: bool = False  # a checkpoint's matrices of all experts are [in, out]
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ class ModelConfig:
     norm: str = "rms"  # rms, layer; with _plus_one, its weight is 1 + the stored one
     norm_bias: bool = True  # of LayerNorm
     # of q and k before rotary: head (over head_dim), each (so, with weights for each head and no biases), all
-    # (over all heads at once), or none
+    # (over all heads at once), plain (over head_dim, without weights, where they are rotated), or none
     qk_norm: str = ""
     # attention
     attention_bias: bool = False  # on q, k, v
@@ -206,6 +207,10 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...] = ()  # per layer; empty: full attention everywhere
     # Then num_kv_heads is 1 and head_dim what the cache has of a token.
     latent: LatentConfig | None = None
+    attention_chunk: int | None = None  # layers that are rotated see keys of a query's own chunk of so many
+    unrotated_growth: tuple[float, int] | None = (
+        None  # (b, n): as query_growth, from p + 1, where not rotated
+    )
     qkv_groups: int = 1  # a fused matrix of the checkpoint is so many [q; k; v], one after another
     # MLP
     activation: str = "silu"  # silu, gelu, gelu_tanh, relu, relu2 (its square)

@@ -193,7 +193,7 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
                 counted=not (fused and wanted.issuperset(fused)),
                 parts=tuple(dims[part][1] for part in fused) or (out_dim,) * (experts if experts > 1 else 0),
                 groups=model.qkv_groups if name == "attn_qkv" else 1,
-                transposed=model.transposed_weights,
+                transposed=model.moe.transposed if model.moe and experts > 1 else model.transposed_weights,
                 experts=experts,
                 layers=_layers(name, model),
                 encoder_layers=model.encoder.num_layers if model.encoder else 0,

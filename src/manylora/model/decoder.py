@@ -15,6 +15,7 @@ from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionParams, LoraTarget
 from manylora.lora.modules import LoraModuleId
 from manylora.model.batch import ForwardBatch
+from manylora.model.chunks import in_chunks
 from manylora.model.decoder_parts import decoder_parts
 from manylora.model.extras import adapt_head
 from manylora.model.families import FAMILIES
@@ -59,11 +60,12 @@ class Decoder(Transformer):
         x = self._embed(batch)
         rotary = [self._rotary(batch, rope) for rope in self._ropes]
         growth = self._growth(batch)
+        still = self._unrotated_growth(batch, growth)
         logits = None
         if self._decode_step is not None and growth is None:
             logits = self._decode_step(x, rotary, batch.attention, batch.lora, kv, batch.logits_rows)
         if logits is None:
-            turns = [Turns(None, growth), *(Turns(one, growth) for one in rotary)]
+            turns = [Turns(None, still), *(Turns(one, growth) for one in rotary)]
             logits = self._layers(x, turns, batch, kv)
         if config.logits_scale != 1:
             logits *= config.logits_scale
@@ -74,9 +76,12 @@ class Decoder(Transformer):
     def _layers(self, x: Tensor, turns: list[Turns], batch: ForwardBatch, kv: Tensor) -> Tensor:
         """turns: without a rotation, then with each."""
         delta: Tensor | None = None  # the last block's output, not added to x yet
+        whole, chunk = batch.attention, self.config.attention_chunk
+        within, kv_within = (whole, kv) if chunk is None else in_chunks(whole, chunk, kv)
         for layer, block in enumerate(self._blocks):
-            seen = turns[block.attention.rotary + 1]
-            x, delta = block(x, delta, seen, batch.attention, batch.lora, kv[layer])
+            rotary = block.attention.rotary
+            seen, cache = (within, kv_within) if rotary >= 0 else (whole, kv)
+            x, delta = block(x, delta, turns[rotary + 1], seen, batch.lora, cache[layer])
         return self._logits(x, delta, batch)
 
     def _growth(self, batch: ForwardBatch) -> Tensor | None:
@@ -88,6 +93,14 @@ class Decoder(Transformer):
         if self._device.type == "cpu" and max(batch.attention.kv_lens) <= length:
             return None
         growth = 1 + rate * torch.log(1 + torch.floor(batch.positions / length))
+        return growth.to(self.dtype).view(-1, 1, 1)
+
+    def _unrotated_growth(self, batch: ForwardBatch, growth: Tensor | None) -> Tensor | None:
+        """Of the queries of layers that are not rotated, [T, 1, 1]."""
+        if self.config.unrotated_growth is None:
+            return growth
+        rate, length = self.config.unrotated_growth
+        growth = 1 + rate * torch.log1p(torch.floor((batch.positions + 1) / length))
         return growth.to(self.dtype).view(-1, 1, 1)
 
     def _logits(self, x: Tensor, delta: Tensor | None, batch: ForwardBatch) -> Tensor:
@@ -130,13 +143,18 @@ class Decoder(Transformer):
         still = config.learned_positions or layer in config.unrotated_layers
         # With two rotary bases, the second is for layers with a window.
         rotary = -1 if still else int(window is not None and config.rope_local_theta is not None)
+        named = (("q_norm", self._names.q_norm), ("k_norm", self._names.k_norm))
+        norms = [self._norm(f"{layer}.{ours}", f"layers.{layer}.{theirs}") for ours, theirs in named]
+        if config.qk_norm == "plain" and not still:
+            ones = torch.ones(config.head_dim, dtype=self.dtype, device=self._device)
+            norms = [Norm(self._ops, ones, None, config.norm_eps)] * 2
         return Attention(
             config,
             self._ops,
             qkv=self._qkv(layer),
             out=self._attention_out(layer),
-            q_norm=self._norm(f"{layer}.q_norm", f"layers.{layer}.{self._names.q_norm}"),
-            k_norm=self._norm(f"{layer}.k_norm", f"layers.{layer}.{self._names.k_norm}"),
+            q_norm=norms[0],
+            k_norm=norms[1],
             params=AttentionParams(self._attention_scale, window, config.attention_softcap),
             rotary=rotary,
         )

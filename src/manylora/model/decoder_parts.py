@@ -23,7 +23,9 @@ def decoder_parts(
     """None where layers differ from a sequence of attention and gated MLP with RMS norms."""
     if config.parallel_blocks or config.residual_scale != 1 or norm.bias is not None:
         return None
-    if config.qkv_clip is not None:
+    if config.qkv_clip is not None or config.attention_chunk or config.unrotated_growth:
+        return None
+    if config.qk_norm == "plain":
         return None
     layers = [_layer(block) for block in blocks]
     plain = [layer for layer in layers if layer is not None]

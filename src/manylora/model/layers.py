@@ -104,8 +104,8 @@ class Attends(Protocol):
 class Attention:
     """Grouped-query attention over paged keys and values.
 
-    q_norm, k_norm: over head_dim, or over all heads at once when config.qk_norm is `all`. rotary: which of a
-    step's rotations the layer uses; -1: none.
+    q_norm, k_norm: over head_dim, or over all heads at once when config.qk_norm is `all`; or None.
+    rotary: which of a step's rotations the layer uses; -1: none.
     """
 
     config: ModelConfig
@@ -132,7 +132,7 @@ class Attention:
         q = q.reshape(rows, config.num_heads, config.head_dim)
         k = k.reshape(rows, config.num_kv_heads, config.head_dim)
         v = v.reshape(rows, config.num_kv_heads, config.head_dim)
-        if config.qk_norm in ("head", "each"):
+        if config.qk_norm in ("head", "each", "plain") and self.q_norm is not None:
             q, k = self._normalise(q, k, lora)
         if config.qkv_clip is not None:
             q, k, v = (part.clamp(-config.qkv_clip, config.qkv_clip) for part in (q, k, v))

@@ -78,9 +78,8 @@ class WeightSpec:
         columns = self.all_columns or self.columns
         if not columns:
             return (piece.total,)
-        if piece.experts:
-            return (piece.experts, piece.total, columns)
-        return (columns, piece.total) if self.transposed else (piece.total, columns)
+        shape = (columns, piece.total) if self.transposed else (piece.total, columns)
+        return (piece.experts, *shape) if piece.experts else shape
 
 
 # Names of the tensors of all experts of a layer: as transformers has them, and as Granite was released.
@@ -198,7 +197,7 @@ def _layer(config: ModelConfig, names: TensorNames, source: str) -> Plan:
     specs |= _linear("out", out, attended, config.attention_out_bias, config)
     for ours, theirs in names.block_norms.items():
         specs |= _norm(ours, source + theirs, hidden, config)
-    if config.qk_norm:
+    if config.qk_norm not in ("", "plain"):
         specs |= _qk_norm("q_norm", source + names.q_norm, config.num_heads, config)
         specs |= _qk_norm("k_norm", source + names.k_norm, config.num_kv_heads, config)
     return specs
@@ -266,8 +265,9 @@ def _sparse(config: ModelConfig, names: TensorNames, source: str, stored: Collec
             expert = f"{block}.experts.{e}."
             up_gate = tuple(_whole(f"{expert}{name}.weight", inner) for name in names.expert_up_gate)
             down = _whole(f"{expert}{names.expert_down}.weight", hidden)
-        specs[f"expert.{e}.up_gate.weight"] = WeightSpec(up_gate, hidden, True)
-        specs[f"expert.{e}.down.weight"] = WeightSpec((down,), inner, True)
+        turned = moe.transposed and stacks is not None
+        specs[f"expert.{e}.up_gate.weight"] = WeightSpec(up_gate, hidden, True, turned)
+        specs[f"expert.{e}.down.weight"] = WeightSpec((down,), inner, True, turned)
     if moe.shared_intermediate_size:
         specs |= _shared(moe, hidden, names, source, block)
     return specs

@@ -287,15 +287,16 @@ def _checked(spec: WeightSpec, piece: RowSlice, files: Files) -> FileTensor | Gg
 
 
 def _plain_rows(spec: WeightSpec, piece: RowSlice, stored: FileTensor | GgufTensor) -> Tensor:
-    start = piece.expert * piece.total + piece.start
-    numbers = range(start, start + piece.rows)
     if spec.columns and spec.transposed:
-        return stored.read_block(spec.column_range, numbers).T
+        first = piece.expert * (spec.all_columns or spec.columns) + spec.first_column
+        rows = range(piece.start, piece.start + piece.rows)
+        return stored.read_block(range(first, first + spec.columns), rows).T
+    start = piece.expert * piece.total + piece.start
     if spec.columns:
-        return stored.read_block(numbers, spec.column_range)
-    rows = torch.empty(piece.rows, dtype=stored.dtype)
-    stored.read_rows(start, rows)
-    return rows
+        return stored.read_block(range(start, start + piece.rows), spec.column_range)
+    vector = torch.empty(piece.rows, dtype=stored.dtype)
+    stored.read_rows(start, vector)
+    return vector
 
 
 def _read_quantised(

@@ -146,6 +146,11 @@ GLM4_MOE = {
     "head_dim": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
     "first_k_dense_replace": 1, "num_hidden_layers": 3,
 }  # fmt: skip
+# Chunks and steps of the temperature shorter than the prompts.
+LLAMA4 = {
+    "head_dim": 24, "intermediate_size": 40, "intermediate_size_mlp": 72, "num_local_experts": 4,
+    "attention_chunk_size": 16, "floor_scale": 8, "attn_scale": 0.5, "no_rope_layers": [1, 0],
+}  # fmt: skip
 MOE_FAMILIES: Table = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral-sliding": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 9}),
@@ -186,6 +191,15 @@ MOE_FAMILIES: Table = {
     ),
     "glm4-moe-plain": ("glm4_moe", {**GLM4_MOE, "routed_scaling_factor": 1.7}),
     "glm4-moe-lite": ("glm4_moe_lite", DEEPSEEK),
+    "llama4": (
+        "llama4_text",
+        {**LLAMA4, "num_experts_per_tok": 2, "attention_bias": True, "rope_scaling": LLAMA3},
+    ),
+    "llama4-interleaved": (
+        "llama4_text",
+        {**LLAMA4, "interleave_moe_layer_step": 2, "use_qk_norm": False, "num_hidden_layers": 4,
+         "no_rope_layers": [0, 1, 1, 0]},
+    ),
 }  # fmt: skip
 
 T5 = {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}

@@ -207,8 +207,8 @@ class CudaOps(ReferenceOps):
     def attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, params: AttentionParams
     ) -> Tensor:
-        assert isinstance(batch, PagedBatch), "a batch goes through `plan` first"
-        if q.shape[-1] > LARGEST_HEAD:  # of latents
+        # Latents, and chunks of sequences, which the plan does not have.
+        if q.shape[-1] > LARGEST_HEAD or not isinstance(batch, PagedBatch):
             return super().attention(q, k_cache, v_cache, batch, params)
         return self._attention(q, k_cache, v_cache, batch, params)
 

@@ -32,13 +32,13 @@ EXPERT_NAMES = {
 }  # fmt: skip
 EXPERT_PATHS = {
     prefix + name: module_id
-    for prefix in ("", "mlp.experts.", "block_sparse_moe.experts.")
+    for prefix in ("", "mlp.experts.", "block_sparse_moe.experts.", "feed_forward.experts.")
     for name, module_id in EXPERT_NAMES.items()
 }
 """What a configuration may call the modules: their names, or their paths without the expert's number."""
 EXPERT_KEY = re.compile(
     r"(?P<path>(?P<root>(?:(?:base_model|model|language_model)\.)*)"
-    r"layers\.(?P<layer>\d{1,5})\.(?:mlp|block_sparse_moe)\."
+    r"layers\.(?P<layer>\d{1,5})\.(?:mlp|block_sparse_moe|feed_forward)\."
     rf"experts(?:\.(?P<expert>\d{{1,5}})\.(?P<name>{'|'.join(EXPERT_NAMES)})|(?P<stacked>(?:\.base_layer)?)))\."
     r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
 )
@@ -138,7 +138,9 @@ def _from_stacked(
 ) -> list[AdapterRow]:
     pairs = {path: _both(path, matrices) for path, matrices in wrappers.items()}
     rows: list[AdapterRow] = []
+    down = _of_one(modules, DOWN)
     for name, (path, (a, b)) in _named(pairs, config, modules).items():
+        turned = down is not None and down.transposed and (a.shape[1], len(b)) in _turned_sizes(down)
         parameter = f"{path.removesuffix('.base_layer')}.{name}"
         rank = config.rank(parameter)
         count, rest = divmod(len(a), rank)
@@ -151,7 +153,10 @@ def _from_stacked(
         _check_count(f"{path} with rank {rank}", count, module)
         a = a.reshape(count, rank, -1)
         scale = config.scale(parameter, rank)
-        b = _scaled(path, b.reshape(len(b), rank, count).transpose(2, 0, 1), scale)
+        b = b.reshape(len(b), rank, count).transpose(2, 0, 1)
+        if turned:
+            a, b = b.transpose(0, 2, 1), a.transpose(0, 2, 1)
+        b = _scaled(path, b, scale)
         if name == "down_proj":
             parts = {DOWN: b}
         else:
@@ -175,6 +180,8 @@ def _named(
     if down is not None:
         inner, hidden = down.in_dim, down.out_dim
         wanted = {(hidden, 2 * inner): "gate_up_proj", (inner, hidden): "down_proj"}
+        if down.transposed:
+            wanted |= _turned_sizes(down)
         found = {wanted.get(size): path for path, size in sizes.items()}
     elif len(pairs) == 2:
         (one, (one_in, one_out)), (two, (two_in, two_out)) = sizes.items()
@@ -195,6 +202,13 @@ def _named(
             f"down_proj of {'this' if modules else 'any'} model's experts"
         )
     return {name: (path, pairs[path]) for name, path in found.items() if name}
+
+
+def _turned_sizes(down: LoraModule) -> dict[tuple[int, int], str]:
+    """PEFT takes a matrix [in, out] for one of [out, in], so A and B have each other's dimensions. Its first
+    versions did not, and adapters of either kind are told apart by these."""
+    inner, hidden = down.in_dim, down.out_dim
+    return {(2 * inner, hidden): "gate_up_proj", (hidden, inner): "down_proj"}
 
 
 def _without_idle_ranks(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,99 @@
+"""The text models of Llama 4: attention in chunks, layers that are not rotated, mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from manylora.config.blocks import RoutingConfig
+from manylora.config.engine import MoeConfig
+from manylora.errors import ConfigError
+from manylora.model.families.common import read_biases, text_settings
+from manylora.model.families.family import ModelFamily, TensorNames, text_tower
+from manylora.model.families.moe import checked_moe
+
+NAMES = TensorNames(
+    up_gate=("feed_forward.up_proj", "feed_forward.gate_proj"),
+    down="feed_forward.down_proj",
+    sparse="feed_forward",
+    routers=("router",),
+)
+VISION = ("vision_model.", "model.vision_model.")
+DEFAULTS = {
+    "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+    "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
+    "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False, "rope_theta": 500000.0, "num_experts_per_tok": 1, "num_local_experts": 16,
+    "moe_layers": None, "interleave_moe_layer_step": 1, "use_qk_norm": True, "no_rope_layers": None,
+    "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "layer_types": None,
+    "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1, "attention_bias": False,
+}  # fmt: skip
+
+
+def _llama4(raw: Mapping[str, Any]) -> dict[str, Any]:
+    count, interval = raw["num_hidden_layers"], raw["no_rope_layer_interval"]
+    rotated = raw["no_rope_layers"] or [int((layer + 1) % interval != 0) for layer in range(count)]
+    kinds = raw["layer_types"] or ["chunked_attention" if one else "full_attention" for one in rotated]
+    if len(rotated) != count or len(kinds) != count:
+        raise ConfigError(
+            f"config.json: no_rope_layers and layer_types have {len(rotated)} and {len(kinds)} entries for "
+            f"num_hidden_layers {count}"
+        )
+    chunked = [kind == "chunked_attention" for kind in kinds]
+    if chunked != [bool(one) for one in rotated] and any(chunked):
+        raise ConfigError("config.json: layer_types other than chunked where rotated are not supported")
+    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in ("default", "linear", "llama3"):  # others scale what a norm follows
+        raise ConfigError(f"config.json: rope scaling {kind!r} is not supported here")
+    tuned = raw["attn_temperature_tuning"]
+    return {
+        **read_biases(raw),
+        "intermediate_size": raw["intermediate_size_mlp"],
+        "rope_interleaved": True,
+        "unrotated_layers": frozenset(layer for layer, one in enumerate(rotated) if not one),
+        "unrotated_growth": (float(raw["attn_scale"]), int(raw["floor_scale"])) if tuned else None,
+        "attention_chunk": raw["attention_chunk_size"] if any(chunked) else None,
+        "qk_norm": "plain" if raw["use_qk_norm"] else "",
+        "moe": _moe(raw),
+    }
+
+
+def _moe(raw: Mapping[str, Any]) -> MoeConfig | None:
+    step = raw["interleave_moe_layer_step"]
+    layers = raw["moe_layers"]
+    if layers is None:
+        layers = range(step - 1, raw["num_hidden_layers"], step)
+    if not list(layers):
+        return None
+    inner = raw["intermediate_size"]
+    return checked_moe(
+        MoeConfig(
+            raw["num_local_experts"],
+            raw["num_experts_per_tok"],
+            inner,
+            norm_topk_prob=False,
+            layers=frozenset(layers),
+            shared_intermediate_size=inner,
+            shared_gated=False,
+            routing=RoutingConfig("top"),
+            transposed=True,
+        )
+    )
+
+
+def _text_tower(_: object) -> TensorNames:
+    names = text_tower(NAMES)
+    return replace(names, unused=(*names.unused, *VISION))
+
+
+FAMILIES = {
+    "Llama4ForCausalLM": ModelFamily(DEFAULTS, _llama4, lambda _: NAMES),
+    "Llama4ForConditionalGeneration": ModelFamily(
+        {"text_config": None, "tie_word_embeddings": False},
+        _llama4,
+        _text_tower,
+        lambda raw: text_settings(raw, DEFAULTS),
+    ),
+}

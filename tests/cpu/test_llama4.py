@@ -1,0 +1,145 @@
+"""Protects what Llama 4 alone has: attention in chunks, temperatures where nothing is rotated, experts stored
+[in, out]. `test_moe.py` compares all kinds of its adapters."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import read, run, tokens
+from safetensors.torch import load_file, save_file
+from test_parity_adapters import mixed_logits
+
+from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.engine.engine import Engine
+from manylora.errors import ConfigError
+from manylora.kernels.device import open_device
+from manylora.kernels.spec import AttentionBatch
+from manylora.model.checkpoint import read_model_config
+from manylora.model.chunks import in_chunks
+from manylora.model.weights import load_decoder
+from manylora.request import Request, SamplingConfig
+from manylora.testing.driver import Driver, agree
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("llama4")
+
+
+def test_a_step_is_cut_at_the_borders_of_chunks() -> None:
+    """Blocks of 2 tokens, chunks of 4: a prompt from position 3 to 9, and one token at position 5."""
+    table = torch.tensor([[10, 11, 12, 13, 14], [20, 21, 22, 0, 0]], dtype=torch.int32)
+    batch = AttentionBatch([0, 6, 7], [9, 6], table, torch.arange(7))
+    kv = torch.zeros(1, 2, 30, 2, 1, 1)
+    found, same = in_chunks(batch, 4, kv)
+    assert (found.query_starts, found.kv_lens) == ([0, 1, 5, 6, 7], [4, 4, 1, 2])
+    assert found.block_table.tolist() == [[10, 11], [12, 13], [14, 14], [22, 0]]
+    assert same.shape == kv.shape
+    assert in_chunks(batch, 9, kv)[0] is batch
+    found, halves = in_chunks(batch, 5, kv)  # chunks that end within a block
+    assert halves.shape == (1, 2, 60, 1, 1, 1)
+    assert (found.query_starts, found.kv_lens) == ([0, 2, 6, 7], [5, 4, 1])
+    assert found.block_table.tolist()[1][:4] == [25, 26, 27, 28]
+
+
+@pytest.mark.parametrize("family", ["llama4", "llama4-interleaved"])
+def test_greedy_tokens_of_the_engine(family: str, workshop: Path) -> None:
+    """Prompts of several chunks, computed in parts, adapters mixed; again with their blocks known; alone."""
+    folder = workshop / family
+    model = make_model(folder / "model", family, seed=5)
+    options = {
+        "modules": ("q_proj", "k_proj", "v_proj", "o_proj", "shared_expert.up_proj"),
+        "target_parameters": ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"],
+    }
+    adapters = [make_adapter(folder / f"{i}", model, i, rank=3 + i, **options) for i in (1, 2)]
+    config = EngineConfig(
+        model, device="cpu", max_seq_len=96, max_num_tokens=40, max_batch_size=8, tokens_per_block=12,
+        max_beam_width=2, lora=LoraCacheConfig(gpu_memory_bytes=2**24),
+    )  # fmt: skip
+    engine = Engine(config)
+    given = [None, *(read(adapter, model, i) for i, adapter in enumerate(adapters, 1))]
+    prompts = [tokens(45, i) for i in range(3)]
+    requests = [
+        Request(tuple(prompt), SamplingConfig(max_tokens=8), lora=lora)
+        for prompt, lora in zip(prompts, given, strict=True)
+    ]
+    wanted = [
+        reference_generate(model, adapter, prompt, 8)
+        for adapter, prompt in zip([None, *adapters], prompts, strict=True)
+    ]
+
+    def answer(*asked: Request) -> list[list[int]]:
+        return [[t for event in events for t in event.token_ids] for events in run(engine, *asked)]
+
+    assert answer(*requests) == wanted
+    assert answer(*requests) == wanted
+    assert [answer(request)[0] for request in requests] == wanted
+    [beams] = run(engine, replace(requests[1], params=SamplingConfig(max_tokens=8, beam_width=2)))
+    assert beams[-1].error is None
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"attention_chunk": None},
+        {"unrotated_growth": None},
+        {"qk_norm": ""},
+        {"unrotated_layers": frozenset()},
+    ],
+)
+def test_each_setting_changes_the_logits(setting: dict[str, Any], workshop: Path) -> None:
+    path = workshop / "settings"
+    model = path if path.exists() else make_model(path, "llama4", seed=3)
+    changed = replace(read_model_config(model), **setting)
+    decoder = load_decoder(model, changed, torch.float32, open_device("cpu"))
+    [found] = Driver(decoder, [tokens(40)], [None]).run()
+    assert not agree(found, reference_logits(model, None, tokens(40)))
+
+
+def test_experts_of_either_orientation(workshop: Path) -> None:
+    """PEFT takes the matrices for [out, in] now, and did not in its first versions."""
+    model = make_model(workshop / "turned", "llama4", seed=3)
+    names = ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"]
+    adapter = make_adapter(workshop / "now", model, 1, rank=3, target_parameters=names, modules=("q_proj",))
+    [expected] = mixed_logits(model, [read(adapter, model)])
+    assert agree(expected, reference_logits(model, adapter, tokens(20, 0)))
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for a in [name for name in tensors if "experts" in name and "lora_A" in name]:
+        b = a.replace("lora_A", "lora_B")
+        low, high = tensors[a].unflatten(0, (4, 3)), tensors[b].unflatten(1, (3, 4)).permute(2, 0, 1)
+        tensors[a] = high.transpose(1, 2).flatten(0, 1).contiguous()
+        tensors[b] = low.transpose(1, 2).permute(1, 2, 0).flatten(1).contiguous()
+    save_file(tensors, adapter / "adapter_model.safetensors", {"format": "pt"})
+    [then] = mixed_logits(model, [read(adapter, model)])
+    assert agree(then, expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"no_rope_layers": [1]}, "no_rope_layers and layer_types have 1 and 2 entries"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types other than chunked where"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+            "rope scaling 'yarn' is not supported here",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_named(
+    settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    model = make_model(tmp_path, "llama4")
+    raw = json.loads((model / "config.json").read_text())
+    raw = {key: value for key, value in raw.items() if key != "rope_scaling"}
+    (model / "config.json").write_text(json.dumps({**raw, **settings}))
+    with pytest.raises(ConfigError, match=reason):
+        read_model_config(model)

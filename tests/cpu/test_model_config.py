@@ -32,6 +32,11 @@ BESIDE_CAUSAL = {
     MULTIMODAL: "gemma3",
     "Mistral3ForConditionalGeneration": "mistral3",
     "InternLM3ForCausalLM": "internlm3",
+    "Llama4ForConditionalGeneration": "llama4",
+    "LlavaForConditionalGeneration": "llava",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
 }
 WINDOWS = {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}
 

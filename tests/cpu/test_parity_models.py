@@ -73,7 +73,9 @@ def test_every_architecture_has_a_tiny_model() -> None:
     pairs = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     made |= {pairs[kind] for kind, _ in ENCODER_DECODER_FAMILIES.values()}
     others = {"Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"}
-    others |= {"InternLM2ForCausalLM", "InternLM3ForCausalLM"}
+    others |= {"InternLM2ForCausalLM", "InternLM3ForCausalLM", "Llama4ForConditionalGeneration"}
+    others |= {f"Qwen{kind}ForConditionalGeneration" for kind in ("2VL", "2_5_VL", "3VL")}
+    others.add("LlavaForConditionalGeneration")
     assert made | others == set(ARCHITECTURES)
 
 

@@ -102,7 +102,7 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
         plan["positions"] = _positions(f"{root}{names.positions}.weight", config)
     plan |= _norm("norm", f"{root}{names.norm}", hidden, config)
     if not config.tie_word_embeddings:
-        plan["head.weight"] = _matrix(f"{names.head}.weight", config.vocab_size, hidden)
+        plan["head.weight"] = _matrix(f"{head_name(config, stored)}.weight", config.vocab_size, hidden)
     if config.head_bias:
         plan["head.bias"] = WeightSpec((_whole(f"{names.head}.bias", config.vocab_size),))
     for layer in range(config.num_layers):
@@ -117,7 +117,14 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
 def unused_prefixes(config: ModelConfig) -> tuple[str, ...]:
     """Prefixes of tensors that a checkpoint may have and that are not loaded."""
     names = FAMILIES[config.architecture].names(config)
-    return (*names.unused, f"{names.head}.") if config.tie_word_embeddings else names.unused
+    heads = (f"{names.head}.", "lm_head.")
+    return (*names.unused, *heads) if config.tie_word_embeddings else names.unused
+
+
+def head_name(config: ModelConfig, stored: Collection[str]) -> str:
+    """Of the head's tensors in this checkpoint: transformers 5 keeps that of a text tower outside of it."""
+    named = FAMILIES[config.architecture].names(config).head
+    return "lm_head" if f"{named}.weight" not in stored and "lm_head.weight" in stored else named
 
 
 def _encoder_decoder(

@@ -22,7 +22,7 @@ from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.families import FAMILIES
-from manylora.model.plan import Plan, RowSlice, WeightSpec, checkpoint_plan, unused_prefixes
+from manylora.model.plan import Plan, RowSlice, WeightSpec, checkpoint_plan, head_name, unused_prefixes
 from manylora.model.quant import check_quant_request, quantise, should_quantise, stack_weights
 from manylora.model.safetensors_file import FileTensor, SafetensorsFile
 from manylora.quant.checkpoint_weights import CheckpointWeights
@@ -163,7 +163,7 @@ def _with_own_head(config: ModelConfig, files: Files) -> ModelConfig:
     transformers 5, whatever config.json says."""
     if not config.tie_word_embeddings or config.encoder is not None:
         return config
-    head = f"{FAMILIES[config.architecture].names(config).head}.weight"
+    head = f"{head_name(config, files)}.weight"
     embed = checkpoint_plan(config, files)["embed"].slices[0].source
     if head not in files or embed not in files:
         return config

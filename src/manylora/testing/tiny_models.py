@@ -26,6 +26,8 @@ from manylora.testing.tiny_configs import (
     MOE_FAMILIES,
 )
 
+# Whose class for images is not among those for text.
+SEEING = ("mistral3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llama4")
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -208,7 +210,7 @@ def auto_class(config: Any) -> Any:
     """The AutoModel class for a configuration of transformers."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
-    if config.model_type == "mistral3":
+    if config.model_type in SEEING:
         return AutoModelForImageTextToText
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 

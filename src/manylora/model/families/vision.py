@@ -1,0 +1,84 @@
+"""The text models of Qwen 2-VL, 2.5-VL and 3-VL and of LLaVA. Tokens of text have one position for all axes,
+so their rotation is the plain one. Gemma 3, Mistral 3 and Llama 4 are beside their plain text models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from manylora.errors import ConfigError
+from manylora.model.families.common import SU, text_settings
+from manylora.model.families.family import ModelFamily, TensorNames, text_tower
+from manylora.model.families.llama import FAMILIES as TEXT
+from manylora.model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+
+OUTER = {"text_config": None, "tie_word_embeddings": False}
+QWEN2_VL = {
+    **QWEN2, "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80,
+    "rope_theta": 1000000.0,
+}  # fmt: skip
+QWEN3_VL = {
+    **QWEN3, "hidden_size": 4096, "max_position_embeddings": 128000, "rope_theta": 500000.0,
+    "use_sliding_window": False,
+}  # fmt: skip
+MROPE = {"renamed": {**SU, "mrope": "default"}}
+# By the model_type of LLaVA's text model.
+LLAVA_TEXT = {
+    "llama": (LLAMA, "LlamaForCausalLM"),
+    "mistral": (MISTRAL, "MistralForCausalLM"),
+    "qwen2": (QWEN2, "Qwen2ForCausalLM"),
+}
+
+
+def _qwen(defaults: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    def rename(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The first releases have the text model's keys beside the others."""
+        text = raw["text_config"] or {
+            k: v for k, v in raw.items() if k not in ("text_config", "vision_config")
+        }
+        return _tied(raw, text_settings({**raw, "text_config": text}, defaults))
+
+    return rename
+
+
+def _llava(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    kind = (raw["text_config"] or {}).get("model_type", "llama")
+    if kind not in LLAVA_TEXT:
+        raise ConfigError(
+            f"config.json: text_config.model_type {kind!r} is not supported: it must be one of "
+            + ", ".join(LLAVA_TEXT)
+        )
+    return {**_tied(raw, text_settings(raw, LLAVA_TEXT[kind][0])), "model_type": kind}
+
+
+def _tied(raw: Mapping[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    """Older files say inside whether the head is the embedding."""
+    inner = (raw["text_config"] or {}).get("tie_word_embeddings", False)
+    return {**text, "tie_word_embeddings": bool(raw["tie_word_embeddings"] or inner)}
+
+
+def _llava_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return TEXT[LLAVA_TEXT[raw["model_type"]][1]].config(raw)
+
+
+def _beside_visual(_: object) -> TensorNames:
+    names = text_tower(TensorNames())
+    return replace(names, roots=(*names.roots, "model."), head="lm_head", unused=("visual.", "model.visual."))
+
+
+FAMILIES = {
+    "Qwen2VLForConditionalGeneration": ModelFamily(
+        OUTER, TEXT["Qwen2ForCausalLM"].config, _beside_visual, _qwen(QWEN2_VL), rope=MROPE
+    ),
+    "Qwen2_5_VLForConditionalGeneration": ModelFamily(
+        OUTER, TEXT["Qwen2ForCausalLM"].config, _beside_visual, _qwen(QWEN2_VL), rope=MROPE
+    ),
+    "Qwen3VLForConditionalGeneration": ModelFamily(
+        OUTER, TEXT["Qwen3ForCausalLM"].config, _beside_visual, _qwen(QWEN3_VL), rope=MROPE
+    ),
+    "LlavaForConditionalGeneration": ModelFamily(
+        OUTER, _llava_fields, lambda _: text_tower(TensorNames()), _llava
+    ),
+}

@@ -1,0 +1,112 @@
+"""Protects the text models of models that see images: their answers to text equal transformers', the vision
+tower is not read, and an adapter that trained it is refused unless its text part is asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import tokens
+from safetensors.torch import load_file, save_file
+
+from manylora.errors import AdapterInvalidError
+from manylora.kernels.device import open_device
+from manylora.lora.formats.read_options import ReadOptions
+from manylora.lora.formats.sources import find_source, read_lora
+from manylora.lora.modules import lora_modules
+from manylora.model.checkpoint import read_model_config
+from manylora.model.weights import load_decoder
+from manylora.testing.driver import Driver, agree
+from manylora.testing.parity import read_from
+from manylora.testing.tiny_models import auto_class, make_adapter, make_model, reference_logits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+QWEN_VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64}
+CLIP = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+CLIP |= {"image_size": 28, "patch_size": 14}
+MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6}
+# The model, the variant of its text model, and its vision tower.
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": ("qwen2", {"rope_parameters": MROPE}, {**QWEN_VISION, "embed_dim": 32, "mlp_ratio": 2}),
+    "qwen2_5_vl": (
+        "qwen2",
+        {"rope_parameters": MROPE, "tie_word_embeddings": True},
+        {**QWEN_VISION, "intermediate_size": 32, "fullatt_block_indexes": [0]},
+    ),
+    "qwen3_vl": (
+        "qwen3",
+        {"rope_parameters": {**MROPE, "mrope_section": [4, 4, 4], "mrope_interleaved": True}},
+        {**QWEN_VISION, "intermediate_size": 32, "deepstack_visual_indexes": [0]},
+    ),
+    "llava": ("llama", {}, {**CLIP, "model_type": "clip_vision_model"}),
+    "llava-mistral": ("mistral", {}, {**CLIP, "model_type": "clip_vision_model"}),
+    "llama4": (
+        "llama4",
+        {},
+        {**CLIP, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+    ),
+}
+
+
+def make(path: Path, name: str, original: bool = True) -> Path:
+    from transformers import AutoConfig
+
+    family, settings, vision = MODELS[name]
+    text = json.loads((make_model(path / "text", family, **settings) / "config.json").read_text())
+    text = {key: value for key, value in text.items() if key != "architectures"}
+    if not name.startswith("llava"):
+        text.pop("model_type")
+    torch.manual_seed(4)
+    kind = name.partition("-")[0]
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision)
+    config.tie_word_embeddings = bool(text.get("tie_word_embeddings"))
+    model = auto_class(config).from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(path / "model", save_original_format=original)
+    return path / "model"
+
+
+@pytest.mark.parametrize("original", [True, False])
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_the_text_of_a_model_that_sees(name: str, original: bool, tmp_path: Path) -> None:
+    """In the names of its release, and in those of transformers 5."""
+    model = make(tmp_path, name, original)
+    config = read_model_config(model)
+    targets = r".*language_model.*\.(q_proj|o_proj|up_proj)"
+    adapter = make_adapter(tmp_path / "a", model, 1, rank=3, target_modules=targets)
+    decoder = load_decoder(model, config, torch.float32, open_device("cpu"))
+    found = Driver(decoder, [tokens(30)] * 2, [None, read_from("peft", adapter, model)]).run()
+    assert agree(found[0], reference_logits(model, None, tokens(30)))
+    assert agree(found[1], reference_logits(model, adapter, tokens(30)))
+    assert not agree(found[0], found[1])
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    tower = "visual.blocks.0.attn.qkv" if name.startswith("qwen") else "vision_tower.layers.0.q_proj"
+    for side in "AB":
+        tensors[f"base_model.model.model.{tower}.lora_{side}.weight"] = torch.ones(3, 3)
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(AdapterInvalidError, match=f"{tower}.* set lora_text_only"):
+        read_from("peft", adapter, model)
+    text_part = read_lora(find_source(adapter), 0, ReadOptions(lora_modules(config), text_only=True))
+    [again] = Driver(decoder, [tokens(30)], [text_part]).run()
+    assert agree(again, found[1])
+
+
+def test_keys_of_the_text_model_beside_those_of_the_vision_tower(tmp_path: Path) -> None:
+    """As the first Qwen 2.5-VL were released."""
+    model = make(tmp_path, "qwen2_5_vl")
+    now = read_model_config(model)
+    raw = json.loads((model / "config.json").read_text())
+    text = raw.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text |= {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    flat = {**text, **raw, "tie_word_embeddings": True}
+    (model / "config.json").write_text(json.dumps(flat))
+    assert read_model_config(model) == now

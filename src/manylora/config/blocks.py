@@ -37,6 +37,7 @@ class RoutingConfig:
     corrected: to choose by, each expert's score has a number of its own added.
     groups: the experts are so many groups; a token's experts are in the `top_groups` best ones. group_best: a
     group is worth its so many best experts together.
+    least: the weights of a token are divided by this at least, where they are to add up to 1.
     scale: on the weights. wide: the router computes in float32.
     """
 
@@ -45,5 +46,6 @@ class RoutingConfig:
     groups: int = 1
     top_groups: int = 1
     group_best: int = 1
+    least: float = 0.0
     scale: float = 1.0
     wide: bool = False

@@ -261,7 +261,11 @@ def _sparse(config: ModelConfig, names: TensorNames, source: str, stored: Collec
     if moe.routing.wide:
         specs = {"router.weight": WeightSpec((_whole(router, count),), hidden, wide=True)}
     if moe.routing.corrected:
-        specs["router.correction"] = WeightSpec((_whole(f"{block}.{names.correction}", count),), wide=True)
+        known = [f"{block}.{name}" for name in names.corrections]
+        found = next((name for name in known if name in stored), known[0])
+        one = names.corrections != TensorNames.corrections  # a matrix of one row
+        rows = WeightSpec((_whole(found, 1),), count, wide=True)
+        specs["router.correction"] = rows if one else WeightSpec((_whole(found, count),), wide=True)
     for e in range(count):
         up_gate: tuple[RowSlice, ...]
         if stacks is not None:

@@ -52,9 +52,7 @@ def route(logits: Tensor, config: MoeConfig, correction: Tensor | None = None) -
     choices = marks.topk(config.top_k, dim=-1).indices
     weights = scores.gather(1, choices)
     if config.norm_topk_prob:
-        total = weights.sum(dim=-1, keepdim=True)
-        # Sigmoids may all round to 0, a softmax does not.
-        weights = weights / (total if routing.scores == "softmax" else total + 1e-20)
+        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=routing.least)
     return (weights if routing.scale == 1 else weights * routing.scale), choices
 
 

@@ -33,7 +33,7 @@ from manylora.model.families import FAMILIES as ARCHITECTURES
 from manylora.model.weights import load_decoder
 from manylora.quant.config import SERVED, QuantConfig
 from manylora.testing.driver import Adapter, Driver, Tensors, agree
-from manylora.testing.tiny_configs import ENCODER_DECODER_FAMILIES, FAMILIES
+from manylora.testing.tiny_configs import ENCODER_DECODER_FAMILIES, FAMILIES, MOE_FAMILIES
 from manylora.testing.tiny_models import make_adapter, make_model, make_nemo, make_wide, reference_logits
 
 PROMPT, ENCODER_PROMPT = 60, 37  # tokens
@@ -91,7 +91,7 @@ NEMO_SOURCES = ("nemo", "converted nemo")
 def _patterns(names: LayerNames) -> dict[str, Any]:
     first, last, layers = names.linears[0], names.linears[-1], names.layers
     return {
-        "rank_pattern": {first: 3, f"{layers}.1.mlp.{last}": 17},
+        "rank_pattern": {first: 3, rf"{layers}\.1\..*{last}": 17},
         "alpha_pattern": {last: 1, f"{layers}.0.*{first}": 30},
     }
 
@@ -102,8 +102,11 @@ def linear_names(model: ModelConfig) -> LayerNames:
     names = family.names(model)
     stacks = [names] if family.encoder is None else [names, family.encoder(model)]
     norms = [n for s in stacks for n in (s.norm, s.embedding_norm, *s.block_norms.values()) if n]
-    norms += [n for n in (names.q_norm, names.k_norm) if model.qk_norm and "{}" not in n]
-    linears = (*names.qkv, names.out, *names.up_gate, names.down)
+    inner = model.latent or model.qk_norm not in ("", "plain")
+    norms += [n for n in (names.q_norm, names.k_norm) if inner and "{}" not in n]
+    linears = (*names.qkv, *names.latent, names.out, *names.up_gate, names.down)
+    if model.moe is not None:  # PEFT takes the names of an MLP for those of experts, which tests compare
+        linears = linears[: -len(names.up_gate) - 1]
     return LayerNames(_last_parts(linears), names.layers, names.embed, _last_parts(norms))
 
 
@@ -197,7 +200,7 @@ class _Comparison:
             self._verdicts[kind] = REFUSED + str(error).partition(": ")[2]
 
     def _add_nemo(self) -> None:
-        if self._config.encoder is not None:
+        if self._config.encoder is not None or self._config.latent is not None:
             self._verdicts[NEMO] = "none"
             return
         folder = self._path.with_name(f"{self._path.name}-nemo")
@@ -219,7 +222,7 @@ class _Comparison:
 
 def _parse(arguments: Sequence[str]) -> Sequence[str]:
     """The variants that the command line names, or all."""
-    known = (*FAMILIES, *ENCODER_DECODER_FAMILIES, *QUANTISED)
+    known = (*FAMILIES, *MOE_FAMILIES, *ENCODER_DECODER_FAMILIES, *QUANTISED)
     parser = argparse.ArgumentParser(
         "python -m manylora.testing.parity",
         description="Compare tiny models of each variant with transformers and PEFT, and print a table.",

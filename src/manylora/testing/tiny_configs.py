@@ -191,6 +191,10 @@ MOE_FAMILIES: Table = {
     ),
     "glm4-moe-plain": ("glm4_moe", {**GLM4_MOE, "routed_scaling_factor": 1.7}),
     "glm4-moe-lite": ("glm4_moe_lite", DEEPSEEK),
+    "ernie4.5-moe": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 40, "num_hidden_layers": 3},
+    ),
     "llama4": (
         "llama4_text",
         {**LLAMA4, "num_experts_per_tok": 2, "attention_bias": True, "rope_scaling": LLAMA3},

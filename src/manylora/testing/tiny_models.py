@@ -61,9 +61,9 @@ def make_model(
             model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.2)
         if hasattr(model, "final_logits_bias"):
             model.final_logits_bias.normal_()
-        for name, buffer in model.named_buffers():
+        for name, value in (*model.named_buffers(), *model.named_parameters()):
             if name.endswith("e_score_correction_bias"):  # zeros
-                buffer.normal_(std=0.3)
+                value.normal_(std=0.3)
         for parameter in model.parameters():
             if parameter.ndim == 1:  # biases and norms, which start as zeros and ones
                 parameter.add_(torch.randn_like(parameter) * 0.1)

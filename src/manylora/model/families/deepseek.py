@@ -111,6 +111,7 @@ def _sigmoid(raw: Mapping[str, Any], layers: frozenset[int]) -> MoeConfig | None
         groups=raw["n_group"],
         top_groups=raw["topk_group"],
         group_best=2,
+        least=1e-20,
         scale=float(raw["routed_scaling_factor"]),
         wide=True,
     )

@@ -34,7 +34,8 @@ class TensorNames:
     cross: q, k, v and out of cross-attention.
     latent: of latent attention, whose qkv are q_a_proj (or q_proj) and kv_a_proj_with_mqa: q_b_proj and
         kv_b_proj. q_norm and k_norm are of the vectors between these.
-    shared_block: the shared expert, below `sparse`. correction: what is added to a router's scores there.
+    shared_block: the shared expert, below `sparse`. corrections: names that what is added to a
+        router's scores may have there.
     """
 
     roots: tuple[str, ...] = ("model.",)
@@ -53,7 +54,7 @@ class TensorNames:
     cross: tuple[str, ...] = ()
     latent: tuple[str, ...] = ()
     shared_block: str = "shared_expert"
-    correction: str = "gate.e_score_correction_bias"
+    corrections: tuple[str, ...] = ("gate.e_score_correction_bias",)
     up_gate: tuple[str, ...] = ("mlp.up_proj", "mlp.gate_proj")
     down: str = "mlp.down_proj"
     sparse: str = "mlp"

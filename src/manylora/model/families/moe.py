@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from manylora.config.blocks import RoutingConfig
 from manylora.config.engine import MoeConfig
 from manylora.errors import ConfigError
-from manylora.model.families.common import read_biases, read_windows
+from manylora.model.families.common import read_biases, read_windows, refuse
 from manylora.model.families.family import ModelFamily, TensorNames
 from manylora.model.families.llama import GRANITE, read_granite
 
@@ -50,6 +51,18 @@ GRANITE_NAMES = TensorNames(
     shared=("shared_mlp.input_linear", "shared_mlp.output_linear"),
 )
 
+ERNIE_MOE = {
+    "vocab_size": 103424, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 28,
+    "num_attention_heads": 20, "num_key_value_heads": 4, "head_dim": None, "hidden_act": "silu",
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+    "rope_theta": 500000.0, "use_bias": False, "moe_intermediate_size": 1536, "moe_k": 6,
+    "moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+    "moe_layer_end_index": -1, "moe_layer_interval": 1, "moe_norm_min": 1e-12,
+}  # fmt: skip
+STATICS = "moe_statics.e_score_correction_bias"
+ERNIE_NAMES = TensorNames(
+    unused=("model.mtp",), shared_block="shared_experts", corrections=(STATICS, f"gate.{STATICS}")
+)
 MIXTRAL = TensorNames(sparse="block_sparse_moe", expert_up_gate=("w3", "w1"), expert_down="w2")
 
 
@@ -79,6 +92,20 @@ def _granite_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
     shared = raw.get("shared_intermediate_size") or 0
     moe = MoeConfig(count, top_k, inner, True, layers, shared, shared_gated=False)
     return {**read_granite(raw), **read_biases(raw), "moe": checked_moe(moe)}
+
+
+def _ernie(raw: Mapping[str, Any]) -> dict[str, Any]:
+    refuse(raw, "use_bias")
+    count, first, step = raw["num_hidden_layers"], raw["moe_layer_start_index"], raw["moe_layer_interval"]
+    last = raw["moe_layer_end_index"] if raw["moe_layer_end_index"] != -1 else count - 1
+    layers = frozenset(i for i in range(count) if first <= i <= last and (i + 1) % step == 0)
+    routing = RoutingConfig(corrected=True, least=float(raw["moe_norm_min"]), wide=True)
+    inner = raw["moe_intermediate_size"]
+    shared = inner * (raw["moe_num_shared_experts"] or 0)
+    moe = MoeConfig(
+        raw["moe_num_experts"], raw["moe_k"], inner, True, layers, shared, shared_gated=False, routing=routing
+    )
+    return {"rope_interleaved": True, "moe": checked_moe(moe) if layers else None}
 
 
 def _qwen2_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,6 +154,12 @@ def checked_moe(moe: MoeConfig) -> MoeConfig:
 FAMILIES = {
     "MixtralForCausalLM": ModelFamily(
         MIXTRAL_DEFAULTS, _mixtral, lambda _: MIXTRAL, aliases={"num_experts": "num_local_experts"}
+    ),
+    "Ernie4_5_MoeForCausalLM": ModelFamily(
+        ERNIE_MOE,
+        _ernie,
+        lambda _: ERNIE_NAMES,
+        aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
     ),
     "GraniteMoeForCausalLM": ModelFamily(GRANITE_MOE, _granite_moe, lambda _: GRANITE_NAMES),
     "GraniteMoeSharedForCausalLM": ModelFamily(GRANITE_MOE_SHARED, _granite_moe, lambda _: GRANITE_NAMES),

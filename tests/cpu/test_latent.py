@@ -20,7 +20,8 @@ from test_parity_adapters import mixed_logits, open_store
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
-from manylora.kernels.device import open_device
+from manylora.kernels.cuda.ops import CudaOps
+from manylora.kernels.device import Device, open_device
 from manylora.kernels.row_format import RowFormat
 from manylora.lora.modules import MODULE_NAMES, lora_modules
 from manylora.lora.tensors import AdapterRow, pack_rows
@@ -300,3 +301,31 @@ def test_tensors_of_a_request(workshop: Path) -> None:
     engine.close()
     assert plain[-1].error is None and adapted[-1].error is None
     assert [e.token_ids for e in plain] != [e.token_ids for e in adapted]
+
+
+@pytest.mark.parametrize(("family", "size"), [("deepseek-v3", 40), ("llama4", None)])
+def test_the_path_of_a_gpu(
+    family: str, size: int | None, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels, or their interpreter, and PyTorch where heads are wider or chunks are attended; nothing is
+    recorded."""
+
+    def record(function: Any) -> Any:
+        raise AssertionError("a step was recorded")
+
+    device = Device(torch.device("cpu"), CudaOps(), "interpreted", record)
+    monkeypatch.setattr("manylora.engine.build.open_device", lambda name: device)
+    changed = {"kv_lora_rank": size} if size else {}
+    folder = workshop / f"gpu-{family}-{size}"
+    model = make_model(folder / "model", family, seed=2, **changed)
+    modules = ("q_proj", "q_a_proj", "kv_b_proj", "o_proj")
+    adapter = make_adapter(folder / "a", model, 1, rank=3, modules=modules)
+    cache = LoraCacheConfig(gpu_memory_bytes=2**23)
+    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=32, max_batch_size=2, lora=cache))
+    params = SamplingConfig(max_tokens=3)
+    given = (None, read(adapter, model, 1))
+    requests = [Request(tuple(tokens(18, i)), params, lora=lora) for i, lora in enumerate(given)]
+    found = [[t for event in events for t in event.token_ids] for events in run(engine, *requests)]
+    engine.close()
+    assert found[0] == reference_generate(model, None, tokens(18, 0), 3)
+    assert found[1] == reference_generate(model, adapter, tokens(18, 1), 3)

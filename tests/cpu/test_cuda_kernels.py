@@ -157,10 +157,11 @@ def test_attention_reads_pages_as_the_reference_does(
     batch = attention_batch(counts, lengths)
     q = torch.randn(sum(counts), 6, 24).to(dtype).to(DEVICE)
     planned = to_device(plan_attention(batch, limits(), fixed=False, part_keys=32), DEVICE)
-    want = ReferenceOps().attention(
-        q.float(), k.float(), v.float(), batch, AttentionParams(0.2, window, softcap)
-    )
-    close(PagedAttention()(q, k, v, planned, AttentionParams(0.2, window, softcap)), want.to(dtype))
+    # A softcap and sinks exclude each other in the models that there are.
+    sinks = torch.linspace(-3, 3, 6, device=DEVICE) if softcap is None else None
+    params = AttentionParams(0.2, window, softcap, sinks)
+    want = ReferenceOps().attention(q.float(), k.float(), v.float(), batch, params)
+    close(PagedAttention()(q, k, v, planned, params), want.to(dtype))
 
 
 @pytest.mark.parametrize(("length", "window"), [(40, None), (300, 70), (2100, None)])
@@ -235,6 +236,7 @@ def test_fused_rows_are_the_references(dtype: torch.dtype) -> None:
             close(one, want)
     for activation in ACTIVATIONS:
         close(rows.gated(x, activation), reference.gated(x, activation))
+    close(rows.clamped_swiglu(x, 1.7, 0.5), reference.clamped_swiglu(x, 1.7, 0.5))
 
 
 def test_eight_bit_floats_are_torchs() -> None:

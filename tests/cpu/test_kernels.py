@@ -135,10 +135,10 @@ def test_attention_reads_pages_as_the_reference_does(
         starts.append(starts[-1] + count)
     batch = AttentionBatch(starts, lengths, table, torch.empty(0, dtype=torch.int64))
     q = torch.randn(starts[-1], heads, dim)
-    want = ReferenceOps().attention(q, k, v, batch, AttentionParams(0.2, window))
-    torch.testing.assert_close(
-        ops.attention(q, k, v, batch, AttentionParams(0.2, window)), want, rtol=1e-4, atol=1e-5
-    )
+    for sinks in (None, torch.randn(heads)):
+        params = AttentionParams(0.2, window, sinks=sinks)
+        want = ReferenceOps().attention(q, k, v, batch, params)
+        torch.testing.assert_close(ops.attention(q, k, v, batch, params), want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (30, None), (30, 0.3), (None, 50.0)])
@@ -155,19 +155,18 @@ def test_a_decoded_row_keeps_its_bits_in_company(
     nothing = torch.empty(0, dtype=torch.int64)
     q = torch.randn(count, heads, dim)
     batch = AttentionBatch(range(count + 1), lengths, table, nothing)
-    found = ops.attention(q, k, v, batch, AttentionParams(0.2, window, softcap))
-    want = ReferenceOps().attention(
-        q.double(), k.double(), v.double(), batch, AttentionParams(0.2, window, softcap)
-    )
+    # Below, among and above the scores.
+    sinks = torch.linspace(-9, 9, heads) if window is None else None
+    params = AttentionParams(0.2, window, softcap, sinks)
+    found = ops.attention(q, k, v, batch, params)
+    want = ReferenceOps().attention(q.double(), k.double(), v.double(), batch, params)
     atol = 1e-5 if type(ops) is CpuOps else 5e-6  # plain x86-64 rounds each product: 3.2e-6
     torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=atol)
     if type(ops) is CpuOps:
         return  # products of torch are free to sum in another order
     for row in range(count):
         alone = AttentionBatch((0, 1), lengths[row : row + 1], table[row : row + 1], nothing)
-        assert torch.equal(
-            ops.attention(q[row : row + 1], k, v, alone, AttentionParams(0.2, window, softcap))[0], found[row]
-        )
+        assert torch.equal(ops.attention(q[row : row + 1], k, v, alone, params)[0], found[row])
 
 
 @pytest.mark.parametrize("columns", [2, 33, 130, 2500])

@@ -107,13 +107,14 @@ def by_number(adapter: Path, path: Path, mixtral: bool) -> Path:
 
 
 def in_block(options: dict[str, Any], family: str) -> dict[str, Any]:
-    """Granite and Llama 4 have their experts and their router elsewhere."""
-    if not family.startswith(("granite", "llama4")):
+    """Granite and Llama 4 have their experts and their router elsewhere, gpt-oss only the latter."""
+    if not family.startswith(("granite", "llama4", "gpt-oss")):
         return options
     block = "feed_forward." if family.startswith("llama4") else "block_sparse_moe."
 
     def named(name: str) -> str:
-        return name.replace("gate.weight", "router.weight").replace("mlp.", block)
+        name = name.replace("gate.weight", "router.weight")
+        return name if family.startswith("gpt-oss") else name.replace("mlp.", block)
 
     moved = dict(options)
     if "target_parameters" in options:
@@ -133,10 +134,10 @@ def test_every_kind_in_one_batch(family: str, workshop: Path) -> None:
     for number, options in enumerate(kinds.values()):
         adapters.append(make_adapter(workshop / f"{family}-{number}", model, number, **options))
     base = BaseWeights(model)
-    # Which side of Llama 4's stacked matrices is which, only the model tells.
-    modules = lora_modules(read_model_config(model)) if family.startswith("llama4") else None
+    # How the rows of a stacked matrix lie, only the model tells.
+    known = lora_modules(read_model_config(model))
     inputs = [
-        LoraInput(i, *read_adapter_folder(a, base, modules)) if a else None for i, a in enumerate(adapters)
+        LoraInput(i, *read_adapter_folder(a, base, known)) if a else None for i, a in enumerate(adapters)
     ]
     for i, (adapter, found) in enumerate(zip(adapters, mixed_logits(model, inputs), strict=True)):
         assert agree(found, reference_logits(model, adapter, tokens(20, i))), ["base", *kinds][i]

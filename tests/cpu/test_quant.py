@@ -193,7 +193,7 @@ def test_the_engine_answers_with_adapters_on_a_quantised_base(algo: str, dtype: 
             {"quant_algo": "W4A8_AWQ"},
             "quant_algo W4A8_AWQ is not supported: activations are quantised here with W8A8",
         ),
-        ({"quant_algo": "W4A16_MXFP4"}, "no kernel here reads such weights; use W8A16 or W4A16 or FP8"),
+        ({"quant_algo": "W4A8_MXFP4_FP8"}, "activations are quantised here with W8A8 and W4A8"),
         ({"quant_algo": "W3A16"}, "quant_algo must be one of W8A16, W4A16"),
         ({"kv_cache_quant_algo": "INT8"}, "kv_cache_quant_algo INT8 is not supported"),
         ({"quant_algo": "W4A16", "group_size": 100}, "group_size must be 32, 64, 128 or 256"),

@@ -151,6 +151,10 @@ class MoeConfig:
     shared_gated: bool = True  # that one has a gate of its own
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     transposed: bool = False  # a checkpoint's matrices of all experts are [in, out]
+    biased: bool = False  # the router and the experts' matrices have biases
+    # The experts' matrices are kept [in, out], columns of gate and up in turn; PEFT's rows are in that order.
+    interleaved: bool = False
+    swiglu: tuple[float, float] | None = None  # alpha and limit of a clamped one; None: the activation
 
 
 @dataclass(frozen=True)
@@ -203,6 +207,7 @@ class ModelConfig:
     attention_out_bias: bool = False
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_softcap: float | None = None
+    attention_sinks: bool = False  # each head has one more score, which is learned
     qkv_clip: float | None = None  # the largest magnitude in q, k and v, after their norms
     sliding_windows: tuple[int | None, ...] = ()  # per layer; empty: full attention everywhere
     # Then num_kv_heads is 1 and head_dim what the cache has of a token.

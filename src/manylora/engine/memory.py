@@ -146,6 +146,7 @@ def batch_limits(
         dtype=dtype,
         kv_dtype=kv_cache_dtype(config, dtype),
         softcap=model.attention_softcap,
+        sinks=model.attention_sinks,
         windows=frozenset(model.sliding_windows or (None,)),
         num_experts=model.moe.num_experts if model.moe is not None else 0,
         chunk_tokens=config.chunk_tokens,

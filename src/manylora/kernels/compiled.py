@@ -239,7 +239,7 @@ class CompiledOps(CpuOps):
             out.data_ptr(), heads * dim, q.data_ptr(), heads * dim, k_cache.data_ptr(), v_cache.data_ptr(),
             table.data_ptr(), table.shape[1], ends.ctypes.data, count, heads, kv_heads, dim, size,
             params.scale, -1 if params.window is None else params.window, params.softcap or 0.0,
-            self._scores.data_ptr(), longest,
+            address(params.sinks), self._scores.data_ptr(), longest,
         )  # fmt: skip
         return out
 

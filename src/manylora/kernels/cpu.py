@@ -110,7 +110,8 @@ class CpuOps(ReferenceOps):
     ) -> Tensor:
         """As the reference; of a whole prompt by torch's causal kernel, which skips keys after a query."""
         count, window = q.shape[0], params.window
-        if kv_len > count or (window is not None and window < count) or params.softcap is not None:
+        scored = params.softcap is not None or params.sinks is not None
+        if kv_len > count or (window is not None and window < count) or scored:
             return super().attend_one(q, k_cache, v_cache, blocks, kv_len, params)
         k, v = (gather(cache, blocks, count, q.dtype) for cache in (k_cache, v_cache))
         mixed = F.scaled_dot_product_attention(
@@ -163,7 +164,8 @@ class CpuOps(ReferenceOps):
             k[hidden] = 0
             v[hidden] = 0
         queries = q.view(count, kv_heads, num_heads // kv_heads, dim)
-        mixed = attend(queries, k.transpose(1, 2), v.transpose(1, 2), mask[:, None, None, :], params)
+        sinks = None if params.sinks is None else params.sinks.view(1, kv_heads, -1)
+        mixed = attend(queries, k.transpose(1, 2), v.transpose(1, 2), mask[:, None, None, :], params, sinks)
         return mixed.reshape(count, num_heads, dim)
 
 

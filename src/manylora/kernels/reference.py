@@ -181,6 +181,7 @@ class ReferenceOps:
         Semantics, for query i (absolute position p) of sequence s, over keys j of s:
             softmax_j(scale * q_i . k_j) v_j  with  j <= p  and, with a window w,  j > p - w
             and, with a softcap c, c * tanh(scale * q_i . k_j / c) in place of scale * q_i . k_j
+            and, with sinks, one more score for each head, whose probability is dropped
         q [T, Hq, D], caches [blocks, tokens_per_block, Hkv, D], Hq a multiple of Hkv -> [T, Hq, D].
         """
         out = torch.empty_like(q)
@@ -214,7 +215,11 @@ class ReferenceOps:
         mask = keys <= last
         if params.window is not None:
             mask &= keys > last - params.window
-        mixed = attend(queries.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), mask.repeat(groups, 1), params)
+        sinks = params.sinks
+        if sinks is not None:
+            sinks = sinks.view(kv_heads, groups, 1).expand(-1, -1, count).reshape(1, kv_heads, -1)
+        mask = mask.repeat(groups, 1)
+        mixed = attend(queries.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), mask, params, sinks)
         return mixed.view(kv_heads, groups, count, dim).permute(2, 0, 1, 3).reshape(count, num_heads, dim)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -239,6 +244,16 @@ class ReferenceOps:
         """
         up, gate = y.chunk(2, dim=-1)
         return ACTIVATIONS[activation](gate) * up
+
+    def clamped_swiglu(self, y: Tensor, alpha: float, limit: float) -> Tensor:
+        """Semantics: with up, gate = y.chunk(2, -1), gate no more than limit, up within -limit and limit:
+            (up + 1) * (gate * sigmoid(alpha * gate))
+
+        y [T, 2N], last dimension contiguous -> [T, N].
+        """
+        up, gate = y.chunk(2, dim=-1)
+        up, gate = up.clamp(-limit, limit), gate.clamp(max=limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """Semantics: (x - mean(x, -1)) * rsqrt(var(x, -1) + eps) * weight + bias, in float32, to x.dtype.
@@ -300,13 +315,23 @@ def gather(cache: Tensor, blocks: Tensor, length: int, dtype: torch.dtype) -> Te
     return cache[used].to(dtype).flatten(0, 1)[:length].transpose(0, 1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionParams) -> Tensor:
-    """Masked softmax(scores) v over the last two dimensions. The mask includes the window."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionParams, sinks: Tensor | None = None
+) -> Tensor:
+    """Masked softmax(scores) v over the last two dimensions. The mask includes the window.
+
+    sinks: of each row of q, [..., rows], None where params has none.
+    """
     scale, softcap = params.scale, params.softcap
-    if softcap is None:
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap))
-    return torch.softmax(scores.float().masked_fill(~mask, float("-inf")), dim=-1).to(v.dtype) @ v
+    scores = q @ k.transpose(-1, -2)
+    scores = scores * scale if softcap is None else softcap * torch.tanh(scores * (scale / softcap))
+    scores = scores.float().masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        own = sinks.float().unsqueeze(-1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, own), dim=-1)
+    return torch.softmax(scores, dim=-1)[..., : k.shape[-2]].to(v.dtype) @ v
 
 
 def matrices(

@@ -6,7 +6,7 @@ T: token rows of the batch, packed over all sequences (prefill chunks and decode
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -94,11 +94,16 @@ class AttentionBatch:
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """Of one layer: the scale of scores, the sliding window in tokens, and the soft cap of scores."""
+    """Of one layer: the scale of scores, the sliding window in tokens, and the soft cap of scores.
+
+    sinks: [Hq] float32, contiguous, on the device: one more score of each query head, which takes its share
+    of the softmax and has no value; None: there is none.
+    """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,8 @@ class BatchLimits:
     """What no batch of one engine exceeds, and the shapes its attention has. Sizes in elements.
 
 
-    kv_dtype: of the KV cache, None: as `dtype`. softcap: of its attention scores. num_experts: 0 for none.
+    kv_dtype: of the KV cache, None: as `dtype`. softcap: of its attention scores. sinks: whether heads have
+    some. num_experts: 0 for none.
     chunk_tokens: prompts are divided at its multiples only.
     """
 
@@ -132,5 +138,6 @@ class BatchLimits:
     windows: frozenset[int | None] = frozenset({None})
     softcap: float | None = None
     kv_dtype: torch.dtype | None = None
+    sinks: bool = False
     num_experts: int = 0
     chunk_tokens: int = 512

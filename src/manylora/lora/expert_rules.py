@@ -37,12 +37,12 @@ def check_moe_backend(backend: str | None, targets: tuple[str, ...], model: Mode
 def targets_beside_quantised_experts(
     targets: tuple[str, ...], model: ModelConfig, algo: str | None
 ) -> tuple[str, ...]:
-    """Target modules of a model whose experts are quantised by `algo`: with FP8 any, else every module but
-    theirs, when none are named.
+    """Target modules of a model whose experts are quantised by `algo`: with FP8 and MXFP4 any, else every
+    module but theirs, when none are named.
 
     Raises ConfigError when theirs are named.
     """
-    if algo == QuantAlgo.FP8:
+    if algo in (QuantAlgo.FP8, QuantAlgo.W4A16_MXFP4):
         return targets
     adapted = [name for name in EXPERT_MODULES if name in targets]
     if adapted:

@@ -107,6 +107,7 @@ class LoraModule:
     encoder_layers: of the model; they come before its decoder's. 0: there is no encoder.
     gate_first: whether PEFT directories have a fused gate and up as PEFT trains them, [gate; up].
     gated: whether the model's MLPs have a gate.
+    interleaved: of routed experts, whether the rows of PEFT's fused gate and up are those of either in turn.
     named_decoder: whether PEFT's names of the layers begin with `decoder.`, though there is no encoder.
     """
 
@@ -123,6 +124,7 @@ class LoraModule:
     encoder_layers: int = 0
     gate_first: bool = True
     gated: bool = True
+    interleaved: bool = False
     named_decoder: bool = False
 
     @property
@@ -198,6 +200,7 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
                 layers=_layers(name, model),
                 encoder_layers=model.encoder.num_layers if model.encoder else 0,
                 gated=model.gated_mlp,
+                interleaved=model.moe is not None and model.moe.interleaved,
                 named_decoder=model.architecture == "OPTForCausalLM",
             )
     return found

@@ -101,6 +101,10 @@ def _check_limits(plan: BuildPlan, model: ModelConfig) -> None:
     if prompt is not None and prompt > most:
         raise ConfigError(f"--max_input_len must be at most --max_seq_len ({most}), got {prompt}")
     raw = json.loads((plan.model_dir / "config.json").read_text(encoding="utf-8"))
+    if model.quant is not None and model.quant.method == "mxfp4":
+        raise ConfigError(
+            f"{plan.model_dir} holds MXFP4 experts, which are served as they are, without a build"
+        )
     if "build_config" in raw:
         raise ConfigError(f"{plan.model_dir} was built already; build from the original directory")
 
@@ -181,10 +185,11 @@ def _of_each_expert(name: str, stack: Tensor, spec: WeightSpec, names: TensorNam
     """The matrices of experts one by one, from a tensor of all. Raises ConfigError."""
     end = next(one for pair in STACKS for one in pair if name.endswith(one))
     block = name.removesuffix(end)
-    if not block.endswith(f"{names.sparse}."):
+    if spec.transposed or not block.endswith(f"{names.sparse}."):
+        hint = "" if spec.transposed else "save the model with save_original_format=True, or "
         raise ConfigError(
-            f"{name} holds all experts of a layer as transformers has them in memory: save the model with "
-            "save_original_format=True, or quantise it when it is served, with quant_algo"
+            f"{name} holds all experts of a layer as transformers has them in memory: {hint}quantise it when "
+            "it is served, with quant_algo"
         )
     # The stack is [gate; up].
     parts = names.expert_up_gate[::-1] if len(spec.slices) == 2 else (names.expert_down,)

@@ -155,7 +155,9 @@ class Decoder(Transformer):
             out=self._attention_out(layer),
             q_norm=norms[0],
             k_norm=norms[1],
-            params=AttentionParams(self._attention_scale, window, config.attention_softcap),
+            params=AttentionParams(
+                self._attention_scale, window, config.attention_softcap, self._sinks(layer)
+            ),
             rotary=rotary,
         )
 
@@ -190,6 +192,10 @@ class Decoder(Transformer):
         if not moe.routing.wide:
             return self._linear(layer, "router", target)
         return WideRouter(self._ops, layer, self._weights[f"{layer}.router.weight"], (target,))
+
+    def _sinks(self, layer: int) -> Tensor | None:
+        sinks = self._weights.get(f"{layer}.sinks")
+        return None if sinks is None else sinks.float()
 
     def _feed_forward(self, layer: int) -> FeedForward:
         moe = self.config.moe
@@ -235,4 +241,7 @@ class Decoder(Transformer):
     def _experts(self, layer: int, moe: MoeConfig, name: str, *targets: LoraTarget) -> Experts:
         numbers = range(moe.num_experts)
         weights = tuple(self._weights[f"{layer}.expert.{e}.{name}.weight"] for e in numbers)
-        return Experts(self._ops, layer, weights, targets)
+        biases = None
+        if moe.biased:
+            biases = torch.stack([self._weights[f"{layer}.expert.{e}.{name}.bias"] for e in numbers])
+        return Experts(self._ops, layer, weights, targets, biases)

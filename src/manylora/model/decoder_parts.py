@@ -53,6 +53,8 @@ def _layer(block: Block) -> LayerParts | None:
         return None
     if not isinstance(mlp, Mlp) or not mlp.gated or mlp.activation not in GATES:
         return None
+    if attention.params.sinks is not None:
+        return None
     norms = {
         "attention_norm": block.attention_norm,
         "attention_post_norm": block.attention_post_norm,

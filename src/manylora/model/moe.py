@@ -16,15 +16,21 @@ from manylora.model.routing import Router, route
 
 @dataclass(frozen=True)
 class Experts:
-    """One projection of every expert. weights: E packed weights [N, K]."""
+    """One projection of every expert. weights: E packed weights [N, K]. biases: [E, N], or None."""
 
     ops: ReferenceOps
     layer: int
     weights: tuple[Weight, ...]
     targets: tuple[LoraTarget, ...]
+    biases: Tensor | None = None
 
-    def __call__(self, x: Tensor, pairs: ExpertPairs, lora: LoraBatch | None) -> Tensor:
+    def __call__(
+        self, x: Tensor, pairs: ExpertPairs, experts: Tensor | None, lora: LoraBatch | None
+    ) -> Tensor:
+        """experts: of each pair, int64; None where there are no biases."""
         y = self.ops.expert_linear(x, pairs, self.weights)
+        if self.biases is not None:
+            y += self.biases[experts]
         if lora is not None:
             self.ops.expert_lora_add(y, x, lora, pairs, self.layer, self.targets)
         return y
@@ -72,21 +78,29 @@ class Moe:
         """What its experts make of each token, [T, k, hidden]: in each token's order of experts, so that its
         sum does not depend on other tokens. weights [T, k]: of what the experts get."""
         pairs, places = self.up_gate.ops.pair_up(choices, self.config.num_experts, lora)
-        return self.run(x, pairs, lora, in_pairs(weights, places))[places].view(*choices.shape, -1)
+        experts = in_pairs(choices, places) if self.config.biased else None
+        y = self.run(x, pairs, experts, lora, in_pairs(weights, places))
+        return y[places].view(*choices.shape, -1)
 
-    def run(self, x: Tensor, pairs: ExpertPairs, lora: LoraBatch | None, weights: Tensor | None) -> Tensor:
-        """Of each pair, [P, hidden]. weights [P]"""
+    def run(
+        self,
+        x: Tensor,
+        pairs: ExpertPairs,
+        experts: Tensor | None,
+        lora: LoraBatch | None,
+        weights: Tensor | None,
+    ) -> Tensor:
+        """Of each pair, [P, hidden]. experts: as `Experts` takes them. weights [P]"""
         seen = x[pairs.rows]
         if weights is not None:
             seen = seen * weights.to(x.dtype).unsqueeze(1)
-        inner = self.up_gate.ops.gated(self.up_gate(seen, pairs, lora), self.activation)
-        return self.down(inner, pairs, lora)
+        wide, ops, swiglu = self.up_gate(seen, pairs, experts, lora), self.up_gate.ops, self.config.swiglu
+        inner = ops.gated(wide, self.activation) if swiglu is None else ops.clamped_swiglu(wide, *swiglu)
+        return self.down(inner, pairs, experts, lora)
 
 
-def in_pairs(weights: Tensor | None, places: Tensor) -> Tensor | None:
-    """weights [T, k] in the order of the pairs, [P]."""
-    return (
-        None
-        if weights is None
-        else torch.empty_like(weights).view(-1).index_copy_(0, places, weights.view(-1))
-    )
+def in_pairs(values: Tensor | None, places: Tensor) -> Tensor | None:
+    """values [T, k] in the order of the pairs, [P]."""
+    if values is None:
+        return None
+    return torch.empty_like(values).view(-1).index_copy_(0, places, values.view(-1))

@@ -16,6 +16,7 @@ class RowSlice:
     """Rows [start, start + rows) of the checkpoint tensor `source`, which has `total` rows.
 
     experts > 0: the tensor stacks the matrices of that many experts; the rows are of number `expert`.
+    step: from one of the rows to the next.
     """
 
     source: str
@@ -24,6 +25,11 @@ class RowSlice:
     total: int
     expert: int = 0
     experts: int = 0
+    step: int = 1
+
+    @property
+    def places(self) -> slice:
+        return slice(self.start, self.start + self.rows * self.step, self.step)
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ class WeightSpec:
     def checkpoint_shape(self, piece: RowSlice) -> tuple[int, ...]:
         columns = self.all_columns or self.columns
         if not columns:
-            return (piece.total,)
+            return (piece.experts, piece.total) if piece.experts else (piece.total,)
         shape = (columns, piece.total) if self.transposed else (piece.total, columns)
         return (piece.experts, *shape) if piece.experts else shape
 
@@ -202,6 +208,8 @@ def _layer(config: ModelConfig, names: TensorNames, source: str) -> Plan:
         specs = _latent(config, latent, names, source)
     attended = config.q_size if latent is None else config.num_heads * latent.value_dim
     specs |= _linear("out", out, attended, config.attention_out_bias, config)
+    if config.attention_sinks:
+        specs["sinks"] = WeightSpec((_whole(source + names.sinks, config.num_heads),))
     for ours, theirs in names.block_norms.items():
         specs |= _norm(ours, source + theirs, hidden, config)
     if config.qk_norm not in ("", "plain"):
@@ -266,6 +274,10 @@ def _sparse(config: ModelConfig, names: TensorNames, source: str, stored: Collec
         one = names.corrections != TensorNames.corrections  # a matrix of one row
         rows = WeightSpec((_whole(found, 1),), count, wide=True)
         specs["router.correction"] = rows if one else WeightSpec((_whole(found, count),), wide=True)
+    if moe.biased:
+        specs["router.bias"] = WeightSpec((_whole(router.removesuffix("weight") + "bias", count),))
+    if moe.interleaved:
+        return specs | _interleaved(moe, hidden, f"{block}.experts.")
     for e in range(count):
         up_gate: tuple[RowSlice, ...]
         if stacks is not None:
@@ -281,6 +293,22 @@ def _sparse(config: ModelConfig, names: TensorNames, source: str, stored: Collec
         specs[f"expert.{e}.down.weight"] = WeightSpec((down,), inner, True, turned)
     if moe.shared_intermediate_size:
         specs |= _shared(moe, hidden, names, source, block)
+    return specs
+
+
+def _interleaved(moe: MoeConfig, hidden: int, block: str) -> Plan:
+    """Of all experts in one tensor, [in, out], gate and up in turn."""
+    inner, specs = moe.intermediate_size, {}
+    for e in range(moe.num_experts):
+        fused = RowSlice(f"{block}gate_up_proj", 1, inner, 2 * inner, e, moe.num_experts, 2)
+        pieces = {
+            "up_gate": ((fused, replace(fused, start=0)), hidden),
+            "down": ((RowSlice(f"{block}down_proj", 0, hidden, hidden, e, moe.num_experts),), inner),
+        }
+        for name, (slices, columns) in pieces.items():
+            biases = tuple(replace(piece, source=f"{piece.source}_bias") for piece in slices)
+            specs[f"expert.{e}.{name}.weight"] = WeightSpec(slices, columns, True, transposed=True)
+            specs[f"expert.{e}.{name}.bias"] = WeightSpec(biases)
     return specs
 
 

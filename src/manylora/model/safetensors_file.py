@@ -104,6 +104,15 @@ class FileTensor:
         self._file.read(self._offset, made)
         return made
 
+    def of_expert(self, number: int) -> Tensor:
+        """One of the tensors that are stacked in this one. Raises ConfigError."""
+        count, *shape = self.get_shape()
+        if not 0 <= number < count:
+            raise ConfigError(f"{self._name} must hold more than {number} experts, got {count}")
+        made = torch.empty(shape, dtype=self.dtype)
+        self._file.read(self._offset + number * made.nbytes, made)
+        return made
+
     def read_rows(self, start: int, out: Tensor) -> None:
         """Read rows [start, start + len(out)) into a contiguous CPU tensor of the file's dtype. A row is
         a run of the last dimension; of a vector, one number."""

@@ -246,8 +246,9 @@ class _SpecRows:
         self._spec, self.dtype, self._device = spec, dtype, device.torch
         self._stored = [_checked(spec, piece, files) for piece in spec.slices]
         self.shape = spec.shape
-        lie_so = not (spec.columns and (spec.transposed or spec.all_columns))
-        self.streams = lie_so and all(s.dtype == dtype for s in self._stored)
+        runs = all(piece.step == 1 and (spec.columns or not piece.experts) for piece in spec.slices)
+        runs = runs and not (spec.columns and (spec.transposed or spec.all_columns))
+        self.streams = runs and all(s.dtype == dtype for s in self._stored)
 
     def read(self, start: int, out: Tensor) -> None:
         """Rows [start, start + len(out)) into a contiguous tensor on the CPU; where `streams`. Any thread."""
@@ -289,8 +290,12 @@ def _checked(spec: WeightSpec, piece: RowSlice, files: Files) -> FileTensor | Gg
 def _plain_rows(spec: WeightSpec, piece: RowSlice, stored: FileTensor | GgufTensor) -> Tensor:
     if spec.columns and spec.transposed:
         first = piece.expert * (spec.all_columns or spec.columns) + spec.first_column
-        rows = range(piece.start, piece.start + piece.rows)
-        return stored.read_block(range(first, first + spec.columns), rows).T
+        rows = range(piece.places.start, min(piece.places.stop, piece.total))
+        return stored.read_block(range(first, first + spec.columns), rows)[:, :: piece.step].T
+    if not spec.columns and piece.experts:
+        row = torch.empty((1, piece.total), dtype=stored.dtype)
+        stored.read_rows(piece.expert, row)
+        return row[0, piece.places]
     start = piece.expert * piece.total + piece.start
     if spec.columns:
         return stored.read_block(range(start, start + piece.rows), spec.column_range)
@@ -308,17 +313,18 @@ def _read_quantised(
     rounds_inputs: bool,
 ) -> Tensor | QuantisedWeight | StackedWeight:
     """Each source is read once, whole: some layouts interleave rows."""
-    whole: dict[str, QuantisedWeight] = {}
+    whole: dict[tuple[str, int], QuantisedWeight] = {}
     pieces: list[Tensor | QuantisedWeight] = []
     for piece in spec.slices:
-        source, columns = piece.source, spec.all_columns or spec.columns
+        source, place, columns = piece.source, (piece.source, piece.expert), spec.all_columns or spec.columns
         if not stored.parts(source):
             pieces.append(_plain_rows(spec, piece, _checked(spec, piece, files)).to(device.torch, dtype))
             continue
-        if source not in whole:
-            read = read_quantised(source, piece.total, columns, files, stored, device.torch)
-            whole[source] = replace(read.to(dtype), rounds_inputs=rounds_inputs)
-        rows = whole[source].rows(slice(piece.start, piece.start + piece.rows))
+        if place not in whole:
+            expert = piece.expert if piece.experts else None
+            read = read_quantised(source, piece.total, columns, files, stored, device.torch, expert)
+            whole[place] = replace(read.to(dtype), rounds_inputs=rounds_inputs)
+        rows = whole[place].rows(piece.places)
         try:
             pieces.append(rows.columns(spec.column_range))
         except ConfigError as error:
@@ -327,10 +333,25 @@ def _read_quantised(
 
 
 def read_quantised(
-    source: str, rows: int, columns: int, files: Files, stored: CheckpointWeights, device: torch.device
+    source: str,
+    rows: int,
+    columns: int,
+    files: Files,
+    stored: CheckpointWeights,
+    device: torch.device,
+    expert: int | None = None,
 ) -> QuantisedWeight:
-    """A quantised weight [rows, columns] of the checkpoint. Raises ConfigError."""
-    found = stored.read(source, columns, lambda name: files[name].get_tensor(name).to(device))
+    """A quantised weight [rows, columns] of the checkpoint; of a stack of experts one expert's. Raises
+    ConfigError."""
+
+    def read(name: str) -> Tensor:
+        file = files[name]
+        if expert is None:
+            return file.get_tensor(name).to(device)
+        assert isinstance(file, SafetensorsFile), "GGUF files of mixtures of experts are refused"
+        return file.get_slice(name).of_expert(expert).to(device)
+
+    found = stored.read(source, columns, read)
     if found.shape != (rows, columns):
         raise ConfigError(
             f"{source.removesuffix('.weight')} must be {(rows, columns)} by config.json, got {found.shape}"

@@ -36,6 +36,7 @@ class MoePart(Moe):
         if used:
             groups = pairs.groups[pairs.groups[:, 2] < count]
             ours = type(pairs)(pairs.rows[:used], pairs.starts[: count + 1], groups)
-            sizes = in_pairs(weights, places)
-            y[:used] = self.run(x, ours, lora, None if sizes is None else sizes[:used])
+            sizes, experts = in_pairs(weights, places), in_pairs(own, places) if self.config.biased else None
+            first = (None if part is None else part[:used] for part in (experts, sizes))
+            y[:used] = self.run(x, ours, next(first), lora, next(first))
         return y[places].view(*choices.shape, -1)

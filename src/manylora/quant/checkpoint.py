@@ -12,7 +12,7 @@ from manylora.errors import ConfigError
 from manylora.quant.config import QuantAlgo
 
 GPTQ_FILE = "quantize_config.json"
-METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8")
+METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4")
 AWQ_VERSIONS = ("gemm", "exllama")  # one layout in the file, two kernels
 PACKED = "pack-quantized"
 COMPRESSED = (PACKED, "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
@@ -64,6 +64,8 @@ def read_checkpoint_quant(raw: Mapping[str, Any]) -> CheckpointQuant | None:
         return CheckpointQuant(method, algo, 1 if layout == "gptq" else 0)
     if method == "compressed-tensors":
         return _compressed(raw)
+    if method == "mxfp4":
+        return CheckpointQuant(method, QuantAlgo.W4A16_MXFP4)
     if method == "fbgemm_fp8":
         return CheckpointQuant(method, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
     _one_of("fmt", raw.get("fmt") or "e4m3", ("e4m3", "float8_e4m3fn"))

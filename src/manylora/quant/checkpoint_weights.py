@@ -10,6 +10,7 @@ from manylora.errors import ConfigError
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.quant import layouts
 from manylora.quant.checkpoint import CheckpointQuant
+from manylora.quant.mxfp4 import mxfp4
 
 PARTS = {"values": "qweight", **{name: name for name in ("scales", "offsets", "zeros", "order")}}
 """The fields of a QuantisedWeight to the suffixes of tensor names in a directory of `manylora build`."""
@@ -24,9 +25,11 @@ TENSORS: dict[str, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {
         (("weight", "weight_scale"), ("weight_zero_point",)),
     ),
     "fp8": ((("weight", "weight_scale_inv"), ()), (("weight", "weight_scale"), ())),
+    "mxfp4": ((("_blocks", "_scales"), ()),),  # of the experts of a layer
     "fbgemm_fp8": ((("weight", "weight_scale"), ("input_scale_ub",)),),
 }
-KEYS = {"qweight", "weight_packed", "weight_scale", "weight_scale_inv"}  # which plain layers do not have
+# Which plain layers do not have.
+KEYS = {"qweight", "weight_packed", "weight_scale", "weight_scale_inv", "_blocks", "_scales"}
 UNUSED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale")
 
 
@@ -41,7 +44,7 @@ class CheckpointWeights:
     def parts(self, source: str) -> dict[str, str]:
         """Suffix -> name of the tensors that make up the quantised weight `source`; empty where that is a
         plain weight, or missing. Raises ConfigError when only some of them exist."""
-        if not source.endswith("weight"):
+        if not source.endswith("weight") and self._method != "mxfp4":
             return {}
         stem, layouts_known = source.removesuffix("weight"), TENSORS[self._method]
         for needed, others in layouts_known:
@@ -68,8 +71,8 @@ class CheckpointWeights:
         return self._method == "gptq" and name.endswith(".bias") and f"{name[:-4]}qweight" in self._names
 
     def read(self, source: str, columns: int, read: Callable[[str], Tensor]) -> QuantisedWeight:
-        """The weight `source`, which has `parts`. read: returns a tensor by name. Raises ConfigError naming
-        the layer and a tensor that does not fit."""
+        """The weight `source`, which has `parts`, or one expert's. read: returns a tensor by name. Raises
+        ConfigError naming the layer and a tensor that does not fit."""
         tensors = {end: read(name) for end, name in self.parts(source).items()}
         try:
             return self._layout(tensors, columns)
@@ -83,6 +86,8 @@ class CheckpointWeights:
             return layouts.awq(tensors, columns)
         if self._method == "gptq":
             return layouts.gptq(tensors, columns, self._quant.zero_shift)
+        if self._method == "mxfp4":
+            return mxfp4(tensors["_blocks"], tensors["_scales"], columns)
         if "weight_packed" in tensors:
             return layouts.packed(tensors, columns)
         return layouts.scaled(tensors, columns, self._quant.block)

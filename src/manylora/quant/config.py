@@ -46,7 +46,10 @@ SERVED = (QuantAlgo.W8A16, QuantAlgo.W4A16, QuantAlgo.FP8)
 """Formats to which plain weights can be quantised here, on any device."""
 INTEGER = (QuantAlgo.W8A8, QuantAlgo.W4A8)
 """More of them, on a CPU only: inputs of linear layers are rounded to 8 bits, and integers are multiplied."""
-CALIBRATED = (QuantAlgo.W4A16_AWQ, QuantAlgo.W4A16_GPTQ, QuantAlgo.W8A16_GPTQ, QuantAlgo.FP8_BLOCK_SCALES)
+CALIBRATED = (
+    QuantAlgo.W4A16_AWQ, QuantAlgo.W4A16_GPTQ, QuantAlgo.W8A16_GPTQ, QuantAlgo.FP8_BLOCK_SCALES,
+    QuantAlgo.W4A16_MXFP4,
+)  # fmt: skip
 """Formats of checkpoints quantised by other tools that are read here."""
 # Fields that no algorithm here uses, and the values that are accepted for them.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -67,8 +70,8 @@ class QuantConfig:
                  GPU with FP8 units activations are rounded so too, with a scale for each token. W8A8, W4A8:
                  on a CPU only, 8-bit integers with a scale for each output, or 4-bit ones with a scale for
                  each 32 inputs; activations are rounded to 8 bits, a scale for each token and 32 inputs.
-                 W4A16_AWQ, W4A16_GPTQ, W8A16_GPTQ and FP8_BLOCK_SCALES: what the checkpoint is held in; it
-                 says so itself. None or NO_QUANT: as they are. All others are refused.
+                 W4A16_AWQ, W4A16_GPTQ, W8A16_GPTQ, FP8_BLOCK_SCALES and W4A16_MXFP4: what the checkpoint is
+                 held in; it says so itself. None or NO_QUANT: as they are. All others are refused.
     kv_cache_quant_algo: FP8: keys and values as 8-bit floats (e4m3) without a scale. None or NO_QUANT: in
                  the compute dtype. All others are refused.
     group_size:  inputs that share a scale with W4A16: 32, 64, 128 or 256. Where a matrix has no whole number

@@ -135,6 +135,11 @@ QWEN2_MOE = {
     "moe_intermediate_size": 40,
     "shared_expert_intermediate_size": 72,
 }
+GPT_OSS = {
+    "head_dim": 24, "intermediate_size": 40, "num_local_experts": 5, "num_experts_per_tok": 3,
+    "sliding_window": 9, "swiglu_limit": 0.9,
+    "rope_parameters": {**YARN, "rope_theta": 150000.0, "truncate": False},
+}  # fmt: skip
 QWEN3_MOE = {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 DEEPSEEK = {
     "q_lora_rank": 24, "kv_lora_rank": 40, "qk_nope_head_dim": 20, "qk_rope_head_dim": 16, "v_head_dim": 28,
@@ -154,6 +159,13 @@ LLAMA4 = {
 MOE_FAMILIES: Table = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral-sliding": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 9}),
+    "gpt-oss": ("gpt_oss", GPT_OSS),
+    "gpt-oss-plain": (
+        "gpt_oss",
+        {**GPT_OSS, "attention_bias": False, "swiglu_alpha": 1.3, "num_experts_per_tok": 1,
+         "layer_types": ["full_attention", "sliding_attention"],
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    ),
     "granitemoe": ("granitemoe", {**GRANITE, "num_local_experts": 4}),
     "granitemoe-shared": (
         "granitemoeshared",

@@ -51,10 +51,11 @@ def _span(
 
 @triton.jit(do_not_specialize=["table_stride", "num_parts"])
 def _attend(
-    q, k_cache, v_cache, out, part_out, part_top, part_sum, tiles, starts, kv_lens, table, scale, window,
-    softcap, q_stride, table_stride, num_parts, PART_KEYS: tl.constexpr, MOST_PARTS: tl.constexpr,
+    q, k_cache, v_cache, out, part_out, part_top, part_sum, tiles, starts, kv_lens, table, sinks, scale,
+    window, softcap, q_stride, table_stride, num_parts, PART_KEYS: tl.constexpr, MOST_PARTS: tl.constexpr,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, NARROW: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, NARROW: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PIECE_D: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -89,6 +90,9 @@ def _attend(
     begin = begin // BLOCK_N * BLOCK_N
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:  # counted in one of a sequence's parts
+        top = tl.where(split == 0, tl.load(sinks + head, mask=valid, other=0), top)
+        total += tl.where(split == 0, 1.0, 0.0)
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
@@ -178,8 +182,8 @@ def parts_within(longest: int, part_keys: int, kv_heads: int, window: int | None
 
 
 class PagedAttention:
-    """Our own kernel: any page size, head_dim up to 256, grouped heads, windows, soft caps, and FP8 caches,
-    which are widened in registers. chooser: of block sizes."""
+    """Our own kernel: any page size, head_dim up to 256, grouped heads, windows, soft caps, sinks, and FP8
+    caches, which are widened in registers. chooser: of block sizes."""
 
     name = "our own kernel in the Triton language"
 
@@ -228,9 +232,11 @@ class PagedAttention:
             launch(
                 _attend, (tiles.shape[0], kv_heads, parts), q, as_bytes(k_cache), as_bytes(v_cache), out,
                 part_out, part_top, part_sum, tiles, batch.starts, batch.lengths, batch.block_table,
-                params.scale, window or 0, softcap or 1.0, q.stride(0), batch.block_table.stride(0), parts,
+                q if params.sinks is None else params.sinks, params.scale, window or 0, softcap or 1.0,
+                q.stride(0), batch.block_table.stride(0), parts,
                 **shared,
                 GROUP=heads // kv_heads, KV_HEADS=kv_heads, PAGE=page, CAPPED=softcap is not None,
+                SINKS=params.sinks is not None,
                 NARROW=k_cache.dtype == FP8, SPLIT=split, BLOCK_M=block_m, BLOCK_N=blocks.size,
                 PIECE_D=min(PIECE, block_d) if candidates in IN_PIECES else block_d,
                 WIDEN=widens(q.dtype), num_warps=blocks.warps, num_stages=blocks.stages,

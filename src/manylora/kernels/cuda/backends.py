@@ -54,6 +54,8 @@ class VarlenAttention:
     ) -> Tensor:
         if params.softcap is not None:
             raise NotImplementedError("it has no soft cap")
+        if params.sinks is not None:
+            raise NotImplementedError("it has no sinks")
         if k_cache.dtype != q.dtype:
             raise NotImplementedError(f"it does not read a cache in {k_cache.dtype}")
         out = self._attend(
@@ -92,6 +94,8 @@ class FlashInferAttention:
     ) -> Tensor:
         if params.softcap is not None:
             raise NotImplementedError("its decode attention on block tables has no soft cap")
+        if params.sinks is not None:
+            raise NotImplementedError("its decode attention on block tables is used without sinks")
         if batch.max_queries > 1:
             return self._prompts(q, k_cache, v_cache, batch, params)
         out = self._decode(
@@ -163,7 +167,8 @@ def _refusal(backend: AttentionBackend, limits: BatchLimits, device: torch.devic
         batch = AttentionBatch(starts, KEYS, table, torch.zeros(starts[-1], dtype=torch.int64))
         planned = to_device(plan_attention(batch, limits, fixed=False), device)
         for window in limits.windows:
-            params = AttentionParams(scale, window, limits.softcap)
+            sinks = torch.zeros(limits.num_heads, device=device) if limits.sinks else None
+            params = AttentionParams(scale, window, limits.softcap, sinks)
             want = ReferenceOps().attention(q, k, v, planned, params)
             try:
                 got = backend(q, k, v, planned, params)

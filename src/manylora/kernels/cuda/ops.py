@@ -221,6 +221,9 @@ class CudaOps(ReferenceOps):
     def gated(self, y: Tensor, activation: str) -> Tensor:
         return rows.gated(y, activation)
 
+    def clamped_swiglu(self, y: Tensor, alpha: float, limit: float) -> Tensor:
+        return rows.clamped_swiglu(y, alpha, limit)
+
     def _tables_of(
         self, x: Tensor, batch: PlannedLora, layer: int, targets: Targets, tiles: Tensor, tile_size: int
     ) -> lora.LoraTables | None:

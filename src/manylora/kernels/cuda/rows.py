@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -51,6 +53,17 @@ def _gated(y, out, y_stride, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.
     tl.store(out + row * WIDTH + column, (rounded * up).to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _clamped_swiglu(y, out, y_stride, alpha, limit, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    up = tl.load(y + row * y_stride + column, mask=inside, other=0).to(tl.float32)
+    gate = tl.load(y + row * y_stride + WIDTH + column, mask=inside, other=0).to(tl.float32)
+    up, gate = tl.minimum(tl.maximum(up, -limit), limit), tl.minimum(gate, limit)
+    mixed = (up + 1) * gate * tl.sigmoid(alpha * gate)
+    tl.store(out + row * WIDTH + column, mixed.to(out.dtype.element_ty), mask=inside)
+
+
 def _warps(block: int) -> int:
     """A program processes a row, whose elements should fit into registers."""
     return 4 if block <= 2048 else 8 if block <= 8192 else 16
@@ -78,10 +91,19 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
 
 def gated(y: Tensor, activation: str) -> Tensor:
     """As `ReferenceOps.gated`."""
+    return _halve(_gated, y, KIND=activation)
+
+
+def clamped_swiglu(y: Tensor, alpha: float, limit: float) -> Tensor:
+    """As `ReferenceOps.clamped_swiglu`."""
+    return _halve(_clamped_swiglu, y, alpha, limit)
+
+
+def _halve(kernel: Any, y: Tensor, *numbers: float, **options: str) -> Tensor:
     rows, width = y.shape[0], y.shape[1] // 2
     out = torch.empty((rows, width), dtype=y.dtype, device=y.device)
     block = min(1024, triton.next_power_of_2(width))
     if rows:
         grid = rows, triton.cdiv(width, block)
-        launch(_gated, grid, y, out, y.stride(0), WIDTH=width, KIND=activation, BLOCK=block)
+        launch(kernel, grid, y, out, y.stride(0), *numbers, WIDTH=width, BLOCK=block, **options)
     return out

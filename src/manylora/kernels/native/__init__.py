@@ -38,7 +38,7 @@ FUNCTIONS = {
     "integer_dots": ">i",
     "lora_add_float32": "pipiipppiii",
     "lora_add_bfloat16": "pipiipppiii",
-    "decode_attention": "pipipppipiiiiififpi",
+    "decode_attention": "pipipppipiiiiififppi",
     "decode_memory": "pp>i",
     "decode_step": "pp",
     "add_rms_norm": "pppipipiif",

@@ -83,31 +83,34 @@ static void bound(float *score, int64_t begin, int64_t end, float cap) {
     }
 }
 
-static void softmax(float *score, int64_t begin, int64_t end) {
+/* sink: one more score, which takes its share and is dropped, or NULL */
+static void softmax(float *score, int64_t begin, int64_t end, const float *sink) {
     vector sums = all(0);
-    float top = score[begin], sum;
+    float top = sink && *sink > score[begin] ? *sink : score[begin], sum;
     for (int64_t t = begin; t < end; t++) top = score[t] > top ? score[t] : top;
     for (int64_t t = begin; t < end; t += LANES) {
         const vector one = exponential(load_some(score + t, end - t) - top);
         store_some(score + t, one, end - t);
         sums += load_some(score + t, end - t);
     }
-    sum = 1 / total(sums);
+    sum = total(sums);
+    if (sink) sum += exponential(all(*sink - top))[0];
+    sum = 1 / sum;
     for (int64_t t = begin; t < end; t++) score[t] *= sum;
 }
 
 INLINE void attend(const int count, const int whole, const Task *t, float *out, const float *q, float scale, float cap,
-                   float *score, int64_t longest) {
+                   const float *sinks, float *score, int64_t longest) {
     scores_of(count, whole, t, q, scale, score, longest);
     for (int64_t head = t->first * t->group; head < t->last * t->group; head++) {
         if (cap) bound(score + head * longest, t->begin, t->end, cap);
-        softmax(score + head * longest, t->begin, t->end);
+        softmax(score + head * longest, t->begin, t->end, sinks ? sinks + head : NULL);
     }
     mix(count, whole, t, out, score, longest);
 }
 
 #define HEAD(n) \
-    case n: attend(n, 1, &t, to, from, scale, cap, score, longest); break;
+    case n: attend(n, 1, &t, to, from, scale, cap, a->sinks, score, longest); break;
 
 void attention_team(const Attention *a) {
     const int64_t parts = a->n < FEW ? a->kv_heads : 1, each = a->kv_heads / parts;
@@ -121,20 +124,20 @@ void attention_team(const Attention *a) {
         const float *const from = a->q + s * a->q_stride, scale = a->scale, cap = a->cap;
         switch (a->dim % LANES ? 0 : a->dim / LANES) {
             HEAD(1) HEAD(2) HEAD(3) HEAD(4) HEAD(5) HEAD(6) HEAD(8) HEAD(16)
-            default: attend((a->dim + LANES - 1) / LANES, 0, &t, to, from, scale, cap, score, longest); /* sizes of few models */
+            default: attend((a->dim + LANES - 1) / LANES, 0, &t, to, from, scale, cap, a->sinks, score, longest); /* sizes of few models */
         }
     }
 }
 
 /* One query for each of n sequences. q, out [n, heads, dim] with row strides; caches [blocks, size, kv_heads, dim];
- * table [n, columns]; lengths [n]; window < 0: none; cap 0: none; scores: room for n * heads * longest floats. dim is at most
- * MOST * LANES. */
+ * table [n, columns]; lengths [n]; window < 0: none; cap 0: none; sinks [heads] or NULL; scores: room for
+ * n * heads * longest floats. dim is at most MOST * LANES. */
 void decode_attention(float *out, int64_t out_stride, const float *q, int64_t q_stride, const float *keys,
                       const float *values, const int32_t *table, int64_t columns, const int64_t *lengths,
                       int64_t n, int64_t heads, int64_t kv_heads, int64_t dim, int64_t size, float scale,
-                      int64_t window, float cap, float *scores, int64_t longest) {
+                      int64_t window, float cap, const float *sinks, float *scores, int64_t longest) {
     const Attention a = {out, q, keys, values, table, lengths, scores, out_stride, q_stride, columns, n, heads,
-                         kv_heads, dim, size, longest, window, scale, cap};
+                         kv_heads, dim, size, longest, window, scale, cap, sinks};
 #pragma omp parallel
     attention_team(&a);
 }

@@ -108,7 +108,7 @@ static const float *attend(const Decoder *d, const Layer *l, const Adapters *ada
     float *const mixed = queries == m->mixed ? m->q : m->mixed;
     const Attention a = {mixed, queries, l->keys, l->values, s->table, s->lengths, m->scores, q_size,
                          turned ? q_size : r.q_stride, s->columns, s->rows, d->heads, d->kv_heads, d->dim, d->size,
-                         s->longest, l->window, l->scale, l->cap};
+                         s->longest, l->window, l->scale, l->cap, NULL};
     attention_team(&a);
     apply(&l->linear[OUT], of(adapters, OUT), s, m, m->delta, mixed);
     return m->delta;

@@ -34,6 +34,7 @@ typedef struct { /* of attention.c */
     int64_t out_stride, q_stride, columns, n, heads, kv_heads, dim, size, longest;
     int64_t window;   /* < 0: none */
     float scale, cap; /* cap 0: none */
+    const float *sinks; /* [heads], or NULL */
 } Attention;
 
 typedef struct { /* of elementwise.c */

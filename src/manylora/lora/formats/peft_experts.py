@@ -30,6 +30,8 @@ H_TO_4H, DOWN, GATE = EXPERT_IDS
 EXPERT_NAMES = {
     "w1": H_TO_4H, "w2": DOWN, "w3": GATE, "gate_proj": H_TO_4H, "down_proj": DOWN, "up_proj": GATE,
 }  # fmt: skip
+LISTS = {"gate_up_projs": H_TO_4H, "down_projs": DOWN}
+"""Unsloth's names of gpt-oss's linear layers, whose number comes last; gate and up in turn in one of them."""
 EXPERT_PATHS = {
     prefix + name: module_id
     for prefix in ("", "mlp.experts.", "block_sparse_moe.experts.", "feed_forward.experts.")
@@ -39,10 +41,12 @@ EXPERT_PATHS = {
 EXPERT_KEY = re.compile(
     r"(?P<path>(?P<root>(?:(?:base_model|model|language_model)\.)*)"
     r"layers\.(?P<layer>\d{1,5})\.(?:mlp|block_sparse_moe|feed_forward)\."
-    rf"experts(?:\.(?P<expert>\d{{1,5}})\.(?P<name>{'|'.join(EXPERT_NAMES)})|(?P<stacked>(?:\.base_layer)?)))\."
+    rf"experts(?:\.(?P<expert>\d{{1,5}})\.(?P<name>{'|'.join(EXPERT_NAMES)})"
+    rf"|\.(?P<list>{'|'.join(LISTS)})\.(?P<number>\d{{1,5}})|(?P<stacked>(?:\.base_layer)?)))\."
     r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
 )
-"""path, layer and side as in PEFT_KEY; expert and name: of one expert; stacked: of all, not None."""
+"""path, layer and side as in PEFT_KEY; expert and name, or number and list: of one expert; stacked: of all,
+not None."""
 
 Matrices = dict[str, np.ndarray]  # "A", "B"
 Modules = Mapping[int, LoraModule] | None
@@ -84,15 +88,22 @@ def expert_rows(
         if match["side"] is None or config.use_dora:
             raise AdapterInvalidError(f"{key}: DoRA with MoE is not supported")
         layer, path = int(match["layer"]), match["path"]
+        if match["stacked"] is None:
+            _check_lists(path, match["list"] is not None, modules)
         if match["stacked"] is not None:
             matrices = stacked[layer].setdefault(path, {})
+        elif match["list"] is not None:
+            experts = single[layer, LISTS[match["list"]]]
+            matrices = experts.setdefault(int(match["number"]), (path, {}))[1]
         else:
             experts = single[layer, EXPERT_NAMES[match["name"]]]
             matrices = experts.setdefault(int(match["expert"]), (path, {}))[1]
         if match["side"] in matrices:
             raise AdapterInvalidError(f"{key} names an expert's matrix a second time")
         matrices[match["side"]] = values
-    rows = [_from_single(*place, experts, config, modules) for place, experts in single.items()]
+    rows = [
+        row for place, experts in single.items() for row in _from_single(*place, experts, config, modules)
+    ]
     for layer, wrappers in stacked.items():
         rows += _from_stacked(layer, wrappers, config, modules)
     return rows if kind is None else [encoded_row(row, kind) for row in rows]
@@ -111,7 +122,7 @@ def _from_single(
     experts: Mapping[int, tuple[str, Matrices]],
     config: PeftConfig,
     modules: Modules,
-) -> AdapterRow:
+) -> list[AdapterRow]:
     module = modules.get(module_id) if modules else None
     where = f"{MODULE_NAMES[module_id]} of layer {layer}"
     count = max(experts) + 1
@@ -120,7 +131,9 @@ def _from_single(
     for number in range(count):
         path, matrices = experts.get(number, (where, {}))
         a, b = _both(f"expert {number}: {path}", matrices)
-        check_dims(path, a.shape, b.shape, _of_one(modules, module_id))
+        fused = ".gate_up_projs." in path
+        for part in (b[::2], b[1::2]) if fused else (b,):
+            check_dims(path, a.shape, part.shape, _of_one(modules, module_id))
         first = pairs[0] if pairs else (a, b)
         if (a.shape, b.shape) != (first[0].shape, first[1].shape):
             raise AdapterInvalidError(
@@ -130,7 +143,17 @@ def _from_single(
         scale = config.scale(path, len(a))
         pairs.append((a, _scaled(path, b, scale)))
     a, b = (np.stack([pair[i] for pair in pairs]) for i in range(2))
-    return _row(module_id, layer, a, b, scale)
+    parts = {H_TO_4H: b[:, ::2], GATE: b[:, 1::2]} if fused else {module_id: b}
+    return [_row(part_id, layer, a, part, scale) for part_id, part in parts.items()]
+
+
+def _check_lists(path: str, in_lists: bool, modules: Modules) -> None:
+    """Raises AdapterInvalidError for names of another model's experts."""
+    known = modules.get(DOWN) if modules else None
+    if known is not None and known.interleaved != in_lists:
+        raise AdapterInvalidError(
+            f"{path}: this model's experts are not called so; the adapter is for another"
+        )
 
 
 def _from_stacked(
@@ -163,7 +186,10 @@ def _from_stacked(
             half, odd = divmod(b.shape[1], 2)
             if odd:
                 raise AdapterInvalidError(f"{path}: the fused gate and up must have an even number of rows")
-            parts = {H_TO_4H: b[:, :half], GATE: b[:, half:]}
+            if module is not None and module.interleaved:
+                parts = {H_TO_4H: b[:, ::2], GATE: b[:, 1::2]}
+            else:
+                parts = {H_TO_4H: b[:, :half], GATE: b[:, half:]}
         for module_id, part in parts.items():
             check_dims(path, a[0].shape, part[0].shape, _of_one(modules, module_id))
             rows.append(_row(module_id, layer, *_without_idle_ranks(a, part), scale))

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from manylora.model.families import bart, deepseek, gemma, gpt, interleaved, llama, llama4, moe, t5, vision
+from manylora.model.families import (
+    bart,
+    deepseek,
+    gemma,
+    gpt,
+    gpt_oss,
+    interleaved,
+    llama,
+    llama4,
+    moe,
+    t5,
+    vision,
+)
 from manylora.model.families.family import ModelFamily
 
-MODULES = (llama, interleaved, gemma, gpt, moe, deepseek, llama4, vision, t5, bart)
+MODULES = (llama, interleaved, gemma, gpt, moe, gpt_oss, deepseek, llama4, vision, t5, bart)
 FAMILIES: dict[str, ModelFamily] = {
     name: family for module in MODULES for name, family in module.FAMILIES.items()
 }

@@ -31,6 +31,7 @@ class TensorNames:
     block_norms: from our names (attention_norm, attention_post_norm, mlp_norm, mlp_post_norm, cross_norm) to
         the checkpoint's; norms that the family does not have are left out.
     q_norm, k_norm: with `{}` for the number of a head, where each has a tensor of its own.
+    sinks: one number for each head.
     cross: q, k, v and out of cross-attention.
     latent: of latent attention, whose qkv are q_a_proj (or q_proj) and kv_a_proj_with_mqa: q_b_proj and
         kv_b_proj. q_norm and k_norm are of the vectors between these.
@@ -51,6 +52,7 @@ class TensorNames:
     out: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    sinks: str = ""
     cross: tuple[str, ...] = ()
     latent: tuple[str, ...] = ()
     shared_block: str = "shared_expert"

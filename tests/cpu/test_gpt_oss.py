@@ -1,0 +1,191 @@
+"""Protects gpt-oss: engines that decode with sinks beside windows, MXFP4 experts value for value, adapters by
+each name that trainers write, and its chat template."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from running import read, run, tokens
+from safetensors.torch import load_file, save_file
+from test_parity_adapters import agree, mixed_logits, open_store
+
+from manylora.commands.build import main as build
+from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.engine.engine import Engine
+from manylora.errors import AdapterInvalidError, ConfigError
+from manylora.kernels.device import open_device
+from manylora.model.checkpoint import read_model_config
+from manylora.model.weights import load_decoder
+from manylora.quant.mxfp4 import mxfp4
+from manylora.request import LoraInput, Request, SamplingConfig
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate, reference_logits
+from manylora.text.chat_template import ChatTemplate
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+WEIGHTS = "adapter_model.safetensors"
+# As released: macros, a date, channels, and what a chat may set.
+HARMONY = """
+{%- macro system() -%}
+Current date: {{ strftime_now("%Y-%m-%d") }}
+{% if reasoning_effort is not defined %}{% set reasoning_effort = "medium" %}{% endif -%}
+Reasoning: {{ reasoning_effort }}
+# Valid channels: analysis, commentary, final.{% endmacro -%}
+<|start|>system<|message|>{{ system() }}<|end|>
+{%- for message in messages -%}
+{%- if message.role == "assistant" and "thinking" in message -%}
+<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>
+{%- elif message.role == "assistant" -%}
+<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>
+{%- else -%}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gpt-oss")
+
+
+@pytest.fixture(scope="module")
+def model(workshop: Path) -> Path:
+    return make_model(workshop / "model", "gpt-oss", seed=6, hidden_size=64, intermediate_size=32)
+
+
+@pytest.fixture(scope="module")
+def adapter(model: Path, workshop: Path) -> Path:
+    parts = [*EXPERTS, "mlp.router.weight"]
+    return make_adapter(workshop / "adapters" / "1", model, 1, 4, ATTENTION, target_parameters=parts)
+
+
+@pytest.fixture(scope="module")
+def as_released(model: Path, workshop: Path) -> tuple[Path, Path]:
+    """The model with MXFP4 experts, and the same values as plain weights, made wide by transformers."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    packed, plain = (shutil.copytree(model, workshop / name) for name in ("mxfp4", "widened"))
+    weights = load_file(model / "model.safetensors")
+    wide, torch_seed = dict(weights), torch.Generator().manual_seed(3)
+    for name, stack in wide.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            count, inputs, outputs = stack.shape
+            blocks = torch.randint(0, 256, (count, outputs, inputs // 32, 16), generator=torch_seed)
+            scales = torch.randint(122, 126, (count, outputs, inputs // 32), generator=torch_seed)
+            blocks, scales = blocks.to(torch.uint8), scales.to(torch.uint8)
+            wide[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+            del weights[name]
+            weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(weights, packed / "model.safetensors", {"format": "pt"})
+    save_file(wide, plain / "model.safetensors", {"format": "pt"})
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+    }
+    (packed / "config.json").write_text(json.dumps(config))
+    return packed, plain
+
+
+def test_greedy_tokens_of_an_engine(model: Path, adapter: Path) -> None:
+    """A prompt of several chunks, its beginning once more, and short ones, under an adapter and not."""
+    cache = LoraCacheConfig(gpu_memory_bytes=2**22, prefetch_dir=adapter.parent)
+    limits = {"max_seq_len": 96, "max_num_tokens": 40, "max_batch_size": 8, "tokens_per_block": 8}
+    engine = Engine(EngineConfig(model, device="cpu", lora=cache, **limits))
+    prompts = [tokens(70), tokens(70)[:60], tokens(5, 3)]
+    given = [None, LoraInput(1), None]
+    cases = list(zip(prompts, given, strict=True))
+    wanted = [reference_generate(model, adapter if lora else None, ids, 6) for ids, lora in cases]
+    for _ in range(2):  # the second time from the cache
+        requests = (Request(tuple(ids), SamplingConfig(max_tokens=6), lora=lora) for ids, lora in cases)
+        found = run(engine, *requests)
+        assert [[token for event in events for token in event.token_ids] for events in found] == wanted
+    engine.close()
+
+
+def test_beams_are_those_of_transformers(model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, max_beam_width=3, tokens_per_block=8))
+    sampling = SamplingConfig(max_tokens=6, beam_width=3, end_id=300)
+    [[event]] = run(engine, Request(tuple(tokens(20)), sampling))
+    engine.close()
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    options = {"num_beams": 3, "num_return_sequences": 3, "eos_token_id": 300, "pad_token_id": 258}
+    ids = loaded.generate(torch.tensor([tokens(20)]), max_new_tokens=6, do_sample=False, **options)
+    assert [list(beam.token_ids) for beam in event.beams] == ids[:, 20:].tolist()
+
+
+def test_mxfp4_values_are_those_of_transformers() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks = torch.arange(256, dtype=torch.uint8).repeat(3).view(6, 8, 16)
+    scales = torch.tensor([0, 1, 2, 100, 127, 128, 200, 246], dtype=torch.uint8).repeat(6, 1)
+    for dtype in (torch.float32, torch.bfloat16):
+        wanted = convert_moe_packed_tensors(blocks[None], scales[None], dtype=dtype)[0].T
+        found = mxfp4(blocks, scales, 256).to(dtype).wide()
+        assert torch.equal(found, wanted)
+    with pytest.raises(ConfigError, match=r"_blocks must be uint8 \(6, 4, 16\)"):
+        mxfp4(blocks, scales, 128)
+
+
+def test_mxfp4_experts_answer_as_their_values_do(
+    as_released: tuple[Path, Path], adapter: Path, tmp_path: Path
+) -> None:
+    packed, plain = as_released
+    found = mixed_logits(packed, [None, read(adapter, packed, 1)])
+    for seed, (logits, lora) in enumerate(zip(found, (None, adapter), strict=True)):
+        assert agree(logits, reference_logits(plain, lora, tokens(20, seed)))
+    decoder = load_decoder(packed, read_model_config(packed), torch.float32, open_device("cpu"))
+    wide = load_decoder(plain, read_model_config(plain), torch.float32, open_device("cpu"))
+    assert decoder.has_quantised_experts and decoder.weight_bytes < wide.weight_bytes
+    assert build(["--model_dir", str(packed), "--output_dir", str(tmp_path / "built")]) != 0
+
+
+def test_experts_in_lists_are_the_stacked_ones(model: Path, adapter: Path, workshop: Path) -> None:
+    """As Unsloth names them, whose linear layers of a projection are a list."""
+    listed = shutil.copytree(adapter, workshop / "lists")
+    found = {}
+    for key, value in load_file(adapter / WEIGHTS).items():
+        head, experts, tail = key.partition(".experts.")
+        if not experts:
+            found[key] = value
+            continue
+        name = "gate_up_projs" if "base_layer" in tail else "down_projs"
+        side = "lora_A" if "lora_A" in tail else "lora_B"
+        each = (
+            value.unflatten(0, (-1, 4)) if side == "lora_A" else value.unflatten(1, (4, -1)).permute(2, 0, 1)
+        )
+        for number, matrix in enumerate(each):
+            found[f"{head}.experts.{name}.{number}.{side}.weight"] = matrix.contiguous()
+    save_file(found, listed / WEIGHTS)
+    one, other = mixed_logits(model, [read(adapter, model, 1), read(listed, model, 2)])[:2]
+    assert torch.equal(one, mixed_logits(model, [read(listed, model, 2)])[0])
+    assert agree(other, reference_logits(model, adapter, tokens(20, 1)))
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["mlp.experts.3.gate_proj.lora_A.weight", "mlp.experts.gate_up_proj_bias", "self_attn.sinks",
+     "mlp.shared_expert.up_proj.lora_A.weight"],
+)  # fmt: skip
+def test_a_key_that_does_not_fit_is_named(key: str, model: Path, adapter: Path, tmp_path: Path) -> None:
+    broken, key = shutil.copytree(adapter, tmp_path / "a"), f"base_model.model.model.layers.0.{key}"
+    more = {key: torch.zeros(4, 64), key.replace("lora_A", "lora_B"): torch.zeros(32, 4)}
+    save_file(load_file(adapter / WEIGHTS) | more, broken / WEIGHTS)
+    named = "shared_expert" if "shared" in key else key.partition(".lora")[0]
+    with pytest.raises(AdapterInvalidError, match=named):
+        open_store(read_model_config(model)).prepare(read(broken, model))
+
+
+def test_a_harmony_template_renders(tmp_path: Path) -> None:
+    template = ChatTemplate(tmp_path, {"chat_template": HARMONY})
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
+    text = template.render([*chat, {"role": "user", "content": "Go"}], variables={"reasoning_effort": "low"})
+    assert "Reasoning: low" in text and text.endswith("<|message|>Go<|end|><|start|>assistant")
+    assert "<|start|>assistant<|channel|>final<|message|>Yes?<|end|>" in text

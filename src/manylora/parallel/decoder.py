@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from manylora.lora.modules import LoraModuleId
 from manylora.model.batch import ForwardBatch
 from manylora.model.decoder import Decoder
 from manylora.model.extras import adapt_head
-from manylora.model.layers import Attention, Block, Norm, Turns
+from manylora.model.layers import Attends, Attention, Block, Norm, Turns
 from manylora.model.moe import Moe
 from manylora.parallel.collectives import Collectives
 from manylora.parallel.experts import MoePart
@@ -28,7 +28,7 @@ from manylora.parallel.mapping import Mapping
 class SummedAttention:
     """Attention over some heads, whose output is a part of a sum."""
 
-    attention: Attention
+    attention: Attends
     add_up: Callable[[Tensor], Tensor]
 
     @property
@@ -118,13 +118,13 @@ class RankDecoder(Decoder):
     def _summed(self, block: Block) -> Block:
         add_up = self._collectives.sum
         attention = block.attention
-        if self.config.qk_norm == "all":
+        if self.config.qk_norm == "all" and isinstance(attention, Attention):
             attention = replace(
                 attention,
                 q_norm=self._shared(attention.q_norm, self._model.num_heads, self.config.num_heads),
                 k_norm=self._shared(attention.k_norm, self._model.num_kv_heads, self.config.num_kv_heads),
             )
-        summed = cast(Attention, SummedAttention(attention, add_up))  # as a block calls it
+        summed = SummedAttention(attention, add_up)
         return replace(block, attention=summed, mlp=SummedMlp(block.mlp, add_up))
 
     def _shared(self, norm: Norm | None, heads: int, local: int) -> SharedNorm:

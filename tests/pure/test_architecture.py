@@ -33,7 +33,7 @@ INSIDE = {
         "spec", "experts", "transfer", "decode_step", "reference", "native", "loading", "cpu", "compiled",
         "cuda", "device",
     ],
-    "quant": ["config", "checkpoint", "layouts", "mxfp4", "checkpoint_weights"],
+    "quant": ["config", "checkpoint", "layouts", "mxfp4", "bitsandbytes", "checkpoint_weights"],
     "gguf": ["container", "config", "tokenizer", "folder", "blocks", "file"],
     "config": ["blocks", "values", "engine", "build_record", "hub", "model_folder", "resolve"],
     "wire": [

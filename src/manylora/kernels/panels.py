@@ -93,7 +93,7 @@ def to_panels(weight: Tensor | QuantisedWeight, width: int, block: int) -> Panel
     group = weight.group_size
     if weight.values.dtype not in KINDS or (block < group < columns and group % block):
         return None
-    if weight.order is not None:
+    if weight.order is not None or weight.codebook is not None:
         return None
     scales, offsets = weight.scales.float(), weight.offsets
     if weight.zeros is not None:

@@ -30,9 +30,10 @@ class QuantisedWeight:
     weight[n, order[k]] = scales[n, g] * (value[n, k] - zeros[n, g]) + offsets[n, g], g = k // group_size.
 
     values:  8 bits: int8 or float8_e4m3fn [N, K]. 4 bits: uint8 [N, K / 2], input 2i in the low half of
-             byte i; a value is its half of a byte minus 8.
+             byte i; a value is its half of a byte minus 8, or what the codebook says.
     scales:  [N, K / group_size], compute dtype. offsets: likewise, or None for 0.
     zeros:   int8 [N, K / group_size], or None for 0. order: int64 [K], or None for 0 to K - 1.
+    codebook: [16] float32, the values of 4 bits, or None.
     rounds_inputs: whether what it is multiplied with is rounded as by `round_inputs`.
     """
 
@@ -41,6 +42,7 @@ class QuantisedWeight:
     offsets: Tensor | None = None
     zeros: Tensor | None = None
     order: Tensor | None = None
+    codebook: Tensor | None = None
     rounds_inputs: bool = False
 
     @property
@@ -54,8 +56,8 @@ class QuantisedWeight:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has neither zeros nor another order of inputs."""
-        return self.zeros is None and self.order is None
+        """Whether it has neither zeros, nor another order of inputs, nor a codebook."""
+        return self.zeros is None and self.order is None and self.codebook is None
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields that are not None."""
@@ -72,8 +74,9 @@ class QuantisedWeight:
 
     def rows(self, rows: slice) -> QuantisedWeight:
         """The part of the weight that makes some of the outputs."""
-        parts = {name: part[rows] for name, part in self.tensors().items() if name != "order"}
-        return QuantisedWeight(**parts, order=self.order, rounds_inputs=self.rounds_inputs)
+        whole = {"order": self.order, "codebook": self.codebook}
+        parts = {name: part[rows] for name, part in self.tensors().items() if name not in whole}
+        return QuantisedWeight(**parts, **whole, rounds_inputs=self.rounds_inputs)
 
     def columns(self, columns: range) -> QuantisedWeight:
         """The part of the weight that reads some of the inputs. Raises ConfigError where its borders are not
@@ -111,7 +114,10 @@ class QuantisedWeight:
         part = self.rows(slice(start, stop))
         scales = part.scales.unsqueeze(-1)
         four = self.values.dtype == torch.uint8
-        values = (part.halves().to(scales.dtype) - 8) if four else part.values.to(scales.dtype)
+        if self.codebook is not None:
+            values = self.codebook.to(scales.dtype)[part.halves().int()]
+        else:
+            values = (part.halves().to(scales.dtype) - 8) if four else part.values.to(scales.dtype)
         grouped = values.view(len(values), part.scales.shape[1], -1)
         if part.zeros is not None:
             grouped = grouped - part.zeros.unsqueeze(-1)
@@ -166,6 +172,7 @@ def pack_for_cpu(weight: QuantisedWeight) -> QuantisedWeight | PackedInt4:
     """Repack for PyTorch's 4-bit kernel in bfloat16 models only, as it rounds activations to bfloat16."""
     kernel_takes = (
         not weight.rounds_inputs
+        and weight.codebook is None
         and weight.values.dtype == torch.uint8
         and weight.scales.dtype == torch.bfloat16
         and weight.group_size in INT4_GROUPS

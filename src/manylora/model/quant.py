@@ -117,6 +117,8 @@ def _same_format(one: Tensor | QuantisedWeight, other: Tensor | QuantisedWeight)
     same = same and one.rounds_inputs == other.rounds_inputs
     if not same or one.tensors().keys() != other.tensors().keys():
         return False
+    if one.codebook is not None and not torch.equal(one.codebook, other.codebook):
+        return False
     return one.order is None or other.order is None or torch.equal(one.order, other.order)
 
 
@@ -126,9 +128,10 @@ def _cat(run: Sequence[Any]) -> Tensor | QuantisedWeight:
         return first
     if isinstance(first, Tensor):
         return torch.cat(list(run))
-    names = first.tensors().keys() - {"order"}
+    names = first.tensors().keys() - {"order", "codebook"}
     joined = {name: torch.cat([getattr(piece, name) for piece in run]) for name in names}
-    return QuantisedWeight(**joined, order=first.order, rounds_inputs=first.rounds_inputs)
+    same = {"order": first.order, "codebook": first.codebook}
+    return QuantisedWeight(**joined, **same, rounds_inputs=first.rounds_inputs)
 
 
 def _group_size(columns: int, wanted: int) -> int:

@@ -12,7 +12,7 @@ from manylora.errors import ConfigError
 from manylora.quant.config import QuantAlgo
 
 GPTQ_FILE = "quantize_config.json"
-METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4")
+METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "bitsandbytes")
 AWQ_VERSIONS = ("gemm", "exllama")  # one layout in the file, two kernels
 PACKED = "pack-quantized"
 COMPRESSED = (PACKED, "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
@@ -64,6 +64,9 @@ def read_checkpoint_quant(raw: Mapping[str, Any]) -> CheckpointQuant | None:
         return CheckpointQuant(method, algo, 1 if layout == "gptq" else 0)
     if method == "compressed-tensors":
         return _compressed(raw)
+    if method == "bitsandbytes":
+        four = raw.get("load_in_4bit", raw.get("_load_in_4bit", False))
+        return CheckpointQuant(method, QuantAlgo.W4A16 if four else QuantAlgo.W8A16)
     if method == "mxfp4":
         return CheckpointQuant(method, QuantAlgo.W4A16_MXFP4)
     if method == "fbgemm_fp8":

@@ -8,16 +8,16 @@ from torch import Tensor
 
 from manylora.errors import ConfigError
 from manylora.kernels.quantised import QuantisedWeight
-from manylora.quant import layouts
+from manylora.quant import bitsandbytes, layouts
 from manylora.quant.checkpoint import CheckpointQuant
 from manylora.quant.mxfp4 import mxfp4
 
-PARTS = {"values": "qweight", **{name: name for name in ("scales", "offsets", "zeros", "order")}}
+PARTS = {"values": "qweight", **{name: name for name in ("scales", "offsets", "zeros", "order", "codebook")}}
 """The fields of a QuantisedWeight to the suffixes of tensor names in a directory of `manylora build`."""
 
 # For each method: required and optional suffixes of the tensors of a quantised weight.
 TENSORS: dict[str, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {
-    "built": ((("qweight", "scales"), ("offsets", "zeros", "order")),),
+    "built": ((("qweight", "scales"), ("offsets", "zeros", "order", "codebook")),),
     "awq": ((("qweight", "qzeros", "scales"), ()),),
     "gptq": ((("qweight", "qzeros", "scales"), ("g_idx",)),),
     "compressed-tensors": (
@@ -26,10 +26,29 @@ TENSORS: dict[str, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {
     ),
     "fp8": ((("weight", "weight_scale_inv"), ()), (("weight", "weight_scale"), ())),
     "mxfp4": ((("_blocks", "_scales"), ()),),  # of the experts of a layer
+    "bitsandbytes": (
+        *(
+            (
+                ("weight", "weight.absmax", "weight.quant_map", f"{bitsandbytes.STATE}{kind}"),
+                (bitsandbytes.NESTED_ABSMAX, bitsandbytes.NESTED_MAP),
+            )
+            for kind in bitsandbytes.KINDS
+        ),
+        (("weight", "SCB"), ("weight_format",)),
+    ),
     "fbgemm_fp8": ((("weight", "weight_scale"), ("input_scale_ub",)),),
 }
 # Which plain layers do not have.
-KEYS = {"qweight", "weight_packed", "weight_scale", "weight_scale_inv", "_blocks", "_scales"}
+KEYS = {
+    "qweight",
+    "weight_packed",
+    "weight_scale",
+    "weight_scale_inv",
+    "_blocks",
+    "_scales",
+    "weight.absmax",
+    "SCB",
+}
 UNUSED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale")
 
 
@@ -88,6 +107,8 @@ class CheckpointWeights:
             return layouts.gptq(tensors, columns, self._quant.zero_shift)
         if self._method == "mxfp4":
             return mxfp4(tensors["_blocks"], tensors["_scales"], columns)
+        if self._method == "bitsandbytes":
+            return (bitsandbytes.eight_bits if "SCB" in tensors else bitsandbytes.four_bits)(tensors, columns)
         if "weight_packed" in tensors:
             return layouts.packed(tensors, columns)
         return layouts.scaled(tensors, columns, self._quant.block)

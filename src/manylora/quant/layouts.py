@@ -26,7 +26,8 @@ def built(tensors: Mapping[str, Tensor], columns: int) -> QuantisedWeight:
     """What `manylora build` writes: the fields of a QuantisedWeight."""
     values, scales = tensors["qweight"], tensors["scales"]
     _check("qweight", values, (len(scales), columns // 2 if values.dtype == torch.uint8 else columns))
-    return QuantisedWeight(values, scales, tensors.get("offsets"), tensors.get("zeros"), tensors.get("order"))
+    rest = {name: tensors.get(name) for name in ("offsets", "zeros", "order", "codebook")}
+    return QuantisedWeight(values, scales, **rest)  # type: ignore[arg-type]
 
 
 def awq(tensors: Mapping[str, Tensor], columns: int) -> QuantisedWeight:

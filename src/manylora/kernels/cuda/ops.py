@@ -122,6 +122,8 @@ class CudaOps(ReferenceOps):
                 return weight.wide()
             self._quantised.narrows_experts(weight)  # so that its trial is not in a step
             return weight
+        if weight.codebook is not None:  # which no kernel here looks values up in
+            return weight.wide()
         return self._quantised.pack(weight)
 
     def linear(self, x: Tensor, packed: Weight, bias: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ DEFAULTS = {
     "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
     "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "hidden_act": "silu",
     "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "rope_theta": 150000.0, "rope_parameters": YARN, "sliding_window": 128, "layer_types": None,
+    "rope_theta": 150000.0, "sliding_window": 128, "layer_types": None,
     "attention_bias": True, "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702,
     "swiglu_limit": 7.0,
 }  # fmt: skip
@@ -49,8 +49,12 @@ def _gpt_oss(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _with_yarn(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**raw, "rope_parameters": raw.get("rope_parameters") or YARN}
+
+
 FAMILIES = {
     "GptOssForCausalLM": ModelFamily(
-        DEFAULTS, _gpt_oss, lambda _: NAMES, aliases={"num_experts": "num_local_experts"}
+        DEFAULTS, _gpt_oss, lambda _: NAMES, _with_yarn, aliases={"num_experts": "num_local_experts"}
     )
 }

@@ -1,7 +1,8 @@
 """Protects checkpoints of bitsandbytes: values are those that it computes itself, and a base of them answers,
 with adapters, as one of these values does.
 
-bitsandbytes.safetensors was made by bitsandbytes 0.50.2 on a CPU; the digests in it are of what it gave back.
+bitsandbytes.safetensors was made by bitsandbytes 0.50.2 on a CPU; the digests in it are of what it gave back,
+zeros without a sign.
 """
 
 from __future__ import annotations

@@ -91,6 +91,8 @@ for lengths, rank, float8 in (
         ops.attention(q, cache, cache, batch, AttentionParams(0.1, 50 if rank == 8 else None))
         capped = AttentionParams(0.1, 50 if rank == 16 else None, 30.0)
         ops.attention(q, cache.to(FP8), cache.to(FP8), batch, capped)
+        ops.attention(q, cache, cache, batch, AttentionParams(0.1, 50, None, torch.zeros(32)))
+        ops.clamped_swiglu(y, 1.7, 7.0)
         pairs, _ = ops.pair_up(torch.zeros(starts[-1], 2, dtype=torch.int64), 8, lora)
         wide = torch.zeros(2 * starts[-1], hidden, dtype=dtype)
         ops.expert_linear(wide, pairs, (torch.zeros(widths[0], hidden, dtype=dtype),) * 8)

@@ -18,6 +18,7 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import open_device
+from manylora.lora.library.reader import read_adapter_folder
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.quant.mxfp4 import mxfp4
@@ -181,6 +182,15 @@ def test_a_key_that_does_not_fit_is_named(key: str, model: Path, adapter: Path, 
     named = "shared_expert" if "shared" in key else key.partition(".lora")[0]
     with pytest.raises(AdapterInvalidError, match=named):
         open_store(read_model_config(model)).prepare(read(broken, model))
+
+
+def test_stacked_rows_are_not_guessed(adapter: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(adapter, tmp_path / "a")
+    config = json.loads((copy / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "unsloth/gpt-oss-20b"
+    (copy / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(AdapterInvalidError, match=r"in which order the rows .* \(--base\)"):
+        read_adapter_folder(copy)
 
 
 def test_a_harmony_template_renders(tmp_path: Path) -> None:

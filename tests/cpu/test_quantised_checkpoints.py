@@ -160,7 +160,7 @@ def change(model: Path, **settings: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported; supported are awq"),
+        ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported; supported are awq"),
         ({**AWQ, "version": "gemv"}, "version 'gemv' is not supported; supported: gemm, exllama"),
         ({**GPTQ, "bits": 3}, "bits 3 is not supported; supported: 4, 8"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),

@@ -74,9 +74,9 @@ class QuantisedWeight:
 
     def rows(self, rows: slice) -> QuantisedWeight:
         """The part of the weight that makes some of the outputs."""
-        whole = {"order": self.order, "codebook": self.codebook}
+        whole = ("order", "codebook")
         parts = {name: part[rows] for name, part in self.tensors().items() if name not in whole}
-        return QuantisedWeight(**parts, **whole, rounds_inputs=self.rounds_inputs)
+        return replace(self, **parts)
 
     def columns(self, columns: range) -> QuantisedWeight:
         """The part of the weight that reads some of the inputs. Raises ConfigError where its borders are not

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,8 +118,8 @@ def _same_format(one: Tensor | QuantisedWeight, other: Tensor | QuantisedWeight)
     same = same and one.rounds_inputs == other.rounds_inputs
     if not same or one.tensors().keys() != other.tensors().keys():
         return False
-    if one.codebook is not None and not torch.equal(one.codebook, other.codebook):
-        return False
+    if one.codebook is not None and other.codebook is not None:
+        return torch.equal(one.codebook, other.codebook)
     return one.order is None or other.order is None or torch.equal(one.order, other.order)
 
 
@@ -130,8 +131,7 @@ def _cat(run: Sequence[Any]) -> Tensor | QuantisedWeight:
         return torch.cat(list(run))
     names = first.tensors().keys() - {"order", "codebook"}
     joined = {name: torch.cat([getattr(piece, name) for piece in run]) for name in names}
-    same = {"order": first.order, "codebook": first.codebook}
-    return QuantisedWeight(**joined, **same, rounds_inputs=first.rounds_inputs)
+    return replace(first, **joined)
 
 
 def _group_size(columns: int, wanted: int) -> int:

@@ -76,7 +76,7 @@ def _state(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     try:
         raw = json.loads(bytes(stored.flatten().tolist()))
         shape = [int(size) for size in raw["shape"]]
-        found = {
+        found: dict[str, Any] = {
             "shape": shape,
             "blocksize": int(raw["blocksize"]),
             "nested_blocksize": int(raw.get("nested_blocksize") or 1),

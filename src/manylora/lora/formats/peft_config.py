@@ -46,6 +46,7 @@ class PeftConfig:
     ensure_weight_tying: bool = False
     token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """trainable_token_indices by module; of a plain list, by the empty name: the input embedding."""
+    base: str = ""  # as the trainer called the base model
 
     @cached_property
     def _alphas(self) -> Patterns:
@@ -125,6 +126,7 @@ def read_peft_config(folder: Path, bounds: Bounds = ANY_MODEL) -> PeftConfig:
         tuple(parameters),
         modules_to_save=_names(config),
         token_indices=_token_indices(config),
+        base=str(config.get("base_model_name_or_path") or ""),
         **{name: bool(config.get(name)) for name in flags},
     )
 

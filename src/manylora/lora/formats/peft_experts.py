@@ -48,6 +48,8 @@ EXPERT_KEY = re.compile(
 """path, layer and side as in PEFT_KEY; expert and name, or number and list: of one expert; stacked: of all,
 not None."""
 
+IN_TURN = re.compile(r"gpt[-_]?oss", re.IGNORECASE)
+"""In the name of a base whose stacked rows are those of gate and up in turn."""
 Matrices = dict[str, np.ndarray]  # "A", "B"
 Modules = Mapping[int, LoraModule] | None
 
@@ -90,6 +92,11 @@ def expert_rows(
         layer, path = int(match["layer"]), match["path"]
         if match["stacked"] is None:
             _check_lists(path, match["list"] is not None, modules)
+        if match["stacked"] is not None and modules is None and IN_TURN.search(config.base):
+            raise AdapterInvalidError(
+                f"{key}: in which order the rows of gate and up are depends on the base model, which is not "
+                "known here: name its directory (--base)"
+            )
         if match["stacked"] is not None:
             matrices = stacked[layer].setdefault(path, {})
         elif match["list"] is not None:

@@ -75,7 +75,9 @@ class QuantisedWeight:
     def rows(self, rows: slice) -> QuantisedWeight:
         """The part of the weight that makes some of the outputs."""
         whole = ("order", "codebook")
-        parts = {name: part[rows] for name, part in self.tensors().items() if name not in whole}
+        parts: dict[str, Any] = {
+            name: part[rows] for name, part in self.tensors().items() if name not in whole
+        }
         return replace(self, **parts)
 
     def columns(self, columns: range) -> QuantisedWeight:

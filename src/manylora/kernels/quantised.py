@@ -99,12 +99,12 @@ class QuantisedWeight:
         if self.scales.shape[1] == 1:
             return replace(self, values=values)
         groups = slice(columns.start // size, columns.stop // size)
-        tables = {
+        tables: dict[str, Any] = {
             name: table[:, groups].contiguous()
             for name, table in self.tensors().items()
             if name in ("scales", "offsets", "zeros")
         }
-        return QuantisedWeight(values, **tables, rounds_inputs=self.rounds_inputs)
+        return replace(self, values=values, **tables)
 
     def to(self, dtype: torch.dtype) -> QuantisedWeight:
         """The same weight with scales and offsets in another dtype."""

@@ -87,6 +87,8 @@ def _experts(raw: Mapping[str, Any], layers: frozenset[int], routing: RoutingCon
     if not layers:
         return None
     count, inner, top_k = raw["n_routed_experts"], raw["moe_intermediate_size"], raw["num_experts_per_tok"]
+    if top_k is None:
+        raise ConfigError("config.json: num_experts_per_tok is missing: how many experts a token has")
     groups, best = routing.groups, routing.top_groups
     if count % groups or not 1 <= best <= groups or routing.group_best > count // groups:
         raise ConfigError(
@@ -180,5 +182,7 @@ FAMILIES = {
     "Glm4MoeForCausalLM": ModelFamily(
         GLM4_MOE, _glm4_moe, _names, aliases=ALIASES, rope={"partial": "partial_rotary_factor"}
     ),
-    "Glm4MoeLiteForCausalLM": ModelFamily(GLM4_LITE, _glm4_lite, _names, aliases=ALIASES),
+    "Glm4MoeLiteForCausalLM": ModelFamily(
+        GLM4_LITE, _glm4_lite, _names, aliases={**ALIASES, "head_dim": "qk_rope_head_dim"}
+    ),
 }

@@ -23,6 +23,7 @@ from manylora.llmapi.options import NAMES as LLM_NAMES
 from manylora.llmapi.options import llm_arguments
 from manylora.openai.arguments import parse_options
 from manylora.openai.options import LLM_ARGUMENTS
+from manylora.system.lifeline import WORLD_SIZE
 from manylora.wire.parameters import NAMES as PARAMETERS
 from manylora.wire.parameters import engine_config
 
@@ -315,3 +316,15 @@ def test_settings_of_an_engine_elsewhere_are_refused(
     command = ["bench", "throughput", "--dataset", str(file), "--endpoint", "localhost:1", "--dtype", "auto"]
     assert main(command) == 1
     assert "--dtype: such options belong to an engine in this process" in capsys.readouterr().err
+
+
+def test_world_size_fills_what_the_parameters_leave_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"gpt_model_type": "v1", "gpt_model_path": str(BASE)}
+    tensor, pipeline = "tensor_parallel_size", "pipeline_parallel_size"
+    monkeypatch.setenv(WORLD_SIZE, "6")
+    for said, sizes in (({}, (6, 1)), ({tensor: "2"}, (2, 3)), ({pipeline: "2"}, (3, 2))):
+        config = engine_config(given | said)
+        assert (config.tensor_parallel_size, config.pipeline_parallel_size) == sizes
+        assert config.world_size == 6
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size \(4 \* 1\), got 6"):
+        engine_config(given | {tensor: "4"})

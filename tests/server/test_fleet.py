@@ -159,12 +159,19 @@ def test_adapters_come_and_go_without_a_restart(fleet: Fleet) -> None:
 
 
 def test_a_client_that_leaves_ends_its_generation(fleet: Fleet) -> None:
-    with httpx.stream(
-        "POST", f"{fleet.url}/v1/completions", json=body("a0", 4000, stream=True), timeout=60
-    ) as answer:
+    def left() -> float:
+        lines = httpx.get(f"{fleet.url}/metrics", timeout=30).text.splitlines()
+        return sum(
+            float(line.split()[-1]) for line in lines if line.startswith("manylora_clients_left_total{")
+        )
+
+    before = left()
+    long = body("a0", 4000, stream=True) | {"n": 8, "temperature": 1}
+    with httpx.stream("POST", f"{fleet.url}/v1/completions", json=long, timeout=60) as answer:
+        assert answer.status_code == 200, answer.read()
         next(answer.iter_lines())
-        assert sum(one["running"] for one in fleet.replicas()) == 1
-    wait_for(lambda: sum(one["running"] for one in fleet.replicas()) == 0, 20)
+    wait_for(lambda: left() == before + 1, 30)
+    wait_for(lambda: sum(one["running"] for one in fleet.replicas()) == 0, 30)
 
 
 async def stream(client: httpx.AsyncClient, url: str, adapter: str, tokens: int) -> str:

@@ -36,7 +36,6 @@ ELSEWHERE = ("docs/migration.md",)  # names files of upstream
 FOREIGN = {
     "--data-binary", "--max_input_len", "--to", "--lora_dir", "--rounds", "--world_size",
     "--model_repo", "--lora-root", "--http_port",
-    "--per-second", "--seconds", "--rank",
     "--url", "--endpoint-type", "--extra-inputs", "--model",
     # Taken or refused by `serve`, and not in its help.
     *(f"--{name.replace('_', '-')}" for table in (NEUTRAL, NEUTRAL_VALUES, REFUSED) for name in table),

@@ -18,6 +18,7 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.errors import ConfigError
 from manylora.group.agreement import check_identity, from_values, identity, to_values
 from manylora.group.place import Place, find_place
+from manylora.kernels import device
 from manylora.quant.config import QuantConfig
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
@@ -96,3 +97,17 @@ def test_two_processes_that_a_launcher_has_started_are_one_engine() -> None:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], log
     assert json.loads(answer) and not nothing
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "opened"), [("auto", False, "cpu"), ("auto", True, "cuda:1"), ("cpu", True, "cpu")]
+)
+def test_the_device_of_a_rank(name: str, found: bool, opened: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_has_gpu", lambda: found)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert device.device_of_rank(name, 1, 2) == opened
+    if found and name == "auto":
+        with pytest.raises(ConfigError, match="3 ranks on this host need a GPU each, and it has 2"):
+            device.device_of_rank(name, 1, 3)
+    with pytest.raises(ConfigError, match="say cuda, and choose with CUDA_VISIBLE_DEVICES"):
+        device.device_of_rank("cuda:0", 1, 2)

@@ -154,8 +154,7 @@ class Device:
 
 def open_device(name: str) -> Device:
     """name: auto (a GPU if there is one), cpu, cuda, cuda:N. Raises ConfigError when it is not there."""
-    if name == "auto":
-        name = "cuda" if _has_gpu() else "cpu"
+    name = _resolved(name)
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -174,6 +173,13 @@ def open_device(name: str) -> Device:
     return _open_cuda(device)
 
 
+def _resolved(name: str) -> str:
+    """auto: a GPU if there is one."""
+    if name != "auto":
+        return name
+    return "cuda" if _has_gpu() else "cpu"
+
+
 def device_of_rank(name: str, rank: int, count: int) -> str:
     """What to open for one of `count` ranks on this host, of which each has a GPU of its own. name: as of
     `open_device`. Raises ConfigError."""
@@ -182,7 +188,8 @@ def device_of_rank(name: str, rank: int, count: int) -> str:
             f"device {name} is one device, and each of {count} ranks has its own: say cuda, and choose with "
             "CUDA_VISIBLE_DEVICES"
         )
-    if name != "cuda" and (name != "auto" or not _has_gpu()):
+    name = _resolved(name)
+    if name != "cuda":
         return name
     found = torch.cuda.device_count()
     if count > found:

@@ -55,7 +55,7 @@ class TorchCollectives:
         if self._size == 1:
             return x
         parts = torch.empty((self._size, *x.shape), dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(parts.view(-1), x.contiguous().view(-1), self._group)
+        dist.all_gather_single(parts.view(-1), x.contiguous().view(-1), self._group)
         total = parts[0].float()
         for part in parts[1:]:
             total += part

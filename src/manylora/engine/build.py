@@ -30,7 +30,7 @@ from manylora.engine.peak import peak_bytes
 from manylora.engine.runner import Runner
 from manylora.engine.step_messages import END, Others
 from manylora.group.channel import Message
-from manylora.group.collectives import join_collectives, leave_group
+from manylora.group.collectives import interface_of, join_collectives, leave_group
 from manylora.group.leader import Leader
 from manylora.group.place import Place
 from manylora.kernels.device import Device, device_of_rank, open_device
@@ -108,8 +108,9 @@ class EngineParts:
 def meet_group(config: EngineConfig, place: Place, store: Store) -> TorchCollectives:
     """Join the other ranks' computation. Raises ConfigError."""
     device = torch.device(device_of_rank(config.device, place.local_rank, place.local_size))
-    join_collectives(place, store, "nccl" if device.type == "cuda" else "gloo")
-    return TorchCollectives(mapping_of(config, place.rank), device)
+    with interface_of(place):
+        join_collectives(place, store, "nccl" if device.type == "cuda" else "gloo")
+        return TorchCollectives(mapping_of(config, place.rank), device)
 
 
 def mapping_of(config: EngineConfig, rank: int) -> Mapping:

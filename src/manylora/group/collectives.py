@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import fcntl
+import ipaddress
 import os
-from contextlib import suppress
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import Store
 
 from manylora.errors import ConfigError
 from manylora.group.place import Place
+
+GLOO = "GLOO_SOCKET_IFNAME"  # else Gloo takes the address of the host's name, which is often the loopback's
+SIOCGIFADDR, NAME_SIZE = 0x8915, 16  # of linux/sockios.h and linux/if.h
+
+
+@contextmanager
+def interface_of(place: Place) -> Iterator[None]:
+    """Within it, Gloo connects over the interface of rank 0's host, or over none that others see where all
+    ranks are on one, unless the user has chosen."""
+    name = "lo" if place.on_one_host else interface_towards(place.address)
+    if name is None or GLOO in os.environ:
+        yield
+        return
+    os.environ[GLOO] = name
+    try:
+        yield
+    finally:
+        del os.environ[GLOO]
 
 
 def join_collectives(place: Place, store: Store, backend: str) -> None:
@@ -18,14 +42,30 @@ def join_collectives(place: Place, store: Store, backend: str) -> None:
         raise ConfigError(
             "torch.distributed is in use in this process already: one engine of several ranks at a time"
         )
-    loopback = place.on_one_host and "GLOO_SOCKET_IFNAME" not in os.environ
-    if loopback:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nobody else is to see them
-    try:
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size)
-    finally:
-        if loopback:
-            del os.environ["GLOO_SOCKET_IFNAME"]
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size)
+
+
+def interface_towards(address: str) -> str | None:
+    """The network interface of this host that reaches an address, or that has it. None: not found."""
+    with suppress(OSError):
+        family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing
+            ours = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
+            return next((name for name, its in _addresses(probe) if its == ours), None)
+    return None
+
+
+def _addresses(probe: socket.socket) -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
+    if probe.family == socket.AF_INET6:
+        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
+            digits, *_, name = line.split()
+            yield name, ipaddress.ip_address(bytes.fromhex(digits))
+        return
+    for _, name in socket.if_nameindex():
+        with suppress(OSError):  # it has none
+            request = struct.pack(f"{NAME_SIZE}s24x", name.encode())
+            yield name, ipaddress.ip_address(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
 
 
 def leave_group() -> None:

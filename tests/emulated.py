@@ -171,6 +171,10 @@ class EmulatedLibrary:
         (value,) = struct.unpack("<f", struct.pack("<I", self._machine.reg_read(FLOATS[0]) & 2**32 - 1))
         self._machine.reg_write(FLOATS[0], struct.unpack("<I", struct.pack("<f", math.erf(value)))[0])
 
+    def _c_log1pf(self) -> None:
+        (value,) = struct.unpack("<f", struct.pack("<I", self._machine.reg_read(FLOATS[0]) & 2**32 - 1))
+        self._machine.reg_write(FLOATS[0], struct.unpack("<I", struct.pack("<f", math.log1p(value)))[0])
+
     def _c_sched_yield(self) -> None: ...
 
     def _c_getauxval(self) -> None:

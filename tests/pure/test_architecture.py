@@ -30,8 +30,8 @@ INSIDE = {
     "system": ["lifeline", "threads", "allocator", "text_threads", "processor", "compiler", "progress"],
     "kernels": [
         "activations", "quantised", "huge_pages", "panels", "integer", "products", "extras", "row_format",
-        "spec", "experts", "transfer", "decode_step", "reference", "native", "loading", "cpu", "compiled",
-        "cuda", "device",
+        "delta_rule", "spec", "experts", "transfer", "decode_step", "reference", "native", "loading", "cpu",
+        "compiled", "cuda", "device",
     ],
     "quant": ["config", "checkpoint", "layouts", "mxfp4", "bitsandbytes", "checkpoint_weights"],
     "gguf": ["container", "config", "tokenizer", "folder", "blocks", "file"],

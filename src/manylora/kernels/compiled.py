@@ -19,6 +19,7 @@ from torch import Tensor
 
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.decode_step import SHORT, DecoderParts, DecodeStep
+from manylora.kernels.delta_rule import LARGEST_DIM, MOST_TAPS, DeltaWeights, RecurrentState, StateBatch
 from manylora.kernels.integer import to_integer_panels
 from manylora.kernels.panels import Panels, PanelsLinear, WeightRows, address, read_panels, to_panels
 from manylora.kernels.products import NONE, choose_form
@@ -240,6 +241,23 @@ class CompiledOps(CpuOps):
             table.data_ptr(), table.shape[1], ends.ctypes.data, count, heads, kv_heads, dim, size,
             params.scale, -1 if params.window is None else params.window, params.softcap or 0.0,
             address(params.sinks), self._scores.data_ptr(), longest,
+        )  # fmt: skip
+        return out
+
+    def delta_rule(
+        self, x: Tensor, gates: Tensor, weights: DeltaWeights, state: RecurrentState, batch: StateBatch
+    ) -> Tensor:
+        heads, dim, keys = weights.value_heads, weights.value_dim, weights.key_dim
+        if not _plain(x, gates) or max(dim, keys) > LARGEST_DIM or len(weights.taps) > MOST_TAPS:
+            return super().delta_rule(x, gates, weights, state, batch)
+        out, mixed = torch.empty(len(x), heads * dim), torch.empty(len(x), weights.channels)
+        tables = (batch.starts, batch.reads, batch.writes, batch.cuts, batch.saves)
+        self._library.delta_rule(
+            out.data_ptr(), x.data_ptr(), x.stride(0), gates.data_ptr(), gates.stride(0), mixed.data_ptr(),
+            weights.taps.data_ptr(), weights.decay.data_ptr(), weights.shift.data_ptr(),
+            weights.norm.data_ptr(), state.inputs.data_ptr(), state.memory.data_ptr(),
+            *(table.data_ptr() for table in tables), len(batch.reads), len(weights.taps), weights.key_heads,
+            heads, keys, dim, weights.eps,
         )  # fmt: skip
         return out
 

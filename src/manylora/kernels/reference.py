@@ -15,6 +15,7 @@ from torch import Tensor
 
 from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.decode_step import DecoderParts, DecodeStep
+from manylora.kernels.delta_rule import DeltaWeights, RecurrentState, StateBatch, delta_rule
 from manylora.kernels.experts import HostPairs, group_segments, pair_up
 from manylora.kernels.panels import Panels, WeightRows
 from manylora.kernels.quantised import (
@@ -221,6 +222,20 @@ class ReferenceOps:
         mask = mask.repeat(groups, 1)
         mixed = attend(queries.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), mask, params, sinks)
         return mixed.view(kv_heads, groups, count, dim).permute(2, 0, 1, 3).reshape(count, num_heads, dim)
+
+    def delta_rule(
+        self, x: Tensor, gates: Tensor, weights: DeltaWeights, state: RecurrentState, batch: StateBatch
+    ) -> Tensor:
+        """Each sequence's rows one after another, from its state to the next, which is stored.
+
+        Semantics, for a row with [c; z] = x and [b; a] = gates, and the convolution's last inputs `seen`:
+            q, k, v = silu(sum over i of taps[i] * [seen; c][i]); q and k divided by their lengths, q by
+            sqrt(key_dim) too; then for each value head and its key head
+            M *= exp(decay * softplus(a + shift));  M += sigmoid(b) * (v - M k) k^T;  y = M q
+            result: norm * y * rsqrt(mean(y ** 2) + eps) * silu(z)
+        x [T, channels + values], gates [T, 2 * value heads] -> [T, values]; states of one layer.
+        """
+        return delta_rule(x, gates, weights, state, batch)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Semantics: with n = x.float() * rsqrt(mean(x.float() ** 2, -1) + eps),

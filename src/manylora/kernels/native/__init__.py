@@ -43,6 +43,7 @@ FUNCTIONS = {
     "decode_step": "pp",
     "add_rms_norm": "pppipipiif",
     "gated": "ppiiii",
+    "delta_rule": "ppipipppppppppppp" + "iiiiiif",
     "rotate_and_store": "ppipipipppppiiiii",
     "widen_float32": "ppif>i",
     "widen_bfloat16": "ppif>i",

@@ -64,8 +64,8 @@ INSIDE = {
     ],
     "group": ["channel", "place", "agreement", "rendezvous", "watch", "leader", "collectives"],
     "engine": [
-        "token_counts", "top_p", "sequence", "penalties", "kv_cache", "decode_run", "scheduler", "memory",
-        "guide_trial", "guide", "beam",
+        "token_counts", "top_p", "sequence", "penalties", "state_pool", "kv_cache", "decode_run", "scheduler",
+        "memory", "guide_trial", "guide", "beam",
         "sampler", "launched", "inputs", "step_messages", "peak", "graphs", "kernel_trials", "runner",
         "checks",
         "build", "follower", "results", "engine", "loop",

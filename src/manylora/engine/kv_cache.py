@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from manylora.engine.sequence import KvBlocks, Sequence
+from manylora.engine.state_pool import StatePool
 from manylora.lora.pages import PageAllocator
 
 if TYPE_CHECKING:
@@ -83,11 +84,16 @@ class KvCache:
 
     The keys and values that an encoder computes from a prompt take blocks of the same kind, for each of the
     decoder's layers. They belong to one sequence and are not reused.
+
+    states: of a model with recurrent layers. A sequence then has a slot of it from `begin` to `free`.
     """
 
-    def __init__(self, num_blocks: int, tokens_per_block: int, reuse: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, tokens_per_block: int, reuse: bool = True, states: StatePool | None = None
+    ) -> None:
         self.tokens_per_block = tokens_per_block
         self._reuse = reuse
+        self.states = states
         self._pages = PageAllocator(num_blocks)
         self._node_of: dict[Key, int] = {}
         self._block_of: dict[int, int] = {}  # node -> block
@@ -115,7 +121,11 @@ class KvCache:
         """
         kv = sequence.kv
         assert not kv.blocks
-        nodes = self._match(sequence)
+        nodes, states = self._match(sequence), self.states
+        if states is not None:
+            nodes = states.known(nodes)
+            if not states.num_available:
+                return False
         shared = [self._block_of[node] for node in nodes]
         num_idle = sum(block in self._idle for block in shared)
         num_cross = self.blocks_for(sequence.num_encoder)
@@ -125,6 +135,8 @@ class KvCache:
             self._idle.discard(block)
             self._pages.share(block)
         kv.blocks, kv.nodes = shared, nodes
+        if states is not None:
+            states.begin(sequence, nodes)
         sequence.num_computed = len(shared) * self.tokens_per_block
         kv.num_reused, kv.num_claimed, kv.num_new = len(shared), 0, 0
         grown = self.grow(sequence, num_tokens)
@@ -154,7 +166,7 @@ class KvCache:
         leader = group.leader
         own = self.blocks_for(leader.max_len) - leader.num_prompt // self.tokens_per_block
         count = (group.width - 1) * own
-        if count > self.num_available:
+        if count > self.num_available or (self.states and not self.states.reserve_beams(group)):
             return False
         group.reserve = self._claim(count)
         return True
@@ -167,6 +179,8 @@ class KvCache:
         self._give_back(target.kv.blocks, reserve)
         target.kv.blocks = source.kv.blocks[:used]
         target.num_computed = source.num_computed
+        if self.states is not None:
+            self.states.fork(source, target)
 
     def make_writable(self, sequence: Sequence, reserve: list[int]) -> tuple[int, int] | None:
         """Give a beam a block of its own for the next token. Returns (from, to) when one must be copied."""
@@ -213,10 +227,14 @@ class KvCache:
         self._pages.release(kv.cross_blocks)
         kv.blocks, kv.nodes, kv.cross_blocks, kv.is_encoded = [], [], [], False
         sequence.num_computed = 0
+        if self.states is not None:
+            self.states.free(sequence)
 
     def check(self, sequences: list[Sequence]) -> None:
         """Assert that every block is free, idle, or used by exactly these sequences and their reserves."""
         self._pages.check()
+        if self.states is not None:
+            self.states.check(sequences)
         used = [block for s in sequences for block in s.kv.blocks + s.kv.cross_blocks]
         groups = {id(s.beams): s.beams for s in sequences if s.beams is not None}
         used += [block for group in groups.values() for block in group.reserve]
@@ -281,6 +299,8 @@ class KvCache:
         return node
 
     def _forget(self, block: int) -> None:
-        key = self._key_of.pop(block)
-        del self._block_of[self._node_of.pop(key)]
+        node = self._node_of.pop(self._key_of.pop(block))
+        del self._block_of[node]
+        if self.states is not None:
+            self.states.forget(node)
         self._pages.release([block])

@@ -153,6 +153,10 @@ class Scheduler:
                     this.add(sequence)
         elif self._run is None and len(this.chunks) == len(self.running):
             self._begin_run(this)
+        states = self._kv.states
+        if states is not None and self._run is None:
+            for chunk in this.chunks:
+                states.before_step(chunk.sequence, chunk.start, chunk.count)
         return Step(tuple(this.chunks), self._run)
 
     def _repeat(self, run: DecodeRun, this: _Round) -> bool:
@@ -202,6 +206,8 @@ class Scheduler:
             sequence.num_computed = computed if computed < limit else limit
             if computed >= (len(kv.nodes) + 1) * size:
                 self._kv.commit(sequence)
+            if self._kv.states is not None:
+                self._kv.states.after_step(sequence)
         if step.run is not None:
             step.run.step_done()
 

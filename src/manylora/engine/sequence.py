@@ -46,6 +46,18 @@ class KvBlocks:
 
 
 @dataclass
+class StateSlots:
+    """Of a model with recurrent layers. Written by `StatePool`. -1: none."""
+
+    slot: int = -1  # its own
+    reads: int = -1  # where its state is before its next step
+    source: int | None = None  # node of the snapshot that this is, while it is one
+    cut: int = 0  # tokens of its next step after which the state is stored in save_slot too
+    save_slot: int = -1
+    border: int = 0  # tokens of the sequence up to there
+
+
+@dataclass
 class QueueState:
     """Written by the scheduler."""
 
@@ -117,6 +129,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     kv: KvBlocks = field(default_factory=KvBlocks)
+    state: StateSlots = field(default_factory=StateSlots)
     queue: QueueState = field(default_factory=QueueState)
     times: Times = field(default_factory=Times)
     output: Output = field(default_factory=Output)
@@ -315,7 +328,7 @@ class BeamGroup:
     leader:  computes the prompt and stands for the request.
     beams:   the running ones, the leader among them.
     scores:  cumulative log probability of each beam.
-    reserve: KV blocks of the group that no beam uses now.
+    reserve, state_reserve: KV blocks, and slots of recurrent state, of the group that no beam uses now.
     results: (score with the length penalty, result), the best first.
     forked:  whether the beams after the first exist, which is after the first step.
     """
@@ -325,6 +338,7 @@ class BeamGroup:
     beams: list[Sequence] = field(default_factory=list)
     scores: list[float] = field(default_factory=lambda: [0.0])
     reserve: list[int] = field(default_factory=list)
+    state_reserve: list[int] = field(default_factory=list)
     results: list[tuple[float, Beam]] = field(default_factory=list)
     forked: bool = False
 

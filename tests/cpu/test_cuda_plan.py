@@ -11,6 +11,7 @@ import pytest
 from manylora.kernels.cuda.plan import MODULES, PLACE, TILE, Places, plan_lora, rank_class, tile_size
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.kernels.spec import LoraRow, LoraSegment
+from manylora.lora.modules import LoraModuleId
 
 ONE = int(np.float32(1).view(np.int32))  # bits of the scale of a row that has none
 
@@ -52,6 +53,13 @@ def test_places_say_where_each_layer_and_module_lies() -> None:
     assert update.places[0, 2].tolist() == [0, 0, 0, 0, 0]
     assert plan.modules == {1, 3}
     assert (plan.rank, plan.tile_size, plan.encodings) == (16, 1, frozenset())
+
+
+def test_every_module_has_a_place() -> None:
+    last = max(LoraModuleId)
+    plan = plan_lora(segments([1], [adapter(7, modules=(last,))]), Places(2, 2), 4)
+    assert last < MODULES
+    assert plan.updates[0].places[1, last].tolist() == [7000 + last, 8, 0, 0, ONE]
 
 
 def test_places_say_what_is_in_8_bits_and_its_scale() -> None:

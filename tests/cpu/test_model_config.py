@@ -37,6 +37,8 @@ BESIDE_CAUSAL = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
 }
 WINDOWS = {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}
 

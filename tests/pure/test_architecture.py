@@ -55,8 +55,8 @@ INSIDE = {
     "model": [
         "families", "safetensors_file", "checkpoint", "plan", "batch", "chunks", "rope", "extras", "layers",
         "latent", "routing", "moe",
-        "decoder_parts", "transformer", "decoder", "attend", "encoder_decoder", "quant", "effective_weights",
-        "weights", "builder",
+        "delta_rule", "decoder_parts", "transformer", "decoder", "attend", "encoder_decoder", "quant",
+        "effective_weights", "weights", "builder",
     ],
     "parallel": [
         "mapping", "rank_model", "collectives", "weights", "adapters", "experts", "decoder",

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from manylora.config.engine import EncoderConfig, ModelConfig, MoeConfig
+from manylora.config.engine import EncoderConfig, ModelConfig, MoeConfig, RecurrentConfig
 from manylora.errors import ConfigError
 from manylora.parallel.mapping import Mapping, check_mapping
 from manylora.parallel.rank_model import rank_config
 
 LLAMA = ModelConfig("LlamaForCausalLM", 130, 64, 96, 5, 8, 2, 8, 64, 1e-6, 1e4, "float32")
 MOE = MoeConfig(8, 2, 48, True, frozenset({1, 2, 3, 4}), shared_intermediate_size=32)
+RECURRENT = RecurrentConfig(frozenset({0, 1, 2}), 2, 4, 8, 8, 4)
 
 
 def test_the_order_of_ranks() -> None:
@@ -64,6 +65,8 @@ def test_sizes_that_do_not_agree(sizes: tuple[int, ...], message: str) -> None:
         (replace(LLAMA, moe=replace(MOE, num_experts=7)), Mapping(2, 0, 2, 1, 2), "number of experts, 7"),
         (replace(LLAMA, moe=replace(MOE, intermediate_size=49)), Mapping(2, 0, 2), "an expert's width, 49"),
         (replace(LLAMA, encoder=EncoderConfig(2, 0)), Mapping(2, 0, 2), "has an encoder"),
+        (replace(LLAMA, recurrent=RECURRENT), Mapping(2, 0, 1, 2), "has recurrent layers"),
+        (replace(LLAMA, attention_gated=True), Mapping(2, 0, 2), "gated attention"),
         (replace(LLAMA, norm="layer", qk_norm="all"), Mapping(2, 0, 2), "norms all heads at once"),
     ],
 )

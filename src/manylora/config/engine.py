@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,6 +159,42 @@ class MoeConfig:
 
 
 @dataclass(frozen=True)
+class RecurrentConfig:
+    """The layers that have a state of one size in place of keys and values: gated delta rules, each behind a
+    causal convolution over its last inputs."""
+
+    layers: frozenset[int]
+    key_heads: int  # of queries and keys; each serves value_heads / key_heads heads of values
+    value_heads: int
+    key_dim: int  # of a head
+    value_dim: int
+    taps: int  # inputs that the convolution sees, the newest among them
+
+    @property
+    def key_size(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: q, k and v."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of one sequence in one layer, float32: the convolution's last inputs, and the heads' memory."""
+        return (self.taps - 1, self.channels), (self.value_heads, self.value_dim, self.key_dim)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one sequence in all layers."""
+        return 4 * len(self.layers) * sum(math.prod(shape) for shape in self.state_shapes)
+
+
+@dataclass(frozen=True)
 class EncoderConfig:
     """The encoder of an encoder-decoder model, and how its decoder begins. Both have the same sizes."""
 
@@ -216,12 +253,14 @@ class ModelConfig:
     unrotated_growth: tuple[float, int] | None = (
         None  # (b, n): as query_growth, from p + 1, where not rotated
     )
+    attention_gated: bool = False  # q's matrix gives each head a gate of its output too, after its query
     qkv_groups: int = 1  # a fused matrix of the checkpoint is so many [q; k; v], one after another
     # MLP
     activation: str = "silu"  # silu, gelu, gelu_tanh, relu, relu2 (its square)
     gated_mlp: bool = True
     mlp_bias: bool = False
     moe: MoeConfig | None = None
+    recurrent: RecurrentConfig | None = None  # None: every layer has attention
     encoder: EncoderConfig | None = None  # None: a decoder alone
     # how the parts are put together
     parallel_blocks: bool = False  # attention and MLP read the same input, their outputs are added
@@ -239,6 +278,11 @@ class ModelConfig:
         return self.num_heads * self.head_dim
 
     @property
+    def q_rows(self) -> int:
+        """Of q's matrix."""
+        return self.q_size * (2 if self.attention_gated else 1)
+
+    @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
@@ -248,9 +292,14 @@ class ModelConfig:
         return 2 if self.latent is None else 1
 
     @property
+    def recurrent_layers(self) -> frozenset[int]:
+        return frozenset() if self.recurrent is None else self.recurrent.layers
+
+    @property
     def kv_layers(self) -> int:
-        """Layers whose keys and values are in the cache: the decoder's."""
-        return self.num_layers - (self.encoder.num_layers if self.encoder else 0)
+        """Layers whose keys and values are in the cache: those of the decoder that have attention."""
+        others = self.encoder.num_layers if self.encoder else len(self.recurrent_layers)
+        return self.num_layers - others
 
     @property
     def rotary_dim(self) -> int:

@@ -19,10 +19,12 @@ from manylora.engine.memory import (
     KvPlan,
     adapter_room,
     allocate_kv,
+    allocate_states,
     batch_limits,
     check_length,
     kv_cache_dtype,
     plan_kv,
+    plan_states,
     usable_bytes,
     with_room,
 )
@@ -33,6 +35,7 @@ from manylora.group.channel import Message
 from manylora.group.collectives import interface_of, join_collectives, leave_group
 from manylora.group.leader import Leader
 from manylora.group.place import Place
+from manylora.kernels.delta_rule import RecurrentState
 from manylora.kernels.device import Device, device_of_rank, open_device
 from manylora.kernels.spec import BatchLimits
 from manylora.lora.expert_rules import targets_beside_quantised_experts
@@ -70,6 +73,7 @@ class RankParts:
     decoder: Decoder | EncoderDecoder
     kv_plan: KvPlan
     kv: Tensor
+    states: RecurrentState | None
     limits: BatchLimits
     dtype: torch.dtype
     pages_dtype: torch.dtype
@@ -87,6 +91,7 @@ class RankParts:
 class EngineParts:
     """The parts of an engine, on rank 0.
 
+    state_slots: of recurrent state; 0: the model has none.
     base:    the checkpoint's weights, which adapters on disk are read against (DoRA, trained biases).
     guides:  compiles guides; None when guided decoding is not enabled.
     overlap: whether a step is launched before the tokens of the previous one are known.
@@ -97,6 +102,7 @@ class EngineParts:
     device: Device
     decoder: Decoder | EncoderDecoder
     kv_plan: KvPlan
+    state_slots: int
     base: BaseWeights
     adapters: AdapterStore
     runner: Runner
@@ -142,16 +148,20 @@ def build_rank(config: EngineConfig, place: Place, comm: TorchCollectives | None
         limits = batch_limits(config, local, dtype, config.max_seq_len or local.max_seq_len)
         free_bytes = max(0, free_bytes - peak_bytes(decoder, device, limits, config))
     room = 0 if on_cpu else adapter_room(config, lora, local, pages_dtype, free_bytes)
-    plan = plan_kv(config, local, kv_dtype, device.torch, free_bytes - room)
+    slots = plan_states(config, local, free_bytes - room)
+    state_bytes = slots * local.recurrent.state_bytes if local.recurrent else 0
+    plan = plan_kv(config, local, kv_dtype, device.torch, free_bytes - room - state_bytes)
     if comm is not None:
         blocks, longest = comm.least(plan.num_blocks), comm.least(plan.max_seq_len)
         plan = replace(plan, num_blocks=blocks, max_seq_len=longest)
     kv_tensor = allocate_kv(plan, config, local, kv_dtype, device.torch)
+    states = allocate_states(slots, local, device.torch)
     # On a CPU the cache's pages are not touched yet, so the system still counts them as free.
-    free_bytes = max(0, usable_bytes(config, device, before) // share - (plan.num_bytes if on_cpu else 0))
+    untouched = plan.num_bytes + state_bytes if on_cpu else 0
+    free_bytes = max(0, usable_bytes(config, device, before) // share - untouched)
     limits = batch_limits(config, local, dtype, plan.max_seq_len)
     lora = with_room(lora, room, free_bytes)
-    sizes = plan, kv_tensor, limits, dtype, pages_dtype, lora, free_bytes
+    sizes = plan, kv_tensor, states, limits, dtype, pages_dtype, lora, free_bytes
     return RankParts(held.model, local, device, decoder, *sizes, held.slicer)
 
 
@@ -218,7 +228,7 @@ def _rank_0(config: EngineConfig, rank: RankParts, leader: Leader | None) -> Eng
     sizes = rank.pages_dtype, rank.free_bytes
     others = None if leader is None else Others(leader)
     adapters = AdapterStore.open(model, rank.lora, device.torch, *sizes, base, rank.slicer, others)
-    runner = Runner(rank.decoder, rank.kv, device, adapters, rank.limits, leader)
+    runner = Runner(rank.decoder, rank.kv, device, adapters, rank.limits, leader, rank.states)
     if leader is None:
         runner.try_variants()
         _record_decoding(runner, config, model, device)
@@ -230,8 +240,9 @@ def _rank_0(config: EngineConfig, rank: RankParts, leader: Leader | None) -> Eng
     overlaps = device.overlaps and leader is None
     overlap = overlaps if config.enable_overlap is None else config.enable_overlap
     overlap = overlap and model.encoder is None  # an encoder runs between the steps
-    plan = rank.kv_plan
-    return EngineParts(model, device, rank.decoder, plan, base, adapters, runner, guides, overlap, leader)
+    plan, slots = rank.kv_plan, 0 if rank.states is None else rank.states.num_slots
+    parts = model, device, rank.decoder, plan, slots, base
+    return EngineParts(*parts, adapters, runner, guides, overlap, leader)
 
 
 def _lora_config(
@@ -257,6 +268,8 @@ def _record_decoding(runner: Runner, config: EngineConfig, model: ModelConfig, d
         logger.info("steps are not recorded: models with latent attention are not")
     elif model.attention_chunk is not None:
         logger.info("steps are not recorded: models whose layers attend in chunks are not")
+    elif model.recurrent is not None:
+        logger.info("steps are not recorded: models with recurrent layers are not")
     elif wanted is None or wanted:
         runner.record_decoding(config.cuda_graph_cache_size or DEFAULT_NUM_GRAPHS)
 

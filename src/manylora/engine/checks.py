@@ -119,6 +119,10 @@ def _check_params(request: Request, config: EngineConfig, model: ModelConfig, ma
 
 def _check_draft(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> None:
     count, params = len(request.draft), request.params
+    if model.recurrent is not None:  # what a rejected token has written there cannot be taken back
+        raise RequestError(
+            "draft_input_ids are not supported on models with recurrent layers: leave them out"
+        )
     if params.guide is not None:
         raise RequestError("draft_input_ids cannot be combined with guided decoding")
     if not 0 <= min(request.draft) <= max(request.draft) < model.vocab_size:

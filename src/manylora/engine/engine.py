@@ -16,6 +16,7 @@ from manylora.engine.launched import FailedStep, LaunchedStep
 from manylora.engine.results import Counters, ResultProcessor
 from manylora.engine.scheduler import Scheduler, Step
 from manylora.engine.sequence import BeamGroup, Sequence
+from manylora.engine.state_pool import StatePool
 from manylora.errors import AdapterNotCachedError, QueueFullError, RequestError
 from manylora.group.place import find_place
 from manylora.lora.file_adapter import FileAdapter
@@ -60,13 +61,13 @@ class Engine:
             raise SystemExit(0)
         self._parts = parts = build_parts(config, place)
         self.model, self.base, self.adapters = parts.model, parts.base, parts.adapters
-        self.max_seq_len = parts.kv_plan.max_seq_len
-        self._runner = parts.runner
-        self._kv = KvCache(parts.kv_plan.num_blocks, config.tokens_per_block, config.enable_kv_cache_reuse)
+        self.max_seq_len, self._runner = parts.kv_plan.max_seq_len, parts.runner
+        shape = config.tokens_per_block, config.enable_kv_cache_reuse
+        states = StatePool(parts.state_slots, *shape) if parts.state_slots else None
+        self._kv = KvCache(parts.kv_plan.num_blocks, *shape, states)
         self._scheduler = Scheduler(self._kv, self.adapters, config)
         self._requests: dict[int, list[Sequence]] = {}  # handle -> its sequences that have not ended
-        self._logits_memory = LogitsMemory(self.model.vocab_size)
-        self._next_handle = 0
+        self._logits_memory, self._next_handle = LogitsMemory(self.model.vocab_size), 0
         self._counters = Counters()
         self._results = ResultProcessor(self._scheduler, self._kv, self._runner, self._counters)
         self._last_step = Step(())

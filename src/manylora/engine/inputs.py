@@ -13,6 +13,7 @@ from torch import Tensor
 
 from manylora.engine.decode_run import DecodeRun
 from manylora.engine.sequence import Sequence
+from manylora.kernels.delta_rule import StateBatch
 from manylora.kernels.extras import with_logits
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, LoraBatch
@@ -32,6 +33,29 @@ class Pending:
     tokens: Tensor
 
 
+@dataclass(frozen=True)
+class StateRows:
+    """[S], as `StateBatch` has them."""
+
+    reads: list[int]
+    writes: list[int]
+    cuts: list[int]
+    saves: list[int]
+
+    @classmethod
+    def of(cls, sequences: Iterable[Sequence]) -> StateRows:
+        found = [(s.state.reads, s.state.slot, s.state.cut, s.state.save_slot) for s in sequences]
+        return cls(*map(list, zip(*found, strict=True)))
+
+    def going_on(self) -> StateRows:
+        """Of the step after, which decodes one token of each."""
+        none = [0] * len(self.writes)
+        return StateRows(self.writes, self.writes, none, none)
+
+    def plan(self, starts: list[int]) -> StateBatch:
+        return StateBatch(*map(_int, (starts, self.reads, self.writes, self.cuts, self.saves)))
+
+
 @dataclass  # not frozen, which takes longer to make
 class StepInputs:
     """T rows of S sequences. Created by the runner.
@@ -43,6 +67,7 @@ class StepInputs:
     pending: tokens that `fill` writes over zeros in input_ids.
     rope_lengths: [T], see `ForwardBatch`; None: positions + 1.
     adapters: rows [start, stop) and digest of each that is in `lora`.
+    state: of a model with recurrent layers.
     """
 
     input_ids: Ints
@@ -59,6 +84,7 @@ class StepInputs:
     pending: Pending | None = None
     rope_lengths: Ints | None = None
     adapters: Rows[tuple[int, int, str]] = ()
+    state: StateRows | None = None
 
     @property
     def decodes(self) -> bool:
@@ -119,6 +145,7 @@ class StepInputs:
             logits_rows=_int(self.logits_rows),
             cross=self._cross(),
             rope_lengths=None if self.rope_lengths is None else _int(self.rope_lengths),
+            state=None if self.state is None else self.state.plan(self.starts),
         )
 
     def fill(self, input_ids: Tensor) -> None:
@@ -195,6 +222,7 @@ class KeptInputs:
             blocks=self._table[:, : self._columns],
             slots=self._slots,
             pending=None if tokens is None else Pending(None, tokens),
+            state=None if self._first.state is None else self._first.state.going_on(),
         )
 
     def _find_slots(self, positions: np.ndarray) -> None:

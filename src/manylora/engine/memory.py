@@ -10,15 +10,18 @@ from torch import Tensor
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig, ModelConfig
 from manylora.errors import ConfigError
+from manylora.kernels.delta_rule import RecurrentState
 from manylora.kernels.device import Device, host_tensor
 from manylora.kernels.spec import BatchLimits
 from manylora.lora.geometry import usual_bytes
 from manylora.lora.modules import lora_modules
+from manylora.model.delta_rule import make_states
 
 logger = logging.getLogger("manylora")
 
 USUAL_ADAPTERS = 32
 MOST_ROOM = 0.3
+MOST_STATES = 0.5  # of what is free for KV cache and recurrent states together
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,44 @@ def usable_bytes(config: EngineConfig, device: Device, before: int) -> int:
         return free
     own = max(0, before - free)  # others may have freed more than this process took
     return max(0, min(free, int(config.gpu_memory_utilization * device.total_bytes()) - own))
+
+
+def plan_states(config: EngineConfig, model: ModelConfig, free_bytes: int) -> int:
+    """Slots of recurrent state: one for each sequence of a full batch, and as many for prefix reuse, where
+    they fit. 0: the model has no recurrent layers. Raises ConfigError."""
+    own = model.recurrent
+    if own is None:
+        return 0
+    snapshots = config.max_batch_size if config.enable_kv_cache_reuse else 0
+    room = int(MOST_STATES * config.kv_cache_free_gpu_mem_fraction * free_bytes) // own.state_bytes
+    slots = min(config.max_batch_size + snapshots, room)
+    if slots < config.max_beam_width:
+        raise ConfigError(
+            f"no room for recurrent states: one sequence takes {own.state_bytes} bytes, at least "
+            f"{config.max_beam_width} run together, {free_bytes} bytes are free; lower max_beam_width or use "
+            "a larger device"
+        )
+    if slots < config.max_batch_size:
+        logger.warning(
+            "recurrent states of %d sequences fit: more do not run together, though max_batch_size is %d",
+            slots,
+            config.max_batch_size,
+        )
+    logger.info("recurrent states: %d slots of %.1f MiB", slots, own.state_bytes / 2**20)
+    return slots
+
+
+def allocate_states(slots: int, model: ModelConfig, device: torch.device) -> RecurrentState | None:
+    """None without recurrent layers."""
+    if model.recurrent is None:
+        return None
+    try:
+        return make_states(model.recurrent, slots, device)
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(
+            f"recurrent states of {slots * model.recurrent.state_bytes} bytes cannot be allocated; "
+            "lower max_batch_size"
+        ) from error
 
 
 def plan_kv(

@@ -104,6 +104,8 @@ class ResultProcessor:
         self._scheduler.fork(leader, extend_beams(group, chosen, self._kv.fork))
         copies = [self._kv.make_writable(beam, group.reserve) for beam in group.beams]
         self._runner.copy_blocks([pair for pair in copies if pair is not None])
+        if self._kv.states is not None:
+            self._runner.copy_states(self._kv.states.take_copies())
 
 
 def _not_finite(sequence: Sequence) -> RequestError:

@@ -13,7 +13,7 @@ from torch import Tensor
 from manylora.engine.beam import BeamCandidate, best_candidates
 from manylora.engine.decode_run import DecodeRun
 from manylora.engine.graphs import DecodeGraphs
-from manylora.engine.inputs import KeptInputs, Pending, StepInputs, encoder_inputs, slots_of
+from manylora.engine.inputs import KeptInputs, Pending, StateRows, StepInputs, encoder_inputs, slots_of
 from manylora.engine.kernel_trials import try_variants
 from manylora.engine.launched import LaunchedStep
 from manylora.engine.sampler import Row, Sampler, adjust
@@ -21,10 +21,12 @@ from manylora.engine.scheduler import Chunk, Step
 from manylora.engine.sequence import PENDING, BeamGroup, Sequence
 from manylora.engine.step_messages import ENCODE, FORWARD, copy_message, step_message
 from manylora.group.leader import Leader
+from manylora.kernels.delta_rule import RecurrentState
 from manylora.kernels.device import Device
 from manylora.kernels.spec import BatchLimits
 from manylora.kernels.transfer import to_device, upload
 from manylora.lora.store import AdapterLease, AdapterStore
+from manylora.model.batch import ForwardBatch
 from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.stats import GraphStats
@@ -35,7 +37,7 @@ PLAIN_USES = 1  # of a decode step's shape before it is recorded
 
 
 class Runner:
-    """Owns the decoder and the KV tensor.
+    """Owns the decoder, the KV tensor and, of a model with recurrent layers, their states.
 
     The sequences of a batch are ordered by adapter: the rows of an adapter are contiguous, and those of the
     base model come first.
@@ -49,10 +51,12 @@ class Runner:
         adapters: AdapterStore,
         limits: BatchLimits,
         leader: Leader | None = None,
+        states: RecurrentState | None = None,
     ) -> None:
         self.max_adapters_in_step = 0
         self._decoder = decoder
         self._kv = kv
+        self._states = states
         self._device = device
         self._ops = device.ops
         self._adapters = adapters
@@ -159,6 +163,12 @@ class Runner:
             source, target = (self._tensor(list(side)) for side in zip(*pairs, strict=True))
             self._kv[:, :, target] = self._kv[:, :, source]
 
+    def copy_states(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy recurrent states. pairs: (from, to) slots; no slot is in both columns."""
+        if pairs and self._states is not None:
+            source, target = (self._tensor(list(side)) for side in zip(*pairs, strict=True))
+            self._states.copy(source, target)
+
     @staticmethod
     def _return_logits(logits: Tensor, rows: Rows[Row]) -> None:
         """Keep those that requests ask for. This waits for the device."""
@@ -226,7 +236,12 @@ class Runner:
             batch = replace(batch, embeddings=inputs.embeddings)
         moved = to_device(batch, self._device.torch)
         inputs.fill(moved.input_ids)
-        return self._decoder.forward(moved, self._kv)
+        return self._forward(moved)
+
+    def _forward(self, batch: ForwardBatch) -> Tensor:
+        if isinstance(self._decoder, Decoder):
+            return self._decoder.forward(batch, self._kv, self._states)
+        return self._decoder.forward(batch, self._kv)
 
     def _inputs(self, chunks: list[Chunk], wanted: list[range], previous: LaunchedStep | None) -> StepInputs:
         size, starts = self._tokens_per_block, [0]
@@ -261,6 +276,7 @@ class Runner:
             cross_blocks=[sequence.kv.cross_blocks for sequence in encoded if sequence.num_encoder],
             pending=self._pending(chunks, ids, starts, previous),
             rope_lengths=_rope_lengths(chunks),
+            state=StateRows.of(c.sequence for c in chunks) if self._states is not None else None,
         )
         return self._with_adapters(inputs, [chunk.sequence for chunk in chunks])
 

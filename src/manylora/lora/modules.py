@@ -45,6 +45,14 @@ class LoraModuleId(IntEnum):
     ATTN_Q_B = 27
     ATTN_KV_A = 28
     ATTN_KV_B = 29
+    # Of recurrent layers; TensorRT-LLM has none of these.
+    LINEAR_ATTN_QKVZ = 30
+    LINEAR_ATTN_BA = 31
+    LINEAR_ATTN_QKV = 32
+    LINEAR_ATTN_Z = 33
+    LINEAR_ATTN_B = 34
+    LINEAR_ATTN_A = 35
+    LINEAR_ATTN_OUT = 36
 
 
 MEANINGS = (
@@ -59,6 +67,8 @@ MEANINGS = (
     "shared expert: gate_proj", "shared expert: down_proj", "shared expert: up_proj",
     "not served", "not served", "not served", "not served",
     "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+    "in_proj_qkvz: B is [q; k; v; z]", "in_proj_ba: B is [b; a]", "in_proj_qkv", "in_proj_z", "in_proj_b",
+    "in_proj_a", "out_proj of linear attention",
 )  # fmt: skip
 """What Hugging Face models call the matrix of each module id. TensorRT-LLM's converters write 5 for
 the gate and 7 for the other one."""
@@ -75,6 +85,8 @@ FUSED = {
     "attn_qkv": ("attn_q", "attn_k", "attn_v"),
     "mlp_gate_up": ("mlp_gate", "mlp_h_to_4h"),
     "cross_attn_qkv": ("cross_attn_q", "cross_attn_k", "cross_attn_v"),
+    "linear_attn_qkvz": ("linear_attn_qkv", "linear_attn_z"),
+    "linear_attn_ba": ("linear_attn_b", "linear_attn_a"),
 }
 # The shared expert's counterparts of the plain MLP's modules.
 SHARED = {
@@ -173,7 +185,7 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
     A name of the plain MLP means the shared expert too, where there is one. Raises ConfigError for a name the
     model has no module for.
     """
-    dims = {**_dense_dims(model), **_moe_dims(model)}
+    dims = {**_dense_dims(model), **_recurrent_dims(model), **_moe_dims(model)}
     if model.encoder is not None:
         dims |= {f"cross_{name}": sizes for name, sizes in _attention_dims(model).items()}
     wanted = {name for given in names for name in _find_targets(given, dims)} or set(dims)
@@ -181,6 +193,7 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
         wanted |= QKV
     if wanted & CROSS:
         wanted |= CROSS & dims.keys()
+    grouped = _grouped_parts(model)
     found: dict[int, LoraModule] = {}
     for name, (in_dim, out_dim, split) in dims.items():
         fused = FUSED.get(name, ())
@@ -193,8 +206,10 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
                 out_dim * experts,
                 split,
                 counted=not (fused and wanted.issuperset(fused)),
-                parts=tuple(dims[part][1] for part in fused) or (out_dim,) * (experts if experts > 1 else 0),
-                groups=model.qkv_groups if name == "attn_qkv" else 1,
+                parts=grouped[name][1]
+                if name in grouped
+                else tuple(dims[part][1] for part in fused) or (out_dim,) * (experts if experts > 1 else 0),
+                groups=grouped[name][0] if name in grouped else 1,
                 transposed=model.moe.transposed if model.moe and experts > 1 else model.transposed_weights,
                 experts=experts,
                 layers=_layers(name, model),
@@ -225,13 +240,13 @@ def _dense_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
 def _attention_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
     if model.latent is not None:
         return _latent_dims(model, model.latent)
-    hidden, q, kv = model.hidden_size, model.q_size, model.kv_size
+    hidden, q, kv = model.hidden_size, model.q_rows, model.kv_size
     return {
         "attn_qkv": (hidden, q + 2 * kv, Split.B_ROWS),
         "attn_q": (hidden, q, Split.B_ROWS),
         "attn_k": (hidden, kv, Split.B_ROWS),
         "attn_v": (hidden, kv, Split.B_ROWS),
-        "attn_dense": (q, hidden, Split.A_COLS),
+        "attn_dense": (model.q_size, hidden, Split.A_COLS),
     }
 
 
@@ -250,6 +265,28 @@ def _latent_dims(model: ModelConfig, latent: LatentConfig) -> dict[str, tuple[in
         "attn_kv_b": (latent.kv_rank, heads * (latent.plain_dim + latent.value_dim), Split.B_ROWS),
         "attn_dense": (heads * latent.value_dim, hidden, Split.A_COLS),
     }
+
+
+def _recurrent_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
+    if model.recurrent is None:
+        return {}
+    hidden, own = model.hidden_size, model.recurrent
+    outs = {"qkv": own.channels, "z": own.value_size, "b": own.value_heads, "a": own.value_heads}
+    outs |= {"qkvz": own.channels + own.value_size, "ba": 2 * own.value_heads}
+    dims = {f"linear_attn_{name}": (hidden, size, Split.NONE) for name, size in outs.items()}
+    return {**dims, "linear_attn_out": (own.value_size, hidden, Split.NONE)}
+
+
+def _grouped_parts(model: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Of fused modules whose parts a checkpoint may have in groups: how many groups, and the parts."""
+    found: dict[str, tuple[int, tuple[int, ...]]] = {}
+    found["attn_qkv"] = (model.qkv_groups, (model.q_rows, model.kv_size, model.kv_size))
+    own = model.recurrent
+    if own is not None:
+        qkvz = (own.key_size, own.key_size, own.value_size, own.value_size)
+        found["linear_attn_qkvz"] = own.key_heads, qkvz
+        found["linear_attn_ba"] = own.key_heads, (own.value_heads,) * 2
+    return found
 
 
 def _moe_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
@@ -285,6 +322,9 @@ def _find_targets(name: str, dims: Mapping[str, object]) -> set[str]:
 def _layers(name: str, model: ModelConfig) -> frozenset[int] | None:
     if model.encoder is not None and name.startswith("cross_"):
         return frozenset(range(model.encoder.num_layers, model.num_layers))
+    own = model.recurrent_layers
+    if own and name.startswith(("attn_", "linear_attn_")):
+        return own if name.startswith("linear") else frozenset(range(model.num_layers)) - own
     if model.moe is None or name.startswith("attn_"):
         return None
     sparse = model.moe.layers

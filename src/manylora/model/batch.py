@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from manylora.kernels.delta_rule import StateBatch
 from manylora.kernels.spec import AttentionBatch, LoraBatch
 
 
@@ -19,6 +20,7 @@ class ForwardBatch:
     embeddings: rows [E] int64 and vectors [E, hidden] that replace the embeddings of their tokens.
     cross: encoder-decoder models only: the pages and numbers of each sequence's cross-attention keys; its
            slots are empty.
+    state: where the states of recurrent layers are; None: each sequence begins, and nothing is kept of it.
     lora: None when no row has an adapter; then no LoRA kernel runs.
     """
 
@@ -30,3 +32,4 @@ class ForwardBatch:
     embeddings: tuple[Tensor, Tensor] | None = None
     cross: AttentionBatch | None = None
     rope_lengths: Tensor | None = None
+    state: StateBatch | None = None

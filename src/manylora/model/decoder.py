@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +13,14 @@ from torch import Tensor
 
 from manylora.config.blocks import LatentConfig
 from manylora.config.engine import ModelConfig, MoeConfig
+from manylora.kernels.delta_rule import DeltaWeights, RecurrentState
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionParams, LoraTarget
 from manylora.lora.modules import LoraModuleId
 from manylora.model.batch import ForwardBatch
 from manylora.model.chunks import in_chunks
 from manylora.model.decoder_parts import decoder_parts
+from manylora.model.delta_rule import DeltaRule, LayerState, passing_states
 from manylora.model.extras import adapt_head
 from manylora.model.families import FAMILIES
 from manylora.model.latent import Expansion, LatentAttention
@@ -38,7 +42,10 @@ class Decoder(Transformer):
         norm = self._norm("norm", "norm")
         assert norm is not None
         self._final_norm = norm
+        self._recurrent = {layer: self._delta_rule(layer) for layer in sorted(config.recurrent_layers)}
         self._blocks = [self._block(layer) for layer in range(config.num_layers)]
+        kinds = [layer in self._recurrent for layer in range(config.num_layers)]
+        self._places = [kinds[:layer].count(kind) for layer, kind in enumerate(kinds)]  # among its kind
         self._ropes: list[Rope] = []
         if not config.learned_positions:
             self._ropes.append(make_rope(config, self._device))
@@ -51,10 +58,11 @@ class Decoder(Transformer):
             self._decode_step = ops.decode_step(parts)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv: Tensor, states: RecurrentState | None = None) -> Tensor:
         """Logits [L, vocab] float32 of `batch.logits_rows`; writes keys and values into kv.
 
-        kv [num_layers, kv_planes, num_blocks, tokens_per_block, num_kv_heads, head_dim].
+        kv [kv_layers, kv_planes, num_blocks, tokens_per_block, num_kv_heads, head_dim]. states: of recurrent
+        layers.
         """
         config = self.config
         x = self._embed(batch)
@@ -66,22 +74,34 @@ class Decoder(Transformer):
             logits = self._decode_step(x, rotary, batch.attention, batch.lora, kv, batch.logits_rows)
         if logits is None:
             turns = [Turns(None, still), *(Turns(one, growth) for one in rotary)]
-            logits = self._layers(x, turns, batch, kv)
+            logits = self._layers(x, turns, batch, kv, states)
         if config.logits_scale != 1:
             logits *= config.logits_scale
         if config.logits_softcap is not None:
             logits = torch.tanh(logits / config.logits_softcap) * config.logits_softcap
         return logits
 
-    def _layers(self, x: Tensor, turns: list[Turns], batch: ForwardBatch, kv: Tensor) -> Tensor:
+    def _layers(
+        self, x: Tensor, turns: list[Turns], batch: ForwardBatch, kv: Tensor, states: RecurrentState | None
+    ) -> Tensor:
         """turns: without a rotation, then with each."""
         delta: Tensor | None = None  # the last block's output, not added to x yet
         whole, chunk = batch.attention, self.config.attention_chunk
         within, kv_within = (whole, kv) if chunk is None else in_chunks(whole, chunk, kv)
+        own, rows, lora = self.config.recurrent, batch.state, batch.lora
+        if own is not None and (rows is None or states is None):
+            states, rows = passing_states(own, whole.query_starts, self._device)
         for layer, block in enumerate(self._blocks):
-            rotary = block.attention.rotary
-            seen, cache = (within, kv_within) if rotary >= 0 else (whole, kv)
-            x, delta = block(x, delta, turns[rotary + 1], seen, batch.lora, cache[layer])
+            place, attention = self._places[layer], block.attention
+            mix: Callable[[Tensor], Tensor]
+            if attention is not None:
+                rotary = attention.rotary
+                seen, cache = (within, kv_within) if rotary >= 0 else (whole, kv)
+                mix = partial(attention, turns=turns[rotary + 1], batch=seen, lora=lora, kv=cache[place])
+            else:
+                assert states is not None and rows is not None
+                mix = partial(self._recurrent[layer], cache=LayerState(states.layer(place), rows), lora=lora)
+            x, delta = block(x, delta, mix, lora)
         return self._logits(x, delta, batch)
 
     def _growth(self, batch: ForwardBatch) -> Tensor | None:
@@ -133,8 +153,9 @@ class Decoder(Transformer):
             name: self._norm(f"{layer}.{name}", f"layers.{layer}.{self._names.block_norms.get(name)}")
             for name in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
         }
-        latent = self.config.latent
-        attention = self._attention(layer) if latent is None else self._latent_attention(layer, latent)
+        latent, attention = self.config.latent, None
+        if layer not in self._recurrent:
+            attention = self._attention(layer) if latent is None else self._latent_attention(layer, latent)
         return Block(self.config, attention, self._feed_forward(layer), **norms)
 
     def _attention(self, layer: int) -> Attention:
@@ -196,6 +217,38 @@ class Decoder(Transformer):
     def _sinks(self, layer: int) -> Tensor | None:
         sinks = self._weights.get(f"{layer}.sinks")
         return None if sinks is None else sinks.float()
+
+    def _delta_rule(self, layer: int) -> DeltaRule:
+        own, weights = self.config.recurrent, self._weights
+        assert own is not None
+        wide, heads, qkv = own.channels + own.value_size, own.value_heads, own.channels
+        project = (
+            LoraTarget(LoraModuleId.LINEAR_ATTN_QKVZ, 0, wide),
+            LoraTarget(LoraModuleId.LINEAR_ATTN_QKV, 0, qkv),
+            LoraTarget(LoraModuleId.LINEAR_ATTN_Z, qkv, own.value_size),
+        )
+        gates = (
+            LoraTarget(LoraModuleId.LINEAR_ATTN_BA, 0, 2 * heads),
+            LoraTarget(LoraModuleId.LINEAR_ATTN_B, 0, heads),
+            LoraTarget(LoraModuleId.LINEAR_ATTN_A, heads, heads),
+        )
+        out = LoraTarget(LoraModuleId.LINEAR_ATTN_OUT, 0, self.config.hidden_size)
+        vectors = DeltaWeights(
+            taps=weights[f"{layer}.taps"].T.contiguous(),
+            decay=-weights[f"{layer}.decay"].exp(),
+            shift=weights[f"{layer}.shift"],
+            norm=weights[f"{layer}.norm.weight"],
+            eps=self.config.norm_eps,
+            key_heads=own.key_heads,
+            key_dim=own.key_dim,
+        )
+        return DeltaRule(
+            self._ops,
+            project=self._linear(layer, "in", *project),
+            gates=self._linear(layer, "gates", *gates),
+            out=self._linear(layer, "out", out),
+            weights=vectors,
+        )
 
     def _feed_forward(self, layer: int) -> FeedForward:
         moe = self.config.moe

@@ -25,6 +25,8 @@ def decoder_parts(
         return None
     if config.qkv_clip is not None or config.attention_chunk or config.unrotated_growth:
         return None
+    if config.attention_gated or config.recurrent is not None:
+        return None
     if config.qk_norm == "plain":
         return None
     layers = [_layer(block) for block in blocks]

@@ -126,7 +126,9 @@ class Attention:
         kv: Tensor,
     ) -> Tensor:
         config, ops, rows = self.config, self.ops, x.shape[0]
-        q, k, v = self.qkv(x, lora).split((config.q_size, config.kv_size, config.kv_size), dim=-1)
+        q, k, v = self.qkv(x, lora).split((config.q_rows, config.kv_size, config.kv_size), dim=-1)
+        if config.attention_gated:
+            q, gate = q.unflatten(-1, (config.num_heads, 2, config.head_dim)).unbind(2)
         if config.qk_norm == "all":
             q, k = self._normalise(q, k, lora)
         q = q.reshape(rows, config.num_heads, config.head_dim)
@@ -142,6 +144,8 @@ class Attention:
             q = q * turns.growth
         q = ops.rotate_and_store(q, k, v, turns.rotary, kv[0], kv[1], batch)
         mixed = ops.attention(q, kv[0], kv[1], batch, self.params)
+        if config.attention_gated:
+            mixed = mixed.view(gate.shape) * torch.sigmoid(gate)
         return self.out(mixed.reshape(rows, config.q_size), lora)
 
     def _normalise(self, q: Tensor, k: Tensor, lora: LoraBatch | None) -> tuple[Tensor, Tensor]:
@@ -180,14 +184,16 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder layer. Norms that the family does not have are None; post norms are of the branch outputs.
+    """One decoder layer. attention: None where a recurrent layer has its place. Norms that the family does
+    not have are None; post norms are of the branch outputs.
 
     Takes the residual stream x and a delta that is not added to it yet (None: zero), and returns both, so
-    that one kernel adds and normalises, between blocks too.
+    that one kernel adds and normalises, between blocks too. mix: attention, or what the layer has in its
+    place, with the rows' tables and caches.
     """
 
     config: ModelConfig
-    attention: Attends
+    attention: Attends | None
     mlp: FeedForward
     attention_norm: Norm | None
     attention_post_norm: Norm | None
@@ -198,13 +204,11 @@ class Block:
         self,
         x: Tensor,
         delta: Tensor | None,
-        turns: Turns,
-        batch: AttentionBatch,
+        mix: Callable[[Tensor], Tensor],
         lora: LoraBatch | None,
-        kv: Tensor,
     ) -> tuple[Tensor, Tensor]:
         x, seen = _add(self.attention_norm, x, delta, lora)
-        mixed = _apply(self.attention_post_norm, self.attention(seen, turns, batch, lora, kv), lora)
+        mixed = _apply(self.attention_post_norm, mix(seen), lora)
         if self.config.parallel_blocks:
             seen = seen if self.config.shared_norm else _apply(self.mlp_norm, x, lora)
             return x + mixed, self.mlp(seen, lora)

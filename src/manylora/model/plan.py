@@ -38,8 +38,8 @@ class WeightSpec:
 
     first_column, all_columns: where the columns begin in the checkpoint, and how many there are; 0: no more.
     is_matrix: of a linear layer, so it is packed. transposed: the checkpoint has it as [in, out]. plus_one: 1
-    is added after loading, in float32, because bfloat16 would round small stored weights away. wide: it is
-    kept in float32.
+    is added after loading, in float32, because bfloat16 would round small stored weights away. wide: kept in
+    float32, as the arithmetic is that reads it. depthwise: the checkpoint has [N, 1, columns].
     """
 
     slices: tuple[RowSlice, ...]
@@ -50,6 +50,7 @@ class WeightSpec:
     first_column: int = 0
     all_columns: int = 0
     wide: bool = False
+    depthwise: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -84,6 +85,8 @@ class WeightSpec:
         columns = self.all_columns or self.columns
         if not columns:
             return (piece.experts, piece.total) if piece.experts else (piece.total,)
+        if self.depthwise:
+            return (piece.total, 1, columns)
         shape = (columns, piece.total) if self.transposed else (piece.total, columns)
         return (piece.experts, *shape) if piece.experts else shape
 
@@ -113,7 +116,7 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
         plan["head.bias"] = WeightSpec((_whole(f"{names.head}.bias", config.vocab_size),))
     for layer in range(config.num_layers):
         source = f"{root}{names.layers}.{layer}."
-        specs = _layer(config, names, source)
+        specs = _layer(config, names, source, layer in config.recurrent_layers)
         sparse = config.moe is not None and layer in config.moe.layers
         specs |= _sparse(config, names, source, stored) if sparse else _mlp(config, names, source)
         plan |= {f"{layer}.{name}": spec for name, spec in specs.items()}
@@ -199,7 +202,14 @@ def _root(names: TensorNames, stored: Collection[str]) -> str:
     return next(present, names.roots[0])
 
 
-def _layer(config: ModelConfig, names: TensorNames, source: str) -> Plan:
+def _layer(config: ModelConfig, names: TensorNames, source: str, recurrent: bool = False) -> Plan:
+    specs = _recurrent(config, names, source) if recurrent else _attention(config, names, source)
+    for ours, theirs in names.block_norms.items():
+        specs |= _norm(ours, source + theirs, config.hidden_size, config)
+    return specs
+
+
+def _attention(config: ModelConfig, names: TensorNames, source: str) -> Plan:
     hidden, latent = config.hidden_size, config.latent
     out = (_whole(source + names.out, hidden),)
     if latent is None:
@@ -210,8 +220,6 @@ def _layer(config: ModelConfig, names: TensorNames, source: str) -> Plan:
     specs |= _linear("out", out, attended, config.attention_out_bias, config)
     if config.attention_sinks:
         specs["sinks"] = WeightSpec((_whole(source + names.sinks, config.num_heads),))
-    for ours, theirs in names.block_norms.items():
-        specs |= _norm(ours, source + theirs, hidden, config)
     if config.qk_norm not in ("", "plain"):
         specs |= _qk_norm("q_norm", source + names.q_norm, config.num_heads, config)
         specs |= _qk_norm("k_norm", source + names.k_norm, config.num_kv_heads, config)
@@ -231,6 +239,34 @@ def _latent(config: ModelConfig, latent: LatentConfig, names: TensorNames, sourc
         specs["q_b.weight"] = _matrix(f"{q_up}.weight", q_size, latent.q_rank)
     values = config.num_heads * (latent.plain_dim + latent.value_dim)
     return specs | {"kv_b.weight": WeightSpec((_whole(f"{kv_up}.weight", values),), latent.kv_rank)}
+
+
+def _recurrent(config: ModelConfig, names: TensorNames, source: str) -> Plan:
+    own, hidden = config.recurrent, config.hidden_size
+    assert own is not None
+    block = f"{source}{names.recurrent}."
+    matrices = [block + name for name in names.recurrent_in]
+    qkvz, ba = (own.key_size, own.key_size, own.value_size, own.value_size), (own.value_heads,) * 2
+    if len(matrices) == 2:
+        wide, narrow = _grouped(matrices[0], qkvz, own.key_heads), _grouped(matrices[1], ba, own.key_heads)
+    else:
+        qkv, z, b, a = matrices
+        wide = (_whole(qkv, own.channels), _whole(z, own.value_size))
+        narrow = (_whole(b, own.value_heads), _whole(a, own.value_heads))
+    out = (_whole(block + names.recurrent_out, hidden),)
+    taps = WeightSpec((_whole(f"{block}conv1d.weight", own.channels),), own.taps, wide=True, depthwise=True)
+    vectors = {"decay": "A_log", "shift": "dt_bias"}
+    return {
+        **_linear("in", wide, hidden, False, config),
+        **_linear("gates", narrow, hidden, False, config),
+        **_linear("out", out, own.value_size, False, config),
+        "taps": taps,
+        "norm.weight": WeightSpec((_whole(f"{block}norm.weight", own.value_dim),), wide=True),
+        **{
+            name: WeightSpec((_whole(block + theirs, own.value_heads),), wide=True)
+            for name, theirs in vectors.items()
+        },
+    }
 
 
 def _qk_norm(name: str, source: str, heads: int, config: ModelConfig) -> Plan:
@@ -340,10 +376,15 @@ def _shared(moe: MoeConfig, hidden: int, names: TensorNames, source: str, block:
 
 
 def _qkv(config: ModelConfig, names: TensorNames, source: str) -> tuple[RowSlice, ...]:
-    sizes = (config.q_size, config.kv_size, config.kv_size)
+    sizes = (config.q_rows, config.kv_size, config.kv_size)
     if len(names.qkv) == 3:
         return tuple(_whole(source + name, size) for name, size in zip(names.qkv, sizes, strict=True))
-    fused, groups, total = source + names.qkv[0], config.qkv_groups, sum(sizes)
+    return _grouped(source + names.qkv[0], sizes, config.qkv_groups)
+
+
+def _grouped(fused: str, sizes: tuple[int, ...], groups: int) -> tuple[RowSlice, ...]:
+    """Parts of these sizes, which the checkpoint has in groups, one after another."""
+    total = sum(sizes)
     pieces, first = [], 0
     for size in sizes:
         rows = size // groups

@@ -58,7 +58,7 @@ class Transformer:
         return F.embedding(ids, table).to(self.dtype)
 
     def _qkv(self, layer: int) -> LoraLinear:
-        q, kv = self.config.q_size, self.config.kv_size
+        q, kv = self.config.q_rows, self.config.kv_size
         return self._linear(
             layer,
             "qkv",

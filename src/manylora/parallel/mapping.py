@@ -100,6 +100,11 @@ def check_mapping(model: ModelConfig, mapping: Mapping) -> None:
         raise ConfigError(
             f"{model.architecture} has an encoder: such models run on one rank, tp_size and pp_size must be 1"
         )
+    if model.recurrent is not None or model.attention_gated:
+        raise ConfigError(
+            f"{model.architecture} has recurrent layers and gated attention: such models run on one rank, "
+            "tp_size and pp_size must be 1"
+        )
     if pp > model.num_layers:
         raise ConfigError(f"pp_size must be at most the model's {model.num_layers} layers, got {pp}")
     if mapping.moe_ep_size > 1 and model.moe is None:

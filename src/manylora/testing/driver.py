@@ -10,12 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manylora.config.engine import RecurrentConfig
+from manylora.kernels.delta_rule import RecurrentState, StateBatch
 from manylora.kernels.extras import Extra, ExtraSegment
 from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraSegment
 from manylora.lora.modules import LoraModule, lora_modules
 from manylora.model.batch import ForwardBatch
 from manylora.model.decoder import Decoder
+from manylora.model.delta_rule import make_states
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.request import LoraExtra, LoraInput
 
@@ -64,6 +67,8 @@ class Driver:
         self._text_blocks = [[blocks.pop() for _ in range(-(-len(t) // BLOCK))] for t in texts]
         if isinstance(decoder, EncoderDecoder):
             self._encode(decoder)
+        self._states = None if config.recurrent is None else _unused_states(config.recurrent, len(sequences))
+        self._turns = [0] * len(sequences)
         self._done = [0] * len(sequences)
         self._logits: list[list[Tensor]] = [[] for _ in sequences]
 
@@ -108,11 +113,29 @@ class Driver:
             rope_lengths=torch.tensor(
                 [len(self._sequences[s]) for s, n in zip(members, counts, strict=True) for _ in range(n)]
             ),
+            state=self._state_batch(members, attention.query_starts),
         )
-        parts = self._decoder.forward(batch, self._kv).split(counts)
+        if isinstance(self._decoder, Decoder):
+            logits = self._decoder.forward(batch, self._kv, self._states)
+        else:
+            logits = self._decoder.forward(batch, self._kv)
+        parts = logits.split(counts)
         for s, count, logits in zip(members, counts, parts, strict=True):
             self._logits[s].append(logits)
             self._done[s] += count
+
+    def _state_batch(self, members: list[int], starts: Sequence[int]) -> StateBatch | None:
+        """Slots change in each step of a sequence, so that none is both read and written."""
+        if self._states is None:
+            return None
+        count = len(self._sequences)
+        reads = [s + count * (self._turns[s] % 2) if self._turns[s] else -1 for s in members]
+        for s in members:
+            self._turns[s] += 1
+        writes = [s + count * (self._turns[s] % 2) for s in members]
+        unused = torch.zeros(len(members), dtype=torch.long)
+        first, read, written = (torch.tensor(list(one)) for one in (starts, reads, writes))
+        return StateBatch(first, read, written, unused, unused)
 
     def _lora(self, members: list[int], starts: Sequence[int]) -> LoraBatch | None:
         spans = [
@@ -144,6 +167,13 @@ def _attention(
     slots = [b[p // BLOCK] * BLOCK + p % BLOCK for b, span in zip(blocks, spans, strict=True) for p in span]
     attention = AttentionBatch([0, *accumulate(counts)], ends, _table(blocks), torch.tensor(slots))
     return attention, torch.tensor([p for span in spans for p in span])
+
+
+def _unused_states(config: RecurrentConfig, count: int) -> RecurrentState:
+    """Two slots for each sequence, full of NaN."""
+    states = make_states(config, 2 * count, torch.device("cpu"))
+    states.inputs.fill_(float("nan")), states.memory.fill_(float("nan"))
+    return states
 
 
 def _table(blocks: Sequence[Sequence[int]]) -> Tensor:

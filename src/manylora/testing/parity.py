@@ -107,6 +107,8 @@ def linear_names(model: ModelConfig) -> LayerNames:
     linears = (*names.qkv, *names.latent, names.out, *names.up_gate, names.down)
     if model.moe is not None:  # PEFT takes the names of an MLP for those of experts, which tests compare
         linears = linears[: -len(names.up_gate) - 1]
+    if model.recurrent is not None:
+        linears += (*names.recurrent_in, names.recurrent_out)
     return LayerNames(_last_parts(linears), names.layers, names.embed, _last_parts(norms))
 
 
@@ -200,7 +202,8 @@ class _Comparison:
             self._verdicts[kind] = REFUSED + str(error).partition(": ")[2]
 
     def _add_nemo(self) -> None:
-        if self._config.encoder is not None or self._config.latent is not None:
+        config = self._config
+        if any(part is not None for part in (config.encoder, config.latent, config.recurrent)):
             self._verdicts[NEMO] = "none"
             return
         folder = self._path.with_name(f"{self._path.name}-nemo")

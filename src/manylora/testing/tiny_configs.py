@@ -218,6 +218,21 @@ MOE_FAMILIES: Table = {
     ),
 }  # fmt: skip
 
+# Three value heads for each key head, head sizes that are no multiple of a vector.
+DELTA = {
+    "num_hidden_layers": 3, "head_dim": 24, "layer_types": ["linear_attention"] * 2 + ["full_attention"],
+    "linear_key_head_dim": 12, "linear_value_head_dim": 10, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+DELTA_MOE = {**DELTA, **QWEN2_MOE}
+FAMILIES |= {
+    "qwen3-next-dense": ("qwen3_next", {**DELTA_MOE, "mlp_only_layers": [0, 1, 2], "attention_bias": True}),
+    "qwen3.5": ("qwen3_5_text", {**DELTA, "tie_word_embeddings": True}),
+}
+MOE_FAMILIES |= {
+    "qwen3-next": ("qwen3_next", {**DELTA_MOE, "norm_topk_prob": True}),
+    "qwen3.5-moe": ("qwen3_5_moe_text", DELTA_MOE),
+}
 T5 = {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
 BART = {
     "d_model": 64,

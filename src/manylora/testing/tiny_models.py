@@ -67,6 +67,9 @@ def make_model(
         for parameter in model.parameters():
             if parameter.ndim == 1:  # biases and norms, which start as zeros and ones
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # else most heads forget all but the last token
+                parameter.sub_(3)
         if config.is_encoder_decoder:  # else a tied head repeats the last token for ever
             for name, parameter in model.named_parameters():
                 if re.search(r"attn|Attention\.[qkvo]\.|fc|wi|wo", name) and parameter.ndim == 2:

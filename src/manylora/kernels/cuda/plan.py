@@ -15,7 +15,7 @@ import numpy as np
 from manylora.kernels.row_format import TABLE_ROW, Encoding
 from manylora.kernels.spec import LoraRow, LoraSegment
 
-MODULES = 32  # module ids are below this
+MODULES = 64  # module ids are below this; a power of two, which kernels multiply with by a shift
 PLACE = TABLE_ROW.itemsize // 8  # integers of one place
 TILE = 4  # integers of one tile: first row, number of rows, slot, which of the pieces (experts) at a place
 # Rows of a tile. One: as vectors. More: by tensor cores, which share the matrices.

@@ -68,6 +68,10 @@ VISION_REASON = (
 REFUSED = (
     (VISION, VISION_REASON),
     (re.compile(r"wpe.*\.lora_"), "adapters on the position embedding are not supported"),
+    (
+        re.compile(r"\.linear_attn\.(?!.*\.lora_)"),
+        "of a recurrent layer only the linear layers can be adapted: train without this",
+    ),
     (DORA, "this DoRA magnitude belongs to no known LoRA module"),
     (
         re.compile(r"^(?!.*\.lora_)"),

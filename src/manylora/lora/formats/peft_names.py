@@ -28,20 +28,26 @@ MLP_IDS = {
     "shared_experts.down_proj": Id.SHARED_EXPERT_4H_TO_H,
     "w2": Id.MLP_4H_TO_H, "router": Id.MOE_ROUTER, "router.layer": Id.MOE_ROUTER,
 }  # fmt: skip
-# Names under which some families stack [q; k; v] once for each group of heads, others once.
-GROUPED = ("query_key_value", "wqkv")
+LINEAR_IDS = {
+    "in_proj_qkvz": Id.LINEAR_ATTN_QKVZ, "in_proj_ba": Id.LINEAR_ATTN_BA, "in_proj_qkv": Id.LINEAR_ATTN_QKV,
+    "in_proj_z": Id.LINEAR_ATTN_Z, "in_proj_b": Id.LINEAR_ATTN_B, "in_proj_a": Id.LINEAR_ATTN_A,
+    "out_proj": Id.LINEAR_ATTN_OUT,
+}  # fmt: skip
+# Names under which some families stack [q; k; v], or such parts, once for each group of heads, others once.
+GROUPED = ("query_key_value", "wqkv", "in_proj_qkvz", "in_proj_ba")
 ROOT = r"(?P<root>(?:(?:base_model|model|language_model|transformer|gpt_neox)\.)*)"
 LAYER = r"(?:layers|h)\.(?P<layer>\d{1,5})\."
 MODULE = (
     rf"(?P<path>{ROOT}{LAYER}"
-    r"(?:(?P<mlp>mlp|block_sparse_moe|feed_forward)|self_attn|self_attention|attention|attn)"
+    r"(?:(?P<mlp>mlp|block_sparse_moe|feed_forward)|(?P<linear>linear_attn)"
+    r"|self_attn|self_attention|attention|attn)"
     r"\.(?P<name>(?:shared_experts?\.)?\w+|router\.layer))\."
 )
 PEFT_KEY = re.compile(
     MODULE + r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
 )
-"""path: the module's; mlp: of the MLP, not of attention; side: A or B, None for a DoRA magnitude as PEFT or
-NVlabs name it."""
+"""path: the module's; mlp, linear: of the MLP, of linear attention, else of attention; side: A or B, None for
+a DoRA magnitude as PEFT or NVlabs name it."""
 
 VISION = re.compile(r"(?:^|\.)(?:vision_\w+|visual|image_\w+|multi_modal_projector|mm_projector)\.")
 """In the name of a tensor that belongs to the vision part of a multimodal model."""
@@ -49,7 +55,8 @@ VISION = re.compile(r"(?:^|\.)(?:vision_\w+|visual|image_\w+|multi_modal_project
 
 def module_id_of(match: re.Match[str], modules: Mapping[int, LoraModule] | None) -> Id | None:
     """Of a match that begins with MODULE; None: no linear layer is called so. modules: the model's."""
-    found = (MLP_IDS if match["mlp"] else ATTENTION_IDS).get(match["name"])
+    ids = MLP_IDS if match["mlp"] else LINEAR_IDS if match["linear"] else ATTENTION_IDS
+    found = ids.get(match["name"])
     plain = (modules or {}).get(Id.MLP_H_TO_4H)
     if found == Id.MLP_GATE and plain is not None and not plain.gated:
         return Id.MLP_H_TO_4H  # up_proj is the only matrix into the MLP

@@ -12,12 +12,13 @@ from manylora.model.families import (
     llama,
     llama4,
     moe,
+    qwen3_next,
     t5,
     vision,
 )
 from manylora.model.families.family import ModelFamily
 
-MODULES = (llama, interleaved, gemma, gpt, moe, gpt_oss, deepseek, llama4, vision, t5, bart)
+MODULES = (llama, interleaved, gemma, gpt, moe, gpt_oss, deepseek, llama4, qwen3_next, vision, t5, bart)
 FAMILIES: dict[str, ModelFamily] = {
     name: family for module in MODULES for name, family in module.FAMILIES.items()
 }

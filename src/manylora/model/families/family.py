@@ -37,6 +37,9 @@ class TensorNames:
         kv_b_proj. q_norm and k_norm are of the vectors between these.
     shared_block: the shared expert, below `sparse`. corrections: names that what is added to a
         router's scores may have there.
+    recurrent: what a recurrent layer has in attention's place, with conv1d, A_log, dt_bias and norm.
+    recurrent_in: below it, the matrices of [q; k; v; z] and of [b; a]: two, whose rows are in groups of key
+        heads, or [q; k; v], z, b and a. recurrent_out: the matrix of its output.
     """
 
     roots: tuple[str, ...] = ("model.",)
@@ -57,6 +60,9 @@ class TensorNames:
     latent: tuple[str, ...] = ()
     shared_block: str = "shared_expert"
     corrections: tuple[str, ...] = ("gate.e_score_correction_bias",)
+    recurrent: str = "linear_attn"
+    recurrent_in: tuple[str, ...] = ()
+    recurrent_out: str = "out_proj"
     up_gate: tuple[str, ...] = ("mlp.up_proj", "mlp.gate_proj")
     down: str = "mlp.down_proj"
     sparse: str = "mlp"

@@ -114,7 +114,7 @@ def _qwen2_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
         first = raw["max_window_layers"]
         marked = [layer % 2 == 0 and layer < first for layer in range(raw["num_hidden_layers"])]
         windows = read_windows(raw, marked)
-    moe = _qwen_experts(raw, raw["shared_expert_intermediate_size"])
+    moe = qwen_experts(raw, raw["shared_expert_intermediate_size"])
     return {"attention_bias": bool(raw["qkv_bias"]), "sliding_windows": windows, "moe": moe}
 
 
@@ -123,11 +123,11 @@ def _qwen3_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
         **read_biases(raw),
         "qk_norm": "head",
         "sliding_windows": read_windows(raw) if raw["use_sliding_window"] else (),
-        "moe": _qwen_experts(raw),
+        "moe": qwen_experts(raw),
     }
 
 
-def _qwen_experts(raw: Mapping[str, Any], shared: int = 0) -> MoeConfig | None:
+def qwen_experts(raw: Mapping[str, Any], shared: int = 0) -> MoeConfig | None:
     """Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`."""
     count, step, plain = raw["num_experts"], raw["decoder_sparse_step"], raw["mlp_only_layers"] or ()
     if step < 1:

@@ -1,0 +1,116 @@
+"""Qwen3-Next, Qwen3.5 and 3.6 (text): gated delta rules in most layers, gated attention in the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from manylora.config.engine import RecurrentConfig
+from manylora.errors import ConfigError
+from manylora.model.families.common import read_activation, read_biases, text_settings
+from manylora.model.families.family import ModelFamily, TensorNames
+from manylora.model.families.moe import qwen_experts
+
+SPARSE = {
+    "decoder_sparse_step": 1, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 10, "num_experts": 512, "norm_topk_prob": True, "mlp_only_layers": None,
+}  # fmt: skip
+DENSE = {
+    "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "hidden_act": "silu",
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "attention_bias": False, "layer_types": None,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+}  # fmt: skip
+NEXT = {
+    **DENSE, **SPARSE, "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632,
+    "num_hidden_layers": 48, "num_key_value_heads": 2,
+}  # fmt: skip
+MOE = {
+    **{name: value for name, value in DENSE.items() if name != "intermediate_size"},
+    "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8, "num_experts": 256,
+}  # fmt: skip
+# What the class with one more prediction of tokens to come has beside these, and the vision part.
+UNUSED = ("mtp.", "model.visual.")
+NAMES = TensorNames(unused=UNUSED[:1], recurrent_in=("in_proj_qkvz", "in_proj_ba"))
+NAMES_35 = TensorNames(
+    roots=("model.language_model.", "model."),
+    unused=UNUSED,
+    recurrent_in=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+)
+ROPE = {"partial": "partial_rotary_factor"}
+MULTIMODAL = {"text_config": None, "tie_word_embeddings": False}
+
+
+def _next(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_dense(raw), "moe": qwen_experts(raw, raw["shared_expert_intermediate_size"])}
+
+
+def _moe(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Experts in every layer, whose weights add up to 1."""
+    return _next({**SPARSE, **raw, "decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True})
+
+
+def _dense(raw: Mapping[str, Any]) -> dict[str, Any]:
+    if read_activation(raw["hidden_act"]) != "silu":
+        raise ConfigError(f"config.json: hidden_act {raw['hidden_act']!r} is not supported here; silu is")
+    return {
+        **read_biases(raw),
+        "norm": "rms_plus_one",
+        "qk_norm": "head",
+        "attention_gated": True,
+        "recurrent": _recurrent(raw),
+    }
+
+
+def _recurrent(raw: Mapping[str, Any]) -> RecurrentConfig | None:
+    """Every layer but each `full_attention_interval`-th one, unless `layer_types` says which."""
+    count, interval = raw["num_hidden_layers"], raw.get("full_attention_interval", 4)
+    kinds = raw["layer_types"] or [
+        "linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(count)
+    ]
+    if len(kinds) != count:
+        raise ConfigError(f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers {count}")
+    unknown = set(kinds) - {"linear_attention", "full_attention"}
+    if unknown:
+        raise ConfigError(f"config.json: layer_types has {min(unknown)!r}, which is not supported here")
+    layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    if not layers:
+        return None
+    if len(layers) == count:
+        raise ConfigError("config.json: layer_types must have full_attention in one layer at least")
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    sizes = [raw[f"linear_{name}"] for name in names]
+    recurrent = RecurrentConfig(layers, *sizes)
+    if min(sizes) < 1 or recurrent.taps < 2 or recurrent.value_heads % recurrent.key_heads:
+        raise ConfigError(
+            "config.json: linear_num_value_heads must be a multiple of linear_num_key_heads, and "
+            f"linear_conv_kernel_dim at least 2, got {sizes[1]}, {sizes[0]} and {sizes[4]}"
+        )
+    return recurrent
+
+
+def _as_dense(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """No layer of these has a plain MLP."""
+    return {**raw, "intermediate_size": raw["moe_intermediate_size"]}
+
+
+def _text(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return text_settings(raw, DENSE)
+
+
+def _text_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return _as_dense(text_settings(raw, MOE))
+
+
+FAMILIES = {
+    "Qwen3NextForCausalLM": ModelFamily(NEXT, _next, lambda _: NAMES, rope=ROPE),
+    "Qwen3_5ForCausalLM": ModelFamily(DENSE, _dense, lambda _: NAMES_35, rope=ROPE),
+    "Qwen3_5ForConditionalGeneration": ModelFamily(MULTIMODAL, _dense, lambda _: NAMES_35, _text, rope=ROPE),
+    "Qwen3_5MoeForCausalLM": ModelFamily(MOE, _moe, lambda _: NAMES_35, _as_dense, rope=ROPE),
+    "Qwen3_5MoeForConditionalGeneration": ModelFamily(
+        MULTIMODAL, _moe, lambda _: NAMES_35, _text_moe, rope=ROPE
+    ),
+}

@@ -1,0 +1,282 @@
+"""Protects models with recurrent layers: their engine gives transformers' tokens whatever is in a step,
+however prompts are cut, and wherever a sequence starts from; slots of state are neither lost nor shared."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import read, run, tokens
+from safetensors.torch import load_file, save_file
+
+from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.engine.engine import Engine
+from manylora.errors import AdapterInvalidError, ConfigError, RequestError
+from manylora.lora.modules import lora_modules
+from manylora.lora.rules import AdapterRules
+from manylora.model.checkpoint import read_model_config
+from manylora.request import LoraInput, Request, SamplingConfig
+from manylora.testing.parity import linear_names
+from manylora.testing.tiny_models import make_adapter, make_model, reference_generate
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FAMILIES = ("qwen3-next-dense", "qwen3.5", "qwen3-next", "qwen3.5-moe")
+COUNT = 10  # tokens of an answer
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recurrent")
+
+
+class Served:
+    """A model, and two adapters on all of its linear layers, made once."""
+
+    def __init__(self, folder: Path, family: str) -> None:
+        self.model, self.prefetch = folder / "model", folder / "prefetch"
+        adapters = self.prefetch / "1", self.prefetch / "2"
+        if not folder.exists():
+            make_model(self.model, family, seed=5)
+            config = read_model_config(self.model)
+            linears = linear_names(config).linears
+            experts: dict[str, Any] = {}
+            if config.moe is not None:
+                plain = ("gate_proj", "up_proj", "down_proj")
+                shared = tuple(f"shared_expert.{name}" for name in plain)
+                linears = (*(name for name in linears if name not in plain), "shared_expert_gate", *shared)
+                experts = {"target_parameters": EXPERTS}
+            make_adapter(adapters[0], self.model, 1, rank=4, modules=linears, **experts)
+            make_adapter(adapters[1], self.model, 2, rank=7, modules=linears, use_dora=config.moe is None)
+        self.adapters: list[Path | None] = [None, *adapters]
+
+    def engine(self, **settings: Any) -> Engine:
+        cache = LoraCacheConfig(gpu_memory_bytes=2**23, prefetch_dir=self.prefetch)
+        defaults = {"max_seq_len": 96, "max_num_tokens": 64, "max_batch_size": 8, "tokens_per_block": 8}
+        return Engine(EngineConfig(self.model, device="cpu", lora=cache, **{**defaults, **settings}))
+
+    def expected(self, prompt: list[int], adapter: int) -> list[int]:
+        return reference_generate(self.model, self.adapters[adapter], prompt, COUNT)
+
+
+@pytest.fixture
+def served(workshop: Path) -> Any:
+    return lambda family: Served(workshop / family, family)
+
+
+def request(prompt: list[int], adapter: int = 0, count: int = COUNT, **params: Any) -> Request:
+    lora = LoraInput(adapter) if adapter else None
+    return Request(tuple(prompt), SamplingConfig(max_tokens=count, **params), lora=lora)
+
+
+def answers(engine: Engine, *requests: Request) -> list[list[int]]:
+    found = run(engine, *requests)
+    return [[token for event in events for token in event.token_ids] for events in found]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_of_a_mixed_batch(family: str, served: Any) -> None:
+    """Base and adapters side by side, prompts of unequal lengths, some cut into parts of 16 and 32 tokens."""
+    model = served(family)
+    engine = model.engine(max_num_tokens=40)
+    wanted = [(tokens(length, length), number % 3) for number, length in enumerate((21, 60, 33, 5, 48, 1))]
+    found = answers(engine, *(request(*one) for one in wanted))
+    engine.close()
+    assert found == [model.expected(*one) for one in wanted]
+
+
+def test_one_after_another_and_together_are_alike(served: Any) -> None:
+    """Bit for bit, also where a step is as small as it can be."""
+    model = served("qwen3.5")
+    prompts = [tokens(length, length) for length in (30, 44, 17)]
+    params = {"return_log_probs": True}
+    runs = []
+    for settings in ({}, {"max_num_tokens": 8, "enable_kv_cache_reuse": False}):
+        engine = model.engine(**settings)
+        requests = [request(prompt, number, **params) for number, prompt in enumerate(prompts)]
+        together = run(engine, *requests)
+        alone = [run(engine, one)[0] for one in requests]
+        engine.close()
+        runs += [together, alone]
+    found = [[[(e.token_ids, e.log_probs) for e in events] for events in one] for one in runs]
+    assert found[0] == found[1] and found[2] == found[3]
+    assert [e[-1][0] for e in found[0]] == [e[-1][0] for e in found[2]]
+
+
+def test_prefixes_are_reused_up_to_a_snapshot(served: Any) -> None:
+    model = served("qwen3-next-dense")
+    engine = model.engine()
+    prompt = tokens(43, 1)
+    longer, other = [*prompt[:41], *tokens(20, 9)], [*prompt[:20], *tokens(20, 8)]
+    for one, reused in ((prompt, 0), (prompt, 40), (longer, 40), (other, 0), (longer, 56)):
+        [events] = run(engine, request(one, 1))
+        assert events[-1].metrics.kv_reused_blocks * 8 == reused
+        assert [t for e in events for t in e.token_ids] == model.expected(one, 1)
+    [events] = run(engine, request(prompt, 2))
+    assert not events[-1].metrics.kv_reused_blocks
+    assert [t for e in events for t in e.token_ids] == model.expected(prompt, 2)
+    engine.close()
+
+
+def test_preempted_sequences_go_on_as_before(served: Any) -> None:
+    model = served("qwen3.5")
+    settings = {"batch_scheduler_policy": "max_utilization", "max_tokens_in_paged_kv_cache": 96}
+    engine = model.engine(**settings)
+    wanted = [(tokens(26, seed), seed % 3) for seed in range(5)]
+    found = answers(engine, *(request(*one) for one in wanted))
+    assert engine.stats().preemptions
+    engine.close()
+    assert found == [model.expected(*one) for one in wanted]
+
+
+def test_few_slots_make_sequences_wait(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = served("qwen3.5")
+    monkeypatch.setattr("manylora.engine.build.plan_states", lambda *_: 2)
+    engine = model.engine()
+    wanted = [(tokens(26, seed % 2), seed % 3) for seed in range(6)]
+    handles = [engine.submit(engine.prepare(request(*one))) for one in wanted]
+    most, found = 0, {handle: list[int]() for handle in handles}
+    while engine.has_work:
+        for handle, event in engine.step():
+            found[handle] += event.token_ids
+        engine.check()
+        most = max(most, engine.stats().running)
+    engine.close()
+    assert most == 2
+    assert list(found.values()) == [model.expected(*one) for one in wanted]
+
+
+def test_beams_have_states_of_their_own(served: Any) -> None:
+    """The same beams as without a cache: transformers computes each of them from its first token."""
+    from manylora.testing.tiny_models import load_transformers
+
+    model, prompt = served("qwen3.5"), tokens(19, 3)
+    engine = model.engine(max_beam_width=3)
+    params = {"beam_width": 3, "num_return_sequences": 3, "return_log_probs": True}
+    [events], [alone] = run(engine, request(prompt, **params)), run(engine, request(prompt))
+    engine.close()
+    reference = load_transformers(model.model)
+    theirs = reference.generate(
+        torch.tensor([prompt]), max_new_tokens=COUNT, num_beams=3, num_return_sequences=3, do_sample=False,
+        eos_token_id=None, use_cache=False,
+    )  # fmt: skip
+    beams = [list(beam.token_ids) for beam in events[-1].beams]
+    assert beams == [one[len(prompt) :].tolist() for one in theirs]
+    assert [t for e in alone for t in e.token_ids] == model.expected(prompt, 0)
+
+
+def test_return_sequences_and_cancelled_ones(served: Any) -> None:
+    model, prompt = served("qwen3-next-dense"), tokens(27, 4)
+    engine = model.engine()
+    handle = engine.submit(engine.prepare(request(prompt, 1, num_return_sequences=3)))
+    gone = engine.submit(engine.prepare(request(tokens(50, 1), 2)))
+    found: dict[int, list[int]] = {index: [] for index in range(3)}
+    for _ in range(2):
+        engine.step()
+    engine.cancel(gone)
+    engine.check()
+    while engine.has_work:
+        for one, event in engine.step():
+            if one == handle:
+                found[event.sequence_index] += event.token_ids
+    engine.check()
+    engine.close()
+    expected = model.expected(prompt, 1)
+    assert all(answer == expected[-len(answer) :] for answer in found.values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_mixture_leaves_every_slot_in_its_place(seed: int, served: Any) -> None:
+    """Random requests over few slots and blocks, some cancelled; what is left is checked after each step."""
+    model, picks = served("qwen3.5"), random.Random(seed)
+    policy = picks.choice(("max_utilization", "guaranteed_no_evict"))
+    settings = {"batch_scheduler_policy": policy, "max_tokens_in_paged_kv_cache": 160, "max_beam_width": 2}
+    engine = model.engine(**settings, max_batch_size=4, max_num_tokens=24)
+    shared = tokens(30, seed)
+    open_handles: dict[int, tuple[list[int], int]] = {}
+    found: dict[int, list[int]] = {}
+    for round_ in range(120):
+        if round_ < 40 and picks.random() < 0.4:
+            prompt = [*shared[: picks.randrange(30)], *tokens(picks.randrange(1, 25), round_)]
+            adapter, beams = picks.randrange(3), 1 + (picks.random() < 0.2)
+            handle = engine.submit(engine.prepare(request(prompt, adapter, beam_width=beams)))
+            found[handle] = []
+            if beams == 1:
+                open_handles[handle] = prompt, adapter
+        if found and picks.random() < 0.05:
+            gone = picks.choice(list(found))
+            engine.cancel(gone)
+            open_handles.pop(gone, None)
+        for handle, event in engine.step() if engine.has_work else ():
+            found[handle] += event.token_ids
+        engine.check()
+    while engine.has_work:
+        for handle, event in engine.step():
+            found[handle] += event.token_ids
+    engine.check()
+    engine.close()
+    for handle, one in picks.sample(sorted(open_handles.items()), min(3, len(open_handles))):
+        assert found[handle] == model.expected(*one)
+
+
+def test_overlapped_steps_give_the_same_tokens(served: Any) -> None:
+    model = served("qwen3.5")
+    wanted = [(tokens(length, length), number % 3) for number, length in enumerate((21, 60, 33, 5))]
+    engine = model.engine(enable_overlap=True, max_num_tokens=40)
+    found = [answers(engine, *(request(*one) for one in wanted)) for _ in range(2)]
+    engine.close()
+    assert found == [[model.expected(*one) for one in wanted]] * 2
+
+
+def test_what_cannot_be_served_is_refused(served: Any) -> None:
+    model = served("qwen3.5")
+    engine = model.engine()
+    with pytest.raises(RequestError, match="draft_input_ids are not supported on models with recurrent"):
+        engine.prepare(replace(request(tokens(20)), draft=(1, 2)))
+    engine.close()
+    with pytest.raises(ConfigError, match="no room for recurrent states: one sequence takes"):
+        model.engine(kv_cache_free_gpu_mem_fraction=1e-12)
+
+
+def test_a_released_checkpoint_and_names_of_its_adapters(workshop: Path) -> None:
+    """Names of the multimodal model, with a vision part and weights of more predictions, as unsloth has them;
+    a key that does not fit is refused by name."""
+    model = make_model(workshop / "released", "qwen3.5", seed=6)
+    linears = linear_names(read_model_config(model)).linears
+    adapter = make_adapter(workshop / "released-a", model, 3, modules=linears)
+    expected = reference_generate(model, adapter, tokens(20), COUNT)
+    weights = load_file(model / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): value for name, value in weights.items()}
+    renamed |= {"model.visual.patch.weight": torch.ones(2, 2), "mtp.fc.weight": torch.ones(2, 2)}
+    save_file(renamed, model / "model.safetensors", {"format": "pt"})
+    raw = json.loads((model / "config.json").read_text())
+    outer = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": raw,
+    }
+    (model / "config.json").write_text(json.dumps({**outer, "tie_word_embeddings": True}))
+    file = adapter / "adapter_model.safetensors"
+    keys = load_file(file)
+    save_file({k.replace("model.layers", "model.language_model.layers"): v for k, v in keys.items()}, file)
+    cache = LoraCacheConfig(gpu_memory_bytes=2**23)
+    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, max_num_tokens=64, lora=cache))
+    lora = replace(read(adapter, model, 1), task_id=1)
+    [found] = answers(engine, replace(request(tokens(20)), lora=lora))
+    engine.close()
+    assert found == expected
+    rules = AdapterRules(lora_modules(read_model_config(model)), 3, 64)
+    wrong = (("0.linear_attn", "conv1d"), ("0.self_attn", "q_proj"), ("2.linear_attn", "in_proj_z"))
+    for place, part in wrong:
+        pair = {"A": torch.ones(8, 64), "B": torch.ones(192 if part == "q_proj" else 60, 8)}
+        name = f"base_model.model.model.layers.{place}.{part}.lora_"
+        save_file({f"{name}{side}.weight": value for side, value in pair.items()}, file)
+        module = {"conv1d": "conv1d", "q_proj": "attn_q", "in_proj_z": "linear_attn_z"}[part]
+        with pytest.raises(AdapterInvalidError, match=module):
+            rules.check(replace(read(adapter, model), task_id=1))

@@ -98,7 +98,7 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("a model as an adapter", "serve {m}/good --lora-modules a={m}/good", ["a whole model, not an adapter"]),
     ("an adapter that is not there", "serve {m}/good --lora-modules a={a}x", ["did you mean {a}?"]),
     ("a flag with a typing error", "serve {m}/good --max-seq-lenn 5", ["did you mean --max-seq-len?"]),
-    ("two devices", "serve {m}/good -tp 2", ["--tensor-parallel-size must be 1, got 2"]),
+    ("several replicas", "serve {m}/good --data-parallel-size 2", ["--data-parallel-size must be 1, got 2"]),
     ("no device of trtllm-serve", "serve {m}/good --tp_size 0", ["tensor_parallel_size must be at least 1"]),
     ("another backend", "serve {m}/good --backend tensorrt", ["no counterpart here", "pytorch"]),
     ("a flag of vLLM", "serve {m}/good --quantization awq", ["--quantization is not taken", "quant_config"]),

@@ -26,8 +26,10 @@ NOT_RUN = {
     "docs/benchmarks.md": "takes minutes",
     "docs/extending.md": "code to write",
     "docs/deploy.md": "needs a container engine, or systemd",
+    "docs/fleet.md": "needs Ray (the extra `fleet`)",
     "docs/gpu.md": "needs a GPU",
     "docs/ollama.md": "needs the client of Ollama",
+    "docs/scaling.md": "takes minutes",
     "examples/demo/README.md": "trains for an hour",
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -4,7 +4,7 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-OPENVINO := build/openvino
+PEERS := openvino llamacpp
 
 .PHONY: help install demo serve test check parity bench bench-peers chaos browser test-gpu bench-gpu gpu-static clean
 
@@ -41,9 +41,9 @@ check: $(STAMP) ## lint, format, types
 bench: $(STAMP) ## the engine with and without adapters, against this machine's limits; under 5 minutes
 	@$(BIN)/python benchmarks/engine.py --rounds 2
 
-bench-peers: $(STAMP) $(OPENVINO)/.installed ## the engine beside OpenVINO, in pairs (BENCH_ARGS="--cases base" is the short one)
-	@$(BIN)/python benchmarks/peers.py --peers openvino --python openvino=$(OPENVINO)/bin/python \
-	  --keep build/peers --json build/peers.json $(BENCH_ARGS)
+bench-peers: $(STAMP) $(PEERS:%=build/%/.installed) ## the engine beside OpenVINO and llama.cpp, in pairs (BENCH_ARGS="--cases base" is the short one)
+	@$(BIN)/python benchmarks/peers.py --peers openvino,llama.cpp --python openvino=build/openvino/bin/python \
+	  --python llama.cpp=build/llamacpp/bin/python --keep build/peers --json build/peers.json $(BENCH_ARGS)
 
 chaos: $(STAMP) ## a service under kills, hostile requests and adapters, and leaving clients (CHAOS_ARGS=...); about 10 minutes
 	@$(BIN)/python tests/chaos $(CHAOS_ARGS)
@@ -64,10 +64,10 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
-$(OPENVINO)/.installed: benchmarks/peers/openvino.txt
-	$(PYTHON) -m venv $(OPENVINO)
-	$(if $(TORCH_INDEX),$(OPENVINO)/bin/pip install --index-url $(TORCH_INDEX) torch==2.13.0 torchvision)
-	$(OPENVINO)/bin/pip install -q -r $<
+build/%/.installed: benchmarks/peers/%.txt
+	$(PYTHON) -m venv $(@D)
+	$(if $(TORCH_INDEX),$(@D)/bin/pip install --index-url $(TORCH_INDEX) torch==2.13.0 torchvision)
+	$(@D)/bin/pip install -q -r $<
 	touch $@
 
 clean: ## remove the virtual environment and build outputs

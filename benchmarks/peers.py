@@ -48,7 +48,7 @@ HERE = Path(__file__).parent
 US = "manylora"
 MODULES = {
     US: "manylora", "transformers": "peft", "vllm": "vllm", "openvino": "openvino_genai",
-    "llama.cpp": "sentencepiece",
+    "llama.cpp": "xllamacpp",
 }  # fmt: skip
 SCRIPTS = {
     US: "with_manylora.py", "transformers": "with_peft.py", "vllm": "with_vllm.py",

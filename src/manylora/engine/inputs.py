@@ -154,7 +154,7 @@ class StepInputs:
             return
         where, tokens = self.pending.where, self.pending.tokens
         if where is None:
-            input_ids[: len(tokens)] = tokens.clamp(min=0)
+            torch.clamp(tokens, min=0, out=input_ids[: len(tokens)])  # one launch
         else:
             input_ids.index_copy_(0, where[0], tokens.index_select(0, where[1]).clamp_(min=0))
 

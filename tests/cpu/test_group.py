@@ -97,10 +97,17 @@ def followers() -> list[int]:
     """The processes of other ranks that this one has started."""
     found = []
     for task in Path("/proc/self/task").iterdir():
-        for pid in map(int, (task / "children").read_text(encoding="utf-8").split()):
-            line = Path(f"/proc/{pid}/cmdline").read_bytes()
-            found += [pid] if b"manylora.engine.follower" in line else []
+        for pid in _text(task / "children").split():
+            found += [int(pid)] if "manylora.engine.follower" in _text(Path(f"/proc/{pid}/cmdline")) else []
     return found
+
+
+def _text(file: Path) -> str:
+    """Empty for a thread or a process that has just ended."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def assert_same(found: list[list[Event]], expected: list[list[Event]]) -> None:

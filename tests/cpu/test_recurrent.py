@@ -26,7 +26,7 @@ from manylora.testing.tiny_models import make_adapter, make_model, reference_gen
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-FAMILIES = ("qwen3-next-dense", "qwen3.5", "qwen3-next", "qwen3.5-moe")
+FAMILIES = ("qwen3-next-dense", "qwen3.5", "qwen3-next", "qwen3.5-moe", "lfm2")
 COUNT = 10  # tokens of an answer
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 

@@ -30,8 +30,8 @@ INSIDE = {
     "system": ["lifeline", "threads", "allocator", "text_threads", "processor", "compiler", "progress"],
     "kernels": [
         "activations", "quantised", "huge_pages", "panels", "integer", "products", "extras", "row_format",
-        "delta_rule", "spec", "experts", "transfer", "decode_step", "reference", "native", "loading", "cpu",
-        "compiled", "cuda", "device",
+        "delta_rule", "short_conv", "spec", "experts", "transfer", "decode_step", "reference", "native",
+        "loading", "cpu", "compiled", "cuda", "device",
     ],
     "quant": ["config", "checkpoint", "layouts", "mxfp4", "bitsandbytes", "checkpoint_weights"],
     "gguf": ["container", "config", "tokenizer", "folder", "blocks", "file"],
@@ -55,8 +55,8 @@ INSIDE = {
     "model": [
         "families", "safetensors_file", "checkpoint", "plan", "batch", "chunks", "rope", "extras", "layers",
         "latent", "routing", "moe",
-        "delta_rule", "decoder_parts", "transformer", "decoder", "attend", "encoder_decoder", "quant",
-        "effective_weights", "weights", "builder",
+        "delta_rule", "short_conv", "decoder_parts", "transformer", "decoder", "attend", "encoder_decoder",
+        "quant", "effective_weights", "weights", "builder",
     ],
     "parallel": [
         "mapping", "rank_model", "collectives", "weights", "adapters", "experts", "decoder",

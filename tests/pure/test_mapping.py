@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from manylora.config.engine import EncoderConfig, ModelConfig, MoeConfig, RecurrentConfig
+from manylora.config.blocks import DeltaConfig
+from manylora.config.engine import EncoderConfig, ModelConfig, MoeConfig
 from manylora.errors import ConfigError
 from manylora.parallel.mapping import Mapping, check_mapping
 from manylora.parallel.rank_model import rank_config
 
 LLAMA = ModelConfig("LlamaForCausalLM", 130, 64, 96, 5, 8, 2, 8, 64, 1e-6, 1e4, "float32")
 MOE = MoeConfig(8, 2, 48, True, frozenset({1, 2, 3, 4}), shared_intermediate_size=32)
-RECURRENT = RecurrentConfig(frozenset({0, 1, 2}), 2, 4, 8, 8, 4)
+RECURRENT = DeltaConfig(frozenset({0, 1, 2}), 2, 4, 8, 8, 4)
 
 
 def test_the_order_of_ranks() -> None:

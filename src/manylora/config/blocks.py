@@ -1,8 +1,9 @@
-"""The shapes of blocks that few families have: attention over latent keys and values, and how tokens are
-routed to experts. Frozen."""
+"""The shapes of blocks that few families have: attention over latent keys and values, recurrent layers, and
+how tokens are routed to experts. Frozen."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -49,3 +50,60 @@ class RoutingConfig:
     least: float = 0.0
     scale: float = 1.0
     wide: bool = False
+
+
+@dataclass(frozen=True)
+class RecurrentConfig:
+    """The layers that have a state of one size in place of keys and values."""
+
+    layers: frozenset[int]
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of one sequence in one layer, float32: its convolution's last inputs, and the heads' memory."""
+        raise NotImplementedError
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one sequence in all layers."""
+        return 4 * len(self.layers) * sum(math.prod(shape) for shape in self.state_shapes)
+
+
+@dataclass(frozen=True)
+class DeltaConfig(RecurrentConfig):
+    """Gated delta rules, each behind a causal convolution over its last inputs."""
+
+    key_heads: int  # of queries and keys; each serves value_heads / key_heads heads of values
+    value_heads: int
+    key_dim: int  # of a head
+    value_dim: int
+    taps: int  # inputs that the convolution sees, the newest among them
+
+    @property
+    def key_size(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: q, k and v."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (self.taps - 1, self.channels), (self.value_heads, self.value_dim, self.key_dim)
+
+
+@dataclass(frozen=True)
+class ConvConfig(RecurrentConfig):
+    """Gated causal convolutions over the last inputs, without a memory beyond these."""
+
+    channels: int
+    taps: int  # inputs that the convolution sees, the newest among them
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (self.taps - 1, self.channels), (0, 0, 0)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manylora.config.blocks import LatentConfig, RoutingConfig
+from manylora.config.blocks import LatentConfig, RecurrentConfig, RoutingConfig
 from manylora.config.values import at_least, fraction, one_of
 from manylora.errors import ConfigError
 from manylora.quant.checkpoint import CheckpointQuant
@@ -156,42 +155,6 @@ class MoeConfig:
     # The experts' matrices are kept [in, out], columns of gate and up in turn; PEFT's rows are in that order.
     interleaved: bool = False
     swiglu: tuple[float, float] | None = None  # alpha and limit of a clamped one; None: the activation
-
-
-@dataclass(frozen=True)
-class RecurrentConfig:
-    """The layers that have a state of one size in place of keys and values: gated delta rules, each behind a
-    causal convolution over its last inputs."""
-
-    layers: frozenset[int]
-    key_heads: int  # of queries and keys; each serves value_heads / key_heads heads of values
-    value_heads: int
-    key_dim: int  # of a head
-    value_dim: int
-    taps: int  # inputs that the convolution sees, the newest among them
-
-    @property
-    def key_size(self) -> int:
-        return self.key_heads * self.key_dim
-
-    @property
-    def value_size(self) -> int:
-        return self.value_heads * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        """Of the convolution: q, k and v."""
-        return 2 * self.key_size + self.value_size
-
-    @property
-    def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of one sequence in one layer, float32: the convolution's last inputs, and the heads' memory."""
-        return (self.taps - 1, self.channels), (self.value_heads, self.value_dim, self.key_dim)
-
-    @property
-    def state_bytes(self) -> int:
-        """Of one sequence in all layers."""
-        return 4 * len(self.layers) * sum(math.prod(shape) for shape in self.state_shapes)
 
 
 @dataclass(frozen=True)

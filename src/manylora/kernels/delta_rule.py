@@ -114,14 +114,19 @@ def delta_rule(
     return out.to(x.dtype)
 
 
+def read_inputs(state: RecurrentState, slots: Tensor) -> Tensor:
+    """Copies of the convolution's last inputs; zeros for the slot -1."""
+    return _read_slots(state.inputs, slots)
+
+
 def _read(state: RecurrentState, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Copies; zeros for the slot -1."""
-    known = (slots >= 0).float()
-    inputs, memory = state.inputs[slots.clamp(min=0)], state.memory[slots.clamp(min=0)]
-    # Not multiplied: what an unused slot holds need not be finite.
-    blank = known == 0
-    inputs[blank], memory[blank] = 0, 0
-    return inputs, memory
+    return read_inputs(state, slots), _read_slots(state.memory, slots)
+
+
+def _read_slots(states: Tensor, slots: Tensor) -> Tensor:
+    found = states[slots.clamp(min=0)]
+    found[slots < 0] = 0  # not multiplied: what an unused slot holds need not be finite
+    return found
 
 
 def _run(

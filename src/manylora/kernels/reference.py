@@ -25,6 +25,7 @@ from manylora.kernels.quantised import (
     stacked_linear,
 )
 from manylora.kernels.row_format import Encoding
+from manylora.kernels.short_conv import short_conv
 from manylora.kernels.spec import (
     AttentionBatch,
     AttentionParams,
@@ -236,6 +237,15 @@ class ReferenceOps:
         x [T, channels + values], gates [T, 2 * value heads] -> [T, values]; states of one layer.
         """
         return delta_rule(x, gates, weights, state, batch)
+
+    def short_conv(self, x: Tensor, taps: Tensor, state: RecurrentState, batch: StateBatch) -> Tensor:
+        """Each sequence's rows one after another, from its last inputs `seen` to the next, which are stored.
+
+        Semantics, for a row with [b; c; h] = x:  c * sum over i of taps[i] * [seen; b * h][i]
+        x [T, 3 * channels], taps [taps, channels] float32, the newest input's last -> [T, channels]; of
+        one layer, whose states have no memory.
+        """
+        return short_conv(x, taps, state, batch)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Semantics: with n = x.float() * rsqrt(mean(x.float() ** 2, -1) + eps),

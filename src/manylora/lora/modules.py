@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 
-from manylora.config.blocks import LatentConfig
+from manylora.config.blocks import ConvConfig, DeltaConfig, LatentConfig
 from manylora.config.engine import ModelConfig
 from manylora.errors import ConfigError
 from manylora.kernels.row_format import RowFormat
@@ -65,7 +65,8 @@ MEANINGS = (
     "experts: the router", "shared expert: what it is weighed by",
     "up_proj and gate_proj: B is [up; gate]",
     "shared expert: gate_proj", "shared expert: down_proj", "shared expert: up_proj",
-    "not served", "not served", "not served", "not served",
+    "in_proj of a convolution layer: B is [b; c; h]", "out_proj of a convolution layer", "not served",
+    "not served",
     "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
     "in_proj_qkvz: B is [q; k; v; z]", "in_proj_ba: B is [b; a]", "in_proj_qkv", "in_proj_z", "in_proj_b",
     "in_proj_a", "out_proj of linear attention",
@@ -94,6 +95,9 @@ SHARED = {
     "mlp_4h_to_h": "shared_expert_4h_to_h",
     "mlp_gate": "shared_expert_gate",
 }
+
+
+RECURRENT = ("linear_attn_", "mamba_")  # begin the names of modules of recurrent layers
 
 
 class Split(Enum):
@@ -268,9 +272,14 @@ def _latent_dims(model: ModelConfig, latent: LatentConfig) -> dict[str, tuple[in
 
 
 def _recurrent_dims(model: ModelConfig) -> dict[str, tuple[int, int, Split]]:
-    if model.recurrent is None:
-        return {}
     hidden, own = model.hidden_size, model.recurrent
+    if isinstance(own, ConvConfig):
+        return {
+            "mamba_in_proj": (hidden, 3 * own.channels, Split.NONE),
+            "mamba_out_proj": (own.channels, hidden, Split.NONE),
+        }
+    if not isinstance(own, DeltaConfig):
+        return {}
     outs = {"qkv": own.channels, "z": own.value_size, "b": own.value_heads, "a": own.value_heads}
     outs |= {"qkvz": own.channels + own.value_size, "ba": 2 * own.value_heads}
     dims = {f"linear_attn_{name}": (hidden, size, Split.NONE) for name, size in outs.items()}
@@ -282,7 +291,7 @@ def _grouped_parts(model: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]
     found: dict[str, tuple[int, tuple[int, ...]]] = {}
     found["attn_qkv"] = (model.qkv_groups, (model.q_rows, model.kv_size, model.kv_size))
     own = model.recurrent
-    if own is not None:
+    if isinstance(own, DeltaConfig):
         qkvz = (own.key_size, own.key_size, own.value_size, own.value_size)
         found["linear_attn_qkvz"] = own.key_heads, qkvz
         found["linear_attn_ba"] = own.key_heads, (own.value_heads,) * 2
@@ -323,8 +332,8 @@ def _layers(name: str, model: ModelConfig) -> frozenset[int] | None:
     if model.encoder is not None and name.startswith("cross_"):
         return frozenset(range(model.encoder.num_layers, model.num_layers))
     own = model.recurrent_layers
-    if own and name.startswith(("attn_", "linear_attn_")):
-        return own if name.startswith("linear") else frozenset(range(model.num_layers)) - own
+    if own and name.startswith(("attn_", *RECURRENT)):
+        return own if name.startswith(RECURRENT) else frozenset(range(model.num_layers)) - own
     if model.moe is None or name.startswith("attn_"):
         return None
     sparse = model.moe.layers

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora.config.blocks import LatentConfig
+from manylora.config.blocks import ConvConfig, DeltaConfig, LatentConfig
 from manylora.config.engine import ModelConfig, MoeConfig
 from manylora.kernels.delta_rule import DeltaWeights, RecurrentState
 from manylora.kernels.reference import ReferenceOps
@@ -28,6 +28,7 @@ from manylora.model.layers import Attention, Block, FeedForward, Mlp, Norm, Turn
 from manylora.model.moe import Experts, Moe, SharedExpert
 from manylora.model.rope import Rope, make_rope
 from manylora.model.routing import Router, WideRouter
+from manylora.model.short_conv import ShortConv
 from manylora.model.transformer import Transformer
 
 
@@ -42,7 +43,7 @@ class Decoder(Transformer):
         norm = self._norm("norm", "norm")
         assert norm is not None
         self._final_norm = norm
-        self._recurrent = {layer: self._delta_rule(layer) for layer in sorted(config.recurrent_layers)}
+        self._recurrent = {layer: self._recurrent_layer(layer) for layer in sorted(config.recurrent_layers)}
         self._blocks = [self._block(layer) for layer in range(config.num_layers)]
         kinds = [layer in self._recurrent for layer in range(config.num_layers)]
         self._places = [kinds[:layer].count(kind) for layer, kind in enumerate(kinds)]  # among its kind
@@ -218,9 +219,21 @@ class Decoder(Transformer):
         sinks = self._weights.get(f"{layer}.sinks")
         return None if sinks is None else sinks.float()
 
-    def _delta_rule(self, layer: int) -> DeltaRule:
-        own, weights = self.config.recurrent, self._weights
-        assert own is not None
+    def _recurrent_layer(self, layer: int) -> DeltaRule | ShortConv:
+        own = self.config.recurrent
+        if isinstance(own, ConvConfig):
+            return self._short_conv(layer, own)
+        assert isinstance(own, DeltaConfig)
+        return self._delta_rule(layer, own)
+
+    def _short_conv(self, layer: int, own: ConvConfig) -> ShortConv:
+        project = LoraTarget(LoraModuleId.MAMBA_IN_PROJ, 0, 3 * own.channels)
+        out = LoraTarget(LoraModuleId.MAMBA_OUT_PROJ, 0, self.config.hidden_size)
+        taps = self._weights[f"{layer}.taps"].T.contiguous()
+        return ShortConv(self._ops, self._linear(layer, "in", project), self._linear(layer, "out", out), taps)
+
+    def _delta_rule(self, layer: int, own: DeltaConfig) -> DeltaRule:
+        weights = self._weights
         wide, heads, qkv = own.channels + own.value_size, own.value_heads, own.channels
         project = (
             LoraTarget(LoraModuleId.LINEAR_ATTN_QKVZ, 0, wide),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manylora.config.engine import RecurrentConfig
+from manylora.config.blocks import RecurrentConfig
 from manylora.kernels.delta_rule import DeltaWeights, RecurrentState, StateBatch
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import LoraBatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from manylora.config.blocks import LatentConfig
+from manylora.config.blocks import ConvConfig, DeltaConfig, LatentConfig
 from manylora.config.engine import ModelConfig, MoeConfig
 from manylora.model.families import FAMILIES
 from manylora.model.families.family import TensorNames
@@ -243,8 +243,10 @@ def _latent(config: ModelConfig, latent: LatentConfig, names: TensorNames, sourc
 
 def _recurrent(config: ModelConfig, names: TensorNames, source: str) -> Plan:
     own, hidden = config.recurrent, config.hidden_size
-    assert own is not None
     block = f"{source}{names.recurrent}."
+    if isinstance(own, ConvConfig):
+        return _short_conv(own, names, block, config)
+    assert isinstance(own, DeltaConfig)
     matrices = [block + name for name in names.recurrent_in]
     qkvz, ba = (own.key_size, own.key_size, own.value_size, own.value_size), (own.value_heads,) * 2
     if len(matrices) == 2:
@@ -254,7 +256,7 @@ def _recurrent(config: ModelConfig, names: TensorNames, source: str) -> Plan:
         wide = (_whole(qkv, own.channels), _whole(z, own.value_size))
         narrow = (_whole(b, own.value_heads), _whole(a, own.value_heads))
     out = (_whole(block + names.recurrent_out, hidden),)
-    taps = WeightSpec((_whole(f"{block}conv1d.weight", own.channels),), own.taps, wide=True, depthwise=True)
+    taps = _taps(f"{block}conv1d.weight", own.channels, own.taps)
     vectors = {"decay": "A_log", "shift": "dt_bias"}
     return {
         **_linear("in", wide, hidden, False, config),
@@ -267,6 +269,19 @@ def _recurrent(config: ModelConfig, names: TensorNames, source: str) -> Plan:
             for name, theirs in vectors.items()
         },
     }
+
+
+def _short_conv(own: ConvConfig, names: TensorNames, block: str, config: ModelConfig) -> Plan:
+    inside, out = (_whole(block + names.recurrent_in[0], 3 * own.channels),), block + names.recurrent_out
+    return {
+        **_linear("in", inside, config.hidden_size, False, config),
+        **_linear("out", (_whole(out, config.hidden_size),), own.channels, False, config),
+        "taps": _taps(f"{block}conv.weight", own.channels, own.taps),
+    }
+
+
+def _taps(source: str, channels: int, taps: int) -> WeightSpec:
+    return WeightSpec((_whole(source, channels),), taps, wide=True, depthwise=True)
 
 
 def _qk_norm(name: str, source: str, heads: int, config: ModelConfig) -> Plan:

@@ -102,7 +102,7 @@ def check_mapping(model: ModelConfig, mapping: Mapping) -> None:
         )
     if model.recurrent is not None or model.attention_gated:
         raise ConfigError(
-            f"{model.architecture} has recurrent layers and gated attention: such models run on one rank, "
+            f"{model.architecture} has recurrent layers or gated attention: such models run on one rank, "
             "tp_size and pp_size must be 1"
         )
     if pp > model.num_layers:

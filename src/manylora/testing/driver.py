@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.config.engine import RecurrentConfig
+from manylora.config.blocks import RecurrentConfig
 from manylora.kernels.delta_rule import RecurrentState, StateBatch
 from manylora.kernels.extras import Extra, ExtraSegment
 from manylora.kernels.row_format import RowFormat

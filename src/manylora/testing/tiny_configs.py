@@ -229,6 +229,17 @@ FAMILIES |= {
     "qwen3-next-dense": ("qwen3_next", {**DELTA_MOE, "mlp_only_layers": [0, 1, 2], "attention_bias": True}),
     "qwen3.5": ("qwen3_5_text", {**DELTA, "tie_word_embeddings": True}),
 }
+LFM2 = {
+    "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+FAMILIES |= {
+    "lfm2": ("lfm2", LFM2),
+    "lfm2-plain": (
+        "lfm2",
+        {**LFM2, "block_auto_adjust_ff_dim": False, "conv_L_cache": 4, "tie_word_embeddings": False},
+    ),
+}
 MOE_FAMILIES |= {
     "qwen3-next": ("qwen3_next", {**DELTA_MOE, "norm_topk_prob": True}),
     "qwen3.5-moe": ("qwen3_5_moe_text", DELTA_MOE),

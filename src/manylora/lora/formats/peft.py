@@ -69,7 +69,7 @@ REFUSED = (
     (VISION, VISION_REASON),
     (re.compile(r"wpe.*\.lora_"), "adapters on the position embedding are not supported"),
     (
-        re.compile(r"\.linear_attn\.(?!.*\.lora_)"),
+        re.compile(r"\.(?:linear_attn|conv)\.(?!.*\.lora_)"),
         "of a recurrent layer only the linear layers can be adapted: train without this",
     ),
     (DORA, "this DoRA magnitude belongs to no known LoRA module"),

@@ -15,7 +15,8 @@ ATTENTION_IDS = {
     "qkv_proj": Id.ATTN_QKV, "query_key_value": Id.ATTN_QKV, "c_attn": Id.ATTN_QKV, "q_proj": Id.ATTN_Q,
     "k_proj": Id.ATTN_K, "v_proj": Id.ATTN_V, "o_proj": Id.ATTN_DENSE, "dense": Id.ATTN_DENSE,
     "c_proj": Id.ATTN_DENSE, "wqkv": Id.ATTN_QKV, "wo": Id.ATTN_DENSE, "q_a_proj": Id.ATTN_Q_A,
-    "q_b_proj": Id.ATTN_Q_B, "kv_a_proj_with_mqa": Id.ATTN_KV_A, "kv_b_proj": Id.ATTN_KV_B,
+    "out_proj": Id.ATTN_DENSE, "q_b_proj": Id.ATTN_Q_B, "kv_a_proj_with_mqa": Id.ATTN_KV_A,
+    "kv_b_proj": Id.ATTN_KV_B,
 }  # fmt: skip
 MLP_IDS = {
     "gate_proj": Id.MLP_H_TO_4H, "c_fc": Id.MLP_H_TO_4H, "fc1": Id.MLP_H_TO_4H,
@@ -33,21 +34,22 @@ LINEAR_IDS = {
     "in_proj_z": Id.LINEAR_ATTN_Z, "in_proj_b": Id.LINEAR_ATTN_B, "in_proj_a": Id.LINEAR_ATTN_A,
     "out_proj": Id.LINEAR_ATTN_OUT,
 }  # fmt: skip
+CONV_IDS = {"in_proj": Id.MAMBA_IN_PROJ, "out_proj": Id.MAMBA_OUT_PROJ}
 # Names under which some families stack [q; k; v], or such parts, once for each group of heads, others once.
 GROUPED = ("query_key_value", "wqkv", "in_proj_qkvz", "in_proj_ba")
 ROOT = r"(?P<root>(?:(?:base_model|model|language_model|transformer|gpt_neox)\.)*)"
 LAYER = r"(?:layers|h)\.(?P<layer>\d{1,5})\."
 MODULE = (
     rf"(?P<path>{ROOT}{LAYER}"
-    r"(?:(?P<mlp>mlp|block_sparse_moe|feed_forward)|(?P<linear>linear_attn)"
+    r"(?:(?P<mlp>mlp|block_sparse_moe|feed_forward)|(?P<linear>linear_attn)|(?P<conv>conv)"
     r"|self_attn|self_attention|attention|attn)"
     r"\.(?P<name>(?:shared_experts?\.)?\w+|router\.layer))\."
 )
 PEFT_KEY = re.compile(
     MODULE + r"(?:lora_(?P<side>[AB])\.weight|lora_magnitude_vector(?:\.weight)?|weight_m_wdecomp\.weight)"
 )
-"""path: the module's; mlp, linear: of the MLP, of linear attention, else of attention; side: A or B, None for
-a DoRA magnitude as PEFT or NVlabs name it."""
+"""path: the module's; mlp, linear, conv: of the MLP, of a recurrent layer, else of attention; side: A or B,
+None for a DoRA magnitude as PEFT or NVlabs name it."""
 
 VISION = re.compile(r"(?:^|\.)(?:vision_\w+|visual|image_\w+|multi_modal_projector|mm_projector)\.")
 """In the name of a tensor that belongs to the vision part of a multimodal model."""
@@ -56,6 +58,7 @@ VISION = re.compile(r"(?:^|\.)(?:vision_\w+|visual|image_\w+|multi_modal_project
 def module_id_of(match: re.Match[str], modules: Mapping[int, LoraModule] | None) -> Id | None:
     """Of a match that begins with MODULE; None: no linear layer is called so. modules: the model's."""
     ids = MLP_IDS if match["mlp"] else LINEAR_IDS if match["linear"] else ATTENTION_IDS
+    ids = CONV_IDS if match["conv"] else ids
     found = ids.get(match["name"])
     plain = (modules or {}).get(Id.MLP_H_TO_4H)
     if found == Id.MLP_GATE and plain is not None and not plain.gated:

@@ -9,6 +9,7 @@ from manylora.model.families import (
     gpt,
     gpt_oss,
     interleaved,
+    lfm2,
     llama,
     llama4,
     moe,
@@ -18,7 +19,7 @@ from manylora.model.families import (
 )
 from manylora.model.families.family import ModelFamily
 
-MODULES = (llama, interleaved, gemma, gpt, moe, gpt_oss, deepseek, llama4, qwen3_next, vision, t5, bart)
+MODULES = (llama, interleaved, gemma, gpt, moe, gpt_oss, deepseek, llama4, qwen3_next, lfm2, vision, t5, bart)
 FAMILIES: dict[str, ModelFamily] = {
     name: family for module in MODULES for name, family in module.FAMILIES.items()
 }

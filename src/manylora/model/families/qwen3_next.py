@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from manylora.config.engine import RecurrentConfig
+from manylora.config.blocks import DeltaConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import read_activation, read_biases, text_settings
 from manylora.model.families.family import ModelFamily, TensorNames
@@ -65,7 +65,7 @@ def _dense(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _recurrent(raw: Mapping[str, Any]) -> RecurrentConfig | None:
+def _recurrent(raw: Mapping[str, Any]) -> DeltaConfig | None:
     """Every layer but each `full_attention_interval`-th one, unless `layer_types` says which."""
     count, interval = raw["num_hidden_layers"], raw.get("full_attention_interval", 4)
     kinds = raw["layer_types"] or [
@@ -83,7 +83,7 @@ def _recurrent(raw: Mapping[str, Any]) -> RecurrentConfig | None:
         raise ConfigError("config.json: layer_types must have full_attention in one layer at least")
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     sizes = [raw[f"linear_{name}"] for name in names]
-    recurrent = RecurrentConfig(layers, *sizes)
+    recurrent = DeltaConfig(layers, *sizes)
     if min(sizes) < 1 or recurrent.taps < 2 or recurrent.value_heads % recurrent.key_heads:
         raise ConfigError(
             "config.json: linear_num_value_heads must be a multiple of linear_num_key_heads, and "

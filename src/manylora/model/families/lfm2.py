@@ -1,0 +1,73 @@
+"""LFM2: short gated convolutions in most layers, attention in the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from manylora.config.blocks import ConvConfig
+from manylora.errors import ConfigError
+from manylora.model.families.common import refuse
+from manylora.model.families.family import ModelFamily, TensorNames
+
+LFM2 = {
+    "vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": None, "hidden_act": "silu",
+    "max_position_embeddings": 128000, "norm_eps": 1e-5, "tie_word_embeddings": True,
+    "rope_theta": 1000000.0, "conv_bias": False, "conv_L_cache": 3, "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True, "full_attn_idxs": None,
+    "layer_types": None,
+}  # fmt: skip
+ALIASES = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
+NAMES = TensorNames(
+    norm="embedding_norm",
+    out="self_attn.out_proj",
+    q_norm="self_attn.q_layernorm",
+    k_norm="self_attn.k_layernorm",
+    recurrent="conv",
+    recurrent_in=("in_proj",),
+    up_gate=("feed_forward.w3", "feed_forward.w1"),
+    down="feed_forward.w2",
+    block_norms={"attention_norm": "operator_norm", "mlp_norm": "ffn_norm"},
+)
+
+
+def _lfm2(raw: Mapping[str, Any]) -> dict[str, Any]:
+    refuse(raw, "conv_bias")
+    return {
+        "norm_eps": raw["norm_eps"],
+        "qk_norm": "head",
+        "recurrent": _convolutions(raw),
+        "intermediate_size": _inner_size(raw),
+    }
+
+
+def _convolutions(raw: Mapping[str, Any]) -> ConvConfig | None:
+    """The layers that `layer_types` calls conv, or that are not among `full_attn_idxs`."""
+    count, attended = raw["num_hidden_layers"], raw["full_attn_idxs"]
+    kinds = raw["layer_types"]
+    if kinds is None:
+        full = range(count) if attended is None else attended
+        kinds = ["full_attention" if layer in full else "conv" for layer in range(count)]
+    if len(kinds) != count:
+        raise ConfigError(f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers {count}")
+    layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == "conv")
+    if len(layers) == count:
+        raise ConfigError("config.json: layer_types must have full_attention in one layer at least")
+    if raw["conv_L_cache"] < 2:
+        raise ConfigError(f"config.json: conv_L_cache must be at least 2, got {raw['conv_L_cache']}")
+    return ConvConfig(layers, raw["hidden_size"], raw["conv_L_cache"]) if layers else None
+
+
+def _inner_size(raw: Mapping[str, Any]) -> int:
+    """Two thirds of the size in config.json, rounded up to a multiple, unless that is left as it is."""
+    size, factor = raw["intermediate_size"], raw["block_ffn_dim_multiplier"]
+    if not raw["block_auto_adjust_ff_dim"]:
+        return size
+    size = int(2 * size / 3)
+    if factor is None:
+        return size
+    return -(-int(factor * size) // raw["block_multiple_of"]) * raw["block_multiple_of"]
+
+
+FAMILIES = {"Lfm2ForCausalLM": ModelFamily(LFM2, _lfm2, lambda _: NAMES, aliases=ALIASES)}

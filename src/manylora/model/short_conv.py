@@ -1,0 +1,29 @@
+"""ShortConv: a layer of LFM2, a gated convolution over a sequence's last inputs in attention's place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.spec import LoraBatch
+from manylora.model.delta_rule import LayerState
+from manylora.model.layers import LoraLinear
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """project: to [b; c; h]; b * h goes into the convolution, and what comes out is multiplied by c.
+
+    taps: [taps, channels] float32, the newest input's last.
+    """
+
+    ops: ReferenceOps
+    project: LoraLinear
+    out: LoraLinear
+    taps: Tensor
+
+    def __call__(self, x: Tensor, cache: LayerState, lora: LoraBatch | None) -> Tensor:
+        mixed = self.ops.short_conv(self.project(x, lora), self.taps, cache.state, cache.batch)
+        return self.out(mixed, lora)

@@ -85,7 +85,7 @@ def test_alpha_pattern_matches_names_as_peft_does(tmp_path: Path, pattern: dict,
         ({"alpha_pattern": {"(a+)+": 1}}, "too involved"),
         ({"alpha_pattern": {"(": 1}}, "is not a pattern"),
         ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern of q_proj must be a number"),
-        ({"peft_type": "IA3"}, "does not describe a LoRA adapter"),
+        ({"peft_type": "POLY"}, "sets peft_type POLY: .*served are .*LORA"),
     ],
 )
 def test_settings_that_mean_more_than_lora_are_refused(tmp_path: Path, config: dict, reason: str) -> None:

@@ -20,10 +20,10 @@ from manylora.kernels.loading import narrow
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.lora import staging
 from manylora.lora.file_adapter import FileRows
-from manylora.lora.formats import one_line
 from manylora.lora.formats.base_weights import BaseReader
-from manylora.lora.formats.opened import is_plain
-from manylora.lora.formats.peft_config import CONFIG, PeftConfig, read_peft_config
+from manylora.lora.formats.kinds.form import LoraForm, PeftFiles
+from manylora.lora.formats.kinds.table import check_kind, read_form
+from manylora.lora.formats.peft_config import CONFIG, PeftConfig, config_of, peft_type, read_settings
 from manylora.lora.formats.peft_experts import (
     EXPERT_KEY,
     check_expert_shapes,
@@ -31,24 +31,21 @@ from manylora.lora.formats.peft_experts import (
     expert_rows,
 )
 from manylora.lora.formats.peft_extras import check_extra_shapes, is_extra, read_extras
+from manylora.lora.formats.peft_files import WEIGHTS, peft_tensors
 from manylora.lora.formats.peft_names import PEFT_KEY, VISION, in_our_order, in_peft_order, module_id_of
 from manylora.lora.formats.peft_stacks import STACK_KEY, Parts, check_stacks, stack_parts
-from manylora.lora.formats.pickled import read_pickled
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.tensor_files import (
     RawTensor,
     check_type,
     decode,
     read_encoded,
-    read_safetensors,
 )
 from manylora.lora.modules import EXPERT_IDS, LoraModule, LoraModuleId
 from manylora.lora.number_types import BFLOAT16, BY_SAFETENSORS, NumberType
 from manylora.lora.tensors import AdapterRow, check_dims, digest_values
 from manylora.request import LoraExtra
 
-WEIGHTS = "adapter_model.safetensors"
-PICKLED = "adapter_model.bin"
 # Elements of an adapter that several threads read, and of its rows: with smaller ones they wait for Python.
 PARALLEL, PARALLEL_ROWS = 2**21, 2**16
 NARROWED = 2**22  # elements of an adapter whose memory is worth the narrowing of each row
@@ -81,10 +78,6 @@ REFUSED = (
 )
 
 
-def has_peft(folder: Path) -> bool:
-    return is_plain(folder / CONFIG)
-
-
 def read_peft(
     folder: Path, partial: list[str] | None = None, options: ReadOptions = DEFAULT
 ) -> list[AdapterRow]:
@@ -93,13 +86,13 @@ def read_peft(
     The scaling is `PeftConfig.scale` of the matrix's own rank. partial: a list that takes a line for each
     part left out; None refuses such adapters. Raises AdapterInvalidError, for extras too.
     """
-    config, tensors, extras = _open(folder, options)
-    for key in sorted(extras):
-        if partial is None or DORA.search(key):
-            raise AdapterInvalidError(f"{key}: {NO_ROW}")
-        partial.append(f"no match {key}: {NO_ROW}")
     with options.open_base() as base:
-        rows = _Reading(config, options, base).rows(tensors, partial)
+        form, extras = _open(folder, options, base)
+        for key in sorted([*extras, *(extra.name for extra in form.extras)]):
+            if partial is None or DORA.search(key):
+                raise AdapterInvalidError(f"{key}: {NO_ROW}")
+            partial.append(f"no match {key}: {NO_ROW}")
+        rows = _Reading(form.config, options, base).rows(form.tensors, partial)
     if not rows:
         raise AdapterInvalidError("the adapter holds no LoRA matrices")
     return rows
@@ -111,12 +104,13 @@ def read_peft_whole(folder: Path, options: ReadOptions = DEFAULT) -> tuple[list[
     Of an adapter whose matrices all are F8_E4M3, `float8` means that rows keep them so, with the scaling
     beside each; with DoRA they do not.
     """
-    config, tensors, found = _open(folder, options)
-    check_extra_shapes(found, options.bounds)
-    kind = _find_encoding(tensors, config) if options.float8 else None
     with options.open_base() as base:
+        form, found = _open(folder, options, base)
+        config, tensors = form.config, form.tensors
+        check_extra_shapes(found, options.bounds)
+        kind = _find_encoding(tensors, config) if options.float8 else None
         rows = _Reading(config, options, base, kind).rows(tensors)
-        extras = read_extras(found, tensors, config, options.modules, base)
+        extras = read_extras(found, tensors, config, options.modules, base) + form.extras
     if not rows and not extras:
         raise AdapterInvalidError("the adapter holds no LoRA matrices")
     return rows, extras
@@ -125,7 +119,10 @@ def read_peft_whole(folder: Path, options: ReadOptions = DEFAULT) -> tuple[list[
 def stored_rows(folder: Path, options: ReadOptions = DEFAULT) -> FileRows | None:
     """Where the values are that `read_peft_whole` gives of an adapter that it has read before. None: there is
     more to them than two matrices for each row, and the scaling. Raises AdapterInvalidError."""
-    config, tensors = read_peft_config(folder, options.bounds), peft_tensors(folder, options)
+    settings = read_settings(folder, options.bounds)
+    if peft_type(settings) != "LORA":
+        return None
+    config, tensors = config_of(settings), peft_tensors(folder, options)
     kinds = {tensor.dtype for tensor in tensors.values()}
     special = any(is_extra(key) or EXPERT_KEY.fullmatch(key) or STACK_KEY.fullmatch(key) for key in tensors)
     if special or config.use_dora or len(kinds) != 1 or not kinds <= IN_PLACE.keys():
@@ -144,39 +141,20 @@ def stored_rows(folder: Path, options: ReadOptions = DEFAULT) -> FileRows | None
     return FileRows.of(WEIGHTS, IN_PLACE[kinds.pop()], rows)
 
 
-def peft_tensors(folder: Path, options: ReadOptions = DEFAULT) -> dict[str, RawTensor]:
-    """Key to tensor, as stored; those that `options` leaves out are not there. Raises AdapterInvalidError."""
-    tensors = _all_tensors(folder, options)
-    return {key: t for key, t in tensors.items() if not (options.text_only and VISION.search(key))}
-
-
-def _all_tensors(folder: Path, options: ReadOptions) -> dict[str, RawTensor]:
-    path, pickled, bounds = folder / WEIGHTS, folder / PICKLED, options.bounds
-    if is_plain(path):
-        return read_safetensors(path, bounds)
-    if not is_plain(pickled):
-        raise AdapterInvalidError(f"{WEIGHTS} is missing")
-    if not options.allow_bin:
-        raise AdapterInvalidError(
-            f"{WEIGHTS} is missing, and {PICKLED} is a pickle, which servers never read: convert the adapter "
-            "with manylora convert -i ADAPTER -o CONVERTED"
-        )
-    try:
-        return read_pickled(pickled, bounds)
-    except OSError as error:
-        raise AdapterInvalidError(f"{PICKLED} is not readable: {one_line(error)}") from error
-
-
 def _open(
-    folder: Path, options: ReadOptions
-) -> tuple[PeftConfig, dict[str, RawTensor], dict[str, RawTensor]]:
-    """Configuration, the tensors of rows, and those of extras."""
-    config = read_peft_config(folder, options.bounds)
+    folder: Path, options: ReadOptions, base: BaseReader | None
+) -> tuple[LoraForm, dict[str, RawTensor]]:
+    """The adapter in the form of a LoRA, and those of its tensors that are extras, which it is then without.
+    base: open."""
+    settings = read_settings(folder, options.bounds)
+    check_kind(settings)  # before files are looked for that this kind may not have
+    form = read_form(PeftFiles(settings, peft_tensors(folder, options), options, base))
+    config = form.config
     if config.use_dora and options.base is None and not config.dora_normalized:
         raise AdapterInvalidError(f"{CONFIG} sets use_dora: {DORA_REASON}")
-    tensors = peft_tensors(folder, options)
-    extras = {key: tensors.pop(key) for key in list(tensors) if is_extra(key)}
-    return config, tensors, extras
+    extras = {key: tensor for key, tensor in form.tensors.items() if is_extra(key)}
+    rest = {key: tensor for key, tensor in form.tensors.items() if key not in extras}
+    return replace(form, tensors=rest), extras
 
 
 def _find_encoding(tensors: Mapping[str, RawTensor], config: PeftConfig) -> NumberType | None:

@@ -90,16 +90,34 @@ class PeftConfig:
 
 
 def read_peft_config(folder: Path, bounds: Bounds = ANY_MODEL) -> PeftConfig:
-    """Raises AdapterInvalidError naming the setting that cannot be served."""
+    """Of a LoRA. Raises AdapterInvalidError naming the setting that cannot be served."""
+    settings = read_settings(folder, bounds)
+    if peft_type(settings) != "LORA":
+        raise AdapterInvalidError(f"{CONFIG} sets peft_type {peft_type(settings)}: this is for LORA only")
+    return config_of(settings)
+
+
+def read_settings(folder: Path, bounds: Bounds = ANY_MODEL) -> dict[str, Any]:
+    """adapter_config.json of an adapter of any kind. Raises AdapterInvalidError."""
     path = folder / CONFIG
     if not is_plain(path):
         raise AdapterInvalidError(f"{CONFIG} is missing: not an adapter directory of PEFT")
     try:
-        config = json.loads(read_small(path, bounds, MAX_BYTES).decode())
+        settings = json.loads(read_small(path, bounds, MAX_BYTES).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise AdapterInvalidError(f"{CONFIG} is not readable JSON: {one_line(error)}") from error
-    if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA":
-        raise AdapterInvalidError(f"{CONFIG} does not describe a LoRA adapter (peft_type LORA)")
+    if not isinstance(settings, dict):
+        raise AdapterInvalidError(f"{CONFIG} must be an object of JSON")
+    return settings
+
+
+def peft_type(settings: Mapping[str, Any]) -> str:
+    """What kind of adapter this is, in capitals; LORA where nothing is said."""
+    return _shown(settings.get("peft_type", "LORA")).upper()
+
+
+def config_of(config: Mapping[str, Any]) -> PeftConfig:
+    """Settings of a LoRA. Raises AdapterInvalidError naming the one that cannot be served."""
     for name in UNSUPPORTED:
         if config.get(name):
             raise AdapterInvalidError(f"{CONFIG} sets {name}: this kind of LoRA is not supported")

@@ -1,0 +1,33 @@
+"""Which kinds of PEFT adapter are read, and by what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from manylora.errors import AdapterInvalidError
+from manylora.lora.formats.kinds.form import LoraForm, PeftFiles
+from manylora.lora.formats.kinds.lora import read_plain_lora
+from manylora.lora.formats.peft_config import CONFIG, peft_type
+
+# By PEFT's peft_type. A reader raises AdapterInvalidError.
+READERS: dict[str, Callable[[PeftFiles], LoraForm]] = {
+    "LORA": read_plain_lora,
+}
+# Why a kind is not read, where there is more to say than that.
+REASONS: dict[str, str] = {}
+
+
+def check_kind(settings: Mapping[str, Any]) -> str:
+    """The adapter's peft_type, of READERS. Raises AdapterInvalidError for another one, naming it."""
+    kind = peft_type(settings)
+    if kind in READERS:
+        return kind
+    reason = REASONS.get(kind, "this kind is not served")
+    served = ", ".join(sorted(READERS))
+    raise AdapterInvalidError(f"{CONFIG} sets peft_type {kind}: {reason}; served are {served}")
+
+
+def read_form(files: PeftFiles) -> LoraForm:
+    """Raises AdapterInvalidError."""
+    return READERS[check_kind(files.settings)](files)

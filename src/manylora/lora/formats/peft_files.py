@@ -1,0 +1,44 @@
+"""The tensors of a PEFT directory, whatever kind of adapter it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from manylora.errors import AdapterInvalidError
+from manylora.lora.formats import one_line
+from manylora.lora.formats.opened import is_plain
+from manylora.lora.formats.peft_config import CONFIG
+from manylora.lora.formats.peft_names import VISION
+from manylora.lora.formats.pickled import read_pickled
+from manylora.lora.formats.read_options import DEFAULT, ReadOptions
+from manylora.lora.formats.tensor_files import RawTensor, read_safetensors
+
+WEIGHTS = "adapter_model.safetensors"
+PICKLED = "adapter_model.bin"
+
+
+def has_peft(folder: Path) -> bool:
+    return is_plain(folder / CONFIG)
+
+
+def peft_tensors(folder: Path, options: ReadOptions = DEFAULT) -> dict[str, RawTensor]:
+    """Key to tensor, as stored; those that `options` leaves out are not there. Raises AdapterInvalidError."""
+    tensors = _all_tensors(folder, options)
+    return {key: t for key, t in tensors.items() if not (options.text_only and VISION.search(key))}
+
+
+def _all_tensors(folder: Path, options: ReadOptions) -> dict[str, RawTensor]:
+    path, pickled, bounds = folder / WEIGHTS, folder / PICKLED, options.bounds
+    if is_plain(path):
+        return read_safetensors(path, bounds)
+    if not is_plain(pickled):
+        raise AdapterInvalidError(f"{WEIGHTS} is missing")
+    if not options.allow_bin:
+        raise AdapterInvalidError(
+            f"{WEIGHTS} is missing, and {PICKLED} is a pickle, which servers never read: convert the adapter "
+            "with manylora convert -i ADAPTER -o CONVERTED"
+        )
+    try:
+        return read_pickled(pickled, bounds)
+    except OSError as error:
+        raise AdapterInvalidError(f"{PICKLED} is not readable: {one_line(error)}") from error

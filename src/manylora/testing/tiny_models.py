@@ -111,19 +111,28 @@ def make_adapter(
     alpha: float | None = None,
     **options: Any,
 ) -> Path:
-    """A random adapter, written by PEFT, strong enough to change greedy answers."""
-    from peft import LoraConfig, get_peft_model
+    """A random LoRA, written by PEFT, strong enough to change greedy answers."""
+    from peft import LoraConfig
+
+    options = {"target_modules": list(modules), "lora_alpha": alpha or 2 * rank, **options}
+    return make_kind(path, model_dir, LoraConfig(r=rank, **options), seed)
+
+
+def make_kind(path: Path, model_dir: Path, config: Any, seed: int = 0, strength: float | None = None) -> Path:
+    """A random adapter of any kind, written by PEFT. config: PEFT's. strength: of its matrices."""
+    from peft import get_peft_model
 
     torch.manual_seed(seed)
-    options = {"target_modules": list(modules), "lora_alpha": alpha or 2 * rank, **options}
-    adapted = get_peft_model(load_transformers(Path(model_dir)), LoraConfig(r=rank, **options))
-    strength = 0.1 if adapted.config.is_encoder_decoder else 0.3  # T5's scores are not scaled
+    adapted = get_peft_model(load_transformers(Path(model_dir)), config)
+    if strength is None:  # T5's scores are not scaled
+        strength = (0.1 if adapted.config.is_encoder_decoder else 0.3) / config.r**0.25
+    prefix = adapted.base_model.prefix.removesuffix("_")
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_magnitude" in name:
                 parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
-            elif "lora_" in name:
-                parameter.copy_(torch.randn_like(parameter) * (strength / rank**0.25))
+            elif prefix in name and parameter.requires_grad:
+                parameter.copy_(torch.randn_like(parameter) * strength)
             elif parameter.requires_grad:  # biases, modules_to_save, trained tokens: they start as the base's
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     adapted.save_pretrained(str(path))

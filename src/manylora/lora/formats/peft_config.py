@@ -47,6 +47,7 @@ class PeftConfig:
     token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """trainable_token_indices by module; of a plain list, by the empty name: the input embedding."""
     base: str = ""  # as the trainer called the base model
+    folded: bool = False  # the scaling is in B already
 
     @cached_property
     def _alphas(self) -> Patterns:
@@ -73,7 +74,9 @@ class PeftConfig:
 
     def scale(self, path: str, rank: int) -> float:
         """Of B A for the module at `path`: alpha / r, or alpha / sqrt(r) with use_rslora; alpha is
-        alpha_pattern's where it matches."""
+        alpha_pattern's where it matches. 1 where it is folded into B."""
+        if self.folded:
+            return 1.0
         pattern = self._alphas.first(path)
         alpha = self.alpha
         if pattern is not None:

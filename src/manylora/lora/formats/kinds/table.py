@@ -6,13 +6,27 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.formats.kinds.adalora import read_adalora
+from manylora.lora.formats.kinds.delora import read_delora
 from manylora.lora.formats.kinds.form import LoraForm, PeftFiles
+from manylora.lora.formats.kinds.loha import read_loha
+from manylora.lora.formats.kinds.lokr import read_lokr
 from manylora.lora.formats.kinds.lora import read_plain_lora
+from manylora.lora.formats.kinds.miss import read_miss
+from manylora.lora.formats.kinds.vblora import read_vblora
+from manylora.lora.formats.kinds.vera import read_vera
 from manylora.lora.formats.peft_config import CONFIG, peft_type
 
 # By PEFT's peft_type. A reader raises AdapterInvalidError.
 READERS: dict[str, Callable[[PeftFiles], LoraForm]] = {
+    "ADALORA": read_adalora,
+    "DELORA": read_delora,
+    "LOHA": read_loha,
+    "LOKR": read_lokr,
     "LORA": read_plain_lora,
+    "MISS": read_miss,
+    "VBLORA": read_vblora,
+    "VERA": read_vera,
 }
 # Why a kind is not read, where there is more to say than that.
 REASONS: dict[str, str] = {}

@@ -1,0 +1,137 @@
+"""Pairs: the low-rank matrices that a kind's own tensors are made into."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from manylora.errors import AdapterInvalidError
+from manylora.lora.formats.kinds.form import LoraForm, PeftFiles
+from manylora.lora.formats.peft_config import CONFIG, config_of, peft_type
+from manylora.lora.formats.peft_names import PEFT_KEY, module_id_of
+from manylora.lora.formats.peft_stacks import STACK_KEY, stack_module_id
+from manylora.lora.formats.tensor_files import RawTensor, decode
+from manylora.lora.modules import LoraModule
+
+# What a kind's settings say in LoRA's words too.
+COMMON = ("modules_to_save", "base_model_name_or_path", "fan_in_fan_out")
+INTEGERS = {"U8": "<u1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
+Made = Callable[[], tuple[np.ndarray, np.ndarray]]
+
+
+class Pairs:
+    """Reads an adapter's tensors and collects A and B of each module, the scaling in B.
+
+    parts: the last parts of the names of this kind's tensors; what is called otherwise, such as a bias, stays
+    as it is. Raises AdapterInvalidError, here and in every method.
+    """
+
+    def __init__(self, files: PeftFiles, parts: Collection[str]) -> None:
+        self.files = files
+        self.kind = peft_type(files.settings)
+        self._found: dict[str, dict[str, RawTensor]] = {}
+        self._made: dict[str, RawTensor] = {}
+        self._rest: dict[str, RawTensor] = {}
+        self._elements = 0
+        for key, tensor in files.tensors.items():
+            path, _, part = key.removesuffix(".weight").rpartition(".")
+            if part in parts:
+                files.options.bounds.check_elements(math.prod(tensor.shape))
+                self._found.setdefault(path, {})[part] = tensor
+            else:
+                self._rest[key] = tensor
+
+    def paths(self, *parts: str) -> Iterator[str]:
+        """Those of modules that have any of these parts."""
+        return (path for path in sorted(self._found) if not self._found[path].keys().isdisjoint(parts))
+
+    def has(self, path: str, part: str) -> bool:
+        return part in self._found.get(path, {})
+
+    def shape(self, path: str, part: str, dims: int = 2) -> tuple[int, ...]:
+        """Of so many dimensions, none of them 0."""
+        shape = self._tensor(path, part).shape
+        if len(shape) != dims or 0 in shape:
+            raise AdapterInvalidError(f"{path}.{part} has shape {shape}, {dims} dimensions are expected")
+        return shape
+
+    def read(self, path: str, part: str) -> np.ndarray:
+        """In float32."""
+        return decode(f"{path}.{part}", self._tensor(path, part))
+
+    def integers(self, path: str, part: str, below: int) -> np.ndarray:
+        """In int64, each from 0 to below."""
+        tensor = self._tensor(path, part)
+        if tensor.dtype not in INTEGERS:
+            raise AdapterInvalidError(f"{path}.{part} must hold integers, got {tensor.dtype}")
+        values = np.frombuffer(tensor.data, INTEGERS[tensor.dtype]).astype(np.int64).reshape(tensor.shape)
+        if values.size and not (values.min() >= 0 and values.max() < below):
+            raise AdapterInvalidError(f"{path}.{part} must hold numbers from 0 to {below - 1}")
+        return values
+
+    def _tensor(self, path: str, part: str) -> RawTensor:
+        if not self.has(path, part):
+            raise AdapterInvalidError(f"{path} is missing its {part}")
+        return self._found[path][part]
+
+    def module(self, path: str) -> LoraModule | None:
+        """The model's that the path means; None: not known."""
+        key, modules = f"{path}.lora_A.weight", self.files.options.modules
+        if plain := PEFT_KEY.fullmatch(key):
+            found = module_id_of(plain, modules)
+        else:
+            stack = STACK_KEY.fullmatch(key)
+            found = stack_module_id(stack) if stack else None
+        return self.files.options.module(found) if found is not None else None
+
+    def in_dim(self, path: str) -> int:
+        """Inputs of a module whose tensors do not say them."""
+        module = self.module(path)
+        if module is None:
+            raise AdapterInvalidError(
+                f"{path}: how many inputs it has depends on the base model, which is not known here or has "
+                "no such module: name its directory with --base"
+            )
+        return module.in_dim
+
+    def add(self, path: str, rank: int, in_dim: int, out_dim: int, make: Made) -> None:
+        """make: A [rank, in] and B [out, rank], called if they are not too large. Of rank 0 there is none."""
+        if rank == 0:
+            return
+        bounds, numbers = self.files.options.bounds, rank * (in_dim + out_dim)
+        if rank > bounds.rank:
+            raise AdapterInvalidError(
+                f"{path}: as low-rank rows this {self.kind} has rank {rank}, {numbers} numbers, and ranks up "
+                f"to {bounds.rank} are served (max_lora_rank, lora_cache_max_adapter_size)"
+            )
+        self._elements += numbers
+        bounds.check_elements(self._elements)
+        a, b = make()
+        if a.shape != (rank, in_dim) or b.shape != (out_dim, rank):
+            raise AdapterInvalidError(f"{path}: its tensors do not fit together")
+        for side, values in (("A", a), ("B", b)):
+            values = np.ascontiguousarray(values, np.float32)
+            self._made[f"{path}.lora_{side}.weight"] = RawTensor("F32", values.shape, values)
+
+    def form(self) -> LoraForm:
+        """With the tensors that are not of this kind as they are."""
+        settings = {name: self.files.settings[name] for name in COMMON if name in self.files.settings}
+        config = replace(config_of({"lora_alpha": 1, **settings}), folded=True)
+        return LoraForm(config, {**self._made, **self._rest})
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A setting that must be a finite number."""
+        value = self.files.settings.get(name, default)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise AdapterInvalidError(f"{CONFIG}: {name} must be a number")
+        return value
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A setting that must be a positive integer."""
+        value = self.files.settings.get(name, default)
+        if type(value) is not int or not 0 < value < 2**31:
+            raise AdapterInvalidError(f"{CONFIG}: {name} must be a positive number")
+        return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,23 @@ CASES: dict[str, tuple[Callable[[], Any], float]] = {
         1.5,
     ),
 }
+# The same of LoRA's variants, whose random values are added to what training starts with.
+LORAS: dict[str, dict[str, Any]] = {
+    "bdlora": {
+        "use_bdlora": peft.tuners.lora.BdLoraConfig(
+            ["o_proj", "down_proj"], ["q_proj", "up_proj"], nblocks=2
+        ),
+        "target_modules": ["q_proj", "o_proj", "up_proj", "down_proj"],
+    },
+    "monteclora": {"monteclora_config": peft.MontecloraConfig(num_samples=2, buffer_size=1)},
+    "velora": {"velora_config": {"num_groups": 4, "init_type": "random"}},
+    "pissa": {"init_lora_weights": "pissa", "use_rslora": True},
+    "olora": {"init_lora_weights": "olora"},
+    "kasa": {"kasa_config": peft.tuners.lora.KasaConfig()},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+}
+for _name, _options in LORAS.items():
+    CASES[_name] = (partial(peft.LoraConfig, r=4, lora_alpha=6, **{"target_modules": ALL, **_options}), 0.2)
 IDS = [random.Random(3).randrange(3, 250) for _ in range(24)]
 
 

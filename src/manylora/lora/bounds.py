@@ -18,6 +18,7 @@ LEAST_ROWS = 1024
 LARGEST_RANK = 1024  # in every row of an adapter of a known model
 MAX_COLUMNS = 64  # of lora_config; another number than 3 or 4 is told later
 OF_TENSOR = 512  # bytes of a header; half of them are its name
+MOST_WORK = 2**39  # about 8 decompositions of 4096 by 4096, a minute or two
 MAX_ITEM = 8  # bytes of a number
 SMALL_HEADER = 2**20  # bytes: what is said beside the tensors
 
@@ -28,6 +29,7 @@ class Bounds:
 
     rank: of a row. rows: layers times modules. elements: numbers of all matrices together; padded: with all
     rows made as wide as the widest. packed: 8-bit floats in the space of one number. tensors: of one file.
+    work: multiplications of decomposing weights of the base, of which a server makes few at a load.
     num_layers: of the model; None: not known. roots: folders, resolved, that its files must lie in when links
     are followed; None: anywhere.
     """
@@ -38,6 +40,7 @@ class Bounds:
     padded: int = 2**30
     tensors: int = 2**17
     packed: int = 1
+    work: int = 2**62
     num_layers: int | None = None
     roots: tuple[Path, ...] | None = None
 
@@ -64,6 +67,7 @@ class Bounds:
                 LEAST_TENSORS, OF_LAYER * num_layers + sum(OF_ROW * m.experts * count for m, count in places)
             ),
             packed=packed,
+            work=MOST_WORK,
             num_layers=num_layers,
         )
 
@@ -79,6 +83,7 @@ class Bounds:
             largest,
             rank=cls.rank,
             elements=max(cls.elements, largest.elements),
+            work=cls.work,
             num_layers=None,
         )
 
@@ -105,6 +110,15 @@ class Bounds:
             raise AdapterInvalidError(
                 f"its tensors have {str(elements)[:40]} numbers, at most {most} can be held: the adapter is "
                 "too large for the LoRA cache (lora_cache_host_memory_bytes, lora_cache_gpu_memory_fraction)"
+            )
+
+    def check_decompositions(self, kind: str, work: int) -> None:
+        """work: inputs times outputs times the smaller, of all modules. Raises AdapterInvalidError."""
+        if work > self.work:
+            raise AdapterInvalidError(
+                f"{kind} needs a decomposition of each adapted weight of the base, which is too long for a "
+                "load: convert the adapter once with manylora convert --base, or with PEFT's "
+                "path_initial_model_for_weight_conversion"
             )
 
     def check_table(self, weights: tuple[int, ...], config: tuple[int, ...], *, float8: bool = False) -> None:

@@ -21,6 +21,8 @@ from manylora.lora.formats.tensor_files import TORCH_NAMES, RawTensor
 from manylora.quant.checkpoint import checkpoint_quant
 
 if TYPE_CHECKING:  # torch only when something is read
+    from torch import Tensor
+
     from manylora.lora.formats.base_matrix import BaseMatrix, Hold
     from manylora.quant.checkpoint_weights import CheckpointWeights
 
@@ -68,18 +70,7 @@ class BaseReader:
         import torch
 
         out_dim, in_dim = len(b), a.shape[1]
-        name = self.find(f"{path}.weight")
-        if name is None:
-            wanted = path.removeprefix("base_model.model.") + ".weight"
-            raise AdapterInvalidError(f"{path}: the base model has no {wanted} to normalise DoRA with")
-        weight = self._matrix(name, in_dim, transposed)
-        flipped = transposed and weight.dtype != "quantised"
-        expected = [in_dim, out_dim] if flipped else [out_dim, in_dim]
-        if weight.shape != expected or not weight.is_readable:
-            raise AdapterInvalidError(
-                f"{path} is {weight.dtype} {weight.shape} in the base model, the adapter needs a floating "
-                f"{expected}"
-            )
+        weight = self._linear(path, in_dim, out_dim, transposed)
         norms = torch.empty(out_dim)
         step = max(1, CHUNK // in_dim)
         low, high = torch.from_numpy(a), torch.from_numpy(b)
@@ -92,6 +83,27 @@ class BaseReader:
                 f"{path}: a row of the base weight plus its update has norm 0 or is not finite"
             )
         return norms.numpy()
+
+    def weight(self, path: str, in_dim: int, out_dim: int, transposed: bool = False) -> Tensor:
+        """[out, in] float32, as `row_norms` takes it, and with its errors."""
+        return self._linear(path, in_dim, out_dim, transposed).rows(slice(0, out_dim))
+
+    def _linear(self, path: str, in_dim: int, out_dim: int, transposed: bool) -> BaseMatrix:
+        name = self.find(f"{path}.weight")
+        if name is None:
+            wanted = path.removeprefix("base_model.model.") + ".weight"
+            raise AdapterInvalidError(
+                f"{path}: the base model has no {wanted}, which the adapter is relative to"
+            )
+        weight = self._matrix(name, in_dim, transposed)
+        flipped = transposed and weight.dtype != "quantised"
+        expected = [in_dim, out_dim] if flipped else [out_dim, in_dim]
+        if weight.shape != expected or not weight.is_readable:
+            raise AdapterInvalidError(
+                f"{path} is {weight.dtype} {weight.shape} in the base model, the adapter needs a floating "
+                f"{expected}"
+            )
+        return weight
 
     def find(self, key: str) -> str | None:
         """The checkpoint's name of the tensor that PEFT calls `key`, or of the only one with the same layer

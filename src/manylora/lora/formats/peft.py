@@ -23,7 +23,7 @@ from manylora.lora.file_adapter import FileRows
 from manylora.lora.formats.base_weights import BaseReader
 from manylora.lora.formats.kinds.form import LoraForm, PeftFiles
 from manylora.lora.formats.kinds.table import check_kind, read_form
-from manylora.lora.formats.peft_config import CONFIG, PeftConfig, config_of, peft_type, read_settings
+from manylora.lora.formats.peft_config import CONFIG, PeftConfig, config_of, is_plain_lora, read_settings
 from manylora.lora.formats.peft_experts import (
     EXPERT_KEY,
     check_expert_shapes,
@@ -120,7 +120,7 @@ def stored_rows(folder: Path, options: ReadOptions = DEFAULT) -> FileRows | None
     """Where the values are that `read_peft_whole` gives of an adapter that it has read before. None: there is
     more to them than two matrices for each row, and the scaling. Raises AdapterInvalidError."""
     settings = read_settings(folder, options.bounds)
-    if peft_type(settings) != "LORA":
+    if not is_plain_lora(settings):
         return None
     config, tensors = config_of(settings), peft_tensors(folder, options)
     kinds = {tensor.dtype for tensor in tensors.values()}

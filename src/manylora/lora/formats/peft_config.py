@@ -21,12 +21,11 @@ MAX_BYTES = 2**21
 NORMALIZED = "dora_normalized"
 """Key that tools/normalize_dora.py sets: the magnitudes are divided by the row norms already."""
 # Settings under which PEFT computes something else than the base plus scale * B A x.
-UNSUPPORTED = (
-    "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config",
-    "use_bdlora", "use_qalora",
-)  # fmt: skip
-# Initialisations that also change the base model's weights.
-CHANGED_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
+UNSUPPORTED = ("alora_invocation_tokens", "arrow_config", "layer_replication")
+# Settings under which the matrices of the file are not yet those of a plain LoRA, or there are others.
+WRITTEN_OUT = ("use_qalora", "use_bdlora", "monteclora_config", "velora_config", "kasa_config")
+# Initialisations that change the base's weights by what nobody can compute from these alone.
+CHANGED_BASE = ("pissa_niter", "corda", "lora_ga", "loftq")
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,8 @@ class PeftConfig:
 def read_peft_config(folder: Path, bounds: Bounds = ANY_MODEL) -> PeftConfig:
     """Of a LoRA. Raises AdapterInvalidError naming the setting that cannot be served."""
     settings = read_settings(folder, bounds)
-    if peft_type(settings) != "LORA":
-        raise AdapterInvalidError(f"{CONFIG} sets peft_type {peft_type(settings)}: this is for LORA only")
+    if not is_plain_lora(settings):
+        raise AdapterInvalidError(f"{CONFIG} describes no plain LORA, which this is for")
     return config_of(settings)
 
 
@@ -119,12 +118,25 @@ def peft_type(settings: Mapping[str, Any]) -> str:
     return _shown(settings.get("peft_type", "LORA")).upper()
 
 
+def initial_kind(settings: Mapping[str, Any]) -> str:
+    """What an adapter's training started with, in small letters: pissa, olora, kasa and the like change the
+    base's weights."""
+    return "kasa" if settings.get("kasa_config") else _shown(settings.get("init_lora_weights")).lower()
+
+
+def is_plain_lora(settings: Mapping[str, Any]) -> bool:
+    """Whether the file's matrices are A and B of a LoRA as they are."""
+    written_out = any(settings.get(name) for name in WRITTEN_OUT)
+    changed = initial_kind(settings).startswith(("pissa", "olora"))
+    return peft_type(settings) == "LORA" and not written_out and not changed
+
+
 def config_of(config: Mapping[str, Any]) -> PeftConfig:
     """Settings of a LoRA. Raises AdapterInvalidError naming the one that cannot be served."""
     for name in UNSUPPORTED:
         if config.get(name):
             raise AdapterInvalidError(f"{CONFIG} sets {name}: this kind of LoRA is not supported")
-    start = _shown(config.get("init_lora_weights")).lower()
+    start = initial_kind(config)
     if start.startswith(CHANGED_BASE):
         raise AdapterInvalidError(
             f"{CONFIG} sets init_lora_weights to {start[:40]}: the adapter needs a changed base model; "

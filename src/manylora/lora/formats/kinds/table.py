@@ -11,7 +11,7 @@ from manylora.lora.formats.kinds.delora import read_delora
 from manylora.lora.formats.kinds.form import LoraForm, PeftFiles
 from manylora.lora.formats.kinds.loha import read_loha
 from manylora.lora.formats.kinds.lokr import read_lokr
-from manylora.lora.formats.kinds.lora import read_plain_lora
+from manylora.lora.formats.kinds.lora import read_lora_kind
 from manylora.lora.formats.kinds.miss import read_miss
 from manylora.lora.formats.kinds.vblora import read_vblora
 from manylora.lora.formats.kinds.vera import read_vera
@@ -23,7 +23,7 @@ READERS: dict[str, Callable[[PeftFiles], LoraForm]] = {
     "DELORA": read_delora,
     "LOHA": read_loha,
     "LOKR": read_lokr,
-    "LORA": read_plain_lora,
+    "LORA": read_lora_kind,
     "MISS": read_miss,
     "VBLORA": read_vblora,
     "VERA": read_vera,

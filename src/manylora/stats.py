@@ -36,6 +36,7 @@ class AdapterStats:
     device_loads: int = 0  # host -> device copies
     device_evictions: int = 0
     source_loads: int = 0  # read from the prefetch directory or the catalog, the first time or again
+    inert_loads: int = 0  # adapters, from anywhere, that change no answer
     max_device_adapters: int = 0  # of the largest rank, with every module, that fit the device level
     residents: tuple[Resident, ...] = ()
 

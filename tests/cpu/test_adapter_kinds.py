@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,16 +14,27 @@ from typing import Any
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from manylora.commands.convert import main as convert
+from manylora.commands.inspect import main as inspect
+from manylora.config.engine import LoraCacheConfig
+from manylora.errors import AdapterInvalidError
 from manylora.kernels.device import open_device
+from manylora.lora.bounds import Bounds
+from manylora.lora.effect import has_effect
 from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.kinds.table import check_kind
 from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.formats.sources import find_source, read_lora
+from manylora.lora.formats.sources import find_source, read_lora, read_whole
+from manylora.lora.library.reader import AdapterReader
 from manylora.lora.modules import lora_modules
+from manylora.lora.report import BaseModel, inspect_adapter
+from manylora.lora.rules import AdapterRules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.testing.driver import Driver, agree
-from manylora.testing.tiny_models import make_kind, make_model, reference_logits
+from manylora.testing.tiny_models import load_transformers, make_kind, make_model, reference_logits
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
@@ -114,6 +128,14 @@ def logits(model: Path, adapters: dict[str, Path], options: ReadOptions) -> dict
     return dict(zip(adapters, found, strict=True))
 
 
+def test_every_kind_of_peft_is_served_or_refused_by_its_name() -> None:
+    for kind in peft.PeftType:
+        try:
+            assert check_kind({"peft_type": kind.value.lower()}) == kind.value
+        except AdapterInvalidError as error:
+            assert f"sets peft_type {kind.value}: " in str(error)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_each_kind_answers_as_peft_does(
     name: str, model: Path, adapters: dict[str, Path], logits: dict[str, torch.Tensor]
@@ -122,3 +144,101 @@ def test_each_kind_answers_as_peft_does(
     assert agree(logits[name], expected)
     plain = reference_logits(model, None, IDS)
     assert not agree(expected, plain), "the adapter changes nothing"
+
+
+def test_a_converted_kind_answers_the_same(
+    model: Path, adapters: dict[str, Path], logits: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """As the plain tensors of `manylora convert`, which reads each kind as the servers do."""
+    names = ("loha", "miss", "pissa", "vera, drawn")
+    folders = [tmp_path / name for name in names]
+    for name, folder in zip(names, folders, strict=True):
+        assert (
+            convert(["-i", str(adapters[name]), "-o", str(folder), "--to", "npy", "--base", str(model)]) == 0
+        )
+    decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
+    loaded = [read_lora(find_source(folder), 0) for folder in folders]
+    for name, found in zip(names, Driver(decoder, [IDS] * len(loaded), loaded).run(), strict=True):
+        assert torch.equal(found, logits[name])
+
+
+@pytest.mark.parametrize(("limit", "verdict"), [(64, "ok"), (40, "refused: .*low_rank .*48.*LOHA")])
+def test_inspect_says_form_rank_and_cost(
+    model: Path, adapters: dict[str, Path], capsys: pytest.CaptureFixture[str], limit: int, verdict: str
+) -> None:
+    arguments = [str(adapters["loha of full rank"]), "--base", str(model), "--max-adapter-size", str(limit)]
+    assert inspect(arguments) == (0 if verdict == "ok" else 1)
+    told = capsys.readouterr().out
+    assert re.search(f"^verdict +{verdict}", told, re.MULTILINE), told
+    assert "form     LOHA" in told
+
+
+def edited(adapter: Path, to: Path, leave_out: str = "(?!)", zero: str = "(?!)", **settings: Any) -> Path:
+    """A copy without some tensors, and with zeros in others."""
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    kept = {key: value for key, value in tensors.items() if not re.search(leave_out, key)}
+    kept = {key: torch.zeros_like(t) if re.search(zero, key) else t for key, t in kept.items()}
+    to.mkdir()
+    save_file(kept, to / "adapter_model.safetensors")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (to / "adapter_config.json").write_text(json.dumps(config | settings))
+    return to
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, None),
+        (
+            {"leave_out": r"layers\.1\."},
+            "rows for layers 0 to 0 of 2: it was trained on a base of fewer layers",
+        ),
+        ({"leave_out": r"layers\.1\.self_attn\.q_proj"}, "does not have: q_proj of layer 1"),
+        ({"leave_out": r"up_proj"}, "does not have: up_proj"),
+        ({"zero": "lora_B"}, "it changes nothing"),
+        ({"zero": "lora_A"}, "it changes nothing"),
+        ({"later": 3}, "sets later, which nobody here knows"),
+        ({"later": None, "use_later": False, "later_config": {}}, None),
+    ],
+)
+def test_what_may_not_have_been_meant_is_told(
+    model: Path,
+    adapters: dict[str, Path],
+    options: ReadOptions,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    told: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    adapter = edited(adapters["orthogonal"], tmp_path / "edited", **changes)
+    config = read_model_config(model)
+    report = inspect_adapter(adapter, BaseModel(model, config, LoraCacheConfig()))
+    assert report.problem is None
+    rules = AdapterRules(lora_modules(config), config.num_layers, 64)
+    bounds = Bounds.of(rules.modules, config.num_layers, 64)
+    read = AdapterReader(rules, replace(options, bounds=bounds)).read(adapter)
+    assert report.notes == read.facts.notes
+    assert [note for note in report.notes if told and told in note] or (told is None and not report.notes)
+    assert told is None or told in caplog.text
+
+
+def test_an_untrained_adapter_of_any_kind_is_told(
+    model: Path, adapters: dict[str, Path], options: ReadOptions, tmp_path: Path
+) -> None:
+    """Its matrices are not zero, its product is: of PiSSA it is what was taken out of the base."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, init_lora_weights="pissa", target_modules=ATTENTION)
+    peft.get_peft_model(load_transformers(model), config).save_pretrained(str(tmp_path))
+    rows, extras = read_whole(find_source(tmp_path), options)
+    modules = lora_modules(read_model_config(model))
+    assert not has_effect(rows, extras, modules)
+    rows, extras = read_whole(find_source(adapters["pissa"]), options)
+    assert has_effect(rows, extras, modules)
+
+
+def test_weights_that_take_long_to_decompose_are_refused(
+    adapters: dict[str, Path], options: ReadOptions
+) -> None:
+    few = replace(options, bounds=replace(options.bounds, work=2**20))
+    with pytest.raises(AdapterInvalidError, match="kasa needs a decomposition"):
+        read_whole(find_source(adapters["kasa"]), few)

@@ -367,7 +367,7 @@ def not_a_number(name: str, tensor: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("change", "settings", "code", "words"),
     [
-        (None, {"use_qalora": True}, "adapter_unsupported", "use_qalora"),
+        (None, {"layer_replication": [[0, 1]]}, "adapter_unsupported", "layer_replication"),
         (wide, {"r": 80}, "adapter_rank_too_large", "80"),
         (short, {}, "adapter_wrong_base", "another model"),
         (not_a_number, {}, "adapter_broken", "NaN"),

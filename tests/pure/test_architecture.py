@@ -46,7 +46,8 @@ INSIDE = {
     ],
     "lora": [
         "pages", "modules", "expert_rules", "geometry", "bounds", "number_types", "tensors",
-        "file_adapter", "staging", "extras", "rules", "slicing", "formats", "cache", "pool", "library",
+        "file_adapter", "staging", "effect", "extras", "rules", "slicing", "formats", "cache", "pool",
+        "library",
         "loaded", "arrivals", "loader", "cache_view", "store_parts", "store", "convert",
         "convert_nemo", "normalize",
         "report", "moe_layout",

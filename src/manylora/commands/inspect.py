@@ -52,6 +52,8 @@ def _lines(report: AdapterReport, judged: bool) -> Iterator[tuple[str, object]]:
     if report.kind is not None:
         yield "kind", report.kind
         yield "source", report.source
+    if report.form is not None:
+        yield "form", report.form
     if report.dtype is not None:
         yield "dtype", report.dtype
     for name, ranks in (report.modules or {}).items():
@@ -69,7 +71,8 @@ def _lines(report: AdapterReport, judged: bool) -> Iterator[tuple[str, object]]:
     if report.problem is not None:
         yield "verdict", f"refused: {report.problem}"
     else:
-        yield "verdict", "ok" if judged else "readable; name a model with --base to know if it serves it"
+        verdict = "ok" if judged else "readable; name a model with --base to know if it serves it"
+        yield "verdict", "; but ".join((verdict, *report.notes))
 
 
 def _tensors(report: AdapterReport, modules: Mapping[int, LoraModule]) -> Iterator[str]:

@@ -44,6 +44,7 @@ class CacheView:
             device_loads=self._arrivals.num_loads,
             device_evictions=device.num_evictions,
             source_loads=self._library.num_loads,
+            inert_loads=self._library.num_inert,
             max_device_adapters=self._max_device_adapters,
             residents=self._list_residents(),
         )

@@ -37,6 +37,8 @@ class AdapterLoader:
             adapter = made if isinstance(made, Adapter | FileAdapter) else self._rules.check(lora)
             if isinstance(adapter, Adapter) and lora.weights is not None:
                 self._library.keep(adapter)
+            if isinstance(adapter, Adapter) and not adapter.acts:
+                self._library.note_inert(lora.name or str(lora.task_id))
             return self.share(adapter)
         if lora.task_id is None:
             raise AdapterInvalidError("lora_task_id must be set for LoRA inference")
@@ -45,7 +47,12 @@ class AdapterLoader:
             return None
         with self._lock:
             loaded = self._in_memory.get(self._library.last_digest(lora.task_id) or "")
-        return loaded or self.share(self._library.find(lora.task_id), read=True)
+        if loaded is not None:
+            return loaded
+        found = self._library.find(lora.task_id)
+        if isinstance(found, Adapter) and not found.acts:
+            self._library.note_inert(self._library.name_of(lora.task_id))
+        return self.share(found, read=True)
 
     def share(self, adapter: Adapter | FileAdapter, *, read: bool = False) -> Adapter | FileAdapter:
         """The adapter of this content that is in memory already, or this one. read: it counts as read."""

@@ -9,8 +9,10 @@ from pathlib import Path
 from manylora.config.engine import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterError, ConfigError
 from manylora.lora.bounds import ANY_MODEL, Bounds
+from manylora.lora.effect import NOTHING
 from manylora.lora.extras import with_extras
 from manylora.lora.formats.base_weights import BaseWeights
+from manylora.lora.formats.peft_config import form_of, read_settings
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import Source, find_source, read_source, read_whole, source_dtype
 from manylora.lora.geometry import Layout, cache_geometry
@@ -36,6 +38,7 @@ class AdapterReport:
 
     kind: str | None = None  # npy, peft, nemo, llgtrt
     source: Path | None = None
+    form: str | None = None  # of PEFT's: LORA, LOHA and so on
     dtype: str | None = None  # of the source
     modules: dict[str, dict[int, int]] | None = None  # name -> layer -> rank
     num_dora: int = 0  # rows with a magnitude
@@ -44,6 +47,7 @@ class AdapterReport:
     digest: str | None = None
     num_pages: int | None = None
     page_bytes: int | None = None
+    notes: tuple[str, ...] = ()  # what is served, and may not be what was meant
     problem: str | None = None
 
 
@@ -56,12 +60,24 @@ def inspect_adapter(
     try:
         source = find_source(path)
         report.kind, report.source = source.kind, source.path
+        if source.kind == "peft":
+            report.form = form_of(read_settings(source.path))
         modules = lora_modules(base.config, base.cache.target_modules) if base else None
         bounds = Bounds.of_any_rank(modules, base.config.num_layers) if base and modules else ANY_MODEL
         weights_of_base = BaseWeights(base.model_dir) if base else None
-        options = ReadOptions(modules, weights_of_base, bounds, allow_bin, text_only=text_only)
+        depth, notes = base.config.num_layers if base else None, list[str]()
+        options = ReadOptions(
+            modules,
+            weights_of_base,
+            bounds,
+            allow_bin,
+            text_only=text_only,
+            num_layers=depth,
+            tell=notes.append,
+        )
         report.dtype = source_dtype(source, options)
         _read(report, source, base, options)
+        report.notes = (*notes, *report.notes)
     except (AdapterError, ConfigError) as error:
         report.problem = str(error)
     except OSError as error:
@@ -81,6 +97,7 @@ def _read(report: AdapterReport, source: Source, base: BaseModel | None, options
     assert report.dtype is not None
     if base is not None:
         adapter = _judge(report, base, lora)
+        report.notes = () if adapter.acts else (NOTHING,)
     if adapter is not None:
         report.digest = adapter.digest
         report.num_bytes = adapter.num_elements * BY_NAME[report.dtype].dtype.itemsize

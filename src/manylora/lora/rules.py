@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.lora.bounds import Bounds
+from manylora.lora.effect import has_effect
 from manylora.lora.extras import check_extras
 from manylora.lora.modules import EXPERT_IDS, LoraModule, LoraModuleId, module_name
 from manylora.lora.number_types import BY_DTYPE, NUMBER_TYPES, to_bfloat16
@@ -49,7 +50,7 @@ class AdapterRules:
             row = RowFormat(rank, bool(dora), encoding, scale)
             size = self.check_row(module_id, layer, row, len(values))
             rows.append(AdapterRow(module_id, layer, row, values[:size]))
-        adapter = adapter_from_rows(self._separate(rows), self.half, lora.extras)
+        adapter = self._probed(adapter_from_rows(self._separate(rows), self.half, lora.extras))
         _check_surplus(weights, max((row.payload.size for row in rows), default=0))
         return adapter
 
@@ -63,7 +64,11 @@ class AdapterRules:
             raise AdapterInvalidError("the adapter has no rows: it needs at least one")
         for row in rows:
             self.check_row(row.module_id, row.layer, row.format, row.payload.size)
-        return adapter_from_rows(self._separate(rows), self.half, extras, finite=True, digest=digest)
+        made = adapter_from_rows(self._separate(rows), self.half, extras, finite=True, digest=digest)
+        return made if digest else self._probed(made)
+
+    def _probed(self, adapter: Adapter) -> Adapter:
+        return replace(adapter, acts=has_effect(adapter.rows, adapter.extras, self.modules))
 
     def check_row(self, module_id: int, layer: int, row: RowFormat, elements: int) -> int:
         """The elements that a row needs; it has `elements`."""

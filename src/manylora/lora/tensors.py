@@ -52,6 +52,7 @@ class Adapter:
     digest: str
     rows: tuple[AdapterRow, ...]
     extras: tuple[LoraExtra, ...] = ()
+    acts: bool = True  # whether it changes any answer, as far as that was looked at
 
     @property
     def num_elements(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -166,8 +166,8 @@ class _Routes:
             return await self._load_body(request)
         body = await self._body(request, schema.LoadRequest)
         name = check_name(body.lora_name, "lora_name")
-        await self._catalog.load(name, body.lora_path, replace=body.load_inplace)
-        return _loaded(name)
+        notes = await self._catalog.load(name, body.lora_path, replace=body.load_inplace)
+        return _loaded(name, notes)
 
     async def _load_body(self, request: Request) -> Response:
         uploads = self.context.uploads
@@ -177,12 +177,12 @@ class _Routes:
         length = request.headers.get("content-length", "")
         path = await uploads.receive(request.stream(), int(length) if length.isdigit() else 0)
         try:
-            await self._catalog.load(
+            notes = await self._catalog.load(
                 name, str(path), replace=replace, move=lambda received: uploads.place(received, name)
             )
         finally:
             uploads.drop(path)  # no effect after `place`
-        return _loaded(name)
+        return _loaded(name, notes)
 
     async def unload(self, request: Request) -> Response:
         self._admin(request)
@@ -276,8 +276,10 @@ class _Routes:
         return adapter_card(entry, self._inference.bases[0], self.context.created, tier)
 
 
-def _loaded(name: str) -> Response:
-    return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
+def _loaded(name: str, notes: Sequence[str]) -> Response:
+    """notes: what of it may not be what was meant."""
+    lines = [f"Success: LoRA adapter {name!r} added successfully.", *(f"Warning: {note}" for note in notes)]
+    return PlainTextResponse("\n".join(lines))
 
 
 def _number(request: Request, name: str) -> int:

@@ -46,6 +46,9 @@ FAMILIES = {
     "manylora_lora_cache_evictions_total": MetricFamily(
         "Adapters evicted from the LoRA cache by level", "counter"
     ),
+    "manylora_inert_adapter_loads_total": MetricFamily(
+        "Adapters that came to the LoRA cache and change nothing, such as untrained ones", "counter"
+    ),
     "manylora_lora_cache_loads_total": MetricFamily("Adapters written to the LoRA cache by level", "counter"),
     "manylora_adapter_requests_total": MetricFamily(
         "Requests answered by adapter and finish reason", "counter"
@@ -99,6 +102,7 @@ def engine_samples(stats: EngineStats) -> Iterator[Sample]:
         yield Sample("manylora_lora_cache_evictions_total", (where,), evictions)
         yield Sample("manylora_lora_cache_loads_total", (where,), loads)
     yield Sample("manylora_lora_cache_page_bytes", (), a.page_bytes)
+    yield Sample("manylora_inert_adapter_loads_total", (), a.inert_loads)
     for one in a.residents[:MAX_ADAPTERS]:
         adapter = ("adapter", one.name)
         size = one.pages * a.page_bytes

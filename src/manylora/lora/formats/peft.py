@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +35,7 @@ from manylora.lora.formats.peft_extras import check_extra_shapes, is_extra, read
 from manylora.lora.formats.peft_files import WEIGHTS, peft_tensors
 from manylora.lora.formats.peft_names import PEFT_KEY, VISION, in_our_order, in_peft_order, module_id_of
 from manylora.lora.formats.peft_stacks import STACK_KEY, Parts, check_stacks, stack_parts
+from manylora.lora.formats.peft_strict import check_keys, tell_missing
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.tensor_files import (
     RawTensor,
@@ -86,8 +88,9 @@ def read_peft(
     The scaling is `PeftConfig.scale` of the matrix's own rank. partial: a list that takes a line for each
     part left out; None refuses such adapters. Raises AdapterInvalidError, for extras too.
     """
+    settings = read_settings(folder, options.bounds)
     with options.open_base() as base:
-        form, extras = _open(folder, options, base)
+        form, extras = _open(folder, settings, options, base)
         for key in sorted([*extras, *(extra.name for extra in form.extras)]):
             if partial is None or DORA.search(key):
                 raise AdapterInvalidError(f"{key}: {NO_ROW}")
@@ -104,13 +107,15 @@ def read_peft_whole(folder: Path, options: ReadOptions = DEFAULT) -> tuple[list[
     Of an adapter whose matrices all are F8_E4M3, `float8` means that rows keep them so, with the scaling
     beside each; with DoRA they do not.
     """
+    settings = read_settings(folder, options.bounds)
     with options.open_base() as base:
-        form, found = _open(folder, options, base)
+        form, found = _open(folder, settings, options, base)
         config, tensors = form.config, form.tensors
         check_extra_shapes(found, options.bounds)
         kind = _find_encoding(tensors, config) if options.float8 else None
         rows = _Reading(config, options, base, kind).rows(tensors)
         extras = read_extras(found, tensors, config, options.modules, base) + form.extras
+    tell_missing(settings, {(row.layer, row.module_id) for row in rows}, options)
     if not rows and not extras:
         raise AdapterInvalidError("the adapter holds no LoRA matrices")
     return rows, extras
@@ -142,12 +147,12 @@ def stored_rows(folder: Path, options: ReadOptions = DEFAULT) -> FileRows | None
 
 
 def _open(
-    folder: Path, options: ReadOptions, base: BaseReader | None
+    folder: Path, settings: Mapping[str, Any], options: ReadOptions, base: BaseReader | None
 ) -> tuple[LoraForm, dict[str, RawTensor]]:
     """The adapter in the form of a LoRA, and those of its tensors that are extras, which it is then without.
     base: open."""
-    settings = read_settings(folder, options.bounds)
     check_kind(settings)  # before files are looked for that this kind may not have
+    check_keys(settings, options)
     form = read_form(PeftFiles(settings, peft_tensors(folder, options), options, base))
     config = form.config
     if config.use_dora and options.base is None and not config.dora_normalized:
@@ -280,6 +285,7 @@ class _Reading:
         for _, key, tensor in parts.values():
             check_type(key, tensor)
         rank, dora = a.shape[0], "magnitude" in parts
+        self.config.check_rank(path, rank)
         self.options.bounds.check_rank(rank)
         if dora:
             size = math.prod(parts["magnitude"][2].shape)

@@ -82,6 +82,11 @@ class PeftConfig:
             alpha = _finite(self.alpha_pattern[pattern], f"alpha_pattern of {pattern}")
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
+    def check_rank(self, path: str, found: int) -> None:
+        """found: of its matrices. Raises AdapterInvalidError where the settings say another one."""
+        if self.default_rank is not None and found != (told := self.rank(path)):
+            raise AdapterInvalidError(f"{path} has rank {found}, and {CONFIG} says {told}")
+
     def rank(self, path: str) -> int:
         """Of the module or parameter at `path`, where its matrices alone do not say it."""
         pattern = self._ranks.first(path)
@@ -122,6 +127,17 @@ def initial_kind(settings: Mapping[str, Any]) -> str:
     """What an adapter's training started with, in small letters: pissa, olora, kasa and the like change the
     base's weights."""
     return "kasa" if settings.get("kasa_config") else _shown(settings.get("init_lora_weights")).lower()
+
+
+def form_of(settings: Mapping[str, Any]) -> str:
+    """What kind of adapter this is, as inspect and the log say it."""
+    variants = [
+        name.removeprefix("use_").removesuffix("_config") for name in WRITTEN_OUT if settings.get(name)
+    ]
+    variants += ["dora"] if settings.get("use_dora") else []
+    start = initial_kind(settings)
+    variants += [start] if start.startswith(("pissa", "olora")) else []
+    return " with ".join((peft_type(settings), *variants))
 
 
 def is_plain_lora(settings: Mapping[str, Any]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -21,7 +21,9 @@ class ReadOptions:
     of its own; for tools. float8: numbers of 8 bits stay so; else they are widened to bfloat16. digest: take
     that of each row of PEFT as it is read, where the adapter's will be wanted. bfloat16: narrow such rows
     then, for pages of that type, where they are large; those of routed experts stay as they are. text_only:
-    leave out what an adapter has for a model's vision part, which is refused otherwise.
+    leave out what an adapter has for a model's vision part, which is refused otherwise. num_layers: of the
+    model, where the bounds do not know it. tell: takes a line for each thing that is served and may not be
+    what was meant.
     """
 
     modules: Mapping[int, LoraModule] | None = None
@@ -32,6 +34,13 @@ class ReadOptions:
     digest: bool = False
     bfloat16: bool = False
     text_only: bool = False
+    num_layers: int | None = None
+    tell: Callable[[str], None] = lambda line: None
+
+    @property
+    def depth(self) -> int | None:
+        """Layers of the model; None: not known."""
+        return self.bounds.num_layers or self.num_layers
 
     def module(self, module_id: int) -> LoraModule | None:
         return self.modules.get(module_id) if self.modules else None

@@ -18,6 +18,7 @@ from manylora.errors import (
     ConfigError,
     printable,
 )
+from manylora.lora.effect import NOTHING
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.formats.opened import is_folder
 from manylora.lora.formats.sources import find_source
@@ -64,6 +65,7 @@ class AdapterLibrary:
         self._names: dict[str, int] = {}  # name -> its id: -1 for the first, and so on
         self._prune_at = PRUNE
         self.num_binds = self.num_loads = 0  # loads: adapters that `find` gave
+        self.num_inert = 0  # adapters that change nothing
         self._folder: Path | None = None
         self._folders: Mapping[str, Path] = {}
 
@@ -85,6 +87,12 @@ class AdapterLibrary:
     def keep(self, adapter: Adapter) -> None:
         """Have one that came with a request copied to the disk level. May wait for the disk."""
         self._disk.put_soon(adapter)
+
+    def note_inert(self, name: str) -> None:
+        """Count and log an adapter that came to the cache and changes nothing. name: a task id or a name."""
+        with self._lock:
+            self.num_inert += 1
+        logger.warning("lora task %s: %s", printable(name), NOTHING)
 
     def id_of(self, name: str, kind: str | None) -> int:
         """The id that stands for a name: negative, so never one of a client's. Raises AdapterError."""

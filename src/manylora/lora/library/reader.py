@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from manylora.errors import AdapterChangedError, AdapterInvalidError
+from manylora.errors import AdapterChangedError, AdapterInvalidError, printable
 from manylora.kernels.loading import can_read
 from manylora.lora.bounds import Bounds
+from manylora.lora.effect import NOTHING
 from manylora.lora.file_adapter import FileAdapter, FileRows
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.opened import open_plain
@@ -28,6 +30,8 @@ from manylora.lora.rules import AdapterRules
 from manylora.lora.tensors import Adapter, type_name
 from manylora.request import LoraInput
 
+logger = logging.getLogger("manylora")
+
 SOURCES_WITH_ROWS = ("peft", "nemo")  # whose files say how large each row is
 MAX_KNOWN = 8192  # folders whose digest is known; the one that was first read longest ago is forgotten
 
@@ -35,17 +39,19 @@ MAX_KNOWN = 8192  # folders whose digest is known; the one that was first read l
 @dataclass(frozen=True)
 class AdapterFacts:
     """kind: of the files: peft, nemo, npy, llgtrt. dtype: of the values as they were read. rank: the largest
-    of a row. num_bytes: of all values."""
+    of a row. num_bytes: of all values. notes: what may not be what was meant."""
 
     kind: str
     dtype: str
     rank: int
     num_bytes: int
+    notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, kind: str, adapter: Adapter) -> AdapterFacts:
+    def of(cls, kind: str, adapter: Adapter, notes: Sequence[str] = ()) -> AdapterFacts:
         dtype = type_name(adapter.rows[0].payload) if adapter.rows else "float32"
-        return cls(kind, dtype, max((row.format.rank for row in adapter.rows), default=0), adapter.nbytes)
+        rank = max((row.format.rank for row in adapter.rows), default=0)
+        return cls(kind, dtype, rank, adapter.nbytes, (*notes, *([] if adapter.acts else [NOTHING])))
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,13 +122,16 @@ class AdapterReader:
     def _read(self, path: Path, source: Source) -> ReadAdapter:
         known = self._unchanged(path)
         now, before = time.time_ns(), fingerprint(path)
-        adapter = self._read_values(source, known.digest if known else None)
+        notes: list[str] = []
+        adapter = self._read_values(source, known.digest if known else None, notes)
         after = fingerprint(path)
         if known is not None:
             if after == known.files:
                 return ReadAdapter(adapter, known.facts)
             return self._read(path, source)  # they changed meanwhile, so the digest is not theirs
-        facts = AdapterFacts.of(source.kind, adapter)
+        facts = AdapterFacts.of(source.kind, adapter, notes)
+        for note in facts.notes:
+            logger.warning("adapter %s: %s", printable(path.name), note)
         if is_settled(before, now) and before == after:
             with self._lock:
                 self._known[path] = _Known(before, adapter.digest, facts)
@@ -130,10 +139,10 @@ class AdapterReader:
                     del self._known[next(iter(self._known))]
         return ReadAdapter(adapter, facts)
 
-    def _read_values(self, source: Source, digest: str | None) -> Adapter:
+    def _read_values(self, source: Source, digest: str | None, notes: list[str]) -> Adapter:
         if source.kind not in SOURCES_WITH_ROWS:
             return self._rules.check(LoraInput(0, *read_source(source, self._options)))
-        rows, extras = read_whole(source, replace(self._options, digest=digest is None))
+        rows, extras = read_whole(source, replace(self._options, digest=digest is None, tell=notes.append))
         return self._rules.check_rows(rows, extras, digest)
 
 

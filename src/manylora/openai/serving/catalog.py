@@ -207,8 +207,9 @@ class AdapterCatalog:
 
     async def load(
         self, name: str, given: str, *, replace: bool, move: Callable[[Path], Path] | None = None
-    ) -> None:
-        """Add an adapter on request. Raises ApiError; then nothing has changed.
+    ) -> tuple[str, ...]:
+        """Add an adapter on request. Returns its `AdapterFacts.notes`. Raises ApiError; then nothing has
+        changed.
 
         move: called with its path once the adapter was read without an error; returns its final path.
         """
@@ -225,6 +226,7 @@ class AdapterCatalog:
             entry.scanned = True
         self._unloaded.pop(name, None)
         self._entries[name] = entry
+        return entry.version.facts.notes if entry.version is not None else ()
 
     async def unload(self, name: str, timeout_s: float) -> int:
         """Take no more requests for it and wait for those under way. Returns how many are left."""

@@ -22,6 +22,7 @@ def adapter_card(entry: AdapterEntry, base: str, created: int, tier: str) -> dic
         "format": facts and facts.kind,
         "digest": version and version.digest,
         "bytes": facts and facts.num_bytes,
+        "notes": list(facts.notes) if facts else [],
         "tier": tier,
     }
     if entry.problem is not None:

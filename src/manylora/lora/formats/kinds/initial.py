@@ -36,6 +36,7 @@ def with_initial(files: PeftFiles) -> LoraForm:
         (rank, in_dim), (out_dim, other) = pairs.shape(path, "lora_A"), pairs.shape(path, "lora_B")
         if rank != other or rank > min(in_dim, out_dim):
             raise AdapterInvalidError(f"{path}: its lora_A and lora_B do not fit together")
+        config.check_rank(path, rank)
         work += in_dim * out_dim * min(in_dim, out_dim)
         files.options.bounds.check_decompositions(kind, work)
 

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.kinds.pairs import Pairs
-from manylora.lora.formats.peft_config import CONFIG, config_of
+from manylora.lora.formats.peft_config import config_of
 
 
 def alphas_over_ranks(pairs: Pairs) -> Callable[[str, int | None], np.float32]:
@@ -20,9 +19,8 @@ def alphas_over_ranks(pairs: Pairs) -> Callable[[str, int | None], np.float32]:
     config = config_of({"lora_alpha": pairs.number("alpha", 8), "r": settings.get("r", 8), **patterns})
 
     def scale(path: str, rank: int | None) -> np.float32:
-        told = config.rank(path)
-        if rank is not None and rank != told:
-            raise AdapterInvalidError(f"{path} has rank {rank}, and {CONFIG} says {told}")
-        return np.float32(config.scale(path, told))
+        if rank is not None:
+            config.check_rank(path, rank)
+        return np.float32(config.scale(path, config.rank(path)))
 
     return scale

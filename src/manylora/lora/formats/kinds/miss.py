@@ -17,7 +17,7 @@ def read_miss(files: PeftFiles) -> LoraForm:
     if variant == "bat":
         raise AdapterInvalidError(
             f"{CONFIG} sets init_weights to bat: this kind of MISS multiplies the base's weights, so it "
-            "has no low-rank form; merge it into the base with PEFT"
+            "has no low-rank form and is not served; merge it into the base with PEFT"
         )
     for path in pairs.paths("miss_block"):
         rank, columns = pairs.shape(path, "miss_block")

@@ -104,8 +104,9 @@ class Pairs:
         bounds, numbers = self.files.options.bounds, rank * (in_dim + out_dim)
         if rank > bounds.rank:
             raise AdapterInvalidError(
-                f"{path}: as low-rank rows this {self.kind} has rank {rank}, {numbers} numbers, and ranks up "
-                f"to {bounds.rank} are served (max_lora_rank, lora_cache_max_adapter_size)"
+                f"Invalid low_rank ({rank}): {path} of this {self.kind} has that rank as low-rank rows, "
+                f"{numbers} numbers; the largest served is {bounds.rank} (max_lora_rank, "
+                "lora_cache_max_adapter_size)"
             )
         self._elements += numbers
         bounds.check_elements(self._elements)

@@ -1,0 +1,42 @@
+"""Whether an adapter changes anything: probed with random inputs, as far as the first row that acts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from manylora.lora.modules import LoraModule
+from manylora.lora.number_types import BY_DTYPE
+from manylora.lora.tensors import AdapterRow
+from manylora.request import LoraExtra
+
+NOTHING = "it changes nothing, so it answers as the base model does: its B A is zero (an untrained adapter?)"
+LEAST = 1e-5  # of what the matrices could give, below which a product is only rounding
+
+
+def has_effect(
+    rows: Sequence[AdapterRow], extras: Sequence[LoraExtra], modules: Mapping[int, LoraModule]
+) -> bool:
+    """rows: checked, of these modules. Biases of zeros count as nothing; other extras always count."""
+    if any(not extra.name.endswith(".bias") or np.any(extra.values) for extra in extras):
+        return True
+    random = np.random.default_rng(0)
+    return any(_acts(row, modules[row.module_id], random) for row in rows)
+
+
+def _acts(row: AdapterRow, module: LoraModule, random: np.random.Generator) -> bool:
+    sizes = np.cumsum(module.row_sizes(row.format))
+    a, b, magnitude = (_wide(part) for part in np.split(row.payload, sizes)[:3])
+    if row.format.dora and np.abs(magnitude - 1).max() > LEAST:
+        return True
+    rank, experts = row.format.rank, module.experts
+    a, b = a.reshape(experts, rank, -1), b.reshape(experts, -1, rank)
+    inner = a @ random.standard_normal((a.shape[2], 1), np.float32)
+    given, most = np.abs(b @ inner), np.abs(b) @ np.abs(inner)
+    return bool((given > LEAST * most.max(initial=0)).any())
+
+
+def _wide(values: np.ndarray) -> np.ndarray:
+    kind = BY_DTYPE.get(values.dtype)
+    return kind.widen(values) if kind is not None and kind.widen else values.astype(np.float32, copy=False)

@@ -131,10 +131,8 @@ def initial_kind(settings: Mapping[str, Any]) -> str:
 
 def form_of(settings: Mapping[str, Any]) -> str:
     """What kind of adapter this is, as inspect and the log say it."""
-    variants = [
-        name.removeprefix("use_").removesuffix("_config") for name in WRITTEN_OUT if settings.get(name)
-    ]
-    variants += ["dora"] if settings.get("use_dora") else []
+    found = [name for name in (*WRITTEN_OUT, "use_dora") if settings.get(name)]
+    variants = [name.removeprefix("use_").removesuffix("_config") for name in found]
     start = initial_kind(settings)
     variants += [start] if start.startswith(("pissa", "olora")) else []
     return " with ".join((peft_type(settings), *variants))

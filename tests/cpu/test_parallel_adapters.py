@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from manylora.config.engine import LoraCacheConfig, ModelConfig
-from manylora.errors import ConfigError
+from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.kernels.row_format import RowFormat
 from manylora.lora.modules import lora_modules
@@ -110,6 +110,10 @@ def test_parts_of_extras(model: ModelConfig) -> None:
         "embed.tokens": np.arange(128.0).reshape(2, 64),
         "head.bias": np.arange(272.0),
         "layers.1.input_layernorm.weight": np.arange(64.0),
+        "layers.0.attn_q.scale": np.arange(64.0),
+        "layers.0.attn_q.turn": np.arange(64.0).reshape(4, 16),
+        "layers.0.attn_dense.scale": np.arange(64.0),
+        "layers.0.mlp_4h_to_h.input_scale": np.arange(96.0),
     }
     kept = []
     for mapping in RANKS:
@@ -125,9 +129,21 @@ def test_parts_of_extras(model: ModelConfig) -> None:
                 )
             }
         )
-    first = {"layers.0.attn_k.bias": (16,), "embed.tokens": (2, 64), "layers.1.input_layernorm.weight": (64,)}
+    first = {
+        "layers.0.attn_k.bias": (16,), "embed.tokens": (2, 64), "layers.1.input_layernorm.weight": (64,),
+        "layers.0.attn_q.scale": (32,), "layers.0.attn_q.turn": (2, 16), "layers.0.attn_dense.scale": (64,),
+        "layers.0.mlp_4h_to_h.input_scale": (48,),
+    }  # fmt: skip
     last = {"norm.weight": (64,), "head.bias": (272,)}
     assert kept == [first, first, {"layers.0.attn_dense.bias": (64,), **last}, last]
+
+
+def test_rotations_that_ranks_would_cut_apart_are_refused(model: ModelConfig) -> None:
+    extra = LoraExtra("layers.0.attn_k.turn", np.zeros((1, 32)))
+    with pytest.raises(
+        AdapterInvalidError, match="attn_k: each rank has 16 outputs .* cuts groups of 32 apart"
+    ):
+        AdapterSlicer(model, RANKS[0])._extra(extra, RANKS[0])
 
 
 @pytest.mark.parametrize("algo", ["W8A16", "W4A16", "FP8", "W4A8", "W8A8"])

@@ -33,6 +33,10 @@ class Extra:
     def step(self) -> int:
         return self.pieces[0].shape[0]
 
+    @property
+    def columns(self) -> int:
+        return self.pieces[0].shape[1]
+
     def vector(self, dtype: torch.dtype) -> Tensor:
         """All values, flat, [R * C]."""
         parts = [piece.reshape(-1) for piece in self.pieces]
@@ -46,7 +50,7 @@ class Extra:
         """Rows by index, [T] int64 -> [T, C]. Does not wait for the device."""
         if len(self.pieces) == 1:
             return F.embedding(rows, self.pieces[0]).to(dtype)
-        columns = torch.arange(self.pieces[0].shape[1], device=rows.device)
+        columns = torch.arange(self.columns, device=rows.device)
         piece = torch.div(rows, self.step, rounding_mode="floor")
         first = self.starts[piece] + (rows - piece * self.step) * len(columns)
         return self.pool[first.unsqueeze(1) + columns].to(dtype)

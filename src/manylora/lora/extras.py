@@ -3,6 +3,9 @@
 | name | shape | what it does for the adapter's rows |
 |---|---|---|
 | layers.N.MODULE.bias | [out] | added to what the module gives |
+| layers.N.MODULE.scale | [out] | multiplies what the module gives, before the bias is added |
+| layers.N.MODULE.turn | [out / g, g] | RoAd: beside the scaled outputs, their partners in groups of g |
+| layers.N.MODULE.input_scale | [in] | multiplies what the module takes |
 | layers.N.NORM.weight, norm.weight | [n] | in place of a norm's weight; NORM as the checkpoint names it |
 | layers.N.NORM.bias, norm.bias | [n] | added to what a norm gives |
 | embed.weight, head.weight | [vocab, hidden] | in place of the base's |

@@ -17,14 +17,49 @@ from manylora.lora.modules import MODULE_NAMES
 Extras = Sequence[ExtraSegment]
 
 
-def adapt_linear(y: Tensor, extras: Extras, layer: int, targets: Sequence[LoraTarget]) -> None:
-    """Add trained biases to y [T, N], in place."""
+def adapt_inputs(
+    y: Tensor,
+    x: Tensor,
+    extras: Extras,
+    layer: int,
+    targets: Sequence[LoraTarget],
+    linear: Callable[[Tensor], Tensor],
+) -> None:
+    """Compute y [T, N] = linear(x) again, in place, where an adapter scales what a module takes: of its rows,
+    and of that module's columns."""
     for segment in extras:
         for target in targets:
-            extra = segment.values.get(f"layers.{layer}.{MODULE_NAMES[target.module_id]}.bias")
-            if extra is not None:
-                columns = slice(target.start, target.start + target.width)
-                y[segment.start : segment.stop, columns] += extra.vector(y.dtype)
+            scale = segment.values.get(f"layers.{layer}.{MODULE_NAMES[target.module_id]}.input_scale")
+            if scale is not None:
+                rows, columns = slice(segment.start, segment.stop), _columns(target)
+                y[rows, columns] = linear(x[rows] * scale.vector(x.dtype))[:, columns]
+
+
+def adapt_linear(y: Tensor, extras: Extras, layer: int, targets: Sequence[LoraTarget]) -> None:
+    """Scale and rotate y [T, N], then add trained biases, in place."""
+    for segment in extras:
+        for target in targets:
+            name = f"layers.{layer}.{MODULE_NAMES[target.module_id]}"
+            scale, turn, bias = (segment.values.get(f"{name}.{part}") for part in ("scale", "turn", "bias"))
+            if scale is None and bias is None:
+                continue
+            mine = y[segment.start : segment.stop, _columns(target)]
+            if scale is not None:
+                scaled = mine * scale.vector(y.dtype)
+                mine.copy_(scaled if turn is None else scaled + _turned(mine, turn))
+            if bias is not None:
+                mine += bias.vector(y.dtype)
+
+
+def _columns(target: LoraTarget) -> slice:
+    return slice(target.start, target.start + target.width)
+
+
+def _turned(y: Tensor, turn: Extra) -> Tensor:
+    """turn [groups, size] times y, of which the halves of each group have changed places and the one that
+    comes first its sign; y [T, N]."""
+    first, second = y.unflatten(-1, (-1, 2, turn.columns // 2)).unbind(-2)
+    return torch.stack((-second, first), dim=-2).flatten(-3) * turn.vector(y.dtype)
 
 
 def adapt_norm(

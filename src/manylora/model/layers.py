@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from manylora.config.engine import ModelConfig
 from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Rotary, Weight
-from manylora.model.extras import adapt_linear, adapt_norm
+from manylora.model.extras import adapt_inputs, adapt_linear, adapt_norm
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class LoraLinear:
             return self.ops.linear(x, self.weight, self.bias)
         y = self.ops.adapted_linear(x, self.weight, self.bias, lora, self.layer, self.targets)
         if lora.extras:
+            base = partial(self.ops.linear, packed=self.weight, bias=self.bias)
+            adapt_inputs(y, x, lora.extras, self.layer, self.targets, base)
             adapt_linear(y, lora.extras, self.layer, self.targets)
         return y
 

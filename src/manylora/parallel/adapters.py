@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from manylora.config.engine import ModelConfig
+from manylora.errors import AdapterInvalidError
 from manylora.lora.extras import LAYER, with_extras
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.geometry import CacheGeometry, Layout
@@ -124,9 +125,30 @@ class AdapterSlicer:
             return values.reshape(count, -1)[heads.start : heads.stop].reshape(-1)
         whole, locals_ = self._every
         number = next((number for number, module in whole.items() if module.name == owner), None)
-        if kind != "bias" or number is None:
+        if number is None:
             return values
         module, local = whole[number], locals_[number]
+        if kind == "input_scale":
+            cut = module.split is Split.A_COLS and module.in_dim > local.in_dim
+            return values.reshape(tp, -1)[rank] if cut else values
+        if kind in ("scale", "turn"):  # of a part of a sum as of the sum
+            cut = module.split is Split.B_ROWS
+            return _cut_groups(owner, values, rows_of_rank(module, local, tp, rank)) if cut else values
+        if kind != "bias":
+            return values
         if module.split is Split.A_COLS:  # its outputs are added up, so one rank adds the bias
             return values if rank == 0 else None
         return values[rows_of_rank(module, local, tp, rank)] if module.split is Split.B_ROWS else values
+
+
+def _cut_groups(owner: str, values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Those rows of [out] or of [groups, size]. Raises AdapterInvalidError where a group is not whole."""
+    if values.ndim == 1:
+        return values[rows]
+    size = values.shape[1]
+    if len(rows) % size or (rows.reshape(-1, size) % size != np.arange(size)).any():
+        raise AdapterInvalidError(
+            f"{owner}: each rank has {len(rows)} outputs of this module, which cuts groups of {size} apart: "
+            "train with a smaller group_size, or serve with fewer ranks"
+        )
+    return values.reshape(-1)[rows].reshape(-1, size)

@@ -139,6 +139,20 @@ def make_kind(path: Path, model_dir: Path, config: Any, seed: int = 0, strength:
     return Path(path)
 
 
+def make_tuned(path: Path, model_dir: Path, settings: Any, seed: int = 0) -> Path:
+    """A random adapter of any kind that PEFT trains. settings: a PeftConfig."""
+    from peft import get_peft_model
+
+    torch.manual_seed(seed)
+    adapted = get_peft_model(load_transformers(Path(model_dir)), settings)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    adapted.save_pretrained(str(path))
+    return Path(path)
+
+
 def make_nemo(path: Path, model_dir: Path, seed: int = 0, rank: int = 6) -> tuple[Path, Path]:
     """A random NeMo archive for q, k and v together, and the directory of an equal PEFT adapter."""
     from safetensors.torch import load_file, save_file

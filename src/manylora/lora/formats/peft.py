@@ -57,8 +57,8 @@ IN_PLACE = {"F32": "float32", "BF16": "bfloat16"}  # types that `stored_rows` is
 DORA = re.compile(r"lora_magnitude_vector|weight_m_wdecomp")
 DORA_REASON = "DoRA magnitudes are divided by the row norms of the base model: name it with --base"
 NO_ROW = (
-    "biases, norms, embedding and head have no place in the tensors of an adapter; serve its PEFT directory "
-    "itself, or train without them"
+    "only low-rank matrices have a place in the tensors of an adapter: of biases, norms, embedding, head, "
+    "scales and prompts serve the PEFT directory itself, or train without them"
 )
 VISION_REASON = (
     "of the model's vision part, which is not served: set lora_text_only (--lora-text-only) to leave that "

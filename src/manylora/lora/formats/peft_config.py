@@ -171,14 +171,15 @@ def config_of(config: Mapping[str, Any]) -> PeftConfig:
         config.get("r"),
         ranks,
         tuple(parameters),
-        modules_to_save=_names(config),
+        modules_to_save=saved_modules(config),
         token_indices=_token_indices(config),
         base=str(config.get("base_model_name_or_path") or ""),
         **{name: bool(config.get(name)) for name in flags},
     )
 
 
-def _names(config: Mapping[str, Any]) -> tuple[str, ...]:
+def saved_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """modules_to_save. Raises AdapterInvalidError."""
     names = config.get("modules_to_save") or []
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):

@@ -8,6 +8,7 @@ from typing import Any
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.kinds.adalora import read_adalora
 from manylora.lora.formats.kinds.delora import read_delora
+from manylora.lora.formats.kinds.diagonal import read_diagonal, read_norms
 from manylora.lora.formats.kinds.form import LoraForm, PeftFiles
 from manylora.lora.formats.kinds.loha import read_loha
 from manylora.lora.formats.kinds.lokr import read_lokr
@@ -20,11 +21,15 @@ from manylora.lora.formats.peft_config import CONFIG, peft_type
 # By PEFT's peft_type. A reader raises AdapterInvalidError.
 READERS: dict[str, Callable[[PeftFiles], LoraForm]] = {
     "ADALORA": read_adalora,
+    "BEFT": read_diagonal,
     "DELORA": read_delora,
+    "IA3": read_diagonal,
+    "LN_TUNING": read_norms,
     "LOHA": read_loha,
     "LOKR": read_lokr,
     "LORA": read_lora_kind,
     "MISS": read_miss,
+    "ROAD": read_diagonal,
     "VBLORA": read_vblora,
     "VERA": read_vera,
 }

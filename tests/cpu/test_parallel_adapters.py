@@ -141,7 +141,7 @@ def test_parts_of_extras(model: ModelConfig) -> None:
 def test_rotations_that_ranks_would_cut_apart_are_refused(model: ModelConfig) -> None:
     extra = LoraExtra("layers.0.attn_k.turn", np.zeros((1, 32)))
     with pytest.raises(
-        AdapterInvalidError, match="attn_k: each rank has 16 outputs .* cuts groups of 32 apart"
+        AdapterInvalidError, match=r"attn_k: each rank has 16 outputs .* cuts groups of 32 apart"
     ):
         AdapterSlicer(model, RANKS[0])._extra(extra, RANKS[0])
 

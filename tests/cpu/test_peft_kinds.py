@@ -137,3 +137,49 @@ def test_greedy_tokens_of_the_engine(room: str, model: Path, prefetch: Path) -> 
 def test_converters_refuse_them_by_name(prefetch: Path, model: Path) -> None:
     with pytest.raises(AdapterInvalidError, match=r"attn_\w+\.scale: only low-rank matrices have a place"):
         convert_peft(prefetch / "0")
+
+
+def prompt_settings(path: Path, model: Path) -> list[Path]:
+    """An adapter of each kind of virtual tokens."""
+    count = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 11}
+    kinds = [
+        peft.PromptTuningConfig(**count),
+        peft.PromptEncoderConfig(**count, encoder_hidden_size=32),
+        peft.PromptEncoderConfig(**count, encoder_hidden_size=32, encoder_reparameterization_type="LSTM"),
+        peft.PrefixTuningConfig(**count),
+        peft.PrefixTuningConfig(**count, prefix_projection=True, encoder_hidden_size=24),
+        peft.CartridgeConfig(**count, num_frozen_tokens=2),
+    ]
+    if read_model_config(model).head_dim * 4 != 64:  # PEFT takes it to be so for keys and values
+        kinds = kinds[:1]
+    return [make_tuned(path / str(n), model, settings, n) for n, settings in enumerate(kinds)]
+
+
+@pytest.mark.parametrize("family", ["llama-biases", "gpt2", "gemma3", "granite", "cohere"])
+def test_virtual_tokens(family: str, workshop: Path) -> None:
+    """Logits of the prompt and greedy tokens; a second request finds their keys and values."""
+    model = make_model(workshop / f"v-{family}", family, seed=3)
+    adapters = prompt_settings(workshop / f"v-{family}-adapters", model)
+    cache = LoraCacheConfig(prefetch_dir=adapters[0].parent)
+    sizes = {"max_seq_len": 128, "max_num_tokens": 24, "max_batch_size": 16, "tokens_per_block": 8}
+    engine = Engine(EngineConfig(model, device="cpu", enable_chunked_context=True, lora=cache, **sizes))
+    params = SamplingConfig(max_tokens=8, return_context_logits=True)
+    ids, others = tokens(20, 1), tokens(9, 2)
+    requests = [Request(tuple(ids), params)] + [
+        Request(tuple(ids), params, LoraInput(n)) for n in range(len(adapters))
+    ]
+    for path, events in zip([None, *adapters], run(engine, *requests), strict=True):
+        found = [token for event in events for token in event.token_ids]
+        assert found == reference_generate(model, path, ids, 8), path
+        logits, metrics = events[0].context_logits, events[-1].metrics
+        assert logits is not None and agree(
+            torch.from_numpy(logits), reference_logits(model, path, ids)[-20:]
+        )
+        assert metrics is not None and metrics.prompt_tokens == 20 and metrics.output_tokens == 8
+    short = SamplingConfig(max_tokens=4)
+    again = run(engine, *(Request(tuple(others), short, LoraInput(n)) for n in range(len(adapters))))
+    for path, events in zip(adapters, again, strict=True):
+        found = [token for event in events for token in event.token_ids]
+        assert found == reference_generate(model, path, others, 4), path
+        assert events[-1].metrics is not None and events[-1].metrics.kv_reused_blocks == 1
+    engine.close()

@@ -228,6 +228,7 @@ class ModelConfig:
     # how the parts are put together
     parallel_blocks: bool = False  # attention and MLP read the same input, their outputs are added
     shared_norm: bool = False  # of parallel blocks: one norm for both
+    scales_vectors: bool = False  # whether embedding_scale is for vectors in place of tokens too
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # on what attention and MLP add
     logits_scale: float = 1.0

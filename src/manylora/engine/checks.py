@@ -32,6 +32,39 @@ def check_request(request: Request, config: EngineConfig, model: ModelConfig, ma
     return request
 
 
+def with_virtual_tokens(
+    request: Request, count: int, config: EngineConfig, model: ModelConfig, max_seq_len: int
+) -> Request:
+    """The request behind `count` virtual tokens of its adapter, whose ids are beyond those of its table.
+
+    Raises RequestError for what does not fit any more.
+    """
+    if not count:
+        return request
+    limit = max_seq_len - 1 if config.enable_chunked_context else min(max_seq_len - 1, config.max_num_tokens)
+    length, params, retention = len(request.prompt), request.params, request.retention
+    if length + count > limit:
+        raise RequestError(
+            f"Prompt length ({length}) exceeds maximum input length ({limit}) behind the {count} virtual "
+            "tokens of the adapter. Shorten the prompt or serve with a larger max_seq_len"
+        )
+    if params.prompt_ignore_length:
+        params = replace(params, prompt_ignore_length=params.prompt_ignore_length + count)
+    if retention is not None:
+        ranges = tuple(
+            (first and first + count, end and end + count, priority, duration)
+            for first, end, priority, duration in retention.ranges
+        )
+        retention = replace(retention, ranges=ranges)
+    first = model.vocab_size + (0 if request.prompt_table is None else len(request.prompt_table))
+    prompt = (*range(first, first + count), *request.prompt)
+    request = replace(request, prompt=prompt, params=params, retention=retention)
+    _check_params(request, config, model, max_seq_len)
+    if request.draft:
+        _check_draft(request, config, model, max_seq_len)
+    return request
+
+
 def _for_encoder(request: Request, encoder: EncoderConfig | None) -> Request:
     """The request with a prompt for the encoder and one for the decoder. Raises RequestError for what is not
     supported.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from manylora.config.engine import EngineConfig
 from manylora.engine.build import build_parts, end_ranks
-from manylora.engine.checks import LogitsMemory, check_request
+from manylora.engine.checks import LogitsMemory, check_request, with_virtual_tokens
 from manylora.engine.follower import follow
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.launched import FailedStep, LaunchedStep
@@ -105,12 +105,12 @@ class Engine:
         self._check_queue(count)
         handle = self._next_handle
         self._next_handle += 1
-        max_len = min(len(request.prompt) + request.params.max_tokens, self.max_seq_len)
         sequences: list[Sequence] = []
-        self._logits_memory.reserve(handle, request, max_len - len(request.prompt))
+        room = self.max_seq_len - len(request.prompt)
+        self._logits_memory.reserve(handle, request, min(request.params.max_tokens, room))
         try:
             for index in range(count):
-                sequences.append(self._new_sequence(prepared, handle, index, max_len))
+                sequences.append(self._new_sequence(prepared, handle, index))
         except BaseException:
             self._release(sequences)
             self._logits_memory.release(handle)
@@ -247,12 +247,21 @@ class Engine:
             # Evicted since it was prepared: read it from its source once more, or give up.
             return self.adapters.acquire(lora, self.adapters.prepare(lora))
 
-    def _new_sequence(self, prepared: Prepared, handle: int, index: int, max_len: int) -> Sequence:
-        lease = self._acquire(prepared)
-        request, model = _without_tensors(prepared.request), self.model
+    def _new_sequence(self, prepared: Prepared, handle: int, index: int) -> Sequence:
+        lease, model = self._acquire(prepared), self.model
+        virtual = lease.num_virtual if lease is not None else 0
+        request = _without_tensors(prepared.request)
+        try:
+            request = with_virtual_tokens(request, virtual, self.config, model, self.max_seq_len)
+        except BaseException:
+            if lease is not None:
+                self.adapters.release(lease)
+            raise
+        max_len = min(len(request.prompt) + request.params.max_tokens, self.max_seq_len)
         limit = model.rope_limit if model.rope_restarts else None
         length = model.rope_length(len(request.prompt))
         sequence = Sequence(handle, request, index, max_len, lease, rope_length=length, rope_limit=limit)
+        sequence.num_virtual = virtual
         if prepared.matcher is not None and self._parts.guides is not None:
             sequence.guide = self._parts.guides.begin(prepared.matcher)
         if prepared.request.params.beam_width > 1:

@@ -32,7 +32,7 @@ from manylora.group.rendezvous import LOOPBACK, join, open_store
 from manylora.kernels.spec import LoraBatch
 from manylora.kernels.transfer import to_device, upload
 from manylora.lora.geometry import Layout
-from manylora.lora.loaded import LoadedAdapter, lora_batch
+from manylora.lora.loaded import LoadedAdapter, lora_batch, with_virtual
 from manylora.lora.tensors import Adapter
 from manylora.model.encoder_decoder import EncoderDecoder
 
@@ -150,7 +150,7 @@ class Follower:
             if held.event is not None:
                 self._pool.hold(held.event)
             segments.append((start, stop, held.loaded))
-        return lora_batch(self._pool, segments)
+        return with_virtual(lora_batch(self._pool, segments), inputs.virtual)
 
 
 def follow(config: EngineConfig, place: Place) -> None:

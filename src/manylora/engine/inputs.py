@@ -68,6 +68,7 @@ class StepInputs:
     rope_lengths: [T], see `ForwardBatch`; None: positions + 1.
     adapters: rows [start, stop) and digest of each that is in `lora`.
     state: of a model with recurrent layers.
+    virtual: rows that are virtual tokens of their adapter, and for each which of them.
     """
 
     input_ids: Ints
@@ -85,6 +86,7 @@ class StepInputs:
     rope_lengths: Ints | None = None
     adapters: Rows[tuple[int, int, str]] = ()
     state: StateRows | None = None
+    virtual: Rows[tuple[int, int]] = ()
 
     @property
     def decodes(self) -> bool:

@@ -25,6 +25,7 @@ from manylora.kernels.delta_rule import RecurrentState
 from manylora.kernels.device import Device
 from manylora.kernels.spec import BatchLimits
 from manylora.kernels.transfer import to_device, upload
+from manylora.lora.loaded import with_virtual
 from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.model.batch import ForwardBatch
 from manylora.model.decoder import Decoder
@@ -206,9 +207,10 @@ class Runner:
         count = min(positions.stop, sequence.num_prompt) - positions.start
         if count <= 0:
             return
+        total, first = sequence.num_prompt - sequence.num_virtual, positions.start - sequence.num_virtual
         if sequence.output.context_logits is None:
-            sequence.output.context_logits = np.empty((sequence.num_prompt, logits.shape[-1]), np.float32)
-        sequence.output.context_logits[positions.start : positions.start + count] = _numpy(logits[:count])
+            sequence.output.context_logits = np.empty((total, logits.shape[-1]), np.float32)
+        sequence.output.context_logits[first : first + count] = _numpy(logits[:count])
 
     def _encode(self, sequences: list[Sequence]) -> None:
         """Run the encoder for sequences that start, or start again after a preemption."""
@@ -272,6 +274,7 @@ class Runner:
             slots=slots,
             logits_rows=logits_rows,
             embeddings=self._embeddings(chunks, ids, starts),
+            virtual=_virtual(chunks, starts),
             cross_lengths=[sequence.num_encoder for sequence in encoded],
             cross_blocks=[sequence.kv.cross_blocks for sequence in encoded if sequence.num_encoder],
             pending=self._pending(chunks, ids, starts, previous),
@@ -290,7 +293,7 @@ class Runner:
             table = chunk.sequence.request.prompt_table
             if table is not None:
                 for row in range(start, stop):
-                    if ids[row] >= self._vocab_size:
+                    if 0 <= ids[row] - self._vocab_size < len(table):
                         rows.append(row)
                         vectors.append(table[ids[row] - self._vocab_size])
         if not rows:
@@ -324,7 +327,7 @@ class Runner:
         if len(segments) > self.max_adapters_in_step:
             self.max_adapters_in_step = len(segments)
             logger.info("manylora: %d distinct adapters in one step", len(segments))
-        inputs.lora = self._adapters.batch(list(segments.values()))
+        inputs.lora = with_virtual(self._adapters.batch(list(segments.values())), inputs.virtual)
         inputs.adapters = [(start, stop, digest) for digest, (start, stop, _) in segments.items()]
         return inputs
 
@@ -339,8 +342,17 @@ def _wanted(chunk: Chunk) -> range:
         return range(stop - chunk.samples, stop)
     in_prompt = chunk.start < sequence.num_prompt and not sequence.num_output
     if sequence.request.params.return_context_logits and in_prompt:
-        return range(chunk.start, stop)
+        return range(min(max(chunk.start, sequence.num_virtual), stop), stop)
     return range(stop - 1 - sequence.num_draft, stop) if chunk.samples else range(stop, stop)
+
+
+def _virtual(chunks: list[Chunk], starts: list[int]) -> list[tuple[int, int]]:
+    """Rows that are virtual tokens of their adapter, and which of them."""
+    return [
+        (row + number - chunk.start, number)
+        for chunk, row in zip(chunks, starts, strict=False)
+        for number in range(chunk.start, min(chunk.sequence.num_virtual, chunk.start + chunk.count))
+    ]
 
 
 def _rope_lengths(chunks: list[Chunk]) -> list[int] | None:

@@ -106,6 +106,7 @@ class Sequence:
     is_pending:   whether the last of `tokens` is PENDING; see `append_pending_token`.
     top_p:        for the next token; it decays where the request asks for that.
     counts:       of its tokens, kept by the sampler where the request has penalties.
+    num_virtual:  tokens at the beginning that its adapter has put there; the request does not know of them.
     rope_length:  the least length by which its tokens are rotated, see `ModelConfig.rope_length`.
     rope_limit:   tokens beyond which all of it is rotated in another way, and computed again; None: never.
     """
@@ -124,6 +125,7 @@ class Sequence:
     is_pending: bool = False
     top_p: float | None = None
     counts: TokenCounts | None = None
+    num_virtual: int = 0
     rope_length: int = 0
     rope_limit: int | None = None
     finish_reason: FinishReason | None = None
@@ -308,7 +310,7 @@ class Sequence:
             kv_reused_blocks=kv.num_reused,
             draft_tokens=len(self.request.draft),
             accepted_draft_tokens=self.num_accepted,
-            prompt_tokens=self.num_encoder + self.num_prompt,
+            prompt_tokens=self.num_encoder + self.num_prompt - self.num_virtual,
             output_tokens=sum(len(beam.token_ids) for beam in beams) if beams else self.num_output,
             adapter_tier=self.lease.tier if self.lease is not None else "",
         )

@@ -38,6 +38,7 @@ def step_message(what: str, inputs: StepInputs) -> Message:
         rows, vectors = inputs.embeddings
         arrays["rows"], arrays["vectors"] = rows.cpu().numpy(), vectors.float().cpu().numpy()
     values = {"names": list(arrays), "adapters": list(inputs.adapters)}
+    values["virtual"] = list(inputs.virtual)
     return Message(what, values, list(arrays.values()))
 
 
@@ -49,7 +50,8 @@ def step_inputs(message: Message) -> StepInputs:
     if rows is not None:
         found["embeddings"] = torch.from_numpy(rows), torch.from_numpy(vectors)
     adapters = [(start, stop, digest) for start, stop, digest in message.values["adapters"]]
-    return StepInputs(**found, adapters=adapters)
+    virtual = [(row, number) for row, number in message.values["virtual"]]
+    return StepInputs(**found, adapters=adapters, virtual=virtual)
 
 
 def copy_message(pairs: Sequence[tuple[int, int]]) -> Message:

@@ -60,6 +60,7 @@ class Extra:
 class ExtraSegment:
     """Token rows [start, stop) of the batch have an adapter with these extras, by name.
 
+    virtual: of those of its rows that are virtual tokens, [V] int64 each: the row, and the token's number.
     logits: which of the rows whose logits are wanted these are, see `with_logits`.
     """
 
@@ -67,6 +68,7 @@ class ExtraSegment:
     stop: int
     values: Mapping[str, Extra]
     logits: slice = field(default_factory=lambda: slice(0))
+    virtual: tuple[Tensor, Tensor] | None = None
 
 
 def with_logits(extras: Sequence[ExtraSegment], rows: Sequence[int]) -> tuple[ExtraSegment, ...]:

@@ -8,6 +8,8 @@
 | layers.N.MODULE.input_scale | [in] | multiplies what the module takes |
 | layers.N.NORM.weight, norm.weight | [n] | in place of a norm's weight; NORM as the checkpoint names it |
 | layers.N.NORM.bias, norm.bias | [n] | added to what a norm gives |
+| prompt.weight | [tokens, hidden] | embeddings of virtual tokens before each prompt |
+| layers.N.prefix.keys, .values | [tokens, kv_size] | keys and values of such tokens, as the cache has them |
 | embed.weight, head.weight | [vocab, hidden] | in place of the base's |
 | embed.tokens, head.tokens | [tokens, hidden] | in place of the rows of `token_ids` |
 | embed.lora_A, embed.lora_B | [vocab, r], [hidden, r] | LoRA on the embedding |
@@ -35,10 +37,26 @@ LAYER = re.compile(r"layers\.(\d+)\.")
 
 def check_extras(extras: Iterable[LoraExtra], num_layers: int) -> None:
     """Raises AdapterInvalidError for an extra of a layer that the model does not have."""
+    prefixes = 0
     for extra in extras:
         found = LAYER.match(extra.name)
         if found and int(found[1]) >= num_layers:
             raise AdapterInvalidError(f"{extra.name}: the model has {num_layers} layers")
+        prefixes += extra.name.endswith(".prefix.keys")
+    if prefixes not in (0, num_layers):
+        raise AdapterInvalidError(
+            f"its keys and values are for {prefixes} of the model's {num_layers} layers"
+        )
+
+
+def is_virtual(name: str) -> bool:
+    """Whether an extra counts for virtual tokens alone."""
+    return name == "prompt.weight" or ".prefix." in name
+
+
+def num_virtual(layout: Layout) -> int:
+    """Virtual tokens before each prompt of the adapter that lies so."""
+    return max((sum(p.rows for p in one.pieces) for one in layout.extras if is_virtual(one.name)), default=0)
 
 
 def with_extras(layout: Layout, extras: Iterable[LoraExtra], geometry: CacheGeometry) -> Layout:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+import torch
 
 from manylora.kernels.extras import Extra, ExtraSegment
 from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment
+from manylora.lora.extras import is_virtual
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.geometry import Layout
 from manylora.lora.pool import AdapterPool
@@ -52,3 +55,19 @@ def lora_batch(pool: AdapterPool, segments: Iterable[tuple[int, int, LoadedAdapt
         pool.alignment,
         tuple(ExtraSegment(start, stop, one.extras) for start, stop, one in loaded if one.extras),
     )
+
+
+def with_virtual(batch: LoraBatch | None, virtual: Sequence[tuple[int, int]]) -> LoraBatch | None:
+    """The batch of a pass some of whose rows are virtual tokens: each row, and the token's number, ascending.
+    Extras that no row needs are left out, so that other passes run as without them."""
+    if batch is None or not batch.extras:
+        return batch
+    extras = []
+    for one in batch.extras:
+        mine = [(row, number) for row, number in virtual if one.start <= row < one.stop]
+        if mine:
+            rows, numbers = torch.tensor(mine).unbind(1)
+            extras.append(replace(one, virtual=(rows.contiguous(), numbers.contiguous())))
+        elif not all(map(is_virtual, one.values)):
+            extras.append(one)
+    return replace(batch, extras=tuple(extras))

@@ -19,7 +19,7 @@ from manylora.kernels.spec import LoraBatch
 from manylora.lora.arrivals import Arrivals
 from manylora.lora.cache import AdapterCache
 from manylora.lora.cache_view import CacheView
-from manylora.lora.extras import with_extras
+from manylora.lora.extras import num_virtual, with_extras
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.geometry import Layout
@@ -52,6 +52,11 @@ class AdapterLease:
     carried: Adapter | FileAdapter | None = None
     admitted: bool = False
     tier: str = ""  # where the adapter was found: device, host, disk (its source), wire (sent along)
+
+    @property
+    def num_virtual(self) -> int:
+        """Virtual tokens that the adapter puts before each prompt."""
+        return num_virtual(self.layout)
 
 
 class AdapterStore:

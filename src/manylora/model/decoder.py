@@ -21,7 +21,7 @@ from manylora.model.batch import ForwardBatch
 from manylora.model.chunks import in_chunks
 from manylora.model.decoder_parts import decoder_parts
 from manylora.model.delta_rule import DeltaRule, LayerState, passing_states
-from manylora.model.extras import adapt_head
+from manylora.model.extras import adapt_head, adapt_prompt
 from manylora.model.families import FAMILIES
 from manylora.model.latent import Expansion, LatentAttention
 from manylora.model.layers import Attention, Block, FeedForward, Mlp, Norm, Turns
@@ -141,6 +141,9 @@ class Decoder(Transformer):
         if batch.embeddings is not None:
             rows, vectors = batch.embeddings
             x[rows] = vectors
+        if batch.lora is not None and batch.lora.extras:
+            scale = self._embedding_scale if self.config.scales_vectors else None
+            adapt_prompt(x, batch.lora.extras, scale)
         positions = self._weights.get("positions")
         return x if positions is None else x + F.embedding(batch.positions, positions)
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -76,6 +76,28 @@ def adapt_norm(
             y[rows] = renormalise(x[rows], weight.vector(torch.float32))
         if bias is not None:
             y[rows] += bias.vector(y.dtype)
+
+
+def adapt_prompt(x: Tensor, extras: Extras, scale: Tensor | None) -> None:
+    """Put embeddings of virtual tokens into x [T, hidden], in place. scale: of them; None: 1."""
+    for segment in extras:
+        prompt = segment.values.get("prompt.weight")
+        if prompt is not None and segment.virtual is not None:
+            rows, numbers = segment.virtual
+            vectors = prompt.gather(numbers, x.dtype)
+            x[rows] = vectors if scale is None else vectors * scale
+
+
+def prefixes(
+    extras: Extras, layer: int, heads: int, dtype: torch.dtype
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Rows [V] whose keys and values an adapter brings, and these, [V, heads, head_dim]."""
+    for segment in extras:
+        keys, values = (segment.values.get(f"layers.{layer}.prefix.{part}") for part in ("keys", "values"))
+        if keys is not None and values is not None and segment.virtual is not None:
+            rows, numbers = segment.virtual
+            k, v = (one.gather(numbers, dtype).unflatten(-1, (heads, -1)) for one in (keys, values))
+            yield rows, k, v
 
 
 def adapt_embedding(x: Tensor, ids: Tensor, extras: Extras, name: str = "embed") -> None:

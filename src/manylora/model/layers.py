@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -14,7 +14,7 @@ from manylora.config.engine import ModelConfig
 from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Rotary, Weight
-from manylora.model.extras import adapt_inputs, adapt_linear, adapt_norm
+from manylora.model.extras import adapt_inputs, adapt_linear, adapt_norm, prefixes
 
 
 @dataclass(frozen=True)
@@ -146,10 +146,22 @@ class Attention:
         if turns.growth is not None:
             q = q * turns.growth
         q = ops.rotate_and_store(q, k, v, turns.rotary, kv[0], kv[1], batch)
+        if lora is not None and lora.extras:
+            self._store_prefixes(lora, batch, kv, turns, v.dtype)
         mixed = ops.attention(q, kv[0], kv[1], batch, self.params)
         if config.attention_gated:
             mixed = mixed.view(gate.shape) * torch.sigmoid(gate)
         return self.out(mixed.reshape(rows, config.q_size), lora)
+
+    def _store_prefixes(
+        self, lora: LoraBatch, batch: AttentionBatch, kv: Tensor, turns: Turns, dtype: torch.dtype
+    ) -> None:
+        """Over the keys and values of virtual tokens, which mean nothing, those that adapters bring."""
+        config = self.config
+        for rows, k, v in prefixes(lora.extras, self.qkv.layer, config.num_kv_heads, dtype):
+            if config.rope_interleaved and turns.rotary is not None:
+                k = halves_first(k, config.rotary_dim)
+            self.ops.store_kv(k, v, kv[0], kv[1], replace(batch, slots=batch.slots[rows]))
 
     def _normalise(self, q: Tensor, k: Tensor, lora: LoraBatch | None) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None and self.k_norm is not None

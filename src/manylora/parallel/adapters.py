@@ -105,7 +105,9 @@ class AdapterSlicer:
             begin = extra.name.partition(".")[0]
             last = begin in ("norm", "head")
             last = last or (extra.name == "embed.tokens" and self._model.tie_word_embeddings)
-            here = (mapping.is_first_stage and begin == "embed") or (mapping.is_last_stage and last)
+            here = (mapping.is_first_stage and begin in ("embed", "prompt")) or (
+                mapping.is_last_stage and last
+            )
             return extra if here else None
         layers, rest = mapping.stage_layers(self._model.num_layers), extra.name[found.end() :]
         if int(found[1]) not in layers:
@@ -123,6 +125,10 @@ class AdapterSlicer:
             share, count = self._qk_norms[owner]
             heads = share(self._model, mapping)
             return values.reshape(count, -1)[heads.start : heads.stop].reshape(-1)
+        if owner == "prefix":
+            heads = key_heads(self._model, mapping)
+            shaped = values.reshape(len(values), self._model.num_kv_heads, -1)
+            return np.ascontiguousarray(shaped[:, heads.start : heads.stop]).reshape(len(values), -1)
         whole, locals_ = self._every
         number = next((number for number, module in whole.items() if module.name == owner), None)
         if number is None:

@@ -167,6 +167,7 @@ def read_granite(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Its multipliers."""
     return {
         "embedding_scale": float(raw["embedding_multiplier"]),
+        "scales_vectors": True,
         "residual_scale": float(raw["residual_multiplier"]),
         "attention_scale": float(raw["attention_multiplier"]),
         "logits_scale": 1.0 / float(raw["logits_scaling"]),

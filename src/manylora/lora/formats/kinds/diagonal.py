@@ -82,6 +82,8 @@ def _place(kind: str, key: str, modules: Modules) -> tuple[re.Match[str], Id, in
         module_id = stack_module_id(match) if of_stack else module_id_of(match, modules)
     if match is None or module_id is None or module_id in NOT_LINEAR:
         raise AdapterInvalidError(f"{key}: {kind} is not supported on this module")
+    if modules is not None and module_id not in modules:
+        raise AdapterInvalidError(f"{key}: lora module {MODULE_NAMES[module_id]} not enabled for this model")
     if not of_stack:
         check_stacks([key], modules)
     return match, module_id, stack_layer(key, match, modules) if of_stack else int(match["layer"])

@@ -14,6 +14,7 @@ from manylora.lora.formats.kinds.loha import read_loha
 from manylora.lora.formats.kinds.lokr import read_lokr
 from manylora.lora.formats.kinds.lora import read_lora_kind
 from manylora.lora.formats.kinds.miss import read_miss
+from manylora.lora.formats.kinds.prompts import read_prefix, read_prompt
 from manylora.lora.formats.kinds.vblora import read_vblora
 from manylora.lora.formats.kinds.vera import read_vera
 from manylora.lora.formats.peft_config import CONFIG, peft_type
@@ -22,6 +23,7 @@ from manylora.lora.formats.peft_config import CONFIG, peft_type
 READERS: dict[str, Callable[[PeftFiles], LoraForm]] = {
     "ADALORA": read_adalora,
     "BEFT": read_diagonal,
+    "CARTRIDGE": read_prefix,
     "DELORA": read_delora,
     "IA3": read_diagonal,
     "LN_TUNING": read_norms,
@@ -29,6 +31,9 @@ READERS: dict[str, Callable[[PeftFiles], LoraForm]] = {
     "LOKR": read_lokr,
     "LORA": read_lora_kind,
     "MISS": read_miss,
+    "PREFIX_TUNING": read_prefix,
+    "PROMPT_TUNING": read_prompt,
+    "P_TUNING": read_prompt,
     "ROAD": read_diagonal,
     "VBLORA": read_vblora,
     "VERA": read_vera,

@@ -10,10 +10,13 @@ import pytest
 import torch
 from running import read, run, tokens
 
+from manylora.commands.inspect import main as inspect
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
-from manylora.errors import AdapterInvalidError
-from manylora.kernels.device import open_device
+from manylora.errors import AdapterInvalidError, RequestError
+from manylora.kernels.cuda.ops import CudaOps
+from manylora.kernels.device import Device, open_device
+from manylora.llmapi import LLM, LoraConfig, LoRARequest, SamplingParams
 from manylora.lora.convert import convert_peft
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
@@ -150,8 +153,9 @@ def prompt_settings(path: Path, model: Path) -> list[Path]:
         peft.PrefixTuningConfig(**count, prefix_projection=True, encoder_hidden_size=24),
         peft.CartridgeConfig(**count, num_frozen_tokens=2),
     ]
-    if read_model_config(model).head_dim * 4 != 64:  # PEFT takes it to be so for keys and values
-        kinds = kinds[:1]
+    config = read_model_config(model)
+    if (config.head_dim, config.num_kv_heads) != (16, 2):  # PEFT would make keys and values of other sizes
+        kinds = kinds[:3]
     return [make_tuned(path / str(n), model, settings, n) for n, settings in enumerate(kinds)]
 
 
@@ -183,3 +187,47 @@ def test_virtual_tokens(family: str, workshop: Path) -> None:
         assert found == reference_generate(model, path, others, 4), path
         assert events[-1].metrics is not None and events[-1].metrics.kv_reused_blocks == 1
     engine.close()
+
+
+def test_the_interpreted_gpu_path(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps without virtual tokens are recorded as those of the base model are; extras are not."""
+    device = Device(torch.device("cpu"), CudaOps(), "interpreted", lambda function: function)
+    monkeypatch.setattr("manylora.engine.build.open_device", lambda name: device)
+    model = make_model(workshop / "gpu", "llama-mha-tied", seed=2, num_hidden_layers=1)
+    settings = [
+        peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    ]
+    made = [make_tuned(workshop / "gpu-a" / str(n), model, one, n) for n, one in enumerate(settings)]
+    cache = LoraCacheConfig(prefetch_dir=made[0].parent)
+    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=32, max_batch_size=4, lora=cache))
+    ids, params = tokens(5, 1), SamplingConfig(max_tokens=3)
+    requests = [Request(tuple(ids), params)] + [Request(tuple(ids), params, LoraInput(n)) for n in range(3)]
+    for path, events in zip([None, *made], run(engine, *requests), strict=True):
+        found = [token for event in events for token in event.token_ids]
+        assert found == reference_generate(model, path, ids, 3), path
+    engine.close()
+
+
+def test_doors_and_limits(model: Path, workshop: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    count = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 11}
+    kinds = peft.PrefixTuningConfig(**count), peft.PromptTuningConfig(**count)
+    made = [make_tuned(workshop / f"door-{n}", model, kind, n) for n, kind in enumerate(kinds)]
+    prompt, requests = tokens(9, 3), [LoRARequest(str(n), n, str(path)) for n, path in enumerate(made)]
+    with LLM(model, device="cpu", skip_tokenizer_init=True, max_seq_len=40, lora_config=LoraConfig()) as llm:
+        params = SamplingParams(max_tokens=64, ignore_eos=True)
+        found = llm.generate([prompt, prompt, prompt], params, [*requests, None], False)
+        for path, output, length in zip([*made, None], found, (20, 20, 31), strict=True):
+            assert output.outputs[0].token_ids == reference_generate(model, path, prompt, length), path
+        with pytest.raises(RequestError, match=r"\(30\) exceeds .* \(39\) behind the 11 virtual tokens"):
+            llm.generate(tokens(30, 3), params, requests[0], False)
+        deep = make_model(workshop / "deep", "llama", num_hidden_layers=3)
+        other = make_tuned(workshop / "deeper", deep, peft.PrefixTuningConfig(**count))
+        with pytest.raises(RequestError, match="keys of 32 values for 3 layers, those of this model"):
+            llm.generate(prompt, params, LoRARequest("deeper", 9, str(other)), False)
+    assert inspect([str(made[0]), "--base", str(model)]) == 0
+    shown = capsys.readouterr().out
+    assert "prefix.keys: 11 x 32 in layers 0 to 1" in shown and "ok" in shown
+    with pytest.raises(AdapterInvalidError, match="only low-rank matrices have a place"):
+        convert_peft(made[1])

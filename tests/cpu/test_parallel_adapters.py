@@ -114,6 +114,11 @@ def test_parts_of_extras(model: ModelConfig) -> None:
         "layers.0.attn_q.turn": np.arange(64.0).reshape(4, 16),
         "layers.0.attn_dense.scale": np.arange(64.0),
         "layers.0.mlp_4h_to_h.input_scale": np.arange(96.0),
+        "layers.0.mlp_4h_to_h.input_turn": np.zeros((96, 8)),
+        "layers.0.mlp_gate.input_turn": np.zeros((8, 8)),
+        "layers.0.prefix.keys": np.zeros((5, 32)),
+        "layers.2.prefix.keys": np.zeros((5, 32)),
+        "prompt.weight": np.zeros((5, 64)),
     }
     kept = []
     for mapping in RANKS:
@@ -132,9 +137,10 @@ def test_parts_of_extras(model: ModelConfig) -> None:
     first = {
         "layers.0.attn_k.bias": (16,), "embed.tokens": (2, 64), "layers.1.input_layernorm.weight": (64,),
         "layers.0.attn_q.scale": (32,), "layers.0.attn_q.turn": (2, 16), "layers.0.attn_dense.scale": (64,),
-        "layers.0.mlp_4h_to_h.input_scale": (48,),
+        "layers.0.mlp_4h_to_h.input_scale": (48,), "layers.0.mlp_4h_to_h.input_turn": (48, 8),
+        "layers.0.mlp_gate.input_turn": (8, 8), "layers.0.prefix.keys": (5, 16), "prompt.weight": (5, 64),
     }  # fmt: skip
-    last = {"norm.weight": (64,), "head.bias": (272,)}
+    last = {"layers.0.prefix.keys": (5, 16), "norm.weight": (64,), "head.bias": (272,)}
     assert kept == [first, first, {"layers.0.attn_dense.bias": (64,), **last}, last]
 
 

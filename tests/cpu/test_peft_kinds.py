@@ -53,7 +53,15 @@ def diagonal_settings(model: Path) -> list[peft.PeftConfig]:
             peft.RoadConfig(variant=variant, group_size=size, target_modules=linears)
             for variant, size in (("road_1", 16), ("road_2", 8), ("road_4", 2))
         ]
-        found.append(peft.BeftConfig(target_modules=linears))
+        found += [peft.BeftConfig(target_modules=linears)]
+        found += [peft.HRAConfig(r=5, target_modules=linears, apply_GS=one) for one in (False, True)]
+        blocks = {"oft_block_size": 8, "r": 0, "target_modules": linears}
+        found += [
+            peft.OFTConfig(**blocks),
+            peft.OFTConfig(**blocks, use_cayley_neumann=False),
+            peft.OFTConfig(**blocks, block_share=True, num_cayley_neumann_terms=3),
+            peft.OFTConfig(**blocks, coft=True, eps=0.9),
+        ]
     return found
 
 

@@ -6,6 +6,7 @@
 | layers.N.MODULE.scale | [out] | multiplies what the module gives, before the bias is added |
 | layers.N.MODULE.turn | [out / g, g] | RoAd: beside the scaled outputs, their partners in groups of g |
 | layers.N.MODULE.input_scale | [in] | multiplies what the module takes |
+| layers.N.MODULE.input_turn | [in, n] or [n, n] | OFT: inputs times blocks, one for all or each its own |
 | layers.N.NORM.weight, norm.weight | [n] | in place of a norm's weight; NORM as the checkpoint names it |
 | layers.N.NORM.bias, norm.bias | [n] | added to what a norm gives |
 | prompt.weight | [tokens, hidden] | embeddings of virtual tokens before each prompt |

@@ -25,14 +25,20 @@ def adapt_inputs(
     targets: Sequence[LoraTarget],
     linear: Callable[[Tensor], Tensor],
 ) -> None:
-    """Compute y [T, N] = linear(x) again, in place, where an adapter scales what a module takes: of its rows,
-    and of that module's columns."""
+    """Compute y [T, N] = linear(x) again, in place, where an adapter scales or rotates what a module takes:
+    of its rows, and of that module's columns."""
     for segment in extras:
         for target in targets:
-            scale = segment.values.get(f"layers.{layer}.{MODULE_NAMES[target.module_id]}.input_scale")
-            if scale is not None:
-                rows, columns = slice(segment.start, segment.stop), _columns(target)
-                y[rows, columns] = linear(x[rows] * scale.vector(x.dtype))[:, columns]
+            name = f"layers.{layer}.{MODULE_NAMES[target.module_id]}"
+            scale, turn = (segment.values.get(f"{name}.{part}") for part in ("input_scale", "input_turn"))
+            if scale is None and turn is None:
+                continue
+            rows, columns = slice(segment.start, segment.stop), _columns(target)
+            mine = x[rows] if scale is None else x[rows] * scale.vector(x.dtype)
+            if turn is not None:
+                blocks = turn.vector(x.dtype).view(-1, turn.columns, turn.columns)
+                mine = (mine.unflatten(-1, (-1, 1, turn.columns)) @ blocks).flatten(-3)
+            y[rows, columns] = linear(mine)[:, columns]
 
 
 def adapt_linear(y: Tensor, extras: Extras, layer: int, targets: Sequence[LoraTarget]) -> None:

@@ -137,6 +137,15 @@ class AdapterSlicer:
         if kind == "input_scale":
             cut = module.split is Split.A_COLS and module.in_dim > local.in_dim
             return values.reshape(tp, -1)[rank] if cut else values
+        if kind == "input_turn":
+            size, inputs = values.shape[1], local.in_dim
+            if inputs % size:
+                raise AdapterInvalidError(
+                    f"{owner}: each rank takes {inputs} inputs of this module, which cuts blocks of {size} "
+                    "apart: train with a smaller oft_block_size, or serve with fewer ranks"
+                )
+            cut = module.in_dim > inputs and len(values) > size
+            return values.reshape(tp, -1, size)[rank] if cut else values
         if kind in ("scale", "turn"):  # of a part of a sum as of the sum
             cut = module.split is Split.B_ROWS
             return _cut_groups(owner, values, rows_of_rank(module, local, tp, rank)) if cut else values

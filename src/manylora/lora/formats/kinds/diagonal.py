@@ -1,4 +1,4 @@
-"""Kinds of PEFT that scale, rotate or shift what a linear layer takes or gives: IA3, RoAd, BEFT; and LN
+"""Kinds of PEFT that scale, rotate or shift what a linear layer takes or gives: IA3, RoAd, BEFT, OFT; and LN
 tuning, which brings norms. All become extras, see `manylora.lora.extras`."""
 
 from __future__ import annotations
@@ -12,21 +12,29 @@ from typing import Any
 import numpy as np
 
 from manylora.errors import AdapterInvalidError
+from manylora.lora.bounds import Bounds
 from manylora.lora.formats.kinds.form import LoraForm, PeftFiles
 from manylora.lora.formats.peft_config import CONFIG, PeftConfig, peft_type, saved_modules
 from manylora.lora.formats.peft_names import MODULE, in_our_order, module_id_of
 from manylora.lora.formats.peft_stacks import MODULE as STACK_MODULE
 from manylora.lora.formats.peft_stacks import check_stacks, stack_layer, stack_module_id
+from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.tensor_files import RawTensor, decode
 from manylora.lora.modules import MODULE_NAMES, LoraModule
 from manylora.lora.modules import LoraModuleId as Id
 from manylora.request import LoraExtra
 
-DIAGONAL = {"IA3": ("ia3_l",), "ROAD": ("road_theta", "road_alpha"), "BEFT": ("beft_bias",)}
+DIAGONAL = {
+    "IA3": ("ia3_l",),
+    "ROAD": ("road_theta", "road_alpha"),
+    "BEFT": ("beft_bias",),
+    "OFT": ("oft_R.weight",),
+}
 """By PEFT's kind, the tensors of a module."""
-PART = r"(?P<part>ia3_l|road_theta|road_alpha|beft_bias)"
+PART = r"(?P<part>ia3_l|road_theta|road_alpha|beft_bias|oft_R\.weight)"
 KEYS = re.compile(MODULE + PART), re.compile(STACK_MODULE + PART)
 NOT_LINEAR = (Id.ATTN_KV_B, Id.MOE_ROUTER)  # whose outputs no layer computes as one matrix
+MOST_TERMS = 64  # of OFT's series, each a product of all blocks
 VARIANTS = {"road_1": 1, "road_2": 2, "road_4": 4}  # numbers of theta for each two outputs
 Modules = Mapping[int, LoraModule] | None
 
@@ -38,14 +46,14 @@ def read_norms(files: PeftFiles) -> LoraForm:
 
 
 def read_diagonal(files: PeftFiles) -> LoraForm:
-    """IA3, RoAd or BEFT. Raises AdapterInvalidError."""
+    """IA3, RoAd, BEFT or OFT. Raises AdapterInvalidError."""
     kind = peft_type(files.settings)
     mine = {key: tensor for key, tensor in files.tensors.items() if key.endswith(DIAGONAL[kind])}
     if not mine:
         raise AdapterInvalidError(f"the adapter holds no {DIAGONAL[kind][0]}")
     files.options.bounds.check_elements(2 * sum(math.prod(tensor.shape) for tensor in mine.values()))
     others = {key: tensor for key, tensor in files.tensors.items() if key not in mine}
-    return LoraForm(_config(files), others, _extras(kind, files.settings, mine, files.options.modules))
+    return LoraForm(_config(files), others, _extras(kind, files.settings, mine, files.options))
 
 
 def _config(files: PeftFiles) -> PeftConfig:
@@ -53,8 +61,9 @@ def _config(files: PeftFiles) -> PeftConfig:
 
 
 def _extras(
-    kind: str, config: Mapping[str, Any], tensors: Mapping[str, RawTensor], modules: Modules
+    kind: str, config: Mapping[str, Any], tensors: Mapping[str, RawTensor], options: ReadOptions
 ) -> list[LoraExtra]:
+    modules = options.modules
     found: dict[tuple[str, int, int], dict[str, tuple[str, RawTensor]]] = defaultdict(dict)
     for key, tensor in sorted(tensors.items()):
         match, module_id, layer = _place(kind, key, modules)
@@ -66,8 +75,8 @@ def _extras(
             raise AdapterInvalidError(f"{path} is missing its {missing[0]}")
         module = modules.get(number) if modules else None
         where = f"layers.{layer}.{MODULE_NAMES[number]}"
-        one = _Module(path, where, number, module, {k: decode(*v) for k, v in parts.items()})
-        extras += one.road(config) if kind == "ROAD" else [one.shift() if kind == "BEFT" else one.ia3()]
+        one = _Module(path, where, number, module, {k: decode(*v) for k, v in parts.items()}, options.bounds)
+        extras += ONE[kind](one, config)
     if len({extra.name for extra in extras}) < len(extras):
         raise AdapterInvalidError("the adapter has two tensors for the same module")
     return extras
@@ -93,25 +102,32 @@ class _Module:
     """One linear layer. where: its name in extras. values: by tensor, float32."""
 
     def __init__(
-        self, path: str, where: str, module_id: int, module: LoraModule | None, values: dict[str, np.ndarray]
+        self,
+        path: str,
+        where: str,
+        module_id: int,
+        module: LoraModule | None,
+        values: dict[str, np.ndarray],
+        bounds: Bounds,
     ) -> None:
         self._path, self._where, self._id, self._module = path, where, module_id, module
-        self._values = values
+        self._values, self._bounds = values, bounds
 
-    def ia3(self) -> LoraExtra:
+    def ia3(self, _: Mapping[str, Any]) -> list[LoraExtra]:
         """[out, 1] scales what the layer gives, [1, in] what it takes."""
         values = self._values["ia3_l"]
         if values.ndim != 2 or 1 not in values.shape:
             raise AdapterInvalidError(f"{self._path}: ia3_l must be [out, 1] or [1, in], got {values.shape}")
         flat = values.reshape(-1)
         if values.shape[1] == 1:
-            return LoraExtra(f"{self._where}.scale", self._outputs(flat, "ia3_l"))
+            return [LoraExtra(f"{self._where}.scale", self._outputs(flat, "ia3_l"))]
         if self._module is not None and len(flat) != self._module.in_dim:
             raise self._mismatch("ia3_l", len(flat), f"takes {self._module.in_dim}")
-        return LoraExtra(f"{self._where}.input_scale", flat)
+        return [LoraExtra(f"{self._where}.input_scale", flat)]
 
-    def shift(self) -> LoraExtra:
-        return LoraExtra(f"{self._where}.bias", self._outputs(self._values["beft_bias"].reshape(-1), "bias"))
+    def shift(self, _: Mapping[str, Any]) -> list[LoraExtra]:
+        values = self._values["beft_bias"].reshape(-1)
+        return [LoraExtra(f"{self._where}.bias", self._outputs(values, "beft_bias"))]
 
     def road(self, config: Mapping[str, Any]) -> list[LoraExtra]:
         """y -> scale * y + turn * (y with the halves of each group swapped, the second one's sign too)."""
@@ -140,6 +156,33 @@ class _Module:
         scale, turn = (v.reshape(-1)[places].astype(np.float32) for v in (first, second))
         return [LoraExtra(f"{self._where}.scale", scale.reshape(-1)), LoraExtra(f"{self._where}.turn", turn)]
 
+    def oft(self, config: Mapping[str, Any]) -> list[LoraExtra]:
+        """x -> x R, R of blocks on the diagonal, the Cayley transforms of what the file has above theirs."""
+        values = self._values["oft_R.weight"]
+        size = (1 + math.isqrt(1 + 8 * values.shape[-1])) // 2
+        if values.ndim != 2 or not len(values) or size < 2 or 2 * values.shape[1] != size * (size - 1):
+            raise AdapterInvalidError(f"{self._path}: oft_R of shape {values.shape} holds no blocks")
+        shared, terms = bool(config.get("block_share")), config.get("num_cayley_neumann_terms", 5)
+        inputs = self._module.in_dim if self._module is not None else len(values) * size
+        if inputs % size or len(values) != (1 if shared else inputs // size):
+            raise self._mismatch("oft_R", len(values) * size, f"takes {inputs}")
+        self._bounds.check_elements(len(values) * size * size)
+        if type(terms) is not int or not 1 <= terms <= MOST_TERMS:
+            raise AdapterInvalidError(f"{CONFIG}: num_cayley_neumann_terms must be from 1 to {MOST_TERMS}")
+        skew = np.zeros((len(values), size, size))
+        above = np.triu_indices(size, 1)
+        skew[:, above[0], above[1]] = values
+        skew -= skew.swapaxes(1, 2)
+        if config.get("coft"):
+            eps = config.get("eps", 6e-5)
+            if not isinstance(eps, float | int) or not 0 < eps < math.inf:
+                raise AdapterInvalidError(f"{CONFIG}: eps must be a number above 0")
+            limit = eps / math.sqrt(len(values))
+            norms = np.linalg.norm(skew, axis=(1, 2), keepdims=True)
+            skew = np.where(norms <= limit, skew, limit * skew / np.maximum(norms, limit))
+        turned = _cayley(skew, terms if config.get("use_cayley_neumann", True) else None)
+        return [LoraExtra(f"{self._where}.input_turn", turned.reshape(-1, size).astype(np.float32))]
+
     def _outputs(self, values: np.ndarray, part: str) -> np.ndarray:
         """[out], in our order."""
         if self._module is not None and len(values) != self._module.out_dim:
@@ -152,3 +195,24 @@ class _Module:
             f"{self._path}: {part} has {count} values, {self._module.name} of this model {does}: the adapter "
             "was made for another model"
         )
+
+
+def _cayley(skew: np.ndarray, terms: int | None) -> np.ndarray:
+    """(I - Q)(I + Q)^-1 of each [n, n], as PEFT has it: with terms, the beginning of a series for it."""
+    eye = np.broadcast_to(np.eye(skew.shape[-1]), skew.shape)
+    if terms is None:
+        return np.linalg.solve((eye + skew).swapaxes(1, 2), (eye - skew).swapaxes(1, 2)).swapaxes(1, 2)
+    if terms == 1:
+        return eye.copy()
+    found, power = eye + 2 * skew, skew
+    if terms > 2:
+        power = skew @ skew
+        found = found + 2 * power
+        for _ in range(3, terms - 1):
+            power = power @ skew
+            found = found + 2 * power
+        found = found + power @ skew
+    return found
+
+
+ONE = {"IA3": _Module.ia3, "ROAD": _Module.road, "BEFT": _Module.shift, "OFT": _Module.oft}

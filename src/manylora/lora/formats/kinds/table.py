@@ -10,6 +10,7 @@ from manylora.lora.formats.kinds.adalora import read_adalora
 from manylora.lora.formats.kinds.delora import read_delora
 from manylora.lora.formats.kinds.diagonal import read_diagonal, read_norms
 from manylora.lora.formats.kinds.form import LoraForm, PeftFiles
+from manylora.lora.formats.kinds.hra import read_hra
 from manylora.lora.formats.kinds.loha import read_loha
 from manylora.lora.formats.kinds.lokr import read_lokr
 from manylora.lora.formats.kinds.lora import read_lora_kind
@@ -25,12 +26,14 @@ READERS: dict[str, Callable[[PeftFiles], LoraForm]] = {
     "BEFT": read_diagonal,
     "CARTRIDGE": read_prefix,
     "DELORA": read_delora,
+    "HRA": read_hra,
     "IA3": read_diagonal,
     "LN_TUNING": read_norms,
     "LOHA": read_loha,
     "LOKR": read_lokr,
     "LORA": read_lora_kind,
     "MISS": read_miss,
+    "OFT": read_diagonal,
     "PREFIX_TUNING": read_prefix,
     "PROMPT_TUNING": read_prompt,
     "P_TUNING": read_prompt,
@@ -39,7 +42,9 @@ READERS: dict[str, Callable[[PeftFiles], LoraForm]] = {
     "VERA": read_vera,
 }
 # Why a kind is not read, where there is more to say than that.
-REASONS: dict[str, str] = {}
+REASONS: dict[str, str] = {
+    "BOFT": "its rotations pair inputs all over a layer, in products one after another",
+}
 
 
 def check_kind(settings: Mapping[str, Any]) -> str:

@@ -115,6 +115,9 @@ def model(workshop: Path) -> Path:
 def prefetch(workshop: Path, model: Path) -> Path:
     for seed, settings in enumerate(diagonal_settings(model)):
         make_tuned(workshop / "prefetch" / str(seed), model, settings, seed)
+    count = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 11}
+    for seed, kind in enumerate((peft.PromptTuningConfig(**count), peft.PrefixTuningConfig(**count)), 91):
+        make_tuned(workshop / "prefetch" / str(seed), model, kind, seed)
     make_adapter(workshop / "prefetch" / "90", model, 1)
     return workshop / "prefetch"
 
@@ -142,6 +145,19 @@ def test_greedy_tokens_of_the_engine(room: str, model: Path, prefetch: Path) -> 
         assert events[-1].metrics is not None and events[-1].metrics.prompt_tokens == 20
     stats = engine.stats().adapters
     assert (stats.host_evictions > 0 and stats.source_loads > 0) == (room == "evicting")
+    engine.close()
+
+
+@pytest.mark.parametrize("ranks", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_two_ranks(ranks: str, model: Path, prefetch: Path) -> None:
+    cache = LoraCacheConfig(prefetch_dir=prefetch, max_adapter_size=8)
+    sizes = {ranks: 2, "max_seq_len": 64, "max_num_tokens": 48, "max_batch_size": 24}
+    engine = Engine(EngineConfig(model, device="cpu", lora=cache, **sizes))
+    names, ids, params = sorted(path.name for path in prefetch.iterdir()), tokens(12, 1), SamplingConfig(4)
+    requests = [Request(tuple(ids), params, LoraInput(int(name))) for name in names]
+    for name, events in zip(names, run(engine, *requests), strict=True):
+        found = [token for event in events for token in event.token_ids]
+        assert found == reference_generate(model, prefetch / name, ids, 4), name
     engine.close()
 
 

@@ -194,7 +194,7 @@ def test_stacked_rows_are_not_guessed(adapter: Path, tmp_path: Path) -> None:
 
 
 def test_a_harmony_template_renders(tmp_path: Path) -> None:
-    template = ChatTemplate(tmp_path, {"chat_template": HARMONY})
+    template = ChatTemplate.read(tmp_path, {"chat_template": HARMONY})
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
     text = template.render([*chat, {"role": "user", "content": "Go"}], variables={"reasoning_effort": "low"})
     assert "Reasoning: low" in text and text.endswith("<|message|>Go<|end|><|start|>assistant")

@@ -240,7 +240,7 @@ def test_min_p_leaves_the_probable_tokens_only(server: Running) -> None:
 
 
 def template(tmp_path: Path, text: str) -> ChatTemplate:
-    return ChatTemplate(tmp_path, {"chat_template": text, "bos_token": {"content": "<s>"}})
+    return ChatTemplate.read(tmp_path, {"chat_template": text, "bos_token": {"content": "<s>"}})
 
 
 def test_templates_see_what_transformers_shows_them(tmp_path: Path) -> None:

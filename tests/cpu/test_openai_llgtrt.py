@@ -134,7 +134,7 @@ def test_a_schema_is_shown_to_the_model_unless_told_not_to(server: Running) -> N
 
 def test_a_template_sees_the_schema_as_llgtrts_do(tmp_path: Path) -> None:
     text = "{% if json_schema is defined %}{{ json_schema | tojson }}{% endif %}{{ messages[0].content }}"
-    template = ChatTemplate(tmp_path, {"chat_template": text})
+    template = ChatTemplate.read(tmp_path, {"chat_template": text})
     messages = [{"role": "user", "content": "a"}]
     assert template.render(messages) == "a"
     assert template.render(messages, variables={"json_schema": {"b": 1}}) == '{"b": 1}a'

@@ -107,7 +107,7 @@ def test_one_wrong_item_ends_the_check_of_a_list(monkeypatch: pytest.MonkeyPatch
 
 
 def template(tmp_path: Path, text: str) -> ChatTemplate:
-    return ChatTemplate(tmp_path, {"chat_template": text})
+    return ChatTemplate.read(tmp_path, {"chat_template": text})
 
 
 def test_a_template_stops_where_its_text_becomes_too_long(tmp_path: Path) -> None:

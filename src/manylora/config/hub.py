@@ -26,7 +26,7 @@ logger = logging.getLogger("manylora")
 
 ID = re.compile(r"(\w[\w.-]{0,95}/\w[\w.-]{0,95})(?:@([\w./-]{1,200}))?", re.ASCII)
 MODEL_FILES = ("*.json", "*.jinja", "*.safetensors")
-ADAPTER_FILES = ("*.json", "adapter_model*.safetensors", "*.npy")
+ADAPTER_FILES = ("*.json", "*.jinja", "adapter_model*.safetensors", "*.npy")
 # Folders hold other formats, and consolidated.* the same weights once more.
 NOT_READ = ("*/*", "consolidated*")
 LOOK_S = 0.5  # between two looks at what has arrived

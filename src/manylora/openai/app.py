@@ -195,16 +195,17 @@ class _Routes:
         return PlainTextResponse(f"Success: LoRA adapter {name!r} removed successfully.")
 
     async def tokenize(self, request: Request) -> Response:
-        self._key(request)
+        key = self._key(request)
         body = await self._body(request, schema.TokenizeRequest)
-        ids = await self._inference.prompts.tokenize(body)
+        ids = await (await self._inference.prompts_of(body.model, key)).tokenize(body)
         most = self._inference.limits.max_seq_len
         return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
-        self._key(request)
+        key = self._key(request)
         body = await self._body(request, schema.DetokenizeRequest)
-        return JSONResponse({"prompt": await self._inference.prompts.detokenize(body)})
+        prompts = await self._inference.prompts_of(body.model, key)
+        return JSONResponse({"prompt": await prompts.detokenize(body)})
 
     async def live(self, request: Request) -> Response:
         return JSONResponse({"status": "live"})
@@ -232,8 +233,8 @@ class _Routes:
         return JSONResponse({"version": manylora.__version__})
 
     async def tokenizer_info(self, request: Request) -> Response:
-        self._key(request)
-        return JSONResponse(self._inference.prompts.tokenizer_info())
+        key, name = self._key(request), request.query_params.get("model", "")
+        return JSONResponse((await self._inference.prompts_of(name, key)).tokenizer_info())
 
     async def docs(self, request: Request) -> Response:
         return docs_page(document(ROUTES))

@@ -19,6 +19,7 @@ from manylora.errors import ConfigError
 from manylora.llmapi import options as llm
 from manylora.llmapi.engine_config import engine_config
 from manylora.openai.api.names import is_name
+from manylora.openai.serving.adapter_text import PARTS, TextSource, TrustedFolder
 from manylora.openai.serving.connections import HttpLimits
 
 # Arguments of `LLM` that the file may have beside the options. max_queue_size is the server's own queue here,
@@ -33,29 +34,55 @@ def _option(default: Any, text: str, kind: Callable[[Any], Any] = str) -> Any:
 
 @dataclass(frozen=True)
 class NamedAdapter:
-    """path: a folder, a file, or an id of the hub."""
+    """path: a folder, a file, or an id of the hub. text: what of its own it is served with."""
 
     name: str
     path: str
+    text: TextSource = TextSource()
 
     @classmethod
     def parse(cls, given: str | Mapping[str, Any]) -> NamedAdapter:
-        """NAME=PATH, or vLLM's JSON object, whose base_model_name has no effect. Raises ArgumentTypeError."""
+        """NAME=PATH, or vLLM's JSON object, whose base_model_name has no effect; with more keys, of
+        `TextSource`. Raises ArgumentTypeError."""
         name, equals, path = given.partition("=") if isinstance(given, str) else ("", "", "")
+        text = TextSource()
         if isinstance(given, Mapping) or name.lstrip().startswith("{"):
             try:
                 found = json.loads(given) if isinstance(given, str) else dict(given)
                 found.pop("base_model_name", None)
                 name, path = found.pop("name"), found.pop("path")
+                text = _text_source({one: found.pop(one) for one in PARTS if one in found})
             except (ValueError, KeyError, AttributeError):
                 found = {"": 0}
             equals = "" if found else "="
         if not (equals and isinstance(name, str) and isinstance(path, str) and is_name(name) and path):
             raise argparse.ArgumentTypeError(
                 'must be NAME=PATH or {"name": NAME, "path": PATH}, with a NAME of 1 to 128 of A-Z a-z 0-9 '
-                f". _ : / -, got {str(given)[:200]!r}"
+                f". _ : / -, and perhaps {' or '.join(PARTS)}, got {str(given)[:200]!r}"
             )
-        return cls(name, path)
+        return cls(name, path, text)
+
+
+def _text_source(given: Mapping[str, Any]) -> TextSource:
+    """Raises ArgumentTypeError."""
+    kinds = {"generation_config": (bool, str, dict)}
+    for name, value in given.items():
+        if not isinstance(value, kinds.get(name, (bool, str))):
+            what = "true, a path, or an object of settings" if name in kinds else "true or a path"
+            raise argparse.ArgumentTypeError(f"{name} must be {what}, got {str(value)[:80]!r}")
+    found: dict[str, Any] = {name: Path(one) if isinstance(one, str) else one for name, one in given.items()}
+    return TextSource(**found)
+
+
+def _trusted_folder(given: str) -> TrustedFolder:
+    """FOLDER, or FOLDER=PART,PART. Raises ArgumentTypeError."""
+    folder, equals, parts = given.rpartition("=")
+    chosen = tuple(parts.split(",")) if equals else PARTS
+    if set(chosen) - set(PARTS):
+        raise argparse.ArgumentTypeError(
+            f"must be FOLDER or FOLDER=PART,PART with parts of {', '.join(PARTS)}, got {given[:200]!r}"
+        )
+    return TrustedFolder(Path(folder if equals else parts), chosen)
 
 
 @dataclass(frozen=True)
@@ -96,6 +123,12 @@ class ServeOptions:
         (),
         "another folder that links in the roots may lead to and requests may name adapters in by path",
         Path,
+    )
+    lora_trust: tuple[TrustedFolder, ...] = _option(
+        (),
+        "FOLDER, or FOLDER=PART,PART: adapters in it are served with their own "
+        f"{', '.join(PARTS)}, where they have them",
+        _trusted_folder,
     )
     lora_text_only: bool = _option(
         False, "of adapters of a vision model, serve the text part; without it they are refused", bool
@@ -167,7 +200,7 @@ class ServeOptions:
         self._check_adapters()
         if self.restart and self.port == 0:
             raise ConfigError("restart needs a port of its own, got port 0: every start would choose another")
-        for folder in (*self.lora_root, *self.lora_allowed_path):
+        for folder in (*self.lora_root, *self.lora_allowed_path, *(one.path for one in self.lora_trust)):
             if not folder.is_dir():
                 raise ConfigError(f"{folder} is not a directory: give folders")
 
@@ -225,7 +258,7 @@ class ServeOptions:
         if self.tokenizer is not None:
             tokenizer = local_model(self.tokenizer, self.tokenizer_revision, self.download_dir)
         check_tokenizer_folder(tokenizer)
-        adapters = [(one.name, local_adapter(one.path, None, self.download_dir)) for one in self.lora_modules]
+        adapters = [(one, local_adapter(one.path, None, self.download_dir)) for one in self.lora_modules]
         for _, path in adapters:
             check_adapter_path(path)
         return replace(
@@ -235,7 +268,7 @@ class ServeOptions:
             revision=None,
             tokenizer_revision=None,
             served_model_name=self.bases,
-            lora_modules=tuple(NamedAdapter(name, str(path)) for name, path in adapters),
+            lora_modules=tuple(replace(one, path=str(path)) for one, path in adapters),
         )
 
     @property

@@ -30,6 +30,7 @@ from manylora.openai.api.names import is_name
 from manylora.openai.api.params import Limits
 from manylora.openai.app import AppContext, make_app
 from manylora.openai.options import ServeOptions
+from manylora.openai.serving.adapter_text import AdapterTexts
 from manylora.openai.serving.backend import Backend, EngineClient
 from manylora.openai.serving.catalog import AdapterCatalog
 from manylora.openai.serving.connections import AT_ONCE, Clients, check_certificate, listen, raise_open_files
@@ -39,6 +40,7 @@ from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import Keyring
 from manylora.openai.serving.metrics import Metrics
 from manylora.openai.serving.protocol import BoundedHttp
+from manylora.openai.serving.roots import folders_of
 from manylora.openai.serving.uploads import Uploads
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.parameters import quant_config
@@ -63,12 +65,13 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
     hosts = HostCheck(options.host, options.allowed_hosts, keys=keyring.closed)
     tokenizer = Tokenizer(options.tokenizer_folder, options.chat_template)
     served = _in_process(options, ended) if options.triton_url is None else _through_triton(options)
-    _check_adapters(options, served.reader)
+    texts = _adapter_texts(options, tokenizer, served.model.vocab_size)
+    _check_adapters(options, served.reader, texts)
     created = int(time.time())
 
     async def start() -> AppContext:
         uploads = Uploads(options.lora_upload_bytes, options.lora_upload_dir)
-        catalog = await _open_catalog(options, served.reader, uploads.folder)
+        catalog = await _open_catalog(options, served.reader, texts, uploads.folder)
         metrics = Metrics(options.bases[0])
         queue = FairQueue(BATCHES_QUEUED * served.max_batch_size, options.max_queue_size)
         backend = Backend(served.start(), catalog, queue, metrics.meter)
@@ -207,21 +210,31 @@ def _triton_base_weights(model_dir: Path, model: ModelConfig, parameters: Mappin
     return BaseWeights(model_dir, EffectiveWeights(model, quant))
 
 
-def _check_adapters(options: ServeOptions, reader: AdapterReader) -> None:
+def _adapter_texts(options: ServeOptions, tokenizer: Tokenizer, vocab_size: int) -> AdapterTexts:
+    named = {(one.name, Path(one.path)): one.text for one in options.lora_modules}
+    trusted = options.lora_trust
+    roots = [*options.lora_root, *options.lora_allowed_path, *(one.path for one in trusted)]
+    roots += folders_of(Path(one.path) for one in options.lora_modules)
+    return AdapterTexts(tokenizer, vocab_size, named, trusted, roots)
+
+
+def _check_adapters(options: ServeOptions, reader: AdapterReader, texts: AdapterTexts) -> None:
     """Raises ConfigError for one of lora_modules that cannot be served."""
     for one in options.lora_modules:
         try:
+            texts.read(one.name, Path(one.path))
             reader.read(Path(one.path))
         except AdapterError as error:
             raise ConfigError(f"lora_modules: {one.name}={one.path}: {error}") from error
 
 
 async def _open_catalog(
-    options: ServeOptions, reader: AdapterReader, upload_dir: Path | None
+    options: ServeOptions, reader: AdapterReader, texts: AdapterTexts, upload_dir: Path | None
 ) -> AdapterCatalog:
     folders = {Path(folder) for folder in getattr(options.sections.get("lora_config"), "lora_dir", ())}
     catalog = AdapterCatalog(
         reader,
+        texts,
         [*options.lora_root, *([upload_dir] if upload_dir else ())],
         [*options.lora_allowed_path, *(folder.parent for folder in folders)],
         refresh_s=options.lora_refresh_seconds,

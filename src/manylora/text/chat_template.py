@@ -23,13 +23,13 @@ NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 
 class ChatTemplate:
-    """settings: of tokenizer_config.json. path: a file that replaces the template of the directory.
+    """sources: templates by name; `default` is the usual one. settings: of tokenizer_config.json.
 
     Templates see what transformers shows them: messages, tools, special tokens, `raise_exception`,
-    `strftime_now`, and a `tojson` that leaves HTML alone. Raises ConfigError when a template cannot be read.
+    `strftime_now`, and a `tojson` that leaves HTML alone. Raises ConfigError when one is not valid.
     """
 
-    def __init__(self, directory: Path, settings: Mapping[str, Any], path: Path | None = None) -> None:
+    def __init__(self, sources: Mapping[str, str], settings: Mapping[str, Any]) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -43,7 +43,6 @@ class ChatTemplate:
         }
         self._templates: dict[str, Any] = {}
         self.takes_tools = False
-        sources = _sources(directory, settings, path)
         self.source = sources.get("default")
         for name, text in sources.items():
             try:
@@ -52,6 +51,17 @@ class ChatTemplate:
             except TemplateError as error:
                 raise ConfigError(f"the chat template is not valid: {error}") from error
             self.takes_tools = self.takes_tools or "tools" in names
+
+    @classmethod
+    def read(cls, directory: Path, settings: Mapping[str, Any], path: Path | None = None) -> ChatTemplate:
+        """That of a tokenizer's directory. path: a file in its place. Raises ConfigError."""
+        file = path or (directory / FILE if (directory / FILE).is_file() else None)
+        if file is None:
+            return cls(sources_in(settings), settings)
+        try:
+            return cls({"default": file.read_text(encoding="utf-8")}, settings)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat template {file} cannot be read: {error}") from error
 
     def render(
         self,
@@ -90,18 +100,12 @@ def up_to_last_message(text: str, messages: Messages) -> str:
     return text[: at + len(whole if text.startswith(whole, at) else whole.rstrip())]
 
 
-def _sources(directory: Path, settings: Mapping[str, Any], path: Path | None) -> dict[str, str]:
-    """Templates by name; `default` is the usual one."""
-    file = path or (directory / FILE if (directory / FILE).is_file() else None)
-    if file is not None:
-        try:
-            return {"default": file.read_text(encoding="utf-8")}
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"chat template {file} cannot be read: {error}") from error
+def sources_in(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The templates in a tokenizer_config.json, by name; empty: it has none."""
     found = settings.get("chat_template")
     if isinstance(found, list):
-        return {str(one.get("name")): str(one.get("template")) for one in found}
-    return {"default": found} if found else {}
+        return {str(one.get("name")): str(one.get("template")) for one in found if isinstance(one, dict)}
+    return {"default": found} if found and isinstance(found, str) else {}
 
 
 def _within(most: int, pieces: Iterable[str]) -> Iterator[str]:

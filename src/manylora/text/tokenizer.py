@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,7 @@ class Tokenizer:
         except Exception as error:
             raise ConfigError(f"{path} is not a tokenizer: {error}") from error
         self._settings = self._read_settings(Path(directory) / "tokenizer_config.json")
-        self._chat = ChatTemplate(Path(directory), self._settings, chat_template)
-        self.takes_tools = self._chat.takes_tools  # whether it shows the model the tools of a request
+        self._chat = ChatTemplate.read(Path(directory), self._settings, chat_template)
         self._byte_level = '"ByteLevel"' in decoder
         self._only_bytes = isinstance(found, dict) and found.get("type") == "ByteLevel"
         added = self._library.get_added_tokens_decoder()
@@ -63,6 +63,17 @@ class Tokenizer:
         names = [f"<0x{byte:02X}>" for byte in range(256)] if fallback else []
         self._byte_tokens = {i for i in map(self._library.token_to_id, names) if i is not None}
         self._bytes: dict[int, bytes] = {}
+
+    def with_chat_template(self, template: ChatTemplate) -> Tokenizer:
+        """The same, with another template. Costs next to nothing."""
+        other = copy(self)
+        other._chat = template
+        return other
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template shows the model the tools of a request."""
+        return self._chat.takes_tools
 
     @property
     def vocab_size(self) -> int:

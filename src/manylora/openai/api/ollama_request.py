@@ -9,7 +9,7 @@ from pydantic import Field
 
 from manylora.openai.api.errors import ApiError, invalid_value, unsupported_field
 from manylora.openai.api.fields import Body, Items, Text, WordText
-from manylora.openai.api.schema import MAX_TOKENS, ChatRequest, CompletionRequest, Tool, validate
+from manylora.openai.api.schema import MAX_TOKENS, BodyT, ChatRequest, CompletionRequest, Tool, validate
 
 LATEST = ":latest"  # the tag of a name without one
 Number = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -133,7 +133,7 @@ def chat_request(body: OllamaChat | OllamaGenerate, model: str) -> ChatRequest:
         chat["chat_template_kwargs"] = {"enable_thinking": False}
     if isinstance(body, OllamaChat) and body.tools:
         chat["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
-    return validate(chat, ChatRequest)
+    return _as_given(validate(chat, ChatRequest), body.options)
 
 
 def completion_request(body: OllamaGenerate, model: str) -> CompletionRequest:
@@ -142,9 +142,15 @@ def completion_request(body: OllamaGenerate, model: str) -> CompletionRequest:
     if body.system:
         raise invalid_value("system needs raw false", "system")
     completion = {"prompt": body.prompt, **_sampling(body, model)}
-    return validate(
-        completion | {"logprobs": body.top_logprobs if body.logprobs else None}, CompletionRequest
-    )
+    completion["logprobs"] = body.top_logprobs if body.logprobs else None
+    return _as_given(validate(completion, CompletionRequest), body.options)
+
+
+def _as_given(made: BodyT, options: Options) -> BodyT:
+    """With Ollama's defaults as if left out: an adapter's own come before them."""
+    for name in Options.model_fields.keys() - options.model_fields_set:
+        made.model_fields_set.discard({"repeat_penalty": "repetition_penalty"}.get(name, name))
+    return made
 
 
 def _check(body: OllamaChat | OllamaGenerate) -> None:

@@ -11,6 +11,7 @@ from manylora.config.engine import ModelConfig
 from manylora.llmapi.decoding import Decoding, decoding_of
 from manylora.llmapi.sampling import SamplingParams
 from manylora.openai.api.errors import ApiError, context_length, invalid_value, unsupported_field
+from manylora.openai.api.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.openai.api.guides import guide_of
 from manylora.openai.api.schema import ChatRequest, CompletionRequest, GenerationRequest
 from manylora.request import Guide
@@ -47,7 +48,8 @@ class Plan:
 
     top: number of alternatives shown for each token; None: no log probabilities at all. prompt_only:
     max_tokens is 0; the engine generates one token, which is not shown. prompt_top: as top, for the tokens of
-    the prompt in an answer's prompt_logprobs. cache_salt: of `Request`.
+    the prompt in an answer's prompt_logprobs. cache_salt: of `Request`. temperature, top_p: as answers
+    show them.
     """
 
     decoding: Decoding
@@ -55,6 +57,8 @@ class Plan:
     prompt_only: bool = False
     prompt_top: int | None = None
     cache_salt: str = ""
+    temperature: float = 1.0
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,12 @@ def plan(
     model: ModelConfig,
     limits: Limits,
     shared: Shared | None = None,
+    defaults: GenerationDefaults = NO_DEFAULTS,
 ) -> Plan:
-    """num_prompt: its tokens. shared: None computes it. Raises ApiError, and what `decoding_of` raises."""
+    """num_prompt: its tokens. shared: None computes it. defaults: for what the body leaves out. Raises
+    ApiError, and what `decoding_of` raises."""
+    own_minimum = "min_tokens" in body.model_fields_set
+    body = defaults.apply_to(body)
     shared = shared or shared_of(body, limits)
     top, prompt_top = _num_alternatives(body), body.prompt_logprobs
     echo = isinstance(body, CompletionRequest) and body.echo
@@ -88,14 +96,17 @@ def plan(
             name = "echo" if echo else "prompt_logprobs"
             raise unsupported_field(f"{name} is not supported on encoder-decoder models", name)
         num_prompt = 1  # the encoder reads the prompt; the decoder begins with its start token
-    max_tokens, prompt_only = _max_tokens(body, num_prompt, limits)
+    max_tokens, prompt_only = _max_tokens(body, num_prompt, limits, defaults.max_tokens)
     _check_samples(body, limits)
     _check_order(body)
     if shows_prompt:
         _check_logits(num_prompt, limits, "logprobs" if prompt_top is None else "prompt_logprobs")
     if body.min_tokens > max_tokens:
-        raise invalid_value("min_tokens must be at most max_tokens", "min_tokens")
-    decoding = decoding_of(_sampling_params(body, max_tokens, top), tokenizer, model.eos_token_ids)
+        if own_minimum:
+            raise invalid_value("min_tokens must be at most max_tokens", "min_tokens")
+        body = body.model_copy(update={"min_tokens": max_tokens})
+    end_ids = model.eos_token_ids if defaults.end_ids is None else defaults.end_ids
+    decoding = decoding_of(_sampling_params(body, max_tokens, top), tokenizer, end_ids)
     params = replace(
         decoding.params.with_output_penalties(),
         logit_bias=shared.logit_bias,
@@ -103,7 +114,8 @@ def plan(
         return_generation_logits=bool(top),
         return_context_logits=shows_prompt,
     )
-    return Plan(replace(decoding, params=params), top, prompt_only, prompt_top, body.cache_salt or "")
+    salt, shown = body.cache_salt or "", (body.temperature, body.top_p)
+    return Plan(replace(decoding, params=params), top, prompt_only, prompt_top, salt, *shown)
 
 
 def _sampling_params(body: GenerationRequest, max_tokens: int, top: int | None) -> SamplingParams:
@@ -149,8 +161,10 @@ def _num_alternatives(body: GenerationRequest) -> int | None:
     return body.logprobs if isinstance(body, CompletionRequest) else None
 
 
-def _max_tokens(body: GenerationRequest, num_prompt: int, limits: Limits) -> tuple[int, bool]:
-    """Tokens that the engine generates, and `Plan.prompt_only`."""
+def _max_tokens(
+    body: GenerationRequest, num_prompt: int, limits: Limits, default: int | None = None
+) -> tuple[int, bool]:
+    """Tokens that the engine generates, and `Plan.prompt_only`. default: None: the API's."""
     wanted, field = body.max_tokens, "max_tokens"
     left = limits.max_seq_len - num_prompt
     if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
@@ -161,7 +175,8 @@ def _max_tokens(body: GenerationRequest, num_prompt: int, limits: Limits) -> tup
     if prompt_only and not (isinstance(body, CompletionRequest) and body.echo):
         raise invalid_value(f"{field}: must be at least 1 without echo", field)
     if wanted is None:
-        wanted = left if isinstance(body, ChatRequest) else min(DEFAULT_COMPLETION_TOKENS, left)
+        usual = left if isinstance(body, ChatRequest) else DEFAULT_COMPLETION_TOKENS
+        wanted = min(default or usual, left)
     wanted = max(1, wanted)
     if wanted > left:
         raise ApiError(

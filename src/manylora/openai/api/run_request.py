@@ -48,7 +48,9 @@ def generation_request(body: RunRequest) -> ChatRequest | CompletionRequest:
     """Raises ApiError."""
     if body.prompt is not None and body.messages is not None:
         raise invalid_value("prompt and messages cannot be combined: give one of them", "prompt")
-    given = body.model_dump(exclude={"controller", "controller_arg"}, exclude_none=True)
+    without = {"controller", "controller_arg"}
+    given = body.model_dump(exclude=without, exclude_none=True, exclude_unset=True)
+    given.setdefault("max_tokens", DEFAULT_TOKENS)
     guide = {"type": "llguidance", "grammar": body.controller_arg.grammar}
     given |= {"stream": True, "response_format": guide}
     if body.messages is None:

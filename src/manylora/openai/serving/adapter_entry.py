@@ -16,6 +16,7 @@ from manylora.lora.library.fingerprint import Fingerprint, age_s, fingerprint, i
 from manylora.lora.library.library import task_id_of
 from manylora.lora.library.reader import AdapterFacts, AdapterReader, ReadAdapter
 from manylora.openai.api.errors import ApiError, adapter_problem
+from manylora.openai.serving.adapter_text import AdapterText, AdapterTexts
 
 logger = logging.getLogger("manylora")
 
@@ -24,13 +25,14 @@ RETRY_S = 0.05  # before files that change are read again
 
 @dataclass(frozen=True)
 class Version:
-    """One content of an adapter. task_id: the engine's, from the digest."""
+    """One content of an adapter. task_id: the engine's, from the digest. text: its own; None: the base's."""
 
     name: str
     digest: str
     task_id: int
     facts: AdapterFacts
     created: int
+    text: AdapterText | None = None
 
 
 @dataclass(eq=False)
@@ -58,18 +60,20 @@ class AdapterEntry:
 class EntryReader:
     """Reads entries, each once at a time. Event loop only.
 
-    on_thread: calls a function on a thread for files. quiet_s: files must lie unchanged for so long before an
-    error in them counts. keep: called with what was read.
+    texts: reads what comes with adapters. on_thread: calls a function on a thread for files. quiet_s: files
+    must lie unchanged for so long before an error in them counts. keep: called with what was read.
     """
 
     def __init__(
         self,
         reader: AdapterReader,
+        texts: AdapterTexts,
         on_thread: Callable[..., Awaitable[Any]],
         quiet_s: float,
         keep: Callable[[ReadAdapter], Awaitable[None]],
     ) -> None:
         self._reader, self._on_thread, self._quiet_s, self._keep = reader, on_thread, quiet_s, keep
+        self._texts = texts
         self.num_failures: Counter[str] = Counter()  # by code
 
     async def read(self, entry: AdapterEntry) -> ReadAdapter:
@@ -83,18 +87,18 @@ class EntryReader:
     async def _read_once(self, entry: AdapterEntry) -> ReadAdapter:
         try:
             try:
-                read = await self._read_quiet(entry)
+                read, text = await self._read_quiet(entry)
             except ApiError:
                 raise
             except Exception as error:
                 raise self._report(entry, self._problem(entry, error)) from error
-            self._set_version(entry, read)
+            self._set_version(entry, read, text)
             await self._keep(read)
             return read
         finally:
             entry.reading = None
 
-    async def _read_quiet(self, entry: AdapterEntry) -> ReadAdapter:
+    async def _read_quiet(self, entry: AdapterEntry) -> tuple[ReadAdapter, AdapterText | None]:
         """Files that are being written are read until they stay unchanged. Raises AdapterError, ApiError."""
         give_up = time.monotonic() + 2 * self._quiet_s + 1
         while True:
@@ -102,7 +106,7 @@ class EntryReader:
             entry.note_files(before)
             failure: AdapterError | None = None
             try:
-                read = await self._on_thread(self._reader.read, entry.path)
+                read = await self._on_thread(self._read_files, entry.name, entry.path)
             except AdapterError as error:
                 failure = error
             if await self._on_thread(fingerprint, entry.path) == before:
@@ -116,10 +120,14 @@ class EntryReader:
                 raise ApiError(503, "adapter_changing", reason, "model", retry_after=1)
             await asyncio.sleep(RETRY_S)
 
-    def _set_version(self, entry: AdapterEntry, read: ReadAdapter) -> None:
-        digest, facts = read.adapter.digest, read.facts
-        if entry.version is None or entry.version.digest != digest:
-            entry.version = Version(entry.name, digest, task_id_of(digest), facts, int(time.time()))
+    def _read_files(self, name: str, path: Path) -> tuple[ReadAdapter, AdapterText | None]:
+        text = self._texts.read(name, path)  # first: the smaller part
+        return self._reader.read(path), text
+
+    def _set_version(self, entry: AdapterEntry, read: ReadAdapter, text: AdapterText | None) -> None:
+        digest, facts, old = read.adapter.digest, read.facts, entry.version
+        if old is None or old.digest != digest or old.text != text:
+            entry.version = Version(entry.name, digest, task_id_of(digest), facts, int(time.time()), text)
             logger.info("adapter %s: %s, rank %d, %s", entry.name, facts.kind, facts.rank, digest[:12])
         entry.problem = None
 

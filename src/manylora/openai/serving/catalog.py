@@ -22,6 +22,7 @@ from manylora.lora.tensors import Adapter
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.names import is_name
 from manylora.openai.serving.adapter_entry import AdapterEntry, EntryReader, Version
+from manylora.openai.serving.adapter_text import AdapterText, AdapterTexts
 from manylora.openai.serving.roots import Found, find_adapters, folders_of
 from manylora.system.threads import lower_priority
 
@@ -36,6 +37,7 @@ MAX_QUIET_S = 1.0  # after the last change of files, before they are read
 class AdapterCatalog:
     """Belongs to the event loop; files are read on threads of its own, each adapter once at a time.
 
+    texts:      reads what comes with adapters.
     roots:      scanned for adapters. allowed: more folders that adapters may be named in by path.
     named:      adapters by name, wherever they lie: these paths are no client's to name.
     refresh_s:  within which a changed adapter serves; the roots are scanned twice in it.
@@ -47,6 +49,7 @@ class AdapterCatalog:
     def __init__(
         self,
         reader: AdapterReader,
+        texts: AdapterTexts,
         roots: Sequence[Path] = (),
         allowed: Sequence[Path] = (),
         *,
@@ -62,7 +65,8 @@ class AdapterCatalog:
         self._named = named
         self._refresh_s = refresh_s
         self._quiet_s = min(MAX_QUIET_S, refresh_s / 4)
-        self._entry_reader = EntryReader(self._reader, self._on_thread, self._quiet_s, self._keep)
+        self._texts = texts
+        self._entry_reader = EntryReader(self._reader, texts, self._on_thread, self._quiet_s, self._keep)
         self._reserved = reserved
         self._entries: dict[str, AdapterEntry] = {}
         self._unloaded: dict[str, Fingerprint] = {}  # by request; not loaded again until the files change
@@ -150,6 +154,14 @@ class AdapterCatalog:
             await self._entry_reader.read(entry)
         assert entry.version is not None
         return entry.version
+
+    async def text(self, name: str, *, fresh: bool = False) -> AdapterText | None:
+        """What comes with an adapter; None: the base model's text is its. Waits for its first reading only
+        where something may come with it. Raises as `version`."""
+        entry = self._entries.get(name)
+        if entry is None or (entry.version is None and self._texts.source(name, entry.path) is None):
+            return None
+        return (await self.version(name, fresh=fresh)).text
 
     async def adapter(self, version: Version) -> tuple[Version, Adapter | FileAdapter]:
         """The adapter of a version, or of the one that its files hold by now. Raises ApiError."""

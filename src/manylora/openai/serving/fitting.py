@@ -5,29 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from manylora.openai.api.errors import ApiError, context_length
+from manylora.openai.api.params import Limits
 from manylora.openai.api.schema import ChatRequest, Message
-from manylora.openai.serving.inference import Inference
+from manylora.openai.serving.inference import Asked
 from manylora.openai.serving.prompts import ChatPrompt
 
 
-async def fit(inference: Inference, body: ChatRequest) -> tuple[ChatRequest, ChatPrompt]:
+async def fit(asked: Asked, limits: Limits, body: ChatRequest) -> tuple[ChatRequest, ChatPrompt]:
     """The body and its prompt, without as many of the oldest messages as must go. The system messages at the
     beginning stay, and the last message. Raises ApiError where these alone are too long.
 
     Room is left for the tokens that the body asks for, or for one.
     """
     try:
-        return body, await _prompt(inference, body)
+        return body, await _prompt(asked, limits, body)
     except ApiError as error:
         first = next((i for i, one in enumerate(body.messages) if one.role not in _LEADING), 0)
         if error.code != TOO_LONG or len(body.messages) - first < 2:
             raise
     fewest, most = first + 1, len(body.messages) - 1  # the first message after the gap
-    best = await _cut(inference, body, first, most)
+    best = await _cut(asked, limits, body, first, most)
     while fewest < most:
         middle = (fewest + most) // 2
         try:
-            best = await _cut(inference, body, first, middle)
+            best = await _cut(asked, limits, body, first, middle)
             most = middle
         except ApiError as error:
             if error.code != TOO_LONG:
@@ -41,11 +42,11 @@ _LEADING = ("system", "developer")
 
 
 async def _cut(
-    inference: Inference, body: ChatRequest, first: int, start: int
+    asked: Asked, limits: Limits, body: ChatRequest, first: int, start: int
 ) -> tuple[ChatRequest, ChatPrompt]:
     messages = [*body.messages[:first], *_whole(body.messages[start:])]
     shorter = body.model_copy(update={"messages": messages})
-    return shorter, await _prompt(inference, shorter)
+    return shorter, await _prompt(asked, limits, shorter)
 
 
 def _whole(messages: Sequence[Message]) -> Sequence[Message]:
@@ -54,11 +55,11 @@ def _whole(messages: Sequence[Message]) -> Sequence[Message]:
     return messages[start:]
 
 
-async def _prompt(inference: Inference, body: ChatRequest) -> ChatPrompt:
-    prompt = await inference.prompts.chat(body)
+async def _prompt(asked: Asked, limits: Limits, body: ChatRequest) -> ChatPrompt:
+    prompt = await asked.prompts.chat(body)
     wanted = body.max_completion_tokens or body.max_tokens or 1
-    most = inference.limits.max_seq_len
+    most = limits.max_seq_len
     if len(prompt.ids) + wanted > most:
-        asked = f"The prompt has {len(prompt.ids)} and {wanted} more are asked for"
-        raise ApiError(400, TOO_LONG, f"{context_length(most)}. {asked}", "messages")
+        reason = f"The prompt has {len(prompt.ids)} and {wanted} more are asked for"
+        raise ApiError(400, TOO_LONG, f"{context_length(most)}. {reason}", "messages")
     return prompt

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -12,6 +13,7 @@ from manylora.config.engine import ModelConfig
 from manylora.errors import RequestError
 from manylora.openai.api.adapter_choice import AdapterChoice, choose_adapter
 from manylora.openai.api.errors import ApiError, as_api_error, invalid_value, unsupported_field
+from manylora.openai.api.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.openai.api.params import Limits, Shared, plan, shared_of
 from manylora.openai.api.schema import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
 from manylora.openai.api.tools import tool_use
@@ -27,11 +29,25 @@ from manylora.openai.serving.responses import (
     ResponseBuilder,
     Shown,
 )
-from manylora.openai.serving.transport import EventStream, name_of, watch
+from manylora.openai.serving.running_calls import RunningCalls
+from manylora.openai.serving.transport import EventStream, name_of
 from manylora.text.tokenizer import Tokenizer
 
 BuildResponse = Callable[..., ResponseBuilder]
 """Called with what `ResponseBuilder` takes; for chats also with what `ChatResponse` takes."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request asks for. prompts, defaults: the adapter's own, or the base model's."""
+
+    choice: AdapterChoice
+    prompts: Prompts
+    defaults: GenerationDefaults = NO_DEFAULTS
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.prompts.tokenizer
 
 
 class Inference:
@@ -56,21 +72,41 @@ class Inference:
         self, request: Request, body: ChatRequest, key: ApiKey, build: BuildResponse | None = None
     ) -> Response:
         """build: makes the builder of the response; None: the OpenAI API's own for chats."""
-        return await self.chat_from(request, body, key, await self.prompts.chat(body), build)
+        asked = await self.ask(body, key)
+        return await self.chat_from(request, body, key, asked, await asked.prompts.chat(body), build)
+
+    async def ask(self, body: GenerationRequest, key: ApiKey) -> Asked:
+        """Which adapter a body asks for, and with it whose text. Raises as `choose_adapter`, and what reading
+        the adapter raises."""
+        choice = self.choose_adapter(body, key)
+        return Asked(choice, *await self._text_of(choice.name, fresh=body.load_lora_weights == "always"))
+
+    async def prompts_of(self, model: str, key: ApiKey) -> Prompts:
+        """The tokenizer and the chat template of a model that the key may use; the base's for other names."""
+        catalog = self.backend.catalog
+        known = catalog.has(model) and key.may_see(model)
+        return (await self._text_of(model if known else None))[0]
+
+    async def _text_of(self, name: str | None, *, fresh: bool = False) -> tuple[Prompts, GenerationDefaults]:
+        text = None if name is None else await self.backend.catalog.text(name, fresh=fresh)
+        if text is None:
+            return self.prompts, NO_DEFAULTS
+        return self.prompts.with_tokenizer(text.tokenizer), text.defaults
 
     async def chat_from(
         self,
         request: Request,
         body: ChatRequest,
         key: ApiKey,
+        asked: Asked,
         prompt: ChatPrompt,
         build: BuildResponse | None = None,
     ) -> Response:
-        """prompt: of this body."""
+        """prompt: of this body, by the prompts that were asked."""
         if body.return_expanded_prompt and body.stream:
             name = "return_expanded_prompt"
             raise unsupported_field(f"{name} needs stream false", name)
-        return await self._respond(request, body, key, [prompt.ids], [prompt.text], build)
+        return await self._respond(request, body, key, asked, [prompt.ids], [prompt.text], build)
 
     async def complete(
         self, request: Request, body: CompletionRequest, key: ApiKey, build: BuildResponse | None = None
@@ -78,19 +114,21 @@ class Inference:
         given, special = _prompts(body.prompt), body.add_special_tokens
         self._check_count(len(given) * (body.best_of or body.n))
         whole = body.truncate_prompt_tokens is None
-        encode = self.prompts.encode
+        asked = await self.ask(body, key)
+        encode = asked.prompts.encode
         prompts = [
             await encode(one, special, "prompt", whole) if isinstance(one, str) else tuple(one)
             for one in given
         ]
         for prompt in prompts:
             self._check_ids(prompt)
-        return await self._respond(request, body, key, prompts, build=build)
+        return await self._respond(request, body, key, asked, prompts, build=build)
 
     async def probe(self) -> None:
         """Generate two tokens with the base model, for health checks. Raises ApiError when that fails."""
         body = CompletionRequest.model_validate({"prompt": "a", "max_tokens": 2, "temperature": 0.0})
-        call = self._call(body, tuple(self.tokenizer.encode("a")), None, "", Signal(), "health")
+        asked = Asked(AdapterChoice(), self.prompts)
+        call = self._call(body, tuple(self.tokenizer.encode("a")), asked, Signal(), "health")
         self.backend.submit(call)
         try:
             while not call.generation.finished:
@@ -118,12 +156,12 @@ class Inference:
         request: Request,
         body: GenerationRequest,
         key: ApiKey,
+        asked: Asked,
         prompts: Sequence[tuple[int, ...]],
         texts: Sequence[str] = (),
         build: BuildResponse | None = None,
     ) -> Response:
         """texts: the chat template's text of each prompt; empty for completions."""
-        choice = self.choose_adapter(body, key)
         self._check_count(len(prompts) * (getattr(body, "best_of", None) or body.n))
         if body.stream_options is not None and not body.stream:
             raise invalid_value("stream_options needs stream true", "stream_options")
@@ -132,16 +170,16 @@ class Inference:
         changed, name = Signal(), name_of(request, body.request_id)
         shared = shared_of(body, self.limits)
         calls = [
-            self._call(body, prompt, choice.name, choice.source or "", changed, f"{name}-{number}", shared)
+            self._call(body, prompt, asked, changed, f"{name}-{number}", shared)
             for number, prompt in enumerate(prompts)
         ]
         with ExitStack() as stack:
             stack.enter_context(key.request())
             on_disconnect = self.on_disconnect if body.stream else None
-            run = _Run(self.backend, calls, changed, request, on_disconnect)
+            run = RunningCalls(self.backend, calls, changed, request, on_disconnect)
             stack.callback(run.close)
             await run.begin()
-            builder = self._response_builder(body, calls, choice.name, texts, name, build)
+            builder = self._response_builder(body, calls, asked, texts, name, build)
             if body.stream:
                 usage = (body.stream_options or StreamOptions()).include_usage
                 events = run.stream(builder, usage)
@@ -167,35 +205,36 @@ class Inference:
         self,
         body: GenerationRequest,
         prompt: tuple[int, ...],
-        adapter: str | None,
-        source: str,
+        asked: Asked,
         changed: Signal,
         request_id: str,
         shared: Shared | None = None,
     ) -> Call:
         try:
-            planned = plan(body, len(prompt), self.tokenizer, self.model, self.limits, shared)
+            planned = plan(
+                body, len(prompt), asked.tokenizer, self.model, self.limits, shared, asked.defaults
+            )
         except (ValueError, RequestError) as error:
             raise as_api_error(error) from error
-        generation = GenerationState(prompt, planned, body.stream, self.tokenizer, request_id, changed)
-        return Call(generation, adapter, body.load_lora_weights, source or None)
+        generation = GenerationState(prompt, planned, body.stream, asked.tokenizer, request_id, changed)
+        return Call(generation, asked.choice.name, body.load_lora_weights, asked.choice.source)
 
     def _response_builder(
         self,
         body: GenerationRequest,
         calls: Sequence[Call],
-        adapter: str | None,
+        asked: Asked,
         texts: Sequence[str],
         name: str,
         build: BuildResponse | None,
     ) -> ResponseBuilder:
-        model = body.model or adapter or self.bases[0]
+        model = body.model or asked.choice.name or self.bases[0]
         version = calls[0].version
         fingerprint = self._fingerprint
         if version is not None:
             fingerprint += f"-{version.digest[:12]}"
         generations = [call.generation for call in calls]
-        arguments = (generations, body.n, model, fingerprint, self.tokenizer)
+        arguments = (generations, body.n, model, fingerprint, asked.tokenizer)
         running_usage = (body.stream_options or StreamOptions()).continuous_usage_stats
         shown = Shown(name, body.return_token_ids, running_usage)
         if isinstance(body, ChatRequest):
@@ -205,95 +244,21 @@ class Inference:
         if build is not None:
             return build(*arguments, shown)
         if isinstance(body, CompletionRequest) and body.echo:
-            return CompletionResponse(*arguments, shown, echoes=self._echoes(body, generations))
+            return CompletionResponse(*arguments, shown, echoes=_echoes(body, generations))
         return CompletionResponse(*arguments, shown)
 
-    def _echoes(self, body: CompletionRequest, generations: Sequence[GenerationState]) -> list[Echo]:
-        """Of each prompt, the text that is returned before the output."""
-        found = []
-        for given, generation in zip(_prompts(body.prompt), generations, strict=True):
-            ids, cut = generation.prompt, body.truncate_prompt_tokens
-            if isinstance(given, str) and (cut is None or len(ids) < cut):
-                added = self.tokenizer.encode("") if body.add_special_tokens else []
-                found.append(
-                    Echo(given, next((i for i, one in enumerate(added) if one != ids[i]), len(added)))
-                )
-            else:
-                found.append(Echo(self.tokenizer.decode(ids, False)))
-        return found
 
-
-class _Run:
-    """The calls of one HTTP request. They are cancelled when its client disconnects.
-
-    on_disconnect: called when that happens during a stream; None where the response's status is counted.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        calls: Sequence[Call],
-        changed: Signal,
-        request: Request,
-        on_disconnect: Callable[[], None] | None,
-    ) -> None:
-        self._on_disconnect = on_disconnect
-        self._streaming = False
-        self._backend, self._calls, self._changed = backend, calls, changed
-        self._disconnected = False
-        self.watcher = watch(request.receive, self._set_disconnected)
-
-    async def begin(self) -> None:
-        """Start, and wait for the first change: until then an error becomes an HTTP status."""
-        for call in self._calls:
-            self._backend.submit(call)
-        await self._wait()
-
-    async def finish(self) -> None:
-        while not all(call.generation.finished for call in self._calls):
-            await self._wait()
-
-    async def stream(self, builder: ResponseBuilder, usage: bool) -> AsyncIterator[bytes]:
-        self._streaming = True
-        try:
-            events = builder.first_events()
-            if events:
-                yield events
-            while True:
-                finished = all(call.generation.complete for call in self._calls)
-                events = builder.new_events()
-                if finished:
-                    break
-                if events:
-                    yield events
-                await self._wait()
-            yield events + builder.last_events(usage)
-            self._streaming = False
-        except ApiError as error:
-            if error.status != 499:
-                self._streaming = False
-            yield builder.error_events(error)
-
-    def close(self) -> None:
-        if self._streaming and self._on_disconnect is not None:  # the stream is not complete
-            self._on_disconnect()
-        self.watcher.cancel()
-        for call in self._calls:
-            if not call.generation.ended:
-                self._backend.cancel(call)
-
-    async def _wait(self) -> None:
-        """Wait for a change. Raises ApiError when a call has failed or the client has disconnected."""
-        await self._changed.wait()
-        if self._disconnected:
-            raise ApiError(499, "client_left", "The client has closed the connection")
-        for call in self._calls:
-            if call.generation.error is not None:
-                raise as_api_error(call.generation.error)
-
-    def _set_disconnected(self) -> None:
-        self._disconnected = True
-        self._changed.set()
+def _echoes(body: CompletionRequest, generations: Sequence[GenerationState]) -> list[Echo]:
+    """Of each prompt, the text that is returned before the output."""
+    found = []
+    for given, generation in zip(_prompts(body.prompt), generations, strict=True):
+        ids, cut, tokenizer = generation.prompt, body.truncate_prompt_tokens, generation.tokenizer
+        if isinstance(given, str) and (cut is None or len(ids) < cut):
+            added = tokenizer.encode("") if body.add_special_tokens else []
+            found.append(Echo(given, next((i for i, one in enumerate(added) if one != ids[i]), len(added))))
+        else:
+            found.append(Echo(tokenizer.decode(ids, False)))
+    return found
 
 
 def _name_of_path(key: ApiKey, path: str, name_of_path: Callable[[str], str]) -> str:

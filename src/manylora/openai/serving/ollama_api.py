@@ -53,10 +53,11 @@ class OllamaApi:
         model = self._name(body.model)
         if not body.prompt and not body.system:
             return self._loaded(body, model, key)
-        if not body.raw and self._inference.tokenizer.chat_template is not None:
+        prompts = await self._inference.prompts_of(model, key)
+        if not body.raw and prompts.tokenizer.chat_template is not None:
             return await self._answer(request, body, chat_request(body, model), key)
         started, completion = time.monotonic_ns(), completion_request(body, model)
-        ids = await self._inference.prompts.tokenize(TokenizeRequest.model_validate({"prompt": body.prompt}))
+        ids = await prompts.tokenize(TokenizeRequest.model_validate({"prompt": body.prompt}))
         most = self._inference.limits.max_seq_len - 1 if body.truncate else len(ids)
         completion.prompt, completion.truncate_prompt_tokens = ids, max(1, most)
         completion.max_tokens = self._room(completion, min(len(ids), most))
@@ -90,7 +91,8 @@ class OllamaApi:
         entry = next((one for one in self._catalog.entries() if one.name == name), None)
         card = self._base_card() if entry is None else self._card(entry)
         limits = self._inference.limits
-        tools = ["tools"] * (self._inference.tokenizer.chat_template is not None)
+        prompts = await self._inference.prompts_of(name, key)
+        tools = ["tools"] * (prompts.tokenizer.chat_template is not None)
         family = card["details"]["family"]
         facts = {
             "general.architecture": family,
@@ -113,14 +115,15 @@ class OllamaApi:
     ) -> Response:
         started = time.monotonic_ns()
         # Ollama fills the context, whatever num_predict is: only the prompt has to fit.
-        asked, chat = chat, chat.model_copy(update={"max_tokens": None})
+        wanted, chat = chat, chat.model_copy(update={"max_tokens": None})
+        asked = await self._inference.ask(chat, key)
         if body.truncate:
-            chat, prompt = await fit(self._inference, chat)
+            chat, prompt = await fit(asked, self._inference.limits, chat)
         else:
-            prompt = await self._inference.prompts.chat(chat)
-        chat.max_tokens = self._room(asked, len(prompt.ids))
+            prompt = await asked.prompts.chat(chat)
+        chat.max_tokens = self._room(wanted, len(prompt.ids))
         build = partial(OllamaAnswer, body, started)
-        return await self._inference.chat_from(request, chat, key, prompt, build)
+        return await self._inference.chat_from(request, chat, key, asked, prompt, build)
 
     def _room(self, body: GenerationRequest, num_prompt: int) -> int | None:
         """The tokens that an answer may have; None: as many as there is room for in a chat."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,8 +36,14 @@ class Prompts:
     """Its functions raise ApiError."""
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
-        self._tokenizer, self._limits = tokenizer, limits
+        self.tokenizer, self._limits = tokenizer, limits
         self._lanes = TextThreads()
+
+    def with_tokenizer(self, tokenizer: Tokenizer) -> Prompts:
+        """The same, on the same threads, with another tokenizer or chat template."""
+        other = copy(self)
+        other.tokenizer = tokenizer
+        return other
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
         if (body.prompt is None) == (body.messages is None):
@@ -56,16 +63,16 @@ class Prompts:
     async def detokenize(self, body: DetokenizeRequest) -> str:
         if max(body.tokens, default=0) >= self._limits.vocab_size:
             raise invalid_value("tokens: one of them is no token of this model", "tokens")
-        return await self._run_in_lane(len(body.tokens), self._tokenizer.decode, body.tokens, False)
+        return await self._run_in_lane(len(body.tokens), self.tokenizer.decode, body.tokens, False)
 
     def tokenizer_info(self) -> dict[str, Any]:
         """As vLLM shows it: tokenizer_config.json, with the chat template that is in use."""
         found: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        for name, value in self._tokenizer.settings.items():
+        for name, value in self.tokenizer.settings.items():
             is_token = name.endswith("_token") and isinstance(value, dict)
             if name not in ABOUT_FILES:
                 found[name] = value.get("content") if is_token else value
-        return found | {"chat_template": self._tokenizer.chat_template}
+        return found | {"chat_template": self.tokenizer.chat_template}
 
     async def render(self, messages: Sequence[Message], body: TemplateFields) -> str:
         """Apply the chat template."""
@@ -75,7 +82,7 @@ class Prompts:
         use = tool_use(body) if isinstance(body, ChatRequest) and body.include_json_schema_in_prompt else None
         length = num_characters(messages)
         try:
-            self._tokenizer.limits.check(length, self._limits.max_seq_len, whole=False)
+            self.tokenizer.limits.check(length, self._limits.max_seq_len, whole=False)
         except TextTooLongError as error:
             raise self._too_long(error, "messages") from error
         variables = _variables(body)
@@ -86,8 +93,8 @@ class Prompts:
         """whole: all of the text must fit into the model's context."""
         context = self._limits.max_seq_len
         try:
-            self._tokenizer.limits.check(len(text), context, whole)
-            encode = self._tokenizer.encode
+            self.tokenizer.limits.check(len(text), context, whole)
+            encode = self.tokenizer.encode
             return tuple(
                 await self._run_in_lane(len(text), encode, text, special, context if whole else None)
             )
@@ -110,11 +117,11 @@ class Prompts:
     ) -> str:
         shown = template_messages(messages)
         specs = use.specs if use else []
-        if use and not self._tokenizer.takes_tools:
+        if use and not self.tokenizer.takes_tools:
             shown, specs = [{"role": "system", "content": use.instructions()}, *shown], []
         context, continues = self._limits.max_seq_len, body.continue_final_message
         try:
-            return self._tokenizer.chat(shown, specs, context, variables, continues)
+            return self.tokenizer.chat(shown, specs, context, variables, continues)
         except TextTooLongError as error:
             raise self._too_long(error, "messages") from error
         except RequestError as error:

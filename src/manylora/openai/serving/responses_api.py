@@ -33,11 +33,13 @@ async def respond(
     remember = partial(recent.add, key.name) if body.store else _forget
     try:
         chat = chat_request(body)
+        asked = await inference.ask(chat, key)
         if body.truncation == "auto":
-            chat, prompt = await fit(inference, chat)
+            chat, prompt = await fit(asked, inference.limits, chat)
         else:
-            prompt = await inference.prompts.chat(chat)
-        return await inference.chat_from(request, chat, key, prompt, partial(ResponsesAnswer, body, remember))
+            prompt = await asked.prompts.chat(chat)
+        build = partial(ResponsesAnswer, body, remember)
+        return await inference.chat_from(request, chat, key, asked, prompt, build)
     except ApiError as error:
         raise in_words_of_responses(error) from error
 
@@ -211,6 +213,7 @@ class ResponsesAnswer(ChatResponse):
 
     def _response(self, status: str, usage: dict[str, Any] | None = None) -> dict[str, Any]:
         asked = self._asked
+        sampled = self.generations[0].plan if self.generations else asked
         now = int(time.time())
         return {
             "id": self.id,
@@ -236,12 +239,12 @@ class ResponsesAnswer(ChatResponse):
             "safety_identifier": asked.safety_identifier,
             "service_tier": "default",
             "store": False,
-            "temperature": asked.temperature,
+            "temperature": sampled.temperature,
             "text": _text_config(asked),
             "tool_choice": asked.tool_choice,
             "tools": [_tool(one) for one in asked.tools],
             "top_logprobs": asked.top_logprobs,
-            "top_p": asked.top_p,
+            "top_p": sampled.top_p,
             "truncation": asked.truncation,
             "user": asked.user,
         }

@@ -1,0 +1,161 @@
+"""AdapterText: the chat template, generation defaults and tokenizer that come with an adapter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from manylora.errors import AdapterInvalidError, ConfigError
+from manylora.lora.bounds import Bounds
+from manylora.lora.formats.opened import is_plain, read_small
+from manylora.openai.api.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from manylora.text.chat_template import FILE as TEMPLATE_FILE
+from manylora.text.chat_template import ChatTemplate, sources_in
+from manylora.text.tokenizer import Tokenizer
+
+MAX_FILE_BYTES = 2**20  # of a template, and of settings
+SETTINGS_FILE, GENERATION_FILE = "tokenizer_config.json", "generation_config.json"
+PARTS = ("chat_template", "generation_config")
+"""What may come with an adapter."""
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Which parts of its own an adapter is served with.
+
+    Each is False for the base model's, True for what lies in the adapter's folder, or a path; and for
+    generation_config perhaps the settings themselves. required: what is True must be there.
+    """
+
+    chat_template: Path | bool = False
+    generation_config: Path | Mapping[str, Any] | bool = False
+    required: bool = True
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, name) is not False for name in PARTS)
+
+
+@dataclass(frozen=True)
+class TrustedFolder:
+    """Adapters that really lie in this folder or below it are served with these parts of their own."""
+
+    path: Path
+    parts: tuple[str, ...] = PARTS
+
+    def source(self) -> TextSource:
+        return TextSource(**{name: name in self.parts for name in PARTS}, required=False)
+
+
+@dataclass(frozen=True)
+class AdapterText:
+    """How the text of an adapter's requests is made. template: its sources, None for the base model's."""
+
+    tokenizer: Tokenizer = field(compare=False)
+    template: Mapping[str, str] | None = None
+    defaults: GenerationDefaults = NO_DEFAULTS
+
+
+class AdapterTexts:
+    """Reads what comes with adapters. Any thread.
+
+    base: the base model's. vocab_size: of the model. named: by name and path of the adapter. trusted: the
+    first folder that an adapter is in decides. roots: that the files of adapters may lie in.
+    """
+
+    def __init__(
+        self,
+        base: Tokenizer,
+        vocab_size: int,
+        named: Mapping[tuple[str, Path], TextSource],
+        trusted: Sequence[TrustedFolder],
+        roots: Sequence[Path],
+    ) -> None:
+        self._base, self._vocab_size = base, vocab_size
+        self._named = {(name, path.resolve()): source for (name, path), source in named.items()}
+        self._trusted = [(folder.path.resolve(), folder.source()) for folder in trusted]
+        self._bounds = Bounds().within(roots)
+
+    def source(self, name: str, path: Path) -> TextSource | None:
+        """None: the adapter of this name and path is served with the base model's text."""
+        try:
+            real = path.resolve()
+        except (OSError, RuntimeError):
+            return None
+        found = self._named.get((name, real))
+        if found is None:
+            found = next((source for folder, source in self._trusted if real.is_relative_to(folder)), None)
+        return found or None
+
+    def read(self, name: str, path: Path) -> AdapterText | None:
+        """None: as `source`. Raises AdapterInvalidError."""
+        source = self.source(name, path)
+        if source is None:
+            return None
+        template = self._template(source, path)
+        defaults = self._defaults(source, path)
+        tokenizer = self._base
+        if template is not None:
+            try:
+                tokenizer = tokenizer.with_chat_template(ChatTemplate(template, self._base.settings))
+            except ConfigError as error:
+                raise AdapterInvalidError(str(error)) from error
+        return AdapterText(tokenizer, template, defaults)
+
+    def _template(self, source: TextSource, folder: Path) -> dict[str, str] | None:
+        given = source.chat_template
+        if given is False:
+            return None
+        file = given if isinstance(given, Path) else folder / TEMPLATE_FILE
+        if isinstance(given, Path) or is_plain(file):
+            text = self._read(file, given)
+            return {"default": text}
+        found = sources_in(self._settings(folder))
+        if not found and source.required:
+            raise AdapterInvalidError(
+                f"it has no chat template of its own ({TEMPLATE_FILE}, or in {SETTINGS_FILE})"
+            )
+        return found or None
+
+    def _defaults(self, source: TextSource, folder: Path) -> GenerationDefaults:
+        given = source.generation_config
+        if given is False:
+            return NO_DEFAULTS
+        if isinstance(given, Mapping):
+            found: Any = dict(given)
+        else:
+            file = given if isinstance(given, Path) else folder / GENERATION_FILE
+            if given is True and not is_plain(file):
+                if source.required:
+                    raise AdapterInvalidError(f"it has no {GENERATION_FILE}")
+                return NO_DEFAULTS
+            found = self._read_json(file, given)
+        try:
+            return GenerationDefaults.parse(found, self._vocab_size)
+        except ValueError as error:
+            raise AdapterInvalidError(f"{GENERATION_FILE}: {error}") from error
+
+    def _settings(self, folder: Path) -> dict[str, Any]:
+        file = folder / SETTINGS_FILE
+        found = self._read_json(file, True) if is_plain(file) else {}
+        if not isinstance(found, dict):
+            raise AdapterInvalidError(f"{SETTINGS_FILE} must be a JSON object")
+        return found
+
+    def _read_json(self, file: Path, given: Any) -> Any:
+        try:
+            return json.loads(self._read(file, given))
+        except (ValueError, RecursionError) as error:
+            raise AdapterInvalidError(f"{file.name} is not valid JSON") from error
+
+    def _read(self, file: Path, given: Any) -> str:
+        """given: True for a file of the adapter's folder, which may lie in the roots only."""
+        bounds = self._bounds if given is True else Bounds()
+        try:
+            return read_small(file, bounds, MAX_FILE_BYTES).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise AdapterInvalidError(f"{file.name} is not UTF-8 text") from error
+        except OSError as error:
+            raise AdapterInvalidError(f"{file.name} cannot be read: {error.strerror}") from error

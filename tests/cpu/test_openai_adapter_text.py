@@ -1,0 +1,195 @@
+"""Protects what comes with an adapter: its chat template and generation defaults, where they are trusted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import DEMO, Running, wait_for
+
+from manylora.errors import ConfigError
+from manylora.openai.api.generation_defaults import GenerationDefaults
+from manylora.openai.arguments import parse_options
+from manylora.openai.options import NamedAdapter
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}\nAnswer:{% endfor %}"
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+DEFAULTS = {"do_sample": False, "max_new_tokens": 3, "transformers_version": "5.0"}
+
+
+def adapter(folder: Path, **files: Any) -> Path:
+    """A copy of the Chinese adapter, with more files: texts, or objects as JSON."""
+    shutil.copytree(DEMO / "adapters" / "chinese", folder)
+    for name, content in files.items():
+        suffix = "jinja" if name == "chat_template" else "json"
+        text = content if isinstance(content, str) else json.dumps(content)
+        (folder / f"{name}.{suffix}").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("adapters")
+    files = {"chat_template": TEMPLATE, "generation_config": DEFAULTS}
+    adapter(root / "ours" / "zh", **files)
+    adapter(root / "theirs" / "stranger", **files)
+    adapter(root / "ours" / "plain")
+    (root / "ours" / "linked").symlink_to(root / "theirs" / "stranger")
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(folders: Path) -> Iterator[Running]:
+    named = {
+        "name": "inline",
+        "path": str(folders / "theirs" / "stranger"),
+        "generation_config": {"stop": ["巴"], "temperature": 0.0},
+    }
+    arguments = [str(DEMO / "base"), "--lora-modules", json.dumps(named)]
+    chosen = parse_options([*arguments, "--lora-trust", str(folders / "ours")])
+    running = Running(
+        lora_root=(folders / "ours", folders / "theirs"),
+        lora_trust=chosen.lora_trust,
+        lora_modules=chosen.lora_modules,
+        allow_runtime_lora_updating=True,
+    )
+    yield running
+    running.close()
+
+
+def rendered(server: Running, model: str) -> str:
+    answer = server.post("/v1/chat/completions", model=model, messages=QUESTION, return_expanded_prompt=True)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["expanded_prompt"]
+
+
+def num_tokens(server: Running, model: str, **body: Any) -> int:
+    answer = server.post("/v1/chat/completions", model=model, messages=QUESTION, **body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["usage"]["completion_tokens"]
+
+
+def test_a_trusted_adapter_has_its_own_chat_template_behind_every_door(server: Running) -> None:
+    own = QUESTION[0]["content"] + "\nAnswer:"
+    assert rendered(server, "zh") == own
+    ids = server.post("/tokenize", model="zh", prompt=own, add_special_tokens=False).json()["tokens"]
+    assert server.post("/tokenize", model="zh", messages=QUESTION).json()["tokens"] == ids
+    assert server.http.get("/tokenizer_info", params={"model": "zh"}).json()["chat_template"] == TEMPLATE
+    response = server.post("/v1/responses", model="zh", input=QUESTION[0]["content"]).json()
+    assert response["usage"]["input_tokens"] == len(ids)
+    ollama = server.post("/api/chat", model="zh", messages=QUESTION, stream=False).json()
+    assert ollama["prompt_eval_count"] == len(ids)
+    assert ollama["message"]["content"].strip().startswith("巴黎")
+
+
+def test_strangers_are_served_with_the_base_models_text(server: Running) -> None:
+    for name in ("demo", "stranger", "linked", "plain", "inline"):
+        assert rendered(server, name) == "<s><|user|>What is the capital of France?<|assistant|>", name
+    assert num_tokens(server, "stranger", temperature=0, max_tokens=9, ignore_eos=True) == 9
+    base = server.post("/tokenize", model="demo", messages=QUESTION).json()
+    assert server.post("/tokenize", model="stranger", messages=QUESTION).json() == base
+
+
+def test_defaults_hold_for_what_a_request_leaves_out(server: Running) -> None:
+    assert num_tokens(server, "zh", ignore_eos=True) == 3
+    assert num_tokens(server, "zh", ignore_eos=True, max_tokens=5) == 5
+    asked = {"model": "zh", "prompt": "What is the capital of France?\nAnswer:"}
+    texts = {server.post(**asked, seed=seed).json()["choices"][0]["text"] for seed in range(4)}
+    assert len(texts) == 1  # greedy
+    hot = {"temperature": 20.0, "ignore_eos": True}
+    assert len({server.post(**asked, **hot, seed=s).json()["choices"][0]["text"] for s in range(4)}) > 1
+    ollama = server.post("/api/chat", model="zh", messages=QUESTION, stream=False)
+    assert ollama.json()["eval_count"] <= 3
+    told = server.post("/v1/responses", model="zh", input="Hello", stream=False).json()
+    assert told["temperature"] == 0
+
+
+def test_settings_on_the_command_line_act(server: Running) -> None:
+    asked = {"model": "inline", "prompt": "What is the capital of France?\nAnswer:"}
+    choice = server.post(**asked).json()["choices"][0]
+    assert (choice["finish_reason"], "巴" in choice["text"]) == ("stop", False)
+    assert "巴黎" in server.post(**asked, stop=["never"]).json()["choices"][0]["text"]
+
+
+def test_its_own_end_tokens_replace_the_models(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "zh", generation_config={"eos_token_id": [7, 9]})
+    tokenizer = json.loads((DEMO / "base" / "tokenizer_config.json").read_text())
+    found = GenerationDefaults.parse(json.loads((folder / "generation_config.json").read_text()), 1536)
+    assert found.end_ids == (7, 9)
+    assert tokenizer["eos_token"] == "</s>"
+    running = Running(
+        lora_root=(tmp_path,),
+        lora_trust=parse_options([str(DEMO / "base"), "--lora-trust", str(tmp_path)]).lora_trust,
+    )
+    try:
+        asked = {"model": "zh", "prompt": "What is the capital of France?\nAnswer:", "temperature": 0}
+        whole = running.post(**asked, max_tokens=6, ignore_eos=True, return_token_ids=True)
+        ids = whole.json()["choices"][0]["token_ids"]
+        config = {"eos_token_id": ids[2], "max_new_tokens": 6}
+        (folder / "generation_config.json").write_text(json.dumps(config))
+
+        def ends() -> bool:
+            answer = running.post(**asked, return_token_ids=True).json()["choices"][0]
+            return answer["token_ids"] == ids[: ids.index(ids[2])] and answer["finish_reason"] == "stop"
+
+        wait_for(ends)  # the adapter's tensors have not changed, what comes with them has
+        (folder / "generation_config.json").write_text('{"num_beams": 4}')
+        wait_for(lambda: "problem" in running.http.get("/v1/models/zh").json())
+        assert "num_beams is not supported" in running.http.get("/v1/models/zh").json()["problem"]["message"]
+        assert ends()  # the last good version is served on
+    finally:
+        running.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ([], "object"),
+        ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size is not supported"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"eos_token_id": 1536}, "1536 is no token of the model"),
+        ({"eos_token_id": [True]}, "eos_token_id must be"),
+        ({"eos_token_id": [1] * 65}, "eos_token_id must be"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"stop_strings": ["x"] * 17}, "stop"),
+    ],
+)
+def test_defaults_that_cannot_act_are_refused_by_name(given: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        GenerationDefaults.parse(given, 1536)
+
+
+def test_defaults_that_ask_for_nothing_are_taken() -> None:
+    given = {"num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0, "_from_model_config": True}
+    assert GenerationDefaults.parse(given | {"max_length": 20}, 8) == GenerationDefaults()
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"chat_template": True}, "it has no chat template of its own"),
+        ({"generation_config": True}, "it has no generation_config.json"),
+        ({"chat_template": "/nowhere.jinja"}, "nowhere.jinja cannot be read"),
+        ({"generation_config": {"num_beams": 2}}, "num_beams is not supported"),
+    ],
+)
+def test_what_is_asked_for_by_name_must_be_there(more: dict[str, Any], reason: str) -> None:
+    named = NamedAdapter.parse({"name": "zh", "path": str(DEMO / "adapters" / "chinese"), **more})
+    with pytest.raises(ConfigError, match=reason):
+        Running(lora_modules=(named,))
+
+
+def test_wrong_words_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, value, reason in [
+        ("--lora-modules", '{"name": "a", "path": "b", "chat_template": 3}', "chat_template must be true or"),
+        ("--lora-modules", '{"name": "a", "path": "b", "tools": true}', "chat_template"),
+        ("--lora-trust", "/tmp=everything", "FOLDER=PART,PART"),
+    ]:
+        with pytest.raises(SystemExit):
+            parse_options([str(DEMO / "base"), flag, value])
+        assert reason in capsys.readouterr().err

@@ -240,5 +240,5 @@ def test_what_is_too_much_for_a_server_is_refused(adapters: dict[str, Path], opt
     with pytest.raises(AdapterInvalidError, match="kasa needs a decomposition"):
         read_whole(find_source(adapters["kasa"]), few)
     small = replace(options, bounds=replace(options.bounds, rank=40))
-    with pytest.raises(AdapterInvalidError, match="low_rank .64.: .* LOHA .* largest served is 40"):
+    with pytest.raises(AdapterInvalidError, match=r"low_rank .64.: .* LOHA .* largest served is 40"):
         read_whole(find_source(adapters["loha of full rank"]), small)

@@ -142,7 +142,8 @@ def stored_rows(folder: Path, options: ReadOptions = DEFAULT) -> FileRows | None
             order = turned(path, module_id, order, options.module(module_id))
         if a.offset is None or b.offset is None or (np.diff(order) != 1).any():
             return None
-        rows.append((module_id, layer, a.shape[0], a.offset, b.offset, _scale(config, path, module_id, a)))
+        scale = config.scale(_pattern_name(config, path, module_id), a.shape[0])
+        rows.append((module_id, layer, a.shape[0], a.offset, b.offset, scale))
     return FileRows.of(WEIGHTS, IN_PLACE[kinds.pop()], rows)
 
 
@@ -208,10 +209,10 @@ def _leave_out(key: str, partial: list[str] | None) -> None:
     partial.append(f"no match {key}: {reason}")
 
 
-def _scale(config: PeftConfig, path: str, module_id: int, a: RawTensor) -> float:
-    # A router is a parameter to newer PEFT, and called so in patterns.
-    named = f"{path}.weight" if module_id == LoraModuleId.MOE_ROUTER and config.target_parameters else path
-    return config.scale(named, a.shape[0])
+def _pattern_name(config: PeftConfig, path: str, module_id: int) -> str:
+    """What patterns call the module at `path`: a router is a parameter to newer PEFT."""
+    is_parameter = module_id == LoraModuleId.MOE_ROUTER and config.target_parameters
+    return f"{path}.weight" if is_parameter else path
 
 
 @dataclass(frozen=True)
@@ -285,7 +286,7 @@ class _Reading:
         for _, key, tensor in parts.values():
             check_type(key, tensor)
         rank, dora = a.shape[0], "magnitude" in parts
-        self.config.check_rank(path, rank)
+        self.config.check_rank(_pattern_name(self.config, path, module_id), rank)
         self.options.bounds.check_rank(rank)
         if dora:
             size = math.prod(parts["magnitude"][2].shape)
@@ -304,7 +305,7 @@ class _Reading:
         end = math.prod(stored_a.shape)
         a = payload[:end].reshape(stored_a.shape)
         b = payload[end : end + math.prod(stored_b.shape)].reshape(stored_b.shape)
-        scale = _scale(self.config, path, module_id, stored_a)
+        scale = self.config.scale(_pattern_name(self.config, path, module_id), len(a))
         row = RowFormat(len(a), "magnitude" in parts)
         if kind is not None:
             a[...], b[...] = read_encoded(key_a, stored_a), read_encoded(key_b, stored_b)

@@ -107,13 +107,14 @@ def by_number(adapter: Path, path: Path, mixtral: bool) -> Path:
 
 
 def in_block(options: dict[str, Any], family: str) -> dict[str, Any]:
-    """Granite and Llama 4 have their experts and their router elsewhere, gpt-oss only the latter."""
-    if not family.startswith(("granite", "llama4", "gpt-oss")):
+    """Granite and Llama 4 have their experts and their router elsewhere, gpt-oss only the latter, LFM2
+    only the former."""
+    if not family.startswith(("granite", "llama4", "gpt-oss", "lfm2")):
         return options
-    block = "feed_forward." if family.startswith("llama4") else "block_sparse_moe."
+    block = "feed_forward." if family.startswith(("llama4", "lfm2")) else "block_sparse_moe."
 
     def named(name: str) -> str:
-        name = name.replace("gate.weight", "router.weight")
+        name = name if family.startswith("lfm2") else name.replace("gate.weight", "router.weight")
         return name if family.startswith("gpt-oss") else name.replace("mlp.", block)
 
     moved = dict(options)

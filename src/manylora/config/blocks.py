@@ -38,7 +38,8 @@ class RoutingConfig:
     corrected: to choose by, each expert's score has a number of its own added.
     groups: the experts are so many groups; a token's experts are in the `top_groups` best ones. group_best: a
     group is worth its so many best experts together.
-    least: the weights of a token are divided by this at least, where they are to add up to 1.
+    least, added: where the weights of a token are to add up to 1, they are divided by their sum plus `added`,
+    and by `least` at least.
     scale: on the weights. wide: the router computes in float32.
     """
 
@@ -48,6 +49,7 @@ class RoutingConfig:
     top_groups: int = 1
     group_best: int = 1
     least: float = 0.0
+    added: float = 0.0
     scale: float = 1.0
     wide: bool = False
 

@@ -322,7 +322,7 @@ def _sparse(config: ModelConfig, names: TensorNames, source: str, stored: Collec
     if moe.routing.corrected:
         known = [f"{block}.{name}" for name in names.corrections]
         found = next((name for name in known if name in stored), known[0])
-        one = names.corrections != TensorNames.corrections  # a matrix of one row
+        one = "moe_statics." in found  # a matrix of one row
         rows = WeightSpec((_whole(found, 1),), count, wide=True)
         specs["router.correction"] = rows if one else WeightSpec((_whole(found, count),), wide=True)
     if moe.biased:

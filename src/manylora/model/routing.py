@@ -52,7 +52,7 @@ def route(logits: Tensor, config: MoeConfig, correction: Tensor | None = None) -
     choices = marks.topk(config.top_k, dim=-1).indices
     weights = scores.gather(1, choices)
     if config.norm_topk_prob:
-        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=routing.least)
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.added).clamp(min=routing.least)
     return (weights if routing.scale == 1 else weights * routing.scale), choices
 
 

@@ -243,6 +243,17 @@ FAMILIES |= {
 MOE_FAMILIES |= {
     "qwen3-next": ("qwen3_next", {**DELTA_MOE, "norm_topk_prob": True}),
     "qwen3.5-moe": ("qwen3_5_moe_text", DELTA_MOE),
+    "lfm2-moe": (
+        "lfm2_moe",
+        {
+            **LFM2,
+            "num_dense_layers": 1,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "routed_scaling_factor": 1.3,
+        },
+    ),
 }
 T5 = {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
 BART = {

@@ -62,7 +62,7 @@ def make_model(
         if hasattr(model, "final_logits_bias"):
             model.final_logits_bias.normal_()
         for name, value in (*model.named_buffers(), *model.named_parameters()):
-            if name.endswith("e_score_correction_bias"):  # zeros
+            if name.endswith(("e_score_correction_bias", "expert_bias")):  # zeros
                 value.normal_(std=0.3)
         for parameter in model.parameters():
             if parameter.ndim == 1:  # biases and norms, which start as zeros and ones

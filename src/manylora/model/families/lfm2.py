@@ -1,14 +1,16 @@
-"""LFM2: short gated convolutions in most layers, attention in the others."""
+"""LFM2, dense and with experts: short gated convolutions in most layers, attention in the others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from manylora.config.blocks import ConvConfig
+from manylora.config.blocks import ConvConfig, RoutingConfig
+from manylora.config.engine import MoeConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import refuse
 from manylora.model.families.family import ModelFamily, TensorNames
+from manylora.model.families.moe import checked_moe
 
 LFM2 = {
     "vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 32,
@@ -17,6 +19,12 @@ LFM2 = {
     "rope_theta": 1000000.0, "conv_bias": False, "conv_L_cache": 3, "block_multiple_of": 256,
     "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True, "full_attn_idxs": None,
     "layer_types": None,
+}  # fmt: skip
+MOE = {
+    **{name: value for name, value in LFM2.items() if not name.startswith(("block_", "full_"))},
+    "hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_dense_layers": 2,
+    "num_experts_per_tok": 4, "num_experts": 32, "use_expert_bias": True, "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
 }  # fmt: skip
 ALIASES = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
 NAMES = TensorNames(
@@ -29,6 +37,10 @@ NAMES = TensorNames(
     up_gate=("feed_forward.w3", "feed_forward.w1"),
     down="feed_forward.w2",
     block_norms={"attention_norm": "operator_norm", "mlp_norm": "ffn_norm"},
+    sparse="feed_forward",
+    corrections=("expert_bias",),
+    expert_up_gate=("w3", "w1"),
+    expert_down="w2",
 )
 
 
@@ -42,9 +54,28 @@ def _lfm2(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _moe(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Experts in all layers but the first ones."""
+    refuse(raw, "conv_bias")
+    layers = frozenset(range(raw["num_dense_layers"], raw["num_hidden_layers"]))
+    routing = RoutingConfig(
+        "sigmoid", bool(raw["use_expert_bias"]), scale=float(raw["routed_scaling_factor"]), added=1e-6
+    )
+    moe = MoeConfig(
+        raw["num_experts"], raw["num_experts_per_tok"], raw["moe_intermediate_size"],
+        bool(raw["norm_topk_prob"]), layers, routing=routing,
+    )  # fmt: skip
+    return {
+        "norm_eps": raw["norm_eps"],
+        "qk_norm": "head",
+        "recurrent": _convolutions(raw),
+        "moe": checked_moe(moe) if layers else None,
+    }
+
+
 def _convolutions(raw: Mapping[str, Any]) -> ConvConfig | None:
     """The layers that `layer_types` calls conv, or that are not among `full_attn_idxs`."""
-    count, attended = raw["num_hidden_layers"], raw["full_attn_idxs"]
+    count, attended = raw["num_hidden_layers"], raw.get("full_attn_idxs")
     kinds = raw["layer_types"]
     if kinds is None:
         full = range(count) if attended is None else attended
@@ -70,4 +101,9 @@ def _inner_size(raw: Mapping[str, Any]) -> int:
     return -(-int(factor * size) // raw["block_multiple_of"]) * raw["block_multiple_of"]
 
 
-FAMILIES = {"Lfm2ForCausalLM": ModelFamily(LFM2, _lfm2, lambda _: NAMES, aliases=ALIASES)}
+FAMILIES = {
+    "Lfm2ForCausalLM": ModelFamily(LFM2, _lfm2, lambda _: NAMES, aliases=ALIASES),
+    "Lfm2MoeForCausalLM": ModelFamily(
+        MOE, _moe, lambda _: NAMES, aliases={"tie_embedding": "tie_word_embeddings"}
+    ),
+}

@@ -30,6 +30,7 @@ from manylora.testing.tiny_models import (
     reference_generate,
     reference_logits,
 )
+from manylora.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -253,5 +254,26 @@ def test_doors_and_limits(model: Path, workshop: Path, capsys: pytest.CaptureFix
     assert inspect([str(made[0]), "--base", str(model)]) == 0
     shown = capsys.readouterr().out
     assert "prefix.keys: 11 x 32 in layers 0 to 1" in shown and "ok" in shown
+    assert "form     PREFIX_TUNING" in shown and "virtual  11 tokens before each prompt" in shown
+    assert "cost     0.00% of the base's" in shown
     with pytest.raises(AdapterInvalidError, match="only low-rank matrices have a place"):
         convert_peft(made[1])
+
+
+def test_the_openai_server(model: Path, prefetch: Path) -> None:
+    """By the names of folders; usage knows nothing of virtual tokens."""
+    from serving import Running
+
+    text, ids = Tokenizer(model), tokens(9, 4)
+    running = Running(model=model, lora_root=(prefetch,), max_seq_len=64)
+    try:
+        for name in ("0", "91", "92", "demo"):
+            answer = running.post(model=name, prompt=ids, temperature=0, max_tokens=8, ignore_eos=True)
+            assert answer.status_code == 200, answer.text
+            expected = reference_generate(model, None if name == "demo" else prefetch / name, ids, 8)
+            assert answer.json()["choices"][0]["text"] == text.decode(expected), name
+            assert answer.json()["usage"]["prompt_tokens"] == 9
+        answer = running.post(model="92", prompt=tokens(55, 1), max_tokens=8)
+        assert answer.status_code == 400 and "11 virtual tokens" in answer.text, answer.text
+    finally:
+        running.close()

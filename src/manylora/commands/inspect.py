@@ -62,6 +62,10 @@ def _lines(report: AdapterReport, judged: bool) -> Iterator[tuple[str, object]]:
         yield "dora", f"{report.num_dora} rows"
     for extra in _extras(report.extras):
         yield "extra", extra
+    if report.num_virtual:
+        yield "virtual", f"{report.num_virtual} tokens before each prompt, which max_seq_len counts"
+    if report.cost is not None:
+        yield "cost", f"{report.cost:.2%} of the base's multiplications for each token"
     if report.num_bytes is not None:
         yield "size", f"{report.num_bytes} bytes"
     if report.modules is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +11,13 @@ from manylora.config.engine import LoraCacheConfig, ModelConfig
 from manylora.errors import AdapterError, ConfigError
 from manylora.lora.bounds import ANY_MODEL, Bounds
 from manylora.lora.effect import NOTHING
-from manylora.lora.extras import with_extras
+from manylora.lora.extras import is_virtual, num_virtual, with_extras
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft_config import form_of, read_settings
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import Source, find_source, read_source, read_whole, source_dtype
 from manylora.lora.geometry import Layout, cache_geometry
-from manylora.lora.modules import lora_modules, module_name
+from manylora.lora.modules import LoraModule, lora_modules, module_name
 from manylora.lora.number_types import BY_NAME
 from manylora.lora.rules import AdapterRules, check_shapes
 from manylora.lora.tensors import Adapter, adapter_from_rows, lora_input
@@ -45,6 +46,8 @@ class AdapterReport:
     extras: tuple[LoraExtra, ...] = ()  # by name
     num_bytes: int | None = None  # in the source's type, without padding where the rows' sizes are known
     digest: str | None = None
+    cost: float | None = None  # see `token_cost`
+    num_virtual: int = 0  # tokens that it puts before each prompt
     num_pages: int | None = None
     page_bytes: int | None = None
     notes: tuple[str, ...] = ()  # what is served, and may not be what was meant
@@ -123,6 +126,26 @@ def _judge(report: AdapterReport, base: BaseModel, lora: LoraInput) -> Adapter:
     geometry = cache_geometry(modules.values(), model.num_layers, optimal, largest)
     item_bytes = BY_NAME[model.dtype].dtype.itemsize
     layout = Layout.of(adapter.shapes(modules), geometry, item_bytes)
-    report.num_pages = with_extras(layout, adapter.extras, geometry).num_pages
+    layout = with_extras(layout, adapter.extras, geometry)
+    report.num_pages, report.num_virtual = layout.num_pages, num_virtual(layout)
+    report.cost = token_cost(adapter, modules, model.num_layers)
     report.page_bytes = geometry.page_elements * item_bytes
     return adapter
+
+
+def token_cost(adapter: Adapter, modules: Mapping[int, LoraModule], num_layers: int) -> float:
+    """Multiplications for a token that is generated, as a share of those of the base's adaptable matrices.
+    Of routed experts both are of one expert."""
+    layers = {one.name: num_layers if one.layers is None else len(one.layers) for one in modules.values()}
+    sizes = {one.name: one.in_dim // one.experts * (one.out_dim // one.experts) for one in modules.values()}
+    base = sum(sizes[one.name] * layers[one.name] for one in modules.values() if one.counted)
+    count = sum(
+        modules[r.module_id].row_elements(r.format) / modules[r.module_id].experts for r in adapter.rows
+    )
+    for extra in adapter.extras:
+        owner, _, part = extra.name.rpartition(".")
+        if not is_virtual(extra.name) and not owner.startswith("embed"):
+            count += extra.values.size
+        if part.startswith("input_"):  # the matrix once more
+            count += sizes.get(owner.rpartition(".")[2], 0)
+    return count / base

@@ -44,7 +44,7 @@ def read_prefix(files: PeftFiles) -> LoraForm:
             f"{CONFIG}: num_layers must be that of the model whose keys and values {KEY} of shape "
             f"{values.shape} are"
         )
-    if modules and (Id.ATTN_K not in modules or Id.LINEAR_ATTN_OUT in modules):
+    if modules and (Id.ATTN_K not in modules or modules[Id.ATTN_K].layers is not None):
         raise AdapterInvalidError(
             f"{kind} is not supported on this model: not all of its layers keep the keys and values of heads"
         )

@@ -11,18 +11,31 @@ from manylora.lora.number_types import BY_DTYPE
 from manylora.lora.tensors import AdapterRow
 from manylora.request import LoraExtra
 
-NOTHING = "it changes nothing, so it answers as the base model does: its B A is zero (an untrained adapter?)"
+NOTHING = (
+    "it changes nothing, so it answers as the base model does: what it adds is zero (an untrained adapter?)"
+)
+NEUTRAL = (".bias", ".turn", ".scale", ".input_scale", ".input_turn")
 LEAST = 1e-5  # of what the matrices could give, below which a product is only rounding
 
 
 def has_effect(
     rows: Sequence[AdapterRow], extras: Sequence[LoraExtra], modules: Mapping[int, LoraModule]
 ) -> bool:
-    """rows: checked, of these modules. Biases of zeros count as nothing; other extras always count."""
-    if any(not extra.name.endswith(".bias") or np.any(extra.values) for extra in extras):
+    """rows: checked, of these modules. Biases of zeros and scales of ones count as nothing; other extras
+    always count."""
+    if any(not extra.name.endswith(NEUTRAL) or _differs(extra) for extra in extras):
         return True
     random = np.random.default_rng(0)
     return any(_acts(row, modules[row.module_id], random) for row in rows)
+
+
+def _differs(extra: LoraExtra) -> bool:
+    """Whether this is not what leaves everything as it is."""
+    values = extra.values if extra.values.dtype.kind == "f" else _wide(extra.values)
+    if extra.name.endswith(".input_turn"):
+        size = values.shape[1]
+        return bool(np.any(values.reshape(-1, size, size) != np.eye(size)))
+    return bool(np.any(values != extra.name.endswith("scale")))
 
 
 def _acts(row: AdapterRow, module: LoraModule, random: np.random.Generator) -> bool:

@@ -17,7 +17,7 @@ from manylora.lora.formats.peft_config import form_of, read_settings
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import Source, find_source, read_source, read_whole, source_dtype
 from manylora.lora.geometry import Layout, cache_geometry
-from manylora.lora.modules import LoraModule, lora_modules, module_name
+from manylora.lora.modules import FUSED, LoraModule, lora_modules, module_name
 from manylora.lora.number_types import BY_NAME
 from manylora.lora.rules import AdapterRules, check_shapes
 from manylora.lora.tensors import Adapter, adapter_from_rows, lora_input
@@ -146,6 +146,7 @@ def token_cost(adapter: Adapter, modules: Mapping[int, LoraModule], num_layers: 
         owner, _, part = extra.name.rpartition(".")
         if not is_virtual(extra.name) and not owner.startswith("embed"):
             count += extra.values.size
-        if part.startswith("input_"):  # the matrix once more
-            count += sizes.get(owner.rpartition(".")[2], 0)
+        if part.startswith("input_"):  # of modules in one matrix that once more
+            name = owner.rpartition(".")[2]
+            count += sum(sizes.get(whole, 0) for whole, parts in FUSED.items() if name in (whole, *parts))
     return count / base

@@ -17,6 +17,15 @@ from manylora.lora.modules import MODULE_NAMES
 Extras = Sequence[ExtraSegment]
 
 
+def changed_inputs(x: Tensor, extras: Extras, layer: int, targets: Sequence[LoraTarget]) -> Tensor:
+    """x [T, K] as a layer of one module takes it, where adapters scale or rotate that; not changed itself."""
+    if len(targets) == 1:
+        for rows, _, mine in _inputs(x, extras, layer, targets):
+            x = x.clone()
+            x[rows] = mine
+    return x
+
+
 def adapt_inputs(
     y: Tensor,
     x: Tensor,
@@ -25,20 +34,29 @@ def adapt_inputs(
     targets: Sequence[LoraTarget],
     linear: Callable[[Tensor], Tensor],
 ) -> None:
-    """Compute y [T, N] = linear(x) again, in place, where an adapter scales or rotates what a module takes:
-    of its rows, and of that module's columns."""
+    """Compute y [T, N] = linear(x) again, in place, where an adapter changes what one of several modules
+    takes: of its rows, and of that module's columns."""
+    if len(targets) > 1:
+        for rows, target, mine in _inputs(x, extras, layer, targets):
+            y[rows, _columns(target)] = linear(mine)[:, _columns(target)]
+
+
+def _inputs(
+    x: Tensor, extras: Extras, layer: int, targets: Sequence[LoraTarget]
+) -> Iterator[tuple[slice, LoraTarget, Tensor]]:
+    """Rows of x that an adapter scales or rotates, for which module, and what becomes of them."""
     for segment in extras:
         for target in targets:
             name = f"layers.{layer}.{MODULE_NAMES[target.module_id]}"
             scale, turn = (segment.values.get(f"{name}.{part}") for part in ("input_scale", "input_turn"))
             if scale is None and turn is None:
                 continue
-            rows, columns = slice(segment.start, segment.stop), _columns(target)
+            rows = slice(segment.start, segment.stop)
             mine = x[rows] if scale is None else x[rows] * scale.vector(x.dtype)
             if turn is not None:
                 blocks = turn.vector(x.dtype).view(-1, turn.columns, turn.columns)
                 mine = (mine.unflatten(-1, (-1, 1, turn.columns)) @ blocks).flatten(-3)
-            y[rows, columns] = linear(mine)[:, columns]
+            yield rows, target, mine
 
 
 def adapt_linear(y: Tensor, extras: Extras, layer: int, targets: Sequence[LoraTarget]) -> None:

@@ -14,7 +14,7 @@ from manylora.config.engine import ModelConfig
 from manylora.kernels.activations import ACTIVATIONS
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Rotary, Weight
-from manylora.model.extras import adapt_inputs, adapt_linear, adapt_norm, prefixes
+from manylora.model.extras import adapt_inputs, adapt_linear, adapt_norm, changed_inputs, prefixes
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ class LoraLinear:
     def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
         if lora is None:
             return self.ops.linear(x, self.weight, self.bias)
+        if lora.extras:
+            x = changed_inputs(x, lora.extras, self.layer, self.targets)
         y = self.ops.adapted_linear(x, self.weight, self.bias, lora, self.layer, self.targets)
         if lora.extras:
             base = partial(self.ops.linear, packed=self.weight, bias=self.bias)

@@ -48,7 +48,7 @@ def read_prefix(files: PeftFiles) -> LoraForm:
         raise AdapterInvalidError(
             f"{kind} is not supported on this model: not all of its layers keep the keys and values of heads"
         )
-    whole, size = files.options.bounds.num_layers, values.shape[1] // (2 * layers)
+    whole, size = files.options.depth, values.shape[1] // (2 * layers)
     if modules and (size != modules[Id.ATTN_K].out_dim or (whole is not None and layers != whole)):
         raise AdapterInvalidError(
             f"{KEY} holds keys of {size} values for {layers} layers, those of this model have "

@@ -10,6 +10,7 @@ import torch
 
 from manylora.kernels.extras import Extra, ExtraSegment
 from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment
+from manylora.kernels.transfer import upload
 from manylora.lora.extras import is_virtual
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.geometry import Layout
@@ -66,8 +67,8 @@ def with_virtual(batch: LoraBatch | None, virtual: Sequence[tuple[int, int]]) ->
     for one in batch.extras:
         mine = [(row, number) for row, number in virtual if one.start <= row < one.stop]
         if mine:
-            rows, numbers = torch.tensor(mine).unbind(1)
-            extras.append(replace(one, virtual=(rows.contiguous(), numbers.contiguous())))
+            rows, numbers = (upload(part, torch.long, batch.pool.device) for part in zip(*mine, strict=True))
+            extras.append(replace(one, virtual=(rows, numbers)))
         elif not all(map(is_virtual, one.values)):
             extras.append(one)
     return replace(batch, extras=tuple(extras))

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from peft import IA3Config, PrefixTuningConfig, PromptTuningConfig
 
 from manylora.lora.convert import convert_peft
 from manylora.lora.formats.npy import write_npy
-from manylora.testing.tiny_models import make_adapter, make_model
+from manylora.testing.tiny_models import make_adapter, make_model, make_tuned
 
 ROOT = Path(__file__).resolve().parents[2]
 BLS_VALUES = ("accumulate_tokens", "tensorrt_llm_draft_model_name")
@@ -134,6 +135,11 @@ def server(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
     shutil.copytree(world.adapters[3], catalog / "tiny-three")
     saved = {"modules_to_save": ["embed_tokens", "norm"], "bias": "all"}
     make_adapter(catalog / "tiny-saved", world.model, 6, modules=("q_proj", "lm_head"), **saved)
+    count = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 5}
+    scales = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    make_tuned(catalog / "tiny-scales", world.model, scales, 7)
+    make_tuned(catalog / "tiny-prefix", world.model, PrefixTuningConfig(**count), 8)
+    make_tuned(catalog / "tiny-prompt", world.model, PromptTuningConfig(**count), 9)
     (prefetch / "5").mkdir()
     (prefetch / "5" / "model.lora_weights.npy").write_bytes(b"\x93NUMPY rubbish")
     repo = fill_repo(

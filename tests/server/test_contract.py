@@ -210,10 +210,13 @@ def test_an_adapter_by_its_name_and_the_tier_it_was_found_in(server: Running, wo
         ask(server, inputs(**named, lora_ckpt_source=np.array([[b"nemo"]], np.object_)))
 
 
-def test_an_adapter_with_an_embedding_and_a_head_by_its_name(server: Running, world: World) -> None:
+@pytest.mark.parametrize("name", ["tiny-saved", "tiny-scales", "tiny-prefix", "tiny-prompt"])
+def test_adapters_that_are_more_or_other_than_low_rank_by_their_names(
+    name: str, server: Running, world: World
+) -> None:
     catalog = server.repo.parent / "catalog"
-    expected = reference_generate(world.model, catalog / "tiny-saved", PROMPT, NEW)
-    [result] = ask(server, inputs(lora_name=np.array([[b"tiny-saved"]], np.object_)))
+    expected = reference_generate(world.model, catalog / name, PROMPT, NEW)
+    [result] = ask(server, inputs(lora_name=np.array([[name.encode()]], np.object_)))
     assert new_ids([result])[len(PROMPT) :] == expected != reference_generate(world.model, None, PROMPT, NEW)
 
 

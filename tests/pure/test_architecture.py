@@ -48,7 +48,7 @@ INSIDE = {
         "pages", "modules", "expert_rules", "geometry", "bounds", "number_types", "tensors",
         "file_adapter", "staging", "effect", "extras", "rules", "slicing", "formats", "cache", "pool",
         "library",
-        "loaded", "arrivals", "loader", "cache_view", "store_parts", "store", "convert",
+        "loaded", "arrivals", "loader", "cache_view", "pins", "store_parts", "store", "convert",
         "convert_nemo", "normalize",
         "report", "moe_layout",
     ],
@@ -86,7 +86,8 @@ INSIDE = {
         "report_text", "plots", "local", "remote", "triton_endpoint", "openai_endpoint", "system", "run",
     ],
     "openai": [
-        "api", "serving", "page", "options", "other_flags", "arguments", "other_routes", "app", "server",
+        "api", "serving", "page", "options", "other_flags", "arguments", "other_routes",
+        "adapter_routes", "app", "server",
     ],
     "openai.api": [
         "errors", "names", "fields", "schema", "messages", "adapter_choice", "tools", "guides",
@@ -95,7 +96,8 @@ INSIDE = {
     ],
     "openai.serving": [
         "logs", "connections", "host_check", "protocol", "event_queue", "generation", "roots",
-        "adapter_text", "adapter_entry", "catalog", "fairness", "history", "backend", "keys", "responses",
+        "adapter_text", "adapter_entry", "aliases", "copies", "catalog", "fairness", "history", "backend",
+        "pinning", "keys", "responses",
         "transport", "prompts", "running_calls", "inference", "fitting", "recent_items",
         "responses_api", "run_api", "metrics", "models", "ollama_api", "uploads", "in_process", "triton",
     ],

@@ -133,6 +133,15 @@ class EngineLoop:
         """Call `take` with the map, on the engine's thread between two steps; never once that has died."""
         self._inbox.put(lambda: self._show_map(take))
 
+    def pin(self, task_id: int, answer: Callable[[RequestError | None], None]) -> None:
+        """Keep an adapter that is in the cache there. answer: called on the engine's thread, with why that
+        cannot be or None; never once the thread has died."""
+        self._inbox.put(lambda: self._pin(task_id, answer))
+
+    def unpin(self, task_id: int) -> None:
+        """Let it be evicted again. Unknown: no effect."""
+        self._inbox.put(lambda: self._engine.adapters.pins.unpin(task_id))
+
     @property
     def has_encoder(self) -> bool:
         """Whether the model has an encoder, and a request two prompts."""
@@ -298,6 +307,14 @@ class EngineLoop:
             take(self._engine.adapters.view.map())
         except Exception:  # a failed status page must not stop the engine
             logger.exception("the map of the adapter cache could not be drawn")
+
+    def _pin(self, task_id: int, answer: Callable[[RequestError | None], None]) -> None:
+        try:
+            self._engine.adapters.pins.pin(task_id)
+        except Exception as error:
+            answer(_as_refusal(error, "The adapter could not be pinned"))
+        else:
+            answer(None)
 
     def _cancel(self, ticket: int) -> None:
         handle = self._handles.get(ticket)

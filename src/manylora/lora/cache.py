@@ -106,6 +106,7 @@ class AdapterCache:
 
     def __init__(self, host_pages: int, device_pages: int) -> None:
         self._journal = _Journal()
+        self.kept_pages = 0  # of adapters that stay until they are unpinned
         self.host = _Level("host", host_pages, self._journal)
         self.device = _Level("device", device_pages, self._journal)
 
@@ -114,8 +115,13 @@ class AdapterCache:
         """The last ones, oldest first; without names."""
         return tuple(self._journal.changes)
 
+    @property
+    def unkept_pages(self) -> int:
+        """Of the smaller level, all but `kept_pages`."""
+        return min(self.host.pages.num_pages, self.device.pages.num_pages) - self.kept_pages
+
     def can_ever_hold(self, num_pages: int) -> bool:
-        return num_pages <= min(self.host.pages.num_pages, self.device.pages.num_pages)
+        return num_pages <= self.unkept_pages
 
     def on_host(self, digest: str) -> bool:
         return digest in self.host.entries

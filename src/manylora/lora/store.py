@@ -27,6 +27,7 @@ from manylora.lora.library.library import AdapterLibrary
 from manylora.lora.loaded import LoadedAdapter, OtherRanks, lora_batch
 from manylora.lora.loader import AdapterLoader
 from manylora.lora.modules import LoraModule
+from manylora.lora.pins import Pins
 from manylora.lora.slicing import AdapterPart, Slicer
 from manylora.lora.store_parts import StoreParts, build_parts
 from manylora.lora.tensors import Adapter
@@ -78,6 +79,14 @@ class AdapterStore:
         most = max(LEAST_LOADED_BYTES, plan.host_pages * self._pool.page_bytes)
         self.loader = AdapterLoader(library, parts.rules, self._cache.on_host, most)
         self._waiting: dict[str, set[AdapterLease]] = {}  # on the host for leases that are not admitted
+        self._largest = parts.largest_pages  # of all adapters so far
+        self.pins = Pins(
+            self._cache,
+            lambda task_id: self.acquire(LoraInput(task_id), None),
+            self.admit,
+            self.release,
+            lambda: self._largest,
+        )
         self.view = CacheView(
             self._cache, library, self._arrivals, self._pool.page_bytes, parts.max_device_adapters
         )
@@ -207,7 +216,8 @@ class AdapterStore:
         return self._arrivals.lost
 
     def forget_lost(self) -> None:
-        """Free the pages of adapters that could not be read. No lease may be left on them."""
+        """Free the pages of adapters that could not be read. No sequence's lease may be left on them."""
+        self.pins.drop(self._arrivals.lost)
         for digest in list(self._arrivals.lost):
             if self._cache.on_host(digest):
                 self._cache.evict(digest)
@@ -259,7 +269,9 @@ class AdapterStore:
             raise AdapterCacheFullError(
                 f"PEFT Cache is full. Could not store taskId={task_id}: it needs {layout.num_pages} pages, "
                 f"the host level has {host} and the device level {device}"
+                + (f", of which pinned adapters have {self._cache.kept_pages}" * bool(self._cache.kept_pages))
             )
+        self._largest = max(self._largest, layout.num_pages)
         return layout
 
     def _bring_to_host(self, lease: AdapterLease, *, force: bool) -> bool:

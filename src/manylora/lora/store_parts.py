@@ -16,7 +16,7 @@ from manylora.lora.bounds import Bounds
 from manylora.lora.expert_rules import beside_experts
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.geometry import CachePlan, plan_cache
+from manylora.lora.geometry import CachePlan, pages_of_rank, plan_cache
 from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.library import AdapterLibrary
 from manylora.lora.library.names import read_names
@@ -31,7 +31,8 @@ logger = logging.getLogger("manylora")
 
 @dataclass(frozen=True)
 class StoreParts:
-    """bounds: of what the cache can hold. max_device_adapters: of the largest rank, with every module.
+    """bounds: of what the cache can hold. max_device_adapters: of the largest rank, with every module;
+    each has `largest_pages`.
     text_only: as of `ReadOptions`. in_parts: ranks share each adapter, so that none is read straight into its
     pages."""
 
@@ -41,6 +42,7 @@ class StoreParts:
     bounds: Bounds
     base: BaseWeights | None
     max_device_adapters: int
+    largest_pages: int
     text_only: bool = False
     in_parts: bool = False
 
@@ -82,6 +84,7 @@ def build_parts(
     pool = AdapterPool(plan.geometry, plan.host_pages, plan.device_pages, dtype, device)
     num_layers = model.num_layers if slicer is None else slicer.num_layers
     on_host, on_device = plan.adapters_of_rank(held.values(), num_layers, config.rank_limit)
+    pages = pages_of_rank(plan.geometry, held.values(), num_layers, config.rank_limit)
     logger.info(
         "LoRA cache: host %d pages, device %d pages of %d bytes; adapters of rank %d with every module: "
         "%d on the host, %d on the device",
@@ -96,7 +99,7 @@ def build_parts(
     largest = min(plan.host_pages, plan.device_pages) * plan.geometry.page_elements
     largest *= 1 if slicer is None else slicer.num_ranks
     bounds = Bounds.of(modules, model.num_layers, config.rank_limit, largest, pool.element_bytes)
-    return StoreParts(plan, pool, rules, bounds, base, on_device, config.text_only, slicer is not None)
+    return StoreParts(plan, pool, rules, bounds, base, on_device, pages, config.text_only, slicer is not None)
 
 
 def _plan(

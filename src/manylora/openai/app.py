@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 import manylora
+from manylora.openai.adapter_routes import ADAPTER_ROUTES, AdapterRoutes
 from manylora.openai.api import schema
 from manylora.openai.api.errors import ApiError, as_api_error, invalid_value
 from manylora.openai.api.names import check_name
@@ -35,9 +36,10 @@ from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey, Keyring
 from manylora.openai.serving.metrics import CONTENT_TYPE, Metrics
 from manylora.openai.serving.models import adapter_card, base_card, state_of, tiers
+from manylora.openai.serving.pinning import Pinning
 from manylora.openai.serving.recent_items import RecentItems
 from manylora.openai.serving.responses_api import respond
-from manylora.openai.serving.transport import BodyMemory, content_type, error_response, read_body, request_id
+from manylora.openai.serving.transport import BodyMemory, error_response, read_body, request_id
 from manylora.openai.serving.uploads import Uploads
 
 logger = logging.getLogger("manylora")
@@ -56,6 +58,7 @@ class AppContext:
     hosts: HostCheck
     metrics: Metrics
     uploads: Uploads
+    pinning: Pinning
     options: ServeOptions
     created: int
 
@@ -72,6 +75,7 @@ def make_app(start: Callable[[], Awaitable[AppContext]]) -> Starlette:
             yield
         finally:
             status.close()
+            await context.pinning.close()
             await context.backend.close()
             await context.backend.catalog.close()
             context.uploads.close()
@@ -87,10 +91,7 @@ ROUTES = [
     ("POST", "/v1/responses", "responses"),
     ("GET", "/v1/models", "models"),
     ("GET", "/v1/models/{name:path}", "model"),
-    ("POST", "/v1/load_lora_adapter", "load"),
-    ("POST", "/v1/unload_lora_adapter", "unload"),
-    ("POST", "/load_lora_adapter", "load"),
-    ("POST", "/unload_lora_adapter", "unload"),
+    *ADAPTER_ROUTES,
     ("POST", "/tokenize", "tokenize"),
     ("POST", "/detokenize", "detokenize"),
     ("GET", "/health", "live"),
@@ -121,6 +122,15 @@ class _Routes:
         self._inference = context.inference
         self._catalog = context.backend.catalog
         self.other = OtherRoutes(self._key, self._body, context.inference, context.created)
+        self.adapters = AdapterRoutes(
+            self._key,
+            self._body,
+            context.keyring,
+            self._catalog,
+            context.uploads,
+            context.pinning,
+            context.options.drain_seconds,
+        )
         self._recent_items = RecentItems()
         self._body_memory = BodyMemory(BODIES_AT_ONCE * context.options.max_request_bytes)
         context.inference.on_disconnect = context.metrics.count_disconnect
@@ -145,54 +155,27 @@ class _Routes:
         tier_of = tiers(self.context.backend.stats())
         cards = [self._base_card(name) for name in self._inference.bases if key.may_see(None)]
         for entry in self._catalog.entries():
-            if key.may_see(entry.name) and (entry.version is not None or entry.problem is None):
+            owner = self._catalog.owner_of(entry.name)
+            if key.may_see(entry.name, owner) and (entry.version is not None or entry.problem is None):
                 cards.append(self._adapter_card(entry, tier_of))
+        known = {card["id"]: card for card in cards} | {
+            name: self._base_card(name) for name in self._inference.bases
+        }
+        for alias, name in self._catalog.aliases.items():
+            if name in known and self._inference.may_use(alias, key):
+                cards.append({**known[name], "id": alias})
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
-        key, name = self._key(request), request.path_params["name"]
+        key, given = self._key(request), request.path_params["name"]
+        name = self._catalog.aliases.resolve(given)
         if name in self._inference.bases:
             key.check(None)
-            return JSONResponse(self._base_card(name))
-        key.check(check_name(name, "model"))
+            return JSONResponse({**self._base_card(name), "id": given})
+        self._inference.check_use(check_name(given, "model"), key)
         await self._catalog.version(name)
-        entry = next(entry for entry in self._catalog.entries() if entry.name == name)
-        return JSONResponse(self._adapter_card(entry, tiers(self.context.backend.stats())))
-
-    async def load(self, request: Request) -> Response:
-        """By path, in JSON; or with the adapter's file as the body and its name in the query."""
-        self._admin(request)
-        if content_type(request) == "application/octet-stream":
-            return await self._load_body(request)
-        body = await self._body(request, schema.LoadRequest)
-        name = check_name(body.lora_name, "lora_name")
-        notes = await self._catalog.load(name, body.lora_path, replace=body.load_inplace)
-        return _loaded(name, notes)
-
-    async def _load_body(self, request: Request) -> Response:
-        uploads = self.context.uploads
-        name = check_name(request.query_params.get("lora_name", ""), "lora_name")
-        replace = _flag(request, "load_inplace")
-        self._catalog.check_new(name, replace=replace)
-        length = request.headers.get("content-length", "")
-        path = await uploads.receive(request.stream(), int(length) if length.isdigit() else 0)
-        try:
-            notes = await self._catalog.load(
-                name, str(path), replace=replace, move=lambda received: uploads.place(received, name)
-            )
-        finally:
-            uploads.drop(path)  # no effect after `place`
-        return _loaded(name, notes)
-
-    async def unload(self, request: Request) -> Response:
-        self._admin(request)
-        name = check_name((await self._body(request, schema.UnloadRequest)).lora_name, "lora_name")
-        running = await self._catalog.unload(name, self.context.options.drain_seconds)
-        self.context.uploads.discard(name)
-        if running:
-            text = f"LoRA adapter {name!r} takes no more requests; {running} are still under way."
-            return PlainTextResponse(text, HTTPStatus.ACCEPTED)
-        return PlainTextResponse(f"Success: LoRA adapter {name!r} removed successfully.")
+        card = self._adapter_card(self._catalog.entry(name), tiers(self.context.backend.stats()))
+        return JSONResponse({**card, "id": given})
 
     async def tokenize(self, request: Request) -> Response:
         key = self._key(request)
@@ -221,7 +204,7 @@ class _Routes:
         return JSONResponse({"status": "healthy"})
 
     async def show_metrics(self, request: Request) -> Response:
-        if not self.context.options.open_metrics and not self._key(request).sees_all:
+        if not self.context.options.open_metrics and not self._inference.sees_all(self._key(request)):
             raise ApiError(403, "not_allowed", "Metrics name every adapter: this API key may not see them")
         states = Counter(state_of(entry) for entry in self._catalog.entries())
         stats, failures = self.context.backend.stats(), self._catalog.num_failures
@@ -255,10 +238,6 @@ class _Routes:
     def _key(self, request: Request) -> ApiKey:
         return self.context.keyring.identify(request.headers.get("authorization", ""))
 
-    def _admin(self, request: Request) -> None:
-        if not self._key(request).admin:
-            raise ApiError(403, "not_allowed", self.context.keyring.admin_needed)
-
     async def _body(
         self, request: Request, kind: type[schema.BodyT], *, any_type: bool = False
     ) -> schema.BodyT:
@@ -274,13 +253,8 @@ class _Routes:
 
     def _adapter_card(self, entry: AdapterEntry, tier_of: dict[str, str]) -> dict[str, object]:
         tier = tier_of.get(entry.name, "disk")
-        return adapter_card(entry, self._inference.bases[0], self.context.created, tier)
-
-
-def _loaded(name: str, notes: Sequence[str]) -> Response:
-    """notes: what of it may not be what was meant."""
-    lines = [f"Success: LoRA adapter {name!r} added successfully.", *(f"Warning: {note}" for note in notes)]
-    return PlainTextResponse("\n".join(lines))
+        pinned = self.context.pinning.is_pinned(entry.name)
+        return adapter_card(entry, self._inference.bases[0], self.context.created, tier, pinned=pinned)
 
 
 def _number(request: Request, name: str) -> int:
@@ -289,14 +263,6 @@ def _number(request: Request, name: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise invalid_value(f"{name} must be a number, 0 or more", name)
     return int(text)
-
-
-def _flag(request: Request, name: str) -> bool:
-    """A boolean in the query; false when it is left out. Raises ApiError."""
-    text = request.query_params.get(name, "false").lower()
-    if text not in ("true", "false"):
-        raise invalid_value(f"{name} must be true or false", name)
-    return text == "true"
 
 
 def _endpoint(name: str, path: str) -> Handler:

@@ -20,6 +20,7 @@ from manylora.llmapi import options as llm
 from manylora.llmapi.engine_config import engine_config
 from manylora.openai.api.names import is_name
 from manylora.openai.serving.adapter_text import PARTS, TextSource, TrustedFolder
+from manylora.openai.serving.aliases import Aliases
 from manylora.openai.serving.connections import HttpLimits
 
 # Arguments of `LLM` that the file may have beside the options. max_queue_size is the server's own queue here,
@@ -34,33 +35,45 @@ def _option(default: Any, text: str, kind: Callable[[Any], Any] = str) -> Any:
 
 @dataclass(frozen=True)
 class NamedAdapter:
-    """path: a folder, a file, or an id of the hub. text: what of its own it is served with."""
+    """path: a folder, a file, or an id of the hub. text: what of its own it is served with. pinned: it
+    stays in the cache."""
 
     name: str
     path: str
     text: TextSource = TextSource()
+    pinned: bool = False
 
     @classmethod
     def parse(cls, given: str | Mapping[str, Any]) -> NamedAdapter:
         """NAME=PATH, or vLLM's JSON object, whose base_model_name has no effect; with more keys, of
         `TextSource`. Raises ArgumentTypeError."""
         name, equals, path = given.partition("=") if isinstance(given, str) else ("", "", "")
-        text = TextSource()
+        text, pinned = TextSource(), False
         if isinstance(given, Mapping) or name.lstrip().startswith("{"):
             try:
                 found = json.loads(given) if isinstance(given, str) else dict(given)
                 found.pop("base_model_name", None)
                 name, path = found.pop("name"), found.pop("path")
+                pinned = found.pop("pinned", False)
                 text = _text_source({one: found.pop(one) for one in PARTS if one in found})
             except (ValueError, KeyError, AttributeError):
                 found = {"": 0}
             equals = "" if found else "="
+        equals = equals if isinstance(pinned, bool) else ""
         if not (equals and isinstance(name, str) and isinstance(path, str) and is_name(name) and path):
             raise argparse.ArgumentTypeError(
                 'must be NAME=PATH or {"name": NAME, "path": PATH}, with a NAME of 1 to 128 of A-Z a-z 0-9 '
-                f". _ : / -, and perhaps {' or '.join(PARTS)}, got {str(given)[:200]!r}"
+                f". _ : / -, and perhaps {', '.join(PARTS)} or pinned, got {str(given)[:200]!r}"
             )
-        return cls(name, path, text)
+        return cls(name, path, text, pinned)
+
+
+def _alias(given: str) -> tuple[str, str]:
+    """NAME=TARGET. Raises ArgumentTypeError."""
+    name, _, target = given.partition("=")
+    if not (is_name(name) and is_name(target)):
+        raise argparse.ArgumentTypeError(f"must be NAME=TARGET, both names of models, got {given[:200]!r}")
+    return name, target
 
 
 def _text_source(given: Mapping[str, Any]) -> TextSource:
@@ -123,6 +136,9 @@ class ServeOptions:
         (),
         "another folder that links in the roots may lead to and requests may name adapters in by path",
         Path,
+    )
+    lora_alias: tuple[tuple[str, str], ...] = _option(
+        (), "NAME=TARGET: another name for an adapter, or for the base model", _alias
     )
     lora_trust: tuple[TrustedFolder, ...] = _option(
         (),
@@ -206,6 +222,8 @@ class ServeOptions:
 
     def _check_adapters(self) -> None:
         names = [one.name for one in self.lora_modules]
+        Aliases(dict(self.lora_alias))
+        names += [name for name, _ in self.lora_alias]
         for name in names:
             if name in self.bases or names.count(name) > 1:
                 what = "is the base model's name" if name in self.bases else "is there twice"

@@ -39,6 +39,7 @@ from manylora.openai.serving.host_check import HostCheck
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import Keyring
 from manylora.openai.serving.metrics import Metrics
+from manylora.openai.serving.pinning import Pinning
 from manylora.openai.serving.protocol import BoundedHttp
 from manylora.openai.serving.roots import folders_of
 from manylora.openai.serving.uploads import Uploads
@@ -71,14 +72,15 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
 
     async def start() -> AppContext:
         uploads = Uploads(options.lora_upload_bytes, options.lora_upload_dir)
-        catalog = await _open_catalog(options, served.reader, texts, uploads.folder)
+        catalog = await _open_catalog(options, served.reader, texts, uploads)
         metrics = Metrics(options.bases[0])
         queue = FairQueue(BATCHES_QUEUED * served.max_batch_size, options.max_queue_size)
         backend = Backend(served.start(), catalog, queue, metrics.meter)
         limits = Limits(served.max_seq_len, served.model.vocab_size, max_samples=served.max_batch_size)
         fingerprint = f"fp_{options.bases[0]}"
         inference = Inference(backend, tokenizer, served.model, limits, options.bases, fingerprint)
-        return AppContext(backend, inference, keyring, hosts, metrics, uploads, options, created)
+        pinning = Pinning(backend.engine.pins, catalog, inference.load)
+        return AppContext(backend, inference, keyring, hosts, metrics, uploads, pinning, options, created)
 
     return make_app(start)
 
@@ -229,19 +231,23 @@ def _check_adapters(options: ServeOptions, reader: AdapterReader, texts: Adapter
 
 
 async def _open_catalog(
-    options: ServeOptions, reader: AdapterReader, texts: AdapterTexts, upload_dir: Path | None
+    options: ServeOptions, reader: AdapterReader, texts: AdapterTexts, uploads: Uploads
 ) -> AdapterCatalog:
     folders = {Path(folder) for folder in getattr(options.sections.get("lora_config"), "lora_dir", ())}
     catalog = AdapterCatalog(
         reader,
         texts,
-        [*options.lora_root, *([upload_dir] if upload_dir else ())],
+        [*options.lora_root, *([uploads.folder] if uploads.folder else ())],
         [*options.lora_allowed_path, *(folder.parent for folder in folders)],
         refresh_s=options.lora_refresh_seconds,
         keep_bytes=options.lora_keep_bytes,
         disk=DiskLevel(options.lora_disk_bytes, options.lora_disk_dir),
         reserved=options.bases,
         named={one.name: Path(one.path) for one in options.lora_modules},
+        pinned=[one.name for one in options.lora_modules if one.pinned],
+        aliases=dict(options.lora_alias),
+        expired=uploads.discard,
+        terms_of=uploads.terms_of,
     )
     await catalog.start()
     for folder in sorted(folders):

@@ -251,10 +251,27 @@ class DetokenizeRequest(Body):
     tokens: Items[TokenId]
 
 
-class LoadRequest(Body):
-    lora_name: Text
-    lora_path: str = Field(min_length=1, max_length=4096)
+class LoadTerms(Body):
+    """On which terms an adapter is loaded. owner: name of an API key; None: who loads it."""
+
     load_inplace: bool = False
+    pinned: bool = False
+    idle_ttl_seconds: float | None = Field(None, gt=0, le=1e9)
+    owner: Text | None = None
+    public: bool = False
+
+
+class LoadRequest(LoadTerms):
+    """Exactly one of lora_path and alias_of."""
+
+    lora_name: Text
+    lora_path: str | None = Field(None, min_length=1, max_length=4096)
+    alias_of: Text | None = None
+
+
+class PinRequest(Body):
+    lora_name: Text
+    pinned: bool = True
 
 
 class UnloadRequest(Body):

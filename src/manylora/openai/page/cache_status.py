@@ -127,7 +127,8 @@ class CacheStatus:
 
         who: "named", "former" (content that no name refers to any more) or "hidden".
         """
-        name = next((name for name in one.names if key.may_see(name)), None)
+        owner_of = self._backend.catalog.owner_of
+        name = next((name for name in one.names if key.may_see(name, owner_of(name))), None)
         who = "named" if name is not None else "former" if key.sees_all and not one.names else "hidden"
         # Depends on the key, so that the ids that two keys see cannot be compared.
         opaque = hashlib.blake2b(f"{key.name}\n{one.digest}".encode(), key=self._secret, digest_size=6)

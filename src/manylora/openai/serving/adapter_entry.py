@@ -35,6 +35,20 @@ class Version:
     text: AdapterText | None = None
 
 
+@dataclass
+class Terms:
+    """On which terms an adapter is in the catalog.
+
+    pinned: it stays in the engine's cache. idle_ttl_seconds: without a request, after which it is unloaded;
+    None: it stays. owner: name of the API key that loaded it; "": nobody's. public: other keys may use it.
+    """
+
+    pinned: bool = False
+    idle_ttl_seconds: float | None = None
+    owner: str = ""
+    public: bool = False
+
+
 @dataclass(eq=False)
 class AdapterEntry:
     """A name. version: what is served, the last good one. problem: why its files give no newer one."""
@@ -48,9 +62,20 @@ class AdapterEntry:
     version: Version | None = None
     problem: ApiError | None = None
     missing_since: float | None = None
+    terms: Terms = field(default_factory=Terms)
+    used_at: float = field(default_factory=time.monotonic)  # when the last request began or ended
     num_open: int = 0  # requests under way
     reading: asyncio.Task[ReadAdapter] | None = None
     closed: asyncio.Event = field(default_factory=asyncio.Event)  # unloaded, and no request left
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(stamp[3] for stamp in self.found)
+
+    @property
+    def has_expired(self) -> bool:
+        ttl = self.terms.idle_ttl_seconds
+        return ttl is not None and not self.num_open and time.monotonic() - self.used_at >= ttl
 
     def note_files(self, now: Fingerprint) -> None:
         if now != self.found:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from manylora.errors import AdapterChangedError, AdapterNotCachedError
+from manylora.errors import AdapterChangedError, AdapterNotCachedError, RequestError
 from manylora.openai.api.errors import ApiError, as_api_error
 from manylora.openai.serving.adapter_entry import Version
 from manylora.openai.serving.catalog import AdapterCatalog
@@ -30,6 +30,17 @@ Meter = Callable[[LoraInput | None, Event, float], None]
 Wake = Callable[[], None]
 
 
+class EnginePins(Protocol):
+    """What keeps adapters in the engine's cache."""
+
+    def pin(self, task_id: int, answer: Callable[[RequestError | None], None]) -> None:
+        """Keep one that is in the cache now, and call `answer`, from any thread, with why that cannot be, or
+        None."""
+        ...
+
+    def unpin(self, task_id: int) -> None: ...
+
+
 class EngineClient(Protocol):
     """What the backend needs of an engine: one in this process, or Triton's. submit: errors of the request go
     to its sink, from any thread, as one last event."""
@@ -40,6 +51,9 @@ class EngineClient(Protocol):
 
     @property
     def alive(self) -> bool: ...
+
+    @property
+    def pins(self) -> EnginePins | None: ...
 
     def submit(self, request: Request, sink: Sink) -> int: ...
 
@@ -89,7 +103,7 @@ class Backend:
         meter: Meter = lambda lora, event, waited_s: None,
     ) -> None:
         self.catalog, self.queue = catalog, queue
-        self._engine, self._meter = engine, meter
+        self.engine, self._meter = engine, meter
         self.history = History()
         # Requests that are sending the tensors of a task id.
         self._carrying: Counter[int] = Counter()
@@ -99,7 +113,7 @@ class Backend:
 
     @property
     def alive(self) -> bool:
-        return self._engine.alive
+        return self.engine.alive
 
     def submit(self, call: Call) -> None:
         """Start it. Errors are set on the generation."""
@@ -109,7 +123,7 @@ class Backend:
     def cancel(self, call: Call) -> None:
         """Cancel it. No effect when it has ended."""
         if call.ticket is not None and not call.generation.ended:
-            self._engine.cancel(call.ticket)
+            self.engine.cancel(call.ticket)
         if call.task is not None:
             call.task.cancel()
 
@@ -118,11 +132,11 @@ class Backend:
         for call in list(self._open):
             call.generation.fail(ApiError(503, "stopping", "The server is stopping", retry_after=5))
             self.cancel(call)
-        await self._engine.close()
+        await self.engine.close()
 
     def engine_stats(self) -> EngineStats:
         """The engine's statistics plus the requests that wait here. Cheap: without names of adapters."""
-        stats = self._engine.stats()
+        stats = self.engine.stats()
         return replace(stats, waiting=stats.waiting + self.queue.num_waiting)
 
     def stats(self) -> EngineStats:
@@ -154,7 +168,7 @@ class Backend:
             with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(set_answer, found)
 
-        self._engine.cache_map(take)
+        self.engine.cache_map(take)
         try:
             found = await asyncio.wait_for(answer, MAP_TIMEOUT_S)
         except TimeoutError:
@@ -185,7 +199,7 @@ class Backend:
                 await self._with_adapter(call)
         except asyncio.CancelledError:
             if call.ticket is not None and not generation.ended:
-                self._engine.cancel(call.ticket)
+                self.engine.cancel(call.ticket)
             generation.fail(ApiError(499, "cancelled", "The request was cancelled"))
             raise
         except Exception as error:
@@ -220,7 +234,7 @@ class Backend:
         for attempt in range(MAX_ATTEMPTS):
             assert call.version is not None
             task_id = call.version.task_id
-            here = self._engine.resident(task_id) or self._carrying[task_id] > 0
+            here = self.engine.resident(task_id) or self._carrying[task_id] > 0
             if not here and call.policy == "never":
                 raise ApiError(
                     409,
@@ -247,7 +261,7 @@ class Backend:
             assert lora.task_id is not None
             self._carrying[lora.task_id] += 1
         put = self._events.put
-        call.ticket = self._engine.submit(call.generation.request(lora), lambda event: put((call, event)))
+        call.ticket = self.engine.submit(call.generation.request(lora), lambda event: put((call, event)))
         await call.answered
 
     def _take(self, events: list[tuple[Call, Event]]) -> None:
@@ -257,7 +271,7 @@ class Backend:
             except Exception as error:
                 logger.exception("making the text of request %s failed", call.generation.request_id)
                 call.generation.fail(as_api_error(error))
-                self._engine.cancel(call.ticket or 0)
+                self.engine.cancel(call.ticket or 0)
 
     def _take_one(self, call: Call, event: Event) -> None:
         generation, answered = call.generation, call.answered
@@ -279,7 +293,7 @@ class Backend:
             if not answered.done():
                 answered.set_result(None)
         elif generation.complete and call.ticket is not None:  # by stop texts, which the engine does not know
-            self._engine.cancel(call.ticket)
+            self.engine.cancel(call.ticket)
 
     def _arrived(self, call: Call) -> None:
         """After the first event of a request with tensors: they are in the cache, or were refused."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from manylora.errors import AdapterError, printable
+from manylora.errors import printable
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.fingerprint import Fingerprint, fingerprint
@@ -21,9 +21,11 @@ from manylora.lora.library.reader import AdapterReader, ReadAdapter
 from manylora.lora.tensors import Adapter
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.names import is_name
-from manylora.openai.serving.adapter_entry import AdapterEntry, EntryReader, Version
+from manylora.openai.serving.adapter_entry import AdapterEntry, EntryReader, Terms, Version
 from manylora.openai.serving.adapter_text import AdapterText, AdapterTexts
-from manylora.openai.serving.roots import Found, find_adapters, folders_of
+from manylora.openai.serving.aliases import Aliases
+from manylora.openai.serving.copies import Copies
+from manylora.openai.serving.roots import Found, find_adapters, folders_of, path_below
 from manylora.system.threads import lower_priority
 
 logger = logging.getLogger("manylora")
@@ -44,6 +46,10 @@ class AdapterCatalog:
     keep_bytes: tensors held in memory beside the engine's cache, where they could not come back without.
     disk:       copies of what was read, so that a version outlives its files.
     reserved:   names that no adapter may have.
+    pinned:     of the named ones.
+    aliases:    name -> what it stands for.
+    expired:    called with the name of an adapter that was unloaded as nobody used it.
+    terms_of:   of an adapter that is found at a path below a root.
     """
 
     def __init__(
@@ -58,6 +64,10 @@ class AdapterCatalog:
         keep_bytes: int = 2**28,
         disk: DiskLevel | None = None,
         reserved: Sequence[str] = (),
+        pinned: Sequence[str] = (),
+        aliases: Mapping[str, str] = MappingProxyType({}),
+        expired: Callable[[str], None] = lambda name: None,
+        terms_of: Callable[[Path], Terms] = lambda path: Terms(),
     ) -> None:
         self._roots = [root.resolve() for root in roots]
         self._allowed = [*self._roots, *(root.resolve() for root in allowed)]
@@ -67,11 +77,13 @@ class AdapterCatalog:
         self._quiet_s = min(MAX_QUIET_S, refresh_s / 4)
         self._texts = texts
         self._entry_reader = EntryReader(self._reader, texts, self._on_thread, self._quiet_s, self._keep)
-        self._reserved = reserved
+        self._reserved, self._pinned, self._expired = reserved, pinned, expired
+        self._terms_of = terms_of
+        self.aliases = Aliases(aliases)
         self._entries: dict[str, AdapterEntry] = {}
         self._unloaded: dict[str, Fingerprint] = {}  # by request; not loaded again until the files change
-        self._memory = MemoryLevel(keep_bytes)
         self.disk = disk or DiskLevel(0)
+        self._copies = Copies(self._reader, MemoryLevel(keep_bytes), self.disk)
         self._files = ThreadPoolExecutor(2, "manylora-catalog", lower_priority)
         self._watching: asyncio.Task[None] | None = None
         self.num_failures = self._entry_reader.num_failures
@@ -80,7 +92,8 @@ class AdapterCatalog:
         """Take the named ones, scan the roots for the first time, and begin to watch them."""
         for name, path in self._named.items():
             found = await self._on_thread(fingerprint, path)
-            self._entries[name] = AdapterEntry(name, path.resolve(), scanned=False, found=found)
+            terms = Terms(pinned=name in self._pinned)
+            self._entries[name] = AdapterEntry(name, path.resolve(), False, found, terms=terms)
         await self._scan(first=True)
         self._watching = asyncio.create_task(self._watch())
 
@@ -102,6 +115,20 @@ class AdapterCatalog:
     def has(self, name: str) -> bool:
         return name in self._entries
 
+    def entry(self, name: str) -> AdapterEntry:
+        """Raises ApiError 404."""
+        if name not in self._entries:
+            raise ApiError(404, "adapter_not_found", f"adapter {name!r} does not exist", "lora_name")
+        return self._entries[name]
+
+    def owner_of(self, name: str) -> str:
+        """Of an adapter that is no one else's to see; "": it has none, or is public."""
+        terms = self._entries[name].terms if name in self._entries else Terms()
+        return "" if terms.public else terms.owner
+
+    def owned_by(self, owner: str) -> list[AdapterEntry]:
+        return [entry for entry in self._entries.values() if entry.terms.owner == owner]
+
     def names_of(self, task_id: int) -> list[str]:
         """Equal contents share an id."""
         return [e.name for e in self._entries.values() if e.version and e.version.task_id == task_id]
@@ -111,7 +138,7 @@ class AdapterCatalog:
 
         Raises ApiError, the same one for a path outside and for one where nothing is.
         """
-        path, root = self._below_roots(given)
+        path, root = path_below(self._allowed, given)
         for entry in self._entries.values():
             if entry.path == path:
                 return entry.name
@@ -131,7 +158,8 @@ class AdapterCatalog:
             return "but names are 1 to 128 of A-Z a-z 0-9 . _ : / - without '..'"
         if name in self._reserved:
             return "which is the name of the base model"
-        return "which another adapter is called" if name in self._entries else ""
+        taken = name in self._entries or name in self.aliases
+        return "which another adapter is called" if taken else ""
 
     async def version(self, name: str, *, fresh: bool = False) -> Version:
         """The current version of an adapter; waits for its first reading. fresh: checks its files now.
@@ -166,10 +194,10 @@ class AdapterCatalog:
     async def adapter(self, version: Version) -> tuple[Version, Adapter | FileAdapter]:
         """The adapter of a version, or of the one that its files hold by now. Raises ApiError."""
         entry = self._entries.get(version.name)
-        found = self._memory.get(version.digest)
-        if found is None:
-            path = None if entry is None else entry.path
-            found = await self._on_thread(self._find, version.digest, path)
+        path = None if entry is None else entry.path
+        found = self._copies.in_memory(version.digest) or await self._on_thread(
+            self._copies.find, version.digest, path
+        )
         if found is not None:
             return version, found
         if entry is None:
@@ -178,30 +206,17 @@ class AdapterCatalog:
         assert entry.version is not None
         return entry.version, read.adapter
 
-    def _find(self, digest: str, path: Path | None) -> Adapter | FileAdapter | None:
-        """In its files, where these can be read without a check of their content; else the copy on disk."""
-        return self._find_stored(digest, path) or self.disk.get(digest)
-
-    def _find_stored(self, digest: str, path: Path | None) -> Adapter | FileAdapter | None:
-        with contextlib.suppress(AdapterError, OSError):  # the copy may be good
-            stored = None if path is None else self._reader.find_stored(path)
-            if stored is not None and stored.adapter.digest == digest:
-                return stored.adapter
-        return None
-
-    def _comes_back(self, digest: str, path: Path) -> bool:
-        """Whether its files can be read straight into the cache, and a copy on disk outlives them."""
-        return self._find_stored(digest, path) is not None and self.disk.has(digest)
-
     def enter(self, name: str) -> AdapterEntry | None:
         """Count a request in; None for a name that is gone."""
         entry = self._entries.get(name)
         if entry is not None:
             entry.num_open += 1
+            entry.used_at = time.monotonic()
         return entry
 
     def leave(self, entry: AdapterEntry) -> None:
         entry.num_open -= 1
+        entry.used_at = time.monotonic()
         if entry.num_open == 0 and self._entries.get(entry.name) is not entry:
             entry.closed.set()
 
@@ -209,26 +224,33 @@ class AdapterCatalog:
         """Whether a request may load an adapter of this name. Raises ApiError."""
         if name in self._reserved:
             raise ApiError(400, "invalid_adapter_name", f"{name!r} is the base model", "lora_name")
-        if name in self._entries and not replace:
-            raise ApiError(
-                400,
-                "adapter_exists",
-                f"adapter {name!r} is loaded already: unload it first, or set load_inplace",
-                "lora_name",
+        if name in self.aliases or (name in self._entries and not replace):
+            is_alias = name in self.aliases
+            text = (
+                f"{name!r} is an alias: unload" if is_alias else f"adapter {name!r} is loaded already: unload"
             )
+            text += " it first" + ("" if is_alias else ", or set load_inplace")
+            raise ApiError(400, "adapter_exists", text, "lora_name")
 
     async def load(
-        self, name: str, given: str, *, replace: bool, move: Callable[[Path], Path] | None = None
+        self,
+        name: str,
+        given: str,
+        *,
+        replace: bool,
+        move: Callable[[Path], Path] | None = None,
+        terms: Terms | None = None,
     ) -> tuple[str, ...]:
         """Add an adapter on request. Returns its `AdapterFacts.notes`. Raises ApiError; then nothing has
         changed.
 
         move: called with its path once the adapter was read without an error; returns its final path.
         """
-        path, _ = self._below_roots(given)
+        path, _ = path_below(self._allowed, given)
         self.check_new(name, replace=replace)
         old = self._entries.get(name)
-        entry = AdapterEntry(name, path, scanned=False, found=await self._on_thread(fingerprint, path))
+        found = await self._on_thread(fingerprint, path)
+        entry = AdapterEntry(name, path, False, found, terms=terms or Terms())
         await self._entry_reader.read(entry)
         if move is not None:
             self.check_new(name, replace=replace)  # another may have come while this was read
@@ -237,11 +259,26 @@ class AdapterCatalog:
         if old is not None and old.scanned and old.path == entry.path:
             entry.scanned = True
         self._unloaded.pop(name, None)
+        entry.used_at = time.monotonic()
         self._entries[name] = entry
         return entry.version.facts.notes if entry.version is not None else ()
 
+    def load_alias(self, name: str, target: str, *, replace: bool) -> None:
+        """Let a name stand for an adapter, an alias or the base model. replace: it may stand for another by
+        now. Raises ApiError."""
+        if name in self._reserved or name in self._entries or (name in self.aliases and not replace):
+            raise ApiError(400, "adapter_exists", f"{name!r} is a model's name already", "lora_name")
+        meant = self.aliases.resolve(target)
+        if meant not in self._entries and meant not in self._reserved:
+            raise ApiError(404, "adapter_not_found", f"adapter {target!r} does not exist", "alias_of")
+        self.aliases.set(name, target)
+
     async def unload(self, name: str, timeout_s: float) -> int:
-        """Take no more requests for it and wait for those under way. Returns how many are left."""
+        """Take no more requests for it and wait for those under way. Returns how many are left. Of an alias
+        only the name goes."""
+        if name in self.aliases:
+            self.aliases.remove(name)
+            return 0
         entry = self._entries.pop(name, None)
         if entry is None:
             raise ApiError(404, "adapter_not_found", f"adapter {name!r} does not exist", "lora_name")
@@ -251,31 +288,23 @@ class AdapterCatalog:
                 await asyncio.wait_for(entry.closed.wait(), timeout_s)
         return entry.num_open
 
-    def _below_roots(self, given: str) -> tuple[Path, Path]:
-        refused = ApiError(
-            404, "adapter_not_found", "lora_path: there is no adapter there that may be read", "lora_path"
-        )
-        if "\0" in given:
-            raise refused
-        for root in self._allowed:
-            try:
-                path = (root / given).resolve()  # an absolute path stays as it is
-                exists = path.exists()
-            except (OSError, RuntimeError):
-                continue
-            if exists and path != root and path.is_relative_to(root):
-                return path, root
-        raise refused
-
     async def _watch(self) -> None:
         while True:
             try:
+                self._unload_expired()
                 await self._scan(first=False)
                 await self._read_changed()
                 await self._free_memory()
             except Exception:
                 logger.exception("scanning the lora roots failed")
             await asyncio.sleep(self._refresh_s / 2)
+
+    def _unload_expired(self) -> None:
+        for entry in [one for one in self._entries.values() if one.has_expired]:
+            logger.info("adapter %s is unloaded: it was idle for its time to live", entry.name)
+            self._unloaded[entry.name] = entry.found
+            del self._entries[entry.name]
+            self._expired(entry.name)
 
     async def _scan(self, *, first: bool) -> None:
         known = {entry.path: entry.found for entry in self._entries.values()}
@@ -289,7 +318,7 @@ class AdapterCatalog:
                 complete = False
                 continue
             for name, one in below.items():
-                if name not in self._reserved:
+                if name not in self._reserved and name not in self.aliases:
                     found.setdefault(name, one)
         for name, one in found.items():
             self._note_found(name, one)
@@ -308,7 +337,8 @@ class AdapterCatalog:
         self._unloaded.pop(name, None)
         entry = self._entries.get(name)
         if entry is None:
-            self._entries[name] = AdapterEntry(name, found.path, scanned=True, found=found.fingerprint)
+            terms = self._terms_of(found.path)
+            self._entries[name] = AdapterEntry(name, found.path, True, found.fingerprint, terms=terms)
         elif entry.scanned:
             entry.missing_since = None
             entry.path = found.path
@@ -337,19 +367,16 @@ class AdapterCatalog:
 
     async def _keep(self, read: ReadAdapter) -> None:
         if isinstance(read.adapter, Adapter):
-            self._memory.put(read.adapter, self._orphans())
+            orphans = {e.version.digest for e in self._entries.values() if e.version and e.problem}
+            self._copies.put_in_memory(read.adapter, orphans)
             await self._on_thread(self.disk.put_soon, read.adapter)
 
     async def _free_memory(self) -> None:
         """Hold nothing that can come back without: a second copy of what is in the cache or in the files."""
         for entry in list(self._entries.values()):
             digest = entry.version.digest if entry.version else ""
-            if digest in self._memory and await self._on_thread(self._comes_back, digest, entry.path):
-                self._memory.drop(digest)
-
-    def _orphans(self) -> set[str]:
-        """Digests that the files no longer hold."""
-        return {e.version.digest for e in self._entries.values() if e.version and e.problem}
+            if await self._on_thread(self._copies.is_needless, digest, entry.path):
+                self._copies.drop(digest)
 
     async def _on_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._files, function, *arguments)

@@ -29,6 +29,7 @@ class InProcessEngine:
         self.resident = engine.adapters.resident
         self.submit, self.cancel = loop.submit, loop.cancel
         self.stats, self.cache_map = loop.stats, loop.cache_map
+        self.pins = loop
         self._hang_s, self._ended = hang_s, ended
         self._stalled_s = 0.0
         self._closed = threading.Event()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -84,8 +84,28 @@ class Inference:
     async def prompts_of(self, model: str, key: ApiKey) -> Prompts:
         """The tokenizer and the chat template of a model that the key may use; the base's for other names."""
         catalog = self.backend.catalog
-        known = catalog.has(model) and key.may_see(model)
-        return (await self._text_of(model if known else None))[0]
+        name = catalog.aliases.resolve(model)
+        return (await self._text_of(name if catalog.has(name) and self.may_use(model, key) else None))[0]
+
+    def may_use(self, name: str, key: ApiKey) -> bool:
+        """Of an alias its own name counts: who made it has chosen for whom. But not for the base model."""
+        catalog = self.backend.catalog
+        if catalog.aliases.resolve(name) in self.bases:
+            return key.may_see(None) and (name in self.bases or key.may_see(name))
+        return key.may_see(name, catalog.owner_of(name))
+
+    def check_use(self, name: str, key: ApiKey, what: str = "adapter", field: str = "model") -> None:
+        """Raises ApiError: 403 for a name outside the key's patterns, whether or not there is such an one,
+        404 for one of another owner, as for one that does not exist."""
+        key.check(name)
+        if not self.may_use(name, key):
+            raise ApiError(404, "adapter_not_found", f"{what} {name!r} does not exist", field)
+
+    def sees_all(self, key: ApiKey) -> bool:
+        """Whether no adapter is hidden from a key."""
+        if key.admin or not key.sees_all:
+            return key.admin
+        return all(self.may_use(entry.name, key) for entry in self.backend.catalog.entries())
 
     async def _text_of(self, name: str | None, *, fresh: bool = False) -> tuple[Prompts, GenerationDefaults]:
         text = None if name is None else await self.backend.catalog.text(name, fresh=fresh)
@@ -126,8 +146,15 @@ class Inference:
 
     async def probe(self) -> None:
         """Generate two tokens with the base model, for health checks. Raises ApiError when that fails."""
+        await self._try_out(None)
+
+    async def load(self, name: str) -> None:
+        """Bring an adapter into the cache, as a request does. Raises ApiError."""
+        await self._try_out(name)
+
+    async def _try_out(self, name: str | None) -> None:
         body = CompletionRequest.model_validate({"prompt": "a", "max_tokens": 2, "temperature": 0.0})
-        asked = Asked(AdapterChoice(), self.prompts)
+        asked = Asked(AdapterChoice(name=name), self.prompts)
         call = self._call(body, tuple(self.tokenizer.encode("a")), asked, Signal(), "health")
         self.backend.submit(call)
         try:
@@ -190,16 +217,23 @@ class Inference:
     def choose_adapter(self, body: GenerationRequest, key: ApiKey) -> AdapterChoice:
         """Raises ApiError, also when the key may not use the adapter, or there is none of that name."""
         catalog = self.backend.catalog
+        names = catalog.aliases
         choice = choose_adapter(
             body,
             self.bases,
-            lambda name: catalog.has(name) and key.may_see(name),
+            lambda name: (catalog.has(name) or name in names) and self.may_use(name, key),
             lambda path: _name_of_path(key, path, catalog.name_of_path),
         )
-        key.check(choice.name)
-        if choice.name is not None and not catalog.has(choice.name):
+        if choice.name is None:
+            key.check(None)
+            return choice
+        self.check_use(choice.name, key, "model", choice.field)
+        name = names.resolve(choice.name)
+        if name in self.bases:
+            return replace(choice, name=None)
+        if not catalog.has(name):
             raise ApiError(404, "adapter_not_found", f"model {choice.name!r} does not exist", choice.field)
-        return choice
+        return replace(choice, name=name)
 
     def _call(
         self,

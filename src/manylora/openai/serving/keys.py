@@ -16,7 +16,8 @@ import yaml
 from manylora.errors import ConfigError
 from manylora.openai.api.errors import ApiError
 
-FIELDS = {"name", "sha256", "adapters", "base", "admin", "max_concurrent", "requests_per_minute"}
+LIMITS = ("max_concurrent", "requests_per_minute", "max_adapters", "max_adapter_bytes")
+FIELDS = {"name", "sha256", "adapters", "base", "admin", "load", *LIMITS}
 
 
 @dataclass(eq=False)
@@ -24,32 +25,40 @@ class ApiKey:
     """What one API key may do.
 
     adapters: patterns of names, * for any characters. base: it may use the base model. admin: it may load and
-    unload adapters. max_concurrent: requests at one time. requests_per_minute: a minute's requests may come
-    at once; one more is allowed every 60 / rate seconds. 0 is no limit for both.
+    unload adapters. load: it may load adapters as request bodies, under names of its patterns, which are its
+    own then: other keys neither see nor use them. max_adapters, max_adapter_bytes: of these, in files.
+    max_concurrent: requests at one time. requests_per_minute: a minute's requests may come at once; one more
+    is allowed every 60 / rate seconds. 0 is no limit for all four.
     """
 
     name: str
     adapters: tuple[str, ...] = ("*",)
     base: bool = True
     admin: bool = False
+    load: bool = False
+    max_adapters: int = 0
+    max_adapter_bytes: int = 0
     max_concurrent: int = 0
     requests_per_minute: int = 0
     num_open: int = field(default=0, repr=False)
     _due_at: float = field(default=0.0, repr=False)  # when the whole minute's budget is available again
 
-    def may_see(self, adapter: str | None) -> bool:
-        """Whether it may see and use this adapter; None: the base model."""
+    def may_see(self, adapter: str | None, owner: str = "") -> bool:
+        """Whether it may see and use this adapter; None: the base model. owner: of one that is not
+        for all; "": none."""
         if adapter is None:
             return self.base
+        if owner and owner != self.name and not self.admin:
+            return False
         return any(fnmatchcase(adapter, pattern) for pattern in self.adapters)
 
     @property
     def sees_all(self) -> bool:
         return self.admin or "*" in self.adapters
 
-    def check(self, adapter: str | None) -> None:
-        """Raises ApiError 403, the same whether or not the adapter exists."""
-        if not self.may_see(adapter):
+    def check(self, adapter: str | None, owner: str = "") -> None:
+        """As `may_see`. Raises ApiError 403, the same whether or not the adapter exists."""
+        if not self.may_see(adapter, owner):
             what = "the base model" if adapter is None else f"adapter {adapter!r}"
             raise ApiError(403, "not_allowed", f"This API key may not use {what}", "model")
 
@@ -97,6 +106,9 @@ class Keyring:
     def closed(self) -> bool:
         """Whether requests need a key."""
         return self._keys is not None
+
+    def has_name(self, name: str) -> bool:
+        return any(key.name == name for key in (self._keys or {}).values())
 
     @property
     def admin_needed(self) -> str:
@@ -150,10 +162,10 @@ def _parse(entry: Any, where: str) -> tuple[str, ApiKey]:
     adapters = entry.get("adapters", ["*"])
     if not isinstance(adapters, list) or not all(isinstance(one, str) for one in adapters):
         raise ConfigError(f"{where}: adapters must be a list of names or patterns")
-    for flag in ("base", "admin"):
+    for flag in ("base", "admin", "load"):
         if not isinstance(entry.get(flag, False), bool):
             raise ConfigError(f"{where}: {flag} must be true or false")
-    for limit in ("max_concurrent", "requests_per_minute"):
+    for limit in LIMITS:
         most = entry.get(limit, 0)
         if not isinstance(most, int) or isinstance(most, bool) or most < 0:
             raise ConfigError(f"{where}: {limit} must be a number, 0 for no limit")

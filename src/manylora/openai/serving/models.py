@@ -13,7 +13,9 @@ def base_card(name: str, base: str, created: int, max_seq_len: int) -> dict[str,
     return _card(name, created, base, None) | {"max_model_len": max_seq_len}
 
 
-def adapter_card(entry: AdapterEntry, base: str, created: int, tier: str) -> dict[str, Any]:
+def adapter_card(
+    entry: AdapterEntry, base: str, created: int, tier: str, *, pinned: bool = False
+) -> dict[str, Any]:
     """rank, digest and sizes are null until the adapter's files have been read."""
     version, facts = entry.version, entry.version and entry.version.facts
     card = _card(entry.name, version.created if version else created, entry.name, base) | {
@@ -25,6 +27,9 @@ def adapter_card(entry: AdapterEntry, base: str, created: int, tier: str) -> dic
         "notes": list(facts.notes) if facts else [],
         "tier": tier,
     }
+    card |= {"owned_by": entry.terms.owner or card["owned_by"], "pinned": pinned}
+    if entry.terms.idle_ttl_seconds is not None:
+        card["idle_ttl_seconds"] = entry.terms.idle_ttl_seconds
     if entry.problem is not None:
         card["problem"] = {"code": entry.problem.code, "message": entry.problem.message}
     return card

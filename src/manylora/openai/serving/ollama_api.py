@@ -154,7 +154,7 @@ class OllamaApi:
         return [
             one
             for one in self._catalog.entries()
-            if key.may_see(one.name) and (one.version is not None or one.problem is None)
+            if self._inference.may_use(one.name, key) and (one.version is not None or one.problem is None)
         ]
 
     def _base_card(self) -> dict[str, Any]:

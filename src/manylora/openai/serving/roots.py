@@ -12,6 +12,7 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.llgtrt import is_llgtrt
 from manylora.lora.formats.sources import find_source
 from manylora.lora.library.fingerprint import Fingerprint, entry_is, fingerprint, is_passing
+from manylora.openai.api.errors import ApiError
 from manylora.openai.api.names import is_name
 
 logger = logging.getLogger("manylora")
@@ -41,6 +42,25 @@ def folders_of(adapters: Iterable[Path]) -> Iterator[Path]:
     for path in adapters:
         files = path.iterdir() if path.is_dir() else (path,)
         yield from {file.resolve().parent for file in files}
+
+
+def path_below(folders: Sequence[Path], given: str) -> tuple[Path, Path]:
+    """A path that a client named, resolved, and the first folder that it is in. Raises ApiError, the same one
+    for a path outside and for one where nothing is."""
+    refused = ApiError(
+        404, "adapter_not_found", "lora_path: there is no adapter there that may be read", "lora_path"
+    )
+    if "\0" in given:
+        raise refused
+    for folder in folders:
+        try:
+            path = (folder / given).resolve()  # an absolute path stays as it is
+            exists = path.exists()
+        except (OSError, RuntimeError):
+            continue
+        if exists and path != folder and path.is_relative_to(folder):
+            return path, folder
+    raise refused
 
 
 @dataclass(frozen=True)

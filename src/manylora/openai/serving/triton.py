@@ -201,6 +201,8 @@ class TritonEngine:
             adapters=AdapterStats(max_device_adapters=len(known) + 1, residents=residents),
         )
 
+    pins = None
+
     def cache_map(self, take: Callable[[CacheMap | None], None]) -> None:
         """Triton does not report pages."""
         take(None)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import logging
 import secrets
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from manylora.openai.api.errors import ApiError
+from manylora.openai.serving.adapter_entry import Terms
 
 logger = logging.getLogger("manylora")
 
+TERMS = ".terms.json"
 INCOMING = ".incoming"  # a hidden folder, which scans of the adapter roots skip
 SUFFIX = ".safetensors"
 
@@ -27,6 +32,7 @@ class Uploads:
     def __init__(self, max_bytes: int, folder: Path | None = None) -> None:
         self._max_bytes, self._temporary = max_bytes, folder is None
         self.folder: Path | None = None
+        self._terms: dict[str, Terms] = {}  # by name
         self.num_bytes = 0
         if max_bytes:
             try:
@@ -38,6 +44,7 @@ class Uploads:
         folder = given or Path(tempfile.mkdtemp(prefix="manylora-uploads-"))
         shutil.rmtree(folder / INCOMING, ignore_errors=True)
         (folder / INCOMING).mkdir(parents=True, exist_ok=True)
+        self._terms = _read_terms(folder / TERMS)
         self.num_bytes = sum(one.stat().st_size for one in folder.rglob(f"*{SUFFIX}"))
         return folder
 
@@ -76,12 +83,13 @@ class Uploads:
             raise
         return path
 
-    def place(self, path: Path, name: str) -> Path:
+    def place(self, path: Path, name: str, terms: Terms) -> Path:
         """Rename a received file to its adapter's name, replacing an older one. Raises ApiError 507."""
         target = self._path(name)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             older = target.stat().st_size if target.exists() else 0
+            self._set_terms(name, terms)  # first: nobody else's adapter may become everyone's
             path.replace(target)
         except OSError as error:
             logger.warning("an adapter in a request cannot be kept: %s", error.strerror)
@@ -100,10 +108,39 @@ class Uploads:
         """Delete the adapter's file, if it was uploaded."""
         if self.folder is not None:
             self.drop(self._path(name))
+            self.keep_terms(name, Terms())
+
+    def keep_terms(self, name: str, terms: Terms) -> None:
+        """Have them hold for an uploaded adapter after a restart too. A disk that takes nothing is logged."""
+        if name in self._terms or self._path(name).exists():
+            try:
+                self._set_terms(name, terms)
+            except OSError as error:
+                logger.warning("the terms of an uploaded adapter cannot be kept: %s", error.strerror)
+
+    def terms_of(self, path: Path) -> Terms:
+        """On which terms the adapter of a file is in the catalog: those it was placed on, also by an earlier
+        process."""
+        if self.folder is None or not path.is_relative_to(self.folder.resolve()):
+            return Terms()
+        name = str(path.relative_to(self.folder.resolve()).with_suffix(""))
+        return replace(self._terms.get(name, Terms()))
 
     def close(self) -> None:
         if self._temporary and self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _set_terms(self, name: str, terms: Terms) -> None:
+        """Raises OSError."""
+        assert self.folder is not None
+        if self._terms.get(name, Terms()) == terms:
+            return
+        self._terms.pop(name, None)
+        if terms != Terms():
+            self._terms[name] = replace(terms)
+        part = self.folder / f"{TERMS}.part"
+        part.write_text(json.dumps({name: asdict(terms) for name, terms in self._terms.items()}))
+        part.replace(self.folder / TERMS)
 
     def _path(self, name: str) -> Path:
         assert self.folder is not None
@@ -114,6 +151,18 @@ class Uploads:
         if more > left:
             reason = f"Adapters sent in requests may have {left} more bytes: unload one that was sent"
             raise ApiError(413, "request_too_large", reason)
+
+
+def _read_terms(path: Path) -> dict[str, Terms]:
+    """Raises OSError. What is not in order there is left out: its adapters are then an admin's."""
+    if not path.is_file():
+        return {}
+    try:
+        return {str(name): Terms(**one) for name, one in json.loads(path.read_text()).items()}
+    except (ValueError, TypeError, AttributeError):
+        raise OSError(
+            errno.EINVAL, f"{path.name} is not readable, and says whose these adapters are"
+        ) from None
 
 
 def _full() -> ApiError:

@@ -1,0 +1,83 @@
+"""Pins: leases without a request, which keep adapters in the cache until they are given back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Container
+from typing import TYPE_CHECKING
+
+from manylora.errors import AdapterCacheFullError, AdapterNotCachedError
+from manylora.lora.cache import AdapterCache
+
+if TYPE_CHECKING:
+    from manylora.lora.store import AdapterLease
+
+logger = logging.getLogger("manylora")
+
+
+class Pins:
+    """Belongs to the engine's thread.
+
+    acquire: a lease on what a task id means, which is on the host. admit, release: as the store's. largest:
+    pages that must stay for others, so that every adapter that was taken can still run.
+    """
+
+    def __init__(
+        self,
+        cache: AdapterCache,
+        acquire: Callable[[int], AdapterLease],
+        admit: Callable[[AdapterLease], bool],
+        release: Callable[[AdapterLease], None],
+        largest: Callable[[], int],
+    ) -> None:
+        self._cache, self._largest = cache, largest
+        self._acquire, self._admit, self._release = acquire, admit, release
+        self._leases: dict[int, AdapterLease] = {}
+
+    def pin(self, task_id: int) -> None:
+        """Keep the adapter of a task id on both levels, from now on; the second time changes nothing.
+
+        Raises AdapterNotCachedError when it is not in the cache or cannot come to the device now,
+        AdapterCacheFullError when too little would be left for others.
+        """
+        if task_id in self._leases:
+            return
+        lease = self._acquire(task_id)
+        try:
+            self._check_room(lease)
+            if not self._admit(lease):
+                raise AdapterNotCachedError(task_id)
+        except BaseException:
+            self._release(lease)
+            raise
+        self._leases[task_id] = lease
+        self._count()
+
+    def unpin(self, task_id: int) -> None:
+        """From now on it may be evicted. No effect for one that is not pinned."""
+        lease = self._leases.pop(task_id, None)
+        if lease is not None:
+            self._release(lease)
+            self._count()
+
+    def drop(self, digests: Container[str]) -> None:
+        """Unpin adapters that were lost on their way to the cache."""
+        for task_id, lease in list(self._leases.items()):
+            if lease.digest in digests:
+                logger.warning("lora task %d is not pinned any more: it could not be read", task_id)
+                self.unpin(task_id)
+
+    def _check_room(self, lease: AdapterLease) -> None:
+        if any(one.digest == lease.digest for one in self._leases.values()):
+            return
+        pages = lease.layout.num_pages
+        left, needed = self._cache.unkept_pages - pages, self._largest()
+        if left < needed:
+            raise AdapterCacheFullError(
+                f"it needs {pages} pages, which would leave {max(0, left)} of the adapter cache for all "
+                f"others, and {needed} must stay for the largest: unpin another, or make the cache larger"
+            )
+
+    def _count(self) -> None:
+        sizes = {lease.digest: lease.layout.num_pages for lease in self._leases.values()}
+        self._cache.kept_pages = sum(sizes.values())

@@ -1,0 +1,224 @@
+"""The routes that load, unload and pin adapters; and who may do that, how many, and how large."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from manylora.openai.api.errors import ApiError, invalid_value
+from manylora.openai.api.names import check_name
+from manylora.openai.api.schema import LoadRequest, LoadTerms, PinRequest, UnloadRequest, validate
+from manylora.openai.serving.adapter_entry import Terms
+from manylora.openai.serving.catalog import AdapterCatalog
+from manylora.openai.serving.keys import ApiKey, Keyring
+from manylora.openai.serving.pinning import Pinning
+from manylora.openai.serving.transport import content_type
+from manylora.openai.serving.uploads import Uploads
+
+ADAPTER_ROUTES = [
+    ("POST", f"{prefix}/{path}_lora_adapter", f"adapters.{path}")
+    for prefix in ("/v1", "")
+    for path in ("load", "unload", "pin")
+]
+"""HTTP method, path, method of AdapterRoutes."""
+
+
+class AdapterRoutes:
+    """identify: the API key of a request. read: its body, as one kind. drain_s: that requests under way have
+    when their adapter is unloaded."""
+
+    def __init__(
+        self,
+        identify: Callable[[Request], ApiKey],
+        read: Callable[..., Awaitable[Any]],
+        keyring: Keyring,
+        catalog: AdapterCatalog,
+        uploads: Uploads,
+        pinning: Pinning,
+        drain_s: float,
+    ) -> None:
+        self._identify, self._read, self._keyring = identify, read, keyring
+        self._catalog, self._uploads, self._pinning = catalog, uploads, pinning
+        self._drain_s = drain_s
+        self._locks: dict[str, asyncio.Lock] = {}  # by owner: two loads at once could exceed a quota
+
+    async def load(self, request: Request) -> Response:
+        """By path, in JSON; or with the adapter's file as the body and its name in the query."""
+        key = self._loader(request)
+        if content_type(request) == "application/octet-stream":
+            return await self._load_body(request, key)
+        self._check_admin(key)
+        body: LoadRequest = await self._read(request, LoadRequest)
+        name = check_name(body.lora_name, "lora_name")
+        if (body.lora_path is None) == (body.alias_of is None):
+            reason = "lora_path or alias_of is required, one of them"
+            raise ApiError(400, "missing_field", reason, "lora_path")
+        if body.alias_of is not None:
+            return self._load_alias(name, body, body.alias_of, key)
+        assert body.lora_path is not None
+        known = self._catalog.has(name)
+        terms = self._terms(name, body, key)
+        notes = await self._catalog.load(name, body.lora_path, replace=body.load_inplace, terms=terms)
+        return await self._loaded(name, body.pinned, known, notes)
+
+    def _load_alias(self, name: str, body: LoadRequest, target: str, key: ApiKey) -> Response:
+        for field in ("pinned", "idle_ttl_seconds", "owner", "public"):
+            if getattr(body, field):
+                raise invalid_value(f"{field}: an alias is as the adapter that it stands for", field)
+        key.check(check_name(target, "alias_of"), self._catalog.owner_of(target))
+        self._catalog.load_alias(name, target, replace=body.load_inplace)
+        return PlainTextResponse(f"Success: {name!r} stands for {self._catalog.aliases.resolve(name)!r}.")
+
+    async def _load_body(self, request: Request, key: ApiKey) -> Response:
+        name = check_name(request.query_params.get("lora_name", ""), "lora_name")
+        self._check_own(name, key, new=True)
+        body, known = _query_terms(request), self._catalog.has(name)
+        if body.pinned:
+            self._check_admin(key)
+        terms = self._terms(name, body, key)
+        self._catalog.check_new(name, replace=body.load_inplace)
+        given = request.headers.get("content-length", "")
+        length = int(given) if given.isdigit() else 0
+        self._check_quota(name, key, length)
+        path = await self._uploads.receive(self._bounded(request.stream(), name, key), length)
+        try:
+            async with self._locks.setdefault(key.name, asyncio.Lock()):
+                notes = await self._catalog.load(
+                    name,
+                    str(path),
+                    replace=body.load_inplace,
+                    move=lambda received: self._place(received, name, terms, key),
+                    terms=terms,
+                )
+        finally:
+            self._uploads.drop(path)  # no effect after `place`
+        return await self._loaded(name, body.pinned, known, notes)
+
+    async def unload(self, request: Request) -> Response:
+        key = self._loader(request)
+        name = check_name((await self._read(request, UnloadRequest)).lora_name, "lora_name")
+        self._check_own(name, key)
+        running = await self._catalog.unload(name, self._drain_s)
+        self._uploads.discard(name)
+        await self._pinning.follow()
+        if running:
+            text = f"LoRA adapter {name!r} takes no more requests; {running} are still under way."
+            return PlainTextResponse(text, HTTPStatus.ACCEPTED)
+        return PlainTextResponse(f"Success: LoRA adapter {name!r} removed successfully.")
+
+    async def pin(self, request: Request) -> Response:
+        self._check_admin(self._loader(request))
+        body: PinRequest = await self._read(request, PinRequest)
+        name = self._catalog.aliases.resolve(check_name(body.lora_name, "lora_name"))
+        if not body.pinned:
+            await self._pinning.unpin(name)
+            self._keep_terms(name)
+            return PlainTextResponse(f"Success: LoRA adapter {name!r} may be evicted.")
+        await self._pinning.pin(name)
+        self._keep_terms(name)
+        return PlainTextResponse(f"Success: LoRA adapter {name!r} is pinned.")
+
+    async def _loaded(self, name: str, pinned: bool, known: bool, notes: Sequence[str]) -> Response:
+        """known: one had this name before; else it is unloaded again when it cannot be pinned. notes:
+        what of it may not be what was meant."""
+        if pinned:
+            try:
+                await self._pinning.pin(name)
+            except ApiError as error:
+                if not known:
+                    await self._catalog.unload(name, 0)
+                    self._uploads.discard(name)
+                    raise
+                text = f"It is loaded, but not pinned. {error.message}"
+                raise ApiError(error.status, error.code, text, error.param, error.retry_after) from error
+            self._keep_terms(name)
+        else:
+            await self._pinning.follow()
+        lines = [f"Success: LoRA adapter {name!r} added successfully."]
+        return PlainTextResponse("\n".join([*lines, *(f"Warning: {note}" for note in notes)]))
+
+    def _keep_terms(self, name: str) -> None:
+        if self._uploads.folder is not None and self._catalog.has(name):
+            self._uploads.keep_terms(name, self._catalog.entry(name).terms)
+
+    def _place(self, received: Path, name: str, terms: Terms, key: ApiKey) -> Path:
+        self._check_quota(name, key, received.stat().st_size)
+        return self._uploads.place(received, name, terms)
+
+    def _terms(self, name: str, body: LoadTerms, key: ApiKey) -> Terms:
+        """Raises ApiError."""
+        older = self._catalog.entry(name).terms.owner if self._catalog.has(name) else ""
+        owner = body.owner if body.owner is not None else older if key.admin else key.name
+        if owner != key.name and not key.admin:
+            raise ApiError(403, "not_allowed", "This API key may load for itself only", "owner")
+        if body.owner and not self._keyring.has_name(owner):
+            raise invalid_value(f"owner: no API key is called {owner!r}", "owner")
+        return Terms(False, body.idle_ttl_seconds, owner, body.public)
+
+    def _loader(self, request: Request) -> ApiKey:
+        key = self._identify(request)
+        if not (key.admin or key.load):
+            raise ApiError(403, "not_allowed", self._keyring.admin_needed)
+        return key
+
+    def _check_admin(self, key: ApiKey) -> None:
+        """Raises ApiError."""
+        if not key.admin:
+            reason = "This API key may load adapters as request bodies, and unload its own; nothing else"
+            raise ApiError(403, "not_allowed", reason)
+
+    def _check_own(self, name: str, key: ApiKey, *, new: bool = False) -> None:
+        """Whether a key may load or unload a name. Raises ApiError, the same for what is another's and for
+        what it may not see."""
+        if key.admin:
+            return
+        free = new and not self._catalog.has(name) and name not in self._catalog.aliases
+        own = self._catalog.has(name) and self._catalog.entry(name).terms.owner == key.name
+        if not (key.may_see(name) and (free or own)):
+            raise ApiError(403, "not_allowed", f"This API key may not use adapter {name!r}", "lora_name")
+
+    def _check_quota(self, name: str, key: ApiKey, num_bytes: int) -> None:
+        """Whether a key may own one more, of so many bytes. Raises ApiError."""
+        if key.admin:
+            return
+        others = [entry for entry in self._catalog.owned_by(key.name) if entry.name != name]
+        if key.max_adapters and len(others) >= key.max_adapters:
+            reason = f"This API key may own {key.max_adapters} adapters (max_adapters): unload one"
+            raise ApiError(403, "quota_exceeded", reason)
+        left = key.max_adapter_bytes - sum(entry.file_bytes for entry in others)
+        if key.max_adapter_bytes and num_bytes > left:
+            reason = (
+                f"Adapters of this API key may have {max(0, left)} more of {key.max_adapter_bytes} bytes "
+            )
+            raise ApiError(403, "quota_exceeded", reason + "(max_adapter_bytes): unload one")
+
+    async def _bounded(self, stream: AsyncIterator[bytes], name: str, key: ApiKey) -> AsyncIterator[bytes]:
+        received = 0
+        async for piece in stream:
+            received += len(piece)
+            self._check_quota(name, key, received)
+            yield piece
+
+
+def _query_terms(request: Request) -> LoadTerms:
+    """Raises ApiError."""
+    given: dict[str, Any] = {
+        name: value for name, value in request.query_params.items() if name in LoadTerms.model_fields
+    }
+    for name in ("load_inplace", "pinned", "public"):
+        if name in given:
+            if given[name].lower() not in ("true", "false"):
+                raise invalid_value(f"{name} must be true or false", name)
+            given[name] = given[name].lower() == "true"
+    if "idle_ttl_seconds" in given:
+        try:
+            given["idle_ttl_seconds"] = float(given["idle_ttl_seconds"])
+        except ValueError as error:
+            raise invalid_value("idle_ttl_seconds must be a number", "idle_ttl_seconds") from error
+    return validate(given, LoadTerms)

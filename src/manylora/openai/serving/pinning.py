@@ -1,0 +1,139 @@
+"""Pinning: keeps chosen adapters of the catalog in the engine's cache, whatever their files become."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+
+from manylora.errors import AdapterCacheFullError, AdapterNotCachedError, RequestError
+from manylora.openai.api.errors import ApiError, as_api_error
+from manylora.openai.serving.adapter_entry import AdapterEntry
+from manylora.openai.serving.backend import EnginePins
+from manylora.openai.serving.catalog import AdapterCatalog
+
+logger = logging.getLogger("manylora")
+
+ATTEMPTS = 3  # the adapter may be evicted between its load and its pin
+ANSWER_S = 60.0  # the engine may be in a step with a long prompt
+CHECK_S = 1.0
+
+
+class Pinning:
+    """Belongs to the event loop. engine: None for one that pins nothing. load: brings an adapter into the
+    cache, by its name, as a request does."""
+
+    def __init__(
+        self, engine: EnginePins | None, catalog: AdapterCatalog, load: Callable[[str], Awaitable[None]]
+    ) -> None:
+        self._engine, self._catalog, self._load = engine, catalog, load
+        self._pinned: dict[str, int] = {}  # name -> task id of the version that is pinned
+        self._told: dict[str, str] = {}  # name -> why it could not be pinned, as the log has it
+        self._lock = asyncio.Lock()
+        self._watching = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        self._watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._watching
+
+    def is_pinned(self, name: str) -> bool:
+        return name in self._pinned
+
+    async def pin(self, name: str) -> None:
+        """Keep an adapter in the cache. Raises ApiError; then it is not pinned."""
+        async with self._lock:
+            entry = self._catalog.entry(name)
+            entry.terms.pinned = True
+            try:
+                await self._bring(entry)
+            except ApiError:
+                entry.terms.pinned = False
+                raise
+
+    async def unpin(self, name: str) -> None:
+        """Raises ApiError for a name that no adapter has."""
+        self._catalog.entry(name).terms.pinned = False
+        await self.follow()
+
+    async def follow(self) -> None:
+        """Pin what the catalog wants to be pinned, in the version that it serves; unpin all else."""
+        async with self._lock:
+            wanted = {entry.name: entry for entry in self._catalog.entries() if entry.terms.pinned}
+            for name in self._pinned.keys() - wanted.keys():
+                self._let_go(name)
+            for name, entry in wanted.items():
+                try:
+                    await self._bring(entry)
+                except ApiError as error:
+                    if self._told.get(name) != error.message:
+                        logger.error("%s", error.message)
+                    self._told[name] = error.message
+
+    async def _bring(self, entry: AdapterEntry) -> None:
+        """Raises ApiError."""
+        name = entry.name
+        if self._engine is None:
+            reason = f"adapter {name!r} cannot be pinned: its cache is Triton's"
+            raise ApiError(400, "unsupported_field", reason, "pinned")
+        if entry.version is not None and self._pinned.get(name) == entry.version.task_id:
+            return
+        for _ in range(ATTEMPTS):
+            try:
+                await self._load(name)
+            except RequestError as error:
+                raise as_api_error(error, name) from error
+            version = await self._catalog.version(name)
+            problem = await self._ask(self._engine, version.task_id)
+            if problem is None:
+                self._let_go(name, but=version.task_id)
+                self._pinned[name] = version.task_id
+                self._told.pop(name, None)
+                logger.info("adapter %s is pinned", name)
+                return
+            if not isinstance(problem, AdapterNotCachedError):
+                break
+        why = "the adapter cache is too busy, try again"
+        if isinstance(problem, AdapterCacheFullError):
+            raise ApiError(409, "no_room_to_pin", f"adapter {name!r} cannot be pinned: {problem}", "pinned")
+        if not isinstance(problem, AdapterNotCachedError):
+            why = str(problem)
+        text = f"adapter {name!r} cannot be pinned: {why}"
+        raise ApiError(503, "adapter_cache_busy", text, "pinned", retry_after=1)
+
+    @staticmethod
+    async def _ask(engine: EnginePins, task_id: int) -> RequestError | None:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[RequestError | None] = loop.create_future()
+
+        def set_answer(found: RequestError | None) -> None:
+            if not answer.done():
+                answer.set_result(found)
+
+        def take(found: RequestError | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(set_answer, found)
+
+        engine.pin(task_id, take)
+        try:
+            return await asyncio.wait_for(answer, ANSWER_S)
+        except (TimeoutError, asyncio.TimeoutError):
+            engine.unpin(task_id)
+            return RequestError("the engine does not answer")
+
+    def _let_go(self, name: str, but: int | None = None) -> None:
+        """Unpin the version of a name, unless another name has the same pinned."""
+        task_id = self._pinned.pop(name, None)
+        if self._engine is None or task_id is None:
+            return
+        if task_id != but and task_id not in self._pinned.values():
+            self._engine.unpin(task_id)
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                await self.follow()
+            except Exception:
+                logger.exception("pinning adapters failed")
+            await asyncio.sleep(CHECK_S)

@@ -96,8 +96,8 @@ INSIDE = {
     ],
     "openai.serving": [
         "logs", "connections", "host_check", "protocol", "event_queue", "generation", "roots",
-        "adapter_text", "adapter_entry", "aliases", "copies", "catalog", "fairness", "history", "backend",
-        "pinning", "keys", "responses",
+        "tokenizers", "adapter_text", "adapter_entry", "aliases", "copies", "catalog", "fairness", "history",
+        "backend", "pinning", "keys", "responses",
         "transport", "prompts", "running_calls", "inference", "fitting", "recent_items",
         "responses_api", "run_api", "metrics", "models", "ollama_api", "uploads", "in_process", "triton",
     ],

@@ -146,6 +146,9 @@ class ServeOptions:
         f"{', '.join(PARTS)}, where they have them",
         _trusted_folder,
     )
+    lora_tokenizer_bytes: int = _option(
+        2**30, "of adapters' own tokenizers in memory, each counted as eight times its file", int
+    )
     lora_text_only: bool = _option(
         False, "of adapters of a vision model, serve the text part; without it they are refused", bool
     )

@@ -217,7 +217,7 @@ def _adapter_texts(options: ServeOptions, tokenizer: Tokenizer, vocab_size: int)
     trusted = options.lora_trust
     roots = [*options.lora_root, *options.lora_allowed_path, *(one.path for one in trusted)]
     roots += folders_of(Path(one.path) for one in options.lora_modules)
-    return AdapterTexts(tokenizer, vocab_size, named, trusted, roots)
+    return AdapterTexts(tokenizer, vocab_size, named, trusted, roots, options.lora_tokenizer_bytes)
 
 
 def _check_adapters(options: ServeOptions, reader: AdapterReader, texts: AdapterTexts) -> None:

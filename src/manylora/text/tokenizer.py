@@ -46,15 +46,29 @@ class Tokenizer:
         path = self.directory / "tokenizer.json"
         check_tokenizer_folder(self.directory)
         try:
-            self._library = Library.from_file(str(path))
-            spec = json.loads(path.read_text(encoding="utf-8"))
-            found = spec.get("decoder")
-            decoder = json.dumps(found)
-            self.limits = TextLimits(characters_per_token(spec))
+            self._open(path.read_text(encoding="utf-8"))
         except Exception as error:
             raise ConfigError(f"{path} is not a tokenizer: {error}") from error
         self._settings = self._read_settings(Path(directory) / "tokenizer_config.json")
         self._chat = ChatTemplate.read(Path(directory), self._settings, chat_template)
+
+    @classmethod
+    def parse(cls, text: str) -> Tokenizer:
+        """Of a tokenizer.json alone: for `with_parts`. Raises ValueError."""
+        made = cls.__new__(cls)
+        made.directory = Path()
+        try:
+            made._open(text)
+        except BaseException as error:  # the library may panic
+            raise ValueError(str(error)[:200]) from None
+        return made
+
+    def _open(self, text: str) -> None:
+        self._library = Library.from_str(text)
+        spec = json.loads(text)
+        found = spec.get("decoder")
+        decoder = json.dumps(found)
+        self.limits = TextLimits(characters_per_token(spec))
         self._byte_level = '"ByteLevel"' in decoder
         self._only_bytes = isinstance(found, dict) and found.get("type") == "ByteLevel"
         added = self._library.get_added_tokens_decoder()
@@ -64,11 +78,19 @@ class Tokenizer:
         self._byte_tokens = {i for i in map(self._library.token_to_id, names) if i is not None}
         self._bytes: dict[int, bytes] = {}
 
-    def with_chat_template(self, template: ChatTemplate) -> Tokenizer:
-        """The same, with another template. Costs next to nothing."""
+    def with_parts(self, settings: Mapping[str, Any], template: ChatTemplate) -> Tokenizer:
+        """The same vocabulary with other settings and another template. Costs next to nothing."""
         other = copy(self)
-        other._chat = template
+        other._settings, other._chat = dict(settings), template
         return other
+
+    @property
+    def template(self) -> ChatTemplate:
+        return self._chat
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every token with its id, added ones too."""
+        return self._library.get_vocab(with_added_tokens=True)
 
     @property
     def takes_tools(self) -> bool:

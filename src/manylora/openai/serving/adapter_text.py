@@ -12,13 +12,15 @@ from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.lora.bounds import Bounds
 from manylora.lora.formats.opened import is_plain, read_small
 from manylora.openai.api.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from manylora.openai.serving.tokenizers import TokenizerFile, Tokenizers
 from manylora.text.chat_template import FILE as TEMPLATE_FILE
 from manylora.text.chat_template import ChatTemplate, sources_in
 from manylora.text.tokenizer import Tokenizer
 
 MAX_FILE_BYTES = 2**20  # of a template, and of settings
 SETTINGS_FILE, GENERATION_FILE = "tokenizer_config.json", "generation_config.json"
-PARTS = ("chat_template", "generation_config")
+TOKENIZER_FILE = "tokenizer.json"
+PARTS = ("chat_template", "generation_config", "tokenizer")
 """What may come with an adapter."""
 
 
@@ -27,11 +29,13 @@ class TextSource:
     """Which parts of its own an adapter is served with.
 
     Each is False for the base model's, True for what lies in the adapter's folder, or a path; and for
-    generation_config perhaps the settings themselves. required: what is True must be there.
+    generation_config perhaps the settings themselves; for tokenizer a folder. required: what is True must be
+    there.
     """
 
     chat_template: Path | bool = False
     generation_config: Path | Mapping[str, Any] | bool = False
+    tokenizer: Path | bool = False
     required: bool = True
 
     def __bool__(self) -> bool:
@@ -51,18 +55,22 @@ class TrustedFolder:
 
 @dataclass(frozen=True)
 class AdapterText:
-    """How the text of an adapter's requests is made. template: its sources, None for the base model's."""
+    """How the text of an adapter's requests is made. own: its tokenizer; None: the base model's. settings: of
+    the tokenizer. sources: of its chat template; None: the base model's."""
 
-    tokenizer: Tokenizer = field(compare=False)
-    template: Mapping[str, str] | None = None
+    template: ChatTemplate = field(compare=False)
+    settings: Mapping[str, Any]
+    sources: Mapping[str, str] | None = None
     defaults: GenerationDefaults = NO_DEFAULTS
+    own: TokenizerFile | None = None
 
 
 class AdapterTexts:
     """Reads what comes with adapters. Any thread.
 
     base: the base model's. vocab_size: of the model. named: by name and path of the adapter. trusted: the
-    first folder that an adapter is in decides. roots: that the files of adapters may lie in.
+    first folder that an adapter is in decides. roots: that the files of adapters may lie in. tokenizer_bytes:
+    as of `Tokenizers`.
     """
 
     def __init__(
@@ -72,11 +80,13 @@ class AdapterTexts:
         named: Mapping[tuple[str, Path], TextSource],
         trusted: Sequence[TrustedFolder],
         roots: Sequence[Path],
+        tokenizer_bytes: int,
     ) -> None:
         self._base, self._vocab_size = base, vocab_size
         self._named = {(name, path.resolve()): source for (name, path), source in named.items()}
         self._trusted = [(folder.path.resolve(), folder.source()) for folder in trusted]
         self._bounds = Bounds().within(roots)
+        self.tokenizers = Tokenizers(base, vocab_size, tokenizer_bytes)
 
     def source(self, name: str, path: Path) -> TextSource | None:
         """None: the adapter of this name and path is served with the base model's text."""
@@ -94,15 +104,34 @@ class AdapterTexts:
         source = self.source(name, path)
         if source is None:
             return None
-        template = self._template(source, path)
+        own, settings = self._tokenizer(source, path)
+        sources = self._template(source, path)
         defaults = self._defaults(source, path)
-        tokenizer = self._base
-        if template is not None:
-            try:
-                tokenizer = tokenizer.with_chat_template(ChatTemplate(template, self._base.settings))
-            except ConfigError as error:
-                raise AdapterInvalidError(str(error)) from error
-        return AdapterText(tokenizer, template, defaults)
+        try:
+            template = self._base.template if sources is None else ChatTemplate(sources, settings)
+        except ConfigError as error:
+            raise AdapterInvalidError(str(error)) from error
+        return AdapterText(template, settings, sources, defaults, own)
+
+    def tokenizer(self, text: AdapterText, *, wait: bool) -> Tokenizer | None:
+        """The one of a text. wait: False: None where its file would have to be read. Raises
+        AdapterInvalidError, also where that has changed."""
+        found: Tokenizer | None = self._base
+        if text.own is not None:
+            found = self.tokenizers.get(text.own) if not wait else self.tokenizers.open(text.own)
+        return None if found is None else found.with_parts(text.settings, text.template)
+
+    def _tokenizer(self, source: TextSource, folder: Path) -> tuple[TokenizerFile | None, Mapping[str, Any]]:
+        given = source.tokenizer
+        place = given if isinstance(given, Path) else folder
+        if given is False or not (is_plain(place / TOKENIZER_FILE) or given is not True or source.required):
+            return None, self._base.settings
+        bounds = self._bounds if given is True else Bounds()
+        if not is_plain(place / TOKENIZER_FILE):
+            raise AdapterInvalidError(f"it has no {TOKENIZER_FILE}")
+        own = self.tokenizers.find(place / TOKENIZER_FILE, bounds)
+        settings = self._settings(place) if is_plain(place / SETTINGS_FILE) else self._base.settings
+        return own, settings
 
     def _template(self, source: TextSource, folder: Path) -> dict[str, str] | None:
         given = source.chat_template

@@ -8,25 +8,28 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from manylora.errors import printable
+from manylora.errors import AdapterError, printable
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.library.disk import DiskLevel
 from manylora.lora.library.fingerprint import Fingerprint, fingerprint
 from manylora.lora.library.memory import MemoryLevel
 from manylora.lora.library.reader import AdapterReader, ReadAdapter
 from manylora.lora.tensors import Adapter
-from manylora.openai.api.errors import ApiError
+from manylora.openai.api.errors import ApiError, adapter_problem
+from manylora.openai.api.generation_defaults import GenerationDefaults
 from manylora.openai.api.names import is_name
 from manylora.openai.serving.adapter_entry import AdapterEntry, EntryReader, Terms, Version
-from manylora.openai.serving.adapter_text import AdapterText, AdapterTexts
+from manylora.openai.serving.adapter_text import AdapterTexts
 from manylora.openai.serving.aliases import Aliases
 from manylora.openai.serving.copies import Copies
 from manylora.openai.serving.roots import Found, find_adapters, folders_of, path_below
 from manylora.system.threads import lower_priority
+from manylora.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("manylora")
 
@@ -183,13 +186,23 @@ class AdapterCatalog:
         assert entry.version is not None
         return entry.version
 
-    async def text(self, name: str, *, fresh: bool = False) -> AdapterText | None:
+    async def text(self, name: str, *, fresh: bool = False) -> tuple[Tokenizer, GenerationDefaults] | None:
         """What comes with an adapter; None: the base model's text is its. Waits for its first reading only
         where something may come with it. Raises as `version`."""
         entry = self._entries.get(name)
         if entry is None or (entry.version is None and self._texts.source(name, entry.path) is None):
             return None
-        return (await self.version(name, fresh=fresh)).text
+        text = (await self.version(name, fresh=fresh)).text
+        if text is None:
+            return None
+        tokenizer = self._texts.tokenizer(text, wait=False)
+        if tokenizer is None:
+            try:
+                tokenizer = await self._on_thread(partial(self._texts.tokenizer, text, wait=True))
+            except AdapterError as error:
+                raise adapter_problem(name, str(error)) from error
+            assert tokenizer is not None
+        return tokenizer, text.defaults
 
     async def adapter(self, version: Version) -> tuple[Version, Adapter | FileAdapter]:
         """The adapter of a version, or of the one that its files hold by now. Raises ApiError."""

@@ -111,7 +111,7 @@ class Inference:
         text = None if name is None else await self.backend.catalog.text(name, fresh=fresh)
         if text is None:
             return self.prompts, NO_DEFAULTS
-        return self.prompts.with_tokenizer(text.tokenizer), text.defaults
+        return self.prompts.with_tokenizer(text[0]), text[1]
 
     async def chat_from(
         self,

@@ -17,7 +17,7 @@ from manylora.config.engine import EngineConfig
 from manylora.config.hub import local_model
 from manylora.engine.engine import Engine
 from manylora.engine.loop import EngineLoop
-from manylora.errors import ConfigError, RequestError
+from manylora.errors import AdapterNotCachedError, ConfigError, RequestError
 from manylora.llmapi.adapters import AdapterRegistry
 from manylora.llmapi.decoding import decoding_of
 from manylora.llmapi.engine_config import NO_ADAPTERS, engine_config, modules_to_read, parameter_names
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 logger = logging.getLogger("manylora")
+
+PIN_ATTEMPTS = 3
 
 Input = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or a mapping with `prompt` or `prompt_token_ids`, and of an encoder-decoder model maybe
@@ -180,6 +182,24 @@ class LLM:
         is raised by the result.
         """
         return self._service.submit(self._make(inputs, sampling_params, lora_request, streaming))
+
+    def pin_lora(self, lora_request: LoRARequest) -> None:
+        """Keep an adapter on both levels of the cache until `unpin_lora`. Reads it, if need be.
+
+        Raises RequestError, also when too little would be left for other adapters.
+        """
+        problem: RequestError | None = None
+        for _ in range(PIN_ATTEMPTS):
+            self.generate([0], SamplingParams(max_tokens=1), lora_request, use_tqdm=False)
+            problem = self._service.pin(lora_request.lora_int_id)
+            if not isinstance(problem, AdapterNotCachedError):  # else it was evicted in between
+                break
+        if problem is not None:
+            raise problem
+
+    def unpin_lora(self, lora_request: LoRARequest) -> None:
+        """It may be evicted again. No effect for one that is not pinned."""
+        self._loop.unpin(lora_request.lora_int_id)
 
     def stats(self) -> EngineStats:
         """The engine as of its last step."""

@@ -15,6 +15,7 @@ from manylora.llmapi.result import GenerationResult
 from manylora.request import Event, FinishReason, LoraInput
 
 SHUT_DOWN = "this LLM has been shut down"
+ALIVE_S = 0.5  # after which is looked whether an answer may still come
 CLOSING_S = 10.0  # that callers on their way in may take to be turned back
 
 logger = logging.getLogger("manylora")
@@ -55,6 +56,17 @@ class Service:
                 event = Event(finish_reason=FinishReason.ERROR, last=True, error=error)
                 self._news.put((generation, event))
         return generation.result
+
+    def pin(self, task_id: int) -> RequestError | None:
+        """Keep an adapter that is in the cache there. Returns why that cannot be."""
+        answers: queue.SimpleQueue[RequestError | None] = queue.SimpleQueue()
+        self._loop.pin(task_id, answers.put)
+        while self._loop.alive:
+            try:
+                return answers.get(timeout=ALIVE_S)
+            except queue.Empty:
+                continue
+        return RequestError(SHUT_DOWN)
 
     def discard(self, generation: Generation) -> None:
         """Let go of one that was made and is not submitted after all."""

@@ -22,8 +22,9 @@ BODIES: dict[str, type[BaseModel]] = {
     "other.ollama_generate": OllamaGenerate,
     "other.ollama_show": OllamaShow,
     "other.run": RunRequest,
-    "load": schema.LoadRequest,
-    "unload": schema.UnloadRequest,
+    "adapters.load": schema.LoadRequest,
+    "adapters.unload": schema.UnloadRequest,
+    "adapters.pin": schema.PinRequest,
     "tokenize": schema.TokenizeRequest,
     "detokenize": schema.DetokenizeRequest,
 }
@@ -76,11 +77,12 @@ def _operation(name: str, path: str) -> dict[str, Any]:
     if name in BODIES:
         reference = {"$ref": f"#/components/schemas/{BODIES[name].__name__}"}
         content: dict[str, Any] = {"application/json": {"schema": reference}}
-        if name == "load":  # the body may be the adapter's file
+        if name == "adapters.load":  # the body may be the adapter's file
             content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
+            kinds = {"lora_name": "string", "owner": "string", "idle_ttl_seconds": "number"}
+            kinds |= dict.fromkeys(("load_inplace", "pinned", "public"), "boolean")
             found["parameters"] = [
-                {"name": "lora_name", "in": "query", "schema": {"type": "string"}},
-                {"name": "load_inplace", "in": "query", "schema": {"type": "boolean"}},
+                {"name": one, "in": "query", "schema": {"type": kind}} for one, kind in kinds.items()
             ]
         found["requestBody"] = {"required": True, "content": content}
     return found

@@ -24,6 +24,9 @@ MAX_GUIDE_BYTES = 2**18
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "lark_grammar", "llguidance")
 
 
+POOLING_MODES = ("last", "mean", "cls", "all")
+
+
 class FinishReason(str, Enum):
     """Why a sequence ended."""
 
@@ -255,6 +258,23 @@ class RequestMetrics:
     adapter_tier: str = ""  # where the adapter was found: device, host, disk, wire; empty without one
 
 
+@dataclass(frozen=True)
+class Pooling:
+    """What a request wants of its prompt in place of new tokens: hidden states behind the final norm.
+
+    mode: last, cls (the first), mean, or all tokens. head: they go through a classification head, the
+    adapter's own or else the model's, after `last`, `cls` and `mean`.
+    """
+
+    mode: str = "last"
+    head: bool = False
+
+    def __post_init__(self) -> None:
+        _require(
+            self.mode in POOLING_MODES, "pooling", f"must be one of {', '.join(POOLING_MODES)}", self.mode
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
     """One prompt to continue, under one adapter or none.
@@ -267,6 +287,7 @@ class Request:
     draft:      a guess at the next tokens; those that the model confirms are taken in one step.
     prompt_table: [n, hidden_size] float16 or float32, embeddings for the ids beyond the vocabulary.
     cache_salt: requests share KV blocks of equal beginnings only where this is equal too.
+    pooling:    what is wanted in place of new tokens; of `params` nothing counts then. None: new tokens.
     """
 
     prompt: tuple[int, ...]
@@ -279,8 +300,11 @@ class Request:
     retention: Retention | None = None
     encoder_prompt: tuple[int, ...] = ()
     cache_salt: str = ""
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
+        if self.pooling is not None:
+            _check_pooled(self)
         if self.params.beam_width > 1:
             if self.streaming:
                 raise RequestError("streaming needs beam_width 1: beams may still change their beginning")
@@ -318,6 +342,7 @@ class Event:
     context_logits: [prompt, vocab] float32, on the first event, when asked for.
     generation_logits: [output, vocab] float32, on the last event of the sequence, when asked for; of a stream
                [len(token_ids), vocab] on each of its events.
+    pooled: float32, of a request with a pooling: [n], or [prompt, n] of all tokens.
     metrics: on the last event of each sequence, and on every event of a stream, where they are those of the
              first event until the last.
     """
@@ -331,6 +356,7 @@ class Event:
     beams: tuple[Beam, ...] = ()
     context_logits: np.ndarray | None = None
     generation_logits: np.ndarray | None = None
+    pooled: np.ndarray | None = None
     metrics: RequestMetrics | None = None
 
 
@@ -342,6 +368,22 @@ def _priority(name: str, priority: int, duration: int | None) -> None:
     _require(0 <= priority <= 100, name, "must be from 0 to 100", priority)
     name = name.replace("priorit", "duration_ms of priorit")
     _require(duration is None or duration >= 0, name, "must be >= 0 or -1", duration)
+
+
+def _check_pooled(request: Request) -> None:
+    params = request.params
+    logits = params.return_context_logits or params.return_generation_logits or params.return_log_probs
+    wrong = {
+        "streaming": request.streaming,
+        "draft_input_ids": request.draft,
+        "beam_width": params.beam_width > 1,
+        "num_return_sequences": params.num_return_sequences > 1,
+        "guided_decoding_guide": params.guide,
+        "logits or log probabilities": logits,
+    }
+    for name, value in wrong.items():
+        if value:
+            raise RequestError(f"a request for pooled outputs generates no tokens: leave {name} out")
 
 
 def _require(ok: bool, name: str, rule: str, value: object) -> None:

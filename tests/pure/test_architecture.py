@@ -35,7 +35,7 @@ INSIDE = {
     ],
     "quant": ["config", "checkpoint", "layouts", "mxfp4", "bitsandbytes", "checkpoint_weights"],
     "gguf": ["container", "config", "tokenizer", "folder", "blocks", "file"],
-    "config": ["blocks", "values", "engine", "build_record", "hub", "model_folder", "resolve"],
+    "config": ["blocks", "labels", "values", "engine", "build_record", "hub", "model_folder", "resolve"],
     "wire": [
         "parameters", "tensor_table", "server_types", "word_lists", "client_errors", "client_disconnects",
         "shape_guard", "text_worker", "metrics", "bls", "bls_generator", "bls_worker", "server_calls",
@@ -54,8 +54,8 @@ INSIDE = {
     ],
     "lora.library": ["names", "fingerprint", "reader", "memory", "disk", "library"],
     "model": [
-        "families", "safetensors_file", "checkpoint", "plan", "batch", "chunks", "rope", "extras", "layers",
-        "latent", "routing", "moe",
+        "families", "safetensors_file", "checkpoint", "plan", "batch", "chunks", "rope", "extras", "heads",
+        "layers", "latent", "routing", "moe",
         "delta_rule", "short_conv", "decoder_parts", "transformer", "decoder", "attend", "encoder_decoder",
         "quant", "effective_weights", "weights", "builder",
     ],
@@ -67,8 +67,8 @@ INSIDE = {
     "engine": [
         "token_counts", "top_p", "sequence", "penalties", "state_pool", "kv_cache", "decode_run", "scheduler",
         "memory", "guide_trial", "guide", "beam",
-        "sampler", "launched", "inputs", "step_messages", "peak", "graphs", "kernel_trials", "runner",
-        "checks",
+        "sampler", "launched", "inputs", "pooler", "step_messages", "peak", "graphs", "kernel_trials",
+        "runner", "checks",
         "build", "follower", "results", "engine", "loop",
     ],
     "launcher": [

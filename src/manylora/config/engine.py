@@ -234,6 +234,8 @@ class ModelConfig:
     logits_scale: float = 1.0
     logits_softcap: float | None = None
     head_bias: bool = False
+    num_labels: int = 0  # of the checkpoint's classification head; 0: it has none
+    makes_text: bool = True  # the checkpoint has a head for text
     transposed_weights: bool = False  # the checkpoint's matrices are [in, out]
     quant: CheckpointQuant | None = None  # how its weights are quantised; None: plain, or built here
 

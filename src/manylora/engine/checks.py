@@ -10,9 +10,33 @@ import numpy as np
 
 from manylora.config.engine import EncoderConfig, EngineConfig, ModelConfig
 from manylora.errors import QueueFullError, RequestError
-from manylora.request import Request
+from manylora.lora.extras import HEAD
+from manylora.lora.store import AdapterLease
+from manylora.request import Pooling, Request
 
 LOGITS_SHARE = 4  # open requests may keep logits in one part in so many of the machine's memory
+
+
+def check_head(request: Request, model: ModelConfig, lease: AdapterLease | None) -> None:
+    """Raises RequestError where there is no head for what is wanted."""
+    extras = () if lease is None else lease.layout.extras
+    own = any(extra.name == f"{HEAD}.weight" for extra in extras)
+    if request.pooling is None:
+        if own:
+            raise RequestError(
+                "this adapter has a classification head: ask for its labels (/v1/classify, LLM.classify), or "
+                "send text to the base model or an adapter for text"
+            )
+        if not model.makes_text:
+            raise RequestError("this model has no head for text: ask for embeddings or labels")
+        return
+    if request.pooling.mode != "last" and lease is not None and lease.num_virtual:
+        raise RequestError(
+            "pooling must be last under an adapter with virtual tokens, which others would count"
+        )
+    if request.pooling.head and not (own or model.num_labels):
+        which = "neither this adapter nor its base model has" if lease else "this model does not have"
+        raise RequestError(f"{which} a classification head: train one with PEFT (task_type SEQ_CLS)")
 
 
 def check_request(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> Request:
@@ -20,6 +44,8 @@ def check_request(request: Request, config: EngineConfig, model: ModelConfig, ma
 
     Raises RequestError naming the first thing that cannot be served. max_seq_len: prompt and output.
     """
+    if request.pooling is not None:
+        _check_pooling(request.pooling, config, model)
     request = _for_encoder(request, model.encoder)
     if config.wrap_input_ids and request.prompt_table is None:
         prompts = (request.prompt, request.encoder_prompt)
@@ -65,6 +91,15 @@ def with_virtual_tokens(
     return request
 
 
+def _check_pooling(pooling: Pooling, config: EngineConfig, model: ModelConfig) -> None:
+    if pooling.mode == "cls":
+        raise RequestError("pooling must be last, mean or all: the first token of a decoder sees no other")
+    if model.encoder is not None:
+        raise RequestError("pooled outputs of encoder-decoder models are not supported")
+    if config.pipeline_parallel_size > 1:
+        raise RequestError("pooled outputs need pipeline_parallel_size 1")
+
+
 def _for_encoder(request: Request, encoder: EncoderConfig | None) -> Request:
     """The request with a prompt for the encoder and one for the decoder. Raises RequestError for what is not
     supported.
@@ -87,7 +122,7 @@ def _for_encoder(request: Request, encoder: EncoderConfig | None) -> Request:
 
 
 def _check_prompt(request: Request, config: EngineConfig, model: ModelConfig, max_seq_len: int) -> None:
-    num_ids, limit = model.vocab_size, max_seq_len - 1
+    num_ids, limit = model.vocab_size, max_seq_len - (request.pooling is None)
     if model.encoder is not None:  # it reads its whole prompt in one step
         encoder_limit = min(max_seq_len, config.max_num_tokens - 1)
         _check_ids(request.encoder_prompt, num_ids, encoder_limit, encoder=True)
@@ -171,9 +206,9 @@ def _check_draft(request: Request, config: EngineConfig, model: ModelConfig, max
 @dataclass
 class LogitsMemory:
     """Bounds the memory of logits that open requests keep: a float32 row of the vocabulary for each token of
-    the prompt, and of the output unless it is streamed."""
+    the prompt, and of the output unless it is streamed. A hidden state of each token counts likewise."""
 
-    vocab_size: int
+    model: ModelConfig
     num_bytes: int = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // LOGITS_SHARE
     _reserved: dict[int, int] = field(default_factory=dict)
 
@@ -184,7 +219,9 @@ class LogitsMemory:
         rows = len(request.prompt) * params.return_context_logits
         if not request.streaming:
             rows += num_output * params.num_return_sequences * params.return_generation_logits
-        wanted = 4 * rows * self.vocab_size
+        wanted = 4 * rows * self.model.vocab_size
+        if request.pooling is not None and request.pooling.mode == "all":
+            wanted = 4 * len(request.prompt) * self.model.hidden_size
         if wanted > self.num_bytes:
             raise RequestError(
                 f"Logits of {rows} tokens take {wanted} bytes, at most {self.num_bytes} are given to them: "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from manylora.config.engine import EngineConfig
 from manylora.engine.build import build_parts, end_ranks
-from manylora.engine.checks import LogitsMemory, check_request, with_virtual_tokens
+from manylora.engine.checks import LogitsMemory, check_head, check_request, with_virtual_tokens
 from manylora.engine.follower import follow
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.launched import FailedStep, LaunchedStep
@@ -67,7 +67,7 @@ class Engine:
         self._kv = KvCache(parts.kv_plan.num_blocks, *shape, states)
         self._scheduler = Scheduler(self._kv, self.adapters, config)
         self._requests: dict[int, list[Sequence]] = {}  # handle -> its sequences that have not ended
-        self._logits_memory, self._next_handle = LogitsMemory(self.model.vocab_size), 0
+        self._logits_memory, self._next_handle = LogitsMemory(self.model), 0
         self._counters = Counters()
         self._results = ResultProcessor(self._scheduler, self._kv, self._runner, self._counters)
         self._last_step = Step(())
@@ -252,12 +252,14 @@ class Engine:
         virtual = lease.num_virtual if lease is not None else 0
         request = _without_tensors(prepared.request)
         try:
+            check_head(request, model, lease)
             request = with_virtual_tokens(request, virtual, self.config, model, self.max_seq_len)
         except BaseException:
             if lease is not None:
                 self.adapters.release(lease)
             raise
-        max_len = min(len(request.prompt) + request.params.max_tokens, self.max_seq_len)
+        num_new = 0 if request.pooling is not None else request.params.max_tokens
+        max_len = min(len(request.prompt) + num_new, self.max_seq_len)
         limit = model.rope_limit if model.rope_restarts else None
         length = model.rope_length(len(request.prompt))
         sequence = Sequence(handle, request, index, max_len, lease, rope_length=length, rope_limit=limit)

@@ -17,7 +17,7 @@ from manylora.kernels.delta_rule import StateBatch
 from manylora.kernels.extras import with_logits
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, LoraBatch
-from manylora.model.batch import ForwardBatch
+from manylora.model.batch import ForwardBatch, HiddenRows
 
 Ints = Rows[int] | np.ndarray
 Blocks = Rows[Ints] | np.ndarray
@@ -69,6 +69,7 @@ class StepInputs:
     adapters: rows [start, stop) and digest of each that is in `lora`.
     state: of a model with recurrent layers.
     virtual: rows that are virtual tokens of their adapter, and for each which of them.
+    pooled_rows: rows whose hidden states are wanted. hidden: these, on the device, written by the runner.
     """
 
     input_ids: Ints
@@ -87,6 +88,8 @@ class StepInputs:
     adapters: Rows[tuple[int, int, str]] = ()
     state: StateRows | None = None
     virtual: Rows[tuple[int, int]] = ()
+    pooled_rows: Ints = ()
+    hidden: Tensor | None = None
 
     @property
     def decodes(self) -> bool:
@@ -148,6 +151,7 @@ class StepInputs:
             cross=self._cross(),
             rope_lengths=None if self.rope_lengths is None else _int(self.rope_lengths),
             state=None if self.state is None else self.state.plan(self.starts),
+            pooled=HiddenRows(_int(self.pooled_rows)) if len(self.pooled_rows) else None,
         )
 
     def fill(self, input_ids: Tensor) -> None:

@@ -246,7 +246,9 @@ class KvCache:
 
     def _match(self, sequence: Sequence) -> list[int]:
         nodes: list[int] = []
-        if not self._reuse or sequence.request.params.return_context_logits:
+        request = sequence.request
+        every = request.pooling is not None and request.pooling.mode != "last"
+        if not self._reuse or every or request.params.return_context_logits:
             return nodes
         parent: object = sequence.root
         size = self.tokens_per_block

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from manylora.engine.beam import BeamCandidate
 from manylora.engine.sampler import Row
-from manylora.engine.scheduler import Step
+from manylora.engine.scheduler import Chunk, Step
 from manylora.engine.sequence import BeamGroup, Sequence
 from manylora.kernels.device import Arrival
 
@@ -19,10 +20,19 @@ SampledTokens = dict[Sequence, list[tuple[int, float | None]]]
 NOT_FINITE in place of a token whose logits are not finite."""
 
 
+@dataclass(frozen=True)
+class PooledChunk:
+    """values: float32, on their way to the host; see `Sequence.add_pooled`."""
+
+    chunk: Chunk
+    values: Arrival
+
+
 class LaunchedStep:
     """Created by the runner. tokens, log_probs: [D] on the device, one for each of `rows`; see
     `sampler.sample`. A step without tokens is waited for too, because it reads adapters.
 
+    pooled: what was computed of requests for pooled outputs.
     candidates: of each beam search in the step; empty where the logits are not finite.
     assumed_done: set by the engine when the scheduler has counted the step before its results are known.
     """
@@ -34,10 +44,12 @@ class LaunchedStep:
         tokens: Tensor,
         log_probs: Tensor | None,
         candidates: dict[BeamGroup, list[BeamCandidate]] | None = None,
+        pooled: Rows[PooledChunk] = (),
     ) -> None:
         self.step = step
         self.tokens = tokens
         self.candidates = candidates or {}
+        self.pooled = pooled
         self.assumed_done = False
         self._rows = rows
         self._tokens = Arrival(tokens)

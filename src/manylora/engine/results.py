@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import numpy as np
+
 from manylora.engine.beam import BeamCandidate, extend_beams, select_beams
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.launched import LaunchedStep, SampledTokens
@@ -55,6 +57,7 @@ class ResultProcessor:
                 ended.append(sequence)
             elif sequence.request.streaming and sequence.num_output > sequence.output.num_reported:
                 events.append((sequence.handle, sequence.take_event(last=False)))
+        ended += self._take_pooled(launched, now_ns)
         if not launched.assumed_done:
             self._scheduler.advance(step)
         for group, candidates in launched.candidates.items():
@@ -64,6 +67,23 @@ class ResultProcessor:
                 if group.leader.finished:
                     ended.append(group.leader)
         return events, ended
+
+    @staticmethod
+    def _take_pooled(launched: LaunchedStep, now_ns: int) -> list[Sequence]:
+        """The sequences that ended."""
+        ended = []
+        for one in launched.pooled:
+            sequence, values = one.chunk.sequence, one.values.wait().numpy()
+            if sequence.finish_reason is not None:  # cancelled meanwhile
+                continue
+            if np.isfinite(values).all():
+                sequence.add_pooled(one.chunk.start, values, one.chunk.ends)
+            else:
+                sequence.fail(_not_finite(sequence))
+            if sequence.finished:
+                sequence.times.mark_token(now_ns)
+                ended.append(sequence)
+        return ended
 
     def _append(self, sequence: Sequence, tokens: list[tuple[int, float | None]], now_ns: int) -> None:
         """Append the tokens of one step, up to the one that ends the sequence."""

@@ -15,14 +15,15 @@ from manylora.engine.decode_run import DecodeRun
 from manylora.engine.graphs import DecodeGraphs
 from manylora.engine.inputs import KeptInputs, Pending, StateRows, StepInputs, encoder_inputs, slots_of
 from manylora.engine.kernel_trials import try_variants
-from manylora.engine.launched import LaunchedStep
+from manylora.engine.launched import LaunchedStep, PooledChunk
+from manylora.engine.pooler import Pooler, pooled_positions
 from manylora.engine.sampler import Row, Sampler, adjust
 from manylora.engine.scheduler import Chunk, Step
 from manylora.engine.sequence import PENDING, BeamGroup, Sequence
 from manylora.engine.step_messages import ENCODE, FORWARD, copy_message, step_message
 from manylora.group.leader import Leader
 from manylora.kernels.delta_rule import RecurrentState
-from manylora.kernels.device import Device
+from manylora.kernels.device import Arrival, Device
 from manylora.kernels.spec import BatchLimits
 from manylora.kernels.transfer import to_device, upload
 from manylora.lora.loaded import with_virtual
@@ -69,6 +70,7 @@ class Runner:
         self._sampler: Sampler | None = None  # as this
         self._ops.reserve(limits, device.torch)
         self._vocab_size = decoder.config.vocab_size
+        self._pooler = Pooler(decoder.classifier)
 
     def graph_stats(self) -> GraphStats:
         graphs = self._graphs
@@ -133,6 +135,7 @@ class Runner:
         logits = self._logits(inputs)
         indices, rows = list[int](), list[Row]()  # rows of `logits` to sample from
         beams: dict[BeamGroup, list[tuple[int, Row]]] = {}
+        pooled = [] if inputs.hidden is None else self._pool(chunks, inputs, inputs.hidden)
         first = 0
         for chunk, positions in zip(chunks, wanted, strict=True):
             if chunk.sequence.request.params.return_context_logits:
@@ -148,13 +151,28 @@ class Runner:
             first += len(positions)
         candidates = {group: self._candidates(logits, members, group) for group, members in beams.items()}
         if not rows:
-            return LaunchedStep(step, [], logits[:0, 0], None, candidates)
+            return LaunchedStep(step, [], logits[:0, 0], None, candidates, pooled)
         if len(rows) < logits.shape[0]:
             logits = logits.index_select(0, self._tensor(indices))
         self._return_logits(logits, rows)
         pending = self._last_tokens(rows, previous)
         self._sampler = Sampler(rows, logits.shape[-1], logits.device, pending)
-        return LaunchedStep(step, rows, *self._sampler(logits), candidates)
+        return LaunchedStep(step, rows, *self._sampler(logits), candidates, pooled)
+
+    def _pool(self, chunks: list[Chunk], inputs: StepInputs, hidden: Tensor) -> list[PooledChunk]:
+        extras = {} if inputs.lora is None else {one.start: one.values for one in inputs.lora.extras}
+        starts = {digest: start for start, _, digest in inputs.adapters}
+        found, first = [], 0
+        for chunk in chunks:
+            count = len(pooled_positions(chunk))
+            if count:
+                lease = chunk.sequence.lease
+                own = extras.get(starts[lease.digest], {}) if lease is not None else {}
+                values = self._pooler(chunk, hidden[first : first + count], own)
+                if values is not None:
+                    found.append(PooledChunk(chunk, Arrival(values)))
+            first += count
+        return found
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy keys and values of whole blocks. pairs: (from, to); no block is in both columns."""
@@ -238,7 +256,10 @@ class Runner:
             batch = replace(batch, embeddings=inputs.embeddings)
         moved = to_device(batch, self._device.torch)
         inputs.fill(moved.input_ids)
-        return self._forward(moved)
+        logits = self._forward(moved)
+        if moved.pooled is not None:
+            inputs.hidden = moved.pooled.hidden
+        return logits
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         if isinstance(self._decoder, Decoder):
@@ -247,7 +268,7 @@ class Runner:
 
     def _inputs(self, chunks: list[Chunk], wanted: list[range], previous: LaunchedStep | None) -> StepInputs:
         size, starts = self._tokens_per_block, [0]
-        ids, positions, slots, lengths, logits_rows = (list[int]() for _ in range(5))
+        ids, positions, slots, lengths, logits_rows, pooled_rows = (list[int]() for _ in range(6))
         blocks: list[np.ndarray] = []
         for chunk, range_ in zip(chunks, wanted, strict=True):  # one pass: it runs for each row that decodes
             sequence, start, count = chunk.sequence, chunk.start, chunk.count
@@ -264,6 +285,8 @@ class Runner:
             lengths.append(stop)
             blocks.append(kv.first(-(-stop // size)))
             logits_rows += [row + position - start for position in range_]
+            if sequence.request.pooling is not None:
+                pooled_rows += [row + position - start for position in pooled_positions(chunk)]
         encoded = [c.sequence for c in chunks] if isinstance(self._decoder, EncoderDecoder) else []
         inputs = StepInputs(
             input_ids=[i if 0 <= i < self._vocab_size else 0 for i in ids],
@@ -273,6 +296,7 @@ class Runner:
             blocks=blocks,
             slots=slots,
             logits_rows=logits_rows,
+            pooled_rows=pooled_rows,
             embeddings=self._embeddings(chunks, ids, starts),
             virtual=_virtual(chunks, starts),
             cross_lengths=[sequence.num_encoder for sequence in encoded],

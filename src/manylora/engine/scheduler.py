@@ -27,7 +27,8 @@ MAX_OVERTAKES = 64
 class Chunk:
     """Tokens [start, start + count) of a sequence.
 
-    samples: whether the next token is sampled after them. num_encoded: encoder rows to compute first.
+    samples: whether the next token is sampled after them. ends: whether they end the prompt of a request for
+    pooled outputs. num_encoded: encoder rows to compute first.
     """
 
     sequence: Sequence
@@ -35,6 +36,7 @@ class Chunk:
     count: int
     samples: bool
     num_encoded: int = 0
+    ends: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -86,8 +88,9 @@ class _Round:
             whole = count - (sequence.num_computed + count) % self.border
             count = whole if whole > 0 or self.chunks else count  # alone it goes on in any case
         if count > 0:
-            samples = count == sequence.num_due
-            self.chunks.append(Chunk(sequence, sequence.num_computed, count, samples, encoded))
+            ends, pooled = count == sequence.num_due, sequence.request.pooling is not None
+            flags = ends and not pooled, encoded, ends and pooled
+            self.chunks.append(Chunk(sequence, sequence.num_computed, count, *flags))
             self.budget -= self.chunks[-1].num_rows
 
     def remove(self, sequence: Sequence) -> None:
@@ -202,7 +205,7 @@ class Scheduler:
             if not kv.blocks:  # removed while the step ran
                 continue
             # The token just appended is not computed yet; of draft tokens, those rejected do not count.
-            limit = len(sequence.tokens) - (sequence.beams is None)
+            limit = len(sequence.tokens) - (sequence.beams is None and sequence.request.pooling is None)
             sequence.num_computed = computed if computed < limit else limit
             if computed >= (len(kv.nodes) + 1) * size:
                 self._kv.commit(sequence)

@@ -88,6 +88,7 @@ class Output:
     beams: tuple[Beam, ...] = ()  # results of a beam search that has ended
     context_logits: np.ndarray | None = None  # [prompt, vocab] float32
     generation_logits: list[np.ndarray] = field(default_factory=list)  # [vocab] float32 for each token
+    pooled: list[np.ndarray] = field(default_factory=list)  # [n] at its end, or [tokens, n] of each chunk
     metrics: RequestMetrics | None = None  # of the last event
 
 
@@ -199,7 +200,8 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether its next step computes one token and nothing else."""
-        return self.num_due == 1 and not self.num_draft and not self.num_unencoded
+        plain = not self.num_draft and not self.num_unencoded
+        return self.num_due == 1 and plain and self.request.pooling is None
 
     @property
     def in_prefill(self) -> bool:
@@ -268,6 +270,15 @@ class Sequence:
         elif len(self.tokens) >= self.max_len:
             self.finish_reason = FinishReason.LENGTH
 
+    def add_pooled(self, start: int, values: np.ndarray, ends: bool) -> None:
+        """Of a chunk from token `start` on; a chunk at 0 begins again after a preemption. ends: it is the
+        prompt's last."""
+        if start == 0:
+            self.output.pooled = []
+        self.output.pooled.append(values)
+        if ends:
+            self.finish_reason = FinishReason.STOP
+
     def fail(self, error: Exception) -> None:
         self.finish_reason, self.error = FinishReason.ERROR, error
 
@@ -290,8 +301,15 @@ class Sequence:
             beams=output.beams,
             context_logits=output.context_logits if start == 0 else None,
             generation_logits=np.stack(logits) if logits else None,
+            pooled=self._pooled(),
             metrics=self._metrics() if self.finish_reason or output.metrics is None else output.metrics,
         )
+
+    def _pooled(self) -> np.ndarray | None:
+        if self.request.pooling is None or self.finish_reason is not FinishReason.STOP:
+            return None
+        parts = self.output.pooled
+        return np.concatenate(parts) if self.request.pooling.mode == "all" else parts[-1]
 
     def _metrics(self) -> RequestMetrics:
         """Made with the first event and the last."""

@@ -17,6 +17,8 @@
 | head.lora_A, head.lora_B | [r, hidden], [vocab, r] | LoRA on the head |
 | embed.magnitude, head.magnitude | [hidden], [vocab] | DoRA's, normalised |
 | head.bias | [vocab] | added to the logits |
+| score.weight, score.bias | [labels, n], [labels] | a classification head, in place of the base's |
+| score.dense.weight, score.dense.bias | [n, n], [n] | the layer before it, with tanh |
 
 Of an encoder-decoder model layers are numbered through both stacks, the encoder's first. What is outside
 layers begins with its stack's name: `encoder.norm`, `encoder.embedding_norm` (on what goes into the first
@@ -33,6 +35,8 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.geometry import CacheGeometry, ExtraPiece, ExtraPlace, Layout
 from manylora.request import LoraExtra
 
+HEAD = "score"
+"""What the names of a classification head's parts begin with."""
 LAYER = re.compile(r"layers\.(\d+)\.")
 
 

@@ -10,6 +10,15 @@ from manylora.kernels.delta_rule import StateBatch
 from manylora.kernels.spec import AttentionBatch, LoraBatch
 
 
+@dataclass
+class HiddenRows:
+    """rows [P] int64, ascending, whose hidden states behind the final norm are wanted. hidden [P, hidden]:
+    written by the forward pass."""
+
+    rows: Tensor
+    hidden: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class ForwardBatch:
     """T token rows, packed over all sequences.
@@ -21,6 +30,7 @@ class ForwardBatch:
     cross: encoder-decoder models only: the pages and numbers of each sequence's cross-attention keys; its
            slots are empty.
     state: where the states of recurrent layers are; None: each sequence begins, and nothing is kept of it.
+    pooled: None where no hidden states are wanted.
     lora: None when no row has an adapter; then no LoRA kernel runs.
     """
 
@@ -33,3 +43,4 @@ class ForwardBatch:
     cross: AttentionBatch | None = None
     rope_lengths: Tensor | None = None
     state: StateBatch | None = None
+    pooled: HiddenRows | None = None

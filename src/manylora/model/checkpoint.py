@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from manylora.config.engine import ModelConfig
+from manylora.config.labels import num_labels
 from manylora.config.model_folder import check_model_folder, weight_files
 from manylora.errors import ConfigError
 from manylora.model.families import FAMILIES
 from manylora.model.families.common import read_common, read_dtype
 from manylora.quant.checkpoint import checkpoint_quant
 
+HEADED = re.compile(r"(\w+?)(ForSequenceClassification|ForTokenClassification|Model)")
 START = "decoder_start_token_id"
 
 
@@ -26,7 +29,7 @@ def read_model_config(model_dir: Path) -> ModelConfig:
         raise ConfigError(
             f"{model_dir} is a TensorRT-LLM {kind}: name the Hugging Face directory that it was made from"
         )
-    architecture = (raw.get("architectures") or ["none"])[0]
+    architecture, headed = _causal((raw.get("architectures") or ["none"])[0])
     family = FAMILIES.get(architecture)
     if family is None:
         raise ConfigError(
@@ -41,6 +44,9 @@ def read_model_config(model_dir: Path) -> ModelConfig:
     try:
         settings = family.settings(raw)
         fields = {**read_common(settings, family.rope), **family.config(settings)}
+        if headed is not None:  # the head for text would be the embedding, and is not used
+            labels = num_labels(raw) if headed else 0
+            fields |= {"makes_text": False, "tie_word_embeddings": True, "num_labels": labels}
         dtype = read_dtype(settings) or _stored_dtype(model_dir)
     except KeyError as error:
         raise ConfigError(f"{model_dir}/config.json lacks {error}") from error
@@ -56,6 +62,15 @@ def read_model_config(model_dir: Path) -> ModelConfig:
             f"{config.num_kv_heads} key heads equally"
         )
     return config
+
+
+def _causal(architecture: str) -> tuple[str, bool | None]:
+    """The family's name of an architecture without a head for text, and whether that has a classification
+    head; None: it has a head for text."""
+    found = HEADED.fullmatch(architecture)
+    if found is None or architecture in FAMILIES or f"{found[1]}ForCausalLM" not in FAMILIES:
+        return architecture, None
+    return f"{found[1]}ForCausalLM", found[2] != "Model"
 
 
 def _stored_dtype(model_dir: Path) -> str:

@@ -15,7 +15,7 @@ from manylora.config.blocks import ConvConfig, DeltaConfig, LatentConfig
 from manylora.config.engine import ModelConfig, MoeConfig
 from manylora.kernels.delta_rule import DeltaWeights, RecurrentState
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import AttentionParams, LoraTarget
+from manylora.kernels.spec import AttentionParams, LoraBatch, LoraTarget
 from manylora.lora.modules import LoraModuleId
 from manylora.model.batch import ForwardBatch
 from manylora.model.chunks import in_chunks
@@ -71,7 +71,7 @@ class Decoder(Transformer):
         growth = self._growth(batch)
         still = self._unrotated_growth(batch, growth)
         logits = None
-        if self._decode_step is not None and growth is None:
+        if self._decode_step is not None and growth is None and batch.pooled is None:
             logits = self._decode_step(x, rotary, batch.attention, batch.lora, kv, batch.logits_rows)
         if logits is None:
             turns = [Turns(None, still), *(Turns(one, growth) for one in rotary)]
@@ -103,7 +103,16 @@ class Decoder(Transformer):
                 assert states is not None and rows is not None
                 mix = partial(self._recurrent[layer], cache=LayerState(states.layer(place), rows), lora=lora)
             x, delta = block(x, delta, mix, lora)
+        assert delta is not None, "a decoder has a block"
+        if batch.pooled is not None:
+            batch.pooled.hidden = self._hidden(x, delta, batch.pooled.rows, lora)
         return self._logits(x, delta, batch)
+
+    def _hidden(self, x: Tensor, delta: Tensor, rows: Tensor, lora: LoraBatch | None) -> Tensor:
+        """Behind the final norm, [P, hidden] of rows [P]."""
+        if lora is None or not lora.extras:
+            return self._final_norm.add(x[rows], delta[rows])[1]
+        return self._final_norm.add(x, delta, lora)[1][rows]
 
     def _growth(self, batch: ForwardBatch) -> Tensor | None:
         """Of queries, [T, 1, 1]. On a CPU None where no position is so far on that it matters."""
@@ -125,12 +134,11 @@ class Decoder(Transformer):
         return growth.to(self.dtype).view(-1, 1, 1)
 
     def _logits(self, x: Tensor, delta: Tensor | None, batch: ForwardBatch) -> Tensor:
-        rows, lora = batch.logits_rows, batch.lora
+        lora = batch.lora
         assert delta is not None, "a decoder has a block"
+        x = self._hidden(x, delta, batch.logits_rows, lora)
         if lora is None or not lora.extras:
-            _, x = self._final_norm.add(x[rows], delta[rows])
             return self._ops.linear(x, self._head, self._head_bias).float()
-        x = self._final_norm.add(x, delta, lora)[1][rows]
         logits = self._ops.linear(x, self._head, self._head_bias).float()
         adapt_head(logits, x, lora.extras, self._head_bias, self.config.tie_word_embeddings)
         return logits

@@ -94,6 +94,8 @@ class WeightSpec:
 # Names of the tensors of all experts of a layer: as transformers has them, and as Granite was released.
 STACKS = (("experts.gate_up_proj", "experts.down_proj"), ("input_linear.weight", "output_linear.weight"))
 
+CLASSIFIERS = ("score", "classifier")
+
 Plan = dict[str, WeightSpec]
 """Our names of the model's weights, and where they come from."""
 
@@ -112,6 +114,8 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
     plan |= _norm("norm", f"{root}{names.norm}", hidden, config)
     if not config.tie_word_embeddings:
         plan["head.weight"] = _matrix(f"{head_name(config, stored)}.weight", config.vocab_size, hidden)
+    if config.num_labels:
+        plan |= _classifier(config, stored)
     if config.head_bias:
         plan["head.bias"] = WeightSpec((_whole(f"{names.head}.bias", config.vocab_size),))
     for layer in range(config.num_layers):
@@ -120,6 +124,15 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
         sparse = config.moe is not None and layer in config.moe.layers
         specs |= _sparse(config, names, source, stored) if sparse else _mlp(config, names, source)
         plan |= {f"{layer}.{name}": spec for name, spec in specs.items()}
+    return plan
+
+
+def _classifier(config: ModelConfig, stored: Collection[str]) -> Plan:
+    """The classification head, a single layer."""
+    name = next((one for one in CLASSIFIERS if f"{one}.weight" in stored), CLASSIFIERS[0])
+    plan = {"score.weight": WeightSpec((_whole(f"{name}.weight", config.num_labels),), config.hidden_size)}
+    if f"{name}.bias" in stored:
+        plan["score.bias"] = WeightSpec((_whole(f"{name}.bias", config.num_labels),))
     return plan
 
 
@@ -197,7 +210,9 @@ def _cross(config: ModelConfig, names: TensorNames, source: str) -> Plan:
 
 
 def _root(names: TensorNames, stored: Collection[str]) -> str:
-    """The first root that occurs in the checkpoint."""
+    """The first root that occurs in the checkpoint; none, where a bare model was saved."""
+    if f"{names.embed}.weight" in stored:
+        return ""
     present = (root for root in names.roots if any(name.startswith(root) for name in stored))
     return next(present, names.roots[0])
 

@@ -16,6 +16,7 @@ from manylora.kernels.spec import LoraTarget, Weight
 from manylora.lora.modules import LoraModuleId
 from manylora.model.batch import ForwardBatch
 from manylora.model.extras import adapt_embedding
+from manylora.model.heads import ClassificationHead
 from manylora.model.layers import LoraLinear, Mlp, Norm
 
 
@@ -32,6 +33,7 @@ class Transformer:
         self._weights, self._ops = weights, ops
         self._device = weights["embed"].device
         self._head, self._head_bias = weights["head.weight"], weights.get("head.bias")
+        self.classifier = ClassificationHead.of_weights(weights)
         scale = config.attention_scale
         self._attention_scale = config.head_dim**-0.5 if scale is None else scale
         # Rounded to the compute dtype before it is used, as in training.

@@ -15,7 +15,7 @@ import numpy as np
 
 from manylora.config.engine import ModelConfig
 from manylora.errors import AdapterInvalidError
-from manylora.lora.extras import LAYER, with_extras
+from manylora.lora.extras import HEAD, LAYER, with_extras
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.geometry import CacheGeometry, Layout
 from manylora.lora.modules import LoraModule, LoraModuleId, Split, lora_modules
@@ -103,7 +103,7 @@ class AdapterSlicer:
         found = LAYER.match(extra.name)
         if found is None:
             begin = extra.name.partition(".")[0]
-            last = begin in ("norm", "head")
+            last = begin in ("norm", "head", HEAD)
             last = last or (extra.name == "embed.tokens" and self._model.tie_word_embeddings)
             here = (mapping.is_first_stage and begin in ("embed", "prompt")) or (
                 mapping.is_last_stage and last

@@ -170,7 +170,7 @@ class RankDecoder(Decoder):
         """[L, vocab] on the first rank of the last stage, None on others."""
         rows, lora = batch.logits_rows, batch.lora
         extras = () if lora is None else lora.extras
-        x = self._final_norm.add(x, delta, lora)[1][rows] if extras else self._last(x, delta, rows)
+        x = self._hidden(x, delta, rows, lora)
         logits = self._ops.linear(x, self._head, self._head_bias).float()
         # Every part as wide as the first, which is the widest.
         widest = len(self._mapping.at(0).vocabulary(self.config.vocab_size))
@@ -182,6 +182,3 @@ class RankDecoder(Decoder):
         if lora is not None and extras:
             adapt_head(logits, x, extras, self._whole_bias, self.config.tie_word_embeddings)
         return logits
-
-    def _last(self, x: Tensor, delta: Tensor, rows: Tensor) -> Tensor:
-        return self._final_norm.add(x[rows], delta[rows])[1]

@@ -37,7 +37,7 @@ def rank_plan(plan: Plan, model: ModelConfig, mapping: Mapping) -> Plan:
             if number in layers:
                 part = _of_layer(layer[2], spec, model, mapping)
                 found |= {f"{number - layers.start}.{own}": one for own, one in part.items()}
-        elif name == "norm.weight" or name == "norm.bias":
+        elif name in ("norm.weight", "norm.bias") or name.startswith("score."):
             found[name] = spec
         elif name in ("embed", "positions"):
             if mapping.is_first_stage:

@@ -12,6 +12,7 @@ import numpy as np
 from manylora.errors import AdapterInvalidError
 from manylora.lora.bounds import Bounds
 from manylora.lora.formats.base_weights import BaseReader
+from manylora.lora.formats.peft_classifier import CLASSIFIER, read_classifier
 from manylora.lora.formats.peft_config import PeftConfig
 from manylora.lora.formats.peft_names import (
     LAYER,
@@ -58,6 +59,8 @@ def is_extra(key: str) -> bool:
     """Whether PEFT's tensor of this name is, or is part of, an extra."""
     if found := BIAS.fullmatch(key):
         return module_id_of(found, None) is not None
+    if CLASSIFIER.fullmatch(key):
+        return True
     return bool(_stack_bias(key) or STACK_NORM.fullmatch(key) or NORM.fullmatch(key) or TABLE.fullmatch(key))
 
 
@@ -79,6 +82,8 @@ def read_extras(
     biases: dict[str, dict[bool, np.ndarray]] = {}  # by whether they belong to lora_B
     extras: list[LoraExtra] = []
     tables: dict[tuple[str, str], dict[str, tuple[str, RawTensor]]] = {}
+    heads = {key: tensor for key, tensor in found.items() if CLASSIFIER.fullmatch(key)}
+    found = {key: tensor for key, tensor in found.items() if key not in heads}
     for key, tensor in sorted(found.items()):
         if match := _stack_bias(key) or BIAS.fullmatch(key):
             name, shift = _module_bias(match, key, tensor, tensors, config, modules, base)
@@ -101,6 +106,7 @@ def read_extras(
         else:
             extras += Table(name, path, found_here, config, _known(path, base)).read()
     extras += [LoraExtra(name, np.sum(list(parts.values()), axis=0)) for name, parts in biases.items()]
+    extras += read_classifier(heads, base)
     _check(extras, modules, base)
     return extras
 

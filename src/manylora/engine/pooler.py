@@ -1,0 +1,54 @@
+"""Pooler: hidden states of a prompt to what a request for pooled outputs is answered with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from manylora.engine.scheduler import Chunk
+from manylora.engine.sequence import Sequence
+from manylora.kernels.extras import Extra
+from manylora.model.heads import ClassificationHead
+
+
+def pooled_positions(chunk: Chunk) -> range:
+    """The positions of a chunk whose hidden states count."""
+    pooling, stop = chunk.sequence.request.pooling, chunk.start + chunk.count
+    if pooling is None:
+        return range(0)
+    if pooling.mode == "last":
+        return range(stop - 1, stop) if chunk.ends else range(0)
+    if pooling.mode == "cls":
+        return range(chunk.start, chunk.start + 1)
+    return range(chunk.start, stop)
+
+
+class Pooler:
+    """classifier: the model's own head, if it has one."""
+
+    def __init__(self, classifier: ClassificationHead | None) -> None:
+        self._classifier = classifier
+        self._sums: WeakKeyDictionary[Sequence, Tensor] = WeakKeyDictionary()  # of prompts in several chunks
+
+    def __call__(self, chunk: Chunk, x: Tensor, extras: Mapping[str, Extra]) -> Tensor | None:
+        """x [P, hidden], of `pooled_positions`. extras: of the chunk's adapter. Returns [n] float32, or
+        [P, n] of all tokens; None: the prompt goes on."""
+        sequence, pooling = chunk.sequence, chunk.sequence.request.pooling
+        assert pooling is not None
+        if pooling.mode == "mean" and not (chunk.ends and chunk.start == 0):
+            total = x.float().sum(0)
+            if chunk.start:
+                total += self._sums[sequence]
+            self._sums[sequence] = total
+            if not chunk.ends:
+                return None
+            x = (total / sequence.num_prompt).to(x.dtype)[None]
+        elif pooling.mode == "mean":
+            x = x.float().mean(0, keepdim=True).to(x.dtype)
+        if pooling.head:
+            head = ClassificationHead.of_extras(extras) or self._classifier
+            assert head is not None, "checked when the request was taken"
+            x = head(x)
+        return x.float() if pooling.mode == "all" else x[0].float()

@@ -1,0 +1,55 @@
+"""Classification heads: what hidden states go through in place of the head for text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from manylora.kernels.extras import Extra
+from manylora.lora.extras import HEAD
+
+# A head's weights have the same names in the model's weights as in extras.
+
+
+@dataclass(frozen=True)
+class ClassificationHead:
+    """weight [labels, n], bias [labels] or None. dense: a layer before it, with tanh; weight and bias."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    dense: tuple[Tensor, Tensor | None] | None = None
+
+    @classmethod
+    def of_weights(cls, weights: Mapping[str, Tensor]) -> ClassificationHead | None:
+        """Of a model's weights, by our names; None: it has no head."""
+        if f"{HEAD}.weight" not in weights:
+            return None
+        dense = weights.get(f"{HEAD}.dense.weight")
+        first = None if dense is None else (dense, weights.get(f"{HEAD}.dense.bias"))
+        return cls(weights[f"{HEAD}.weight"], weights.get(f"{HEAD}.bias"), first)
+
+    @classmethod
+    def of_extras(cls, extras: Mapping[str, Extra]) -> ClassificationHead | None:
+        """Of an adapter's extras; None: it has no head of its own."""
+        found = {name: one for name, one in extras.items() if name.startswith(f"{HEAD}.")}
+        return cls.of_weights({name: _values(name, one) for name, one in found.items()})
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [P, n] -> [P, labels] float32."""
+        if self.dense is not None:
+            x = torch.tanh(_linear(x, *self.dense))
+        return _linear(x, self.weight, self.bias).float()
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def _values(name: str, extra: Extra) -> Tensor:
+    """A matrix; or a bias, which has one column in its pages."""
+    whole = extra.pieces[0] if len(extra.pieces) == 1 else torch.cat(extra.pieces)
+    return whole.reshape(-1) if name.endswith(".bias") else whole

@@ -106,6 +106,9 @@ class EngineStats:
     preemptions: int = 0
     prompt_tokens: int = 0  # computed
     generated_tokens: int = 0
+    drafts: int = 0  # that were verified
+    draft_tokens: int = 0  # in them
+    accepted_draft_tokens: int = 0  # and those that the model has chosen too
     requests_finished: int = 0
     requests_failed: int = 0
     requests_cancelled: int = 0

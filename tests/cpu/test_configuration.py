@@ -47,7 +47,8 @@ VALUES: dict[str, Any] = {
     "text_only": True, "disk_cache_dir": Path("/disk"), "disk_cache_bytes": 2**20, "quant_algo": "W4A16",
     "kv_cache_quant_algo": "FP8", "group_size": 64,
     "tensor_parallel_size": 2, "pipeline_parallel_size": 3, "moe_expert_parallel_size": 4,
-    "exclude_modules": ["*k_proj"],
+    "exclude_modules": ["*k_proj"], "max_draft_len": 5, "max_matching_ngram_size": 3,
+    "min_matching_ngram_size": 1, "ngram_use_oldest": False, "max_draft_concurrency": 6,
 }  # fmt: skip
 # Keys that a front end has no name for, and why.
 FILES = {
@@ -199,6 +200,8 @@ def test_one_setting_acts_the_same_everywhere(front_end: str, key: str, model: P
     said = {key: VALUES[key]}
     if key in ("max_num_tokens", "max_beam_width"):
         said["max_batch_size"] = 3
+    if "ngram" in key or key == "max_draft_concurrency":
+        said["max_draft_len"] = 5
     found = flat(resolved(front_end, model, said))
     assert found[key] == VALUES[key]
     others = flat(resolved("triton", model, said))

@@ -65,6 +65,7 @@ INSIDE = {
     ],
     "group": ["channel", "place", "agreement", "rendezvous", "watch", "leader", "collectives"],
     "engine": [
+        "ngram", "speculation",
         "token_counts", "top_p", "sequence", "penalties", "state_pool", "kv_cache", "decode_run", "scheduler",
         "memory", "guide_trial", "guide", "beam",
         "sampler", "launched", "inputs", "pooler", "step_messages", "peak", "graphs", "kernel_trials",
@@ -115,6 +116,7 @@ NO_TORCH = [
     "wire", "text", "launcher", "lora.pages", "lora.modules", "lora.geometry", "lora.bounds",
     "lora.number_types", "lora.tensors", "lora.staging", "lora.extras", "lora.rules", "lora.slicing",
     "lora.cache", "cli", "engine.sequence", "engine.guide", "engine.guide_trial", "engine.kv_cache",
+    "engine.ngram", "engine.speculation",
     "engine.decode_run", "engine.scheduler", "kernels.row_format", "kernels.cuda.plan", "parallel.mapping",
     "parallel.rank_model", "llmapi", "bench", "openai", "fleet", "contracts",
     "lora_helper", "lora_manager", "executor", "sampling_params", "models", "quantization",

@@ -34,6 +34,12 @@ LINES: dict[str, dict[str, str]] = {
         "kv_cache_percentage": "KV Memory Percentage",
         "issue_rate": "Issue Rate (req/sec)",
     },
+    "decoding_stats": {
+        "num_draft_tokens": "Draft tokens",
+        "num_accepted_draft_tokens": "Accepted draft tokens",
+        "draft_acceptance_rate": "Acceptance rate",
+        "acceptance_length": "Tokens of a step with a draft",
+    },
     "performance": {
         "request_throughput_req_s": "Request Throughput (req/sec)",
         "system_output_throughput_tok_s": "Total Output Throughput (tokens/sec)",
@@ -88,6 +94,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield "-- Request Latency Breakdown (ms) -----------------------"
     yield ""
     yield from _percentiles("Latency", report["performance"]["request_latency_percentiles_ms"])
+    if report["decoding_stats"]:
+        yield from _section("DECODING", report, "decoding_stats")
     if report["adapters"]["num_distinct"]:
         yield from _adapters(report["adapters"])
     yield from _dataset(report["dataset"])

@@ -19,7 +19,7 @@ from manylora.bench.report import dataset_details, issue_rate, measure, tier_fig
 from manylora.bench.system import SystemUnderTest, open_system
 from manylora.errors import ConfigError
 from manylora.llmapi.lora import LoRARequest
-from manylora.stats import AdapterStats
+from manylora.stats import AdapterStats, EngineStats
 
 CACHE_COUNTERS = (
     "host_stores", "host_evictions", "device_loads", "device_evictions", "host_adapters", "device_adapters",
@@ -66,7 +66,8 @@ def run_bench(options: BenchOptions) -> BenchResult:
             base = measure(plain, streaming=options.streaming)["performance"][THROUGHPUT]
             ratio = done["performance"][THROUGHPUT] / base
             adapters["ratio"] = {"measured": ratio} | system.ideal_ratio(loads[-1], samples)
-        report = _report(options, system, done, records) | {"adapters": adapters}
+        decoding = _decoding(samples[-1][1] if samples else EngineStats())
+        report = _report(options, system, done, records) | {"adapters": adapters, "decoding_stats": decoding}
     return BenchResult(report, records, samples)
 
 
@@ -108,6 +109,19 @@ def _difference(before: AdapterStats | None, after: AdapterStats | None) -> dict
     return found
 
 
+def _decoding(stats: EngineStats) -> dict[str, Any] | None:
+    """Drafts since the engine's start; None: there were none, or the engine is elsewhere."""
+    if not stats.draft_tokens:
+        return None
+    drafted, accepted = stats.draft_tokens, stats.accepted_draft_tokens
+    return {
+        "num_draft_tokens": drafted,
+        "num_accepted_draft_tokens": accepted,
+        "draft_acceptance_rate": accepted / drafted,
+        "acceptance_length": 1 + accepted / stats.drafts,  # tokens of a step with a draft
+    }
+
+
 def _report(
     options: BenchOptions, system: SystemUnderTest, done: dict[str, Any], records: Sequence[Record]
 ) -> dict[str, Any]:
@@ -126,7 +140,6 @@ def _report(
             "issue_rate": issue_rate(records),
         },
         **done,
-        "decoding_stats": None,
         "dataset": {"path": str(options.dataset), **dataset_details(records)},
     }  # fmt: skip
 

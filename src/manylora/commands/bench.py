@@ -35,6 +35,7 @@ ENGINE_FLAGS = {name: name for name in NAMES if "." not in name} | {
     "scheduler_policy": "batch_scheduler_policy",
     "enable_chunked_context": "enable_chunked_prefill",
     "kv_cache_free_gpu_mem_fraction": "kv_cache_config.free_gpu_memory_fraction",
+    "max_draft_len": "speculative_config.max_draft_len",
     **WORLD,
 }
 
@@ -136,6 +137,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     for name in ("max_batch_size", "max_num_tokens", "max_seq_len"):
         _add(group, f"--{name}", type=int)
     _add(group, "--kv_cache_free_gpu_mem_fraction", type=float)
+    _add(group, "--max_draft_len", type=int, help="drafts of so many tokens, by n-grams")
     _add(group, "--scheduler_policy", choices=("guaranteed_no_evict", "max_utilization"))
     chunks = group.add_mutually_exclusive_group()
     _add(chunks, "--enable_chunked_context", dest="enable_chunked_context", action="store_true", default=None)
@@ -194,7 +196,7 @@ def _llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
         value = getattr(options, flag, None)
         part, _, field = name.rpartition(".")
         if value is not None:
-            (found[part] if part else found)[field] = value
+            (found.setdefault(part, {}) if part else found)[field] = value
     return llm_arguments(found)
 
 

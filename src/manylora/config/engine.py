@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from manylora.config.blocks import LatentConfig, RecurrentConfig, RoutingConfig
-from manylora.config.values import at_least, fraction, one_of
+from manylora.config.values import at_least, between, fraction, one_of
 from manylora.errors import ConfigError
 from manylora.quant.checkpoint import CheckpointQuant
 from manylora.quant.config import QuantConfig
 
 GIB = 2**30
 MAX_CHUNK = 512
+MAX_DRAFT, MAX_NGRAM = 64, 16
 POLICIES = ("guaranteed_no_evict", "max_utilization")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -102,12 +103,19 @@ class EngineConfig:
     tensor_parallel_size: int = 1  # ranks that share each layer
     pipeline_parallel_size: int = 1  # groups of these, each with a part of the layers
     moe_expert_parallel_size: int = 1  # of the ranks that share a layer, those that divide experts by number
+    max_draft_len: int = 0  # tokens of a draft by n-grams of the sequence's own tokens; 0: there are none
+    max_matching_ngram_size: int = 4  # tokens at a sequence's end that are looked for in it, at most
+    min_matching_ngram_size: int = 2  # and at least
+    ngram_use_oldest: bool = True  # what followed their first occurrence; False: their last
+    max_draft_concurrency: int = 0  # with more running sequences nothing is drafted; 0: any number
     lora: LoraCacheConfig = field(default_factory=LoraCacheConfig)
 
     def __post_init__(self) -> None:
         at_least(1, self, "max_batch_size", "max_num_tokens", "max_beam_width", "max_seq_len")
         at_least(1, self, "tokens_per_block", "max_tokens_in_paged_kv_cache")
-        at_least(0, self, "max_queue_size", "cuda_graph_cache_size")
+        at_least(0, self, "max_queue_size", "cuda_graph_cache_size", "max_draft_concurrency")
+        between(0, MAX_DRAFT, self, "max_draft_len")
+        between(1, MAX_NGRAM, self, "max_matching_ngram_size", "min_matching_ngram_size")
         at_least(1, self, "tensor_parallel_size", "pipeline_parallel_size", "moe_expert_parallel_size")
         fraction(kv_cache_free_gpu_mem_fraction=self.kv_cache_free_gpu_mem_fraction)
         if self.gpu_memory_utilization is not None:
@@ -136,6 +144,12 @@ class EngineConfig:
         its parts do not depend on what else is in a step. Beside all other sequences one such part fits."""
         fits = self.max_num_tokens - self.max_batch_size + 1
         return 1 << min(MAX_CHUNK, fits).bit_length() - 1
+
+    @property
+    def max_decode_rows(self) -> int:
+        """Rows of a step that decodes: one of each sequence, and those of drafts."""
+        drafted = max(self.max_draft_len, self.max_batch_size) if self.max_draft_len else 0
+        return min(self.max_num_tokens, self.max_batch_size + drafted)
 
 
 @dataclass(frozen=True)

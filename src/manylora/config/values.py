@@ -19,6 +19,13 @@ def at_least(least: float, settings: object, *names: str) -> None:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
 
 
+def between(least: float, most: float, settings: object, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if not least <= value <= most:
+            raise ConfigError(f"{name} must be from {least} to {most}, got {value}")
+
+
 def fraction(**values: float) -> None:
     for name, value in values.items():
         if not 0 < value <= 1:

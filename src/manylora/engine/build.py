@@ -21,7 +21,7 @@ from manylora.engine.memory import (
     allocate_kv,
     allocate_states,
     batch_limits,
-    check_length,
+    check_model,
     kv_cache_dtype,
     plan_kv,
     plan_states,
@@ -184,10 +184,10 @@ class _Held(NamedTuple):
 def _load(config: EngineConfig, device: Device, rank: int, comm: TorchCollectives | None) -> _Held:
     if comm is not None:
         found = load_part(config, mapping_of(config, rank), comm, device)
-        check_length(config, found.model)
+        check_model(config, found.model)
         return _Held(found.model, found.local, found.dtype, found.decoder, found.slicer)
     model = read_model_config(config.model_dir)
-    check_length(config, model)
+    check_model(config, model)
     dtype = compute_dtype(config.dtype, model, device)
     decoder = load_decoder(config.model_dir, model, dtype, device, config.max_seq_len, config.quant)
     return _Held(model, model, dtype, decoder)

@@ -29,7 +29,7 @@ class DecodeRun:
     @staticmethod
     def takes(sequence: Sequence) -> bool:
         """Whether a sequence that decodes its next token now will go on to do so, until it ends."""
-        alone = sequence.guide is None and sequence.beams is None
+        alone = sequence.guide is None and sequence.beams is None and not sequence.drafts
         length = sequence.num_computed + 1
         return alone and sequence.num_prompt < length and sequence.rope_length <= length
 
@@ -59,8 +59,10 @@ class DecodeRun:
 
 
 def _steps_left(sequence: Sequence) -> int:
-    """Steps until its last token, or its rotary scaling, makes another kind of step of it."""
+    """Steps until its last token, its rotary scaling or its next draft makes another kind of step of it."""
     last, limit = sequence.max_len - 1, sequence.rope_limit
     if limit is not None and sequence.rope_length <= limit:
         last = min(last, limit)
+    if sequence.drafter is not None:
+        last = min(last, sequence.drafter.wakes_at - 1)
     return last - sequence.num_computed

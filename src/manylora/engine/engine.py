@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -71,6 +72,7 @@ class Engine:
         self._counters = Counters()
         self._results = ResultProcessor(self._scheduler, self._kv, self._runner, self._counters)
         self._last_step = Step(())
+        self._processed: Step | None = None  # by the last call of `step`
         self._in_flight: LaunchedStep | None = None  # launched by `_overlapped_step`, not processed yet
 
     @property
@@ -130,7 +132,12 @@ class Engine:
 
     def step(self) -> Events:
         """Run one step. Returns the events of the results that it processed."""
-        return self._overlapped_step() if self._parts.overlap else self._plain_step()
+        started, self._processed = time.perf_counter(), None
+        events = self._overlapped_step() if self._parts.overlap else self._plain_step()
+        if self._processed is not None and not self._processed.num_context_tokens:
+            rows = (chunk.count for chunk in self._processed.chunks)
+            self._scheduler.speculation.took(rows, time.perf_counter() - started)
+        return events
 
     def _plain_step(self) -> Events:
         """Schedule, launch, process the results. `_overlapped_step` must give the same tokens."""
@@ -264,6 +271,7 @@ class Engine:
         length = model.rope_length(len(request.prompt))
         sequence = Sequence(handle, request, index, max_len, lease, rope_length=length, rope_limit=limit)
         sequence.num_virtual = virtual
+        sequence.drafter = self._scheduler.speculation.drafter(request)
         if prepared.matcher is not None and self._parts.guides is not None:
             sequence.guide = self._parts.guides.begin(prepared.matcher)
         if prepared.request.params.beam_width > 1:
@@ -306,6 +314,7 @@ class Engine:
             logger.exception("a step of %d sequences failed", len(launched.step.chunks))
             self._parts.device.probe()
             return self._fail(launched.step, error)
+        self._processed = launched.step
         events, ended = self._results.apply(launched, sampled)
         return events + self._retire(ended)
 

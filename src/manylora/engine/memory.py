@@ -43,9 +43,15 @@ def kv_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     return torch.float8_e4m3fn if fp8 else dtype
 
 
-def check_length(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises ConfigError for sequences longer than the model's positions: it was not trained on them, or has
-    none there."""
+def check_model(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ConfigError for drafts where they cannot be taken back, and for sequences longer than the
+    model's positions: it was not trained on them, or has none there."""
+    if config.max_draft_len and (model.recurrent is not None or model.encoder is not None):
+        kind = "models with recurrent layers" if model.recurrent is not None else "encoder-decoder models"
+        raise ConfigError(
+            f"max_draft_len {config.max_draft_len}: drafts (speculative_config) are not supported on {kind}: "
+            "leave it out"
+        )
     if model.encoder is not None and model.encoder.relative_buckets:  # relative positions have no limit
         return
     most = model.max_seq_len
@@ -178,7 +184,7 @@ def batch_limits(
     """The largest shapes that the device's kernels must support."""
     return BatchLimits(
         num_layers=model.num_layers,
-        max_sequences=config.max_batch_size,
+        max_sequences=config.max_decode_rows,
         max_seq_len=max_seq_len,
         tokens_per_block=config.tokens_per_block,
         num_heads=model.num_heads,

@@ -26,7 +26,7 @@ def peak_bytes(decoder: Decoder, device: Device, limits: BatchLimits, config: En
 
     def run() -> None:
         _prefill(decoder, device, limits, config.max_num_tokens)
-        _draw(device.torch, config.max_batch_size, decoder.config.vocab_size)
+        _draw(device.torch, config.max_decode_rows, decoder.config.vocab_size)
 
     try:
         peak = device.peak_bytes(run)

@@ -25,6 +25,9 @@ class Counters:
     steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     requests_finished: int = 0
     requests_failed: int = 0
     requests_cancelled: int = 0
@@ -88,6 +91,9 @@ class ResultProcessor:
     def _append(self, sequence: Sequence, tokens: list[tuple[int, float | None]], now_ns: int) -> None:
         """Append the tokens of one step, up to the one that ends the sequence."""
         if sequence.num_draft:
+            self._counters.drafts += 1
+            self._counters.draft_tokens += sequence.num_draft
+            self._counters.accepted_draft_tokens += len(tokens) - 1
             sequence.drop_draft(len(tokens) - 1)
         for token, log_prob in tokens:
             if token == NOT_FINITE:

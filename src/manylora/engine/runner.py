@@ -127,7 +127,8 @@ class Runner:
         return LaunchedStep(step, sampler.rows, *sampler(logits))
 
     def _launch_anew(self, step: Step, previous: LaunchedStep | None) -> LaunchedStep:
-        chunks = sorted(step.chunks, key=lambda chunk: chunk.sequence.root)
+        chunks = [one for chunk in step.chunks for one in _one_by_one(chunk)]
+        chunks.sort(key=lambda chunk: chunk.sequence.root)
         wanted = [_wanted(chunk) for chunk in chunks]
         self._encode([chunk.sequence for chunk in chunks if chunk.num_encoded])
         inputs = self._inputs(chunks, wanted, previous)
@@ -359,10 +360,18 @@ class Runner:
         return upload(values, dtype, self._device.torch)
 
 
+def _one_by_one(chunk: Chunk) -> list[Chunk]:
+    """A draft's rows apart, each as a sequence of its own that decodes one token: their keys and values are
+    stored before any is attended, and each gets the bits that it had without the draft."""
+    if chunk.in_context or not chunk.sequence.num_draft:
+        return [chunk]
+    return [replace(chunk, start=chunk.start + i, count=1) for i in range(chunk.count)]
+
+
 def _wanted(chunk: Chunk) -> range:
     """The positions of a chunk whose logits are needed."""
     sequence, stop = chunk.sequence, chunk.start + chunk.count
-    if not chunk.in_context and not sequence.num_draft:
+    if not chunk.in_context and (chunk.count == 1 or not sequence.num_draft):
         return range(stop - chunk.samples, stop)
     in_prompt = chunk.start < sequence.num_prompt and not sequence.num_output
     if sequence.request.params.return_context_logits and in_prompt:

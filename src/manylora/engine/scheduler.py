@@ -13,6 +13,7 @@ from manylora.config.engine import EngineConfig
 from manylora.engine.decode_run import DecodeRun
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.sequence import Sequence
+from manylora.engine.speculation import Speculation
 
 if TYPE_CHECKING:
     from manylora.lora.store import AdapterLease, AdapterStore
@@ -113,6 +114,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of admission
         self.num_preemptions = 0
         self.num_tokens_reused = 0
+        self.speculation = Speculation(config)
         self._kv = kv
         self._adapters = adapters
         self._config = config
@@ -181,11 +183,28 @@ class Scheduler:
             self._preempt(sequence, this)
             sequence.rotate_long()
         unfinished = [sequence for sequence in self.running if not sequence.is_full]
+        if self.speculation.is_on:
+            self._draft(unfinished)
         for sequence in sorted(unfinished, key=lambda s: s.in_prefill):
             if sequence.is_waiting:
                 continue
             if sequence.kv.blocks and self._ensure_blocks(sequence, this) and self._is_loaded(sequence):
                 this.add(sequence)
+
+    def _draft(self, sequences: list[Sequence]) -> None:
+        """Let those that decode propose their next tokens, where rows and blocks are left."""
+        prompts = bool(self.waiting) or any(sequence.in_prefill for sequence in sequences)
+        rows = self.speculation.num_rows(self.num_slots, prompts)
+        price = self.speculation.times.price(len(sequences))
+        for sequence in sequences:
+            if sequence.drafter is None:
+                continue
+            sequence.take_back_draft()
+            room = min(rows, sequence.draft_room)
+            draft = sequence.drafter.propose(sequence.tokens, room, price) if room > 0 else []
+            if draft and self._kv.grow(sequence, len(sequence.tokens) + len(draft)):
+                sequence.add_draft(draft)
+                rows -= len(draft)
 
     def _begin_run(self, this: _Round) -> None:
         if all(chunk.sequence.is_decoding and DecodeRun.takes(chunk.sequence) for chunk in this.chunks):

@@ -14,6 +14,7 @@ from manylora.request import Beam, Event, FinishReason, Request, RequestMetrics
 
 if TYPE_CHECKING:
     from manylora.engine.guide import GuideState
+    from manylora.engine.speculation import Drafter
     from manylora.engine.token_counts import TokenCounts
     from manylora.lora.store import AdapterLease
 
@@ -103,7 +104,9 @@ class Sequence:
     beams:        the group of a beam search, None otherwise.
     guide:        which tokens guided decoding allows next, None without it.
     num_draft:    tokens at the end of `tokens` that are a draft: the model has not verified them.
-    num_accepted: draft tokens that it has confirmed.
+    num_drafted:  tokens that were drafted so far, by the client or by `drafter`.
+    num_accepted: those of them that the model has confirmed.
+    drafter:      looks for drafts while it decodes; None: there are none but the client's.
     is_pending:   whether the last of `tokens` is PENDING; see `append_pending_token`.
     top_p:        for the next token; it decays where the request asks for that.
     counts:       of its tokens, kept by the sampler where the request has penalties.
@@ -122,7 +125,9 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_draft: int = 0
+    num_drafted: int = 0
     num_accepted: int = 0
+    drafter: Drafter | None = None
     is_pending: bool = False
     top_p: float | None = None
     counts: TokenCounts | None = None
@@ -143,7 +148,7 @@ class Sequence:
         if self.rope_limit is not None and self.num_prompt <= self.rope_limit:
             draft = draft[: self.rope_limit - self.num_prompt]  # the rest could not be verified in one step
         self.tokens = [*self.request.prompt, *draft]
-        self.num_draft = len(draft)
+        self.num_draft, self.num_drafted = len(draft), len(self.request.draft)
         self.top_p = self.request.params.top_p
         digest = self.lease.digest if self.lease else ""
         if self.request.prompt_table is not None:  # other embeddings have other keys and values
@@ -205,7 +210,12 @@ class Sequence:
 
     @property
     def in_prefill(self) -> bool:
-        return self.num_due > 1 or self.num_output == 0
+        return self.num_due - self.num_draft > 1 or self.num_output == 0
+
+    @property
+    def drafts(self) -> bool:
+        """Whether its next step may verify tokens that its drafter proposes."""
+        return self.drafter is not None and len(self.tokens) >= self.drafter.wakes_at
 
     @property
     def is_waiting(self) -> bool:
@@ -226,7 +236,7 @@ class Sequence:
         """Whether its next step can be launched before the host knows the token of the last one."""
         # Draft tokens and beams are chosen on the host.
         on_host = self.guide is not None or self.num_draft or self.beams is not None
-        return not on_host and not self.request.params.reads_tokens
+        return not on_host and not self.drafts and not self.request.params.reads_tokens
 
     def append_pending_token(self) -> None:
         """Go on as if the next token were known, until `remove_pending_token`."""
@@ -240,12 +250,38 @@ class Sequence:
             self.tokens.pop()
             self.is_pending = False
 
+    @property
+    def draft_room(self) -> int:
+        """Tokens that a draft may have now, the token after it left out."""
+        if self.is_pending or not self.num_output or not self.is_decoding:
+            return 0
+        longest = self.max_len - 1
+        if self.rope_limit is not None and self.rope_length <= self.rope_limit:
+            longest = min(longest, self.rope_limit)  # the rest could not be verified in one step
+        return longest - len(self.tokens)
+
+    def add_draft(self, draft: list[int]) -> None:
+        self.tokens += draft
+        self.num_draft = len(draft)
+        self.num_drafted += len(draft)
+
+    def take_back_draft(self) -> None:
+        """What its drafter has proposed was not verified, as the step did not run."""
+        if self.drafter is not None and self.num_draft:
+            del self.tokens[-self.num_draft :]
+            self.num_drafted -= self.num_draft
+            self.num_draft = 0
+
     def drop_draft(self, num_accepted: int) -> None:
         """The draft was verified: the tokens that were accepted are appended again, as output."""
-        if self.num_draft:
-            del self.tokens[-self.num_draft :]
+        count = self.num_draft
+        if count:
+            del self.tokens[-count:]
             self.counts = None  # draft tokens were counted
-            self.num_draft, self.num_accepted = 0, num_accepted
+            self.num_draft = 0
+            self.num_accepted += num_accepted
+            if self.drafter is not None:
+                self.drafter.saw(count, num_accepted, len(self.tokens))
 
     def append(self, token: int, log_prob: float | None) -> None:
         """Append the next token, and see whether it ends the sequence. The end id itself is not output."""
@@ -326,7 +362,7 @@ class Sequence:
             kv_new_blocks=kv.num_new,
             kv_taken_blocks=kv.num_claimed,
             kv_reused_blocks=kv.num_reused,
-            draft_tokens=len(self.request.draft),
+            draft_tokens=self.num_drafted,
             accepted_draft_tokens=self.num_accepted,
             prompt_tokens=self.num_encoder + self.num_prompt - self.num_virtual,
             output_tokens=sum(len(beam.token_ids) for beam in beams) if beams else self.num_output,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from manylora.llmapi.guided import GuidedDecodingParams
-from manylora.llmapi.llm_args import KvCacheConfig, PeftCacheConfig
+from manylora.llmapi.llm_args import KvCacheConfig, NGramDecodingConfig, PeftCacheConfig
 from manylora.llmapi.lora import LoraConfig, LoRARequest
 from manylora.llmapi.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimings
 from manylora.llmapi.sampling import SamplingParams
@@ -25,6 +25,7 @@ __all__ = [
     "LoRARequest",
     "Logprob",
     "LoraConfig",
+    "NGramDecodingConfig",
     "PeftCacheConfig",
     "QuantAlgo",
     "QuantConfig",

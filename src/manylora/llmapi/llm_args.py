@@ -1,7 +1,8 @@
-"""PeftCacheConfig and KvCacheConfig: the memory of one LLM, in the fields of TensorRT-LLM."""
+"""PeftCacheConfig, KvCacheConfig and NGramDecodingConfig: parts of one LLM, in the fields of TensorRT-LLM."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.llmapi.lora import LoraConfig, Options
 
-__all__ = ["KvCacheConfig", "LoraConfig", "PeftCacheConfig"]
+__all__ = ["KvCacheConfig", "LoraConfig", "NGramDecodingConfig", "PeftCacheConfig"]
 
 # Fields of KvCacheConfig that this engine has no counterpart of, and the values that ask for nothing.
 KV_NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -22,6 +23,15 @@ KV_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_uvm": (False,),
     "dtype": ("auto", "fp8"),
 }
+
+# What vLLM calls the fields of NGramDecodingConfig, and the values that mean n-grams.
+VLLM_NAMES = {
+    "num_speculative_tokens": "max_draft_len",
+    "prompt_lookup_max": "max_matching_ngram_size",
+    "prompt_lookup_min": "min_matching_ngram_size",
+    "disable_by_batch_size": "max_concurrency",
+}
+NGRAM_NAMES = ("ngram", "[ngram]", "NGram")
 
 
 @dataclass(frozen=True)
@@ -105,3 +115,49 @@ class KvCacheConfig(Options):
         fraction = self.free_gpu_memory_fraction
         if fraction is not None and not 0 < fraction <= 1:
             raise ValueError(f"free_gpu_memory_fraction must be in (0, 1], got {fraction}")
+
+
+@dataclass(frozen=True)
+class NGramDecodingConfig(Options):
+    """Drafts from n-grams of a sequence's own tokens (prompt lookup), which the model verifies. ValueError.
+
+    max_draft_len:           tokens of a draft, from 1 to 64; must be given.
+    max_matching_ngram_size: so many of the last tokens are looked for, then fewer,
+    min_matching_ngram_size: down to so many.
+    is_use_oldest:           what followed their first occurrence is drafted; False: their last.
+    max_concurrency:         with more sequences nothing is drafted; None: any number.
+    is_keep_all, is_public_pool: only True and False; another request's tokens are never drafted.
+    """
+
+    max_draft_len: int = 0
+    max_matching_ngram_size: int = EngineConfig.max_matching_ngram_size
+    min_matching_ngram_size: int = EngineConfig.min_matching_ngram_size
+    is_keep_all: bool = True
+    is_use_oldest: bool = EngineConfig.ngram_use_oldest
+    is_public_pool: bool = False
+    max_concurrency: int | None = None
+    decoding_type: str = "NGram"
+
+    def __post_init__(self) -> None:
+        if self.decoding_type != "NGram":
+            raise ValueError(
+                f"decoding_type must be NGram, got {self.decoding_type!r}: others have no drafter here"
+            )
+        if self.is_public_pool:
+            raise ValueError(
+                "is_public_pool must be False: a shared pool would draft one tenant's text for another"
+            )
+        if not self.is_keep_all:
+            raise ValueError("is_keep_all must be True: a sequence's own tokens are the pool")
+        if not isinstance(self.max_draft_len, int) or self.max_draft_len < 1:
+            raise ValueError(f"max_draft_len must be given, at least 1, got {self.max_draft_len!r}")
+
+    @classmethod
+    def named(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields by their names here, given with those of vLLM's speculative_config too. ValueError."""
+        found = {VLLM_NAMES.get(name, name): value for name, value in given.items()}
+        method, model = found.pop("method", None), found.pop("model", None)
+        for name, value in (("method", method), ("model", model)):
+            if value is not None and value not in NGRAM_NAMES:
+                raise ValueError(f"{name} must be ngram, got {value!r}: others have no drafter here")
+        return found

@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 
 from manylora.config.resolve import KEYS, rename
 from manylora.errors import ConfigError
-from manylora.llmapi.llm_args import KvCacheConfig, PeftCacheConfig
+from manylora.llmapi.llm_args import KvCacheConfig, NGramDecodingConfig, PeftCacheConfig
 from manylora.llmapi.lora import LoraConfig
 from manylora.quant.config import QuantConfig
 
@@ -44,6 +44,7 @@ class LlmArguments(TypedDict, total=False):
     lora_config: LoraConfig | None
     peft_cache_config: PeftCacheConfig | None
     kv_cache_config: KvCacheConfig | None
+    speculative_config: NGramDecodingConfig | None
     guided_decoding_backend: str | None
     enable_lora: bool | None
     moe_backend: str | None
@@ -55,6 +56,7 @@ PARTS: dict[str, type] = {
     "lora_config": LoraConfig,
     "peft_cache_config": PeftCacheConfig,
     "kv_cache_config": KvCacheConfig,
+    "speculative_config": NGramDecodingConfig,
 }
 # Arguments, as PART.FIELD in a part, whose name is not that of the setting.
 RENAMED = {
@@ -71,6 +73,8 @@ RENAMED = {
     "kv_cache_config.max_tokens": "max_tokens_in_paged_kv_cache",
     "kv_cache_config.free_gpu_memory_fraction": "kv_cache_free_gpu_mem_fraction",
     "kv_cache_config.enable_block_reuse": "enable_kv_cache_reuse",
+    "speculative_config.is_use_oldest": "ngram_use_oldest",
+    "speculative_config.max_concurrency": "max_draft_concurrency",
 }
 _FIELDS = {f"{part}.{one.name}": one.name for part, kind in PARTS.items() for one in fields(kind)}
 _ARGUMENTS = {name: name for name in LlmArguments.__annotations__} | _FIELDS | RENAMED
@@ -172,6 +176,10 @@ def check_names(kind: str, given: Collection[str], known: Collection[str]) -> No
 def _part(name: str, kind: type, value: Any) -> Any:
     if not isinstance(value, Mapping):
         raise ConfigError(f"option {name} must hold its fields by name, got {value!r:.80}")
+    try:
+        value = kind.named(value) if hasattr(kind, "named") else value
+    except ValueError as error:
+        raise ConfigError(f"option {name}: {error}") from error
     check_names(f"field of {name}", value, [one.name for one in fields(kind)])
     try:
         return kind(**value)

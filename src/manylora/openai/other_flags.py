@@ -5,13 +5,27 @@ A flag that has an option of our own under another name is in ALIASES of `option
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from manylora.errors import ConfigError
 
+
+def json_object(text: str) -> dict[str, Any]:
+    """Raises ArgumentTypeError."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text[:200]!r}")
+    return found
+
+
 # Options that are fields of a part of the arguments of `LLM`: type, and PART.FIELD.
-FIELDS: dict[str, tuple[type, str]] = {
+FIELDS: dict[str, tuple[Callable[[str], Any], str]] = {
     "max_loras": (int, "lora_config.max_loras"),
     "max_cpu_loras": (int, "lora_config.max_cpu_loras"),
     "max_lora_rank": (int, "lora_config.max_lora_rank"),
@@ -27,6 +41,7 @@ FIELDS: dict[str, tuple[type, str]] = {
     "pp_size": (int, "pipeline_parallel_size"),
     "ep_size": (int, "moe_expert_parallel_size"),
     "kv_cache_free_gpu_memory_fraction": (float, "kv_cache_config.free_gpu_memory_fraction"),
+    "speculative_config": (json_object, "speculative_config"),
 }
 # Values that are called otherwise here. True of enforce_eager is no graphs.
 VALUES: dict[str, dict[Any, Any]] = {
@@ -106,8 +121,7 @@ CHECKPOINT = "the checkpoint's own quantisation is read by itself; plain weights
 CONFIG = "change config.json in a copy of the model's folder"
 REFUSED: dict[str, str] = {
     "quantization": CHECKPOINT,
-    "speculative_config": "there is no speculative decoding in this server",
-    "speculative_model": "there is no speculative decoding in this server",
+    "speculative_model": "--speculative-config has drafts by n-grams; no other model drafts",
     "rope_scaling": CONFIG,
     "rope_theta": CONFIG,
     "hf_overrides": CONFIG,

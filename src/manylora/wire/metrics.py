@@ -63,6 +63,7 @@ FAMILIES = {
     "manylora_adapter_queue_seconds": MetricFamily(
         "Time that a request waited before its first step, by adapter", "histogram", SECONDS_BUCKETS
     ),
+    "manylora_draft_tokens_total": MetricFamily("Tokens of drafts, and those of them accepted", "counter"),
     "manylora_adapter_resident_bytes": MetricFamily("Bytes of an adapter's pages by level"),
     "manylora_cuda_graphs_recorded_total": MetricFamily("CUDA graphs that were recorded", "counter"),
     "manylora_decode_steps_total": MetricFamily("Decode steps on a GPU by how they were launched", "counter"),
@@ -101,6 +102,9 @@ def engine_samples(stats: EngineStats) -> Iterator[Sample]:
         yield Sample("manylora_lora_cache_adapters", (where,), adapters)
         yield Sample("manylora_lora_cache_evictions_total", (where,), evictions)
         yield Sample("manylora_lora_cache_loads_total", (where,), loads)
+    if stats.draft_tokens:
+        for state, count in (("drafted", stats.draft_tokens), ("accepted", stats.accepted_draft_tokens)):
+            yield Sample("manylora_draft_tokens_total", (("state", state),), count)
     yield Sample("manylora_lora_cache_page_bytes", (), a.page_bytes)
     yield Sample("manylora_inert_adapter_loads_total", (), a.inert_loads)
     for one in a.residents[:MAX_ADAPTERS]:

@@ -18,6 +18,11 @@ GATEWAY_METRICS = {
     "vllm:kv_cache_usage_perc": MetricFamily("KV cache in use, from 0 to 1"),
     "vllm:gpu_cache_usage_perc": MetricFamily("KV cache in use, from 0 to 1: the older name"),
     "vllm:cache_config_info": MetricFamily("Shape of the KV cache, in labels"),
+    "vllm:spec_decode_num_drafts_total": MetricFamily("Drafts that were verified", "counter"),
+    "vllm:spec_decode_num_draft_tokens_total": MetricFamily("Tokens of drafts", "counter"),
+    "vllm:spec_decode_num_accepted_tokens_total": MetricFamily(
+        "Tokens of drafts that were accepted", "counter"
+    ),
 }
 HTTP_METRICS = {
     "manylora_http_requests_total": MetricFamily("Answers by route and status", "counter"),
@@ -90,6 +95,11 @@ class Metrics:
         yield Sample("vllm:gpu_cache_usage_perc", self._model, used)
         shape = (("block_size", str(stats.tokens_per_block)), ("num_gpu_blocks", str(stats.kv_blocks)))
         yield Sample("vllm:cache_config_info", (*self._model, *shape), 1)
+        if stats.drafts:
+            yield Sample("vllm:spec_decode_num_drafts_total", self._model, stats.drafts)
+            yield Sample("vllm:spec_decode_num_draft_tokens_total", self._model, stats.draft_tokens)
+            accepted = "vllm:spec_decode_num_accepted_tokens_total"
+            yield Sample(accepted, self._model, stats.accepted_draft_tokens)
 
 
 class _Histogram:

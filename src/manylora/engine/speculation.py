@@ -1,0 +1,159 @@
+"""Speculation: what each sequence is likely to say next, by n-grams of its own tokens, and whether trying it
+pays. The model verifies every draft token, so only the time depends on what is decided here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from manylora.config.engine import EngineConfig
+from manylora.engine.ngram import NgramIndex
+from manylora.request import Request
+
+LEAST_RATE = 0.1  # of draft tokens that are accepted; below it a sequence pauses in any case
+FIRST_RATE = 0.5
+WEIGHT = 0.25  # of the last draft in the rate
+FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # tokens that a sequence decodes without drafts
+PLAIN_EVERY = 64  # steps with drafts, after which one without is measured
+RETRY_EVERY = 256  # steps without, after which drafts that cost too much are measured again
+FORGETS = 16  # steps that the averages of times go back
+
+
+class Drafter:
+    """Of one sequence.
+
+    length: tokens of its next draft: two more than the last one where all were accepted, else one more than
+    were. rate: moving average of the share that is accepted. wakes_at: tokens of the sequence before which it
+    drafts nothing.
+    """
+
+    def __init__(self, index: NgramIndex, most: int) -> None:
+        self._index, self._most = index, most
+        self.length, self.rate, self.wakes_at = most, FIRST_RATE, 0
+        self._pause, self._price = FIRST_PAUSE, 0.0
+
+    def propose(self, tokens: list[int], room: int, price: float) -> list[int]:
+        """price: of a draft token, in tokens; see `StepTimes`."""
+        self._price = price
+        if len(tokens) < self.wakes_at or price == math.inf:
+            return []
+        if self.rate < price:
+            self._rest(len(tokens))
+            return []
+        count = min(self.length, room)
+        return self._index.find(tokens, count) if count > 0 else []
+
+    def saw(self, num_drafted: int, num_accepted: int, length: int) -> None:
+        """The model has verified a draft. length: of the sequence before it."""
+        self.rate += WEIGHT * (num_accepted / num_drafted - self.rate)
+        all_right = num_accepted == num_drafted
+        self.length = min(self._most, self.length + 2 if all_right else num_accepted + 1)
+        if self.rate < max(self._price, LEAST_RATE):
+            self._rest(length + num_accepted)
+        elif all_right:
+            self._pause = FIRST_PAUSE
+
+    def _rest(self, length: int) -> None:
+        """Pause, each time twice as long; the next draft then decides whether to go on."""
+        self.wakes_at = length + self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self.rate = min(1.0, 1.3 * max(self._price, LEAST_RATE))
+
+
+@dataclass
+class _Average:
+    """Of seconds, over the last steps; of tokens that were drafted in one."""
+
+    seconds: float = 0.0
+    tokens: float = 0.0
+    count: int = 0
+
+    def add(self, seconds: float, tokens: int) -> None:
+        self.count += 1
+        weight = 1 / min(self.count, FORGETS)
+        if self.count > 4:
+            seconds = min(seconds, 2 * self.seconds)  # something else has taken the processor
+        self.seconds += weight * (seconds - self.seconds)
+        self.tokens += weight * (tokens - self.tokens)
+
+
+@dataclass
+class _Kind:
+    """Steps that decode about as many sequences. since: steps since the last one of the other kind."""
+
+    plain: _Average = field(default_factory=_Average)
+    drafted: _Average = field(default_factory=_Average)
+    since_plain: int = 0
+    since_drafted: int = 0
+
+
+class StepTimes:
+    """How long decode steps take, with drafts and without, by the number of sequences.
+
+    The price of a draft token is the time that it adds to a step, divided by the time that a token takes in a
+    step without drafts: a draft pays where the share of its tokens that is accepted is larger.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[int, _Kind] = {}
+
+    def add(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
+        kind = self._kind(num_sequences)
+        if num_drafted:
+            kind.drafted.add(seconds, num_drafted)
+            kind.since_plain, kind.since_drafted = kind.since_plain + 1, 0
+        else:
+            kind.plain.add(seconds, 0)
+            kind.since_plain, kind.since_drafted = 0, kind.since_drafted + 1
+
+    def price(self, num_sequences: int) -> float:
+        """0: not known yet, or to be measured again; infinite: the next step is to have no drafts."""
+        kind = self._kind(num_sequences)
+        if kind.since_plain >= PLAIN_EVERY:
+            return math.inf
+        plain, drafted = kind.plain, kind.drafted
+        if not (plain.count and drafted.count) or kind.since_drafted >= RETRY_EVERY:
+            return 0.0
+        added = max(0.0, drafted.seconds - plain.seconds) / drafted.tokens
+        return added * num_sequences / plain.seconds if plain.seconds else 0.0
+
+    def _kind(self, count: int) -> _Kind:
+        return self._kinds.setdefault(count if count <= 8 else 7 + count // 8, _Kind())
+
+
+class Speculation:
+    """Of one engine. Its times are added by whoever runs the steps."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self.times = StepTimes()
+
+    @property
+    def is_on(self) -> bool:
+        return self._config.max_draft_len > 0
+
+    def drafter(self, request: Request) -> Drafter | None:
+        """Of one sequence of the request; None where its drafts would not be exact, or come with it."""
+        config, params = self._config, request.params
+        decays = bool(params.top_p) and params.top_p_decay != 1
+        others = params.beam_width > 1 or params.guide is not None or request.prompt_table is not None
+        if not self.is_on or others or decays or request.draft:
+            return None
+        largest = config.max_matching_ngram_size
+        smallest = min(config.min_matching_ngram_size, largest)
+        return Drafter(NgramIndex(smallest, largest, config.ngram_use_oldest), config.max_draft_len)
+
+    def num_rows(self, num_running: int, prompts: bool) -> int:
+        """Rows that drafts may have in a step, beside one of each running sequence. prompts: whether some are
+        to be computed too, of which one part is to fit."""
+        config = self._config
+        if 0 < config.max_draft_concurrency < num_running:
+            return 0
+        others = config.max_batch_size + config.chunk_tokens - 1 if prompts else num_running
+        return max(0, min(config.max_decode_rows - num_running, config.max_num_tokens - others))
+
+    def took(self, counts: Iterable[int], seconds: float) -> None:
+        """A step that decoded. counts: rows of each sequence."""
+        rows = list(counts)
+        self.times.add(len(rows), sum(rows) - len(rows), seconds)

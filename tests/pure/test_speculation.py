@@ -1,0 +1,184 @@
+"""Protects drafts by n-grams: what is found, in how much memory, and when drafting stops because it costs."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from manylora.config.engine import EngineConfig
+from manylora.engine import ngram
+from manylora.engine.ngram import FEW, MOST_PLACES, NgramIndex
+from manylora.engine.speculation import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    PLAIN_EVERY,
+    RETRY_EVERY,
+    Drafter,
+    Speculation,
+    StepTimes,
+)
+from manylora.errors import ConfigError
+from manylora.llmapi.llm_args import NGramDecodingConfig
+from manylora.llmapi.options import llm_arguments
+from manylora.request import Guide, Request, SamplingConfig
+
+
+def searched(tokens: list[int], count: int, smallest: int, largest: int, oldest: bool) -> list[int]:
+    """What `NgramIndex.find` is to give, by looking everywhere."""
+    for size in range(min(largest, len(tokens) - 1), smallest - 1, -1):
+        ends = [e for e in range(size, len(tokens)) if tokens[e - size : e] == tokens[-size:]]
+        if ends:
+            start, known = ends[0] if oldest else ends[-1], list(tokens)
+            for i in range(count):
+                known.append(known[start + i])
+            return known[len(tokens) :]
+    return []
+
+
+@pytest.mark.parametrize("oldest", [True, False])
+@pytest.mark.parametrize(("smallest", "largest"), [(1, 1), (1, 3), (2, 4), (5, 5)])
+@pytest.mark.parametrize("jumps", [1, 7, 3 * FEW])
+def test_the_longest_ngram_is_found_where_it_stood(
+    monkeypatch: pytest.MonkeyPatch, oldest: bool, smallest: int, largest: int, jumps: int
+) -> None:
+    monkeypatch.setattr(ngram, "FEWEST_PLACES", MOST_PLACES)  # no two of these share a place
+    picks = random.Random(smallest + 10 * largest)
+    text = [picks.randrange(4) for _ in range(60)] + [picks.randrange(2**31) for _ in range(30)]
+    text += [*text[10:80], 3, 4, 3, 4, 3, 4, 3]
+    index = NgramIndex(smallest, largest, oldest)
+    for length in range(1, len(text) + 1, jumps):
+        tokens = text[:length]
+        assert index.find(tokens, 6) == searched(tokens, 6, smallest, largest, oldest), tokens
+
+
+def test_a_long_sequence_takes_bounded_memory() -> None:
+    picks = random.Random(1)
+    tokens = [picks.randrange(100_000) for _ in range(3 * MOST_PLACES)]
+    index = NgramIndex(2, 4, oldest=False)
+    index.find(tokens, 4)
+    assert index._tables.nbytes == 3 * 4 * MOST_PLACES
+    assert index.find([*tokens, *tokens[-50:-40]], 3) == tokens[-40:-37], "the newest are still found"
+
+
+def test_a_draft_grows_with_success_and_shrinks_with_failure() -> None:
+    drafter = Drafter(NgramIndex(1, 2, True), 8)
+    drafter.saw(8, 3, 100)
+    assert drafter.length == 4
+    drafter.saw(4, 4, 104)
+    assert drafter.length == 6
+    drafter.saw(6, 0, 110)
+    assert drafter.length == 1
+
+
+def test_a_sequence_whose_drafts_fail_pauses_longer_each_time_and_tries_again() -> None:
+    drafter, tokens = Drafter(NgramIndex(1, 1, True), 4), [7] * 100
+    pauses = []
+    for _ in range(20):
+        drafted = drafter.propose(tokens, 4, price=0.0)
+        if drafted:
+            drafter.saw(len(drafted), 0, len(tokens))
+            if drafter.wakes_at > len(tokens):
+                pauses.append(drafter.wakes_at - len(tokens))
+                tokens = [7] * drafter.wakes_at
+    assert pauses[:5] == [FIRST_PAUSE, 64, 128, 256, LONGEST_PAUSE]
+    assert pauses[-1] == LONGEST_PAUSE
+    for _ in range(3):
+        drafter.saw(4, 4, len(tokens))
+    assert drafter.propose(tokens, 4, price=0.3) == [7] * 4, "success ends the pauses"
+
+
+def test_a_sequence_drafts_only_where_more_is_accepted_than_a_draft_costs() -> None:
+    tokens = [7] * 50
+    for rate, price, drafts in (
+        (0.5, 0.4, True),
+        (0.5, 0.6, False),
+        (1.0, 0.9, True),
+        (0.5, math.inf, False),
+    ):
+        drafter = Drafter(NgramIndex(1, 1, True), 4)
+        drafter.rate = rate
+        assert bool(drafter.propose(tokens, 4, price)) == drafts, (rate, price)
+    assert drafter.wakes_at == 0, "a step without drafts, to measure it, is no pause"
+
+
+def test_the_price_is_what_a_draft_token_adds_over_what_a_token_takes() -> None:
+    times = StepTimes()
+    assert times.price(2) == 0, "nothing is known"
+    times.add(2, 0, seconds=0.010)
+    assert times.price(2) == 0
+    times.add(2, 8, seconds=0.014)
+    assert times.price(2) == pytest.approx(0.0005 / 0.005)
+    assert times.price(3) == 0, "other numbers of sequences cost otherwise"
+    times.add(2, 8, seconds=0.004)
+    assert times.price(2) >= 0
+
+
+def test_times_are_measured_again() -> None:
+    times = StepTimes()
+    times.add(1, 0, 0.01)
+    for _ in range(PLAIN_EVERY):
+        assert times.price(1) < math.inf
+        times.add(1, 4, 0.03)
+    assert times.price(1) == math.inf, "time for a step without drafts"
+    times.add(1, 0, 0.01)
+    assert times.price(1) == pytest.approx(0.5)
+    for _ in range(RETRY_EVERY):
+        times.add(1, 0, 0.01)
+    assert times.price(1) == 0, "time for a step with drafts"
+
+
+def speculation(**settings: int) -> Speculation:
+    from pathlib import Path
+
+    return Speculation(EngineConfig(Path("model"), **settings))  # type: ignore[arg-type]
+
+
+def test_requests_whose_drafts_would_not_be_exact_have_none() -> None:
+    on = speculation(max_draft_len=4)
+    assert on.drafter(Request((1, 2), SamplingConfig(temperature=0.5, top_p=0.9))) is not None
+    for params in (
+        SamplingConfig(beam_width=2),
+        SamplingConfig(guide=Guide("json")),
+        SamplingConfig(top_p=0.9, top_p_decay=0.9),
+    ):
+        assert on.drafter(Request((1, 2), params)) is None
+    assert on.drafter(Request((1, 2), draft=(3,))) is None
+    assert speculation().drafter(Request((1, 2))) is None
+
+
+def test_rows_of_drafts_leave_room_for_prompts_and_end_with_concurrency() -> None:
+    one = speculation(max_draft_len=8, max_batch_size=4, max_num_tokens=64, max_draft_concurrency=3)
+    assert one.num_rows(1, prompts=False) == 4 + 8 - 1
+    assert one.num_rows(3, prompts=True) == 9
+    assert one.num_rows(4, prompts=False) == 0
+    prompts = speculation(max_draft_len=8, max_batch_size=4, max_num_tokens=40)
+    assert prompts.num_rows(3, prompts=True) == 40 - 4 - 31
+    tight = speculation(max_draft_len=8, max_batch_size=4, max_num_tokens=4)
+    assert tight.num_rows(4, prompts=False) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({}, "max_draft_len must be given"),
+        ({"max_draft_len": 4, "is_public_pool": True}, "is_public_pool must be False"),
+        ({"max_draft_len": 4, "is_keep_all": False}, "is_keep_all must be True"),
+        ({"max_draft_len": 4, "decoding_type": "Eagle"}, "decoding_type must be NGram"),
+        ({"method": "eagle", "num_speculative_tokens": 4}, "method must be ngram, got 'eagle'"),
+        ({"max_draft_len": 4, "max_ngram": 3}, "unknown field of speculative_config: max_ngram"),
+    ],
+)
+def test_what_no_drafter_does_is_refused_by_name(given: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        llm_arguments({"speculative_config": given})
+
+
+def test_names_of_vllm_mean_the_same() -> None:
+    theirs = {
+        "method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 2,
+        "disable_by_batch_size": 8,
+    }  # fmt: skip
+    made = llm_arguments({"speculative_config": theirs})["speculative_config"]
+    assert made == NGramDecodingConfig(5, 3, 2, max_concurrency=8)

@@ -176,7 +176,7 @@ def take(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             _check_neutral(name, left.pop(name))
         elif name in FIELDS:
             value = left.pop(name)
-            value = VALUES.get(name, {}).get(value, value)
+            value = VALUES[name].get(value, value) if name in VALUES else value
             if value is not None:
                 found[FIELDS[name][1]] = value
     if left.get("dtype") in DTYPES:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from running import read, run
+from serving import DEMO, Running
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -18,6 +19,7 @@ from manylora.engine.ngram import NgramIndex
 from manylora.engine.sequence import Sequence
 from manylora.engine.speculation import StepTimes
 from manylora.errors import ConfigError
+from manylora.llmapi.llm_args import NGramDecodingConfig
 from manylora.request import Event, FinishReason, Guide, LoraInput, Request, SamplingConfig
 from manylora.testing.tiny_models import make_adapter, make_model
 
@@ -219,3 +221,20 @@ def test_a_draft_whose_step_did_not_run_is_taken_back() -> None:
 def test_models_that_cannot_take_drafts_back_refuse_them(family: str, kind: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"max_draft_len 5: drafts .* not supported on .*{kind}"):
         open_engine(make_model(tmp_path / "model", family), max_draft_len=5, max_beam_width=1)
+
+
+def test_the_openai_server_drafts_with_adapters_and_counts(no_price: None) -> None:
+    body = {"prompt": "one two one two one two one", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    ids = {str(token): 100 for token in range(40, 44)}
+    found = []
+    for sections in ({}, {"speculative_config": NGramDecodingConfig(max_draft_len=5)}):
+        server = Running(lora_root=(DEMO / "adapters",), sections=sections)
+        try:
+            answers = [server.post(model=name, logit_bias=ids, **body).json() for name in ("demo", "chinese")]
+            found.append([answer["choices"][0]["text"] for answer in answers])
+            drafts = server.metric("vllm:spec_decode_num_draft_tokens_total")
+            accepted = server.metric('manylora_draft_tokens_total{state="accepted"}')
+        finally:
+            server.close()
+    assert found[0] == found[1]
+    assert drafts >= accepted > 0

@@ -75,6 +75,20 @@ CASES: dict[str, tuple[Callable[[], Any], float]] = {
         ),
         0.8,
     ),
+    "tinylora": (lambda: peft.TinyLoraConfig(r=3, u=5, target_modules=ALL), 0.6),
+    "tinylora, tied": (
+        lambda: peft.TinyLoraConfig(
+            r=2, u=4, weight_tying=0.7, save_projection=False, projection_seed=5, target_modules=ALL
+        ),
+        0.9,
+    ),
+    "unilora": (lambda: peft.UniLoraConfig(r=3, theta_d_length=40, save_indices=True, target_modules=ALL), 2),
+    "unilora, drawn": (
+        lambda: peft.UniLoraConfig(r=5, theta_d_length=33, proj_seed=8, target_modules=ALL),
+        2,
+    ),
+    "pvera": (lambda: peft.PveraConfig(r=7, target_modules=ALL), 1.5),
+    "pvera, drawn": (lambda: peft.PveraConfig(r=4, save_projection=False, target_modules=ATTENTION), 1.5),
     "vera": (lambda: peft.VeraConfig(r=7, target_modules=ALL), 1.5),
     "vera, drawn": (
         lambda: peft.VeraConfig(r=5, save_projection=False, projection_prng_key=77, target_modules=ATTENTION),
@@ -123,7 +137,10 @@ def options(model: Path) -> ReadOptions:
 def logits(model: Path, adapters: dict[str, Path], options: ReadOptions) -> dict[str, torch.Tensor]:
     """Ours, of all adapters in one batch."""
     decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
+    told: list[str] = []
+    options = replace(options, num_layers=2, tell=told.append)
     loaded = [read_lora(find_source(path), 0, options) for path in adapters.values()]
+    assert not told, "PEFT's own settings are known"
     found = Driver(decoder, [IDS] * len(loaded), loaded).run()
     return dict(zip(adapters, found, strict=True))
 

@@ -105,6 +105,11 @@ class BaseReader:
             )
         return weight
 
+    def names(self) -> set[str]:
+        """Of its tensors, as `find` gives them. Raises AdapterInvalidError."""
+        self._all()
+        return self._names
+
     def find(self, key: str) -> str | None:
         """The checkpoint's name of the tensor that PEFT calls `key`, or of the only one with the same layer
         and name, or, outside layers, the same last two parts. None: there is none. A quantised weight has the

@@ -16,8 +16,10 @@ from manylora.lora.formats.kinds.lokr import read_lokr
 from manylora.lora.formats.kinds.lora import read_lora_kind
 from manylora.lora.formats.kinds.miss import read_miss
 from manylora.lora.formats.kinds.prompts import read_prefix, read_prompt
+from manylora.lora.formats.kinds.tinylora import read_tinylora
+from manylora.lora.formats.kinds.unilora import read_unilora
 from manylora.lora.formats.kinds.vblora import read_vblora
-from manylora.lora.formats.kinds.vera import read_vera
+from manylora.lora.formats.kinds.vera import read_pvera, read_vera
 from manylora.lora.formats.peft_config import CONFIG, peft_type
 
 # By PEFT's peft_type. A reader raises AdapterInvalidError.
@@ -38,6 +40,9 @@ READERS: dict[str, Callable[[PeftFiles], LoraForm]] = {
     "PROMPT_TUNING": read_prompt,
     "P_TUNING": read_prompt,
     "ROAD": read_diagonal,
+    "PVERA": read_pvera,
+    "TINYLORA": read_tinylora,
+    "UNILORA": read_unilora,
     "VBLORA": read_vblora,
     "VERA": read_vera,
 }

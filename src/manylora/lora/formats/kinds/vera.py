@@ -1,4 +1,7 @@
-"""VeRA: diag(b) B diag(d) A; A and B are random, and all modules have parts of the same two."""
+"""VeRA: diag(b) B diag(d) A; A and B are random, and all modules have parts of the same two.
+
+PVeRA has twice the rows of A and d, of which the second half is the spread that training samples with.
+"""
 
 from __future__ import annotations
 
@@ -16,47 +19,63 @@ ROOT = "base_model"  # where PEFT keeps what modules share
 
 def read_vera(files: PeftFiles) -> LoraForm:
     """Raises AdapterInvalidError."""
-    pairs = Pairs(files, ("vera_lambda_b", "vera_lambda_d", "vera_A", "vera_B"))
-    paths = list(pairs.paths("vera_lambda_b", "vera_lambda_d"))
+    return _read(files, "vera", 1)
+
+
+def read_pvera(files: PeftFiles) -> LoraForm:
+    """Raises AdapterInvalidError."""
+    if files.settings.get("sample_at_inference"):
+        raise AdapterInvalidError(
+            f"{CONFIG} sets sample_at_inference: such a PVERA adapter answers at random and is not served"
+        )
+    return _read(files, "pvera", 2)
+
+
+def _read(files: PeftFiles, kind: str, times: int) -> LoraForm:
+    """times: rows of A and of d for each rank."""
+    pairs = Pairs(files, [f"{kind}_{part}" for part in ("lambda_b", "lambda_d", "A", "B")])
+    paths = list(pairs.paths(f"{kind}_lambda_b", f"{kind}_lambda_d"))
     if not paths:
-        raise AdapterInvalidError("the adapter holds no vectors of VERA")
-    dims = {path: (pairs.in_dim(path), pairs.shape(path, "vera_lambda_b", 1)[0]) for path in paths}
-    rank = pairs.shape(paths[0], "vera_lambda_d", 1)[0]
-    shared_a, shared_b = _projections(
-        pairs, rank, *(max(column) for column in zip(*dims.values(), strict=True))
-    )
+        raise AdapterInvalidError(f"the adapter holds no vectors of {pairs.kind}")
+    dims = {path: (pairs.in_dim(path), pairs.shape(path, f"{kind}_lambda_b", 1)[0]) for path in paths}
+    rows = pairs.shape(paths[0], f"{kind}_lambda_d", 1)[0]
+    rank, most = rows // times, [max(column) for column in zip(*dims.values(), strict=True)]
+    shared_a, shared_b = _projections(pairs, kind, (rows, most[0]), (most[1], rank))
     for path, (in_dim, out_dim) in dims.items():
 
         def make(
             path: str = path, in_dim: int = in_dim, out_dim: int = out_dim
         ) -> tuple[np.ndarray, np.ndarray]:
-            d, b = pairs.read(path, "vera_lambda_d"), pairs.read(path, "vera_lambda_b")
-            if len(d) != rank:
-                raise AdapterInvalidError(f"{path} has rank {len(d)}, and {paths[0]} {rank}")
-            return shared_a[:, :in_dim] * d[:, None], shared_b[:out_dim] * b[:, None]
+            d, b = pairs.read(path, f"{kind}_lambda_d"), pairs.read(path, f"{kind}_lambda_b")
+            if len(d) != rows:
+                raise AdapterInvalidError(
+                    f"{path} has {len(d)} numbers in {kind}_lambda_d, {paths[0]} {rows}"
+                )
+            return shared_a[:rank, :in_dim] * d[:rank, None], shared_b[:out_dim] * b[:, None]
 
         pairs.add(path, rank, in_dim, out_dim, make)
     return pairs.form()
 
 
-def _projections(pairs: Pairs, rank: int, in_dim: int, out_dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """A [rank, in or more] and B [out or more, rank], from the file, or as PEFT draws them."""
+def _projections(
+    pairs: Pairs, kind: str, of_a: tuple[int, int], of_b: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """A and B of these shapes, or larger in inputs and outputs, from the file, or as PEFT draws them."""
     if pairs.files.settings.get("save_projection", True):
-        a, b = pairs.read(ROOT, "vera_A"), pairs.read(ROOT, "vera_B")
+        a, b = pairs.read(ROOT, f"{kind}_A"), pairs.read(ROOT, f"{kind}_B")
     else:
-        pairs.files.options.bounds.check_rank(rank)
-        a, b = _draw(pairs, rank, in_dim, out_dim)
-    if a.ndim != 2 or b.ndim != 2 or len(a) != rank or b.shape[1] != rank:
-        raise AdapterInvalidError(f"vera_A {a.shape} and vera_B {b.shape} are not those of rank {rank}")
-    if a.shape[1] < in_dim or len(b) < out_dim:
+        pairs.files.options.bounds.check_rank(of_b[1])
+        a, b = _draw(pairs, of_a, of_b)
+    fit = a.ndim == b.ndim == 2 and len(a) == of_a[0] and b.shape[1] == of_b[1]
+    if not fit or a.shape[1] < of_a[1] or len(b) < of_b[0]:
         raise AdapterInvalidError(
-            f"vera_A {a.shape} and vera_B {b.shape} are smaller than a module of {in_dim} inputs and "
-            f"{out_dim} outputs: the adapter was made for another model"
+            f"{kind}_A {a.shape} and {kind}_B {b.shape} do not fit modules that need {of_a} and {of_b}: the "
+            "adapter was made for another model"
         )
     return a, b
 
 
-def _draw(pairs: Pairs, rank: int, in_dim: int, out_dim: int) -> tuple[np.ndarray, np.ndarray]:
+def _draw(pairs: Pairs, *shapes: tuple[int, int]) -> list[np.ndarray]:
     import torch
 
     key = pairs.files.settings.get("projection_prng_key", 0)
@@ -64,8 +83,9 @@ def _draw(pairs: Pairs, rank: int, in_dim: int, out_dim: int) -> tuple[np.ndarra
         raise AdapterInvalidError(f"{CONFIG}: projection_prng_key must be an integer of 64 bits")
     generator = torch.Generator(device="cpu").manual_seed(key)
     made = []
-    for rows, columns in ((rank, in_dim), (out_dim, rank)):
-        bound = math.sqrt(3.0) * (math.sqrt(2) / math.sqrt(columns))
-        drawn = torch.empty(rows, columns, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
-        made.append(drawn.numpy())
-    return made[0], made[1]
+    for shape in shapes:
+        bound = math.sqrt(3.0) * (math.sqrt(2) / math.sqrt(shape[1]))
+        made.append(
+            torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator).numpy()
+        )
+    return made

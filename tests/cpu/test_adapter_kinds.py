@@ -163,6 +163,43 @@ def test_each_kind_answers_as_peft_does(
     assert not agree(expected, plain), "the adapter changes nothing"
 
 
+# Families that keep weights the other way round, or several in one, with kinds that depend on it.
+OTHER_FAMILIES: dict[str, dict[str, tuple[Any, float]]] = {
+    "gpt2": {
+        "vera": (peft.VeraConfig(r=5, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True), 1.5),
+        "pissa": (
+            peft.LoraConfig(
+                r=3, init_lora_weights="pissa", target_modules=["c_attn", "mlp.c_proj"], fan_in_fan_out=True
+            ),
+            0.2,
+        ),
+    },
+    "phi3": {
+        "miss": (peft.MissConfig(r=6, target_modules=["qkv_proj", "gate_up_proj", "o_proj"]), 0.3),
+        "loha": (peft.LoHaConfig(r=2, alpha=4, target_modules=["qkv_proj", "gate_up_proj"]), 0.4),
+        "tinylora": (
+            peft.TinyLoraConfig(r=3, u=4, target_modules=["qkv_proj", "gate_up_proj", "o_proj"]),
+            0.6,
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_kinds_on_other_families(family: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", family, seed=2)
+    config = read_model_config(model)
+    options = ReadOptions(lora_modules(config), BaseWeights(model))
+    made = [
+        make_kind(tmp_path / name, model, settings, 1, strength)
+        for name, (settings, strength) in OTHER_FAMILIES[family].items()
+    ]
+    decoder = load_decoder(model, config, torch.float32, open_device("cpu"))
+    loaded = [read_lora(find_source(path), 0, options) for path in made]
+    for path, found in zip(made, Driver(decoder, [IDS] * len(made), loaded).run(), strict=True):
+        assert agree(found, reference_logits(model, path, IDS)), path.name
+
+
 def test_a_converted_kind_answers_the_same(
     model: Path, adapters: dict[str, Path], logits: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:

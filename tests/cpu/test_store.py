@@ -475,3 +475,14 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(tmp_path: Path) -
     with pytest.raises(AdapterInvalidError, match="not readable: it was cut short"):
         for key, tensor in found.items():
             decode(key, tensor)
+
+
+def test_an_adapter_that_changes_nothing_is_counted_and_logged(
+    model: ModelConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, lora = open_store(model, 2, 2), adapter(7)
+    take(store, lora)
+    assert store.stats().inert_loads == 0
+    assert lora.weights is not None
+    take(store, LoraInput(8, np.zeros_like(lora.weights), CONFIG))
+    assert store.stats().inert_loads == 1 and "lora task 8: it changes nothing" in caplog.text

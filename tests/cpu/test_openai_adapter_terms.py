@@ -99,6 +99,7 @@ def test_a_pinned_adapter_stays_and_there_is_room_for_others(small: Running) -> 
     pin = lambda name, **more: small.post("/v1/pin_lora_adapter", lora_name=name, **more)  # noqa: E731
     assert pin("chinese0").status_code == 200
     assert card(small, "chinese0")["pinned"]
+    assert small.metric("manylora_pinned_adapters ") == 1
     churn(small)
     assert resident(small)["chinese0"]
     assert text(ask(small, "chinese0")) == "巴黎"

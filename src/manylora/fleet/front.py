@@ -24,6 +24,7 @@ from manylora.fleet.relay import Relay
 from manylora.openai.api.errors import ApiError, as_api_error
 from manylora.openai.api.schema import read_object
 from manylora.openai.other_routes import error_at
+from manylora.openai.serving.aliases import Aliases
 from manylora.openai.serving.keys import Keyring
 from manylora.openai.serving.metrics import CONTENT_TYPE
 from manylora.openai.serving.transport import BodyMemory, read_body, request_id, watch
@@ -42,7 +43,7 @@ GENERATE = (
 )  # fmt: skip
 LIVE = ("/health", "/health/live", "/v1/health/live")
 READY = ("/health/ready", "/v1/health/ready", "/ping")
-LOADS = tuple(f"{start}/{verb}_lora_adapter" for start in ("", "/v1") for verb in ("load", "unload"))
+LOADS = tuple(f"{start}/{verb}_lora_adapter" for start in ("", "/v1") for verb in ("load", "unload", "pin"))
 
 
 def make_front(options: FleetOptions, replicas: DeploymentHandle) -> Starlette:
@@ -114,7 +115,9 @@ class _Front:
         lora = fields.get("lora_request")
         named = [fields.get(name) for name in ("lora_model", "adapter_id", "lora_path")]
         named.append(lora.get("lora_name") if isinstance(lora, dict) else None)
-        return _adapter_name([*named, fields.get("model")], self._options.bases)
+        name = _adapter_name([*named, fields.get("model")], self._options.bases)
+        meant = None if name is None else Aliases(dict(self._options.lora_alias)).resolve(name)
+        return None if meant in self._options.bases else meant
 
     async def load(self, request: Request) -> Response:
         text = "In a fleet adapters come and go in the folders of --lora-root, which every replica watches"

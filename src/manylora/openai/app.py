@@ -209,7 +209,8 @@ class _Routes:
         states = Counter(state_of(entry) for entry in self._catalog.entries())
         stats, failures = self.context.backend.stats(), self._catalog.num_failures
         return PlainTextResponse(
-            self.context.metrics.render(stats, states, failures), media_type=CONTENT_TYPE
+            self.context.metrics.render(stats, states, failures, len(self.context.pinning)),
+            media_type=CONTENT_TYPE,
         )
 
     async def version(self, request: Request) -> Response:

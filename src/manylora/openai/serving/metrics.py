@@ -27,6 +27,7 @@ GATEWAY_METRICS = {
 HTTP_METRICS = {
     "manylora_http_requests_total": MetricFamily("Answers by route and status", "counter"),
     "manylora_catalog_adapters": MetricFamily("Adapters in the catalog by state"),
+    "manylora_pinned_adapters": MetricFamily("Adapters by name that are kept in the cache"),
     "manylora_adapter_read_failures_total": MetricFamily(
         "Adapters that could not be read, by code", "counter"
     ),
@@ -65,13 +66,17 @@ class Metrics:
             else:
                 self._counters[sample.family][sample.labels] += sample.value
 
-    def render(self, stats: EngineStats, states: Mapping[str, int], failures: Mapping[str, int]) -> str:
-        """states: number of adapters in the catalog by state. failures: to read one, by code."""
+    def render(
+        self, stats: EngineStats, states: Mapping[str, int], failures: Mapping[str, int], pinned: int = 0
+    ) -> str:
+        """states: number of adapters in the catalog by state. failures: to read one, by code. pinned: kept
+        in the cache."""
         samples: dict[str, list[tuple[Labels, float]]] = defaultdict(list)
         for one in [*_engine(stats), *self._gateway(stats)]:
             samples[one.family].append((one.labels, one.value))
         for state, count in states.items():
             samples["manylora_catalog_adapters"].append(((("state", state),), count))
+        samples["manylora_pinned_adapters"].append(((), pinned))
         for code, count in failures.items():
             samples["manylora_adapter_read_failures_total"].append(((("code", code),), count))
         for name, values in self._counters.items():

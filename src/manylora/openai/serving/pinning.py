@@ -38,6 +38,9 @@ class Pinning:
         with contextlib.suppress(asyncio.CancelledError):
             await self._watching
 
+    def __len__(self) -> int:
+        return len(self._pinned)
+
     def is_pinned(self, name: str) -> bool:
         return name in self._pinned
 

@@ -93,6 +93,7 @@ def test_the_base_does_not_answer_in_an_adapters_place(world: World, tmp_path: P
     for rename in (
         lambda name: name.replace("model.layers", "language_model.blocks"),
         lambda name: name.replace("v_proj", "value"),
+        lambda name: name.replace("layers.1.", "blocks.1."),  # the other layer is understood
     ):
         folder = changed(source, tmp_path / str(rename.__code__.co_consts), rename)
         with pytest.raises(AdapterError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -21,6 +21,8 @@ MAX_WORDS = 1024  # stop words, and bad words: every new token is compared with 
 MAX_WORD_TOKENS = 2**14  # of either, all together
 MAX_RANGES = 1024  # of token retention
 MAX_GUIDE_BYTES = 2**18
+MAX_MIXED = 8  # adapters of one request
+MAX_SCALE = 100.0  # of an adapter, or less than its negative
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "lark_grammar", "llguidance")
 
 
@@ -213,6 +215,63 @@ class LoraInput:
         what was made of them."""
         return self.weights is not None or self.config is not None or self.checked is not None
 
+    @property
+    def members(self) -> tuple[tuple[LoraInput, float], ...]:
+        """As those of a mix."""
+        return ((self, 1.0),)
+
+    @property
+    def task_ids(self) -> list[int]:
+        return [] if self.task_id is None else [self.task_id]
+
+
+@dataclass(frozen=True, eq=False)
+class LoraMix:
+    """Several adapters that act together, or one with a scale. Made by `mix`.
+
+    members: each with what its B A is multiplied by; of float32, and neither 0 nor, of one alone, 1.
+    """
+
+    members: tuple[tuple[LoraInput, float], ...]
+
+    @property
+    def task_ids(self) -> list[int]:
+        return [number for lora, _ in self.members for number in lora.task_ids]
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether any has."""
+        return any(lora.has_tensors for lora, _ in self.members)
+
+    def map(self, change: Callable[[LoraInput], LoraInput]) -> LoraMix:
+        """The same with other members in place of these."""
+        return LoraMix(tuple((change(lora), scale) for lora, scale in self.members))
+
+
+def mix(members: Sequence[tuple[LoraInput, float]], field: str = "lora") -> LoraInput | LoraMix | None:
+    """What a request asks for that names these adapters with these scales; None: the base model.
+
+    An adapter that is named twice has the sum of its scales, as with PEFT, and with 0 takes no part.
+    field: which names them. Raises RequestError.
+    """
+    _require(len(members) <= MAX_MIXED, field, f"must name at most {MAX_MIXED} adapters", len(members))
+    sums: dict[object, tuple[LoraInput, float]] = {}
+    for lora, scale in members:
+        key = lora.name if lora.task_id is None else lora.task_id
+        known, sofar = sums.get(key, (lora, 0.0))
+        sums[key] = known, sofar + _scale(scale, field)
+    found = tuple((lora, _scale(total, field)) for lora, total in sums.values() if total)
+    if len(found) == 1 and found[0][1] == 1:
+        return found[0][0]
+    return LoraMix(found) if found else None
+
+
+def _scale(value: float, field: str) -> float:
+    """In float32, as kernels have it."""
+    ok = isfinite(value) and abs(value) <= MAX_SCALE
+    _require(ok, field, f"must have scales that are finite, of at most {MAX_SCALE:g} up or down", value)
+    return float(np.float32(value))
+
 
 @dataclass(frozen=True)
 class Retention:
@@ -277,7 +336,7 @@ class Pooling:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One prompt to continue, under one adapter or none.
+    """One prompt to continue, under one adapter, several, or none.
 
     request_id: the client's own, for logs and `stop`; may be empty or repeated, the engine never keys by it.
     prompt:     token ids, at least one. Ids from the vocabulary's size on are rows of prompt_table.
@@ -292,7 +351,7 @@ class Request:
 
     prompt: tuple[int, ...]
     params: SamplingConfig = field(default_factory=SamplingConfig)
-    lora: LoraInput | None = None
+    lora: LoraInput | LoraMix | None = None
     streaming: bool = False
     request_id: str = ""
     draft: tuple[int, ...] = ()

@@ -3,6 +3,7 @@ running adapter."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -96,8 +97,27 @@ def test_slots_are_written_once_and_the_idle_one_gives_way() -> None:
     assert slots(a) == ([1], 1), "b was there before c"
     # Other places under equal values are another adapter: pages moved.
     assert slots(dict(a)) == ([0], 1)
-    with pytest.raises(ValueError, match="at most 2 adapters"):
-        slots(a, b, c)
+    assert slots(a, b, c) == ([1, 0, 2], 2), "a batch that needs more slots gets more"
+    assert places.num_slots == 4
+
+
+def test_adapters_that_are_mixed_are_linked() -> None:
+    places, first = Places(2, 2), adapter(0, rank=40)
+    more = (LoraRow(7, RowFormat(5, scale=-0.5)), LoraRow(9, RowFormat(16)))
+    rows = {place: replace(row, more=more[: place[1] - 1]) for place, row in first.items()}  # of module 3
+    plan = plan_lora(segments([1], [rows]), places, 4)
+    assert plan.mixed and plan.rank == 512, "40, 5 and 16 in blocks of 32"
+    found = {update.slot: update.places for update in plan.updates}
+    slots = [update.slot for update in plan.updates]
+    linked = [(slots[1] + 1) << 32, (slots[2] + 1) << 32, 0]
+    for slot, link in zip(slots, linked, strict=True):
+        assert found[slot][1, 3, 4] >> 32 == link >> 32
+        assert found[slot][1, 1, 4] >> 32 == 0
+    assert found[slots[1]][0, 3, :2].tolist() == [7, 5]
+    assert places.num_slots == 4
+    scaled = {place: replace(row, format=RowFormat(8, scale=2.0)) for place, row in first.items()}
+    assert plan_lora(segments([1], [scaled]), places, 4).mixed
+    assert not plan_lora(segments([1], [first]), places, 4).mixed
 
 
 @pytest.mark.parametrize("rows", [1, 4, 40])

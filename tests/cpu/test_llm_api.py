@@ -308,6 +308,32 @@ def test_an_id_belongs_to_one_directory_once_its_adapter_was_accepted(tiny: Path
             llm.generate("p", None, one, False)
 
 
+def test_adapters_act_together_and_with_scales(llm: LLM) -> None:
+    one, two = adapter(1), adapter(2)
+    assert one is not None and two is not None
+    params, prompt = SamplingParams(max_tokens=NEW), PROMPTS[0]
+
+    def answer(lora: object) -> list[int]:
+        return llm.generate(prompt, params, lora, False).outputs[0].token_ids  # type: ignore[union-attr, arg-type]
+
+    ids = llm.generate(prompt, params, None, False).prompt_token_ids  # type: ignore[union-attr]
+    assert answer([(one, 1.0), (two, 0)]) == answer((one, 1)) == reference(1, ids)
+    assert answer((one, 0.0)) == reference(None, ids)
+    both = [(two, 0.5), (one, 0.75)]
+    outputs = llm.generate([prompt] * 3, params, [both, None, two], False)
+    assert isinstance(outputs, list)
+    assert [one.outputs[0].token_ids for one in outputs[1:]] == [reference(t, ids) for t in (None, 2)]
+    assert outputs[0].outputs[0].token_ids == answer(both)
+    assert outputs[0].lora_request == both
+    for lora, text in (
+        ([(one, float("nan"))], "lora_request must have scales that are finite"),
+        ([(one, 1.0)] * 9, "lora_request must name at most 8 adapters, got 9"),
+        ([[one, two], None], "lora_request must be a LoRARequest, or (LoRARequest, scale)"),
+    ):
+        with pytest.raises((ValueError, RequestError), match=re.escape(text)):
+            llm.generate([prompt] * 2, params, lora, False)  # type: ignore[arg-type]
+
+
 def test_what_cannot_be_served_is_said_and_leaves_nothing_behind(llm: LLM) -> None:
     cases = [
         (

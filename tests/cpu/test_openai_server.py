@@ -126,6 +126,9 @@ def test_a_stream_is_the_whole_answer_in_pieces(server: Running) -> None:
             "lora_request": {"lora_name": "x", "lora_int_id": 1, "lora_path": "{root}/chinese"},
         },
         {"model": "chinese", "lora_model": "chinese", "adapter_id": "chinese"},
+        {"model": "demo", "lora": [{"name": "chinese"}]},
+        {"model": "demo", "lora": [{"name": "chinese", "scale": 0.5}, {"name": "chinese", "scale": 0.5}]},
+        {"model": "demo", "lora": [{"name": "japanese", "scale": 0}, {"name": "chinese"}]},
     ],
 )
 def test_every_way_to_choose_an_adapter_gives_its_answer(
@@ -133,6 +136,30 @@ def test_every_way_to_choose_an_adapter_gives_its_answer(
 ) -> None:
     fields = json.loads(json.dumps(fields).replace("{root}", str(root)))
     assert ask(server, **fields) == CAPITALS["chinese"]
+
+
+def test_adapters_act_together_and_with_scales(server: Running) -> None:
+    lora = [{"name": "japanese"}, {"name": "chinese", "scale": 1.0}]
+    counted = 'manylora_adapter_requests_total{adapter="%s"'
+    before = {name: server.metric(counted % name) for name in ("chinese", "japanese")}
+    both = server.post(model="chinese+japanese", prompt=LINE, temperature=0, logprobs=1).json()
+    again = server.post(model="demo", lora=lora, prompt=LINE, temperature=0, logprobs=1).json()
+    assert both["model"] == "chinese+japanese"
+    assert both["choices"] == again["choices"]
+    for name, count in before.items():
+        assert server.metric(counted % name) == count + 2
+    assert (
+        server.post(model="demo:chinese+japanese", prompt=LINE, temperature=0, logprobs=1).json()["choices"]
+        == both["choices"]
+    )
+    assert ask(server, "demo", lora=[{"name": "chinese", "scale": 0}]) == CAPITALS["demo"]
+    assert ask(server, "demo", lora=[]) == CAPITALS["demo"]
+    logprobs = set()
+    for scale in (-1.0, 0.25, 1.0, 1.5):
+        body = {"lora": [{"name": "chinese", "scale": scale}], "logprobs": 1, "max_tokens": 1}
+        [choice] = server.post(model="demo", prompt=LINE, temperature=0, **body).json()["choices"]
+        logprobs.add(choice["logprobs"]["token_logprobs"][0])
+    assert len(logprobs) == 4
 
 
 def test_sampling_fields_have_their_effect(server: Running) -> None:
@@ -270,6 +297,14 @@ def test_a_response_format_binds_the_answer(server: Running) -> None:
         ({"n": 3, "best_of": 2}, 400, "invalid_value", "best_of"),
         ({"logit_bias": {"99999999": 1}}, 400, "invalid_value", "logit_bias"),
         ({"load_lora_weights": "sometimes"}, 400, "invalid_value", "load_lora_weights"),
+        ({"lora": [{"name": "chinese"}, {"name": "nobody"}]}, 404, "adapter_not_found", "lora"),
+        ({"model": "chinese+nobody"}, 404, "adapter_not_found", "model"),
+        ({"model": "+".join(["chinese"] * 9)}, 400, "invalid_value", "model"),
+        ({"lora": [{"name": "chinese"}] * 9}, 400, "invalid_value", "lora"),
+        ({"lora": [{"name": "chinese", "scale": 101}]}, 400, "invalid_value", "lora.0.scale"),
+        ({"lora": [{"name": "chinese", "scale": 60}] * 2}, 400, "invalid_value", "lora"),
+        ({"lora": [{"id": 0, "scale": 1}]}, 400, "unsupported_field", "lora.0.id"),
+        ({"model": "japanese", "lora": [{"name": "chinese"}]}, 400, "adapter_conflict", "lora"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(

@@ -48,7 +48,7 @@ INSIDE = {
         "pages", "modules", "expert_rules", "geometry", "bounds", "number_types", "tensors",
         "file_adapter", "staging", "effect", "extras", "rules", "slicing", "formats", "cache", "pool",
         "library",
-        "loaded", "arrivals", "loader", "cache_view", "pins", "store_parts", "store", "convert",
+        "loaded", "lease", "arrivals", "loader", "cache_view", "pins", "store_parts", "store", "convert",
         "convert_nemo", "normalize",
         "report", "moe_layout",
     ],

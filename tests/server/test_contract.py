@@ -8,12 +8,14 @@ import re
 import sys
 import time
 import urllib.request
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import tritonclient.grpc as grpc
 from conftest import Running, World
 from dashboard import without_samples
@@ -21,7 +23,7 @@ from test_server import NEW, PROMPT, ask, generate, inputs, lora, new_ids, tenso
 from tritonclient.utils import InferenceServerException
 
 from manylora.stats import EngineStats
-from manylora.testing.tiny_models import reference_generate, reference_logits
+from manylora.testing.tiny_models import load_transformers, reference_generate, reference_logits
 from manylora.text.tokenizer import Tokenizer
 from manylora.wire.metrics import STAMP, engine_samples
 
@@ -208,6 +210,46 @@ def test_an_adapter_by_its_name_and_the_tier_it_was_found_in(server: Running, wo
     with pytest.raises(InferenceServerException, match="is not a checkpoint of kind nemo"):
         named = {"lora_name": np.array([[b"tiny-three"]], np.object_)}
         ask(server, inputs(**named, lora_ckpt_source=np.array([[b"nemo"]], np.object_)))
+
+
+def test_adapters_act_together_and_with_scales(server: Running, world: World) -> None:
+    scales = np.array([[0.5, -1.25]], np.float32)
+    for task_id in (1, 2):
+        ask(server, inputs(**lora(task_id, world)))
+    ids = {"lora_mix_task_ids": np.array([[1, 2]], np.uint64), "lora_mix_scales": scales}
+    [result] = ask(server, inputs(**ids))
+    answer = new_ids([result])[len(PROMPT) :]
+    assert len(answer) == NEW
+    assert answer == most_probable_of_mix(world, (1, 2), scales[0], answer)
+    names = {"lora_mix_names": np.array([[b"tiny-three"]], np.object_)}
+    [result] = ask(server, inputs(**names))
+    assert new_ids([result])[len(PROMPT) :] == reference_generate(world.model, world.adapters[3], PROMPT, NEW)
+    for extra, words in (
+        (ids | lora(1), "lora_mix_task_ids stands alone: leave lora_task_id out"),
+        ({"lora_mix_scales": scales}, "lora_mix_scales need lora_mix_task_ids or lora_mix_names"),
+        (names | {"lora_mix_scales": scales}, "one value for each of lora_mix_names: 1"),
+        ({"lora_mix_task_ids": np.array([[1, 8888]], np.uint64)}, "LoRA task 8888 not found in cache"),
+        ({"lora_mix_task_ids": np.ones((1, 9), np.uint64)}, "must have at most 8 values, got 9"),
+    ):
+        with pytest.raises(InferenceServerException, match=words):
+            ask(server, inputs(**extra))
+
+
+def most_probable_of_mix(
+    world: World, task_ids: Sequence[int], scales: np.ndarray, answer: Sequence[int]
+) -> list[int]:
+    """What PEFT takes for each token of an answer, after those before it."""
+    from peft import PeftModel
+
+    made = PeftModel.from_pretrained(load_transformers(world.model), str(world.adapters[task_ids[0]]), "0")
+    for number, task_id in enumerate(task_ids[1:], 1):
+        made.load_adapter(str(world.adapters[task_id]), str(number))
+    names = [str(number) for number in range(len(task_ids))]
+    made.add_weighted_adapter(names, scales.tolist(), "mixed", combination_type="cat")
+    made.set_adapter("mixed")
+    with torch.inference_mode():
+        logits = made.eval()(input_ids=torch.tensor([[*PROMPT, *answer]])).logits[0]
+    return logits[len(PROMPT) - 1 : -1].argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("name", ["tiny-saved", "tiny-scales", "tiny-prefix", "tiny-prompt"])

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import triton_python_backend_utils as pb_utils
 
-from manylora.request import Event, LoraInput
+from manylora.request import Event, LoraInput, LoraMix
 from manylora.stats import EngineStats
 from manylora.wire.metrics import FAMILIES, STAMP, RequestMeter, Sample, engine_samples, iteration_log
 
@@ -46,7 +46,7 @@ class Exporter:
             pb_utils.Logger.log_verbose(json.dumps(log))
             self._logged = numbers
 
-    def observe(self, lora: LoraInput | None, event: Event) -> None:
+    def observe(self, lora: LoraInput | LoraMix | None, event: Event) -> None:
         """A sequence that ended."""
         for sample in self._meter.samples(lora, event):
             self._put(sample)

@@ -11,16 +11,16 @@ import numpy as np
 from manylora.config.engine import EncoderConfig, EngineConfig, ModelConfig
 from manylora.errors import QueueFullError, RequestError
 from manylora.lora.extras import HEAD
-from manylora.lora.store import AdapterLease
+from manylora.lora.lease import Lease
 from manylora.request import Pooling, Request
 
 LOGITS_SHARE = 4  # open requests may keep logits in one part in so many of the machine's memory
 
 
-def check_head(request: Request, model: ModelConfig, lease: AdapterLease | None) -> None:
+def check_head(request: Request, model: ModelConfig, lease: Lease | None) -> None:
     """Raises RequestError where there is no head for what is wanted."""
-    extras = () if lease is None else lease.layout.extras
-    own = any(extra.name == f"{HEAD}.weight" for extra in extras)
+    members = () if lease is None else lease.members
+    own = any(extra.name == f"{HEAD}.weight" for one, _ in members for extra in one.layout.extras)
     if request.pooling is None:
         if own:
             raise RequestError(

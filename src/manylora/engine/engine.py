@@ -21,9 +21,9 @@ from manylora.engine.state_pool import StatePool
 from manylora.errors import AdapterNotCachedError, QueueFullError, RequestError
 from manylora.group.place import find_place
 from manylora.lora.file_adapter import FileAdapter
-from manylora.lora.store import AdapterLease
+from manylora.lora.lease import Lease
 from manylora.lora.tensors import Adapter
-from manylora.request import Event, FinishReason, LoraInput, Request
+from manylora.request import Event, FinishReason, LoraInput, LoraMix, Request
 from manylora.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -38,12 +38,12 @@ Events = list[tuple[int, Event]]  # each with the handle of its request
 class Prepared:
     """A request that was checked.
 
-    adapter: when the request brought its tensors, or when it was read from disk; None otherwise.
+    adapters: of each that the request names: one that it brought, or that was read from disk; else None.
     matcher: at the start of the output, for guided decoding; None otherwise.
     """
 
     request: Request
-    adapter: Adapter | FileAdapter | None
+    adapters: tuple[Adapter | FileAdapter | None, ...]
     matcher: LLMatcher | None = None
 
 
@@ -97,8 +97,8 @@ class Engine:
         Raises RequestError.
         """
         request = self._check(request)
-        adapter = self.adapters.prepare(request.lora) if request.lora else None
-        return Prepared(request, adapter, self._compile(request) if matcher is None else matcher)
+        adapters = self.adapters.prepare_all(request.lora) if request.lora else ()
+        return Prepared(request, adapters, self._compile(request) if matcher is None else matcher)
 
     def submit(self, prepared: Prepared) -> int:
         """Queue a request; `step` returns its events under the handle returned here. Raises RequestError."""
@@ -195,7 +195,8 @@ class Engine:
         parts, scheduler, last_step = self._parts, self._scheduler, self._last_step
         chunks = last_step.chunks if scheduler.has_work else ()
         num_context = sum(chunk.in_context for chunk in chunks)
-        waiting = [sequence.lease for sequence in scheduler.waiting if sequence.lease is not None]
+        leases = [sequence.lease for sequence in scheduler.waiting if sequence.lease is not None]
+        waiting = [member.task_id for lease in leases for member, _ in lease.members]
         return EngineStats(
             waiting=len(scheduler.waiting),
             running=len(scheduler.running),
@@ -213,7 +214,7 @@ class Engine:
             generation_requests=len(chunks) - num_context,
             context_tokens=last_step.num_context_tokens if chunks else 0,
             max_adapters_in_step=parts.runner.max_adapters_in_step,
-            waiting_adapters=tuple(dict.fromkeys(self.adapters.name_of(one.task_id) for one in waiting)),
+            waiting_adapters=tuple(dict.fromkeys(self.adapters.name_of(number) for number in waiting)),
             adapters=self.adapters.stats(),
             graphs=parts.runner.graph_stats(),
             **vars(self._counters),
@@ -243,16 +244,16 @@ class Engine:
         """All that have not ended."""
         return [sequence for sequences in self._requests.values() for sequence in sequences]
 
-    def _acquire(self, prepared: Prepared) -> AdapterLease | None:
-        """A lease on the request's adapter; None for the base model."""
+    def _acquire(self, prepared: Prepared) -> Lease | None:
+        """A lease on the request's adapters; None for the base model."""
         lora = prepared.request.lora
         if lora is None:
             return None
         try:
-            return self.adapters.acquire(lora, prepared.adapter)
+            return self.adapters.acquire_all(lora, prepared.adapters)
         except AdapterNotCachedError:
             # Evicted since it was prepared: read it from its source once more, or give up.
-            return self.adapters.acquire(lora, self.adapters.prepare(lora))
+            return self.adapters.acquire_all(lora, self.adapters.prepare_all(lora))
 
     def _new_sequence(self, prepared: Prepared, handle: int, index: int) -> Sequence:
         lease, model = self._acquire(prepared), self.model
@@ -338,8 +339,10 @@ class Engine:
         """End the requests whose adapters could not be read; the others are scheduled again."""
         affected = []
         for sequence in self._open_sequences():
-            if sequence.lease is not None and sequence.lease.digest in lost:
-                sequence.fail(lost[sequence.lease.digest])
+            members = sequence.lease.members if sequence.lease is not None else ()
+            found = next((lost[member.digest] for member, _ in members if member.digest in lost), None)
+            if found is not None:
+                sequence.fail(found)
                 affected.append(sequence)
         events = self._retire(affected)
         self.adapters.forget_lost()
@@ -380,7 +383,12 @@ def _without_tensors(request: Request) -> Request:
     lora = request.lora
     if lora is None or not lora.has_tensors:
         return request
-    return replace(request, lora=LoraInput(lora.task_id, name=lora.name, source=lora.source))
+    bare = lora.map(_bare) if isinstance(lora, LoraMix) else _bare(lora)
+    return replace(request, lora=bare)
+
+
+def _bare(lora: LoraInput) -> LoraInput:
+    return LoraInput(lora.task_id, name=lora.name, source=lora.source)
 
 
 def _leader(sequence: Sequence) -> Sequence:

@@ -32,7 +32,7 @@ from manylora.group.rendezvous import LOOPBACK, join, open_store
 from manylora.kernels.spec import LoraBatch
 from manylora.kernels.transfer import to_device, upload
 from manylora.lora.geometry import Layout
-from manylora.lora.loaded import LoadedAdapter, lora_batch, with_virtual
+from manylora.lora.loaded import LoadedAdapter, Mixes, lora_batch, with_virtual
 from manylora.lora.tensors import Adapter
 from manylora.model.encoder_decoder import EncoderDecoder
 
@@ -58,6 +58,7 @@ class Follower:
     def __init__(self, parts: RankParts) -> None:
         self._parts, self._pool = parts, parts.open_pool()
         self._held: dict[str, _Held] = {}
+        self._mixes = Mixes()
         self._kept: dict[str, tuple[Adapter, Layout]] = {}  # out of their pages, for requests that wait
         self._do = {
             step_messages.FORWARD: self._forward,
@@ -144,13 +145,17 @@ class Follower:
 
     def _lora(self, inputs: StepInputs) -> LoraBatch | None:
         segments = []
-        for start, stop, digest in inputs.adapters:
-            held = self._held[digest]
-            assert held.loaded is not None
-            if held.event is not None:
-                self._pool.hold(held.event)
-            segments.append((start, stop, held.loaded))
+        for start, stop, members in inputs.adapters:
+            loaded = [(self._loaded(digest), scale) for digest, scale in members]
+            segments.append((start, stop, self._mixes.find(loaded)))
         return with_virtual(lora_batch(self._pool, segments), inputs.virtual)
+
+    def _loaded(self, digest: str) -> LoadedAdapter:
+        held = self._held[digest]
+        assert held.loaded is not None
+        if held.event is not None:
+            self._pool.hold(held.event)
+        return held.loaded
 
 
 def follow(config: EngineConfig, place: Place) -> None:

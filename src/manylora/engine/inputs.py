@@ -66,7 +66,7 @@ class StepInputs:
     cross_lengths, cross_blocks: [S], of the encoder's output; empty without an encoder.
     pending: tokens that `fill` writes over zeros in input_ids.
     rope_lengths: [T], see `ForwardBatch`; None: positions + 1.
-    adapters: rows [start, stop) and digest of each that is in `lora`.
+    adapters: of each segment of `lora` its rows [start, stop), and its adapters as digests and scales.
     state: of a model with recurrent layers.
     virtual: rows that are virtual tokens of their adapter, and for each which of them.
     pooled_rows: rows whose hidden states are wanted. hidden: these, on the device, written by the runner.
@@ -85,7 +85,7 @@ class StepInputs:
     cross_blocks: Blocks = field(default_factory=list)
     pending: Pending | None = None
     rope_lengths: Ints | None = None
-    adapters: Rows[tuple[int, int, str]] = ()
+    adapters: Rows[tuple[int, int, Rows[tuple[str, float]]]] = ()
     state: StateRows | None = None
     virtual: Rows[tuple[int, int]] = ()
     pooled_rows: Ints = ()

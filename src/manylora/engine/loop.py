@@ -21,7 +21,7 @@ from manylora.errors import (
     QueueFullError,
     RequestError,
 )
-from manylora.request import Event, FinishReason, Request, Sink
+from manylora.request import Event, FinishReason, LoraInput, LoraMix, Request, Sink, mix
 from manylora.stats import CacheMap, EngineStats
 from manylora.system.threads import lower_priority
 
@@ -99,9 +99,9 @@ class EngineLoop:
         An error in the request reaches the sink as its one last event. Raises EngineDeadError only.
         """
         refusal: RequestError | None = None
-        if request.lora is not None and request.lora.name is not None:
+        if request.lora is not None and any(one.name is not None for one, _ in request.lora.members):
             try:
-                request = replace(request, lora=self._engine.adapters.library.resolve(request.lora))
+                request = replace(request, lora=self._resolved(request.lora))
             except RequestError as error:
                 refusal = error
         with self._lock:
@@ -197,27 +197,38 @@ class EngineLoop:
         if failure is not None:
             self._inbox.put(lambda: self._admit(ticket, failure))
 
+    def _resolved(self, lora: LoraInput | LoraMix) -> LoraInput | LoraMix | None:
+        """With task ids in place of names. Raises RequestError."""
+        resolve = self._engine.adapters.library.resolve
+        if isinstance(lora, LoraInput):
+            return resolve(lora)
+        return mix([(resolve(one), scale) for one, scale in lora.members])
+
     def _enter_preparation(self, ticket: int, request: Request, matcher: LLMatcher | None) -> bool:
         """Hand a request to the preparing thread, if that goes first. Requests of a task id keep their order.
         Under the lock."""
         lora = request.lora
-        if lora is None or lora.task_id is None:
+        ids = lora.task_ids if lora is not None else []
+        if lora is None or len(ids) < len(lora.members):  # an id is missing, as the engine will say
             return False
-        preparing = self._preparing.get(lora.task_id, 0)
-        if not (lora.has_tensors or preparing or not self._engine.adapters.resident(lora.task_id)):
+        if not (lora.has_tensors or any(map(self._must_prepare, ids))):
             return False
         try:
             self._preparer.submit(self._prepare, ticket, request, matcher)
         except RuntimeError:  # closed: what is left is prepared by the engine's thread
             return False
         self._num_preparing += 1
-        self._preparing[lora.task_id] = preparing + 1
+        for task_id in ids:
+            self._preparing[task_id] = self._preparing.get(task_id, 0) + 1
         return True
 
+    def _must_prepare(self, task_id: int) -> bool:
+        return task_id in self._preparing or not self._engine.adapters.resident(task_id)
+
     def _prepare(self, ticket: int, request: Request, matcher: LLMatcher | None) -> None:
-        assert request.lora is not None and request.lora.task_id is not None
-        task_id = request.lora.task_id
-        prepared: Prepared | RequestError = Prepared(request, None, matcher)
+        assert request.lora is not None
+        ids = request.lora.task_ids
+        prepared: Prepared | RequestError = Prepared(request, (None,) * len(ids), matcher)
         if ticket in self._sinks:  # else it was cancelled
             try:
                 if not request.lora.has_tensors:
@@ -230,9 +241,10 @@ class EngineLoop:
         self._inbox.put(lambda: self._admit(ticket, prepared))
         with self._lock:
             self._num_preparing -= 1
-            self._preparing[task_id] -= 1
-            if not self._preparing[task_id]:
-                del self._preparing[task_id]
+            for task_id in ids:
+                self._preparing[task_id] -= 1
+                if not self._preparing[task_id]:
+                    del self._preparing[task_id]
 
     # From here on: the engine thread.
 

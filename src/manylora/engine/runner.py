@@ -26,8 +26,9 @@ from manylora.kernels.delta_rule import RecurrentState
 from manylora.kernels.device import Arrival, Device
 from manylora.kernels.spec import BatchLimits
 from manylora.kernels.transfer import to_device, upload
+from manylora.lora.lease import Lease
 from manylora.lora.loaded import with_virtual
-from manylora.lora.store import AdapterLease, AdapterStore
+from manylora.lora.store import AdapterStore
 from manylora.model.batch import ForwardBatch
 from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder
@@ -162,13 +163,14 @@ class Runner:
 
     def _pool(self, chunks: list[Chunk], inputs: StepInputs, hidden: Tensor) -> list[PooledChunk]:
         extras = {} if inputs.lora is None else {one.start: one.values for one in inputs.lora.extras}
-        starts = {digest: start for start, _, digest in inputs.adapters}
+        # Of adapters that act alone, as those with extras do.
+        starts = {members[0][0]: start for start, _, members in inputs.adapters if len(members) == 1}
         found, first = [], 0
         for chunk in chunks:
             count = len(pooled_positions(chunk))
             if count:
                 lease = chunk.sequence.lease
-                own = extras.get(starts[lease.digest], {}) if lease is not None else {}
+                own = extras.get(starts.get(lease.digest, -1), {}) if lease is not None else {}
                 values = self._pooler(chunk, hidden[first : first + count], own)
                 if values is not None:
                     found.append(PooledChunk(chunk, Arrival(values)))
@@ -341,7 +343,7 @@ class Runner:
 
     def _with_adapters(self, inputs: StepInputs, sequences: list[Sequence]) -> StepInputs:
         starts = inputs.starts
-        segments: dict[str, tuple[int, int, AdapterLease]] = {}
+        segments: dict[str, tuple[int, int, Lease]] = {}
         for sequence, start, stop in zip(sequences, starts, starts[1:], strict=False):
             lease = sequence.lease
             if lease is not None:
@@ -353,7 +355,10 @@ class Runner:
             self.max_adapters_in_step = len(segments)
             logger.info("manylora: %d distinct adapters in one step", len(segments))
         inputs.lora = with_virtual(self._adapters.batch(list(segments.values())), inputs.virtual)
-        inputs.adapters = [(start, stop, digest) for digest, (start, stop, _) in segments.items()]
+        inputs.adapters = [
+            (start, stop, [(one.digest, scale) for one, scale in lease.members])
+            for start, stop, lease in segments.values()
+        ]
         return inputs
 
     def _tensor(self, values: list, dtype: torch.dtype = torch.long) -> Tensor:

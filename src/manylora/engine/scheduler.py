@@ -16,7 +16,8 @@ from manylora.engine.sequence import Sequence
 from manylora.engine.speculation import Speculation
 
 if TYPE_CHECKING:
-    from manylora.lora.store import AdapterLease, AdapterStore
+    from manylora.lora.lease import Lease
+    from manylora.lora.store import AdapterStore
 
 MAX_PREFETCHED = 8  # waiting sequences whose adapters are copied to the device ahead of time
 
@@ -121,7 +122,7 @@ class Scheduler:
         self._reserve_all = config.batch_scheduler_policy == "guaranteed_no_evict"
         self._run: DecodeRun | None = None  # of the step before, while the running sequences are the same
         self._in_flight: Step | None = None
-        self._still_pinned: dict[Sequence, AdapterLease] = {}  # preempted, but in flight: adapters are in use
+        self._still_pinned: dict[Sequence, Lease] = {}  # preempted, but in flight: adapters are in use
 
     @property
     def num_slots(self) -> int:
@@ -330,7 +331,7 @@ class Scheduler:
     def _is_loaded(self, sequence: Sequence) -> bool:
         return sequence.lease is None or self._adapters.is_loaded(sequence.lease)
 
-    def _try_adapter(self, lease: AdapterLease, no_space: set[str]) -> bool:
+    def _try_adapter(self, lease: Lease, no_space: set[str]) -> bool:
         if lease.digest in no_space:
             return False
         if self._adapters.admit(lease):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from manylora.engine.guide import GuideState
     from manylora.engine.speculation import Drafter
     from manylora.engine.token_counts import TokenCounts
-    from manylora.lora.store import AdapterLease
+    from manylora.lora.lease import Lease
 
 PENDING = -1  # in place of a token that the device has sampled and the host does not know yet
 
@@ -119,7 +119,7 @@ class Sequence:
     request: Request
     index: int
     max_len: int
-    lease: AdapterLease | None = None
+    lease: Lease | None = None
     beams: BeamGroup | None = None
     guide: GuideState | None = None
     tokens: list[int] = field(default_factory=list)

@@ -49,7 +49,7 @@ def step_inputs(message: Message) -> StepInputs:
     rows, vectors = found.pop("rows", None), found.pop("vectors", None)
     if rows is not None:
         found["embeddings"] = torch.from_numpy(rows), torch.from_numpy(vectors)
-    adapters = [(start, stop, digest) for start, stop, digest in message.values["adapters"]]
+    adapters = [(start, stop, members) for start, stop, members in message.values["adapters"]]
     virtual = [(row, number) for row, number in message.values["virtual"]]
     return StepInputs(**found, adapters=adapters, virtual=virtual)
 

@@ -29,6 +29,7 @@ from manylora.kernels.spec import (
     AttentionBatch,
     AttentionParams,
     LoraBatch,
+    LoraRow,
     LoraSegment,
     LoraTarget,
     Rotary,
@@ -43,8 +44,9 @@ GATES = ("silu", "gelu", "gelu_tanh")  # by their numbers in native/elementwise.
 PART = np.dtype([("column", "i8"), ("width", "i8"), ("row", TABLE_ROW)])
 POOLS = {torch.float32: "lora_add_float32", torch.bfloat16: "lora_add_bfloat16"}
 
-# The adapter's rows; its parts for the C kernel, or None; whether it has rows that the C kernel cannot do.
-_Parts = tuple[Any, np.ndarray | None, bool]
+# The adapter's rows; its parts for the C kernel, or None, and how many of them are no others' `next`; whether
+# it has rows that the C kernel cannot do.
+_Parts = tuple[Any, np.ndarray | None, int, bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,13 +167,13 @@ class CompiledOps(CpuOps):
             known = table.get(id(segment.rows))
             if known is None or known[0] is not segment.rows:
                 known = self._find_parts(table, segment, layer, targets)
-            _, parts, too_large = known
+            _, parts, count, too_large = known
             if too_large:
                 others.append(segment)
             elif parts is not None:
                 arrays.append(parts)
-                ours.append((segment.start, segment.stop, parts.ctypes.data, len(parts)))
-                most, rows = max(most, len(parts)), max(rows, segment.stop - segment.start)
+                ours.append((segment.start, segment.stop, parts.ctypes.data, count))
+                most, rows = max(most, count), max(rows, segment.stop - segment.start)
         segments = np.array(ours, np.int64).reshape(-1, 4)
         return _LoraCall(targets, segments, arrays, most, rows, tuple(others))
 
@@ -292,18 +294,32 @@ class CompiledOps(CpuOps):
 
     @staticmethod
     def _find_parts(
-        table: dict[int, _Parts], segment: LoraSegment, layer: int, targets: Sequence[LoraTarget]
+        known_parts: dict[int, _Parts], segment: LoraSegment, layer: int, targets: Sequence[LoraTarget]
     ) -> _Parts:
         """The adapter's matrices for these targets. Cached with `rows`, so that its id is not reused."""
-        if len(table) >= MAX_CACHED_ADAPTERS:
-            table.clear()
+        if len(known_parts) >= MAX_CACHED_ADAPTERS:
+            known_parts.clear()
         found = [(t, segment.rows.get((layer, t.module_id))) for t in targets]
         places = [(t, row) for t, row in found if row is not None]
-        too_large = any(row.format.rank > LARGEST_RANK for _, row in places)
-        parts = [(t.start, t.width, row.format.table_row(row.offset)) for t, row in places]
-        known: _Parts = (segment.rows, np.array(parts, PART) if parts else None, too_large)
-        table[id(segment.rows)] = known
+        too_large = any(one.format.rank > LARGEST_RANK for _, row in places for one in row.members)
+        table = _table(places) if places else None
+        known: _Parts = (segment.rows, table, len(places), too_large)
+        known_parts[id(segment.rows)] = known
         return known
+
+
+def _table(places: list[tuple[LoraTarget, LoraRow]]) -> np.ndarray:
+    """PARTs: first one of each target, then those that are mixed with them."""
+    parts, end = [], len(places)
+    for place, (target, row) in enumerate(places):
+        first = end - place if row.more else 0
+        parts.append((target.start, target.width, row.format.table_row(row.offset, first)))
+        end += len(row.more)
+    for target, row in places:
+        last = len(row.more) - 1
+        for number, one in enumerate(row.more):
+            parts.append((target.start, target.width, one.format.table_row(one.offset, int(number < last))))
+    return np.array(parts, PART)
 
 
 @cache

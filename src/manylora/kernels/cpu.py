@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from manylora.kernels.experts import HostPairs
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight, pack_for_cpu
 from manylora.kernels.reference import ReferenceOps, as_encoded, attend, gather
-from manylora.kernels.row_format import TABLE_ROW, Encoding, RowFormat
+from manylora.kernels.row_format import TABLE_ROW, RowFormat
 from manylora.kernels.spec import (
     AttentionBatch,
     AttentionParams,
@@ -61,10 +62,11 @@ class CpuOps(ReferenceOps):
         few = groups[:, 1] - groups[:, 0] < FEW_ROWS
         if few.any():
             for target in targets:
-                places = [segment.rows.get((layer, target.module_id)) for segment in batch.segments]
-                found = [row.format.table_row(row.offset) if row else NO_ROW for row in places]
-                table = np.array(found, TABLE_ROW)
-                self._add_small_groups(y, x, batch.pool, groups[few], table, target)
+                rows = [segment.rows.get((layer, target.module_id)) for segment in batch.segments]
+                for places in zip_longest(*(row.members if row else () for row in rows)):
+                    found = [row.format.table_row(row.offset) if row else NO_ROW for row in places]
+                    table = np.array(found, TABLE_ROW)
+                    self._add_small_groups(y, x, batch.pool, groups[few], table, target)
         if not few.all():
             super().expert_lora_add(y, x, batch, replace(pairs, groups=groups[~few]), layer, targets)
 
@@ -219,7 +221,7 @@ def _add_batched(
     pieces = torch.stack([pool[offset : offset + size].to(x.dtype) for offset in table["offset"].tolist()])
     a, b = pieces.split((rank * in_dim, rank * target.width), dim=1)
     low = torch.bmm(x[places], a.view(-1, rank, in_dim).transpose(1, 2))
-    if encoding != Encoding.PLAIN:
+    if (table["scale"] != 1).any():
         low *= torch.from_numpy(table["scale"].copy()).to(x.dtype).view(-1, 1, 1)
     delta = torch.bmm(low, b.view(-1, rank, target.width))
     y[:, target.start : target.start + target.width].index_add_(0, places[real], delta[real])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -52,7 +52,7 @@ def group_segments(
             key = (layer, target.module_id)
             row = batch.segments[number].rows.get(key)
             if row is not None:
-                rows[key] = replace(row, offset=row.offset + expert * row.format.rank * size)
+                rows[key] = row.of_expert(expert, size)
         if rows:
             segments.append(LoraSegment(start, stop, rows))
     return tuple(segments)

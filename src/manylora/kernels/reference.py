@@ -124,7 +124,7 @@ class ReferenceOps:
     ) -> None:
         """Add every adapter's delta to its own rows of y, in place.
 
-        Semantics, for each segment and target with a row (A, B[, m]) and columns c:
+        Semantics, for each segment and target, each member of its row (A, B[, m]) in order, and columns c:
             y[rows, c] += (scale * (x[rows] @ A.T)) @ B.T
             y[rows, c] = m * (y[rows, c] - bias[c]) + bias[c]        (only with a DoRA magnitude m)
         y [T, N], x [T, in_dim], bias [N] or None (already part of y).
@@ -132,17 +132,16 @@ class ReferenceOps:
         for segment in batch.segments:
             rows = x[segment.start : segment.stop]
             for target in targets:
-                row = segment.rows.get((layer, target.module_id))
-                if row is None:
-                    continue
+                first = segment.rows.get((layer, target.module_id))
                 columns = slice(target.start, target.start + target.width)
-                a, b, magnitude = matrices(batch.pool, row, x.shape[-1], target.width, x.dtype)
                 out = y[segment.start : segment.stop, columns]
-                low = rows @ a.T
-                out.addmm_(low if row.format.scale == 1 else low * row.format.scale, b)
-                if magnitude is not None:
-                    shift = bias[columns] if bias is not None else 0
-                    out.copy_((out - shift) * magnitude + shift)
+                for row in first.members if first is not None else ():
+                    a, b, magnitude = matrices(batch.pool, row, x.shape[-1], target.width, x.dtype)
+                    low = rows @ a.T
+                    out.addmm_(low if row.format.scale == 1 else low * row.format.scale, b)
+                    if magnitude is not None:
+                        shift = bias[columns] if bias is not None else 0
+                        out.copy_((out - shift) * magnitude + shift)
 
     def rotate_and_store(
         self,

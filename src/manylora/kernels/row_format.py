@@ -21,21 +21,22 @@ class Encoding(IntEnum):
 NUMBER_BYTES = {Encoding.FLOAT8: 1}  # of encodings that have a size of their own
 TABLE_ROW = np.dtype(
     {
-        "names": ["offset", "rank", "dora", "encoding", "scale"],
-        "formats": ["i8", "i8", "i8", "i8", "f4"],
+        "names": ["offset", "rank", "dora", "encoding", "scale", "next"],
+        "formats": ["i8", "i8", "i8", "i8", "f4", "i4"],
         "itemsize": 40,
     }
 )
 """A row in the tables that kernels read: `Row` of native/lora.c, and five int64 of kernels/cuda/lora.py, of
-which the last holds the scale's bits. Rank 0: there is no row."""
+which the last holds the scale's bits and `next`. Rank 0: there is no row. next: where the row is that is
+added after this one, as each says; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
     """Of one (layer, module): A [rank, in], B [out, rank] and, with DoRA, the normalised magnitude [out].
 
-    scale: what B A x is multiplied by, beside the scaling that is in B. Not 1 only where the encoding would
-    lose bits with the scaling in B; never with DoRA.
+    scale: what B A x is multiplied by, beside the scaling that is in B. In pages not 1 only where the
+    encoding would lose bits with the scaling in B; in a step also what a request asks for. Never with DoRA.
     """
 
     rank: int
@@ -55,6 +56,6 @@ class RowFormat:
         """What the adapter's digest takes of it. The encoding is in the digest of the numbers."""
         return (self.rank, self.dora) if self.scale == 1 else (self.rank, self.dora, self.scale)
 
-    def table_row(self, offset: int) -> tuple[int, int, bool, int, float]:
+    def table_row(self, offset: int, next_row: int = 0) -> tuple[int, int, bool, int, float, int]:
         """As TABLE_ROW has it. offset: of A, in numbers of the encoding."""
-        return offset, self.rank, self.dora, self.encoding, self.scale
+        return offset, self.rank, self.dora, self.encoding, self.scale, next_row

@@ -6,7 +6,7 @@ T: token rows of the batch, packed over all sequences (prefill chunks and decode
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -29,10 +29,23 @@ class LoraRow:
     pool[offset:] holds A [rank, in_dim], then B transposed [rank, out_dim], then, with DoRA, the magnitude
     [out_dim]; all row-major and adjacent. Of a routed-expert module there is one such pair for each expert,
     one after the other, each rank * (in_dim + out_dim) numbers. offset: in numbers of the format's encoding.
+    more: where several adapters act together, the rows of those after the first, added one after the other;
+    they have none themselves, and none of all these has a magnitude.
     """
 
     offset: int
     format: RowFormat
+    more: tuple[LoraRow, ...] = ()
+
+    @property
+    def members(self) -> tuple[LoraRow, ...]:
+        """This row and those that are added after it."""
+        return (self, *self.more)
+
+    def of_expert(self, expert: int, size: int) -> LoraRow:
+        """The same with that expert's matrices. size: its in + out dimensions."""
+        more = tuple(row.of_expert(expert, size) for row in self.more)
+        return replace(self, offset=self.offset + expert * self.format.rank * size, more=more)
 
 
 @dataclass(frozen=True)

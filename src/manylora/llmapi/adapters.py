@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,14 +63,26 @@ class AdapterRegistry:
                 )
             entry.num_open += 1
 
-    def release(self, task_id: int, accepted: bool) -> None:
-        """A request has ended. accepted: not because of its adapter, so the id keeps its path."""
+    def claim_all(self, requests: Sequence[LoRARequest]) -> None:
+        """`claim` all of them, or none."""
+        claimed: list[int] = []
+        try:
+            for request in requests:
+                self.claim(request)
+                claimed.append(request.lora_int_id)
+        except BaseException:
+            self.release(claimed, accepted=False)
+            raise
+
+    def release(self, task_ids: Sequence[int], accepted: bool) -> None:
+        """A request has ended. accepted: not because of its adapters, so their ids keep their paths."""
         with self._lock:
-            entry = self._entries[task_id]
-            entry.num_open -= 1
-            entry.accepted = entry.accepted or accepted
-            if not (entry.num_open or entry.accepted):
-                del self._entries[task_id]
+            for task_id in task_ids:
+                entry = self._entries[task_id]
+                entry.num_open -= 1
+                entry.accepted = entry.accepted or accepted
+                if not (entry.num_open or entry.accepted):
+                    del self._entries[task_id]
 
     def _read(self, path: Path, ckpt_source: str) -> Adapter | FileAdapter:
         """ckpt_source: "nemo", or "hf" for every other kind of checkpoint. Raises AdapterInvalidError."""

@@ -11,10 +11,10 @@ import numpy as np
 
 from manylora.llmapi.continuation import Continuation
 from manylora.llmapi.decoding import Decoding
-from manylora.llmapi.lora import LoRARequest
+from manylora.llmapi.lora import LoRAChoice, members_of
 from manylora.llmapi.outputs import RequestOutput, RequestTimings
 from manylora.llmapi.result import GenerationResult
-from manylora.request import Event, FinishReason, LoraInput, Request, RequestMetrics
+from manylora.request import Event, FinishReason, LoraInput, Request, RequestMetrics, mix
 from manylora.text.tokenizer import Tokenizer
 
 
@@ -43,7 +43,7 @@ class Generation:
         request_id: int,
         prompt: Prompt,
         decoding: Decoding,
-        lora_request: LoRARequest | None,
+        lora_request: LoRAChoice | None,
         streaming: bool,
         tokenizer: Tokenizer | None,
         abort: Callable[[Generation], None],
@@ -64,11 +64,14 @@ class Generation:
         self._continuations = [Continuation(decoding.rules, tokenizer) for _ in range(count)]
 
     @property
-    def task_id(self) -> int | None:
-        return self.lora_request.lora_int_id if self.lora_request else None
+    def task_ids(self) -> list[int]:
+        """Of its adapters."""
+        return [one.lora_int_id for one, _ in members_of(self.lora_request)]
 
-    def request(self, lora: LoraInput | None) -> Request:
-        """What the engine gets. lora: the adapter, by its id."""
+    def request(self) -> Request:
+        """What the engine gets, with adapters by their ids. Raises RequestError."""
+        members = members_of(self.lora_request)
+        lora = mix([(LoraInput(one.lora_int_id), scale) for one, scale in members], "lora_request")
         prompt = self._prompt
         return Request(
             prompt=prompt.token_ids if prompt.decoder_ids is None else prompt.decoder_ids,
@@ -149,7 +152,7 @@ class Generation:
         return self._first_token
 
     def _tier(self) -> str:
-        if self.task_id is None:
+        if self.lora_request is None:
             return ""
         # Read for this request or for another one meanwhile: either way it waited for the disk.
         return "disk" if self.from_disk else self._metrics.adapter_tier if self._metrics else ""

@@ -22,7 +22,7 @@ from manylora.llmapi.adapters import AdapterRegistry
 from manylora.llmapi.decoding import decoding_of
 from manylora.llmapi.engine_config import NO_ADAPTERS, engine_config, modules_to_read, parameter_names
 from manylora.llmapi.generation import Generation, Prompt
-from manylora.llmapi.lora import LoraConfig, LoRARequest
+from manylora.llmapi.lora import LoRAChoice, LoraConfig, LoRARequest, is_choice, members_of
 from manylora.llmapi.options import LlmArguments, check_known
 from manylora.llmapi.outputs import RequestOutput
 from manylora.llmapi.result import GenerationResult
@@ -137,21 +137,22 @@ class LLM:
         self,
         inputs: Input | Sequence[Input],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: LoRAChoice | Sequence[LoRAChoice | None] | None = None,
         use_tqdm: bool = True,
     ) -> RequestOutput | list[RequestOutput]:
         """Continue one prompt, or several at once, and wait. A list for several.
 
         sampling_params, lora_request: one for all prompts, or a list with one for each; None in the list is
-        the base model. Prompts of a batch may mix adapters freely. use_tqdm: a progress bar on a terminal,
-        where tqdm is installed.
+        the base model. Prompts of a batch may mix adapters freely. (LoRARequest, scale) is an adapter with a
+        scale, and a list of these pairs, up to 8, are adapters that act together. use_tqdm: a progress bar on
+        a terminal, where tqdm is installed.
 
         Raises RequestError or ValueError for the first prompt that cannot be served; the others are ended.
         """
         single = isinstance(inputs, str | Mapping) or (bool(inputs) and isinstance(inputs[0], int))
         prompts: list[Any] = [inputs] if single else list(inputs)
         params = _for_each(prompts, "sampling_params", sampling_params)
-        adapters = _for_each(prompts, "lora_request", lora_request)
+        adapters = _for_each(prompts, "lora_request", lora_request, is_choice(lora_request))
         made: list[Generation] = []
         try:
             for prompt, one_params, one_adapter in zip(prompts, params, adapters, strict=True):
@@ -173,7 +174,7 @@ class LLM:
         self,
         inputs: Input,
         sampling_params: SamplingParams | None = None,
-        lora_request: LoRARequest | None = None,
+        lora_request: LoRAChoice | None = None,
         streaming: bool = False,
     ) -> GenerationResult:
         """Begin to continue one prompt. Returns at once.
@@ -219,7 +220,7 @@ class LLM:
         self,
         inputs: Input,
         sampling_params: SamplingParams | None,
-        lora_request: LoRARequest | None,
+        lora_request: LoRAChoice | None,
         streaming: bool,
     ) -> Generation:
         params = replace(sampling_params) if sampling_params else SamplingParams()
@@ -238,15 +239,14 @@ class LLM:
             raise ValueError(f"n and best_of must be at most {name} ({most}), got {decoding.num_results}")
         prompt = self._encode(inputs, params)
         decoding = decoding.within(self._max_seq_len - prompt.length)
-        if lora_request is not None:
-            if not self._serves_lora:
-                raise RequestError(
-                    "lora_request needs an LLM with a lora_config: this one serves no adapters"
-                )
-            self._service.registry.claim(lora_request)
-        return Generation(
+        if lora_request is not None and not self._serves_lora:
+            raise RequestError("lora_request needs an LLM with a lora_config: this one serves no adapters")
+        made = Generation(
             next(self._ids), prompt, decoding, lora_request, streaming, self._tokenizer, self._abort
         )
+        made.request()  # so that what is wrong with it is said here
+        self._service.registry.claim_all([one for one, _ in members_of(lora_request)])
+        return made
 
     def _abort(self, generation: Generation) -> None:
         self._service.abort(generation)
@@ -298,8 +298,8 @@ def _open_tokenizer(tokenizer: str | Path | Tokenizer, revision: str | None) -> 
     return tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(local_model(tokenizer, revision))
 
 
-def _for_each(prompts: Sequence[Any], name: str, value: Any) -> list[Any]:
-    if not isinstance(value, list | tuple):
+def _for_each(prompts: Sequence[Any], name: str, value: Any, is_one: bool = False) -> list[Any]:
+    if is_one or not isinstance(value, list | tuple):
         return [value] * len(prompts)
     if len(value) != len(prompts):
         raise ValueError(f"{name} must be one, or one for each prompt: got {len(value)} for {len(prompts)}")

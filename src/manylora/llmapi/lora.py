@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,36 @@ class LoRARequest:
     @property
     def ckpt_source(self) -> str:
         return self.lora_ckpt_source
+
+
+LoRAChoice = LoRARequest | tuple[LoRARequest, float] | Sequence[tuple[LoRARequest, float]]
+"""An adapter, one with a scale, or several that act together, each with its scale."""
+
+
+def is_choice(given: object) -> bool:
+    """Whether this is one choice, rather than one for each of several prompts."""
+    if isinstance(given, list | tuple):
+        return _is_scaled(given) or (bool(given) and all(map(_is_scaled, given)))
+    return given is None or isinstance(given, LoRARequest)
+
+
+def members_of(given: LoRAChoice | None) -> list[tuple[LoRARequest, float]]:
+    """Each with its scale. Raises ValueError."""
+    if not is_choice(given):
+        raise ValueError(
+            "lora_request must be a LoRARequest, or (LoRARequest, scale), or a list of these pairs, "
+            f"got {str(given)[:200]}"
+        )
+    if given is None or isinstance(given, LoRARequest):
+        return [] if given is None else [(given, 1.0)]
+    pairs: Any = [given] if _is_scaled(given) else given
+    return [(one, float(scale)) for one, scale in pairs]
+
+
+def _is_scaled(given: object) -> bool:
+    if not isinstance(given, list | tuple) or len(given) != 2 or not isinstance(given[0], LoRARequest):
+        return False
+    return isinstance(given[1], int | float) and not isinstance(given[1], bool)
 
 
 def _check_source(text: str, source: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from manylora.llmapi.lora import LoRARequest
+from manylora.llmapi.lora import LoRAChoice
 from manylora.request import RequestMetrics
 
 
@@ -75,7 +75,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    lora_request: LoRARequest | None = None
+    lora_request: LoRAChoice | None = None
     timings: RequestTimings = field(default_factory=RequestTimings)
     adapter_tier: str = ""
     metrics: RequestMetrics | None = None

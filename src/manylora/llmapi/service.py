@@ -12,7 +12,7 @@ from manylora.errors import AdapterError, AdapterNotFiniteError, ManyloraError, 
 from manylora.llmapi.adapters import AdapterRegistry
 from manylora.llmapi.generation import Generation
 from manylora.llmapi.result import GenerationResult
-from manylora.request import Event, FinishReason, LoraInput
+from manylora.request import Event, FinishReason
 
 SHUT_DOWN = "this LLM has been shut down"
 ALIVE_S = 0.5  # after which is looked whether an answer may still come
@@ -42,9 +42,8 @@ class Service:
 
     def submit(self, generation: Generation) -> GenerationResult:
         """Raises RequestError after `close`; whatever else goes wrong comes as the generation's result."""
-        task_id = generation.task_id
-        generation.from_disk = task_id is not None and not self._resident(task_id)
-        request = generation.request(None if task_id is None else LoraInput(task_id))
+        generation.from_disk = not all(map(self._resident, generation.task_ids))
+        request = generation.request()
         with self._lock:
             if self._closed:
                 raise RequestError(SHUT_DOWN)
@@ -70,8 +69,7 @@ class Service:
 
     def discard(self, generation: Generation) -> None:
         """Let go of one that was made and is not submitted after all."""
-        if generation.task_id is not None:
-            self.registry.release(generation.task_id, accepted=False)
+        self.registry.release(generation.task_ids, accepted=False)
 
     def abort(self, generation: Generation) -> None:
         """End it. Without effect when it has ended."""
@@ -126,8 +124,7 @@ class Service:
         with self._lock:
             self._tickets.pop(generation, None)
             self._lock.notify_all()
-        if generation.task_id is not None:
-            # One that overflows is in the cache, under its id.
-            refused = isinstance(event.error, AdapterError)
-            accepted = not refused or isinstance(event.error, AdapterNotFiniteError)
-            self.registry.release(generation.task_id, accepted)
+        # One that overflows is in the cache, under its id.
+        refused = isinstance(event.error, AdapterError)
+        accepted = not refused or isinstance(event.error, AdapterNotFiniteError)
+        self.registry.release(generation.task_ids, accepted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -9,6 +10,7 @@ from typing import Protocol
 import torch
 
 from manylora.kernels.extras import Extra, ExtraSegment
+from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment
 from manylora.kernels.transfer import upload
 from manylora.lora.extras import is_virtual
@@ -17,18 +19,59 @@ from manylora.lora.geometry import Layout
 from manylora.lora.pool import AdapterPool
 from manylora.lora.tensors import Adapter
 
+MAX_MIXES = 256  # whose tables are kept
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class LoadedAdapter:
-    """Where the rows of an adapter lie, and its extras."""
+    """Where the rows of an adapter lie, and its extras. members: those that a mix was made of."""
 
     rows: dict[tuple[int, int], LoraRow]
     extras: dict[str, Extra]
+    members: tuple[LoadedAdapter, ...] = ()
 
     @classmethod
     def at(cls, pool: AdapterPool, layout: Layout, pages: Sequence[int]) -> LoadedAdapter:
         """pages: of the pool's `flat`."""
         return cls(pool.rows(layout, pages), pool.extras(layout, pages))
+
+    @classmethod
+    def mixed(cls, members: Sequence[tuple[LoadedAdapter, float]]) -> LoadedAdapter:
+        """Several that act together, each with what its B A is multiplied by. None has extras.
+
+        These are tables: the adapters stay where they are, once for all their mixes.
+        """
+        found: dict[tuple[int, int], list[LoraRow]] = {}
+        for one, scale in members:
+            formats: dict[RowFormat, RowFormat] = {}
+            for place, row in one.rows.items():
+                known = formats.get(row.format)
+                if known is None:
+                    known = formats[row.format] = replace(row.format, scale=row.format.scale * scale)
+                found.setdefault(place, []).append(LoraRow(row.offset, known))
+        rows = {place: replace(first, more=tuple(more)) for place, (first, *more) in found.items()}
+        return cls(rows, {}, tuple(one for one, _ in members))
+
+
+class Mixes:
+    """The mixes of the last steps: an adapter's table is the same object from one step to the next, by which
+    operations know it."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[tuple[int, float], ...], LoadedAdapter] = OrderedDict()
+
+    def find(self, members: Sequence[tuple[LoadedAdapter, float]]) -> LoadedAdapter:
+        """members: as of `LoadedAdapter.mixed`; of one with a scale of 1, itself."""
+        if len(members) == 1 and members[0][1] == 1:
+            return members[0][0]
+        key = tuple((id(one), scale) for one, scale in members)  # `members` of each keeps them alive
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = LoadedAdapter.mixed(members)
+            if len(self._known) > MAX_MIXES:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return found
 
 
 class OtherRanks(Protocol):

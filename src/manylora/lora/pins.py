@@ -10,7 +10,7 @@ from manylora.errors import AdapterCacheFullError, AdapterNotCachedError
 from manylora.lora.cache import AdapterCache
 
 if TYPE_CHECKING:
-    from manylora.lora.store import AdapterLease
+    from manylora.lora.lease import AdapterLease
 
 logger = logging.getLogger("manylora")
 

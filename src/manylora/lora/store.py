@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,45 +18,25 @@ from manylora.kernels.spec import LoraBatch
 from manylora.lora.arrivals import Arrivals
 from manylora.lora.cache import AdapterCache
 from manylora.lora.cache_view import CacheView
-from manylora.lora.extras import num_virtual, with_extras
+from manylora.lora.extras import with_extras
 from manylora.lora.file_adapter import FileAdapter
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.geometry import Layout
+from manylora.lora.lease import AdapterLease, Lease, MixLease, check_mixable
 from manylora.lora.library.library import AdapterLibrary
-from manylora.lora.loaded import LoadedAdapter, OtherRanks, lora_batch
+from manylora.lora.loaded import LoadedAdapter, Mixes, OtherRanks, lora_batch
 from manylora.lora.loader import AdapterLoader
 from manylora.lora.modules import LoraModule
 from manylora.lora.pins import Pins
 from manylora.lora.slicing import AdapterPart, Slicer
 from manylora.lora.store_parts import StoreParts, build_parts
 from manylora.lora.tensors import Adapter
-from manylora.request import LoraInput
+from manylora.request import LoraInput, LoraMix
 from manylora.stats import AdapterStats
 
 logger = logging.getLogger("manylora")
 
 LEAST_LOADED_BYTES = 2**30  # of adapters on their way to the cache, however small that is
-
-
-@dataclass(eq=False)
-class AdapterLease:
-    """One sequence's claim on one adapter.
-
-    Until it is admitted the adapter is on the host, or, while no pages are free for it, carried here.
-    Admitted, it is pinned on both levels.
-    """
-
-    digest: str
-    task_id: int
-    layout: Layout
-    carried: Adapter | FileAdapter | None = None
-    admitted: bool = False
-    tier: str = ""  # where the adapter was found: device, host, disk (its source), wire (sent along)
-
-    @property
-    def num_virtual(self) -> int:
-        """Virtual tokens that the adapter puts before each prompt."""
-        return num_virtual(self.layout)
 
 
 class AdapterStore:
@@ -75,6 +54,7 @@ class AdapterStore:
         plan, self._pool = parts.plan, parts.pool
         self._geometry = plan.geometry
         self._cache = AdapterCache(plan.host_pages, plan.device_pages)
+        self._mixes = Mixes()
         self._arrivals = Arrivals(self._cache, self._pool, slicer, others)
         most = max(LEAST_LOADED_BYTES, plan.host_pages * self._pool.page_bytes)
         self.loader = AdapterLoader(library, parts.rules, self._cache.on_host, most)
@@ -141,6 +121,30 @@ class AdapterStore:
         """
         return self.loader.prepare(lora)
 
+    def prepare_all(self, lora: LoraInput | LoraMix) -> tuple[Adapter | FileAdapter | None, ...]:
+        """`prepare` for each member."""
+        return tuple(self.prepare(one) for one, _ in lora.members)
+
+    def acquire_all(
+        self, lora: LoraInput | LoraMix, adapters: Sequence[Adapter | FileAdapter | None]
+    ) -> Lease:
+        """A lease on what `prepare_all` returned. As `acquire`; also raises AdapterInvalidError for adapters
+        that cannot be mixed or scaled."""
+        leases: list[AdapterLease] = []
+        try:
+            for (one, _), adapter in zip(lora.members, adapters, strict=True):
+                leases.append(self.acquire(one, adapter))
+                if isinstance(lora, LoraMix):
+                    check_mixable(one.name or f"of task {one.task_id}", leases[-1].layout)
+            self._check_room(leases)
+        except BaseException:
+            for lease in leases:
+                self.release(lease)
+            raise
+        if not isinstance(lora, LoraMix):
+            return leases[0]
+        return MixLease.of([(lease, scale) for lease, (_, scale) in zip(leases, lora.members, strict=True)])
+
     def acquire(self, lora: LoraInput, adapter: Adapter | FileAdapter | None) -> AdapterLease:
         """A lease on what `prepare` returned. On the host, or carried until pages are free.
 
@@ -166,7 +170,19 @@ class AdapterStore:
             self._waiting.setdefault(digest, set()).add(lease)
         return lease
 
-    def admit(self, lease: AdapterLease) -> bool:
+    def admit(self, lease: Lease) -> bool:
+        """`_admit_one` each member, all of them or none: so no two leases can wait for each other."""
+        members = [one for one, _ in lease.members]
+        if len(members) > 1 and not self._has_room(members):
+            return False
+        for count, one in enumerate(members):
+            if not self._admit_one(one):
+                for earlier in members[:count]:
+                    self.suspend(earlier)
+                return False
+        return True
+
+    def _admit_one(self, lease: AdapterLease) -> bool:
         """Begin to bring the adapter to the device and pin it there; False when no pages are free for it.
 
         Only adapters of admitted leases can prevent it: where adapters that other leases wait for fill the
@@ -191,28 +207,31 @@ class AdapterStore:
         lease.admitted = True
         return True
 
-    def suspend(self, lease: AdapterLease) -> None:
+    def suspend(self, lease: Lease) -> None:
         """Let a preempted sequence wait again."""
-        if lease.admitted:
-            self._unpin(lease)
-            self._waiting.setdefault(lease.digest, set()).add(lease)
+        for one, _ in lease.members:
+            if one.admitted:
+                self._unpin(one)
+                self._waiting.setdefault(one.digest, set()).add(one)
 
-    def release(self, lease: AdapterLease) -> None:
+    def release(self, lease: Lease) -> None:
         """Drop everything; calling it twice does no harm."""
-        if lease.admitted:
-            self._unpin(lease)
-        self._stop_waiting(lease)
-        lease.carried = None
+        for one, _ in lease.members:
+            if one.admitted:
+                self._unpin(one)
+            self._stop_waiting(one)
+            one.carried = None
 
-    def is_loaded(self, lease: AdapterLease) -> bool:
-        """Whether an admitted lease's adapter has arrived on the device."""
-        return self._arrivals.is_loaded(lease.digest)
+    def is_loaded(self, lease: Lease) -> bool:
+        """Whether an admitted lease's adapters have arrived on the device."""
+        return all(self._arrivals.is_loaded(one.digest) for one, _ in lease.members)
 
-    def find_lost(self, leases: Iterable[AdapterLease]) -> Mapping[str, RequestError]:
+    def find_lost(self, leases: Iterable[Lease]) -> Mapping[str, RequestError]:
         """Wait until the adapters of these admitted leases are on the host. Returns those that could not be
         read, by digest: all their leases are to be released, and then `forget_lost` called."""
         for lease in leases:
-            self._arrivals.is_written(lease.digest, wait=True)
+            for one, _ in lease.members:
+                self._arrivals.is_written(one.digest, wait=True)
         return self._arrivals.lost
 
     def forget_lost(self) -> None:
@@ -224,16 +243,20 @@ class AdapterStore:
             self._arrivals.forget(digest)
             self.loader.forget(digest)
 
-    def batch(self, segments: Sequence[tuple[int, int, AdapterLease]]) -> LoraBatch | None:
+    def batch(self, segments: Sequence[tuple[int, int, Lease]]) -> LoraBatch | None:
         """The adapters of one forward pass: token rows [start, stop) and the lease they run under.
 
         The pass will wait, on the device, for those that have not arrived; this call for those that are still
         written on the host.
         """
         for _, _, lease in segments:
-            self._arrivals.require(lease.digest)
-        entries = self._cache.device.entries
-        loaded = ((start, stop, entries[lease.digest].content) for start, stop, lease in segments)
+            for one, _ in lease.members:
+                self._arrivals.require(one.digest)
+        entries, find = self._cache.device.entries, self._mixes.find
+        loaded = [
+            (start, stop, find([(entries[one.digest].content, scale) for one, scale in lease.members]))
+            for start, stop, lease in segments
+        ]
         return lora_batch(self._pool, loaded)
 
     def close(self) -> None:
@@ -248,6 +271,30 @@ class AdapterStore:
             assert self._cache.on_host(digest)
             assert leases
             assert not any(lease.admitted or lease.carried for lease in leases)
+
+    def _check_room(self, leases: Sequence[AdapterLease]) -> None:
+        """Raises AdapterCacheFullError for leases that could never be admitted together."""
+        pages = {lease.digest: lease.layout.num_pages for lease in leases}
+        if self._cache.can_ever_hold(sum(pages.values())):
+            return
+        raise AdapterCacheFullError(
+            f"PEFT Cache is full. Could not store taskIds "
+            f"{', '.join(str(lease.task_id) for lease in leases)} together: they need "
+            f"{' + '.join(map(str, pages.values()))} pages, {self._sizes()}"
+        )
+
+    def _has_room(self, leases: Sequence[AdapterLease]) -> bool:
+        """Whether the device has pages for all of them, so that none is loaded in vain."""
+        device = self._cache.device
+        missing = {
+            one.digest: one.layout.num_pages for one in leases if not self._cache.on_device(one.digest)
+        }
+        return device.victims(sum(missing.values()), {one.digest for one in leases}) is not None
+
+    def _sizes(self) -> str:
+        host, device = self._cache.host.pages.num_pages, self._cache.device.pages.num_pages
+        kept = f", of which pinned adapters have {self._cache.kept_pages}" * bool(self._cache.kept_pages)
+        return f"the host level has {host} and the device level {device}{kept}"
 
     def _tier(self, digest: str, lora: LoraInput) -> str:
         if self._cache.on_device(digest):
@@ -265,11 +312,9 @@ class AdapterStore:
                 Layout.of(adapter.shapes(self.modules), *sizes), adapter.extras, self._geometry
             )
         if not self._cache.can_ever_hold(layout.num_pages):
-            host, device = self._cache.host.pages.num_pages, self._cache.device.pages.num_pages
             raise AdapterCacheFullError(
                 f"PEFT Cache is full. Could not store taskId={task_id}: it needs {layout.num_pages} pages, "
-                f"the host level has {host} and the device level {device}"
-                + (f", of which pinned adapters have {self._cache.kept_pages}" * bool(self._cache.kept_pages))
+                f"{self._sizes()}"
             )
         self._largest = max(self._largest, layout.num_pages)
         return layout

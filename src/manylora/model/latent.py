@@ -83,15 +83,14 @@ class Expansion:
             return
         heads, width, rank = self.weight.shape
         for segment in lora.segments:
-            row = segment.rows.get((self.layer, KV_B))
-            if row is None:
-                continue
-            a, b, magnitude = matrices(lora.pool, row, rank, heads * width, x.dtype)
-            if row.format.scale != 1:
-                a = a * row.format.scale
+            first = segment.rows.get((self.layer, KV_B))
             rows = slice(segment.start, segment.stop)
-            m = None if magnitude is None else magnitude.view(heads, width)
-            yield _Adapted(rows, a, b.view(-1, heads, width), m)
+            for row in first.members if first is not None else ():
+                a, b, magnitude = matrices(lora.pool, row, rank, heads * width, x.dtype)
+                if row.format.scale != 1:
+                    a = a * row.format.scale
+                m = None if magnitude is None else magnitude.view(heads, width)
+                yield _Adapted(rows, a, b.view(-1, heads, width), m)
 
     def _add_biases(self, y: Tensor, lora: LoraBatch | None) -> None:
         """Trained ones. That of keys adds the same to all scores of a query, which changes nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,15 @@ import numpy as np
 from manylora.errors import RequestError
 from manylora.request import (
     MAX_GUIDE_BYTES,
+    MAX_MIXED,
     MAX_RANGES,
     Guide,
     LoraInput,
+    LoraMix,
     Request,
     Retention,
     SamplingConfig,
+    mix,
 )
 from manylora.wire.server_types import Arrays
 from manylora.wire.tensor_table import REFUSED_INPUTS, SAMPLING_SCALARS
@@ -49,6 +53,10 @@ class _Item:
         if isinstance(value[0], bytes) and len(value[0]) > MAX_GUIDE_BYTES:
             raise RequestError(f"{name} must have at most {MAX_GUIDE_BYTES} bytes, got {len(value[0])}")
         return value[0].decode(errors="replace") if isinstance(value[0], bytes) else value[0].item()
+
+    def size(self, name: str) -> int:
+        """Of this item's row; 0 where the tensor is absent."""
+        return self.arrays[name][self.index].size if name in self.arrays else 0
 
     def row(self, name: str) -> np.ndarray | None:
         return self.arrays[name][self.index] if name in self.arrays else None
@@ -201,7 +209,34 @@ def _retention(item: _Item) -> Retention | None:
     )
 
 
-def _lora(item: _Item) -> LoraInput | None:
+def _lora(item: _Item) -> LoraInput | LoraMix | None:
+    names = [name for name in ("lora_mix_task_ids", "lora_mix_names") if item.size(name)]
+    if item.size("lora_mix_scales") and not names:
+        raise RequestError("lora_mix_scales need lora_mix_task_ids or lora_mix_names")
+    return _mixed(item, names) if names else _one_lora(item)
+
+
+def _mixed(item: _Item, names: list[str]) -> LoraInput | LoraMix | None:
+    """names: of the inputs that name adapters."""
+    others = [
+        name for name in ("lora_task_id", "lora_name", "lora_weights", "lora_config") if item.size(name)
+    ]
+    if len(names) > 1 or others:
+        raise RequestError(f"{names[0]} stands alone: leave {', '.join([*names[1:], *others])} out")
+    given = item.ids(names[0], MAX_MIXED)
+    scales: Sequence[float] = item.ids("lora_mix_scales", MAX_MIXED) or [1.0] * len(given)
+    if len(scales) != len(given):
+        raise RequestError(f"lora_mix_scales must have one value for each of {names[0]}: {len(given)}")
+    return mix([(_named(one), scale) for one, scale in zip(given, scales, strict=True)], names[0])
+
+
+def _named(given: int | bytes | str) -> LoraInput:
+    if isinstance(given, int):
+        return LoraInput(given)
+    return LoraInput(None, name=given.decode(errors="replace") if isinstance(given, bytes) else given)
+
+
+def _one_lora(item: _Item) -> LoraInput | None:
     names = ("lora_task_id", "lora_weights", "lora_config", "lora_name")
     if not any(name in item.arrays for name in names):
         return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from manylora.errors import RequestError
-from manylora.request import Event, FinishReason, LoraInput, Request, RequestMetrics, SamplingConfig
+from manylora.request import Event, FinishReason, LoraInput, LoraMix, Request, RequestMetrics, SamplingConfig
 from manylora.wire.tensor_table import SAMPLING_SCALARS, TENSORRT_LLM
 from manylora.wire.word_lists import encode_word_lists
 
@@ -137,9 +137,15 @@ def _limits(params: SamplingConfig) -> Tensors:
     return found
 
 
-def _lora(lora: LoraInput | None) -> Tensors:
+def _lora(lora: LoraInput | LoraMix | None) -> Tensors:
     if lora is None:
         return {}
+    if isinstance(lora, LoraMix):
+        members, scales = zip(*lora.members, strict=True)
+        return {
+            "lora_mix_task_ids": np.array([[one.task_id for one in members]], np.uint64),
+            "lora_mix_scales": np.array([scales], np.float32),
+        }
     if lora.name is not None and lora.task_id is None:
         source = {} if lora.source is None else {"lora_ckpt_source": _bytes(lora.source)}
         return {"lora_name": _bytes(lora.name), **source}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol
 import numpy as np
 
 from manylora.errors import DrainingError, RequestError
-from manylora.request import Event, FinishReason, LoraInput
+from manylora.request import Event, FinishReason, LoraInput, LoraMix
 from manylora.stats import EngineStats
 from manylora.system.lifeline import Lifeline
 from manylora.wire.client_disconnects import listen
@@ -48,7 +48,7 @@ Outputs = Sequence[tuple[str, np.ndarray]]
 
 class MetricsExporter(Protocol):
     def update(self, stats: EngineStats) -> None: ...
-    def observe(self, lora: LoraInput | None, event: Event) -> None: ...
+    def observe(self, lora: LoraInput | LoraMix | None, event: Event) -> None: ...
 
 
 @dataclass(frozen=True)

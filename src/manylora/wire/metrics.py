@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
-from manylora.request import Event, FinishReason, LoraInput, RequestMetrics
+from manylora.request import Event, FinishReason, LoraInput, LoraMix, RequestMetrics
 from manylora.stats import EngineStats
 from manylora.system.lifeline import is_starting
 
@@ -139,31 +139,42 @@ class RequestMeter:
         self._names = {BASE, OTHER}
         self._starting = True
 
-    def samples(self, lora: LoraInput | None, event: Event, waited_s: float = 0.0) -> Iterator[Sample]:
-        """waited_s: before the engine had the request; it counts as queueing, and to the first token."""
+    def samples(
+        self, lora: LoraInput | LoraMix | None, event: Event, waited_s: float = 0.0
+    ) -> Iterator[Sample]:
+        """Of several adapters each has counted the request as its own. waited_s: before the engine had it; it
+        counts as queueing, and to the first token."""
         self._starting = self._starting and is_starting()
         if self._starting:
             return iter(())
-        name = BASE if lora is None else lora.name or str(lora.task_id)
+        members = lora.members if lora is not None else ()
+        names = [one.name or str(one.task_id) for one, _ in members] or [BASE]
+        known = dict.fromkeys(self._known(name, event) for name in names)
+        return _request_samples(list(known), event, waited_s)
+
+    def _known(self, name: str, event: Event) -> str:
         unproven = event.finish_reason is FinishReason.ERROR or len(self._names) >= MAX_ADAPTERS
         if name not in self._names and unproven:
             name = OTHER
         self._names.add(name)
-        return _request_samples(("adapter", name), event, waited_s)
+        return name
 
 
-def _request_samples(adapter: tuple[str, str], event: Event, waited_s: float) -> Iterator[Sample]:
+def _request_samples(names: list[str], event: Event, waited_s: float) -> Iterator[Sample]:
     metrics = event.metrics
     reason = event.finish_reason.value if event.finish_reason else ""
-    yield Sample("manylora_adapter_requests_total", (adapter, ("finish_reason", reason)), 1, True)
+    adapters = [("adapter", name) for name in names]
+    for adapter in adapters:
+        yield Sample("manylora_adapter_requests_total", (adapter, ("finish_reason", reason)), 1, True)
     if metrics is None or event.finish_reason is FinishReason.ERROR:
         return
     prompt, output = metrics.prompt_tokens, metrics.output_tokens
     yield Sample("nv_llm_input_token_len", (("response_metric_type", "total_input_tokens"),), prompt)
     yield Sample("nv_llm_output_token_len", (("response_metric_type", "total_output_tokens"),), output)
-    yield Sample("manylora_adapter_tokens_total", (adapter, ("kind", "prompt")), prompt, True)
-    yield Sample("manylora_adapter_tokens_total", (adapter, ("kind", "output")), output, True)
-    yield from _first_token(adapter, metrics, waited_s)
+    for adapter in adapters:
+        yield Sample("manylora_adapter_tokens_total", (adapter, ("kind", "prompt")), prompt, True)
+        yield Sample("manylora_adapter_tokens_total", (adapter, ("kind", "output")), output, True)
+        yield from _first_token(adapter, metrics, waited_s)
 
 
 def _first_token(adapter: tuple[str, str], metrics: RequestMetrics, waited_s: float) -> Iterator[Sample]:

@@ -40,6 +40,11 @@ LORA = [
 ]
 GUIDES = _many("STRING", "guided_decoding_guide_type guided_decoding_guide", ragged=True)
 CATALOG = _many("STRING", "lora_name lora_ckpt_source", ragged=True)  # ours: an adapter by its name
+MIX = [  # ours: several adapters together, or one with a scale
+    Tensor("lora_mix_task_ids", "UINT64", (-1,), ragged=True),
+    Tensor("lora_mix_names", "STRING", (-1,), ragged=True),
+    Tensor("lora_mix_scales", "FP32", (-1,), ragged=True),
+]
 REASON_AND_TIER = _many("STRING", "finish_reason lora_cache_tier")  # ours
 RESULTS = [
     Tensor("cum_log_probs", "FP32", (-1,)),
@@ -115,6 +120,7 @@ TENSORRT_LLM = Model(
         Tensor("lora_task_id", "UINT64", scalar=True),
         *LORA,
         *CATALOG,
+        *MIX,
         Tensor("context_phase_params", "UINT8", (-1,), ragged=True),
         Tensor("skip_cross_attn_blocks", "BOOL", ragged=True),
         *_many(
@@ -180,6 +186,7 @@ ENSEMBLE = Model(
         Tensor("lora_task_id", "UINT64"),
         *LORA,
         *CATALOG,
+        *MIX,
         *GUIDES,
     ),
     outputs=(Tensor("text_output", "STRING", (-1,)), *RESULTS, *STATISTICS, *REASON_AND_TIER),

@@ -3,7 +3,8 @@
 Both read A [rank, in] and B [rank, out] in place from the pool. `places` says where: for each slot, layer and
 module a TABLE_ROW, whose columns are the offset, the rank (0: no such row, its programs end at once), whether
 a DoRA magnitude follows, the encoding of the numbers, which are widened when they are read, and the bits of
-the row's scale.
+the row's scale with `next`: where several adapters are mixed, the slot of the row that is added after this
+one, and 1.
 Of routed experts the pieces lie one after the other, and a tile says which is its own.
 Grids depend on shapes alone. Everything is accumulated in float32. Among tiles of one size a row is summed in
 one order, whatever ranks and modules the batch has beside it: blocks are chosen by the layer alone.
@@ -43,6 +44,7 @@ class LoraTables:
     pool [elements]. places [slots, layers, MODULES, PLACE] int64. tiles [n, TILE] int32: as in `plan`.
     targets [targets, 3] int32: module, first column, columns. align: elements that every offset, row length
     and column start is a multiple of; a power of two. encodings: of the batch's rows, beside PLAIN.
+    mixed: as `plan.LoraPlan`.
     chooser: of block sizes.
     """
 
@@ -55,6 +57,7 @@ class LoraTables:
     rank: int
     align: int
     encodings: frozenset[Encoding] = frozenset()
+    mixed: bool = False
     chooser: BlockChooser = field(default_factory=BlockChooser)
 
     @property
@@ -66,6 +69,11 @@ class LoraTables:
     def float8(self) -> bool:
         """Whether the batch has rows of 8-bit floats; else kernels are compiled without them."""
         return Encoding.FLOAT8 in self.encodings
+
+    @property
+    def scaled(self) -> bool:
+        """Whether rows have scales; else kernels are compiled without them."""
+        return self.float8 or self.mixed
 
     @property
     def codes(self) -> Tensor:
@@ -106,8 +114,32 @@ def _read(pool, codes, begin, index, inside, narrow, FLOAT8: tl.constexpr):
 
 
 @triton.jit
-def _scale(place, FLOAT8: tl.constexpr):
-    if FLOAT8:
+def _link(place):
+    """The slot of the row that is added after this one, and 1; 0: there is none."""
+    return tl.load(place + 4) >> 32
+
+
+@triton.jit
+def _member(
+    place, block, places, targets, target, layer, layers, BLOCK_R: tl.constexpr, MODULES: tl.constexpr,
+    PLACE: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """The place of the row that a block of ranks is of, and which of its blocks that is. Rows that are mixed
+    begin with a block of their own."""
+    if MIXED:
+        blocks = tl.cdiv(tl.load(place + 1).to(tl.int32), BLOCK_R)
+        link = _link(place)
+        while (link != 0) & (block >= blocks):
+            block -= blocks
+            place = _place(places, targets, target, link - 1, layer, layers, MODULES, PLACE)
+            blocks = tl.cdiv(tl.load(place + 1).to(tl.int32), BLOCK_R)
+            link = _link(place)
+    return place, block
+
+
+@triton.jit
+def _scale(place, SCALED: tl.constexpr):
+    if SCALED:
         return tl.load(place + 4).to(tl.int32).to(tl.float32, bitcast=True)
     else:  # noqa: RET505
         return 1.0
@@ -124,7 +156,7 @@ def _shrink_rows(
     x, pool, codes, places, tiles, targets, partial, layer, layers, x_stride, num_rows, in_dim,
     num_targets, rank_blocks, num_splits, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, ALIGN: tl.constexpr,
     MODULES: tl.constexpr, PLACE: tl.constexpr, TILE: tl.constexpr, FLOAT8: tl.constexpr,
-    EARLY: tl.constexpr,
+    SCALED: tl.constexpr, MIXED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     _follow(EARLY)
     tile, split = tl.program_id(0), tl.program_id(2)
@@ -132,14 +164,17 @@ def _shrink_rows(
     if tl.load(tiles + tile * TILE + 1) == 0:
         return
     row, slot = tl.load(tiles + tile * TILE).to(tl.int64), tl.load(tiles + tile * TILE + 2)
-    place = _place(places, targets, target, slot, layer, layers, MODULES, PLACE)
+    head = _place(places, targets, target, slot, layer, layers, MODULES, PLACE)
+    place, own = _member(
+        head, block, places, targets, target, layer, layers, BLOCK_R, MODULES, PLACE, MIXED
+    )  # fmt: skip
     rank = tl.load(place + 1).to(tl.int32)
-    if block * BLOCK_R >= rank:
+    if own * BLOCK_R >= rank:
         return
     sizes = in_dim + tl.load(targets + target * 3 + 2)
     a = _begin(place, tl.load(tiles + tile * TILE + 3), rank, sizes, ALIGN)
     narrow = _is_narrow(place, FLOAT8)
-    r = block * BLOCK_R + tl.arange(0, BLOCK_R)
+    r = own * BLOCK_R + tl.arange(0, BLOCK_R)
     total = tl.zeros([BLOCK_R], tl.float32)
     span = tl.cdiv(tl.cdiv(in_dim, num_splits), BLOCK_K) * BLOCK_K
     for start in range(split * span, tl.minimum(in_dim, (split + 1) * span), BLOCK_K):
@@ -148,9 +183,10 @@ def _shrink_rows(
         inside = (r < rank)[:, None] & (k < in_dim)[None, :]
         weights = _read(pool, codes, a, r[:, None] * in_dim + k[None, :], inside, narrow, FLOAT8)
         total += tl.sum(weights.to(tl.float32) * xs[None, :], axis=1)
-    total *= _scale(place, FLOAT8)
+    total *= _scale(place, SCALED)
     to = partial + _partial(split, row, target, num_rows, num_targets, rank_blocks)
-    tl.store(to + r, total)  # with zeros from the rank to the end of the block
+    at = block * BLOCK_R + tl.arange(0, BLOCK_R)
+    tl.store(to + at, total)  # with zeros from the rank to the end of the block
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -158,7 +194,8 @@ def _shrink_tiles(
     x, pool, codes, places, tiles, targets, partial, layer, layers, x_stride, num_rows, in_dim,
     num_targets, rank_blocks, num_splits, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, ALIGN: tl.constexpr,
     MODULES: tl.constexpr, PLACE: tl.constexpr, TILE: tl.constexpr, FLOAT8: tl.constexpr,
-    BLOCK_M: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
+    SCALED: tl.constexpr, MIXED: tl.constexpr, BLOCK_M: tl.constexpr, WIDEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     _follow(EARLY)
     tile, split = tl.program_id(0), tl.program_id(2)
@@ -167,14 +204,17 @@ def _shrink_tiles(
     if count == 0:
         return
     first, slot = tl.load(tiles + tile * TILE).to(tl.int64), tl.load(tiles + tile * TILE + 2)
-    place = _place(places, targets, target, slot, layer, layers, MODULES, PLACE)
+    head = _place(places, targets, target, slot, layer, layers, MODULES, PLACE)
+    place, own = _member(
+        head, block, places, targets, target, layer, layers, BLOCK_R, MODULES, PLACE, MIXED
+    )  # fmt: skip
     rank = tl.load(place + 1).to(tl.int32)
-    if block * BLOCK_R >= rank:
+    if own * BLOCK_R >= rank:
         return
     sizes = in_dim + tl.load(targets + target * 3 + 2)
     a = _begin(place, tl.load(tiles + tile * TILE + 3), rank, sizes, ALIGN)
     narrow = _is_narrow(place, FLOAT8)
-    m, r = tl.arange(0, BLOCK_M), block * BLOCK_R + tl.arange(0, BLOCK_R)
+    m, r = tl.arange(0, BLOCK_M), own * BLOCK_R + tl.arange(0, BLOCK_R)
     rows = first + m
     total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     span = tl.cdiv(tl.cdiv(in_dim, num_splits), BLOCK_K) * BLOCK_K
@@ -185,9 +225,37 @@ def _shrink_tiles(
         inside = (k < in_dim)[:, None] & (r < rank)[None, :]
         weights = _read(pool, codes, a, r[None, :] * in_dim + k[:, None], inside, narrow, FLOAT8)
         total = _dot(xs, weights, total, WIDEN)
-    total *= _scale(place, FLOAT8)
+    total *= _scale(place, SCALED)
     to = partial + _partial(split, rows, target, num_rows, num_targets, rank_blocks)[:, None]
-    tl.store(to + r[None, :], total, mask=(m < count)[:, None])  # zeros from the rank to the block's end
+    at = block * BLOCK_R + tl.arange(0, BLOCK_R)
+    tl.store(to + at[None, :], total, mask=(m < count)[:, None])  # zeros from the rank to the block's end
+
+
+@triton.jit
+def _add_one(
+    value, partial, pool, codes, place, piece, base, rows, here, target, column, inside, in_dim, width,
+    num_rows, num_targets, rank_blocks, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr, ALIGN: tl.constexpr,
+    FLOAT8: tl.constexpr, BLOCK_M: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """value and what the row at a place adds to it. base: rank of `partial` where its own begin."""
+    rank = tl.load(place + 1).to(tl.int32)
+    narrow = _is_narrow(place, FLOAT8)
+    b = _begin(place, piece, rank, in_dim + width, ALIGN) + tl.multiple_of(rank * in_dim, ALIGN)
+    for bottom in range(0, rank, BLOCK_R):
+        r = bottom + tl.arange(0, BLOCK_R)
+        low_rank = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+        for split in tl.static_range(SPLITS):
+            at = _partial(split, rows, target, num_rows, num_targets, rank_blocks)[:, None]
+            low_rank += tl.load(partial + at + (base + r)[None, :], mask=here[:, None], other=0)
+        both = (r < rank)[:, None] & inside[None, :]
+        index = r[:, None] * width + column[None, :]
+        weights = _read(pool, codes, b, index, both, narrow, FLOAT8)
+        if BLOCK_M == 1:
+            product = tl.reshape(low_rank, [BLOCK_R, 1]) * weights.to(tl.float32)
+            value += tl.sum(product, axis=0)[None, :]
+        else:
+            value = _dot(low_rank.to(weights.dtype), weights, value, WIDEN)
+    return value
 
 
 @triton.jit(do_not_specialize=CHANGING[:-1])
@@ -195,8 +263,8 @@ def _expand(
     y, partial, pool, codes, places, tiles, targets, bias, layer, layers, y_stride, num_rows, in_dim,
     num_columns, num_targets, rank_blocks, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, MODULES: tl.constexpr, PLACE: tl.constexpr,
-    TILE: tl.constexpr, FLOAT8: tl.constexpr, BLOCK_M: tl.constexpr, BIASED: tl.constexpr,
-    WIDEN: tl.constexpr, EARLY: tl.constexpr,
+    TILE: tl.constexpr, FLOAT8: tl.constexpr, MIXED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BIASED: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     _follow(EARLY)
     tile, low = tl.program_id(0), tl.program_id(1) * BLOCK_N
@@ -229,27 +297,27 @@ def _expand(
             place = _place(places, targets, target, slot, layer, layers, MODULES, PLACE)
             rank = tl.load(place + 1).to(tl.int32)
             if rank > 0:
-                a = _begin(place, piece, rank, in_dim + width, ALIGN)
-                narrow = _is_narrow(place, FLOAT8)
-                b = a + tl.multiple_of(rank * in_dim, ALIGN)
                 column = n - start
                 inside = (column >= 0) & (column < width)
-                for bottom in range(0, rank, BLOCK_R):
-                    r = bottom + tl.arange(0, BLOCK_R)
-                    low_rank = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-                    for split in tl.static_range(SPLITS):
-                        at = _partial(split, rows, target, num_rows, num_targets, rank_blocks)[:, None]
-                        low_rank += tl.load(partial + at + r[None, :], mask=(m < count)[:, None], other=0)
-                    both = (r < rank)[:, None] & inside[None, :]
-                    index = r[:, None] * width + column[None, :]
-                    weights = _read(pool, codes, b, index, both, narrow, FLOAT8)
-                    if BLOCK_M == 1:
-                        product = tl.reshape(low_rank, [BLOCK_R, 1]) * weights.to(tl.float32)
-                        value += tl.sum(product, axis=0)[None, :]
-                    else:
-                        value = _dot(low_rank.to(weights.dtype), weights, value, WIDEN)
+                value = _add_one(
+                    value, partial, pool, codes, place, piece, 0, rows, m < count, target, column, inside,
+                    in_dim, width, num_rows, num_targets, rank_blocks, SPLITS, BLOCK_R, ALIGN, FLOAT8,
+                    BLOCK_M, WIDEN,
+                )  # fmt: skip
+                if MIXED:
+                    base, link = tl.cdiv(rank, BLOCK_R) * BLOCK_R, _link(place)
+                    while link != 0:
+                        other = _place(places, targets, target, link - 1, layer, layers, MODULES, PLACE)
+                        value = _add_one(
+                            value, partial, pool, codes, other, piece, base, rows, m < count, target, column,
+                            inside, in_dim, width, num_rows, num_targets, rank_blocks, SPLITS, BLOCK_R,
+                            ALIGN, FLOAT8, BLOCK_M, WIDEN,
+                        )  # fmt: skip
+                        base += tl.cdiv(tl.load(other + 1).to(tl.int32), BLOCK_R) * BLOCK_R
+                        link = _link(other)
                 if tl.load(place + 2) != 0:
-                    at = pool + b + rank * width + column
+                    a = _begin(place, piece, rank, in_dim + width, ALIGN)
+                    at = pool + a + tl.multiple_of(rank * in_dim, ALIGN) + rank * width + column
                     magnitude = tl.load(at, mask=inside, other=1).to(tl.float32)
                     scaled = magnitude[None, :] * (value - shift[None, :]) + shift[None, :]
                     value = tl.where(inside[None, :], scaled, value)
@@ -276,7 +344,7 @@ def shrink(x: Tensor, tables: LoraTables, early: bool = False) -> Tensor:
     )  # fmt: skip
     constants = {
         "BLOCK_R": block_r, "ALIGN": tables.align, "MODULES": MODULES, "PLACE": PLACE, "TILE": TILE,
-        "FLOAT8": tables.float8, **followed(early),
+        "FLOAT8": tables.float8, "SCALED": tables.scaled, "MIXED": tables.mixed, **followed(early),
     }  # fmt: skip
 
     def run(blocks: Blocks) -> None:
@@ -310,8 +378,9 @@ def expand_add(
             y if bias is None else bias, tables.layer, tables.places.shape[1], y.stride(0), num_rows, in_dim,
             num_columns, tables.targets.shape[0], tables.rank // 16, SPLITS=partial.shape[0],
             BLOCK_R=tables.block_rank, BLOCK_N=blocks.size, ALIGN=tables.align, MODULES=MODULES, PLACE=PLACE,
-            TILE=TILE, FLOAT8=tables.float8, BLOCK_M=tables.tile_size, BIASED=bias is not None,
-            WIDEN=widens(y.dtype), num_warps=blocks.warps, num_stages=blocks.stages, **followed(early),
+            TILE=TILE, FLOAT8=tables.float8, MIXED=tables.mixed, BLOCK_M=tables.tile_size,
+            BIASED=bias is not None, WIDEN=widens(y.dtype), num_warps=blocks.warps,
+            num_stages=blocks.stages, **followed(early),
         )  # fmt: skip
 
     candidates: tuple[Blocks, ...] = EXPAND_ROWS

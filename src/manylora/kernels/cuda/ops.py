@@ -92,6 +92,7 @@ class CudaOps(ReferenceOps):
             return paged, planned
         routed = bool(self._limits.num_experts)
         plan = plan_lora(lora.segments, self._host_places, num_rows, fixed, routed)
+        self._make_room(self._host_places.num_slots)
         for update in plan.updates:
             self._places[update.slot].copy_(upload(update.places, torch.int64, self._places.device))
         row_slots = {"row_slots": torch.from_numpy(plan.row_slots)} if routed else {}
@@ -106,11 +107,19 @@ class CudaOps(ReferenceOps):
             rank=plan.rank,
             modules=plan.modules,
             encodings=plan.encodings,
+            mixed=plan.mixed,
             most_adapters=num_rows if fixed else len(lora.segments),
             **row_slots,
         )
         self._last_plan = (lora, num_rows, fixed), planned
         return paged, planned
+
+    def _make_room(self, slots: int) -> None:
+        """Steps in flight, and those that were recorded, go on with the tables they have."""
+        known = self._places
+        if slots > len(known):
+            self._places = known.new_zeros((slots, *known.shape[1:]))
+            self._places[: len(known)] = known
 
     def pack(self, weight: Tensor | QuantisedWeight | StackedWeight, routed: bool = False) -> Weight:
         if isinstance(weight, StackedWeight):
@@ -245,6 +254,7 @@ class CudaOps(ReferenceOps):
             rank=batch.rank,
             align=next(size for size in ALIGNMENTS if common % size == 0),
             encodings=batch.encodings,
+            mixed=batch.mixed,
             chooser=self.chooser,
         )
 

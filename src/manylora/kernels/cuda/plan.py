@@ -7,7 +7,7 @@ and stay there, so a step uploads only its tiles.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ TILE = 4  # integers of one tile: first row, number of rows, slot, which of the 
 TILE_SIZES = (1, 16, 64)
 EXPERT_TILE_SIZES = (16, 64)
 RANK_CLASSES = (16, 64, 512)
+MIXED_BLOCK = 32  # a multiple of the ranks of a block
 
 # Of attention's input and of all attention, as ids of `lora.modules`: with every module that was ever seen,
 # the sets that a recorded step is planned for.
@@ -43,7 +44,8 @@ class LoraPlan:
     """tiles [n, TILE] int32: first row, number of rows, slot, 0; a tile of 0 rows is padding.
 
     row_slots [rows] int32: the slot of each row, -1 without an adapter.
-    tile_size: the most rows a tile has. rank: no rank of the batch is larger; one of a few classes.
+    tile_size: the most rows a tile has. rank: no rank of the batch is larger, nor the sum of those that are
+    mixed; one of a few classes. mixed: whether rows have more members than one, or scales of their own.
     modules: ids that any adapter of the batch has anywhere. encodings: of rows that are
     not plain.
     """
@@ -54,54 +56,80 @@ class LoraPlan:
     rank: int
     modules: frozenset[int]
     encodings: frozenset[Encoding]
+    mixed: bool
     updates: tuple[SlotUpdate, ...]
 
 
 @dataclass(frozen=True)
 class _Slot:
     rows: Rows  # a reference, so that its id is not reused
-    slot: int
+    slots: tuple[int, ...]  # of the first members of its rows, of the second, ...
     rank: int
     modules: frozenset[int]
     encodings: frozenset[Encoding]
+    mixed: bool
+
+    @property
+    def slot(self) -> int:
+        return self.slots[0]
 
 
 class Places:
-    """Assigns slots to adapters; the least recently used one is evicted.
-
-    num_slots: at least the number of adapters in a batch.
-    """
+    """Assigns slots to adapters; the least recently used one is evicted. Of adapters that are mixed each
+    takes one for every mix; there are more slots once a batch needs more."""
 
     def __init__(self, num_slots: int, num_layers: int) -> None:
         self.num_slots = num_slots
         self.num_layers = num_layers
         self.modules = frozenset[int]()  # that any adapter had so far
         self._slots: OrderedDict[int, _Slot] = OrderedDict()
+        self._free = list(range(num_slots))[::-1]
 
     def take(self, batch: Sequence[Rows]) -> tuple[list[_Slot], tuple[SlotUpdate, ...]]:
         """The slots of a batch's adapters, and those that must be written first."""
-        if len(batch) > self.num_slots:
-            raise ValueError(f"a batch has at most {self.num_slots} adapters here, got {len(batch)}")
         for rows in batch:  # so that no adapter of the batch is evicted
             if id(rows) in self._slots:
                 self._slots.move_to_end(id(rows))
-        updates = tuple(self._enter(rows) for rows in batch if id(rows) not in self._slots)
-        return [self._slots[id(rows)] for rows in batch], updates
+        used = {id(rows) for rows in batch}
+        updates = [one for rows in batch if id(rows) not in self._slots for one in self._enter(rows, used)]
+        return [self._slots[id(rows)] for rows in batch], tuple(updates)
 
-    def _enter(self, rows: Rows) -> SlotUpdate:
-        slot = len(self._slots)
-        if slot == self.num_slots:
-            slot = self._slots.popitem(last=False)[1].slot
-        places = np.zeros((self.num_layers, MODULES), TABLE_ROW)
+    def _enter(self, rows: Rows, used: Container[int]) -> list[SlotUpdate]:
+        slots = self._claim(max((len(row.members) for row in rows.values()), default=1), used)
+        places = np.zeros((len(slots), self.num_layers, MODULES), TABLE_ROW)
         for (layer, module), row in rows.items():
-            places[layer, module] = row.format.table_row(row.offset)
-        formats = {row.format for row in rows.values()}
-        rank = max((one.rank for one in formats), default=0)
+            for number, one in enumerate(row.members):
+                after = slots[number + 1] + 1 if number < len(row.more) else 0
+                places[number, layer, module] = one.format.table_row(one.offset, after)
+        formats = {one.format for row in rows.values() for one in row.members}
+        rank = max(map(_rank, rows.values()), default=0)
         modules = frozenset(module for _, module in rows)
         encodings = frozenset(one.encoding for one in formats) - {Encoding.PLAIN}
+        scaled = any(one.scale != 1 and one.encoding == Encoding.PLAIN for one in formats)
         self.modules |= modules
-        self._slots[id(rows)] = _Slot(rows, slot, rank, modules, encodings)
-        return SlotUpdate(slot, places.view(np.int64).reshape(self.num_layers, MODULES, PLACE))
+        self._slots[id(rows)] = _Slot(rows, slots, rank, modules, encodings, scaled or len(slots) > 1)
+        shape = (self.num_layers, MODULES, PLACE)
+        return [
+            SlotUpdate(s, one.view(np.int64).reshape(shape)) for s, one in zip(slots, places, strict=True)
+        ]
+
+    def _claim(self, count: int, used: Container[int]) -> tuple[int, ...]:
+        """Slots that no adapter of the batch has. used: ids of these."""
+        while len(self._free) < count:
+            oldest = next(iter(self._slots), None)
+            if oldest is None or oldest in used:  # those of this batch are the last
+                self._free = [*range(2 * self.num_slots - 1, self.num_slots - 1, -1), *self._free]
+                self.num_slots *= 2
+            else:
+                self._free += self._slots.pop(oldest).slots
+        return tuple(self._free.pop() for _ in range(count))
+
+
+def _rank(row: LoraRow) -> int:
+    """Of all members together, each of which begins with a block of its own."""
+    if not row.more:
+        return row.format.rank
+    return sum(-(-one.format.rank // MIXED_BLOCK) * MIXED_BLOCK for one in row.members)
 
 
 def plan_lora(
@@ -131,6 +159,7 @@ def plan_lora(
         rank=rank_class(max(entry.rank for entry in entries)),
         modules=module_class(modules, places.modules) if fixed else modules,
         encodings=frozenset().union(*{entry.encodings for entry in entries}),
+        mixed=any(entry.mixed for entry in entries),
         updates=updates,
     )
 

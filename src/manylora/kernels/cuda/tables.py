@@ -30,6 +30,7 @@ class PlannedLora(LoraBatch):
     rank: int = 16
     modules: frozenset[int] = frozenset()
     encodings: frozenset[Encoding] = frozenset()
+    mixed: bool = False
     row_slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     most_adapters: int = 1
 
@@ -43,6 +44,8 @@ class PlannedLora(LoraBatch):
             self.rank,
             self.modules,
             self.encodings,
+            self.mixed,
+            self.places.data_ptr(),
             self.pool.data_ptr(),
         )
 

@@ -33,6 +33,7 @@ typedef struct { /* TABLE_ROW of kernels/row_format.py */
     int64_t offset, rank;   /* in the pool: A [rank, in], B transposed [rank, width], with DoRA a magnitude [width] */
     int64_t dora, encoding; /* offset is in numbers of the encoding */
     float scale;            /* of x A^T */
+    int32_t next; /* so many parts later is the row of another adapter, for the same rows and columns; 0: none */
 } Row;
 
 typedef struct {
@@ -341,18 +342,23 @@ void lora_team(Kind stored, const char *pool, float *y, int64_t y_stride, const 
         const int64_t start = segment->start + n % blocks * block;
         if (p >= segment->count || start >= segment->stop) continue;
         const Part *part = segment->parts + p, *soon = next->parts + least(after / blocks % parts, next->count - 1);
-        const Kind kind = kind_of(&part->row, stored);
-        const int64_t height = least(segment->stop - start, block), size = size_of(kind);
-        const char *const a = begin(pool, part, stored), *const b = a + part->row.rank * in * size;
-        const Work w = {y + start * y_stride + part->column, x + start * x_stride, y_stride, x_stride, in,
-                        part->width, part->row.rank, a, b,
-                        part->row.dora ? b + part->row.rank * part->width * size : NULL,
-                        bias ? bias + part->column : NULL, begin(pool, soon, stored), part->row.scale};
-        switch (kind) { /* in here: the body of a parallel loop is a function that its kind is an argument of */
-            case FLOAT32: some(height, FLOAT32, w); break;
-            case BFLOAT16: some(height, BFLOAT16, w); break;
-            case FLOAT8: some(height, FLOAT8, w); break;
-            default: break; /* no pool is of integers */
+        const int64_t height = least(segment->stop - start, block);
+        for (int64_t more = 1; more; part += more) { /* adapters that are mixed, in one order */
+            more = part->row.next;
+            const Kind kind = kind_of(&part->row, stored);
+            const int64_t size = size_of(kind);
+            const char *const a = begin(pool, part, stored), *const b = a + part->row.rank * in * size;
+            const Work w = {y + start * y_stride + part->column, x + start * x_stride, y_stride, x_stride, in,
+                            part->width, part->row.rank, a, b,
+                            part->row.dora ? b + part->row.rank * part->width * size : NULL,
+                            bias ? bias + part->column : NULL, begin(pool, more ? part + more : soon, stored),
+                            part->row.scale};
+            switch (kind) { /* in here: the body of a parallel loop is a function that its kind is an argument of */
+                case FLOAT32: some(height, FLOAT32, w); break;
+                case BFLOAT16: some(height, BFLOAT16, w); break;
+                case FLOAT8: some(height, FLOAT8, w); break;
+                default: break; /* no pool is of integers */
+            }
         }
     }
 }

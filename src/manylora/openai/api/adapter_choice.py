@@ -1,22 +1,38 @@
-"""Which adapter a request asks for. Five fields can name one; those that are given must agree."""
+"""Which adapters a request asks for. Six fields can name one; those that are given must agree."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from manylora.openai.api.errors import ApiError
+from manylora.openai.api.errors import ApiError, invalid_value
 from manylora.openai.api.names import check_name, is_name
 from manylora.openai.api.schema import GenerationRequest
+from manylora.request import MAX_MIXED, MAX_SCALE
 
 
 @dataclass(frozen=True)
 class AdapterChoice:
-    """field: that named the adapter. name: None is the base model. source: "hf" or "nemo", if given."""
+    """field: that named the adapter. name: None is the base model. source: "hf" or "nemo", if given.
+
+    mix: several adapters, or one with a scale, as names and scales; `name` is then all with a + between.
+    """
 
     field: str = "model"
     name: str | None = None
     source: str | None = None
+    mix: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def adapters(self) -> tuple[tuple[str, float], ...]:
+        """All of them with their scales."""
+        return self.mix or (() if self.name is None else ((self.name, 1.0),))
+
+    @property
+    def alone(self) -> str | None:
+        """The one adapter that acts, whose text then goes with it; None: the base model's does."""
+        acting = {name for name, scale in self.adapters if scale}
+        return acting.pop() if len(acting) == 1 else None
 
 
 def choose_adapter(
@@ -33,7 +49,7 @@ def choose_adapter(
     choices = list(_by_other_fields(body, known, name_of_path))
     choices = [*_by_model(body.model, bases, known, others=bool(choices)), *choices]
     for other in choices[1:]:
-        if other.name != choices[0].name:
+        if other.adapters != choices[0].adapters:
             reason = (
                 f"{choices[0].field} and {other.field} choose different adapters: give one of them, or the "
                 "same adapter in both"
@@ -54,12 +70,31 @@ def _by_model(
         if base is None and others:
             return
         model = model if base is None else model[len(base) + 1 :]
-    yield AdapterChoice("model", check_name(model, "model"))
+    if "+" in model and not known(model):
+        yield _mix("model", [(name, 1.0) for name in model.split("+")])
+    else:
+        yield AdapterChoice("model", check_name(model, "model"))
+
+
+def _mix(field: str, members: Sequence[tuple[str, float]]) -> AdapterChoice:
+    """Raises ApiError."""
+    if len(members) > MAX_MIXED:
+        raise invalid_value(f"{field}: at most {MAX_MIXED} adapters act together", field)
+    names = [check_name(name, field) for name, _ in members]
+    if any(abs(sum(s for other, s in members if other == name)) > MAX_SCALE for name in names):
+        raise invalid_value(
+            f"{field}: scales of one adapter add up to {MAX_SCALE:g} up or down at most", field
+        )
+    if len(members) == 1 and members[0][1] == 1:
+        return AdapterChoice(field, names[0])
+    return AdapterChoice(field, "+".join(names) or None, mix=tuple(members))
 
 
 def _by_other_fields(
     body: GenerationRequest, known: Callable[[str], bool], name_of_path: Callable[[str], str]
 ) -> Iterator[AdapterChoice]:
+    if body.lora is not None:
+        yield _mix("lora", [(one.name, one.scale) for one in body.lora])
     for field in ("lora_model", "adapter_id"):
         name = getattr(body, field)
         if name is not None:

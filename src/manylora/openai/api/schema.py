@@ -21,6 +21,7 @@ from manylora.openai.api.fields import (
     WordText,
     at_most,
 )
+from manylora.request import MAX_MIXED, MAX_SCALE
 
 # Fields of other servers that do nothing here, and the values that are accepted because they ask for nothing.
 IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
@@ -40,6 +41,7 @@ IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
 }
 UNION_BRANCHES = ("str", "constrained-str", "TextPart", "NamedToolChoice", "AllowedToolChoice")
+
 MAX_TOKENS = 2**31 - 1
 MAX_COMMAS, MAX_BRACKETS = 2**20, 2**17  # of a body, outside of its strings; brackets: opening ones
 MAX_BIAS = 2**16
@@ -53,6 +55,13 @@ class LoraRequest(Body):
     lora_int_id: int | None = Field(None, ge=0, le=2**64 - 1)
     lora_path: str | None = Field(None, min_length=1, max_length=4096)
     lora_ckpt_source: Literal["hf", "nemo"] | None = None
+
+
+class LoraMember(Body):
+    """One of several adapters that act together, and what it is multiplied by."""
+
+    name: Text
+    scale: float = Field(1.0, ge=-MAX_SCALE, le=MAX_SCALE)
 
 
 class ResponseFormat(Body):
@@ -115,6 +124,7 @@ class GenerationRequest(GuideFields, NeutralFields):
     request_id: RequestId | None = None  # the answer's id is made of it
     cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
     priority: int = Field(0, ge=-(2**31), le=2**31 - 1)  # 0 only
+    lora: Annotated[Items[LoraMember], Field(max_length=MAX_MIXED)] | None = None
     lora_model: Text | None = None
     load_lora_weights: Literal["auto", "always", "never"] = "auto"
     lora_request: LoraRequest | None = None

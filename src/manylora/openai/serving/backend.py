@@ -19,14 +19,14 @@ from manylora.openai.serving.event_queue import EventQueue
 from manylora.openai.serving.fairness import FairQueue
 from manylora.openai.serving.generation import GenerationState
 from manylora.openai.serving.history import History
-from manylora.request import Event, LoraInput, Request, Sink
+from manylora.request import Event, LoraInput, LoraMix, Request, Sink, mix
 from manylora.stats import CacheMap, EngineStats, Resident
 
 logger = logging.getLogger("manylora")
 
 MAP_TIMEOUT_S = 2.0  # the engine may be in a step with a long prompt
 MAX_ATTEMPTS = 4  # the adapter may be evicted each time before the engine admits the request
-Meter = Callable[[LoraInput | None, Event, float], None]
+Meter = Callable[[LoraInput | LoraMix | None, Event, float], None]
 Wake = Callable[[], None]
 
 
@@ -74,14 +74,18 @@ class EngineClient(Protocol):
 
 @dataclass(eq=False)
 class Call:
-    """One generation with its adapter. policy: load_lora_weights. source: "hf" or "nemo", if given."""
+    """One generation with its adapter. policy: load_lora_weights. source: "hf" or "nemo", if given.
+
+    adapters: names and scales; `adapter` is what their request calls them. version: of the first.
+    """
 
     generation: GenerationState
     adapter: str | None = None
     policy: str = "auto"
     source: str | None = None
+    adapters: tuple[tuple[str, float], ...] = ()
     version: Version | None = None
-    lora: LoraInput | None = None
+    lora: LoraInput | LoraMix | None = None
     ticket: int | None = None
     answered: asyncio.Future[None] | None = None  # set when the engine sends no more events
     arrived: float = field(default_factory=time.monotonic)
@@ -195,8 +199,9 @@ class Backend:
         generation = call.generation
         try:
             cost = generation.plan.decoding.params.num_return_sequences
-            async with self.queue.turn(call.adapter or "", cost):
-                await self._with_adapter(call)
+            first = call.adapters[0][0] if call.adapters else ""
+            async with self.queue.turn(first, cost):
+                await self._with_adapters(call)
         except asyncio.CancelledError:
             if call.ticket is not None and not generation.ended:
                 self.engine.cancel(call.ticket)
@@ -210,56 +215,68 @@ class Backend:
         finally:
             self._open.discard(call)
 
-    async def _with_adapter(self, call: Call) -> None:
-        if call.adapter is None:
-            await self._through_engine(call, None)
-            return
-        call.version = await self.catalog.version(call.adapter, fresh=call.policy == "always")
-        if call.source and (call.source == "nemo") != (call.version.facts.kind == "nemo"):
+    async def _with_adapters(self, call: Call) -> None:
+        versions: list[tuple[Version, float]] = []
+        with contextlib.ExitStack() as stack:
+            for name, scale in call.adapters:
+                if not scale:
+                    continue
+                versions.append((await self._version(call, name), scale))
+                entry = self.catalog.enter(name)
+                if entry is not None:
+                    stack.callback(self.catalog.leave, entry)
+            if versions:
+                await self._try_to_send(call, versions)
+            else:
+                await self._through_engine(call, None)
+
+    async def _version(self, call: Call, name: str) -> Version:
+        version = await self.catalog.version(name, fresh=call.policy == "always")
+        if call.source and (call.source == "nemo") != (version.facts.kind == "nemo"):
             raise ApiError(
                 422,
                 "adapter_unsupported",
-                f"adapter {call.adapter!r} is not a checkpoint of kind {call.source}",
+                f"adapter {name!r} is not a checkpoint of kind {call.source}",
                 "lora_request.lora_ckpt_source",
             )
-        entry = self.catalog.enter(call.adapter)
-        try:
-            await self._try_to_send(call)
-        finally:
-            if entry is not None:
-                self.catalog.leave(entry)
+        return version
 
-    async def _try_to_send(self, call: Call) -> None:
-        """Send only the id while the adapter is in the cache, or being sent there; else its tensors too."""
+    async def _try_to_send(self, call: Call, versions: list[tuple[Version, float]]) -> None:
+        """Send only ids of adapters that are in the cache, or being sent there; else their tensors too."""
         for attempt in range(MAX_ATTEMPTS):
-            assert call.version is not None
-            task_id = call.version.task_id
-            here = self.engine.resident(task_id) or self._carrying[task_id] > 0
-            if not here and call.policy == "never":
-                raise ApiError(
-                    409,
-                    "adapter_not_cached",
-                    f"adapter {call.adapter!r} is not in the cache and load_lora_weights is never",
-                    "load_lora_weights",
-                )
-            lora = LoraInput(task_id, name=call.adapter)
-            if attempt > 0 or not here:
-                call.version, adapter = await self.catalog.adapter(call.version)
-                lora = LoraInput(call.version.task_id, name=call.adapter, checked=adapter)
+            members: list[tuple[LoraInput, float]] = []
+            for place, (version, scale) in enumerate(versions):
+                here = self._is_here(call, version)
+                lora = LoraInput(version.task_id, name=version.name)
+                if attempt > 0 or not here:
+                    version, adapter = await self.catalog.adapter(version)
+                    versions[place] = version, scale
+                    lora = LoraInput(version.task_id, name=version.name, checked=adapter)
+                members.append((lora, scale))
+            call.version = versions[0][0]
             try:
-                await self._through_engine(call, lora)
+                await self._through_engine(call, mix(members))
                 return
             except (AdapterNotCachedError, AdapterChangedError):
                 continue  # evicted, or its files changed, meanwhile
         raise ApiError(503, "adapter_cache_busy", "The adapter cache is too busy, try again", retry_after=1)
 
-    async def _through_engine(self, call: Call, lora: LoraInput | None) -> None:
-        """Raises AdapterNotCachedError when the id alone did not do, AdapterChangedError."""
+    def _is_here(self, call: Call, version: Version) -> bool:
+        here = self.engine.resident(version.task_id) or self._carrying[version.task_id] > 0
+        if not here and call.policy == "never":
+            raise ApiError(
+                409,
+                "adapter_not_cached",
+                f"adapter {version.name!r} is not in the cache and load_lora_weights is never",
+                "load_lora_weights",
+            )
+        return here
+
+    async def _through_engine(self, call: Call, lora: LoraInput | LoraMix | None) -> None:
+        """Raises AdapterNotCachedError when ids alone did not do, AdapterChangedError."""
         call.answered = asyncio.get_running_loop().create_future()
         call.lora, call.sent = lora, time.monotonic()
-        if lora is not None and lora.has_tensors:
-            assert lora.task_id is not None
-            self._carrying[lora.task_id] += 1
+        self._carrying.update(_carried(lora))
         put = self._events.put
         call.ticket = self.engine.submit(call.generation.request(lora), lambda event: put((call, event)))
         await call.answered
@@ -298,9 +315,19 @@ class Backend:
     def _arrived(self, call: Call) -> None:
         """After the first event of a request with tensors: they are in the cache, or were refused."""
         lora = call.lora
-        if lora is not None and lora.has_tensors:
-            assert lora.task_id is not None
-            self._carrying[lora.task_id] -= 1
-            if self._carrying[lora.task_id] <= 0:
-                del self._carrying[lora.task_id]
-            call.lora = LoraInput(lora.task_id, name=lora.name)  # frees the tensors
+        for task_id in _carried(lora):
+            self._carrying[task_id] -= 1
+            if self._carrying[task_id] <= 0:
+                del self._carrying[task_id]
+        if lora is not None and lora.has_tensors:  # which this frees
+            call.lora = lora.map(_by_id) if isinstance(lora, LoraMix) else _by_id(lora)
+
+
+def _carried(lora: LoraInput | LoraMix | None) -> list[int]:
+    """Task ids of those that have tensors."""
+    members = lora.members if lora is not None else ()
+    return [number for one, _ in members if one.has_tensors for number in one.task_ids]
+
+
+def _by_id(lora: LoraInput) -> LoraInput:
+    return LoraInput(lora.task_id, name=lora.name)

@@ -12,7 +12,7 @@ from manylora.llmapi.outputs import CompletionOutput
 from manylora.openai.api.logprobs import TokenLogprob, from_logits
 from manylora.openai.api.params import Plan
 from manylora.openai.serving.event_queue import Signal
-from manylora.request import Event, FinishReason, LoraInput, Request, RequestMetrics
+from manylora.request import Event, FinishReason, LoraInput, LoraMix, Request, RequestMetrics
 from manylora.text.tokenizer import Tokenizer
 
 
@@ -52,7 +52,7 @@ class GenerationState:
     def finished(self) -> bool:
         return self.error is not None or self.complete
 
-    def request(self, lora: LoraInput | None) -> Request:
+    def request(self, lora: LoraInput | LoraMix | None) -> Request:
         """The engine's request."""
         decoding = self.plan.decoding
         return Request(

@@ -79,7 +79,7 @@ class Inference:
         """Which adapter a body asks for, and with it whose text. Raises as `choose_adapter`, and what reading
         the adapter raises."""
         choice = self.choose_adapter(body, key)
-        return Asked(choice, *await self._text_of(choice.name, fresh=body.load_lora_weights == "always"))
+        return Asked(choice, *await self._text_of(choice.alone, fresh=body.load_lora_weights == "always"))
 
     async def prompts_of(self, model: str, key: ApiKey) -> Prompts:
         """The tokenizer and the chat template of a model that the key may use; the base's for other names."""
@@ -224,16 +224,21 @@ class Inference:
             lambda name: (catalog.has(name) or name in names) and self.may_use(name, key),
             lambda path: _name_of_path(key, path, catalog.name_of_path),
         )
-        if choice.name is None:
-            key.check(None)
-            return choice
-        self.check_use(choice.name, key, "model", choice.field)
-        name = names.resolve(choice.name)
-        if name in self.bases:
-            return replace(choice, name=None)
-        if not catalog.has(name):
-            raise ApiError(404, "adapter_not_found", f"model {choice.name!r} does not exist", choice.field)
-        return replace(choice, name=name)
+        members = []
+        for given, scale in choice.adapters:
+            self.check_use(given, key, "model", choice.field)
+            name = names.resolve(given)
+            if name not in self.bases and not catalog.has(name):
+                raise ApiError(404, "adapter_not_found", f"model {given!r} does not exist", choice.field)
+            if name not in self.bases:
+                members.append((name, scale))
+        if not any(scale for _, scale in members):
+            if all(not scale for _, scale in choice.adapters):  # else the base's alias was checked
+                key.check(None)
+            return replace(choice, name=None, mix=())
+        if choice.mix:
+            return replace(choice, mix=tuple(members))
+        return replace(choice, name=members[0][0])
 
     def _call(
         self,
@@ -251,7 +256,8 @@ class Inference:
         except (ValueError, RequestError) as error:
             raise as_api_error(error) from error
         generation = GenerationState(prompt, planned, body.stream, asked.tokenizer, request_id, changed)
-        return Call(generation, asked.choice.name, body.load_lora_weights, asked.choice.source)
+        choice = asked.choice
+        return Call(generation, choice.name, body.load_lora_weights, choice.source, choice.adapters)
 
     def _response_builder(
         self,

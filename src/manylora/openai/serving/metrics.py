@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-from manylora.request import Event, LoraInput
+from manylora.request import Event, LoraInput, LoraMix
 from manylora.stats import EngineStats
 from manylora.wire.metrics import FAMILIES, LORA_INFO, MetricFamily, RequestMeter, Sample, engine_samples
 
@@ -56,7 +56,7 @@ class Metrics:
         """A client disconnected before its response, or in the middle of a stream."""
         self._counters["manylora_clients_left_total"][()] += 1
 
-    def meter(self, lora: LoraInput | None, event: Event, waited_s: float) -> None:
+    def meter(self, lora: LoraInput | LoraMix | None, event: Event, waited_s: float) -> None:
         """Count a sequence that has ended. waited_s: before the engine had its request."""
         for sample in self._meter.samples(lora, event, waited_s):
             family = FAMILIES[sample.family]

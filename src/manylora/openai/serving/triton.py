@@ -32,7 +32,7 @@ from manylora.lora.number_types import is_bfloat16, narrow_to_bfloat16, widen_bf
 from manylora.lora.tensors import Adapter, lora_input
 from manylora.openai.api.errors import ApiError, unsupported_field
 from manylora.openai.serving.backend import Wake
-from manylora.request import Event, FinishReason, LoraInput, Request, SamplingConfig, Sink
+from manylora.request import Event, FinishReason, LoraInput, LoraMix, Request, SamplingConfig, Sink
 from manylora.stats import AdapterStats, CacheMap, EngineStats, Resident
 from manylora.wire.engine_client import AnswerReader, request_tensors
 
@@ -113,19 +113,9 @@ class TritonModel:
         if request.cache_salt:
             raise unsupported_field("cache_salt needs an engine of this process: leave it out", "cache_salt")
         request = request if self.decoupled else replace(request, streaming=False)
-        lora = request.lora
-        if lora is not None and lora.task_id is not None and isinstance(lora.checked, Adapter):
-            lora = lora_input(lora.task_id, lora.checked.rows, lora.checked.extras)
-        if lora is not None and lora.extras:
-            reason = (
-                f"the adapter has {lora.extras[0].name}, which a request to Triton cannot carry: put its "
-                "directory into the server's lora_catalog_dir, or serve with an engine of this process"
-            )
-            raise ApiError(422, "adapter_not_sendable", reason, "model")
-        if lora is not None and lora.weights is not None and lora.config is not None:
-            weights = _as_type(lora.weights, self.inputs.get("lora_weights", "FP32"))
-            lora = replace(lora, weights=weights, config=_columns(lora.config, self.lora_columns))
-        found = request_tensors(replace(request, lora=lora))
+        if isinstance(request.lora, LoraInput):
+            request = replace(request, lora=self._sent(request.lora))
+        found = request_tensors(request)
         for name in ("pad_id", IGNORED_PROMPT):  # no effect: padding is not read; `read` has warned of this
             if name not in self.inputs:
                 found.pop(name, None)
@@ -135,6 +125,21 @@ class TritonModel:
             reason = f"The Triton model behind this server has no input {', '.join(unknown)}: leave it out"
             raise unsupported_field(reason)
         return {name: one if self.batched else one[0] for name, one in named.items()}
+
+    def _sent(self, lora: LoraInput) -> LoraInput:
+        """As a request carries it. Raises ApiError."""
+        if lora.task_id is not None and isinstance(lora.checked, Adapter):
+            lora = lora_input(lora.task_id, lora.checked.rows, lora.checked.extras)
+        if lora.extras:
+            reason = (
+                f"the adapter has {lora.extras[0].name}, which a request to Triton cannot carry: put its "
+                "directory into the server's lora_catalog_dir, or serve with an engine of this process"
+            )
+            raise ApiError(422, "adapter_not_sendable", reason, "model")
+        if lora.weights is None or lora.config is None:
+            return lora
+        weights = _as_type(lora.weights, self.inputs.get("lora_weights", "FP32"))
+        return replace(lora, weights=weights, config=_columns(lora.config, self.lora_columns))
 
     def _check(self, params: SamplingConfig) -> None:
         """Refuse what NVIDIA's model would silently ignore."""
@@ -217,7 +222,9 @@ class TritonEngine:
     async def _serve(self, ticket: int, request: Request, sink: Sink) -> None:
         reader, stream = AnswerReader(request), None
         try:
-            if request.lora is not None and request.lora.has_tensors:  # large: serialize it in a thread
+            if isinstance(request.lora, LoraMix):
+                request = replace(request, lora=await self._bring(request.lora, request))
+            if isinstance(request.lora, LoraInput) and request.lora.has_tensors:  # large: in a thread
                 running = asyncio.get_running_loop()
                 message = await running.run_in_executor(None, self._message, request)
             else:
@@ -244,6 +251,18 @@ class TritonEngine:
             self._begun.discard(ticket)
             self._wake()
 
+    async def _bring(self, lora: LoraMix, request: Request) -> LoraMix:
+        """Send those that have tensors, each with a request of one token: a mix names task ids alone."""
+        for one, _ in lora.members:
+            if one.has_tensors:
+                params = SamplingConfig(max_tokens=1)
+                alone = Request(request.prompt[:1], params, one, request_id=request.request_id)
+                message = await asyncio.get_running_loop().run_in_executor(None, self._message, alone)
+                async for response in self._stub.ModelStreamInfer(_only(message)):
+                    _read(response)
+                self._remember(one)
+        return lora.map(lambda one: LoraInput(one.task_id, name=one.name))
+
     def _message(self, request: Request) -> ModelInferRequest:
         """Tensors as bytes, bfloat16 too, for which tritonclient has no array type."""
         message = ModelInferRequest(model_name=self.model.name, id=request.request_id)
@@ -255,11 +274,10 @@ class TritonEngine:
             message.raw_input_contents.append(data)
         return message
 
-    def _remember(self, lora: LoraInput | None) -> None:
-        if lora is None or lora.task_id is None:
-            return
-        self._known[lora.task_id] = None
-        self._known.move_to_end(lora.task_id)
+    def _remember(self, lora: LoraInput | LoraMix | None) -> None:
+        for task_id in lora.task_ids if lora is not None else ():
+            self._known[task_id] = None
+            self._known.move_to_end(task_id)
         while len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
 
@@ -269,9 +287,11 @@ class TritonEngine:
             return error
         text = _text_of(error)
         if "Please send LoRA weights" in text or "not found in cache" in text:
-            task_id = request.lora.task_id if request.lora and request.lora.task_id is not None else 0
-            self._known.pop(task_id, None)
-            return AdapterNotCachedError(task_id)
+            ids = request.lora.task_ids if request.lora is not None else []
+            missing = [one for one in ids if str(one) in re.findall(r"\d+", text)] or ids or [0]
+            for task_id in missing:
+                self._known.pop(task_id, None)
+            return AdapterNotCachedError(missing[0])
         if "queue size" in text:
             return ApiError(429, "overloaded", "Too many requests wait already, try again", retry_after=1)
         if "ache is full" in text:

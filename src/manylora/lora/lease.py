@@ -1,0 +1,88 @@
+"""Leases: claims of sequences on adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from manylora.errors import AdapterInvalidError
+from manylora.lora.extras import num_virtual
+from manylora.lora.file_adapter import FileAdapter
+from manylora.lora.geometry import Layout
+from manylora.lora.tensors import Adapter
+
+TIERS = ("device", "host", "disk", "wire")  # the nearest first
+
+
+@dataclass(eq=False)
+class AdapterLease:
+    """One sequence's claim on one adapter.
+
+    Until it is admitted the adapter is on the host, or, while no pages are free for it, carried here.
+    Admitted, it is pinned on both levels.
+    """
+
+    digest: str
+    task_id: int
+    layout: Layout
+    carried: Adapter | FileAdapter | None = None
+    admitted: bool = False
+    tier: str = ""  # where the adapter was found: device, host, disk (its source), wire (sent along)
+
+    @property
+    def members(self) -> tuple[tuple[AdapterLease, float], ...]:
+        return ((self, 1.0),)
+
+    @property
+    def num_virtual(self) -> int:
+        """Virtual tokens that the adapter puts before each prompt."""
+        return num_virtual(self.layout)
+
+
+@dataclass(frozen=True, eq=False)
+class MixLease:
+    """One sequence's claims on adapters that act together, each with its scale: all of them are admitted, or
+    none. digest: of their contents and scales, whatever their order."""
+
+    digest: str
+    members: tuple[tuple[AdapterLease, float], ...]
+
+    @classmethod
+    def of(cls, members: Sequence[tuple[AdapterLease, float]]) -> MixLease:
+        ordered = sorted(members, key=lambda member: (member[0].digest, member[1]))
+        text = "+".join(f"{lease.digest}*{scale!r}" for lease, scale in ordered)
+        return cls(blake2b(f"mix {text}".encode(), digest_size=20).hexdigest(), tuple(ordered))
+
+    @property
+    def num_virtual(self) -> int:
+        """As an adapter's: those that have some cannot be mixed."""
+        return sum(lease.num_virtual for lease, _ in self.members)
+
+    @property
+    def carried(self) -> Adapter | FileAdapter | None:
+        """Of a member that has none on the host."""
+        return next((lease.carried for lease, _ in self.members if lease.carried is not None), None)
+
+    @property
+    def tier(self) -> str:
+        """Where the one was found that was farthest away."""
+        return max((lease.tier for lease, _ in self.members), key=TIERS.index)
+
+
+Lease = AdapterLease | MixLease
+
+
+def check_mixable(name: str, layout: Layout) -> None:
+    """Raises AdapterInvalidError for an adapter that can act only alone and with a scale of 1.
+
+    PEFT does not mix these either: it drops magnitudes, and copies of whole weights.
+    """
+    extras = sorted(place.name for place in layout.extras)
+    dora = any(place.format.dora for place in layout.placements)
+    if not dora and not extras:
+        return
+    what = "is a DoRA adapter, whose magnitudes belong to its own weights" if dora else f"trains {extras[0]}"
+    raise AdapterInvalidError(
+        f"adapter {name} {what}: it cannot be mixed or scaled, ask for it alone and with a scale of 1"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -23,6 +23,7 @@ MAX_RANGES = 1024  # of token retention
 MAX_GUIDE_BYTES = 2**18
 MAX_MIXED = 8  # adapters of one request
 MAX_SCALE = 100.0  # of an adapter, or less than its negative
+INVOCATION = "invocation"  # name of a LoraExtra
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "lark_grammar", "llguidance")
 
 
@@ -182,6 +183,11 @@ class LoraExtra:
     values: np.ndarray
     token_ids: tuple[int, ...] = ()
 
+    @classmethod
+    def invocation(cls, token_ids: Iterable[int]) -> LoraExtra:
+        """Of an activated LoRA, which acts from the last of these sequences in the prompt on; no values."""
+        return cls(INVOCATION, np.empty(0, np.float32), tuple(token_ids))
+
 
 @dataclass(frozen=True, eq=False)
 class LoraInput:
@@ -193,7 +199,7 @@ class LoraInput:
     config:  [1, rows, 3 or 4] int32, columns module id, layer, rank[, is_dora]; None when cached.
     name:    of an adapter in the server's catalog, in place of all of these.
     source:  what kind of checkpoint `name` must be, "hf" or "nemo"; None: whatever it is.
-    extras:  parts of the adapter beside its tensors; they come from files and cross no wire.
+    extras:  parts of the adapter beside its tensors; they come from files, and only INVOCATION crosses wires.
     checked: the adapter that the engine's own store made of these tensors before, or of files: then nothing
              is checked and digested again.
     scales:  [rows] float32, what each row's B A is multiplied by, of float8_e4m3fn weights; None: 1.
@@ -208,6 +214,11 @@ class LoraInput:
     extras: tuple[LoraExtra, ...] = ()
     checked: object | None = None
     scales: np.ndarray | None = None
+
+    @property
+    def invocation(self) -> tuple[int, ...]:
+        """Tokens from which on an activated LoRA acts; none: the adapter acts everywhere."""
+        return next((extra.token_ids for extra in self.extras if extra.name == INVOCATION), ())
 
     @property
     def has_tensors(self) -> bool:

@@ -18,6 +18,7 @@ from manylora.request import FinishReason, Request, SamplingConfig
 @dataclass(eq=False)
 class FakeLease:
     digest: str
+    invocation: tuple[int, ...] = ()
     carried: object = None
 
 
@@ -57,8 +58,10 @@ class Bench:
         self.live: list[Sequence] = []
         self.done: list[Sequence] = []
 
-    def add(self, prompt: list[int], new: int, adapter: str | None = None) -> Sequence:
-        lease = FakeLease(adapter) if adapter else None
+    def add(
+        self, prompt: list[int], new: int, adapter: str | None = None, invocation: tuple[int, ...] = ()
+    ) -> Sequence:
+        lease = FakeLease(adapter, invocation) if adapter else None
         request = Request(tuple(prompt), SamplingConfig(max_tokens=new))
         sequence = Sequence(0, request, 0, len(prompt) + new, lease)
         self.live.append(sequence)
@@ -124,6 +127,53 @@ def test_a_prefix_is_reused_under_the_same_adapter_only() -> None:
         assert start == expected, adapter
         assert sequence.finished
     assert bench.scheduler.num_tokens_reused == 16
+
+
+CHAIN = [
+    # adapter, whether it is activated by 90 91, prompt, tokens reused
+    (None, False, [*range(10)], 0),
+    ("a", True, [*range(10), 90, 91, 1], 8),  # what the base model made; acts from 10 on
+    ("b", True, [*range(10), 90, 91, 1], 8),
+    ("a", True, [*range(10), 90, 91, 1], 12),  # of its own
+    (None, False, [*range(10), 90, 91, 1], 8),  # not what an adapter made
+    ("a", False, [*range(10), 90, 91, 1], 0),  # a plain LoRA of the same digest acts everywhere
+    ("a", True, [*range(8), 90, 91, 8, 9, 10], 8),  # where it begins at the border of a block,
+    ("a", True, [*range(8), 90, 91, 8, 9, 10], 12),
+    (None, False, [*range(8), 90, 91, 8, 9, 10], 8),
+    ("c", True, [*range(9), 90, 91], 8),
+    (
+        "c",
+        True,
+        [*range(9), 90, 91, 5, 6, 90, 91],
+        8,
+    ),  # its last invocation counts: 9 to 12 were not the base's
+    (None, False, [*range(9), 90, 91, 5, 6, 90, 91], 12),  # but are now
+    ("c", True, [*range(9), 90, 91, 5, 6, 7, 8, 9], 8),
+    ("d", True, [*range(10), 90, 90, 4, 5, 6], 8),  # never acts: the base model's
+    (None, False, [*range(10), 90, 90, 4, 5, 6], 12),
+    ("d", True, [90, 91, *range(10)], 0),  # acts from the start
+    ("d", True, [90, 91, *range(10)], 8),
+]
+
+
+def test_what_is_before_an_invocation_is_the_base_models() -> None:
+    bench = Bench()
+    for number, (adapter, activated, prompt, reused) in enumerate(CHAIN):
+        bench.add(prompt, 1, adapter, (90, 91) if activated else ())
+        [(_, start, _)] = bench.step()
+        assert start == reused, number
+
+
+def test_one_prompt_of_ten_adapters_is_held_once() -> None:
+    bench, shared = Bench(blocks=128, adapters=10, max_batch_size=16), [*range(40)]
+    bench.add(shared, 1)
+    bench.step()
+    bench.step()
+    made = [bench.add([*shared, 90, 91, 3], 9, f"a{i}", (90, 91)) for i in range(10)]
+    bench.step()
+    bench.step()
+    assert len({tuple(one.kv.blocks[:10]) for one in made}) == 1
+    assert len({block for one in made for block in one.kv.blocks}) == 10 + 10 * 3
 
 
 def test_reuse_leaves_at_least_one_token_to_compute() -> None:

@@ -18,7 +18,7 @@ class DecodeRun:
     """
 
     def __init__(self, sequences: Iterable[Sequence], tokens_per_block: int) -> None:
-        self.sequences = tuple(sorted(sequences, key=lambda sequence: sequence.root))
+        self.sequences = tuple(sorted(sequences, key=lambda s: s.place(s.num_computed, s.num_computed + 1)))
         self.positions = np.array([sequence.num_computed for sequence in self.sequences])
         self.can_run_ahead = all(sequence.can_run_ahead for sequence in self.sequences)
         self._size = tokens_per_block

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 DEFAULT_PRIORITY = 35
 
-Key = tuple[object, tuple[int, ...]]  # (parent node, or the sequence's root; the block's tokens)
+Key = tuple[object, tuple[int, ...], str]
+"""Of a block: parent node, or the sequence's root; its tokens; `Sequence.maker` of them."""
 
 
 class IdleBlocks:
@@ -76,8 +77,10 @@ class KvCache:
     """Blocks of `tokens_per_block` tokens.
 
     A full block is registered under its content: its own tokens and the chain of blocks before it, which
-    starts at the adapter's digest. Keys hold the tokens themselves, so a match is never a hash collision. A
-    registered block that no sequence uses stays until its space is needed; see `IdleBlocks`.
+    starts at the adapter's digest; of an adapter that acts from a later token on, at the base model, and the
+    block where it begins to act has its digest in the key. Keys hold the tokens themselves, so a match is
+    never a hash collision. A registered block that no sequence uses stays until its space is needed; see
+    `IdleBlocks`.
 
     The beams of one search share blocks; a block that two of them would write to is copied first. All blocks
     that they may ever need are claimed when the search starts; those not in use are in the group's reserve.
@@ -209,8 +212,7 @@ class KvCache:
         size, nodes = self.tokens_per_block, sequence.kv.nodes
         while (len(nodes) + 1) * size <= sequence.num_computed:
             position = len(nodes)
-            parent: object = nodes[-1] if nodes else sequence.root
-            key = (parent, tuple(sequence.tokens[position * size : (position + 1) * size]))
+            key = _key(sequence, nodes[-1] if nodes else sequence.root, position * size, size)
             node = self._node_of.get(key)
             if node is None:
                 node = self._register(key, sequence.kv.blocks[position])
@@ -253,7 +255,7 @@ class KvCache:
         parent: object = sequence.root
         size = self.tokens_per_block
         for start in range(0, len(sequence.tokens) - sequence.num_draft - size, size):
-            node = self._node_of.get((parent, tuple(sequence.tokens[start : start + size])))
+            node = self._node_of.get(_key(sequence, parent, start, size))
             if node is None:
                 break
             nodes.append(node)
@@ -306,3 +308,8 @@ class KvCache:
         if self.states is not None:
             self.states.forget(node)
         self._pages.release([block])
+
+
+def _key(sequence: Sequence, parent: object, start: int, size: int) -> Key:
+    stop = start + size
+    return parent, tuple(sequence.tokens[start:stop]), sequence.maker(start, stop)

@@ -43,7 +43,7 @@ class Runner:
     """Owns the decoder, the KV tensor and, of a model with recurrent layers, their states.
 
     The sequences of a batch are ordered by adapter: the rows of an adapter are contiguous, and those of the
-    base model come first.
+    base model come first; but a chunk in which an adapter begins to act has both, in the order of its tokens.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Runner:
 
     def _launch_anew(self, step: Step, previous: LaunchedStep | None) -> LaunchedStep:
         chunks = [one for chunk in step.chunks for one in _one_by_one(chunk)]
-        chunks.sort(key=lambda chunk: chunk.sequence.root)
+        chunks.sort(key=lambda c: c.sequence.place(c.start, c.start + c.count))
         wanted = [_wanted(chunk) for chunk in chunks]
         self._encode([chunk.sequence for chunk in chunks if chunk.num_encoded])
         inputs = self._inputs(chunks, wanted, previous)
@@ -239,7 +239,7 @@ class Runner:
             return
         assert isinstance(self._decoder, EncoderDecoder)
         inputs = encoder_inputs(sequences, self._tokens_per_block)
-        inputs = self._with_adapters(inputs, sequences)
+        inputs = self._with_adapters(inputs, [(sequence, 0) for sequence in sequences])
         if self._leader is not None:
             self._leader.tell(step_message(ENCODE, inputs))
         batch = inputs.plan(self._ops)
@@ -308,7 +308,7 @@ class Runner:
             rope_lengths=_rope_lengths(chunks),
             state=StateRows.of(c.sequence for c in chunks) if self._states is not None else None,
         )
-        return self._with_adapters(inputs, [chunk.sequence for chunk in chunks])
+        return self._with_adapters(inputs, [(chunk.sequence, chunk.start) for chunk in chunks])
 
     def _embeddings(
         self, chunks: list[Chunk], ids: list[int], starts: list[int]
@@ -341,23 +341,26 @@ class Runner:
         ]
         return Pending(self._tensor([*zip(*found, strict=True)]), previous.tokens) if found else None
 
-    def _with_adapters(self, inputs: StepInputs, sequences: list[Sequence]) -> StepInputs:
-        starts = inputs.starts
-        segments: dict[str, tuple[int, int, Lease]] = {}
-        for sequence, start, stop in zip(sequences, starts, starts[1:], strict=False):
-            lease = sequence.lease
-            if lease is not None:
-                first = segments[lease.digest][0] if lease.digest in segments else start
-                segments[lease.digest] = (first, stop, lease)
+    def _with_adapters(self, inputs: StepInputs, parts: Rows[tuple[Sequence, int]]) -> StepInputs:
+        """parts: each sequence, and the position of the first of its rows."""
+        starts, segments = inputs.starts, list[tuple[int, int, Lease]]()
+        for (sequence, position), start, stop in zip(parts, starts, starts[1:], strict=False):
+            lease, first = sequence.lease, start + max(0, sequence.acts_from - position)
+            if lease is None or first >= stop:
+                continue
+            if segments and segments[-1][1] == first and segments[-1][2].digest == lease.digest:
+                first = segments.pop()[0]
+            segments.append((first, stop, lease))
         if not segments:
             return inputs
-        if len(segments) > self.max_adapters_in_step:
-            self.max_adapters_in_step = len(segments)
-            logger.info("manylora: %d distinct adapters in one step", len(segments))
-        inputs.lora = with_virtual(self._adapters.batch(list(segments.values())), inputs.virtual)
+        count = len({lease.digest for _, _, lease in segments})
+        if count > self.max_adapters_in_step:
+            self.max_adapters_in_step = count
+            logger.info("manylora: %d distinct adapters in one step", count)
+        inputs.lora = with_virtual(self._adapters.batch(segments), inputs.virtual)
         inputs.adapters = [
             (start, stop, [(one.digest, scale) for one, scale in lease.members])
-            for start, stop, lease in segments.values()
+            for start, stop, lease in segments
         ]
         return inputs
 

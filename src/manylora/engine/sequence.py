@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from manylora.engine.token_counts import TokenCounts
     from manylora.lora.lease import Lease
 
+NEVER = 2**62  # a position that no sequence reaches
 PENDING = -1  # in place of a token that the device has sampled and the host does not know yet
 
 
@@ -112,6 +113,7 @@ class Sequence:
     counts:       of its tokens, kept by the sampler where the request has penalties.
     num_virtual:  tokens at the beginning that its adapter has put there; the request does not know of them.
     rope_length:  the least length by which its tokens are rotated, see `ModelConfig.rope_length`.
+    acts_from:    its adapter acts on the tokens from this position on; on the others the base model does.
     rope_limit:   tokens beyond which all of it is rotated in another way, and computed again; None: never.
     """
 
@@ -150,7 +152,8 @@ class Sequence:
         self.tokens = [*self.request.prompt, *draft]
         self.num_draft, self.num_drafted = len(draft), len(self.request.draft)
         self.top_p = self.request.params.top_p
-        digest = self.lease.digest if self.lease else ""
+        self.acts_from = _acts_from(self.request.prompt, self.lease)
+        digest = self.lease.digest if self.lease and not self.acts_from else ""
         if self.request.prompt_table is not None:  # other embeddings have other keys and values
             digest += ":" + self.request.table_digest
         if self.num_encoder:  # and so has another text for the encoder
@@ -159,7 +162,21 @@ class Sequence:
         if self.request.cache_salt:
             digest += ":salt:" + blake2b(self.request.cache_salt.encode(), digest_size=20).hexdigest()
         self.root = digest + self._rope_root
-        """Where prefix reuse starts: the same tokens have other keys and values under another adapter."""
+        """Where prefix reuse starts: the same tokens have other keys and values under another adapter. Where
+        the adapter does not act from the start, that is the base model's; `maker` has the rest."""
+
+    def maker(self, start: int, stop: int) -> str:
+        """What beside the tokens and what is before them decides the keys and values of tokens [start, stop):
+        the adapter, where it begins to act among them. Empty: nothing that is not decided before."""
+        if self.lease is None or not start <= self.acts_from < stop or not self.acts_from:
+            return ""
+        return f"{self.acts_from - start}:{self.lease.digest}"
+
+    def place(self, start: int, stop: int) -> tuple[str, bool]:
+        """Where the rows of tokens [start, stop) belong in a batch: with those of their adapter, behind those
+        that begin as the base model's."""
+        acts = self.lease is not None and self.acts_from < stop
+        return self.lease.digest if acts and self.lease else "", acts and self.acts_from <= start
 
     @property
     def _rope_root(self) -> str:
@@ -400,3 +417,16 @@ class BeamGroup:
 
     def __post_init__(self) -> None:
         self.beams = [self.leader]
+
+
+def _acts_from(prompt: tuple[int, ...], lease: Lease | None) -> int:
+    """Where the last invocation sequence in the prompt begins. Without one in it an activated LoRA acts
+    nowhere; an adapter that is none acts from the start."""
+    wanted = lease.invocation if lease is not None else ()
+    if not wanted:
+        return 0
+    count = len(wanted)
+    for start in range(len(prompt) - count, -1, -1):
+        if prompt[start] == wanted[0] and prompt[start : start + count] == wanted:
+            return start
+    return NEVER

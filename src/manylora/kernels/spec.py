@@ -63,8 +63,9 @@ class LoraBatch:
 
     pool: flat, [elements], on the device; in the compute dtype, or on a CPU in bfloat16 under float32. Rows
           of another encoding lie in it as bytes.
-    segments: ascending, disjoint, at most one for each adapter (the runner orders sequences by adapter); over
-              the pairs of experts, one for each of their groups.
+    segments: ascending, disjoint, at most one for each sequence, and where an adapter acts on all of its
+              rows, one for each adapter: the runner orders them so. Over the pairs of experts, one for each
+              of their groups.
     alignment: elements; every offset of every row is a multiple of it.
     extras: of the adapters that have any, as `segments`. No operation reads them: the layers do.
     """

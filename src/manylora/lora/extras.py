@@ -19,6 +19,7 @@
 | head.bias | [vocab] | added to the logits |
 | score.weight, score.bias | [labels, n], [labels] | a classification head, in place of the base's |
 | score.dense.weight, score.dense.bias | [n, n], [n] | the layer before it, with tanh |
+| invocation | [0] | the adapter acts from the last of these `token_ids` in the prompt on: activated LoRA |
 
 Of an encoder-decoder model layers are numbered through both stacks, the encoder's first. What is outside
 layers begins with its stack's name: `encoder.norm`, `encoder.embedding_norm` (on what goes into the first
@@ -28,22 +29,26 @@ layer), `encoder.embed`, with the parts above; `embed.tokens` alone is for both 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.geometry import CacheGeometry, ExtraPiece, ExtraPlace, Layout
-from manylora.request import LoraExtra
+from manylora.request import INVOCATION, LoraExtra
 
 HEAD = "score"
 """What the names of a classification head's parts begin with."""
 LAYER = re.compile(r"layers\.(\d+)\.")
+MAX_INVOCATION = 4096  # tokens
 
 
 def check_extras(extras: Iterable[LoraExtra], num_layers: int) -> None:
-    """Raises AdapterInvalidError for an extra of a layer that the model does not have."""
+    """Raises AdapterInvalidError for an extra of a layer that the model does not have, and for an invocation
+    sequence that is none."""
     prefixes = 0
     for extra in extras:
+        if extra.name == INVOCATION:
+            check_invocation(extra.token_ids, "lora_invocation_tokens")
         found = LAYER.match(extra.name)
         if found and int(found[1]) >= num_layers:
             raise AdapterInvalidError(f"{extra.name}: the model has {num_layers} layers")
@@ -62,6 +67,18 @@ def is_virtual(name: str) -> bool:
 def num_virtual(layout: Layout) -> int:
     """Virtual tokens before each prompt of the adapter that lies so."""
     return max((sum(p.rows for p in one.pieces) for one in layout.extras if is_virtual(one.name)), default=0)
+
+
+def check_invocation(token_ids: Sequence[int], name: str) -> tuple[int, ...]:
+    """The token ids of an activated LoRA. name: of the setting. Raises AdapterInvalidError."""
+    if not 0 < len(token_ids) <= MAX_INVOCATION:
+        raise AdapterInvalidError(
+            f"{name} must have 1 to {MAX_INVOCATION} token ids, got {len(token_ids)}: leave it out for an "
+            "adapter that acts on every token"
+        )
+    if not all(type(i) is int and 0 <= i < 2**31 for i in token_ids):
+        raise AdapterInvalidError(f"{name} must be a list of token ids, which are numbers from 0 on")
+    return tuple(token_ids)
 
 
 def with_extras(layout: Layout, extras: Iterable[LoraExtra], geometry: CacheGeometry) -> Layout:

@@ -14,6 +14,7 @@ from manylora.config.engine import LoraCacheConfig
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.row_format import RowFormat
 from manylora.lora.modules import LoraModule
+from manylora.request import INVOCATION
 
 REMEDIES = {
     "host": "raise lora_cache_host_memory_bytes",
@@ -218,6 +219,11 @@ class Layout:
     @property
     def num_pages(self) -> int:
         return len(self.used_slots)
+
+    @property
+    def invocation(self) -> tuple[int, ...]:
+        """As of `LoraInput`."""
+        return next((place.token_ids for place in self.extras if place.name == INVOCATION), ())
 
 
 def place_rows(

@@ -39,6 +39,11 @@ class AdapterLease:
         """Virtual tokens that the adapter puts before each prompt."""
         return num_virtual(self.layout)
 
+    @property
+    def invocation(self) -> tuple[int, ...]:
+        """As of `LoraInput`."""
+        return self.layout.invocation
+
 
 @dataclass(frozen=True, eq=False)
 class MixLease:
@@ -60,6 +65,11 @@ class MixLease:
         return sum(lease.num_virtual for lease, _ in self.members)
 
     @property
+    def invocation(self) -> tuple[int, ...]:
+        """None: an activated LoRA cannot be mixed."""
+        return ()
+
+    @property
     def carried(self) -> Adapter | FileAdapter | None:
         """Of a member that has none on the host."""
         return next((lease.carried for lease, _ in self.members if lease.carried is not None), None)
@@ -76,13 +86,15 @@ Lease = AdapterLease | MixLease
 def check_mixable(name: str, layout: Layout) -> None:
     """Raises AdapterInvalidError for an adapter that can act only alone and with a scale of 1.
 
-    PEFT does not mix these either: it drops magnitudes, and copies of whole weights.
+    Mixed rows are sums of low-rank products; what is no such product has no place in them.
     """
     extras = sorted(place.name for place in layout.extras)
     dora = any(place.format.dora for place in layout.placements)
     if not dora and not extras:
         return
     what = "is a DoRA adapter, whose magnitudes belong to its own weights" if dora else f"trains {extras[0]}"
+    if layout.invocation:
+        what = "is an activated LoRA, which acts from a place of its own on"
     raise AdapterInvalidError(
         f"adapter {name} {what}: it cannot be mixed or scaled, ask for it alone and with a scale of 1"
     )

@@ -102,6 +102,8 @@ class AdapterPool:
         for kind in {row.payload.dtype for row in adapter.rows}:
             self._write_rows([(row, place) for row, place in rows if row.payload.dtype == kind], kind, pages)
         for extra, where in zip(adapter.extras, layout.extras, strict=True):
+            if not where.pieces:  # it has no values
+                continue
             sizes = [piece.rows * where.columns for piece in where.pieces]
             parts = np.split(extra.values.reshape(-1), np.cumsum(sizes)[:-1])
             for piece, part in zip(where.pieces, parts, strict=True):
@@ -202,6 +204,8 @@ class AdapterPool:
         """The extras of an adapter on these pages of `flat`, by name."""
         flat, found = self.flat, {}
         for place in layout.extras:
+            if not place.pieces:
+                continue
             starts = [self._offset(pages, piece) for piece in place.pieces]
             views = tuple(
                 flat[start : start + piece.rows * place.columns].view(piece.rows, place.columns)
@@ -212,6 +216,8 @@ class AdapterPool:
         return found
 
     def _read_extra(self, place: ExtraPlace, pages: Sequence[int]) -> LoraExtra:
+        if not place.pieces:
+            return LoraExtra(place.name, np.empty(0, np.float32), place.token_ids)
         parts = [self._slots(pages, piece)[: piece.rows * place.columns] for piece in place.pieces]
         values = _array(torch.cat(parts))
         shaped = values.reshape(-1, place.columns) if place.is_matrix else values

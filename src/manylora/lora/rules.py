@@ -15,7 +15,7 @@ from manylora.lora.extras import check_extras
 from manylora.lora.modules import EXPERT_IDS, LoraModule, LoraModuleId, module_name
 from manylora.lora.number_types import BY_DTYPE, NUMBER_TYPES, to_bfloat16
 from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_rows
-from manylora.request import LoraExtra, LoraInput
+from manylora.request import INVOCATION, LoraExtra, LoraInput
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class AdapterRules:
         Padding is not read, except where it is wider than any row needs: values there mean a larger model.
         8-bit floats stay what they are, but not with DoRA: they are too coarse for magnitudes.
         """
-        check_extras(lora.extras, self.num_layers)
+        self._check_extras(lora.extras)
         weights, config = check_shapes(lora)
         Bounds.of(self.modules, self.num_layers, self.rank_limit).check_rows(len(config))
         scales = _check_scales(lora, weights, len(config))
@@ -59,7 +59,7 @@ class AdapterRules:
     ) -> Adapter:
         """Rows that a reader made, which are finite and of their size. digest: of all, where it is known."""
         rows, extras = list(rows), list(extras)
-        check_extras(extras, self.num_layers)
+        self._check_extras(extras)
         if not (rows or extras):
             raise AdapterInvalidError("the adapter has no rows: it needs at least one")
         for row in rows:
@@ -98,6 +98,14 @@ class AdapterRules:
             rank <= limit, f"Invalid low_rank ({rank}). low_rank must be smaller than mMaxLowRank ({limit})"
         )
         return size
+
+    def _check_extras(self, extras: Iterable[LoraExtra]) -> None:
+        check_extras(extras, self.num_layers)
+        reads = any(module.encoder_layers for module in self.modules.values())
+        activated = any(extra.name == INVOCATION for extra in extras)
+        _require(
+            not (reads and activated), "activated LoRA is for models that are a decoder alone, as in PEFT"
+        )
 
     def _separate(self, rows: Iterable[AdapterRow]) -> Iterable[AdapterRow]:
         """Cross-attention's fused module as the three it fuses: these share A, but not its input."""

@@ -25,7 +25,7 @@ from manylora.model.families import FAMILIES
 from manylora.parallel.mapping import Mapping
 from manylora.parallel.rank_model import rank_config
 from manylora.parallel.weights import key_heads, query_heads
-from manylora.request import LoraExtra
+from manylora.request import INVOCATION, LoraExtra
 
 
 class AdapterSlicer:
@@ -101,6 +101,8 @@ class AdapterSlicer:
     def _extra(self, extra: LoraExtra, mapping: Mapping) -> LoraExtra | None:
         """A rank's part of an extra. Those of embedding and head are whole on every rank of their stage."""
         found = LAYER.match(extra.name)
+        if extra.name == INVOCATION:
+            return extra
         if found is None:
             begin = extra.name.partition(".")[0]
             last = begin in ("norm", "head", HEAD)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,14 @@ from manylora.lora.file_adapter import FileRows
 from manylora.lora.formats.base_weights import BaseReader
 from manylora.lora.formats.kinds.form import LoraForm, PeftFiles
 from manylora.lora.formats.kinds.table import check_kind, read_form
-from manylora.lora.formats.peft_config import CONFIG, PeftConfig, config_of, is_plain_lora, read_settings
+from manylora.lora.formats.peft_config import (
+    ALORA,
+    CONFIG,
+    PeftConfig,
+    config_of,
+    is_plain_lora,
+    read_settings,
+)
 from manylora.lora.formats.peft_experts import (
     EXPERT_KEY,
     check_expert_shapes,
@@ -54,6 +61,7 @@ NARROWED = 2**22  # elements of an adapter whose memory is worth the narrowing o
 THREADS = 4
 SPECIAL_MODULES = (*EXPERT_IDS, LoraModuleId.CROSS_ATTN_QKV)  # modules whose rows are not one pair each
 IN_PLACE = {"F32": "float32", "BF16": "bfloat16"}  # types that `stored_rows` is for
+LOW_RANK = re.compile(r"\.lora_[AB]\.")  # in the names of what PEFT applies to some tokens only
 DORA = re.compile(r"lora_magnitude_vector|weight_m_wdecomp")
 DORA_REASON = "DoRA magnitudes are divided by the row norms of the base model: name it with --base"
 NO_ROW = (
@@ -116,6 +124,8 @@ def read_peft_whole(folder: Path, options: ReadOptions = DEFAULT) -> tuple[list[
         rows = _Reading(config, options, base, kind).rows(tensors)
         extras = read_extras(found, tensors, config, options.modules, base) + form.extras
     tell_missing(settings, {(row.layer, row.module_id) for row in rows}, options)
+    if config.invocation:
+        extras.append(LoraExtra.invocation(config.invocation))
     if not rows and not extras:
         raise AdapterInvalidError("the adapter holds no LoRA matrices")
     return rows, extras
@@ -130,6 +140,7 @@ def stored_rows(folder: Path, options: ReadOptions = DEFAULT) -> FileRows | None
     config, tensors = config_of(settings), peft_tensors(folder, options)
     kinds = {tensor.dtype for tensor in tensors.values()}
     special = any(is_extra(key) or EXPERT_KEY.fullmatch(key) or STACK_KEY.fullmatch(key) for key in tensors)
+    special = special or bool(config.invocation)
     if special or config.use_dora or len(kinds) != 1 or not kinds <= IN_PLACE.keys():
         return None
     rows = []
@@ -160,7 +171,20 @@ def _open(
         raise AdapterInvalidError(f"{CONFIG} sets use_dora: {DORA_REASON}")
     extras = {key: tensor for key, tensor in form.tensors.items() if is_extra(key)}
     rest = {key: tensor for key, tensor in form.tensors.items() if key not in extras}
+    if config.invocation:
+        _check_activated([*rest, *extras])
     return replace(form, tensors=rest), extras
+
+
+def _check_activated(keys: Iterable[str]) -> None:
+    """Raises AdapterInvalidError for what acts on every token, of an adapter that must leave those before its
+    invocation sequence to the base model."""
+    for key in keys:
+        if not LOW_RANK.search(key) or EXPERT_KEY.fullmatch(key):
+            raise AdapterInvalidError(
+                f"{CONFIG} sets {ALORA}, and {key} would act before these tokens too: of an activated LoRA "
+                "only low-rank matrices of linear layers are supported"
+            )
 
 
 def _find_encoding(tensors: Mapping[str, RawTensor], config: PeftConfig) -> NumberType | None:

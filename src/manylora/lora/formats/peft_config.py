@@ -12,6 +12,7 @@ from typing import Any
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.bounds import ANY_MODEL, Bounds
+from manylora.lora.extras import check_invocation
 from manylora.lora.formats import one_line
 from manylora.lora.formats.opened import is_plain, read_small
 from manylora.lora.formats.peft_patterns import Patterns
@@ -21,11 +22,13 @@ MAX_BYTES = 2**21
 NORMALIZED = "dora_normalized"
 """Key that tools/normalize_dora.py sets: the magnitudes are divided by the row norms already."""
 # Settings under which PEFT computes something else than the base plus scale * B A x.
-UNSUPPORTED = ("alora_invocation_tokens", "arrow_config", "layer_replication")
+UNSUPPORTED = ("arrow_config", "layer_replication")
 # Settings under which the matrices of the file are not yet those of a plain LoRA, or there are others.
 WRITTEN_OUT = ("use_qalora", "use_bdlora", "monteclora_config", "velora_config", "kasa_config")
 # Initialisations that change the base's weights by what nobody can compute from these alone.
 CHANGED_BASE = ("pissa_niter", "corda", "lora_ga", "loftq")
+ALORA = "alora_invocation_tokens"
+ALONE = ("use_dora", "target_parameters", *WRITTEN_OUT)  # are not beside ALORA
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class PeftConfig:
     """trainable_token_indices by module; of a plain list, by the empty name: the input embedding."""
     base: str = ""  # as the trainer called the base model
     folded: bool = False  # the scaling is in B already
+    invocation: tuple[int, ...] = ()
+    """alora_invocation_tokens: the adapter acts from the last of these sequences in the prompt on."""
 
     @cached_property
     def _alphas(self) -> Patterns:
@@ -174,6 +179,7 @@ def config_of(config: Mapping[str, Any]) -> PeftConfig:
         modules_to_save=saved_modules(config),
         token_indices=_token_indices(config),
         base=str(config.get("base_model_name_or_path") or ""),
+        invocation=_invocation(config),
         **{name: bool(config.get(name)) for name in flags},
     )
 
@@ -185,6 +191,25 @@ def saved_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise AdapterInvalidError(f"{CONFIG}: modules_to_save must be a list of names")
     return tuple(names)
+
+
+def _invocation(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Raises AdapterInvalidError, also for what PEFT has not beside it."""
+    if config.get("invocation_string") and not config.get(ALORA):
+        raise AdapterInvalidError(
+            f"{CONFIG} sets invocation_string, of the first activated LoRAs: set {ALORA} to its token ids"
+        )
+    given = config.get(ALORA) or []
+    if not given:
+        return ()
+    if not isinstance(given, list):
+        raise AdapterInvalidError(f"{CONFIG}: {ALORA} must be a list of token ids, got {_shown(given)}")
+    task = config.get("task_type") or "CAUSAL_LM"
+    others = [name for name in ALONE if config.get(name)]
+    others += [f"task_type {_shown(task)}"] * (task != "CAUSAL_LM")
+    if others:
+        raise AdapterInvalidError(f"{CONFIG} sets {ALORA} and {others[0]}: PEFT has no such activated LoRA")
+    return check_invocation(given, f"{CONFIG}: {ALORA}")
 
 
 def _token_indices(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -114,6 +114,9 @@ def lora_tensors(flags: argparse.Namespace) -> list[grpc.InferInput]:
         config = config if config.exists() else folder / "model.lora_keys.npy"
         made.append(tensor("lora_weights", np.load(folder / "model.lora_weights.npy", allow_pickle=False)))
         made.append(tensor("lora_config", np.load(config, allow_pickle=False)))
+        activated = folder / "model.lora_invocation_tokens.npy"
+        if activated.exists():
+            made.append(tensor("lora_invocation_tokens", np.load(activated, allow_pickle=False)))
     if flags.lora_task_id is not None:
         made.append(scalar("lora_task_id", flags.lora_task_id, np.uint64))
     return made

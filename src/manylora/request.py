@@ -24,6 +24,7 @@ MAX_GUIDE_BYTES = 2**18
 MAX_MIXED = 8  # adapters of one request
 MAX_SCALE = 100.0  # of an adapter, or less than its negative
 INVOCATION = "invocation"  # name of a LoraExtra
+MAX_INVOCATION = 4096  # tokens of it
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "lark_grammar", "llguidance")
 
 

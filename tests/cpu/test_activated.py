@@ -4,21 +4,33 @@ is before an invocation is the base model's, shared by all, and nobody else's.""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from running import read, run, tokens
 
+from manylora.commands.convert import main as convert
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
+from manylora.errors import AdapterInvalidError, RequestError
+from manylora.lora.library.disk import DiskLevel
+from manylora.lora.library.reader import read_adapter_folder
+from manylora.lora.report import BaseModel, inspect_adapter
+from manylora.lora.tensors import Adapter
+from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, Request, SamplingConfig
 from manylora.testing.tiny_models import load_transformers, make_adapter, make_model
+from manylora.wire.decode import decode_requests
+from manylora.wire.engine_client import request_tensors
 
 INVOKE = {1: (7, 8, 9), 2: (11,), 3: (7, 8), 4: None}
 """By adapter; 4 is a plain one."""
-NEW = 10
+NEW = 8
+CACHE = LoraCacheConfig()
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Prompt = tuple[int, ...]
 
@@ -122,3 +134,102 @@ def test_a_mixed_batch_answers_as_peft(world: World, options: dict) -> None:
     assert stats.preemptions > 0 or "batch_scheduler_policy" not in options
     assert stats.adapters.device_evictions > 0 or "lora" not in options
     assert stats.kv_tokens_reused > 0 or "enable_kv_cache_reuse" in options
+
+
+def test_a_conversation_goes_from_the_base_to_adapters_and_back(world: World) -> None:
+    """Each turn computes what is new, and what another model made after an invocation."""
+    engine, said, reused = open_engine(world), tuple(tokens(32, 4)), 0
+    turns = [(None, ()), (1, (7, 8, 9)), (None, (30, 31)), (2, (11, 12)), (1, (7, 8, 9)), (None, (5,))]
+    for number, (adapter, asked) in enumerate(turns):
+        prompt = (*said, *asked)
+        world.check(engine, (adapter, prompt))
+        now = engine.stats().kv_tokens_reused
+        # Of the base's turn before an adapter's, all but its last token is in the cache.
+        assert now - reused >= (len(prompt) - len(asked) - 1) // 4 * 4 or turns[number - 1][0] or not number
+        said, reused = (*prompt, *world.answer(adapter, prompt)), now
+
+
+def test_one_prompt_of_ten_adapters_is_computed_and_held_once(world: World) -> None:
+    engine, shared = open_engine(world), tuple(tokens(80, 8))
+    world.check(engine, (None, shared))
+    before = engine.stats()
+    cases = [(i % 3 + 1, (*shared, 7, 8, 9, 11, i)) for i in range(10)]
+    world.check(engine, *cases)
+    assert engine.stats().kv_tokens_reused - before.kv_tokens_reused == 10 * 80
+
+
+def test_beams_drafts_and_bfloat16_pages(world: World) -> None:
+    engine, prompt = open_engine(world, max_beam_width=2), (*tokens(30, 6), 7, 8, 9, 3)
+    wanted = world.answer(1, prompt)
+    draft = tuple(wanted[:3])
+    [events] = run(engine, world.request(1, prompt, draft=draft))
+    assert [t for event in events for t in event.token_ids] == wanted
+    assert events[-1].metrics is not None and events[-1].metrics.accepted_draft_tokens == 3
+    one = SamplingConfig(max_tokens=NEW, beam_width=2)
+    beams = [
+        run(made, Request(prompt, one, world.inputs[1]))[0][-1].beams
+        for made in (engine, open_engine(world, max_beam_width=2, enable_kv_cache_reuse=False))
+    ]
+    assert beams[0] == beams[1] and beams[0]
+
+
+def test_it_survives_every_form(world: World, tmp_path: Path) -> None:
+    """The .npy files, the tensors of a request, the disk level; what has no place for it refuses it."""
+    folder = world.adapters[1]
+    assert convert(["-i", str(folder), "-o", str(tmp_path / "npy")]) == 0
+    assert convert(["-i", str(folder), "-o", str(tmp_path / "a.safetensors"), "--to", "llgtrt"]) == 1
+    with pytest.raises(AdapterInvalidError, match="activated LoRA"):
+        read_adapter_folder(folder)
+    sent = read(tmp_path / "npy", world.model, 1)
+    assert sent.invocation == world.inputs[1].invocation == INVOKE[1]
+    arrays = request_tensors(Request((1,), lora=sent))
+    arrays |= {"request_output_len": np.array([[1]], np.int32)}
+    again = decode_requests(arrays, "", True)[0].request.lora
+    assert again is not None
+    assert again.invocation == INVOKE[1]
+    with pytest.raises(RequestError, match="goes with lora_weights"):
+        del arrays["lora_weights"]
+        decode_requests(arrays, "", True)
+    report = inspect_adapter(tmp_path / "npy", BaseModel(world.model, read_model_config(world.model), CACHE))
+    assert report.problem is None
+    engine = open_engine(world)
+    adapter = engine.adapters.prepare(again)
+    assert isinstance(adapter, Adapter)
+    assert adapter.digest == report.digest
+    plain = engine.adapters.prepare(replace(again, extras=()))
+    assert plain is not None
+    assert plain.digest != adapter.digest
+    level = DiskLevel(2**24, tmp_path / "disk")
+    level.put(adapter)
+    found = level.get(adapter.digest)
+    assert found is not None
+    assert found.extras[0].token_ids == INVOKE[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"modules_to_save": ["lm_head"]}, "head.weight would act before these tokens too"),
+        ({"bias": "all"}, "bias would act before these tokens too"),
+        ({"trainable_token_indices": [3]}, "would act before these tokens too"),
+    ],
+)
+def test_what_acts_on_every_token_is_refused(
+    world: World, tmp_path: Path, options: dict, reason: str
+) -> None:
+    model = world.model
+    if "bias" in options:
+        model = make_model(tmp_path / "model", "llama-biases", seed=5)
+    folder = make_activated(tmp_path / "a", model, 1, (3,), **options)
+    with pytest.raises(AdapterInvalidError, match=reason):
+        read(folder, model)
+
+
+def test_a_lora_bias_acts_where_its_matrices_do(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama-biases", seed=5)
+    made = World.__new__(World)
+    made.model, made._answers = model, {}
+    folder = make_activated(tmp_path / "a", model, 1, (7, 8), lora_bias=True, modules=("q_proj", "lm_head"))
+    made.adapters, made.inputs = {1: folder}, {1: read(folder, model, 1)}
+    prompt = (*tokens(20, 3), 7, 8, 4)
+    made.check(open_engine(made), (None, prompt[:20]), (1, prompt), (1, prompt[:20]), (None, prompt))

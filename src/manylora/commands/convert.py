@@ -19,14 +19,14 @@ from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 
-WRITERS = {"npy": write_npy, "llgtrt": write_llgtrt}
+FORMS = ("llgtrt", "npy")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="manylora convert", description=__doc__)
     parser.add_argument("-i", "--input", type=Path, required=True, help="adapter: folder or file")
     parser.add_argument("-o", "--output", type=Path, required=True, help="npy: a folder; llgtrt: a file")
-    parser.add_argument("--to", choices=sorted(WRITERS), default="npy")
+    parser.add_argument("--to", choices=FORMS, default="npy")
     parser.add_argument("--storage-type", choices=STORAGE_TYPES, help="default: the adapter's own")
     parser.add_argument(
         "--base", type=Path, metavar="MODEL", help="base model: normalises DoRA of PEFT, orders fused rows"
@@ -34,8 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--allow-bin", action="store_true", help=ALLOW_BIN)
     parser.add_argument("--lora-text-only", action="store_true", help="leave out a vision part")
     options = parser.parse_args(arguments)
+    invocation: list[int] = []
     try:
-        weights, config = _read(options)
+        weights, config = _read(options, invocation if options.to == "npy" else None)
     except ConfigError as error:
         return _fail(str(error))
     except AdapterInvalidError as error:
@@ -43,13 +44,16 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         return _fail(f"{options.input} cannot be read: {error.strerror}")
     try:
-        WRITERS[options.to](options.output, weights, config)
+        if options.to == "npy":
+            write_npy(options.output, weights, config, tuple(invocation))
+        else:
+            write_llgtrt(options.output, weights, config)
     except OSError as error:
         return _fail(f"{options.output} cannot be written: {error.strerror}")
     return 0
 
 
-def _read(options: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+def _read(options: argparse.Namespace, invocation: list[int] | None) -> tuple[np.ndarray, np.ndarray]:
     base = model = modules = None
     if options.base:
         folder = model_folder(options.base)
@@ -57,7 +61,7 @@ def _read(options: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
         modules = lora_modules(model)
     bounds = Bounds.of_any_rank(modules, model.num_layers) if model and modules else ANY_MODEL
     read = ReadOptions(modules, base, bounds, text_only=options.lora_text_only)
-    return convert_source(options.input, options.storage_type, read)
+    return convert_source(options.input, options.storage_type, read, invocation)
 
 
 def _fail(message: str) -> int:

@@ -14,7 +14,7 @@ from manylora.errors import ConfigError
 from manylora.lora.modules import MEANINGS, LoraModule, LoraModuleId, lora_modules
 from manylora.lora.report import AdapterReport, BaseModel, inspect_adapter
 from manylora.model.checkpoint import read_model_config
-from manylora.request import LoraExtra
+from manylora.request import INVOCATION, LoraExtra
 
 GATES = "5 is the gate and 7 is not; swapped, both still fit and nothing can tell: only the answers are wrong"
 
@@ -106,6 +106,10 @@ def _extras(extras: Sequence[LoraExtra]) -> Iterator[str]:
     layers: dict[str, list[int]] = defaultdict(list)
     for extra in extras:
         name = extra.name
+        if name == INVOCATION:
+            tokens = ", ".join(map(str, extra.token_ids))
+            yield f"activated LoRA: acts from the last tokens {tokens} of a prompt on"
+            continue
         layer = None
         if name.startswith("layers."):
             _, layer, name = name.split(".", 2)

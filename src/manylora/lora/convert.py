@@ -15,7 +15,14 @@ from manylora.lora.formats.fused_rows import find_model_config, read_fused_rows
 from manylora.lora.formats.npy import write_npy
 from manylora.lora.formats.peft import read_peft
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
-from manylora.lora.formats.sources import find_source, read_source, source_dtype
+from manylora.lora.formats.sources import (
+    Source,
+    find_source,
+    read_invocation,
+    read_source,
+    source_dtype,
+    take_invocation,
+)
 from manylora.lora.modules import MODULE_NAMES, module_name
 from manylora.lora.number_types import is_bfloat16, narrow_to_bfloat16, widen_bfloat16
 from manylora.lora.rules import check_shapes
@@ -27,15 +34,19 @@ ALLOW_BIN = "without effect: adapter_model.bin is read too, in a process of its 
 
 
 def convert_source(
-    path: Path, storage_type: str | None = None, options: ReadOptions = DEFAULT
+    path: Path,
+    storage_type: str | None = None,
+    options: ReadOptions = DEFAULT,
+    invocation: list[int] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] and config [1, rows, 3 or 4] int32 of an adapter from any source.
 
     storage_type: None keeps the source's, or bfloat16 for numbers of 8 bits; bfloat16 comes as 2-byte void.
+    invocation: as of `read_source`.
     Raises AdapterInvalidError.
     """
     source = find_source(Path(path))
-    weights, config = read_source(source, replace(options, float8=False, allow_bin=True))
+    weights, config = read_source(source, replace(options, float8=False, allow_bin=True), invocation)
     _check_config(check_shapes(LoraInput(0, weights, config))[1])
     kind = source_dtype(source, replace(options, allow_bin=True))
     # B has the scaling in it here, for which an encoding has too few bits.
@@ -48,18 +59,20 @@ def convert_peft(
     storage_type: str = "float16",
     partial: list[str] | None = None,
     *,
+    invocation: list[int] | None = None,
     base: BaseWeights | None = None,
     text_only: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] in the storage type (bfloat16 as 2-byte void) and config [1, rows, 4] int32.
 
-    partial, base, text_only: as for `read_peft`. The rows of a fused query_key_value are ordered by the
-    config.json of base, or of the adapter's own directory, or of the base that its settings name, where that
-    is a directory. Raises AdapterInvalidError.
+    partial, base, text_only: as for `read_peft`. invocation: as for `read_source`. The rows of a fused
+    query_key_value are ordered by the config.json of base, or of the adapter's own directory, or of the base
+    that its settings name, where that is a directory. Raises AdapterInvalidError.
     """
     file = find_model_config(Path(folder), base.model_dir if base else None)
     modules = read_fused_rows(file) if file else {}
     options = ReadOptions(modules or None, base, allow_bin=True, text_only=text_only)
+    take_invocation(read_invocation(Source("peft", Path(folder)), options), invocation)
     weights, config = pack_rows(read_peft(Path(folder), partial, options))
     return store_as(weights, config, storage_type), config
 
@@ -105,10 +118,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--lora-text-only", action="store_true", help="leave out a vision part")
     options = parser.parse_args(arguments)
     partial: list[str] | None = [] if options.allow_partial else None
+    invocation: list[int] = []
     try:
         base = base_weights(options.base_model)
         weights, config = convert_peft(
-            options.in_file, options.storage_type, partial, base=base, text_only=options.lora_text_only
+            options.in_file,
+            options.storage_type,
+            partial,
+            invocation=invocation,
+            base=base,
+            text_only=options.lora_text_only,
         )
     except AdapterInvalidError as error:
         print(f"{options.in_file}: {error}", file=sys.stderr)
@@ -122,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
         for module_id, layer, rank, _ in config[0]:
             print(f"layer {layer} {module_name(module_id)} rank {rank}")
     try:
-        write_npy(options.out_dir, weights, config)
+        write_npy(options.out_dir, weights, config, tuple(invocation))
     except OSError as error:
         print(f"{options.out_dir} cannot be written: {error.strerror}", file=sys.stderr)
         return 1

@@ -34,12 +34,11 @@ from dataclasses import replace
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.geometry import CacheGeometry, ExtraPiece, ExtraPlace, Layout
-from manylora.request import INVOCATION, LoraExtra
+from manylora.request import INVOCATION, MAX_INVOCATION, LoraExtra
 
 HEAD = "score"
 """What the names of a classification head's parts begin with."""
 LAYER = re.compile(r"layers\.(\d+)\.")
-MAX_INVOCATION = 4096  # tokens
 
 
 def check_extras(extras: Iterable[LoraExtra], num_layers: int) -> None:

@@ -15,7 +15,7 @@ from manylora.lora.extras import is_virtual, num_virtual, with_extras
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft_config import form_of, read_settings
 from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.formats.sources import Source, find_source, read_source, read_whole, source_dtype
+from manylora.lora.formats.sources import Source, find_source, read_lora, read_whole, source_dtype
 from manylora.lora.geometry import Layout, cache_geometry
 from manylora.lora.modules import FUSED, LoraModule, lora_modules, module_name
 from manylora.lora.number_types import BY_NAME
@@ -95,7 +95,7 @@ def _read(report: AdapterReport, source: Source, base: BaseModel | None, options
         adapter = adapter_from_rows(rows, extras=extras)
         lora = lora_input(0, adapter.rows, adapter.extras)
     else:
-        lora = LoraInput(0, *read_source(source, options))
+        lora = read_lora(source, 0, options)
     _describe(report, lora)
     assert report.dtype is not None
     if base is not None:

@@ -52,6 +52,7 @@ DTYPES = {"half": "float16", "float": "float32"}
 # Without effect here; values that ask for nothing else. Empty: any.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "enable_lora": (True,),
+    "enable_activated_lora": (),
     "enable_auto_tool_choice": (),
     "trust_remote_code": (),
     "disable_log_requests": (),

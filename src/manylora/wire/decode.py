@@ -11,9 +11,11 @@ import numpy as np
 from manylora.errors import RequestError
 from manylora.request import (
     MAX_GUIDE_BYTES,
+    MAX_INVOCATION,
     MAX_MIXED,
     MAX_RANGES,
     Guide,
+    LoraExtra,
     LoraInput,
     LoraMix,
     Request,
@@ -218,9 +220,8 @@ def _lora(item: _Item) -> LoraInput | LoraMix | None:
 
 def _mixed(item: _Item, names: list[str]) -> LoraInput | LoraMix | None:
     """names: of the inputs that name adapters."""
-    others = [
-        name for name in ("lora_task_id", "lora_name", "lora_weights", "lora_config") if item.size(name)
-    ]
+    alone = ("lora_task_id", "lora_name", "lora_weights", "lora_config", "lora_invocation_tokens")
+    others = [name for name in alone if item.size(name)]
     if len(names) > 1 or others:
         raise RequestError(f"{names[0]} stands alone: leave {', '.join([*names[1:], *others])} out")
     given = item.ids(names[0], MAX_MIXED)
@@ -237,11 +238,14 @@ def _named(given: int | bytes | str) -> LoraInput:
 
 
 def _one_lora(item: _Item) -> LoraInput | None:
-    names = ("lora_task_id", "lora_weights", "lora_config", "lora_name")
+    names = ("lora_task_id", "lora_weights", "lora_config", "lora_name", "lora_invocation_tokens")
     if not any(name in item.arrays for name in names):
         return None
     weights, config = item.row("lora_weights"), item.row("lora_config")
     task_id, name = item.scalar("lora_task_id"), item.scalar("lora_name")
+    invocation = item.ids("lora_invocation_tokens", MAX_INVOCATION)
+    if invocation and weights is None:
+        raise RequestError("lora_invocation_tokens goes with lora_weights: a known adapter has its own")
     if name:
         if not (task_id is None and weights is None and config is None):
             raise RequestError("lora_name stands alone: leave lora_task_id, lora_weights and lora_config out")
@@ -252,4 +256,5 @@ def _one_lora(item: _Item) -> LoraInput | None:
         task_id,
         None if weights is None else weights[np.newaxis],
         None if config is None else config[np.newaxis],
+        extras=(LoraExtra.invocation(invocation),) if invocation else (),
     )

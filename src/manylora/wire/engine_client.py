@@ -9,7 +9,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from manylora.errors import RequestError
-from manylora.request import Event, FinishReason, LoraInput, LoraMix, Request, RequestMetrics, SamplingConfig
+from manylora.request import (
+    INVOCATION,
+    Event,
+    FinishReason,
+    LoraInput,
+    LoraMix,
+    Request,
+    RequestMetrics,
+    SamplingConfig,
+)
 from manylora.wire.tensor_table import SAMPLING_SCALARS, TENSORRT_LLM
 from manylora.wire.word_lists import encode_word_lists
 
@@ -149,11 +158,14 @@ def _lora(lora: LoraInput | LoraMix | None) -> Tensors:
     if lora.name is not None and lora.task_id is None:
         source = {} if lora.source is None else {"lora_ckpt_source": _bytes(lora.source)}
         return {"lora_name": _bytes(lora.name), **source}
-    if lora.extras:
-        raise RequestError(f"the adapter has {lora.extras[0].name}, which tensors of a request cannot carry")
+    others = [extra.name for extra in lora.extras if extra.name != INVOCATION]
+    if others:
+        raise RequestError(f"the adapter has {others[0]}, which tensors of a request cannot carry")
     found: Tensors = {"lora_task_id": _one(lora.task_id, np.uint64)}
     if lora.weights is not None and lora.config is not None:
         found |= {"lora_weights": lora.weights, "lora_config": lora.config.astype(np.int32)}
+    if lora.invocation:
+        found["lora_invocation_tokens"] = np.array([lora.invocation], np.int32)
     return found
 
 

@@ -37,6 +37,7 @@ STATISTICS = [
 LORA = [
     Tensor("lora_weights", "${lora_weights_data_type}", (-1, -1), ragged=True),
     Tensor("lora_config", "INT32", (-1, -1), ragged=True),
+    Tensor("lora_invocation_tokens", "INT32", (-1,), ragged=True),  # ours: of activated LoRA
 ]
 GUIDES = _many("STRING", "guided_decoding_guide_type guided_decoding_guide", ragged=True)
 CATALOG = _many("STRING", "lora_name lora_ckpt_source", ragged=True)  # ours: an adapter by its name

@@ -11,12 +11,15 @@ import numpy as np
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.bounds import ANY_MODEL, Bounds
+from manylora.lora.extras import check_invocation
 from manylora.lora.formats import one_line
 from manylora.lora.formats.opened import OpenFile, is_plain
+from manylora.request import MAX_INVOCATION
 
 WEIGHTS = "model.lora_weights.npy"
 CONFIG = "model.lora_config.npy"
 OLD_CONFIG = "model.lora_keys.npy"
+INVOCATION = "model.lora_invocation_tokens.npy"  # ours, of activated LoRA
 READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 MAX_DIMS = 8
 MAX_HEADER = 2**14  # bytes; NumPy itself refuses texts of more than 10 000
@@ -35,10 +38,30 @@ def read_npy(folder: Path, bounds: Bounds = ANY_MODEL) -> tuple[np.ndarray, np.n
     return weights, config
 
 
-def write_npy(folder: Path, weights: np.ndarray, config: np.ndarray) -> None:
+def read_npy_invocation(folder: Path, bounds: Bounds = ANY_MODEL) -> tuple[int, ...]:
+    """The tokens of an activated LoRA; none of another one. Raises AdapterInvalidError."""
+    if not is_plain(folder / INVOCATION):
+        return ()
+    stored = _Array.open(folder / INVOCATION, bounds)
+    if len(stored.shape) != 2 or stored.shape[0] != 1 or stored.dtype != np.int32:
+        found = f"{stored.dtype} {stored.shape}"
+        raise AdapterInvalidError(f"{INVOCATION} must be int32 [1, tokens], got {found}")
+    if stored.shape[1] > MAX_INVOCATION:
+        raise AdapterInvalidError(f"{INVOCATION} must have at most {MAX_INVOCATION} token ids")
+    return check_invocation(stored.read()[0].tolist(), INVOCATION)
+
+
+def write_npy(
+    folder: Path, weights: np.ndarray, config: np.ndarray, invocation: tuple[int, ...] = ()
+) -> None:
+    """invocation: as `read_npy_invocation` gives it. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     np.save(folder / WEIGHTS, weights, allow_pickle=False)
     np.save(folder / CONFIG, config, allow_pickle=False)
+    if invocation:
+        np.save(folder / INVOCATION, np.array([invocation], np.int32), allow_pickle=False)
+    else:
+        (folder / INVOCATION).unlink(missing_ok=True)  # of another adapter
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ from manylora.lora.formats.peft_files import WEIGHTS, peft_tensors
 from manylora.lora.formats.peft_names import PEFT_KEY, VISION, in_our_order, in_peft_order, module_id_of
 from manylora.lora.formats.peft_stacks import STACK_KEY, Parts, check_stacks, stack_parts
 from manylora.lora.formats.peft_strict import check_keys, tell_missing
+from manylora.lora.formats.peft_tables import is_whole_table
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.tensor_files import (
     RawTensor,
@@ -125,6 +126,8 @@ def read_peft_whole(folder: Path, options: ReadOptions = DEFAULT) -> tuple[list[
         extras = read_extras(found, tensors, config, options.modules, base) + form.extras
     tell_missing(settings, {(row.layer, row.module_id) for row in rows}, options)
     if config.invocation:
+        # Whole tables that are copies of the base's were left out.
+        _check_activated(one.name for one in extras if one.name.endswith(".weight"))
         extras.append(LoraExtra.invocation(config.invocation))
     if not rows and not extras:
         raise AdapterInvalidError("the adapter holds no LoRA matrices")
@@ -180,7 +183,7 @@ def _check_activated(keys: Iterable[str]) -> None:
     """Raises AdapterInvalidError for what acts on every token, of an adapter that must leave those before its
     invocation sequence to the base model."""
     for key in keys:
-        if not LOW_RANK.search(key) or EXPERT_KEY.fullmatch(key):
+        if not (LOW_RANK.search(key) or is_whole_table(key)) or EXPERT_KEY.fullmatch(key):
             raise AdapterInvalidError(
                 f"{CONFIG} sets {ALORA}, and {key} would act before these tokens too: of an activated LoRA "
                 "only low-rank matrices of linear layers are supported"

@@ -193,6 +193,11 @@ def saved_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(names)
 
 
+def read_peft_invocation(folder: Path, bounds: Bounds = ANY_MODEL) -> tuple[int, ...]:
+    """As `PeftConfig.invocation`, of an adapter of any kind. Raises AdapterInvalidError."""
+    return _invocation(read_settings(folder, bounds))
+
+
 def _invocation(config: Mapping[str, Any]) -> tuple[int, ...]:
     """Raises AdapterInvalidError, also for what PEFT has not beside it."""
     if config.get("invocation_string") and not config.get(ALORA):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from manylora.kernels.row_format import Encoding
 from manylora.lora.formats import one_line
 from manylora.lora.formats.llgtrt import is_llgtrt, read_llgtrt
 from manylora.lora.formats.nemo import find_nemo, is_tar, nemo_tensors, read_nemo
-from manylora.lora.formats.npy import has_npy, read_npy
+from manylora.lora.formats.npy import has_npy, read_npy, read_npy_invocation
 from manylora.lora.formats.opened import list_files
 from manylora.lora.formats.peft import read_peft, read_peft_whole
+from manylora.lora.formats.peft_config import read_peft_invocation
 from manylora.lora.formats.peft_files import has_peft, peft_tensors
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.tensor_files import common_dtype
@@ -71,11 +73,15 @@ def _find(path: Path) -> Source:
     )
 
 
-def read_source(source: Source, options: ReadOptions = DEFAULT) -> tuple[np.ndarray, np.ndarray]:
+def read_source(
+    source: Source, options: ReadOptions = DEFAULT, invocation: list[int] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] and config [1, rows, 3 or 4] int32; of PEFT and NeMo in float32, else as stored.
 
-    Raises AdapterInvalidError, for an adapter with extras too: `read_lora` reads those.
+    invocation: a list that takes the tokens from which on an activated LoRA acts; None refuses such adapters.
+    Raises AdapterInvalidError, for an adapter with other extras too: `read_lora` reads those.
     """
+    take_invocation(read_invocation(source, options), invocation)
     if source.kind == "npy":
         return read_npy(source.path, options.bounds)
     if source.kind == "llgtrt":
@@ -87,10 +93,32 @@ def read_source(source: Source, options: ReadOptions = DEFAULT) -> tuple[np.ndar
     return pack_rows(read)
 
 
+def read_invocation(source: Source, options: ReadOptions = DEFAULT) -> tuple[int, ...]:
+    """The tokens of an activated LoRA; none of another one. Raises AdapterInvalidError."""
+    if source.kind == "npy":
+        return read_npy_invocation(source.path, options.bounds)
+    return read_peft_invocation(source.path, options.bounds) if source.kind == "peft" else ()
+
+
+def take_invocation(found: Iterable[int], into: list[int] | None) -> None:
+    """into: as of `read_source`."""
+    found = list(found)
+    if found and into is None:
+        raise AdapterInvalidError(
+            "it is an activated LoRA, which acts from its invocation tokens on, and these have no place "
+            "here: use its folder, or the .npy files that manylora convert writes"
+        )
+    if into is not None:
+        into += found
+
+
 def read_lora(source: Source, task_id: int, options: ReadOptions = DEFAULT) -> LoraInput:
     """An adapter whole, extras included, as a request in this process carries it; else as `read_source`."""
     if source.kind != "peft":
-        return LoraInput(task_id, *read_source(source, options))
+        invocation: list[int] = []
+        tensors = read_source(source, options, invocation)
+        extras = (LoraExtra.invocation(invocation),) if invocation else ()
+        return LoraInput(task_id, *tensors, extras=extras)
     return lora_input(task_id, *read_peft_whole(source.path, options))
 
 
@@ -104,7 +132,7 @@ def read_whole(source: Source, options: ReadOptions = DEFAULT) -> tuple[list[Ada
 def source_dtype(source: Source, options: ReadOptions = DEFAULT) -> str:
     """What the source stores: float16, bfloat16 or float8_e4m3fn if every tensor is; else float32."""
     if source.kind in ("npy", "llgtrt"):
-        kind = BY_DTYPE.get(read_source(source, replace(options, float8=True))[0].dtype)
+        kind = BY_DTYPE.get(read_source(source, replace(options, float8=True), [])[0].dtype)
         return kind.name if kind is not None else "float32"
     nemo = source.kind == "nemo"
     tensors = nemo_tensors(source.path, options.bounds) if nemo else peft_tensors(source.path, options)

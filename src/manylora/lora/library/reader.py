@@ -23,12 +23,11 @@ from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.opened import open_plain
 from manylora.lora.formats.peft import stored_rows
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
-from manylora.lora.formats.sources import Source, find_source, read_source, read_whole
+from manylora.lora.formats.sources import Source, find_source, read_lora, read_source, read_whole
 from manylora.lora.library.fingerprint import Fingerprint, fingerprint, is_settled
 from manylora.lora.modules import LoraModule
 from manylora.lora.rules import AdapterRules
 from manylora.lora.tensors import Adapter, type_name
-from manylora.request import LoraInput
 
 logger = logging.getLogger("manylora")
 
@@ -141,7 +140,7 @@ class AdapterReader:
 
     def _read_values(self, source: Source, digest: str | None, notes: list[str]) -> Adapter:
         if source.kind not in SOURCES_WITH_ROWS:
-            return self._rules.check(LoraInput(0, *read_source(source, self._options)))
+            return self._rules.check(read_lora(source, 0, self._options))
         rows, extras = read_whole(source, replace(self._options, digest=digest is None, tell=notes.append))
         return self._rules.check_rows(rows, extras, digest)
 

@@ -32,7 +32,16 @@ from manylora.lora.number_types import is_bfloat16, narrow_to_bfloat16, widen_bf
 from manylora.lora.tensors import Adapter, lora_input
 from manylora.openai.api.errors import ApiError, unsupported_field
 from manylora.openai.serving.backend import Wake
-from manylora.request import Event, FinishReason, LoraInput, LoraMix, Request, SamplingConfig, Sink
+from manylora.request import (
+    INVOCATION,
+    Event,
+    FinishReason,
+    LoraInput,
+    LoraMix,
+    Request,
+    SamplingConfig,
+    Sink,
+)
 from manylora.stats import AdapterStats, CacheMap, EngineStats, Resident
 from manylora.wire.engine_client import AnswerReader, request_tensors
 
@@ -130,9 +139,11 @@ class TritonModel:
         """As a request carries it. Raises ApiError."""
         if lora.task_id is not None and isinstance(lora.checked, Adapter):
             lora = lora_input(lora.task_id, lora.checked.rows, lora.checked.extras)
-        if lora.extras:
+        carried = (INVOCATION,) if "lora_invocation_tokens" in self.inputs else ()
+        left = [one.name for one in lora.extras if one.name not in carried]
+        if left:
             reason = (
-                f"the adapter has {lora.extras[0].name}, which a request to Triton cannot carry: put its "
+                f"the adapter has {left[0]}, which a request to Triton cannot carry: put its "
                 "directory into the server's lora_catalog_dir, or serve with an engine of this process"
             )
             raise ApiError(422, "adapter_not_sendable", reason, "model")

@@ -7,6 +7,7 @@ import queue
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ import tritonclient.grpc as grpc
 from conftest import Running, World
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
+from manylora.commands.convert import main as convert
 from manylora.lora.formats.npy import read_npy
-from manylora.testing.tiny_models import reference_generate
+from manylora.testing.tiny_models import make_adapter, reference_generate
 from manylora.text.tokenizer import Tokenizer
 
 PROMPT = [72, 101, 108, 108, 111, 33]
@@ -169,3 +171,25 @@ def test_a_stop_request_ends_a_stream_and_is_answered_empty(server: Running) -> 
                 break
         last = running.result(timeout=30)[-1]
         assert last.as_numpy("finish_reason")[0, 0] in (b"cancelled", b"length")
+
+
+def test_an_activated_lora_reads_what_the_base_model_has_computed(
+    server: Running, world: World, tmp_path: Path
+) -> None:
+    """Sent as tensors with its invocation tokens; then by its task id alone."""
+    invoke, shared = [201, 202], [*range(40, 180)]
+    folder = make_adapter(
+        tmp_path / "a", world.model, 31, alora_invocation_tokens=invoke, task_type="CAUSAL_LM"
+    )
+    assert convert(["-i", str(folder), "-o", str(tmp_path / "npy"), "--storage-type", "float32"]) == 0
+    weights, config = read_npy(tmp_path / "npy")
+    tokens = np.load(tmp_path / "npy" / "model.lora_invocation_tokens.npy")
+    made = {"lora_weights": weights, "lora_config": config, "lora_invocation_tokens": tokens}
+    task, reuse = {"lora_task_id": np.array([[31]], np.uint64)}, np.array([[True]])
+    ask(server, inputs(shared, 1))
+    for prompt, extra in (([*shared, *invoke, 5], made), ([*shared, 6, *invoke], {})):
+        results = ask(server, inputs(prompt, **task, **extra, return_kv_cache_reuse_stats=reuse))
+        assert new_ids(results)[len(prompt) :] == reference_generate(world.model, folder, prompt, NEW)
+        assert results[-1].as_numpy("kv_cache_reused_blocks").item() >= len(shared) // 32
+    with pytest.raises(InferenceServerException, match="lora_invocation_tokens goes with lora_weights"):
+        ask(server, inputs(shared, **task, lora_invocation_tokens=tokens))

@@ -1,0 +1,116 @@
+"""Time to first token of an activated LoRA behind a prompt that the base model has read, and of a plain one.
+
+    PYTHONPATH=src python benchmarks/activated.py [--prompt 2000] [--pairs 5]
+
+A plain LoRA has other keys and values than the base model, so its prompt is computed again, whoever has read
+it; an activated one computes its invocation sequence and what follows. The same tensors are served as both,
+with an invocation of 4 tokens and a question of 12 behind a prompt that no adapter has seen. The two take
+turns, which of them is first changes from pair to pair. Then 10 adapters read one prompt, and the KV blocks
+they hold are counted. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from loads import ALL, make_llama, prompts
+from machine import see_machine
+
+from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.engine.engine import Engine
+from manylora.lora.formats.sources import find_source, read_lora
+from manylora.request import LoraInput, Request, SamplingConfig
+from manylora.testing.tiny_models import make_adapter
+
+INVOKE = (301, 302, 303, 304)
+QUESTION = (17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28)
+PLAIN, ADAPTERS, OUTPUT = 100, 10, 4
+
+
+def open_engine(folder: Path, prompt: int) -> tuple[Engine, dict[int, LoraInput]]:
+    """Task ids from 1 on are activated, PLAIN is the first one's tensors without an invocation."""
+    model = make_llama(folder / "model", 512, 8)
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": prompt + 64}))
+    inputs = {}
+    for number in range(1, ADAPTERS + 1):
+        options = {"alora_invocation_tokens": list(INVOKE), "task_type": "CAUSAL_LM"}
+        made = make_adapter(folder / str(number), model, number, 16, ALL, **options)
+        inputs[number] = read_lora(find_source(made), number)
+    inputs[PLAIN] = LoraInput(PLAIN, inputs[1].weights, inputs[1].config)
+    lora = LoraCacheConfig(host_memory_bytes=2**28, gpu_memory_bytes=2**28)
+    sizes = {"max_seq_len": prompt + 64, "max_tokens_in_paged_kv_cache": 8 * (prompt + 64)}
+    return Engine(EngineConfig(model, device="cpu", lora=lora, **sizes)), inputs
+
+
+def first_token_ms(engine: Engine, prompt: list[int], lora: LoraInput | None) -> tuple[float, float]:
+    """Of a request alone, on the clock and of the processor; it runs to its end."""
+    start, used, first = time.perf_counter(), time.process_time(), (0.0, 0.0)
+    made = engine.prepare(Request(tuple(prompt), SamplingConfig(max_tokens=OUTPUT), lora, streaming=True))
+    engine.submit(made)
+    while engine.has_work:
+        if engine.step() and not any(first):
+            first = 1000 * (time.perf_counter() - start), 1000 * (time.process_time() - used)
+    return first
+
+
+def blocks_of_all(engine: Engine, prompt: list[int], inputs: dict[int, LoraInput]) -> tuple[int, int]:
+    """KV blocks that the adapters hold when all of them decode behind one prompt, and tokens reused."""
+    before = engine.stats()
+    for number in range(1, ADAPTERS + 1):
+        asked = Request((*prompt, *INVOKE, *QUESTION), SamplingConfig(max_tokens=OUTPUT), inputs[number])
+        engine.submit(engine.prepare(asked))
+    held = 0
+    while engine.has_work:
+        engine.step()
+        held = max(held, engine.stats().kv_blocks - engine.stats().kv_blocks_free)
+    return held, engine.stats().kv_tokens_reused - before.kv_tokens_reused
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--prompt", type=int, default=2000, help="tokens that are shared")
+    parser.add_argument("--pairs", type=int, default=5)
+    options = parser.parse_args()
+    found: dict[str, list[tuple[float, float]]] = {"base": [], "activated": [], "plain": []}
+    with tempfile.TemporaryDirectory() as folder:
+        engine, inputs = open_engine(Path(folder), options.prompt)
+        texts = [[token % 8000 for token in one] for one in prompts(options.pairs + 2, options.prompt)]
+        for number in inputs:  # into the cache
+            first_token_ms(engine, [1, 2, *INVOKE], inputs[number])
+        for pair, text in enumerate(texts[:-1]):
+            base = first_token_ms(engine, text, None)
+            order = (("activated", 1), ("plain", PLAIN))[:: 1 if pair % 2 else -1]
+            asked = [*text, *INVOKE, *QUESTION]
+            taken = {kind: first_token_ms(engine, asked, inputs[number]) for kind, number in order}
+            for kind, value in {"base": base, **taken}.items():
+                found[kind] += [value] * (pair > 0)  # the first one warms up
+        first_token_ms(engine, texts[-1], None)
+        held, reused = blocks_of_all(engine, texts[-1], inputs)
+        size = engine.stats().tokens_per_block
+        engine.close()
+    result: dict[str, object] = {"prompt": options.prompt}
+    for place, clock in enumerate(("wall", "processor")):
+        times = {kind: [one[place] for one in values] for kind, values in found.items()}
+        ratios = [a / p for a, p in zip(times["activated"], times["plain"], strict=True)]
+        result[clock] = {
+            **{f"{kind}_ms": round(statistics.median(values), 1) for kind, values in times.items()},
+            "ratio": round(statistics.median(ratios), 4),
+            "ratio_of_minima": round(min(times["activated"]) / min(times["plain"]), 4),
+        }
+    result |= {
+        "blocks_of_the_prompt": options.prompt // size,
+        "blocks_held_by_10_adapters": held,
+        "tokens_reused_by_10_adapters": reused,
+    }
+    print(see_machine())
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
